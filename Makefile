@@ -1,0 +1,56 @@
+# make train   train the example model over NPROC processes        make train NPROC=2 ARGS="--text book.txt"
+# make test    run the test suite                                  make test ARGS="tests/kernels -k silu"
+# make lint    what CI checks: format, rules, types, spelling      make format repairs the first two
+# make clean   remove .venv and caches (runs/ stays)
+#
+# Needs make and Python >= 3.11, nothing else: .venv is made and filled on first use. Another interpreter:
+# make PYTHON=python3.12 train. pip's own settings (PIP_INDEX_URL, ...) apply as usual.
+
+PYTHON ?= python3
+NPROC ?= 4
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+# The stamp's name carries the content of both files: when that changes, and only then, make installs again.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
+PIP := $(RUN) -m pip --disable-pip-version-check install --constraint constraints.txt
+
+# One thread a process: NPROC of them share the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test lint format clean
+
+train: $(STAMP)
+	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train.py $(ARGS)
+
+test: $(STAMP)
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m basedpyright --pythonpath $(RUN)
+	$(VENV)/bin/codespell
+
+format: $(STAMP)
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: any other package could pull in a newer one. The build backend is installed from the
+# constraints too, so that nothing is resolved outside of them.
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "sonic_ep needs Python >= 3.11, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
+		echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Installing into $(VENV) (once; torch is large)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) --quiet hatchling
+	$(PIP) --quiet --no-build-isolation --editable '.[dev,train]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@

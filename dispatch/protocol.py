@@ -1,0 +1,135 @@
+"""The transport contract: what any way of moving token rows between ranks must do, and the receipt it works from.
+
+    opened = transport.open(routing, plan)             index lists and weights out        (forward only)
+    rows   = transport.dispatch(x, opened.receipt)     rows out: each distinct (token, owner rank) row once
+    out    = transport.combine(rows, receipt)          rows back, summed per token
+    values = transport.return_pairs(values, receipt)   one number per pair back
+
+Combine weights are applied on the owner's rank, so dispatch and combine are plain data movers and each other's
+backward. All four are collectives of the EP group.
+
+Legend: T tokens and H hidden size on the token's rank, N pairs it sends, U rows it sends; on the owner's rank R
+received rows, V received pairs, P rows of the pair buffer (V and padding), e local experts.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sonic_ep.dispatch.plan import Plan
+from sonic_ep.routing import INDEX_DTYPE, Routing
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Rows and pairs exchanged with each rank, in rank order (host integers)."""
+
+    rows_out: tuple[int, ...]
+    rows_in: tuple[int, ...]
+    pairs_out: tuple[int, ...]
+    pairs_in: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """How received rows and pairs map onto each other and back to tokens. Index lists are int32.
+
+    row_of_pair_P: received row that each pair-buffer row computes on (padding repeats a real pair's).
+    pairs_by_row_V, pair_starts_R: real pairs grouped by received row, ascending, and (R + 1) exclusive prefix sums.
+    slot_V: pair-buffer row of each received pair, in arrival order.
+    expert_starts_e: (e + 1) exclusive prefix sums of pair-buffer rows per local expert.
+    token_of_sent_U: token of each sent row, by owner rank, then token; None where x itself is the received rows.
+    sent_by_token_U, sent_starts_T: sent rows grouped by token, by owner rank, and (T + 1) prefix sums; likewise.
+    """
+
+    row_of_pair_P: Tensor
+    pairs_by_row_V: Tensor
+    pair_starts_R: Tensor
+    slot_V: Tensor
+    expert_starts_e: Tensor
+    token_of_sent_U: Tensor | None
+    sent_by_token_U: Tensor | None
+    sent_starts_T: Tensor | None
+    splits: Splits
+    num_tokens: int
+    num_rows: int
+
+    def lists(self) -> tuple[Tensor | None, ...]:
+        """The tensors, for saving; `with_lists` puts them back."""
+        return tuple(getattr(self, name) for name in _LISTS)
+
+    def without_lists(self) -> "ReceiptSizes":
+        """The host-side part alone, which holds no tensor."""
+        return ReceiptSizes(self.splits, self.num_tokens, self.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptSizes:
+    """The host-side part of a receipt."""
+
+    splits: Splits
+    num_tokens: int
+    num_rows: int
+
+    def with_lists(self, lists: tuple[Tensor | None, ...]) -> Receipt:
+        return Receipt(*lists, self.splits, self.num_tokens, self.num_rows)  # type: ignore[arg-type]
+
+
+_LISTS = tuple(f.name for f in fields(Receipt) if f.name not in ("splits", "num_tokens", "num_rows"))
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What `open` brings: the receipt and gates_P (P,), the weight of each pair-buffer row, zero on padding."""
+
+    receipt: Receipt
+    gates_P: Tensor
+
+
+class Transport(Protocol):
+    """Moves rows and pair values between the ranks of one EP group. Holds no state between calls but its byte
+    counts."""
+
+    def open(self, routing: Routing, plan: Plan) -> Opened:
+        """Tell every owner which rows its pairs need and how they weigh."""
+        ...
+
+    def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
+        """Rows (R, H) as received: by source rank, then token. x_TH (T, H), any dtype. Backward: `combine`."""
+        ...
+
+    def combine(self, rows_RH: Tensor, receipt: Receipt) -> Tensor:
+        """Sum over ranks of each token's row (T, H), accumulated in fp32 at least. Backward: `dispatch`."""
+        ...
+
+    def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
+        """The value of each pair (N,) back on its token's rank, in the routing's order; padding is left out."""
+        ...
+
+
+def owner_lists(
+    plan: Plan, rank: int, row_of_received_V: Tensor, gates_V: Tensor, num_rows: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The owner's side of a receipt: gates_P and the receipt's first five lists, by name.
+
+    row_of_received_V: received row of each pair in arrival order. gates_V: its weight.
+    """
+    device = gates_V.device
+    arrivals = plan.arrivals(rank, device)
+    row_of_pair_P = torch.empty_like(arrivals.slot_P, dtype=INDEX_DTYPE)
+    row_of_pair_P[arrivals.slot_P] = row_of_received_V[arrivals.pair_P].to(INDEX_DTYPE)
+    gates_P = gates_V.new_zeros(arrivals.slot_P.shape[0])
+    gates_P[arrivals.slot_V] = gates_V
+    # A row's pairs arrive by expert, which is their order in the pair buffer too.
+    sorted_rows_V, order_V = row_of_received_V.long().sort(stable=True)
+    boundaries_R = torch.arange(num_rows + 1, device=device)
+    lists = {
+        "row_of_pair_P": row_of_pair_P,
+        "pairs_by_row_V": arrivals.slot_V[order_V].to(INDEX_DTYPE),
+        "pair_starts_R": torch.searchsorted(sorted_rows_V, boundaries_R).to(INDEX_DTYPE),
+        "slot_V": arrivals.slot_V.to(INDEX_DTYPE),
+        "expert_starts_e": plan.expert_starts_Qe[rank].to(device, INDEX_DTYPE),
+    }
+    return gates_P, lists

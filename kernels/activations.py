@@ -1,0 +1,146 @@
+"""Activations of the expert MLP: value and derivative, one object each.
+
+Gated activations read pairs of columns, gate first: H[:, 2i] and H[:, 2i + 1] (interleaved, the one layout in memory: a
+GEMM epilogue then holds both halves of a pair in one thread). `interleave` and `concatenate` convert weights and
+biases.
+
+Legend: P pairs, J pre-activation columns (2I if gated, else I), I expert width.
+"""
+
+from abc import ABC, abstractmethod
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_GPT_OSS_ALPHA = 1.702
+_GPT_OSS_LIMIT = 7.0
+
+
+class Activation(ABC):
+    """Forward (P, J) -> (P, I) and backward of an elementwise activation, in the dtype of its input."""
+
+    gated: bool = False
+
+    @abstractmethod
+    def forward(self, h_PJ: Tensor) -> Tensor:
+        """A = act(H)."""
+
+    @abstractmethod
+    def backward(self, da_PI: Tensor, h_PJ: Tensor) -> Tensor:
+        """dH from dA."""
+
+
+def _silu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    s = x.sigmoid()
+    return x * s, s * (1 + x * (1 - s))
+
+
+def _gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    """GELU's tanh approximation, as the GPU kernels compute it (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+    c = (2 / torch.pi) ** 0.5
+    t = torch.tanh(c * (x + 0.044715 * x**3))
+    return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
+
+
+def _relu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    return F.relu(x), (x > 0).to(x.dtype)
+
+
+def _relu2_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    r = F.relu(x)
+    return r * r, 2 * r
+
+
+_CURVES = {
+    "swiglu": _silu_and_slope,
+    "geglu": _gelu_and_slope,
+    "reglu": _relu_and_slope,
+    "silu": _silu_and_slope,
+    "gelu": _gelu_and_slope,
+    "relu2": _relu2_and_slope,
+}
+
+
+@final
+class Plain(Activation):
+    """A = f(H)."""
+
+    def __init__(self, name: str) -> None:
+        self.curve = _CURVES[name]
+
+    def forward(self, h_PJ: Tensor) -> Tensor:
+        return self.curve(h_PJ)[0]
+
+    def backward(self, da_PI: Tensor, h_PJ: Tensor) -> Tensor:
+        return da_PI * self.curve(h_PJ)[1]
+
+
+@final
+class Gated(Activation):
+    """A = f(gate) * up (Shazeer, arXiv 2002.05202)."""
+
+    gated = True
+
+    def __init__(self, name: str) -> None:
+        self.curve = _CURVES[name]
+
+    def forward(self, h_PJ: Tensor) -> Tensor:
+        return self.curve(h_PJ[:, ::2])[0] * h_PJ[:, 1::2]
+
+    def backward(self, da_PI: Tensor, h_PJ: Tensor) -> Tensor:
+        value, slope = self.curve(h_PJ[:, ::2])
+        return torch.stack([da_PI * h_PJ[:, 1::2] * slope, da_PI * value], dim=-1).flatten(1)
+
+
+@final
+class GptOssSwiGLU(Activation):
+    """A = g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7): gpt-oss's experts."""
+
+    gated = True
+
+    def forward(self, h_PJ: Tensor) -> Tensor:
+        gate, up = self._clamped(h_PJ)
+        return gate * torch.sigmoid(_GPT_OSS_ALPHA * gate) * (up + 1)
+
+    def backward(self, da_PI: Tensor, h_PJ: Tensor) -> Tensor:
+        gate, up = self._clamped(h_PJ)
+        s = torch.sigmoid(_GPT_OSS_ALPHA * gate)
+        dgate = da_PI * (up + 1) * s * (1 + _GPT_OSS_ALPHA * gate * (1 - s))
+        dup = da_PI * gate * s
+        inside_gate = h_PJ[:, ::2] <= _GPT_OSS_LIMIT
+        inside_up = h_PJ[:, 1::2].abs() <= _GPT_OSS_LIMIT
+        return torch.stack([dgate * inside_gate, dup * inside_up], dim=-1).flatten(1)
+
+    def _clamped(self, h_PJ: Tensor) -> tuple[Tensor, Tensor]:
+        return h_PJ[:, ::2].clamp(max=_GPT_OSS_LIMIT), h_PJ[:, 1::2].clamp(-_GPT_OSS_LIMIT, _GPT_OSS_LIMIT)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "swiglu": Gated("swiglu"),
+    "geglu": Gated("geglu"),
+    "reglu": Gated("reglu"),
+    "swiglu_oai": GptOssSwiGLU(),
+    "gelu": Plain("gelu"),
+    "silu": Plain("silu"),
+    "relu2": Plain("relu2"),
+}
+
+
+def activation_named(name: str) -> Activation:
+    """The activation of a MoEConfig. Raises ValueError for an unknown name."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation={name!r} is not one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def interleave(concatenated: Tensor, dim: int = 1) -> Tensor:
+    """[gate; up] halves along `dim` -> gate and up rows in turn. Differentiable; a copy."""
+    gate, up = concatenated.chunk(2, dim)
+    return torch.stack([gate, up], dim + 1).flatten(dim, dim + 1)
+
+
+def concatenate(interleaved: Tensor, dim: int = 1) -> Tensor:
+    """Gate and up rows in turn along `dim` -> [gate; up] halves. Differentiable; a copy."""
+    return torch.cat(interleaved.unflatten(dim, (-1, 2)).unbind(dim + 1), dim)

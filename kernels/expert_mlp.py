@@ -1,0 +1,86 @@
+"""The local experts over received rows: SonicMoE's layer, forward and backward, as a chain of fused operations.
+
+Nothing is kept but H (the caller keeps it with its rows and lists): A and A' are made and dropped, Y lives only until
+it is summed, gathered rows exist only inside a GEMM. Source: SonicMoE, arXiv 2512.14080, algorithms 1 to 3.
+
+Legend: R received rows, H hidden size, P pair-buffer rows, V real pairs, e local experts, I expert width, J = 2I if
+gated.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sonic_ep.kernels import reference as ops
+from sonic_ep.kernels.activations import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """w1_eJH, w2_eHI and optional biases b1_eJ, b2_eH of the local experts."""
+
+    w1_eJH: Tensor
+    w2_eHI: Tensor
+    b1_eJ: Tensor | None = None
+    b2_eH: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PairLists:
+    """Index lists, int32: the received row of each pair-buffer row, the pairs of each received row (CSR), the rows of
+    each expert (prefix sums)."""
+
+    row_of_pair_P: Tensor
+    pairs_by_row_V: Tensor
+    pair_starts_R: Tensor
+    expert_starts_e: Tensor
+
+
+def forward(
+    x_RH: Tensor, gates_P: Tensor, weights: ExpertWeights, lists: PairLists, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """out_RH, the weighted sum of a received row's expert outputs, and h_PJ, all that backward needs besides x."""
+    h_PJ, a_PI = ops.up_projection(
+        x_RH, weights.w1_eJH, weights.b1_eJ, lists.row_of_pair_P, lists.expert_starts_e, activation
+    )
+    y_PH = ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, lists.expert_starts_e)
+    return ops.gather_sum(y_PH, lists.pairs_by_row_V, lists.pair_starts_R, gates_P), h_PJ
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationGrads:
+    """What the first half of backward leaves for the second: dh_PJ, scaled_a_PI (A'), ds_P."""
+
+    dh_PJ: Tensor
+    scaled_a_PI: Tensor
+    ds_P: Tensor
+
+
+def backward_activations(
+    do_RH: Tensor, h_PJ: Tensor, gates_P: Tensor, weights: ExpertWeights, lists: PairLists, activation: Activation
+) -> tuple[ActivationGrads, Tensor]:
+    """dS, dH and A', and dx_RH: everything that other ranks wait for."""
+    dh_PJ, scaled_a_PI, ds_P = ops.down_projection_backward(
+        do_RH, weights.w2_eHI, weights.b2_eH, h_PJ, gates_P, lists.row_of_pair_P, lists.expert_starts_e, activation
+    )
+    dx_PH = ops.up_projection_backward(dh_PJ, weights.w1_eJH, lists.expert_starts_e)
+    dx_RH = ops.gather_sum(dx_PH, lists.pairs_by_row_V, lists.pair_starts_R)
+    return ActivationGrads(dh_PJ, scaled_a_PI, ds_P), dx_RH
+
+
+def backward_up_weights(x_RH: Tensor, grads: ActivationGrads, lists: PairLists) -> Tensor:
+    """dW1 = dH^T X[row_of_pair] per expert."""
+    return ops.weight_grad(grads.dh_PJ, x_RH, lists.row_of_pair_P, lists.expert_starts_e)
+
+
+def backward_down_weights(do_RH: Tensor, grads: ActivationGrads, lists: PairLists) -> Tensor:
+    """dW2 = dO[row_of_pair]^T A' per expert."""
+    return ops.weight_grad(grads.scaled_a_PI, do_RH, lists.row_of_pair_P, lists.expert_starts_e, transposed=True)
+
+
+def backward_biases(do_RH: Tensor, gates_P: Tensor, grads: ActivationGrads, lists: PairLists) -> tuple[Tensor, Tensor]:
+    """db1 and db2."""
+    return (
+        ops.bias_grad(grads.dh_PJ, lists.expert_starts_e),
+        ops.gathered_bias_grad(do_RH, gates_P, lists.row_of_pair_P, lists.expert_starts_e),
+    )

@@ -1,0 +1,74 @@
+"""Replay of saved selections: under activation checkpointing the recomputed forward must route as the first one did.
+
+A recomputation that decided anew could differ (jitter, atomics, a bias update in between) and would gather counts
+again. Regions nest: a router takes its selection from the innermost region that replays and hands it to all recording.
+"""
+
+from contextvars import ContextVar, Token
+from typing import final
+
+from sonic_ep.routing import Selection
+
+
+@final
+class _Tape:
+    """Selections of one forward region, in order, for each router."""
+
+    def __init__(self) -> None:
+        self.selections: dict[int, list[Selection]] = {}
+        self.replayed: dict[int, int] = {}
+
+    def next(self, router: object) -> Selection:
+        position = self.replayed.get(id(router), 0)
+        selections = self.selections.get(id(router), [])
+        if position >= len(selections):
+            raise RuntimeError(
+                f"a recomputed region calls a router {position + 1} times, its first forward called it "
+                f"{len(selections)} times"
+            )
+        self.replayed[id(router)] = position + 1
+        return selections[position]
+
+
+@final
+class _Region:
+    """Context manager, reusable: one pass through a region, recording on its tape or replaying it from the start."""
+
+    def __init__(self, tape: _Tape, *, replays: bool) -> None:
+        self.tape, self.replays = tape, replays
+        self._tokens: list[Token[tuple[_Region, ...]]] = []
+
+    def __enter__(self) -> None:
+        if self.replays:
+            self.tape.replayed.clear()
+        self._tokens.append(_REGIONS.set((*_REGIONS.get(), self)))
+
+    def __exit__(self, *_: object) -> None:
+        _REGIONS.reset(self._tokens.pop())
+
+
+_REGIONS: ContextVar[tuple[_Region, ...]] = ContextVar("sonic_ep_regions", default=())
+
+
+def replayed_selection(router: object) -> Selection | None:
+    """The selection that `router` must repeat, or None where it decides for itself."""
+    for region in reversed(_REGIONS.get()):
+        if region.replays:
+            return region.tape.next(router)
+    return None
+
+
+def record_selection(router: object, selection: Selection) -> None:
+    """Keep `selection` for every region that records."""
+    for region in _REGIONS.get():
+        if not region.replays:
+            region.tape.selections.setdefault(id(router), []).append(selection)
+
+
+def replay_contexts() -> tuple[_Region, _Region]:
+    """`context_fn` for torch.utils.checkpoint.checkpoint(..., use_reentrant=False): record, then replay.
+
+    Example: checkpoint(block, x, use_reentrant=False, context_fn=sonic_ep.replay_contexts)
+    """
+    tape = _Tape()
+    return _Region(tape, replays=False), _Region(tape, replays=True)

@@ -1,0 +1,224 @@
+"""The integer decision of distributed token rounding: counts C[R, E] in, rows n[R, E] out, the same on every rank.
+
+Pure int64 tensor arithmetic on the all-gathered counts: no floating point, no host read, no loop over ranks, experts or
+tokens, so every rank computes identical results on any device. Modes (docs/token_rounding.md has the table):
+
+  apportion   the expert's total over the group goes to the nearest multiple of G, and is dealt to the ranks in units of
+              t, each unit to the rank with the largest remainder left. Default.
+  nearest, up, down, stochastic
+              every rank rounds its own count to a multiple of t (SonicMoE, arXiv 2512.14080, section 5; half goes to
+              the even multiple, as there).
+  pad         plain top-K; chunks are padded to a multiple of t with rows of weight zero.
+  off         plain top-K, ragged chunks.
+
+A rank with T tokens cannot give an expert more than T of them: a chunk that rounding makes larger is completed with
+padding rows, so `pairs <= rows` everywhere and T < t is legal.
+
+Legend: S source ranks (= Q owner ranks = ep_size), E experts, e experts of one rank.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from sonic_ep.config import RoundingConfig
+
+CHUNK_MULTIPLES = (128, 64, 32, 16)
+# Share of changed assignments that "auto" accepts; 0.066 puts rho = 2 at t = 64, where the paper's quality holds.
+CHANGE_BUDGET = 0.066
+# Apportionment changes this much more than independent uniform remainders would (docs/token_rounding.md, simulated).
+_APPORTION_OVERHEAD = 1.034
+_SEARCH_BITS = 33
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What every rank sends to every expert. All int64, on the device of the counts.
+
+    rows_SE: n[R, E], rows of each chunk, a multiple of t. pairs_SE: how many of them are real; the rest is padding.
+    cut_S: pairs per owner rank that capacity took away. t: () the chunk multiple in force (1 when off).
+    """
+
+    rows_SE: Tensor
+    pairs_SE: Tensor
+    cut_S: Tensor
+    t: Tensor
+
+
+def predicted_change(rho: float, t: int, G: int, ep_size: int) -> float:
+    """Expected share of assignments that `apportion` changes at `rho` = T*K/(E*128) tiles per (rank, expert).
+
+    The error of a chunk is uniform in +-t/2 from its own remainder plus uniform in +-G/(2 ep_size) from its part of the
+    total's rounding; the mean of |a + b| for two such is max/2 + min^2/(6 max) with the half-widths.
+    """
+    own, shared = t / 2, G / (2 * ep_size)
+    if ep_size == 1:
+        own, shared = shared, 0.0
+    elif t == G:
+        shared = 0.0
+    wide, narrow = max(own, shared), min(own, shared)
+    mean_error = wide / 2 + narrow**2 / (6 * wide)
+    overhead = 1.0 if ep_size == 1 else _APPORTION_OVERHEAD
+    return overhead * mean_error / (128 * rho)
+
+
+def chunk_multiples(G: int) -> tuple[int, ...]:
+    """The values of t that "auto" chooses from, largest first: those that divide G."""
+    return tuple(t for t in CHUNK_MULTIPLES if t <= G and G % t == 0) or (G,)
+
+
+def decide(
+    chosen_SE: Tensor, tokens_S: Tensor, rounding: RoundingConfig, *, training: bool = True, draw: int = 0
+) -> Decision:
+    """Decide n[R, E] from the plain top-K counts of every rank.
+
+    Shapes:  chosen_SE (S, E) and tokens_S (S,) int64 on one device. E must be a multiple of S.
+    Mode:    `rounding.mode`; without `training` always "off" and without capacity.
+    draw:    non-negative seed of `stochastic`, the same on every rank.
+    """
+    ep_size, E = chosen_SE.shape
+    tokens_S1 = tokens_S[:, None]
+    if not training or (rounding.mode == "off" and rounding.capacity_factor is None):
+        one = torch.ones((), dtype=torch.int64, device=chosen_SE.device)
+        return Decision(chosen_SE, chosen_SE, torch.zeros_like(tokens_S), one)
+    t = _chunk_multiple(chosen_SE, rounding)
+    unit = t  # column totals are cut in this unit
+    match rounding.mode:
+        case "off":
+            rows_SE = chosen_SE
+        case "pad":
+            rows_SE = _up(chosen_SE, t)
+        case "nearest":
+            rows_SE = _nearest(chosen_SE, t)
+        case "up":
+            rows_SE = _up(chosen_SE, t)
+        case "down":
+            rows_SE = chosen_SE // t * t
+        case "stochastic":
+            remainder_SE = chosen_SE % t
+            rows_SE = chosen_SE - remainder_SE + t * (_noise(chosen_SE, t, draw) < remainder_SE)
+        case "apportion":
+            rows_SE = _apportion(chosen_SE, tokens_S1, t, rounding.G)
+            unit = torch.full_like(t, rounding.G)
+    # Plain top-K pairs: where the mode is, or "auto" falls back to, padding.
+    keeps_choice = _pads(chosen_SE, rounding)
+    rows_SE = torch.where(keeps_choice, _up(chosen_SE, t), rows_SE)
+    pairs_SE = torch.minimum(rows_SE, torch.where(keeps_choice, chosen_SE, tokens_S1))
+    if rounding.capacity_factor is None:
+        return Decision(rows_SE, pairs_SE, torch.zeros_like(tokens_S), t)
+    capped_SE = _fit_capacity(rows_SE, t, torch.where(keeps_choice, t, unit), _capacity(chosen_SE, rounding))
+    kept_SE = torch.minimum(pairs_SE, capped_SE)
+    cut_S = (pairs_SE - kept_SE).sum(0).view(ep_size, E // ep_size).sum(1)
+    return Decision(capped_SE, kept_SE, cut_S, t)
+
+
+def _up(counts: Tensor, unit: Tensor | int) -> Tensor:
+    return (counts + unit - 1) // unit * unit
+
+
+def _nearest(counts: Tensor, unit: Tensor | int) -> Tensor:
+    """Nearest multiple of `unit`; half goes to the even multiple."""
+    floor = counts // unit
+    twice = 2 * (counts - floor * unit)
+    return unit * (floor + ((twice > unit) | ((twice == unit) & (floor % 2 == 1))))
+
+
+def _auto_thresholds(ep_size: int, E: int, G: int) -> list[tuple[int, int]]:
+    """(t, least group-wide number of pairs from which t is within the budget), smallest t first."""
+    pairs_at_rho_1 = ep_size * E * 128
+    return [
+        (t, round(predicted_change(1.0, t, G, ep_size) / CHANGE_BUDGET * pairs_at_rho_1))
+        for t in reversed(chunk_multiples(G))
+    ]
+
+
+def _chunk_multiple(chosen_SE: Tensor, rounding: RoundingConfig) -> Tensor:
+    ep_size, E = chosen_SE.shape
+    chunk = torch.ones((), dtype=torch.int64, device=chosen_SE.device)
+    if rounding.mode == "off":
+        return chunk
+    if rounding.t != "auto":
+        return chunk * rounding.t
+    if rounding.mode == "pad":
+        return chunk * chunk_multiples(rounding.G)[-1]
+    if rounding.mode != "apportion":
+        return chunk * rounding.G
+    total = chosen_SE.sum()
+    chunk = chunk * chunk_multiples(rounding.G)[-1]
+    for t, least in _auto_thresholds(ep_size, E, rounding.G):
+        chunk = torch.where(total >= least, t, chunk)
+    return chunk
+
+
+def _pads(chosen_SE: Tensor, rounding: RoundingConfig) -> Tensor:
+    """() bool: do chunks keep the plain top-K pairs?"""
+    device = chosen_SE.device
+    if rounding.mode != "apportion" or rounding.t != "auto":
+        return torch.full((), rounding.mode in ("pad", "off"), device=device)
+    ep_size, E = chosen_SE.shape
+    return chosen_SE.sum() < min(least for _, least in _auto_thresholds(ep_size, E, rounding.G))
+
+
+def _noise(like: Tensor, below: Tensor, draw: int) -> Tensor:
+    """Integers uniform in 0..below-1, one per (rank, expert): a 32-bit mixing hash of (draw, position)."""
+    mask = 0xFFFFFFFF
+    index = torch.arange(like.numel(), device=like.device, dtype=torch.int64).view_as(like)
+    mixed = (index * 0x9E3779B1 + (draw * 0x85EBCA6B + 0x165667B1) % 2**32) & mask
+    for factor in (0x21F0AAAD, 0x735A2D97):
+        mixed = ((mixed ^ (mixed >> 16)) * factor) & mask
+    return ((mixed ^ (mixed >> 15)) * below) >> 32
+
+
+def _apportion(chosen_SE: Tensor, tokens_S1: Tensor, t: Tensor, G: int) -> Tensor:
+    # Room for every rounded total, in padding if need be; none on a rank without tokens.
+    room_S1 = _up(tokens_S1, G) // t
+    return t * deal_units(chosen_SE, t, room_S1.expand_as(chosen_SE), _nearest(chosen_SE.sum(0), G) // t)
+
+
+def deal_units(weights: Tensor, step: Tensor | int, caps: Tensor, wanted: Tensor) -> Tensor:
+    """Deal `wanted` units to the holders along dim 0, each to the one with the largest weight left.
+
+    A holder's j-th unit (from 0) has priority weights - j * step; the highest priorities win, ties go to the first
+    holder, and none gets more than `caps`. With weights = counts and step = t this is the largest-remainder method, and
+    minimises sum |units * t - counts|; with weights = 0 it is water filling.
+
+    Shapes:  weights, caps (holders, columns); wanted (columns,) with wanted <= caps.sum(0); int64. Result like weights.
+    Example: weights [[130], [100], [20]], step 64, caps 9, wanted 4 -> priorities 130 66 2 | 100 36 | 20 -> [[2], [2],
+    [0]].
+    """
+
+    def units_above(level: Tensor) -> Tensor:
+        return torch.minimum((-((level - weights) // step)).clamp(min=0), caps)
+
+    low = torch.full_like(wanted, -(2 ** (_SEARCH_BITS - 1)))
+    high = torch.full_like(wanted, 2 ** (_SEARCH_BITS - 1))
+    for _ in range(_SEARCH_BITS):
+        middle = (low + high) // 2
+        fits = units_above(middle).sum(0) <= wanted
+        high = torch.where(fits, middle, high)
+        low = torch.where(fits, low, middle)
+    units = units_above(high)
+    tied = (weights - units * step == high) & (units < caps)
+    left = wanted - units.sum(0)
+    return units + (tied & (tied.cumsum(0) <= left))
+
+
+def _capacity(chosen_SE: Tensor, rounding: RoundingConfig) -> Tensor:
+    """() rows that one rank may receive: capacity_factor times the mean."""
+    factor = Fraction(rounding.capacity_factor or 1).limit_denominator(10**6)
+    return chosen_SE.sum() * factor.numerator // (factor.denominator * chosen_SE.shape[0])
+
+
+def _fit_capacity(rows_SE: Tensor, t: Tensor, unit: Tensor, capacity: Tensor) -> Tensor:
+    """Cut the columns of overfull owners, the largest first, in `unit`s; a cut column's ranks give in proportion, in t."""
+    ep_size, E = rows_SE.shape
+    columns_eQ = (rows_SE.sum(0) // unit).view(ep_size, E // ep_size).T
+    # One unit always fits: a capacity below one tile would starve the rank altogether.
+    allowed_Q = torch.minimum((capacity // unit).clamp(min=1), columns_eQ.sum(0))
+    kept_eQ = deal_units(torch.zeros_like(columns_eQ), 1, columns_eQ, allowed_Q)
+    total_E = kept_eQ.T.reshape(E) * unit
+    # In proportion: a rank with few rows for a hot expert must not lose them all.
+    shares_SE = rows_SE * total_E // rows_SE.sum(0).clamp(min=1)
+    return t * deal_units(shares_SE, t, rows_SE // t, total_E // t)

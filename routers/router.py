@@ -1,0 +1,158 @@
+"""`Router`: tokens in, `Routing` out. Scores, choice, the group's decision, selection, weights and losses, in that
+order.
+
+Legend: T tokens on this rank, H hidden size, E experts, N selected pairs.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sonic_ep.config import MoEConfig
+from sonic_ep.groups import EPGroup
+from sonic_ep.initialization import fill_normal
+from sonic_ep.routers.agreement import Report, agree
+from sonic_ep.routers.balance import balance_loss, updated_bias, z_loss
+from sonic_ep.routers.replay import record_selection, replayed_selection
+from sonic_ep.routers.selection import choice_mask, pairs_of_choice, pairs_of_mask, select_tokens
+from sonic_ep.routers.statistics import RoutingStats, routing_stats
+from sonic_ep.routers.topk import Choice, choose, gates_of_pairs
+from sonic_ep.routing import INDEX_DTYPE, Counts, Routing, Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A routing, () auxiliary loss already weighted, and statistics."""
+
+    routing: Routing
+    aux_loss: Tensor
+    stats: RoutingStats
+
+
+@final
+class Router(nn.Module):
+    """Linear router with token rounding.
+
+    weight: (E, d); bias: (E,) if configured; expert_bias: (E,) fp32 buffer of auxiliary-loss-free balancing. Logits are
+    computed in fp32 at least, whatever the dtype of x and weights.
+    """
+
+    def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.E, config.d, device=device))
+        self.bias = nn.Parameter(torch.zeros(config.E, device=device)) if config.router.linear_bias else None
+        self.expert_bias: Tensor | None
+        self.register_buffer("expert_bias", torch.zeros(config.E, device=device) if config.router.expert_bias else None)
+        self._counts_since_update_E = torch.zeros(config.E, dtype=torch.int64, device="cpu")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # A bias that moves by 0.001 a step must stay fp32 when the model is cast to bf16.
+        exact = self.expert_bias
+        super()._apply(fn, recurse)
+        if exact is not None and self.expert_bias is not None:
+            moved = self.expert_bias
+            self.expert_bias = moved.float() if exact.is_meta else exact.to(moved.device)
+        return self
+
+    @torch.no_grad()
+    def initialize(self, std: float, generator: torch.Generator) -> None:
+        """normal(0, std) weights, zero biases."""
+        if self.weight.is_meta:
+            return
+        fill_normal(self.weight, std, generator)
+        for bias in (self.bias, self.expert_bias):
+            if bias is not None:
+                bias.zero_()
+
+    def logits(self, x_TH: Tensor) -> Tensor:
+        """(T, E) logits in fp32, or in float64 for float64 x; with jitter in training."""
+        dtype = torch.promote_types(x_TH.dtype, torch.float32)
+        x_TH = x_TH.to(dtype)
+        jitter = self.config.router.jitter
+        if self.training and jitter:
+            x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - jitter, 1 + jitter)
+        with torch.autocast(x_TH.device.type, enabled=False):
+            return F.linear(x_TH, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+    def forward(self, x_TH: Tensor, *, group: EPGroup, sequence_length: int) -> Routed:
+        """Route this rank's tokens. A collective: every rank of the group calls it.
+
+        Shapes:  x_TH (T, d); T may be 0 and may differ between ranks. sequence_length: tokens per sequence, for the
+                 "sequence" balance loss.
+        Raises:  ValueError on every rank, see `agreement.agree`.
+        """
+        config = self.config.router
+        logits_TE = self.logits(x_TH)
+        choice = choose(logits_TE, self.expert_bias, self.config.K, config)
+        # Drawn under replay too, so that whatever draws after this layer repeats as well.
+        draw = self._draw()
+        selection = replayed_selection(self)
+        if selection is None:
+            counts = agree(self._report(x_TH, logits_TE, choice, draw), self.config.rounding, group)
+            selection = select(choice, counts, group.rank)
+            if self.training:
+                self._counts_since_update_E += counts.chosen_SE.sum(0)
+        else:
+            choice = Choice(choice.scores_TE, choice.ranking_TE, choice.allowed_TE, selection.topk_ids_TK)
+        record_selection(self, selection)
+        gates_N = gates_of_pairs(choice, selection.token_ids_N, selection.expert_ids_N, selection.chosen_N, config)
+        loss = balance_loss(choice, selection.counts, sequence_length, config) + z_loss(logits_TE, config)
+        routing = Routing(gates_N, selection.token_ids_N, selection.counts, x_TH.shape[0])
+        return Routed(routing, loss, routing_stats(choice, selection))
+
+    def report_problem(self, problem: str, *, group: EPGroup) -> None:
+        """Take part in the step's all-gather with a problem instead of counts: raises ValueError on every rank."""
+        if replayed_selection(self) is not None:
+            raise ValueError(problem)
+        counts_E = torch.zeros(self.config.E, dtype=torch.int64, device=self.weight.device)
+        report = Report(
+            counts_E=counts_E, num_tokens=0, dtype=self.weight.dtype, training=self.training, problem=problem
+        )
+        agree(report, self.config.rounding, group)
+
+    def _draw(self) -> int:
+        stochastic = self.training and self.config.rounding.mode == "stochastic"
+        return int(torch.randint(2**31 - 1, ())) if stochastic else 0
+
+    def _report(self, x_TH: Tensor, logits_TE: Tensor, choice: Choice, draw: int) -> Report:
+        bad = (~logits_TE.detach().isfinite()).sum() if self.config.router.check_logits else None
+        return Report(
+            counts_E=choice.counts_E(),
+            num_tokens=x_TH.shape[0],
+            dtype=x_TH.dtype,
+            training=self.training,
+            draw=draw,
+            bad_logits=bad,
+        )
+
+    @torch.no_grad()
+    def update_expert_bias(self, group: EPGroup | None = None) -> None:
+        """Move the bias by the counts since the last update and start counting anew. Call after the optimizer step.
+
+        group: ranks that hold the same experts in other EP groups, whose counts are summed in; the EP group's own are
+        already complete. Raises ValueError without router.expert_bias.
+        """
+        if self.expert_bias is None:
+            raise ValueError("router.expert_bias=False: there is no bias to update; set it to true in the config")
+        counts_E = self._counts_since_update_E.to(self.expert_bias.device)
+        counts_E = counts_E if group is None else group.all_reduce(counts_E)
+        self.expert_bias.copy_(updated_bias(self.expert_bias, counts_E, self.config.router.expert_bias_rate))
+        self._counts_since_update_E = torch.zeros_like(self._counts_since_update_E)
+
+
+def select(choice: Choice, counts: Counts, rank: int) -> Selection:
+    """The pairs of this rank: for each expert exactly `counts.pairs_SE[rank]` tokens, chosen ones first."""
+    pairs_E = counts.pairs_SE[rank]
+    if torch.equal(pairs_E, counts.chosen_SE[rank]):
+        token_ids_N, expert_ids_N = pairs_of_choice(choice.topk_ids_TK)
+        chosen_N = torch.ones_like(token_ids_N, dtype=torch.bool)
+    else:
+        pairs_on_device_E = pairs_E.to(choice.ranking_TE.device)
+        mask_TE = select_tokens(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_on_device_E)
+        token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, int(pairs_E.sum()))
+        chosen_N = choice_mask(choice.topk_ids_TK, mask_TE.shape[1])[token_ids_N, expert_ids_N]
+    return Selection(choice.topk_ids_TK, token_ids_N.to(INDEX_DTYPE), expert_ids_N, chosen_N, counts)

@@ -1,0 +1,78 @@
+"""Token-choice top-K: logits to scores, the plain choice, and the combine weights of any selected pair.
+
+Legend: T tokens, E experts, K experts per token, g expert groups, N pairs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sonic_ep.config import RouterConfig
+from sonic_ep.routers.selection import choice_mask, top_experts
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plain top-K choice.
+
+    scores_TE: differentiable scores in the dtype of the logits. ranking_TE: what the choice is made by (scores plus
+    expert bias), detached. allowed_TE: bool, the experts in each token's groups; None without group limits.
+    topk_ids_TK: int64.
+    """
+
+    scores_TE: Tensor
+    ranking_TE: Tensor
+    allowed_TE: Tensor | None
+    topk_ids_TK: Tensor
+
+    def counts_E(self) -> Tensor:
+        """(E,) int64 tokens per expert, before any rounding."""
+        E = self.scores_TE.shape[1]
+        counts_E = torch.zeros(E, dtype=torch.int64, device=self.topk_ids_TK.device)
+        ids = self.topk_ids_TK.flatten()
+        return counts_E.scatter_add_(0, ids, torch.ones_like(ids))
+
+
+def scores_of(logits_TE: Tensor, config: RouterConfig) -> Tensor:
+    """Scores in the dtype of the logits: softmax over the experts, or sigmoid."""
+    return logits_TE.softmax(dim=1) if config.score == "softmax" else logits_TE.sigmoid()
+
+
+def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> Choice:
+    """Each token's K experts with the highest score (plus bias), among its best groups.
+
+    Source: group limits and bias as DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): the bias takes part in the choice
+    only.
+    """
+    scores_TE = scores_of(logits_TE, config)
+    ranking_TE = scores_TE.detach() if expert_bias_E is None else scores_TE.detach() + expert_bias_E
+    allowed_TE = None if config.num_groups == 1 else _experts_of_best_groups(ranking_TE, config)
+    return Choice(scores_TE, ranking_TE, allowed_TE, top_experts(ranking_TE, allowed_TE, K))
+
+
+def _experts_of_best_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
+    T, E = ranking_TE.shape
+    per_group = E // config.num_groups
+    scores_Tg = ranking_TE.view(T, config.num_groups, per_group).topk(2, dim=2).values.sum(2)
+    groups = top_experts(scores_Tg, None, config.groups_per_token)
+    return choice_mask(groups, config.num_groups).repeat_interleave(per_group, dim=1)
+
+
+def gates_of_pairs(
+    choice: Choice, token_ids_N: Tensor, expert_ids_N: Tensor, chosen_N: Tensor, config: RouterConfig
+) -> Tensor:
+    """(N,) combine weights, differentiable.
+
+    A chosen pair weighs exactly what plain top-K gives it. A pair that rounding added weighs its own score; under
+    sigmoid scores divided by the token's top-K sum like the chosen ones, else it would outweigh them (softmax scores
+    are already shares of one). Source: SonicMoE, arXiv 2512.14080, section 5.
+    """
+    E = choice.scores_TE.shape[1]
+    gates_N = choice.scores_TE.reshape(-1).index_select(0, token_ids_N.long() * E + expert_ids_N)
+    if config.renormalize:
+        # All chosen scores can underflow, under a bias or a sigmoid; DeepSeek adds the same epsilon.
+        sums_T = choice.scores_TE.gather(1, choice.topk_ids_TK).sum(1) + 1e-20
+        divided_N = gates_N / sums_T.index_select(0, token_ids_N)
+        gates_N = divided_N if config.score == "sigmoid" else torch.where(chosen_N, divided_N, gates_N)
+    return gates_N * config.scale if config.scale != 1 else gates_N

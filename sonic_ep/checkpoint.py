@@ -1,0 +1,104 @@
+"""Checkpoints that any ep_size can read: torch.distributed.checkpoint over DTensor views of the expert weights.
+
+A module holds plain local tensors; here, and only here, those of the local experts (and the optimizer state that has
+their shape) are shown as dim-0 shards over the EP group. The file then holds each expert once, under its global index.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from sonic_ep.layer import MoE
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write model, optimizer and `extra` (tensors and picklable values, equal on all ranks under one key) to `folder`.
+
+    A collective of the default process group; one process alone needs none.
+    """
+    dcp.save(_state(model, optimizer, extra), checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Read what `save` wrote into model and optimizer, whatever ep_size wrote it; returns `extra` filled in.
+
+    extra: the wanted keys; a tensor value gives the shape and dtype to read. A collective like `save`.
+    Raises torch.distributed.checkpoint.api.CheckpointException for keys the checkpoint lacks or shapes that differ.
+    """
+    state = _state(model, optimizer, extra)
+    dcp.load(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    model.load_state_dict({name: _local(value) for name, value in state["model"].items()})
+    if optimizer is not None:
+        flat = {name: _local(value) for name, value in state["optimizer"].items()}
+        set_optimizer_state_dict(model, optimizer, flat, options=_FLAT)
+    return state["extra"]
+
+
+def _state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
+) -> dict[str, dict[str, Any]]:
+    meshes = _meshes(model)
+    state = {"model": {name: _shown(name, value, meshes) for name, value in model.state_dict().items()}}
+    if optimizer is not None:
+        # Initialises the state of a fresh optimizer, so that there is something to load into.
+        flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+        state["optimizer"] = {name: _shown_moment(name, value, meshes) for name, value in flat.items()}
+    return {**state, "extra": dict(extra or {})}
+
+
+def _meshes(model: nn.Module) -> dict[str, tuple[torch.Size, DeviceMesh]]:
+    """Local shape and mesh of every sharded parameter, by name."""
+    meshes: dict[int, DeviceMesh] = {}
+    sharded = {}
+    for prefix, layer in model.named_modules():
+        if not isinstance(layer, MoE) or layer.group.size == 1:
+            continue
+        process_group = layer.group.process_group
+        assert process_group is not None
+        if id(process_group) not in meshes:
+            meshes[id(process_group)] = DeviceMesh.from_group(process_group, layer.experts.w1.device.type)
+        for name, value in layer.experts.named_parameters():
+            full_name = f"{prefix}.experts.{name}" if prefix else f"experts.{name}"
+            sharded[full_name] = (value.shape, meshes[id(process_group)])
+    return sharded
+
+
+def _shown(name: str, value: Any, meshes: dict[str, tuple[torch.Size, DeviceMesh]]) -> Any:
+    if name not in meshes or not isinstance(value, Tensor):
+        return value
+    return DTensor.from_local(value, meshes[name][1], [Shard(0)], run_check=False)
+
+
+def _shown_moment(name: str, value: Any, meshes: dict[str, tuple[torch.Size, DeviceMesh]]) -> Any:
+    """Optimizer state is named "state.<parameter>.<moment>"; moments of the parameter's shape are sharded like it."""
+    parameter = name.removeprefix("state.").rpartition(".")[0]
+    if not isinstance(value, Tensor) or parameter not in meshes or value.shape != meshes[parameter][0]:
+        return value
+    return _shown(parameter, value, meshes)
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value

@@ -1,0 +1,52 @@
+"""Questions about a caller's tensors, answered with None or with a sentence that names value, limit and fix.
+
+They answer instead of raising, because a rank that finds its input bad must tell the other ranks before it stops.
+"""
+
+import torch
+from torch import Tensor
+
+
+def problem_with_input(x: object, *, d: int, dtype: torch.dtype, device: torch.device, sequences: bool) -> str | None:
+    """What is wrong with x (T, d) or (B, L, d) for experts of `dtype` on `device`. sequences: (B, L, d) is required."""
+    if not isinstance(x, Tensor):
+        return f"x must be a torch.Tensor, got {type(x).__name__}"
+    shapes = "(B, L, d)" if sequences else "(T, d) or (B, L, d)"
+    if x.dim() not in ((3,) if sequences else (2, 3)):
+        why = ", because router.balance='sequence' counts per sequence" if sequences else ""
+        return f"x has shape {tuple(x.shape)}, wanted {shapes}{why}"
+    if x.shape[-1] != d:
+        return f"x has hidden size {x.shape[-1]} (shape {tuple(x.shape)}), the layer has d={d}"
+    if x.device != device:
+        return f"x is on {x.device}, the layer's weights on {device}; move one of them"
+    if x.dtype != dtype:
+        return f"x has dtype {x.dtype}, the experts compute in {dtype}; cast x or use layer.to({x.dtype}) or autocast"
+    return None
+
+
+def problem_with_weights(
+    x_TH: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, *, gated: bool, local_experts: int
+) -> str | None:
+    """What is wrong with the local experts' weights for rows x (T, H)."""
+    if w1.dim() != 3 or w2.dim() != 3:
+        return f"w1 and w2 must have three dimensions (experts, out, in), got {tuple(w1.shape)} and {tuple(w2.shape)}"
+    e, J, H = w1.shape
+    width = J // 2 if gated else J
+    wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "w1": (w1, (local_experts, J, x_TH.shape[1])),
+        "w2": (w2, (local_experts, H, width)),
+        "b1": (b1, (local_experts, J)),
+        "b2": (b2, (local_experts, H)),
+    }
+    if gated and J % 2:
+        return f"w1 has {J} rows an expert; a gated activation needs an even number (gate and up interleaved)"
+    for name, (tensor, shape) in wanted.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape:
+            return f"{name} has shape {tuple(tensor.shape)}, wanted {shape}"
+        if tensor.dtype != x_TH.dtype or tensor.device != x_TH.device:
+            return f"{name} is {tensor.dtype} on {tensor.device}, x is {x_TH.dtype} on {x_TH.device}; they must agree"
+        if not tensor.is_contiguous():
+            return f"{name} is not contiguous (strides {tensor.stride()}); pass {name}.contiguous()"
+    return None

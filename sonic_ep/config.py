@@ -1,0 +1,250 @@
+"""What a MoE layer is: its sizes, its router, its rounding. Frozen, validated once, loaded from TOML.
+
+Nothing here depends on how many tokens or ranks there are; `MoE` checks the config against its EP group.
+Symbols are the paper's (docs/design.md): d hidden size, n expert width, E experts, K experts per token, G and t the two
+row multiples of token rounding.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+Activation = Literal["swiglu", "geglu", "reglu", "swiglu_oai", "gelu", "silu", "relu2"]
+ScoreFunction = Literal["softmax", "sigmoid"]
+Balance = Literal["none", "sequence", "batch", "global"]
+RoundingMode = Literal["apportion", "nearest", "up", "down", "stochastic", "pad", "off"]
+
+MAX_K = 16
+MAX_E = 4096
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    limit = f">= {low}" if high is None else f"in {low}..{high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be an integer {limit}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name}={value} must be {limit}")
+
+
+def _check_non_negative(**values: float) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ValueError(f"{name}={value!r} must be a finite number >= 0")
+
+
+def _check_flags(**values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be true or false")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """How logits become choices and weights, and which losses keep the experts balanced.
+
+    score: softmax or sigmoid over the E logits. renormalize: divide a token's K scores by their sum. scale: factor on
+    every combine weight (DeepSeek's routed_scaling_factor). linear_bias: bias of the router's linear layer.
+    num_groups, groups_per_token: group-limited routing; a token's experts come from its best `groups_per_token` of
+    `num_groups` groups, a group scored by the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+    expert_bias, expert_bias_rate: auxiliary-loss-free balancing (arXiv 2408.15664).
+    balance, balance_coef: load-balancing loss per sequence, per rank's batch or over the whole EP group.
+    z_loss_coef: weight of mean(logsumexp(logits)^2) (ST-MoE, arXiv 2202.08906). jitter: training-time noise
+    uniform(1 - jitter, 1 + jitter) on the router's input (Switch, arXiv 2101.03961).
+    check_logits: count NaN and inf logits every step and raise on all ranks if there are any (costs a host sync).
+    """
+
+    score: ScoreFunction = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    linear_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    expert_bias: bool = False
+    expert_bias_rate: float = 0.001
+    balance: Balance = "none"
+    balance_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    jitter: float = 0.0
+    check_logits: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("router.score", self.score, get_args(ScoreFunction))
+        _check_choice("router.balance", self.balance, get_args(Balance))
+        _check_flags(
+            **{
+                f"router.{name}": getattr(self, name)
+                for name in ("renormalize", "linear_bias", "expert_bias", "check_logits")
+            }
+        )
+        _check_non_negative(
+            **{
+                f"router.{name}": getattr(self, name)
+                for name in ("scale", "expert_bias_rate", "balance_coef", "z_loss_coef", "jitter")
+            }
+        )
+        _check_int("router.num_groups", self.num_groups, 1)
+        _check_int("router.groups_per_token", self.groups_per_token, 1, self.num_groups)
+        if self.jitter >= 1:
+            raise ValueError(
+                f"router.jitter={self.jitter} must be below 1: the noise is uniform(1 - jitter, 1 + jitter)"
+            )
+        if (self.balance == "none") != (self.balance_coef == 0):
+            raise ValueError(
+                f"router.balance={self.balance!r} with router.balance_coef={self.balance_coef}: "
+                "set both for a load-balancing loss, or neither"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundingConfig:
+    """How each rank's per-expert counts are aligned before dispatch, in training (docs/token_rounding.md).
+
+    mode: see routers/rounding.py. G: an expert's total over the EP group is a multiple of G rows (`apportion`).
+    t: every (rank, expert) chunk is a multiple of t rows; "auto" takes the largest of 128, 64, 32, 16 whose predicted
+    share of changed assignments is within 6.5 %, else pads.
+    capacity_factor: at most this multiple of the mean number of pairs on any rank, enforced by score order.
+    """
+
+    mode: RoundingMode = "apportion"
+    t: int | Literal["auto"] = "auto"
+    G: int = 128
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("rounding.mode", self.mode, get_args(RoundingMode))
+        _check_int("rounding.G", self.G, 1)
+        if self.t != "auto":
+            _check_int("rounding.t", self.t, 1, self.G)
+            if self.G % self.t:
+                raise ValueError(f"rounding.G={self.G} must be a multiple of rounding.t={self.t}")
+        if self.capacity_factor is not None:
+            _check_non_negative(**{"rounding.capacity_factor": self.capacity_factor})
+            if self.capacity_factor < 1:
+                raise ValueError(
+                    f"rounding.capacity_factor={self.capacity_factor} must be >= 1: below it even perfectly "
+                    "balanced routing would lose tokens"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """One MoE layer.
+
+    d: hidden size. n: intermediate size of one expert. E: experts over all ranks. K: experts per token.
+    activation: swiglu, geglu (tanh-approximated GELU), reglu and swiglu_oai (gpt-oss: clamped, alpha 1.702) are gated;
+    gelu, silu and relu2 are not. bias: biases on both expert projections (and on the shared expert's).
+    shared_n: intermediate size of a shared expert that sees every token, 0 for none. shared_gate: scale its output by
+    sigmoid(x @ gate). init_std: standard deviation of the initial weights. keep_dispatched: keep the received rows for
+    backward instead of sending x a second time (2*U*d bytes more, one dispatch less).
+
+    Raises ValueError for any value outside its limits.
+    """
+
+    d: int
+    n: int
+    E: int
+    K: int
+    name: str = ""
+    activation: Activation = "swiglu"
+    bias: bool = False
+    shared_n: int = 0
+    shared_gate: bool = False
+    init_std: float = 0.02
+    keep_dispatched: bool = False
+    router: RouterConfig = field(default_factory=RouterConfig)
+    rounding: RoundingConfig = field(default_factory=RoundingConfig)
+
+    def __post_init__(self) -> None:
+        _check_int("d", self.d, 1)
+        _check_int("n", self.n, 1)
+        _check_int("E", self.E, 1, MAX_E)
+        _check_int("K", self.K, 1, MAX_K)
+        _check_int("shared_n", self.shared_n, 0)
+        _check_choice("activation", self.activation, get_args(Activation))
+        _check_flags(bias=self.bias, shared_gate=self.shared_gate, keep_dispatched=self.keep_dispatched)
+        _check_non_negative(init_std=self.init_std)
+        if self.K > self.E:
+            raise ValueError(
+                f"K={self.K} experts per token exceed the E={self.E} experts there are; lower K or raise E"
+            )
+        if self.shared_gate and not self.shared_n:
+            raise ValueError("shared_gate=True needs a shared expert: set shared_n to its width")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        groups, kept = self.router.num_groups, self.router.groups_per_token
+        if self.E % groups:
+            raise ValueError(f"E={self.E} experts do not divide into router.num_groups={groups} equal groups")
+        if groups > 1 and self.E // groups < 2:
+            raise ValueError(
+                f"router.num_groups={groups} leaves {self.E // groups} expert a group; at least 2 are needed"
+            )
+        reachable = self.E // groups * kept
+        if self.K > reachable:
+            raise ValueError(
+                f"K={self.K} exceeds the {reachable} experts in router.groups_per_token={kept} groups of "
+                f"{self.E // groups}; raise groups_per_token or lower K"
+            )
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, validated again."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dict (JSON-ready); `from_dict` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Build from a nested dict. Raises ValueError for unknown or missing keys."""
+        values = dict(values)
+        router = _build(RouterConfig, values.pop("router", {}), "router.")
+        rounding = _build(RoundingConfig, values.pop("rounding", {}), "rounding.")
+        return _build(cls, {**values, "router": router, "rounding": rounding}, "")
+
+
+def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in values:
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {prefix}{close[0]}?" if close else f"; known keys: {', '.join(fields)}"
+            raise ValueError(f"unknown config key {prefix}{key}{hint}")
+    required = {
+        name
+        for name, f in fields.items()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    if missing := sorted(required - set(values)):
+        raise ValueError(f"config lacks {', '.join(prefix + name for name in missing)}")
+    return cls(**values)
+
+
+def load_config(name_or_path: str | Path) -> MoEConfig:
+    """Load a MoEConfig from a TOML file, or from the shapes that ship with the package ("tiny", "qwen3_30b_a3b", ...).
+
+    Tables: [moe] holds MoEConfig's scalars, [router] RouterConfig's, [rounding] RoundingConfig's.
+    Raises FileNotFoundError (with the known names) and ValueError (unknown keys, values outside their limits).
+    """
+    path = Path(name_or_path)
+    shipped = Path(__file__).resolve().parent / "configs"
+    if path.suffix != ".toml":
+        path = shipped / f"{name_or_path}.toml"
+    if not path.is_file():
+        names = ", ".join(sorted(p.stem for p in shipped.glob("*.toml")))
+        raise FileNotFoundError(f"no config {str(name_or_path)!r}: give a path that ends in .toml or one of {names}")
+    with path.open("rb") as file:
+        tables = tomllib.load(file)
+    for table in tables:
+        if table not in ("moe", "router", "rounding"):
+            raise ValueError(f"unknown table [{table}] in {path}; known tables: [moe], [router], [rounding]")
+    moe = {"name": path.stem, **tables.get("moe", {})}
+    return MoEConfig.from_dict({**moe, "router": tables.get("router", {}), "rounding": tables.get("rounding", {})})

@@ -1,0 +1,70 @@
+"""`Experts`: the weights of the local experts, equal for every ep_size from one seed.
+
+Legend: E experts, e = E / ep_size local experts, d hidden size, n expert width, J = 2n if gated else n.
+"""
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from sonic_ep.config import MoEConfig
+from sonic_ep.groups import EPGroup
+from sonic_ep.initialization import fill_normal, stream
+from sonic_ep.kernels.activations import activation_named
+from sonic_ep.kernels.expert_mlp import ExpertWeights
+
+
+@final
+class Experts(nn.Module):
+    """w1 (e, J, d), gate and up rows interleaved; w2 (e, d, n); with config.bias also b1 (e, J), b2 (e, d).
+
+    Rank r of the group holds experts r * e to (r + 1) * e - 1. All parameters carry `allreduce = False`, the mark that
+    Megatron-Core and DeepSpeed know: their gradient is complete over the EP group and must not be averaged over it.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: EPGroup,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_local = config.E // group.size
+        self.first = group.rank * self.num_local
+        J = 2 * config.n if activation_named(config.activation).gated else config.n
+
+        def parameter(*shape: int) -> nn.Parameter:
+            value = nn.Parameter(torch.zeros(self.num_local, *shape, device=device, dtype=dtype))
+            value.allreduce = False  # type: ignore[attr-defined]
+            return value
+
+        self.w1, self.w2 = parameter(J, config.d), parameter(config.d, config.n)
+        self.b1 = parameter(J) if config.bias else None
+        self.b2 = parameter(config.d) if config.bias else None
+
+    def weights(self, dtype: torch.dtype | None = None) -> ExpertWeights:
+        """The parameters as the kernels take them; in `dtype` if given (a differentiable cast)."""
+
+        def cast(weight: Tensor) -> Tensor:
+            return weight if dtype is None else weight.to(dtype)
+
+        b1, b2 = self.b1, self.b2
+        return ExpertWeights(
+            cast(self.w1), cast(self.w2), None if b1 is None else cast(b1), None if b2 is None else cast(b2)
+        )
+
+    @torch.no_grad()
+    def initialize(self, seed: int, std: float) -> None:
+        """normal(0, std) weights, zero biases; expert number and seed alone decide an expert's values."""
+        if self.w1.is_meta:
+            return
+        for local in range(self.num_local):
+            generator = stream(seed, self.first + local)
+            for weight in (self.w1, self.w2):
+                fill_normal(weight[local], std, generator)
+        for bias in (self.b1, self.b2):
+            if bias is not None:
+                bias.zero_()

@@ -1,0 +1,91 @@
+"""`EPGroup`: the ranks that share one set of experts, and the few collectives that the layer needs of them.
+
+The only file that talks to torch.distributed. With one rank no collective is ever called, and torch.distributed need
+not be initialised.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@final
+class EPGroup:
+    """An expert-parallel group: `size` ranks (ep_size), this one being `rank`.
+
+    EPGroup(process_group) wraps any torch.distributed group that this rank is in (None: the default group).
+    EPGroup.alone() is one rank without torch.distributed.
+
+    Raises RuntimeError when torch.distributed is not initialised, ValueError when this process is not a member.
+    """
+
+    def __init__(self, process_group: "dist.ProcessGroup | int | None" = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group first, "
+                "or use EPGroup.alone() for a single process"
+            )
+        if isinstance(process_group, int):  # what dist.new_group returns to a rank outside the group
+            raise ValueError(f"global rank {dist.get_rank()} is not a member of the given process group")
+        self.process_group: dist.ProcessGroup | None = process_group or dist.group.WORLD
+        self.size: int = dist.get_world_size(self.process_group)
+        self.rank: int = dist.get_rank(self.process_group)
+
+    @classmethod
+    def alone(cls) -> "EPGroup":
+        """The group of one rank: takes no collective at all."""
+        group = cls.__new__(cls)
+        group.process_group, group.size, group.rank = None, 1, 0
+        return group
+
+    @property
+    def backend(self) -> str:
+        """Name of the torch.distributed backend ("none" alone)."""
+        return "none" if self.process_group is None else dist.get_backend(self.process_group)
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """Stack every rank's `values` (equal shape and dtype): result (size, *values.shape)."""
+        if self.size == 1:
+            return values.unsqueeze(0)
+        gathered = values.new_empty((self.size, *values.shape))
+        dist.all_gather(list(gathered.unbind(0)), values.contiguous(), group=self.process_group)
+        return gathered
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send `send[q]` consecutive rows to rank q, receive `receive[s]` rows of rank s, in rank order.
+
+        rows: (sum(send), ...) contiguous; result (sum(receive), ...) of the same dtype.
+        """
+        if self.size == 1:
+            return rows
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.process_group)
+        return received
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, in place; returns `values`."""
+        if self.size > 1:
+            dist.all_reduce(values, group=self.process_group)
+        return values
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's picklable `value`, in rank order. For construction and errors, never for a step."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def raise_together(self, problem: str | None) -> None:
+        """Raise ValueError on every rank if any rank has a problem; the message names the ranks.
+
+        A collective: every rank must call it, with None where all is well.
+        """
+        problems = self.all_gather_object(problem)
+        if self.size == 1 and problem is not None:
+            raise ValueError(problem)
+        found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+        if found:
+            raise ValueError("; ".join(found))

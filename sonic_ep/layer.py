@@ -1,0 +1,151 @@
+"""`MoE`: the layer. Route, dispatch, compute, combine; a shared expert and losses beside them.
+
+Legend: T tokens on this rank, H hidden size (the paper's d).
+"""
+
+import json
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from sonic_ep.checks import problem_with_input
+from sonic_ep.config import MoEConfig
+from sonic_ep.experts import Experts
+from sonic_ep.functional import moe, transport_for
+from sonic_ep.groups import EPGroup
+from sonic_ep.initialization import stream
+from sonic_ep.routers.router import Router
+from sonic_ep.routers.statistics import RoutingStats
+from sonic_ep.shared_expert import SharedExpert
+
+_ROUTER_STREAM, _SHARED_STREAM = -1, -2
+
+
+class MoEOutput(NamedTuple):
+    """y: like x. aux_loss: () load-balancing and z-loss, weighted; add it to the loss. stats: see RoutingStats."""
+
+    y: Tensor
+    aux_loss: Tensor
+    stats: RoutingStats
+
+
+@final
+class MoE(nn.Module):
+    """An expert-parallel Mixture-of-Experts layer with distributed token rounding.
+
+    config: what the layer is. group: the EP group, default one rank alone; every rank of it constructs the layer, with
+    one config. seed: of the initial weights, which are then equal for every ep_size; default: drawn from torch's
+    default generator on the group's first rank. dtype: of the expert weights, which is the dtype x must have; the
+    router's stay fp32.
+
+    In training mode tokens are rounded as config.rounding says; in eval mode the layer is plain top-K.
+
+    Raises ValueError, on every rank: E not divisible by ep_size, or ranks that disagree about config, seed or dtype.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: EPGroup | None = None,
+        *,
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.group = group or EPGroup.alone()
+        seed = _agreed_seed(config, self.group, seed, dtype)
+        self.router = Router(config, device=device)
+        self.experts = Experts(config, self.group, device=device, dtype=dtype)
+        self.shared = SharedExpert(config, device=device, dtype=dtype) if config.shared_n else None
+        self.transport = transport_for(self.group)
+        self.initialize(seed)
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Fill every weight from `seed`, the same for every ep_size and device."""
+        std = self.config.init_std
+        self.experts.initialize(seed, std)
+        self.router.initialize(std, stream(seed, _ROUTER_STREAM))
+        if self.shared is not None:
+            self.shared.initialize(std, stream(seed, _SHARED_STREAM))
+
+    def forward(self, x: Tensor) -> MoEOutput:
+        """Apply the layer. A collective: every rank of the group calls it, in the same order, in the same mode.
+
+        Shapes:  x (T, d) or (B, L, d) in the dtype of the expert weights (any floating dtype under autocast); y alike.
+                 T may be 0 and may differ between ranks.
+        Raises:  ValueError on every rank when x on any rank has the wrong shape, dtype or device, when training mode or
+                 dtype differ between ranks, or (router.check_logits) when logits are not finite.
+        """
+        dtype = self._autocast_dtype()
+        weights = self.experts.weights(dtype)
+        if dtype is not None and isinstance(x, Tensor) and x.is_floating_point():
+            x = x.to(dtype)
+        problem = problem_with_input(
+            x,
+            d=self.config.d,
+            dtype=weights.w1_eJH.dtype,
+            device=weights.w1_eJH.device,
+            sequences=self.config.router.balance == "sequence",
+        )
+        if problem is not None:
+            self.router.report_problem(problem, group=self.group)
+        x_TH = x.reshape(-1, self.config.d)
+        sequence_length = x.shape[1] if x.dim() == 3 else x.shape[0]
+        routed = self.router(x_TH, group=self.group, sequence_length=sequence_length)
+        y_TH = moe(
+            x_TH,
+            routed.routing,
+            weights.w1_eJH,
+            weights.w2_eHI,
+            weights.b1_eJ,
+            weights.b2_eH,
+            transport=self.transport,
+            group=self.group,
+            activation=self.config.activation,
+            keep_dispatched=self.config.keep_dispatched,
+        )
+        if self.shared is not None:
+            y_TH = y_TH + self.shared(x_TH)
+        return MoEOutput(y_TH.view_as(x), routed.aux_loss, routed.stats)
+
+    def update_expert_bias(self, group: EPGroup | None = None) -> None:
+        """Move the auxiliary-loss-free bias by the counts since the last update; call it after the optimizer step.
+
+        group: the ranks that hold the same experts in other EP groups (expert data parallelism), if there are any.
+        Raises ValueError without router.expert_bias.
+        """
+        self.router.update_expert_bias(group)
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"d={c.d}, n={c.n}, E={c.E}, K={c.K}, {c.activation}, ep_size={self.group.size}, {c.rounding}"
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        device_type = self.experts.w1.device.type
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _agreed_seed(config: MoEConfig, group: EPGroup, seed: int | None, dtype: torch.dtype | None) -> int:
+    """Check once that all ranks build the same layer; the seed that all of them use."""
+    drawn = int(torch.randint(2**62, ())) if seed is None else seed
+    described = json.dumps({**config.to_dict(), "dtype": str(dtype), "seed": seed}, sort_keys=True)
+    reports = group.all_gather_object((described, drawn))
+    if config.E % group.size:
+        raise ValueError(
+            f"E={config.E} experts cannot be divided over ep_size={group.size} ranks; "
+            f"use an EP group of a size that divides {config.E}"
+        )
+    first = json.loads(reports[0][0])
+    for rank, (other, _) in enumerate(reports):
+        if other != reports[0][0]:
+            values = json.loads(other)
+            differing = {key: (first.get(key), values.get(key)) for key in first if first.get(key) != values.get(key)}
+            shown = ", ".join(f"{key}: {a!r} on rank 0, {b!r} on rank {rank}" for key, (a, b) in differing.items())
+            raise ValueError(
+                f"the ranks of the EP group disagree about the layer ({shown}); build it alike on every rank"
+            )
+    return reports[0][1]

@@ -1,0 +1,70 @@
+"""`SharedExpert`: a dense MLP that sees every token, beside the routed experts (DeepSeekMoE, arXiv 2401.06066).
+
+Plain torch on purpose: it is a dense MLP, and libraries do those well.
+"""
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sonic_ep.config import MoEConfig
+from sonic_ep.initialization import fill_normal
+
+
+@final
+class SharedExpert(nn.Module):
+    """up (2 shared_n or shared_n, d), [gate; up] halves if gated; down (d, shared_n); biases with config.bias.
+
+    gate: (1, d) with config.shared_gate; its sigmoid scales the output per token (Qwen2-MoE).
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.gated = config.activation in _GATED
+        n, d = config.shared_n, config.d
+        self.up = nn.Linear(d, 2 * n if self.gated else n, bias=config.bias, device=device, dtype=dtype)
+        self.down = nn.Linear(n, d, bias=config.bias, device=device, dtype=dtype)
+        self.gate = nn.Linear(d, 1, bias=False, device=device, dtype=dtype) if config.shared_gate else None
+
+    @torch.no_grad()
+    def initialize(self, std: float, generator: torch.Generator) -> None:
+        """normal(0, std) weights, zero biases."""
+        for linear in (self.up, self.down, self.gate):
+            if linear is not None and not linear.weight.is_meta:
+                fill_normal(linear.weight, std, generator)
+                if linear.bias is not None:
+                    linear.bias.zero_()
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """(T, d) -> (T, d)."""
+        h = self.up(x_TH)
+        out = self.down(_GATED[self.activation](*h.chunk(2, -1)) if self.gated else _PLAIN[self.activation](h))
+        return out if self.gate is None else out * torch.sigmoid(self.gate(x_TH))
+
+
+def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+_GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "reglu": lambda gate, up: F.relu(gate) * up,
+    "swiglu_oai": _swiglu_oai,
+}
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda h: F.gelu(h, approximate="tanh"),
+    "silu": F.silu,
+    "relu2": lambda h: F.relu(h).square(),
+}

@@ -1,0 +1,49 @@
+"""What every test starts from: one thread, seed 0, hypothesis profiles, ranks on request, no GPU assumed."""
+
+import os
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from tests.helpers.launch import RankPool
+from tests.helpers.poison import poisoned_empty
+
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False"))
+
+
+def pytest_runtest_setup() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """NaN in every float that sonic_ep allocates without writing it (this process only; see helpers/poison.py)."""
+    with poisoned_empty():
+        yield
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """`ranks(4).run(worker, *args)`: warm pools, one for each world size, started on first use."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        return pools.setdefault(world_size, RankPool(world_size))
+
+    yield pool
+    for each in pools.values():
+        each.close()

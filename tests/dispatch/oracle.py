@@ -1,0 +1,228 @@
+"""What dispatch must bring about, by loops over tokens, and the worker that makes real ranks do it.
+
+Every rank's data follows from (case, rank), so each expectation is computed in one process, without communication.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.dispatch.local import LocalTransport
+from sonic_ep.dispatch.plan import Plan
+from sonic_ep.dispatch.protocol import Receipt, Splits, Transport
+from sonic_ep.groups import EPGroup
+from sonic_ep.routing import Counts, Routing
+
+Pair = tuple[int, int]  # (expert, token): sorts in send order
+BufferRow = tuple[int, int, int]  # (source, expert, index in their chunk)
+
+
+def pair_buffer(rows_SE: list[list[int]], owner: int, tile: int) -> list[BufferRow]:
+    """The rows of an owner's pair buffer: expert by expert, every source's full tiles, then every source's tail."""
+    e = len(rows_SE[0]) // len(rows_SE)
+    buffer: list[BufferRow] = []
+    for expert in range(owner * e, owner * e + e):
+        full_tiles = [rows[expert] - rows[expert] % tile for rows in rows_SE]
+        buffer += [(s, expert, i) for s, full in enumerate(full_tiles) for i in range(full)]
+        buffer += [(s, expert, i) for s, full in enumerate(full_tiles) for i in range(full, rows_SE[s][expert])]
+    return buffer
+
+
+@dataclass(frozen=True)
+class Case:
+    """tokens: T of each rank. picks: how tokens choose experts. multiple: chunks are padded to multiples of it."""
+
+    tokens: tuple[int, ...]
+    H: int
+    E: int
+    picks: str = "any"
+    multiple: int = 1
+    tile: int = 4
+    seed: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
+    def __str__(self) -> str:
+        T = ".".join(map(str, self.tokens))
+        return f"R{self.size}-T{T}-H{self.H}-E{self.E}-{self.picks}-t{self.multiple}-tile{self.tile}"
+
+    def pairs(self, rank: int) -> list[Pair]:
+        """The pairs of a rank in send order."""
+        rng = random.Random(f"{self.seed} {rank}")
+        return sorted((expert, token) for token in range(self.tokens[rank]) for expert in self._experts(rng))
+
+    def _experts(self, rng: random.Random) -> list[int]:
+        match self.picks:
+            case "any":
+                return rng.sample(range(self.E), rng.choice([0, 1, min(2, self.E), rng.randint(0, self.E), self.E]))
+            case "top2":
+                return rng.sample(range(self.E), 2)
+            case "all":
+                return list(range(self.E))
+            case "last":
+                return [self.E - 1]
+            case "none":
+                return []
+        raise ValueError(self.picks)
+
+    def pairs_SE(self) -> list[list[int]]:
+        counts = [Counter(expert for expert, _ in self.pairs(rank)) for rank in range(self.size)]
+        return [[count[expert] for expert in range(self.E)] for count in counts]
+
+    def rows_SE(self) -> list[list[int]]:
+        return [[-(-n // self.multiple) * self.multiple for n in counts] for counts in self.pairs_SE()]
+
+    def owner(self, expert: int) -> int:
+        return expert * self.size // self.E
+
+    def tokens_needed(self, source: int, owner: int) -> list[int]:
+        """The distinct tokens of `source` that travel to `owner`, ascending; all of them if there is one rank."""
+        if self.size == 1:
+            return list(range(self.tokens[0]))
+        return sorted({token for expert, token in self.pairs(source) if self.owner(expert) == owner})
+
+    def received(self, owner: int) -> list[Pair]:
+        """(source, token) of each row that `owner` receives."""
+        return [(s, token) for s in range(self.size) for token in self.tokens_needed(s, owner)]
+
+    def gates(self, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Never zero, so that padding shows."""
+        gates = torch.rand(len(self.pairs(rank)), generator=self._generator(rank, 1), dtype=torch.float64) + 0.125
+        return gates.to(dtype)
+
+    def integers(self, rank: int, rows: int, dtype: torch.dtype, stream: int) -> Tensor:
+        """Small enough that sums over ranks are exact in every dtype."""
+        values = torch.randint(-8, 9, (rows, self.H), generator=self._generator(rank, stream))
+        return values.to(dtype) if dtype.is_signed else values.abs().to(dtype)
+
+    def bits(self, rank: int, dtype: torch.dtype) -> Tensor:
+        """Rows of random bits: NaN, infinities and denormals among them."""
+        size = (self.tokens[rank], self.H * dtype.itemsize)
+        return torch.randint(256, size, generator=self._generator(rank, 2), dtype=torch.uint8).view(dtype)
+
+    def _generator(self, rank: int, stream: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed * 1000 + rank * 10 + stream)
+
+    def routing(self, rank: int, gates: torch.dtype = torch.float32) -> Routing:
+        pairs_SE = torch.tensor(self.pairs_SE())
+        tokens_S = torch.tensor(self.tokens)
+        counts = Counts(
+            pairs_SE, torch.tensor(self.rows_SE()), pairs_SE, tokens_S, torch.zeros_like(tokens_S), self.multiple
+        )
+        token_ids = torch.tensor([token for _, token in self.pairs(rank)], dtype=torch.int32)
+        return Routing(self.gates(rank, gates), token_ids, counts, self.tokens[rank])
+
+    def plan(self) -> Plan:
+        return Plan.from_counts(torch.tensor(self.rows_SE()), torch.tensor(self.pairs_SE()), self.tile)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that one rank saw of one exchange."""
+
+    rows: Tensor  # dispatch(random bits)
+    lists: dict[str, Tensor | None]  # of the receipt
+    splits: Splits
+    num_tokens: int
+    num_rows: int
+    gates_P: Tensor
+    roundtrip: Tensor  # combine(dispatch(integers))
+    received_dot: float  # <dispatch(x), g> over the rows of this rank, for integers x and g
+    sent_dot: float  # <x, combine(g)> over its tokens
+    returned: Tensor  # return_pairs(gates_P)
+    wire_bytes: dict[str, int]  # of one open, two dispatches, two combines and one return_pairs
+
+
+def group_of(case: Case) -> EPGroup:
+    """All ranks of this process's group, or a rank alone."""
+    return EPGroup.alone() if case.size == 1 else EPGroup()
+
+
+def transport_of(group: EPGroup) -> LocalTransport | AllToAllTransport:
+    return LocalTransport() if group.size == 1 else AllToAllTransport(group)
+
+
+def exchange(rank: int, case: Case, dtype: torch.dtype, gates: torch.dtype) -> Outcome:
+    """Worker: everything the contract offers, once."""
+    transport = transport_of(group_of(case))
+    return use(transport, rank, case, dtype, gates)
+
+
+def use(transport: Transport, rank: int, case: Case, dtype: torch.dtype, gates: torch.dtype) -> Outcome:
+    opened = transport.open(case.routing(rank, gates), case.plan())
+    receipt = opened.receipt
+    rows = transport.dispatch(case.bits(rank, dtype), receipt)
+    x_TH = case.integers(rank, case.tokens[rank], dtype, stream=3)
+    x_RH = transport.dispatch(x_TH, receipt)
+    g_RH = case.integers(rank, receipt.num_rows, dtype, stream=4)
+    g_TH = transport.combine(g_RH, receipt)
+    return Outcome(
+        rows=rows,
+        lists=receipt_lists(receipt),
+        splits=receipt.splits,
+        num_tokens=receipt.num_tokens,
+        num_rows=receipt.num_rows,
+        gates_P=opened.gates_P,
+        roundtrip=transport.combine(x_RH, receipt),
+        received_dot=dot(x_RH, g_RH),
+        sent_dot=dot(x_TH, g_TH),
+        returned=transport.return_pairs(opened.gates_P, receipt),
+        wire_bytes=dict(getattr(transport, "wire_bytes", {})),
+    )
+
+
+def receipt_lists(receipt: Receipt) -> dict[str, Tensor | None]:
+    values = {f.name: getattr(receipt, f.name) for f in fields(Receipt)}
+    return {name: v for name, v in values.items() if v is None or isinstance(v, Tensor)}
+
+
+def dot(left: Tensor, right: Tensor) -> float:
+    return float((left.double() * right.double()).sum())
+
+
+@dataclass(frozen=True)
+class OwnerLists:
+    """What an owner must know of its pairs, by loops."""
+
+    row_of_pair: list[int]
+    gates: list[float]
+    pairs_by_row: list[int]
+    pair_starts: list[int]
+    slots: list[int]
+    expert_starts: list[int]
+
+
+def owner_lists(case: Case, owner: int, gates: torch.dtype) -> OwnerLists:
+    """The owner's side of a receipt and gates_P."""
+    row_number = {key: row for row, key in enumerate(case.received(owner))}
+    pairs_of_row: list[list[int]] = [[] for _ in row_number]
+    slot_of_pair: dict[BufferRow, int] = {}
+    row_of_pair, gates_P, experts = [], [], []
+    chunks = {
+        (s, k): [t for expert, t in case.pairs(s) if expert == k] for s in range(case.size) for k in range(case.E)
+    }
+    gate_of = [dict(zip(case.pairs(s), case.gates(s, gates).tolist(), strict=True)) for s in range(case.size)]
+    for slot, (s, expert, i) in enumerate(pair_buffer(case.rows_SE(), owner, case.tile)):
+        chunk = chunks[s, expert]
+        token = chunk[min(i, len(chunk) - 1)]  # padding repeats the last pair of its chunk
+        row_of_pair.append(row_number[s, token])
+        experts.append(expert)
+        gates_P.append(gate_of[s][expert, token] if i < len(chunk) else 0.0)
+        if i < len(chunk):
+            pairs_of_row[row_number[s, token]].append(slot)
+            slot_of_pair[s, expert, i] = slot
+    own = [k for k in range(case.E) if case.owner(k) == owner]
+    return OwnerLists(
+        row_of_pair,
+        gates_P,
+        [slot for slots in pairs_of_row for slot in slots],
+        [sum(map(len, pairs_of_row[:row])) for row in range(len(pairs_of_row) + 1)],
+        [slot_of_pair[key] for key in sorted(slot_of_pair)],
+        [sum(expert < k for expert in experts) for k in [*own, own[-1] + 1]],
+    )

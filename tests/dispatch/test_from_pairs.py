@@ -1,0 +1,147 @@
+"""Routing.from_pairs: any order in, send order out; what is wrong on one rank is raised on all."""
+
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep.groups import EPGroup
+from sonic_ep.routing import Routing
+from tests.dispatch import oracle
+from tests.dispatch.oracle import Case
+from tests.helpers.launch import RankPool
+
+Ranks = Callable[[int], RankPool]
+CASES = [
+    Case((13,), 5, 4),
+    Case((0,), 5, 4),
+    Case((13, 0), 5, 4),
+    Case((5, 6), 4, 2, "none"),
+    Case((13, 1, 0, 22), 5, 8),
+    Case((7, 8, 9, 10), 4, 12, "last"),
+]
+T, E = 6, 4
+
+
+def columns(case: Case, rank: int, order: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, experts and weights of a rank's pairs, in a given order."""
+    pairs = torch.tensor(case.pairs(rank), dtype=torch.int64).view(-1, 2)[order]
+    return pairs[:, 1], pairs[:, 0], case.gates(rank)[order]
+
+
+def shuffled(rank: int, case: Case, ids: torch.dtype) -> Routing:
+    """Worker: a routing from pairs in a random order."""
+    order = torch.randperm(len(case.pairs(rank)), generator=torch.Generator().manual_seed(rank)).tolist()
+    tokens, experts, gates = columns(case, rank, order)
+    group = oracle.group_of(case)
+    return Routing.from_pairs(
+        tokens.to(ids), experts.to(ids), gates, num_tokens=case.tokens[rank], E=case.E, group=group
+    )
+
+
+@pytest.mark.parametrize("ids", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_order_becomes_send_order(ranks: Ranks, case: Case, ids: torch.dtype) -> None:
+    routings = [shuffled(0, case, ids)] if case.size == 1 else ranks(case.size).run(shuffled, case, ids)
+    for rank, routing in enumerate(routings):
+        assert routing.token_ids_N.dtype == torch.int32
+        assert routing.token_ids_N.tolist() == [token for _, token in case.pairs(rank)]
+        assert torch.equal(routing.gates_N, case.gates(rank))
+        assert routing.num_tokens == case.tokens[rank]
+        counts = routing.counts
+        for counts_SE in (counts.chosen_SE, counts.rows_SE, counts.pairs_SE):
+            assert counts_SE.tolist() == case.pairs_SE()
+        assert counts.tokens_S.tolist() == list(case.tokens)
+        assert counts.cut_S.tolist() == [0] * case.size
+        assert counts.t == 1
+        tensors = [v for f in fields(counts) if isinstance(v := getattr(counts, f.name), Tensor)]
+        assert {(v.dtype, v.device.type) for v in tensors} == {(torch.int64, "cpu")}
+
+
+def test_weights_are_differentiable() -> None:
+    """Gradients come back in the caller's order."""
+    gates = torch.rand(4, requires_grad=True)
+    tokens, experts = torch.tensor([2, 0, 1, 0]), torch.tensor([1, 1, 0, 0])
+    routing = Routing.from_pairs(tokens, experts, gates, num_tokens=3, E=2, group=EPGroup.alone())
+    assert routing.token_ids_N.tolist() == [0, 1, 0, 2]
+    (routing.gates_N * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()
+    assert gates.grad is not None
+    assert gates.grad.tolist() == [4.0, 3.0, 2.0, 1.0]
+
+
+def call(group: EPGroup, **changes: Any) -> Routing:
+    """Three right pairs, T = 6 and E = 4, and what is changed of them."""
+    arguments: dict[str, Any] = {
+        "token_ids_N": torch.tensor([0, 5, 0]),
+        "expert_ids_N": torch.tensor([3, 0, 1]),
+        "gates_N": torch.ones(3),
+    }
+    return Routing.from_pairs(**{**arguments, **changes}, num_tokens=T, E=E, group=group)
+
+
+WRONG: dict[str, tuple[dict[str, Tensor], str]] = {
+    "fewer-gates": ({"gates_N": torch.ones(2)}, r"one shape .*\(3,\), \(3,\), \(2,\)"),
+    "fewer-tokens": ({"token_ids_N": torch.tensor([0, 5])}, r"one shape .*\(2,\), \(3,\), \(3,\)"),
+    "more-experts": ({"expert_ids_N": torch.tensor([3, 0, 1, 2])}, r"one shape .*\(3,\), \(4,\), \(3,\)"),
+    "columns": (
+        {
+            "token_ids_N": torch.tensor([[0], [5]]),
+            "expert_ids_N": torch.tensor([[3], [0]]),
+            "gates_N": torch.ones(2, 1),
+        },
+        r"one shape \(N,\)",
+    ),
+    "token-too-large": ({"token_ids_N": torch.tensor([0, T, 0])}, r"token_ids run from 0 to 6, allowed are 0\.\.5"),
+    "token-negative": ({"token_ids_N": torch.tensor([0, -1, 0])}, r"token_ids run from -1 to 0, allowed are 0\.\.5"),
+    "expert-too-large": ({"expert_ids_N": torch.tensor([E, 0, 1])}, r"expert_ids run from 0 to 4, allowed are 0\.\.3"),
+    "expert-negative": ({"expert_ids_N": torch.tensor([3, 0, -2])}, r"expert_ids run from -2 to 3, allowed are 0\.\.3"),
+    "twice": (
+        {"token_ids_N": torch.tensor([0, 5, 0]), "expert_ids_N": torch.tensor([3, 0, 3])},
+        r"1 \(token, expert\) pairs are given more than once",
+    ),
+    "float-tokens": ({"token_ids_N": torch.tensor([0.0, 5.0, 0.0])}, r"token_ids must be integers, got torch\.float32"),
+    "float-experts": ({"expert_ids_N": torch.rand(3)}, r"expert_ids must be integers, got torch\.float32"),
+    "integer-gates": ({"gates_N": torch.ones(3, dtype=torch.int64)}, r"gates must be floating point, got torch\.int64"),
+    "bool-experts": ({"expert_ids_N": torch.tensor([True, False, True])}, r"must be integers, got torch\.bool"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), [*WRONG.values()], ids=[*WRONG])
+def test_error_of_a_rank_alone(changes: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(EPGroup.alone(), **changes)
+
+
+def wrong_on_rank_1(rank: int, changes: dict[str, Tensor]) -> str:
+    """Worker: the error of this rank; afterwards the group works as before."""
+    group = EPGroup()
+    try:
+        call(group, **(changes if rank == 1 else {}))
+    except ValueError as error:
+        assert call(group).counts.pairs_SE.tolist() == [[1, 1, 0, 1]] * group.size
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(("changes", "message"), [*WRONG.values()], ids=[*WRONG])
+def test_error_of_one_rank_is_raised_on_all(ranks: Ranks, changes: dict[str, Tensor], message: str) -> None:
+    errors = ranks(2).run(wrong_on_rank_1, changes)
+    assert errors[0] == errors[1]
+    assert re.match(rf"rank 1: .*{message}", errors[0])
+
+
+def wrong_everywhere(rank: int) -> str:
+    """Worker: each rank has a token out of range, a different one."""
+    with pytest.raises(ValueError, match="token_ids") as caught:
+        call(EPGroup(), token_ids_N=torch.tensor([0, 10 + rank, 0]))
+    return str(caught.value)
+
+
+def test_errors_of_all_ranks_are_told(ranks: Ranks) -> None:
+    first, second = ranks(2).run(wrong_everywhere)
+    assert first == second
+    assert re.match(r"rank 0: .* to 10, .*; rank 1: .* to 11, ", first)

@@ -1,0 +1,71 @@
+"""One rank takes no collective and copies no row."""
+
+from types import BuiltinFunctionType, FunctionType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sonic_ep.dispatch.local import LocalTransport
+from sonic_ep.groups import EPGroup
+from sonic_ep.routing import Routing
+from tests.dispatch.oracle import Case
+
+CASE = Case((13,), 5, 4, multiple=8)
+
+
+@pytest.fixture
+def no_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every function of torch.distributed raises."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("torch.distributed was called")
+
+    functions = [name for name, value in vars(dist).items() if type(value) in (FunctionType, BuiltinFunctionType)]
+    assert {"all_to_all_single", "all_gather_into_tensor", "all_gather_object", "get_rank"} <= set(functions)
+    for name in functions:
+        monkeypatch.setattr(dist, name, forbidden)
+
+
+@pytest.mark.usefixtures("no_distributed")
+def test_nothing_of_torch_distributed_is_called() -> None:
+    pairs = torch.tensor(CASE.pairs(0))
+    routing = Routing.from_pairs(
+        pairs[:, 1], pairs[:, 0], CASE.gates(0), num_tokens=CASE.tokens[0], E=CASE.E, group=EPGroup.alone()
+    )
+    transport = LocalTransport()
+    for each in (routing, CASE.routing(0)):
+        opened = transport.open(each, CASE.plan())
+        rows = transport.dispatch(CASE.bits(0, torch.float32), opened.receipt)
+        transport.combine(rows, opened.receipt)
+        transport.return_pairs(opened.gates_P, opened.receipt)
+
+
+def test_no_row_is_copied() -> None:
+    transport = LocalTransport()
+    receipt = transport.open(CASE.routing(0), CASE.plan()).receipt
+    x_TH = CASE.bits(0, torch.float32)
+    rows = transport.dispatch(x_TH, receipt)
+    assert rows.data_ptr() == x_TH.data_ptr()
+    assert rows.shape == x_TH.shape
+    assert transport.combine(rows, receipt).data_ptr() == x_TH.data_ptr()
+
+
+def test_tokens_without_an_expert_have_an_empty_list() -> None:
+    """Their row is x itself like all others; that no pair reads it is what makes their output zero."""
+    receipt = LocalTransport().open(CASE.routing(0), CASE.plan()).receipt
+    lonely = sorted(set(range(CASE.tokens[0])) - {token for _, token in CASE.pairs(0)})
+    assert lonely
+    assert receipt.pair_starts_R.diff()[lonely].tolist() == [0] * len(lonely)
+    assert not set(receipt.row_of_pair_P.tolist()) & set(lonely)
+    assert receipt.num_rows == CASE.tokens[0]
+
+
+def test_values_of_padding_do_not_return() -> None:
+    transport = LocalTransport()
+    opened = transport.open(CASE.routing(0), CASE.plan())
+    values_P = torch.full_like(opened.gates_P, torch.nan)
+    slots = opened.receipt.slot_V.long()
+    values_P[slots] = torch.arange(slots.shape[0], dtype=values_P.dtype)
+    assert slots.shape[0] < values_P.shape[0]
+    assert transport.return_pairs(values_P, opened.receipt).tolist() == list(range(slots.shape[0]))

@@ -1,0 +1,192 @@
+"""The plan against loops: chunks tile each pair buffer, heads are full tiles, arrivals stand where they should."""
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sonic_ep.dispatch.plan import Plan
+from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.tiles import TILE_ROWS
+from tests.dispatch.oracle import pair_buffer
+from tests.helpers.launch import RankPool
+
+Ranks = Callable[[int], RankPool]
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Rows and real pairs of each (source, expert), and the tile."""
+
+    rows: list[list[int]]
+    pairs: list[list[int]]
+    tile: int
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    @property
+    def E(self) -> int:
+        return len(self.rows[0])
+
+    def plan(self) -> Plan:
+        return Plan.from_counts(torch.tensor(self.rows), torch.tensor(self.pairs), self.tile)
+
+    def own(self, owner: int) -> range:
+        e = self.E // self.size
+        return range(owner * e, owner * e + e)
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Load:
+    """Empty, sparse, dense and padded chunks, smaller and larger than a tile. No chunk without a pair is padded."""
+    size, e, tile = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    count = st.one_of(st.just(0), st.integers(0, 4 * tile), st.integers(0, 3).map(lambda tiles: tiles * tile))
+    row = st.lists(count, min_size=size * e, max_size=size * e)
+    pairs = draw(st.lists(row, min_size=size, max_size=size))
+    padding = draw(st.one_of(st.just(1), st.integers(1, 2 * tile)))
+    rows = [[-(-n // padding) * padding for n in counts] for counts in pairs]
+    return Load(rows, pairs, tile)
+
+
+EXAMPLES = [
+    Load([[0]], [[0]], 4),
+    Load([[9, 4]], [[9, 4]], 4),
+    Load([[0, 0], [0, 0]], [[0, 0], [0, 0]], 4),
+    Load([[0, 13], [0, 8]], [[0, 13], [0, 5]], 4),
+    Load([[8, 8], [8, 8]], [[1, 8], [7, 2]], 8),
+]
+
+
+def with_examples(test: Callable[[Load], None]) -> Callable[[Load], None]:
+    for load in EXAMPLES:
+        test = example(load)(test)
+    return test
+
+
+@with_examples
+@given(loads())
+def test_chunks_tile_every_pair_buffer(load: Load) -> None:
+    """Expert by expert, the heads and tails of all sources cover its rows without overlap or hole."""
+    plan = load.plan()
+    for owner in range(load.size):
+        starts = plan.expert_starts_Qe[owner].tolist()
+        assert starts[0] == 0
+        assert starts[-1] == sum(load.rows[s][expert] for s in range(load.size) for expert in load.own(owner))
+        for start, end, expert in zip(starts[:-1], starts[1:], load.own(owner), strict=True):
+            covered = sorted(row for s in range(load.size) for row in [*head(plan, s, expert), *tail(plan, s, expert)])
+            assert covered == list(range(start, end))
+
+
+def head(plan: Plan, source: int, expert: int) -> range:
+    start = int(plan.head_starts_SE[source, expert])
+    return range(start, start + int(plan.head_rows_SE[source, expert]))
+
+
+def tail(plan: Plan, source: int, expert: int) -> range:
+    start = int(plan.tail_starts_SE[source, expert])
+    return range(start, start + int(plan.rows_SE[source, expert] - plan.head_rows_SE[source, expert]))
+
+
+@with_examples
+@given(loads())
+def test_heads_are_full_tiles_before_one_partial_piece_of_each_source(load: Load) -> None:
+    plan = load.plan()
+    for owner in range(load.size):
+        for start, expert in zip(plan.expert_starts_Qe[owner].tolist(), load.own(owner), strict=False):
+            heads = [head(plan, s, expert) for s in range(load.size)]
+            tails = [tail(plan, s, expert) for s in range(load.size)]
+            assert all(len(rows) % load.tile == 0 for rows in heads)
+            assert all(len(rows) < load.tile for rows in tails)
+            # So that each of these tiles holds rows of one source.
+            assert all((rows.start - start) % load.tile == 0 for rows in heads if rows)
+            in_order = [row for rows in [*heads, *tails] for row in rows]
+            assert in_order == sorted(in_order)
+
+
+@with_examples
+@given(loads())
+def test_arrivals(load: Load) -> None:
+    """Against a loop over the pair buffer: real pairs first, padding repeats the last real pair of its chunk."""
+    plan = load.plan()
+    for owner in range(load.size):
+        slot_of = {row: slot for slot, row in enumerate(pair_buffer(load.rows, owner, load.tile))}
+        slots, pairs, real_slots = [], [], []
+        for s, expert in ((s, expert) for s in range(load.size) for expert in load.own(owner)):
+            before, real = len(real_slots), load.pairs[s][expert]
+            for i in range(load.rows[s][expert]):
+                slots.append(slot_of[s, expert, i])
+                pairs.append(before + min(i, real - 1))
+            real_slots += [slot_of[s, expert, i] for i in range(real)]
+        arrivals = plan.arrivals(owner, CPU)
+        assert arrivals.slot_P.tolist() == slots
+        assert arrivals.pair_P.tolist() == pairs
+        assert arrivals.slot_V.tolist() == real_slots
+        assert {v.dtype for v in astuple(arrivals)} == {torch.int64}
+
+
+@with_examples
+@given(loads())
+def test_pairs_between_ranks(load: Load) -> None:
+    expected = [[sum(load.pairs[s][k] for k in load.own(q)) for q in range(load.size)] for s in range(load.size)]
+    assert load.plan().pairs_SQ.tolist() == expected
+
+
+def test_example_of_the_docstring() -> None:
+    """2 ranks; the expert with n = [300, 130] is the first rank's, the second rank's has nothing."""
+    rows = torch.tensor([[300, 0], [130, 0]])
+    plan = Plan.from_counts(rows, rows)
+    assert plan.head_rows_SE[:, 0].tolist() == [256, 128]
+    assert plan.head_starts_SE[:, 0].tolist() == [0, 256]
+    assert plan.tail_starts_SE[:, 0].tolist() == [384, 428]
+    assert (plan.rows_SE - plan.head_rows_SE)[:, 0].tolist() == [44, 2]
+    assert plan.expert_starts_Qe.tolist() == [[0, 430], [0, 0]]
+    assert plan.pairs_SQ.tolist() == [[300, 0], [130, 0]]
+    slots = plan.arrivals(0, CPU).slot_V.tolist()
+    assert slots == [*range(256), *range(384, 428), *range(256, 384), *range(428, 430)]
+    assert plan.arrivals(1, CPU).slot_P.numel() == 0
+
+
+def test_example_with_padding_by_hand() -> None:
+    """Tile 4: rank 1 sends 5 pairs padded to 8 for expert 1 and rank 0 sends 3 unpadded ones."""
+    plan = Plan.from_counts(torch.tensor([[0, 3], [0, 8]]), torch.tensor([[0, 3], [0, 5]]), tile_rows=4)
+    arrivals = plan.arrivals(1, CPU)
+    assert arrivals.slot_P.tolist() == [8, 9, 10, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert arrivals.pair_P.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 7]
+    assert arrivals.slot_V.tolist() == [8, 9, 10, 0, 1, 2, 3, 4]
+
+
+def test_tile_is_that_of_the_kernels_by_default() -> None:
+    rows = torch.tensor([[3 * TILE_ROWS - 1]])
+    assert Plan.from_counts(rows, rows).head_rows_SE.item() == 2 * TILE_ROWS
+
+
+def test_offsets_pass_32_bits() -> None:
+    rows = torch.tensor([[2**32 + 5, 7], [2**33, 0]])
+    plan = Plan.from_counts(rows, rows, tile_rows=128)
+    assert plan.expert_starts_Qe[0].tolist() == [0, 3 * 2**32 + 5]
+    assert plan.tail_starts_SE[0, 0].item() == 3 * 2**32
+    assert {getattr(plan, f.name).dtype for f in fields(plan)} == {torch.int64}
+
+
+def plan_from_own_counts(rank: int, load: Load) -> dict[str, torch.Tensor]:
+    """Worker: knows its own counts, gathers the rest."""
+    group = EPGroup()
+    rows_SE, pairs_SE = (group.all_gather(torch.tensor(counts[rank])) for counts in (load.rows, load.pairs))
+    plan = Plan.from_counts(rows_SE, pairs_SE, load.tile)
+    return {f.name: getattr(plan, f.name) for f in fields(plan)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_has_the_same_plan(ranks: Ranks, size: int) -> None:
+    pairs = torch.randint(20, (size, 3 * size)) * torch.randint(2, (size, 3 * size))
+    load = Load((-(-pairs // 4) * 4).tolist(), pairs.tolist(), tile=8)
+    expected = load.plan()
+    for plan in ranks(size).run(plan_from_own_counts, load):
+        for name, values in plan.items():
+            assert torch.equal(values, getattr(expected, name)), name

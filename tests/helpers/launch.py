@@ -1,0 +1,250 @@
+"""Real ranks for tests: `run_ranks` starts processes for one call, `RankPool` keeps them warm between calls.
+
+A worker is a module-level function `worker(rank, *args)`, in a test file too: it travels as (module name, file,
+function name) and each rank loads the file once. Arguments and results are pickled. Inside a worker torch.distributed
+is initialised, torch uses one thread and is seeded with 0 on every rank; `dist.new_group` may be called (by all ranks)
+and its groups are destroyed when the worker returns. Failed and overdue calls stop all ranks; the next call starts
+fresh ones. To debug a hang, read stderr: each rank writes its stack shortly before the timeout.
+"""
+
+import contextlib
+import faulthandler
+import importlib.util
+import multiprocessing
+import pickle
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any, NamedTuple, Self, TypeVar, TypeVarTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+Args = TypeVarTuple("Args")
+Result = TypeVar("Result")
+
+START_TIMEOUT = 120.0
+# Once a rank has failed, how long to wait for what the others have to say.
+GRACE = 0.5
+
+
+class RankError(RuntimeError):
+    """At least one rank failed. `failures` maps its number to its traceback, the first to fail first."""
+
+    def __init__(self, world_size: int, failures: dict[int, str], unfinished: list[int]) -> None:
+        self.failures = failures
+        (first, text), *others = failures.items()
+        lines = [f"rank {first} of {world_size} failed:", text.rstrip()]
+        lines += [f"rank {rank} failed too: {other.rstrip().splitlines()[-1]}" for rank, other in others]
+        if unfinished:
+            lines.append(f"stopped before they finished: ranks {unfinished}")
+        super().__init__("\n".join(lines))
+
+
+class RankTimeoutError(TimeoutError):
+    """Some ranks did not finish in time; `unfinished` names them."""
+
+    def __init__(self, world_size: int, unfinished: list[int], timeout: float) -> None:
+        self.unfinished = unfinished
+        super().__init__(f"ranks {unfinished} of {world_size} were still running after {timeout:g} s and were stopped")
+
+
+class _Address(NamedTuple):
+    """Where another process finds a worker."""
+
+    module: str
+    file: str
+    function: str
+
+    @classmethod
+    def of(cls, worker: Callable[..., object]) -> Self:
+        module, function = worker.__module__, getattr(worker, "__qualname__", "<unnamed>")
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file is None or not function.isidentifier():
+            raise ValueError(f"worker {module}.{function} cannot be sent to a rank: make it a module-level function")
+        return cls(module, file, function)
+
+    def load(self) -> Callable[..., Any]:
+        return getattr(sys.modules.get(self.module) or self._load_module(), self.function)
+
+    def _load_module(self) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(self.module, self.file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[self.module] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[self.module]
+            raise
+        return module
+
+
+class _Request(NamedTuple):
+    worker: _Address
+    args: bytes  # pickled apart: they may hold classes of the worker's module, which must be loaded first
+    timeout: float
+    warning_filters: list[Any]
+
+
+class _Answer(NamedTuple):
+    ok: bool
+    value: Any  # the result, or the traceback as text
+
+
+def _perform(rank: int, request: _Request) -> object:
+    # As strict as the caller: pytest's filterwarnings = error holds on every rank. The call of simplefilter is there
+    # only to make the new list count.
+    cast(list[Any], warnings.filters)[:] = request.warning_filters
+    warnings.simplefilter("default", append=True)
+    worker = request.worker.load()
+    args = pickle.loads(request.args)
+    torch.manual_seed(0)
+    faulthandler.dump_traceback_later(request.timeout * 0.9)
+    try:
+        result = worker(rank, *args)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    if not dist.is_initialized():
+        raise RuntimeError("the worker destroyed the default process group, which belongs to its pool")
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    return result
+
+
+def _answer(rank: int, request: bytes) -> bytes:
+    try:
+        return pickle.dumps(_Answer(True, _perform(rank, pickle.loads(request))))
+    except BaseException:  # noqa: BLE001 - pytest.fail and SystemExit must reach the test as well
+        return pickle.dumps(_Answer(False, traceback.format_exc()))
+
+
+def _serve(rank: int, world_size: int, backend: str, port: int, pipe: Connection) -> None:
+    """The life of one rank: join the group, then answer requests until it is killed or the parent is gone."""
+    torch.set_num_threads(1)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    pipe.send_bytes(pickle.dumps(_Answer(True, None)))
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send_bytes(_answer(rank, pipe.recv_bytes()))
+
+
+class RankPool:
+    """`world_size` processes in one process group, started at the first call of `run`.
+
+    Example:
+        with RankPool(2) as pool:
+            assert pool.run(add_rank, 10) == [10, 11]   # def add_rank(rank: int, start: int) -> int
+    """
+
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        self.world_size = world_size
+        self.backend = backend
+        self._store: dist.TCPStore | None = None
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, worker: Callable[[int, *Args], Result], *args: *Args, timeout: float = 120.0) -> list[Result]:
+        """Call worker(rank, *args) on every rank; the results by rank.
+
+        Raises: RankError when a rank raises or dies, RankTimeoutError after `timeout` seconds, ValueError for a worker
+        that is no module-level function.
+        """
+        __tracebackhide__ = True
+        address = _Address.of(worker)
+        request = pickle.dumps(_Request(address, pickle.dumps(args), timeout, list(warnings.filters)))
+        try:
+            if not self._processes or not all(process.is_alive() for process in self._processes):
+                self.close()
+                self._start()
+            for pipe in self._pipes:
+                pipe.send_bytes(request)
+            return self._collect(timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop all ranks; a later `run` starts new ones. They are killed: idle ranks have nothing to finish."""
+        for process in self._processes:
+            process.kill()
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join()
+            process.close()
+            pipe.close()
+        self._processes, self._pipes, self._store = [], [], None
+
+    def _start(self) -> None:
+        # Ranks are forked from a clean server that has imported torch once: a start takes 0.3 s instead of 3 s.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, self.world_size, self.backend, self._store.port, theirs)
+            process = context.Process(target=_serve, args=args, name=f"rank-{rank}", daemon=True)
+            process.start()
+            theirs.close()  # ours must read end-of-file when the rank dies
+            self._processes.append(process)
+            self._pipes.append(ours)
+        self._collect(START_TIMEOUT)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        """One answer of every rank, in rank order."""
+        __tracebackhide__ = True
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for pipe in (pipe for pipe in self._pipes if pipe in ready):
+                rank = waiting.pop(pipe)
+                answer = self._receive(rank)
+                if answer.ok:
+                    results[rank] = answer.value
+                else:
+                    failures[rank] = answer.value
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        unfinished = sorted(waiting.values())
+        if failures:
+            raise RankError(self.world_size, failures, unfinished)
+        if unfinished:
+            raise RankTimeoutError(self.world_size, unfinished, timeout)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _receive(self, rank: int) -> _Answer:
+        try:
+            return pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionError):
+            process = self._processes[rank]
+            process.join(timeout=1)
+            return _Answer(False, f"the process died with exit code {process.exitcode}; see its stderr")
+
+
+def run_ranks(
+    worker: Callable[[int, *Args], Result],
+    world_size: int,
+    *args: *Args,
+    backend: str = "gloo",
+    timeout: float = 120.0,
+) -> list[Result]:
+    """Call worker(rank, *args) in `world_size` processes of its own; the results by rank. See `RankPool.run`."""
+    with RankPool(world_size, backend) as pool:
+        return pool.run(worker, *args, timeout=timeout)

@@ -1,0 +1,410 @@
+"""Token rounding's integer decision: what holds for every count matrix, and each mode against a formula of its own.
+
+Legend: S source ranks (= owner ranks = ep_size), E experts.
+"""
+
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from itertools import combinations, pairwise, product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sonic_ep.config import RoundingConfig
+from sonic_ep.routers.rounding import Decision, deal_units, decide
+
+MODES = ("apportion", "nearest", "up", "down", "stochastic", "pad", "off")
+PER_RANK_MODES = ("nearest", "up", "down", "stochastic")
+KINDS = ("empty", "full", "sparse", "skewed", "any")
+
+
+class Case(NamedTuple):
+    """Counts of every rank, tokens of every rank, and the two row multiples."""
+
+    chosen: list[list[int]]
+    tokens: list[int]
+    t: int
+    G: int
+
+    def decide(
+        self, mode: str, *, capacity_factor: float | None = None, training: bool = True, draw: int = 0
+    ) -> Decision:
+        rounding = RoundingConfig(mode=mode, t=self.t, G=self.G, capacity_factor=capacity_factor)  # type: ignore[arg-type]
+        chosen_SE, tokens_S = torch.tensor(self.chosen), torch.tensor(self.tokens)
+        return decide(chosen_SE, tokens_S, rounding, training=training, draw=draw)
+
+    def columns(self) -> Iterator[tuple[int, ...]]:
+        """The counts of each expert, by rank."""
+        return zip(*self.chosen, strict=True)
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def counts_of_rank(kind: str, T: int, E: int, favourite: int) -> st.SearchStrategy[list[int]]:
+    match kind:
+        case "empty":
+            return st.just([0] * E)
+        case "full":
+            return st.just([T] * E)
+        case "sparse":
+            each = st.one_of(st.just(0), st.just(0), st.just(0), st.integers(0, T))
+            return st.lists(each, min_size=E, max_size=E)
+        case "skewed":
+            low = st.lists(st.integers(0, min(T, 3)), min_size=E, max_size=E)
+            return low.map(lambda row: [*row[:favourite], T, *row[favourite + 1 :]])
+    return st.lists(st.integers(0, T), min_size=E, max_size=E)
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_ranks: int = 8) -> Case:
+    ep_size = draw(st.integers(1, max_ranks))
+    E = ep_size * draw(st.integers(1, 3))
+    G = draw(st.sampled_from([1, 2, 6, 8, 16, 48, 128, 256]))
+    t = draw(st.sampled_from(divisors(G)))
+    tokens = draw(st.lists(st.one_of(st.integers(0, 20), st.integers(0, 700)), min_size=ep_size, max_size=ep_size))
+    kind = draw(st.sampled_from(KINDS))
+    favourite = draw(st.integers(0, E - 1))
+    return Case([draw(counts_of_rank(kind, T, E, favourite)) for T in tokens], tokens, t, G)
+
+
+def nearest_multiple(count: int, unit: int) -> int:
+    """Half to even, exactly: what torch.round(count / unit) * unit means in SonicMoE's router."""
+    return unit * round(Fraction(count, unit))
+
+
+def ceil_multiple(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def rows_by_owner(rows_SE: Tensor) -> list[int]:
+    ep_size, E = rows_SE.shape
+    return rows_SE.sum(0).view(ep_size, E // ep_size).sum(1).tolist()
+
+
+def assert_same(decision: Decision, other: Decision) -> None:
+    for name in ("rows_SE", "pairs_SE", "cut_S", "t"):
+        assert torch.equal(getattr(decision, name), getattr(other, name)), name
+
+
+# What holds in every mode.
+
+
+@settings(max_examples=150)
+@given(
+    case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([None, 1.0, 1.3]), draw=st.integers(0, 2**31 - 2)
+)
+def test_chunks_are_multiples_of_t_and_hold_only_tokens_that_exist(
+    case: Case, mode: str, factor: float | None, draw: int
+) -> None:
+    decision = case.decide(mode, capacity_factor=factor, draw=draw)
+    t = 1 if mode == "off" else case.t
+    assert int(decision.t) == t
+    for rank, T in enumerate(case.tokens):
+        for count, rows, pairs in zip(
+            case.chosen[rank], decision.rows_SE[rank].tolist(), decision.pairs_SE[rank].tolist(), strict=True
+        ):
+            assert rows % t == 0
+            assert 0 <= pairs <= min(rows, T)
+            # Padding is for `pad`, and for a rank that has fewer tokens than its chunk has rows.
+            assert pairs == (min(rows, count) if mode in ("pad", "off") else min(rows, T))
+
+
+@given(
+    case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([None, 1.0, 1.3]), draw=st.integers(0, 2**31 - 2)
+)
+def test_the_decision_depends_on_the_values_alone(case: Case, mode: str, factor: float | None, draw: int) -> None:
+    rounding = RoundingConfig(mode=mode, t=case.t, G=case.G, capacity_factor=factor)  # type: ignore[arg-type]
+    chosen_SE, tokens_S = torch.tensor(case.chosen), torch.tensor(case.tokens)
+    # As the all-gather leaves them: a slice of a wider tensor.
+    gathered = torch.cat([tokens_S[:, None], chosen_SE], dim=1)
+    before = gathered.clone()
+    sliced = decide(gathered[:, 1:], gathered[:, 0], rounding, draw=draw)
+    assert_same(decide(chosen_SE, tokens_S, rounding, draw=draw), sliced)
+    assert torch.equal(gathered, before), "the counts were written to"
+
+
+@given(case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([None, 1.0, 1.3]))
+def test_without_training_it_is_off(case: Case, mode: str, factor: float | None) -> None:
+    decision = case.decide(mode, capacity_factor=factor, training=False)
+    assert decision.rows_SE.tolist() == decision.pairs_SE.tolist() == case.chosen
+    assert decision.cut_S.tolist() == [0] * len(case.tokens)
+    assert int(decision.t) == 1
+    assert_same(decision, case.decide("off"))
+
+
+@st.composite
+def aligned_cases(draw: st.DrawFn) -> Case:
+    """Every count a multiple of t, every column sum one of G: rounding has nothing to do."""
+    case = draw(cases())
+    columns = []
+    for column in case.columns():
+        first, *rest = (count // case.t * case.t for count in column)
+        columns.append([first + -(first + sum(rest)) % case.G, *rest])
+    chosen = [list(row) for row in zip(*columns, strict=True)]
+    return case._replace(chosen=chosen, tokens=[max(row) + T for row, T in zip(chosen, case.tokens, strict=True)])
+
+
+@given(case=aligned_cases(), mode=st.sampled_from(MODES), draw=st.integers(0, 2**31 - 2))
+def test_aligned_counts_stay(case: Case, mode: str, draw: int) -> None:
+    decision = case.decide(mode, draw=draw)
+    assert decision.rows_SE.tolist() == decision.pairs_SE.tolist() == case.chosen
+
+
+# Apportionment.
+
+
+@settings(max_examples=150)
+@given(case=cases())
+def test_apportion_rounds_an_experts_total_to_the_nearest_multiple_of_G(case: Case) -> None:
+    totals = case.decide("apportion").rows_SE.sum(0).tolist()
+    for column, total in zip(case.columns(), totals, strict=True):
+        assert total % case.G == 0
+        assert 2 * abs(total - sum(column)) <= case.G
+        assert total == nearest_multiple(sum(column), case.G)
+
+
+@given(case=cases())
+def test_apportion_in_whole_tiles_gives_each_rank_the_floor_or_ceiling_of_its_own_count(case: Case) -> None:
+    case = case._replace(t=case.G)
+    for counts, rows in zip(case.chosen, case.decide("apportion").rows_SE.tolist(), strict=True):
+        for count, n in zip(counts, rows, strict=True):
+            assert n in (count // case.G * case.G, ceil_multiple(count, case.G))
+
+
+@given(case=cases(max_ranks=1))
+def test_apportion_on_one_rank_is_sonicmoes_nearest_rounding(case: Case) -> None:
+    decision = case.decide("apportion")
+    (counts,), (T,) = case.chosen, case.tokens
+    wanted = [nearest_multiple(count, case.G) for count in counts]
+    assert decision.rows_SE.tolist() == [wanted]
+    # SonicMoE takes the best `wanted` tokens, which are all of them if there are fewer.
+    assert decision.pairs_SE.tolist() == [[min(rows, T) for rows in wanted]]
+
+
+@pytest.mark.parametrize("t", [16, 32, 64])
+def test_a_batch_smaller_than_a_tile_keeps_its_experts(t: int) -> None:
+    # 100 tokens on an expert round to 128: take all there are. Rounding to what 100 tokens fill would leave it none.
+    assert Case([[100, 80]], [100], t, 128).decide("apportion").pairs_SE.tolist() == [[100, 100]]
+    assert Case([[40, 0], [40, 0]], [40, 40], t, 128).decide("apportion").pairs_SE.tolist() == [[40, 0], [40, 0]]
+
+
+@st.composite
+def small_cases(draw: st.DrawFn) -> Case:
+    """Few units a column, so that every way to deal them can be listed, and tokens enough for any of them."""
+    ep_size = draw(st.integers(1, 4))
+    t = draw(st.integers(1, 6))
+    row = st.lists(st.integers(0, 3 * t), min_size=ep_size, max_size=ep_size)
+    chosen = draw(st.lists(row, min_size=ep_size, max_size=ep_size))
+    return Case(chosen, [100] * ep_size, t, t * draw(st.integers(1, 3)))
+
+
+def ways_to_deal(units: int, holders: int) -> Iterator[list[int]]:
+    """Every way to give `units` to `holders`: the gaps between holders - 1 dividers in a line of units."""
+    for dividers in combinations(range(units + holders - 1), holders - 1):
+        edges = [-1, *dividers, units + holders - 1]
+        yield [right - left - 1 for left, right in pairwise(edges)]
+
+
+def changes(rows: Iterable[int], counts: Iterable[int]) -> int:
+    return sum(abs(n - count) for n, count in zip(rows, counts, strict=True))
+
+
+@given(case=small_cases())
+def test_apportion_changes_as_few_assignments_as_its_column_totals_allow(case: Case) -> None:
+    rows_SE = case.decide("apportion").rows_SE
+    for counts, rows in zip(case.columns(), rows_SE.T.tolist(), strict=True):
+        dealt = ways_to_deal(sum(rows) // case.t, len(rows))
+        assert changes(rows, counts) == min(changes([n * case.t for n in each], counts) for each in dealt)
+
+
+def test_apportion_gives_a_tied_unit_to_the_lowest_rank() -> None:
+    decision = Case([[4, 4, 0, 4], [4, 0, 4, 4], [0, 4, 4, 4], [0, 0, 0, 4]], [8] * 4, 8, 8).decide("apportion")
+    assert decision.rows_SE.tolist() == [[8, 8, 0, 8], [0, 0, 8, 8], [0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_apportion_with_fewer_tokens_than_a_chunk_completes_it_with_padding() -> None:
+    decision = Case([[5, 2], [5, 0]], [5, 5], 8, 8).decide("apportion")
+    assert decision.rows_SE.tolist() == [[8, 0], [0, 0]]
+    assert decision.pairs_SE.tolist() == [[5, 0], [0, 0]]
+
+
+@st.composite
+def deals(draw: st.DrawFn) -> tuple[list[int], int, list[int], int]:
+    """Weights, step, caps and wanted units of one column."""
+    holders = draw(st.integers(1, 5))
+    # Small numbers tie; large ones reach the ends of what counts may be.
+    most_step, most_weight = draw(st.sampled_from([(3, 6), (3, 6), (2**28, 2**29 - 1)]))
+    step = draw(st.integers(1, most_step))
+    weights = draw(st.lists(st.integers(0, most_weight), min_size=holders, max_size=holders))
+    caps = draw(st.lists(st.integers(0, 4), min_size=holders, max_size=holders))
+    return weights, step, caps, draw(st.integers(0, sum(caps)))
+
+
+@settings(max_examples=200)
+@example(deal=([6, 0, 0], 6, [1, 1, 1], 2))  # the first holder would tie with the others, but is at its cap
+@given(deal=deals())
+def test_deal_units_serves_the_highest_priorities_first(deal: tuple[list[int], int, list[int], int]) -> None:
+    weights, step, caps, wanted = deal
+    queue = sorted(
+        (step * j - weight, holder) for holder, weight in enumerate(weights) for j in range(caps[holder])
+    )  # by falling priority weight - step * j, ties by holder
+    served = [holder for _, holder in queue[:wanted]]
+    dealt = deal_units(torch.tensor(weights)[:, None], step, torch.tensor(caps)[:, None], torch.tensor([wanted]))
+    assert dealt[:, 0].tolist() == [served.count(holder) for holder in range(len(weights))]
+    # Weights that are counts: no other way within the caps changes less.
+    feasible = (each for each in product(*(range(cap + 1) for cap in caps)) if sum(each) == wanted)
+    cost = changes([n * step for n in dealt[:, 0].tolist()], weights)
+    assert len(caps) > 3 or cost == min(changes([n * step for n in each], weights) for each in feasible)
+
+
+# Each rank alone.
+
+
+@given(case=cases())
+def test_nearest_up_and_down_round_every_count_by_itself(case: Case) -> None:
+    def each(rounded: Any) -> list[list[int]]:
+        return [[rounded(count) for count in row] for row in case.chosen]
+
+    assert case.decide("nearest").rows_SE.tolist() == each(lambda count: nearest_multiple(count, case.t))
+    assert case.decide("up").rows_SE.tolist() == each(lambda count: ceil_multiple(count, case.t))
+    assert case.decide("down").rows_SE.tolist() == each(lambda count: count // case.t * case.t)
+
+
+@given(case=cases())
+def test_pad_keeps_the_choice_and_completes_its_chunks(case: Case) -> None:
+    decision = case.decide("pad")
+    assert decision.rows_SE.tolist() == [[ceil_multiple(count, case.t) for count in row] for row in case.chosen]
+    assert decision.pairs_SE.tolist() == case.chosen
+
+
+@given(case=cases())
+def test_off_changes_nothing(case: Case) -> None:
+    decision = case.decide("off")
+    assert decision.rows_SE.tolist() == decision.pairs_SE.tolist() == case.chosen
+
+
+@given(case=cases(), draw=st.integers(0, 2**31 - 2))
+def test_stochastic_gives_the_floor_or_ceiling_and_repeats_with_its_draw(case: Case, draw: int) -> None:
+    decision = case.decide("stochastic", draw=draw)
+    for counts, rows in zip(case.chosen, decision.rows_SE.tolist(), strict=True):
+        for count, n in zip(counts, rows, strict=True):
+            assert n in (count // case.t * case.t, ceil_multiple(count, case.t))
+    assert_same(decision, case.decide("stochastic", draw=draw))
+
+
+@pytest.mark.parametrize(
+    "draws", [range(600), range(10**9, 2**31 - 2, (2**31 - 2 - 10**9) // 600)], ids=["near", "far"]
+)
+def test_stochastic_rounds_up_as_often_as_the_remainder_says(draws: range) -> None:
+    t = 16
+    case = Case([[16 * rank + expert for expert in range(16)] for rank in range(8)], [1000] * 8, t, 16)
+    ups = torch.stack([case.decide("stochastic", draw=draw).rows_SE for draw in draws]).double() / t
+    ups -= torch.tensor(case.chosen).div(t, rounding_mode="floor")
+    chance = torch.arange(16, dtype=torch.float64).expand(8, 16) / t
+    spread = (chance * (1 - chance) / len(draws)).sqrt()
+    assert ((ups.mean(0) - chance).abs() <= 5 * spread).all()
+    # Independent cells: the number of ups in a draw spreads as a sum of independent coins does.
+    expected = (chance * (1 - chance)).sum()
+    assert 0.7 * expected < ups.sum((1, 2)).var() < 1.3 * expected
+    # And one cell tells nothing about its neighbour, or about itself in the next draw.
+    centred = ups - chance
+    for other in (centred.roll(1, 2), centred.roll(1, 1), centred.roll(1, 0)):
+        assert abs((centred * other).mean()) < 5 * 0.25 / ups.numel() ** 0.5
+
+
+def test_stochastic_differs_between_draws() -> None:
+    case = Case([[8] * 16 for _ in range(4)], [100] * 4, 16, 16)
+    assert len({str(case.decide("stochastic", draw=draw).rows_SE.tolist()) for draw in range(50)}) == 50
+
+
+# Capacity.
+
+
+@settings(max_examples=150)
+@given(case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([1, 1.0, 1.05, 1.1, 1.25, 2.0, 3.7]))
+def test_no_owner_receives_more_than_capacity_and_only_the_overfull_are_cut(
+    case: Case, mode: str, factor: float
+) -> None:
+    free, held = case.decide(mode, draw=7), case.decide(mode, capacity_factor=factor, draw=7)
+    unit = {"apportion": case.G, "off": 1}.get(mode, case.t)
+    pairs_per_rank = Fraction(sum(map(sum, case.chosen)), len(case.tokens))
+    limit = max(int(Fraction(str(factor)) * pairs_per_rank) // unit, 1) * unit
+    before, after = rows_by_owner(free.rows_SE), rows_by_owner(held.rows_SE)
+    assert after == [min(rows, limit) for rows in before]
+    per_rank = len(case.chosen[0]) // len(case.tokens)
+    for owner, rows in enumerate(before):
+        mine = slice(owner * per_rank, (owner + 1) * per_rank)
+        if rows <= limit:
+            assert torch.equal(held.rows_SE[:, mine], free.rows_SE[:, mine])
+        cut = free.pairs_SE[:, mine].sum() - held.pairs_SE[:, mine].sum()
+        assert int(held.cut_S[owner]) == int(cut)
+    assert (held.rows_SE <= free.rows_SE).all()
+    assert (held.rows_SE.sum(0) % unit == 0).all()
+
+
+@given(case=cases(), mode=st.sampled_from(MODES))
+def test_capacity_takes_from_an_owners_largest_experts(case: Case, mode: str) -> None:
+    free, held = case.decide(mode, draw=7), case.decide(mode, capacity_factor=1.0, draw=7)
+    unit = {"apportion": case.G, "off": 1}.get(mode, case.t)
+    per_rank = len(case.chosen[0]) // len(case.tokens)
+    before, after = free.rows_SE.sum(0).tolist(), held.rows_SE.sum(0).tolist()
+    for expert, (rows, kept) in enumerate(zip(before, after, strict=True)):
+        first = expert // per_rank * per_rank
+        if kept < rows:
+            assert max(after[first : first + per_rank]) <= kept + unit
+
+
+def test_capacity_of_a_batch_too_small_to_round_is_cut_in_chunks_of_padding() -> None:
+    chosen_SE, tokens_S = torch.tensor([[60, 2], [50, 0]]), torch.tensor([60, 60])
+    decision = decide(chosen_SE, tokens_S, RoundingConfig(capacity_factor=1.5))
+    # A mean of 56 pairs, of which 84 are allowed: five chunks of 16 of the eight that expert 0 would have.
+    assert int(decision.t) == 16
+    assert decision.rows_SE.sum(0).tolist() == [80, 16]
+    assert (decision.pairs_SE <= chosen_SE).all()
+    assert decision.cut_S.tolist() == [110 - int(decision.pairs_SE[:, 0].sum()), 0]
+
+
+@given(case=cases(), mode=st.sampled_from(MODES))
+def test_capacity_that_nobody_reaches_changes_nothing(case: Case, mode: str) -> None:
+    # ep_size times the mean is everything there is; the rest is what rounding up may add.
+    factor = len(case.tokens) * (1.0 + len(case.chosen[0]) * case.G)
+    if any(map(any, case.chosen)):
+        assert_same(case.decide(mode, draw=7), case.decide(mode, capacity_factor=factor, draw=7))
+
+
+# Made for a GPU: integers only, and nothing is read on the host.
+
+
+class IntegersOnly(TorchDispatchMode):
+    """Fails at the first operation that makes a floating-point tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and tensor.dtype not in (torch.int64, torch.bool):
+                raise AssertionError(f"{func} made a tensor of {tensor.dtype}")
+        return result
+
+
+@pytest.mark.parametrize("factor", [None, 1.25], ids=["free", "capacity"])
+@pytest.mark.parametrize("t", ["auto", 16])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_decision_is_integers_and_reads_nothing_on_the_host(mode: str, t: Any, factor: float | None) -> None:
+    rounding = RoundingConfig(mode=mode, t=t, capacity_factor=factor)  # type: ignore[arg-type]
+    chosen_SE = torch.randint(0, 500, (4, 8))
+    with IntegersOnly():
+        real = decide(chosen_SE, torch.full((4,), 600), rounding, draw=3)
+    # A fake tensor has no values: reading one raises.
+    with FakeTensorMode():
+        fake = decide(torch.empty(4, 8, dtype=torch.int64), torch.empty(4, dtype=torch.int64), rounding, draw=3)
+    for name in ("rows_SE", "pairs_SE", "cut_S", "t"):
+        assert getattr(fake, name).shape == getattr(real, name).shape
+        assert getattr(real, name).dtype == torch.int64

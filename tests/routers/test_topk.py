@@ -1,0 +1,241 @@
+"""Token-choice top-K and its weights: against a router written with loops and math.exp, in double precision.
+
+Legend: T tokens, E experts, K experts per token, N pairs.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sonic_ep.config import RouterConfig
+from sonic_ep.routers.selection import pairs_of_choice, pairs_of_mask, select_tokens
+from sonic_ep.routers.topk import Choice, choose, gates_of_pairs
+
+
+class Token(NamedTuple):
+    """One token routed by hand."""
+
+    scores: list[float]
+    ids: list[int]
+    weights: list[float]
+    allowed: list[int]
+
+
+def route_by_hand(logits: list[float], bias: list[float], K: int, config: RouterConfig) -> Token:
+    """DeepSeek-V3's gate (arXiv 2412.19437, 2.1.2) for one token; with one group and no bias, plain top-K."""
+    if config.score == "softmax":
+        high = max(logits)
+        exponentials = [math.exp(logit - high) for logit in logits]
+        total = math.fsum(exponentials)
+        scores = [e / total for e in exponentials]
+    else:
+        scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+    ranking = [score + b for score, b in zip(scores, bias, strict=True)]
+    size = len(logits) // config.num_groups
+    groups = [range(g * size, (g + 1) * size) for g in range(config.num_groups)]
+    if config.num_groups > 1:
+        groups.sort(key=lambda group: sum(sorted(ranking[e] for e in group)[-2:]), reverse=True)
+    allowed = [e for group in groups[: config.groups_per_token] for e in group]
+    ids = sorted(allowed, key=lambda e: ranking[e], reverse=True)[:K]
+    divisor = math.fsum(scores[e] for e in ids) if config.renormalize else 1.0
+    return Token(scores, ids, [scores[e] / divisor * config.scale for e in ids], sorted(allowed))
+
+
+def dense_gates(choice: Choice, token_ids_N: Tensor, expert_ids_N: Tensor, gates_N: Tensor) -> Tensor:
+    return torch.zeros_like(choice.scores_TE).index_put((token_ids_N, expert_ids_N), gates_N)
+
+
+def plain_gates(choice: Choice, config: RouterConfig) -> Tensor:
+    """(T, E) weights of the plain choice."""
+    token_ids_N, expert_ids_N = pairs_of_choice(choice.topk_ids_TK)
+    chosen_N = torch.ones_like(token_ids_N, dtype=torch.bool)
+    gates_N = gates_of_pairs(choice, token_ids_N, expert_ids_N, chosen_N, config)
+    return dense_gates(choice, token_ids_N, expert_ids_N, gates_N)
+
+
+SCORES = {"softmax": {"score": "softmax"}, "sigmoid": {"score": "sigmoid"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"renormalize": False},
+    "renormalized": {},
+    "scaled": {"scale": 2.5},
+    "biased": {"expert_bias": True},
+    "groups": {"num_groups": 4, "groups_per_token": 2, "renormalize": False},
+    "deepseek": {"num_groups": 8, "groups_per_token": 4, "expert_bias": True, "scale": 2.5},
+}
+SHAPES = [(20, 16, 1), (20, 16, 4), (20, 16, 8), (5, 256, 8), (3, 4096, 16)]
+
+
+@pytest.mark.parametrize(("T", "E", "K"), SHAPES, ids=lambda size: str(size))
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_choice_and_weights_are_the_loops(
+    score: dict[str, Any], options: dict[str, Any], T: int, E: int, K: int
+) -> None:
+    config = RouterConfig(**score, **options)
+    logits_TE = torch.randn(T, E, dtype=torch.float64) * 2
+    bias_E = torch.randn(E, dtype=torch.float64) * 0.2 if config.expert_bias else None
+    choice = choose(logits_TE, bias_E, K, config)
+    gates_TE = plain_gates(choice, config)
+    bias = [0.0] * E if bias_E is None else bias_E.tolist()
+    for token, logits in enumerate(logits_TE.tolist()):
+        expected = route_by_hand(logits, bias, K, config)
+        assert choice.topk_ids_TK[token].tolist() == expected.ids
+        scores_E = torch.tensor(expected.scores, dtype=torch.float64)
+        torch.testing.assert_close(choice.scores_TE[token], scores_E, rtol=1e-12, atol=0)
+        assert gates_TE[token, expected.ids].tolist() == pytest.approx(expected.weights, rel=1e-12)
+        if choice.allowed_TE is not None:
+            assert choice.allowed_TE[token].nonzero().flatten().tolist() == expected.allowed
+        else:
+            assert config.num_groups == 1
+
+
+@pytest.mark.parametrize(("E", "K"), [(1, 1), (16, 16), (4, 4)])
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_every_expert_may_be_chosen(score: dict[str, Any], E: int, K: int) -> None:
+    choice = choose(torch.randn(9, E), None, K, RouterConfig(**score))
+    assert choice.topk_ids_TK.sort(1).values.tolist() == [list(range(E))] * 9
+    torch.testing.assert_close(plain_gates(choice, RouterConfig(**score)).sum(1), torch.ones(9))
+
+
+def test_bias_moves_the_choice_and_not_the_weight() -> None:
+    logits_TE = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    config = RouterConfig(renormalize=False, score="sigmoid", expert_bias=True)
+    choice = choose(logits_TE, torch.tensor([0.0, 0.0, 0.0, 9.0]), 2, config)
+    assert choice.topk_ids_TK.tolist() == [[3, 0]]
+    assert torch.equal(plain_gates(choice, config)[0, [3, 0]], logits_TE.sigmoid()[0, [3, 0]])
+
+
+def test_bias_takes_part_in_the_choice_of_groups() -> None:
+    config = RouterConfig(score="sigmoid", num_groups=2, groups_per_token=1, expert_bias=True)
+    # The second group wins by its bias; its experts then win inside it by biased score, the first group's by none.
+    choice = choose(torch.tensor([[3.0, 3.0, 0.0, 1.0]]), torch.tensor([0.0, 0.0, 2.0, 0.5]), 2, config)
+    assert choice.topk_ids_TK.tolist() == [[2, 3]]
+
+
+def test_counts_are_of_the_plain_choice() -> None:
+    choice = choose(torch.randn(50, 6), None, 2, RouterConfig())
+    ids = choice.topk_ids_TK.flatten().tolist()
+    assert choice.counts_E().tolist() == [ids.count(expert) for expert in range(6)]
+
+
+class Selected(NamedTuple):
+    choice: Choice
+    token_ids_N: Tensor
+    expert_ids_N: Tensor
+    chosen_N: Tensor
+    gates_N: Tensor
+
+
+def select(logits_TE: Tensor, bias_E: Tensor | None, K: int, pairs_E: Tensor, config: RouterConfig) -> Selected:
+    choice = choose(logits_TE, bias_E, K, config)
+    mask_TE = select_tokens(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_E)
+    token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, int(pairs_E.sum()))
+    chosen_N = (choice.topk_ids_TK[token_ids_N] == expert_ids_N[:, None]).any(1)
+    gates_N = gates_of_pairs(choice, token_ids_N, expert_ids_N, chosen_N, config)
+    return Selected(choice, token_ids_N, expert_ids_N, chosen_N, gates_N)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    score=st.sampled_from(["softmax", "sigmoid"]),
+    renormalize=st.booleans(),
+    scale=st.sampled_from([1.0, 2.5]),
+    groups=st.sampled_from([1, 4]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_kept_pairs_weigh_exactly_what_plain_topk_gives_and_added_ones_their_own_score(
+    seed: int, score: Any, renormalize: bool, scale: float, groups: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    config = RouterConfig(
+        score=score, renormalize=renormalize, scale=scale, num_groups=groups, groups_per_token=max(1, groups // 2)
+    )
+    T, E, K = 30, 8, 3
+    logits_TE = torch.randn(T, E, generator=generator, dtype=dtype) * 3
+    pairs_E = torch.randint(0, T + 1, (E,), generator=generator)
+    selected = select(logits_TE, None, K, pairs_E, config)
+    kept = selected.chosen_N
+    plain_TE = plain_gates(selected.choice, config)
+    assert torch.equal(selected.gates_N[kept], plain_TE[selected.token_ids_N[kept], selected.expert_ids_N[kept]])
+    added = selected.choice.scores_TE[selected.token_ids_N[~kept], selected.expert_ids_N[~kept]]
+    if renormalize and score == "sigmoid":
+        sums_T = selected.choice.scores_TE.gather(1, selected.choice.topk_ids_TK).sum(1)
+        added = added / sums_T[selected.token_ids_N[~kept]]
+    torch.testing.assert_close(selected.gates_N[~kept], added * scale)
+
+
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_an_added_pair_never_outweighs_the_tokens_best(score: dict[str, Any]) -> None:
+    # All tokens for all experts. Scores far below one would let an undivided sigmoid score through.
+    selected = select(torch.randn(40, 8) - 3, None, 2, torch.full((8,), 40), RouterConfig(**score))
+    gates_TE = dense_gates(selected.choice, selected.token_ids_N, selected.expert_ids_N, selected.gates_N)
+    assert (gates_TE.argmax(1) == selected.choice.topk_ids_TK[:, 0]).all()
+    assert (gates_TE > 0).all()
+
+
+@pytest.mark.parametrize("renormalize", [True, False], ids=["renormalized", "plain"])
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_gradient_of_gates_is_that_of_the_dense_formula(score: dict[str, Any], renormalize: bool) -> None:
+    config = RouterConfig(**score, renormalize=renormalize, scale=1.5)
+    T, E, K = 12, 6, 2
+    logits_TE = torch.randn(T, E, dtype=torch.float64, requires_grad=True)
+    selected = select(logits_TE, None, K, torch.tensor([9, 1, 0, 12, 4, 5]), config)
+    weight_N = torch.randn(selected.gates_N.shape, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(selected.gates_N @ weight_N, logits_TE)
+
+    exponentials_TE = logits_TE.exp()
+    if config.score == "softmax":
+        scores_TE = exponentials_TE / exponentials_TE.sum(1, keepdim=True)
+    else:
+        scores_TE = exponentials_TE / (1 + exponentials_TE)
+    total = torch.zeros((), dtype=torch.float64)
+    for token, expert, chosen, weight in zip(
+        selected.token_ids_N.tolist(), selected.expert_ids_N.tolist(), selected.chosen_N.tolist(), weight_N, strict=True
+    ):
+        divides = renormalize and (chosen or config.score == "sigmoid")
+        divisor = sum(scores_TE[token, e] for e in selected.choice.topk_ids_TK[token].tolist()) if divides else 1.0
+        total = total + weight * 1.5 * scores_TE[token, expert] / divisor
+    (expected,) = torch.autograd.grad(total, logits_TE)
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_gradcheck_of_gates(score: dict[str, Any], options: dict[str, Any]) -> None:
+    config = RouterConfig(**score, **options)
+    logits_TE = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    pairs_E = torch.tensor([2, 1, 0, 3] * 4)
+
+    def gates(logits_TE: Tensor) -> Tensor:
+        return select(logits_TE, torch.zeros(16, dtype=torch.float64), 4, pairs_E, config).gates_N
+
+    assert torch.autograd.gradcheck(gates, logits_TE)
+
+
+def test_ranking_carries_no_gradient() -> None:
+    choice = choose(torch.randn(4, 6, requires_grad=True), torch.zeros(6), 2, RouterConfig(expert_bias=True))
+    assert choice.scores_TE.requires_grad
+    assert not choice.ranking_TE.requires_grad
+
+
+@pytest.mark.parametrize("renormalize", [True, False], ids=["renormalized", "plain"])
+def test_sigmoid_scores_that_all_underflow_give_finite_weights_and_gradients(renormalize: bool) -> None:
+    config = RouterConfig(score="sigmoid", renormalize=renormalize)
+    logits_TE = torch.full((3, 4), -200.0, requires_grad=True)
+    gates_TE = plain_gates(choose(logits_TE, None, 2, config), config)
+    assert gates_TE.isfinite().all()
+    (gradient,) = torch.autograd.grad(gates_TE.sum(), logits_TE)
+    assert gradient.isfinite().all()
+
+
+def test_softmax_scores_of_zero_chosen_by_bias_give_finite_weights() -> None:
+    # The first expert takes all of the softmax, the bias takes it out of the choice.
+    config = RouterConfig(expert_bias=True)
+    choice = choose(torch.tensor([[200.0, 0.0, 0.0]]), torch.tensor([-2.0, 0.0, 0.0]), 2, config)
+    assert choice.topk_ids_TK.tolist() == [[1, 2]]
+    assert plain_gates(choice, config).isfinite().all()

@@ -1,0 +1,117 @@
+"""Checkpoints: written at one ep_size, read at another, exact in weights, optimizer state and extras."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from sonic_ep import EPGroup, MoE, MoEConfig, RouterConfig, checkpoint
+from tests.helpers.launch import RankPool
+
+Ranks = Callable[[int], RankPool]
+CONFIG = MoEConfig(d=8, n=4, E=8, K=2, bias=True, shared_n=4, router=RouterConfig(score="sigmoid", expert_bias=True))
+
+
+class Model(nn.Module):
+    """Two MoE layers, one nested, and a replicated layer around them."""
+
+    def __init__(self, group: EPGroup, seed: int) -> None:
+        super().__init__()
+        self.first = MoE(CONFIG, group, seed=seed)
+        self.rest = nn.ModuleDict({"second": MoE(CONFIG, group, seed=seed + 1)})
+        self.out = nn.Linear(8, 8)
+
+
+def ep_group(ep_size: int) -> EPGroup:
+    """This rank's EP group of `ep_size` consecutive ranks of the world."""
+    if ep_size == 1:
+        return EPGroup.alone()
+    groups = [dist.new_group(range(s, s + ep_size)) for s in range(0, dist.get_world_size(), ep_size)]
+    return EPGroup(groups[dist.get_rank() // ep_size])
+
+
+def make(group: EPGroup, seed: int) -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Model(group, seed)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
+
+
+def train_step(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """A step whose gradients depend on each expert's global index alone."""
+    for name, parameter in model.named_parameters():
+        values = torch.arange(parameter[0].numel(), dtype=torch.float32).view(parameter.shape[1:])
+        first = model.first.experts.first if ".experts." in name else 0
+        index = torch.arange(first, first + parameter.shape[0]).view(-1, *[1] * (parameter.dim() - 1))
+        parameter.grad = torch.sin(values + 10 * index + len(name))
+    optimizer.step()
+    for layer in (model.first, model.rest["second"]):
+        assert isinstance(layer, MoE)
+        assert layer.router.expert_bias is not None
+        layer.router.expert_bias += torch.arange(8) / 8
+
+
+def everything(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights, buffers and moments, experts cut to the local ones' global positions."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    values = dict(model.state_dict())
+    for parameter, state in optimizer.state.items():
+        values.update({f"{names[parameter]}.{key}": value for key, value in state.items()})
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
+def write(rank: int, folder: str, ep_size: int) -> None:
+    model, optimizer = make(ep_group(ep_size), seed=5)
+    for _ in range(3):
+        train_step(model, optimizer)
+    checkpoint.save(folder, model, optimizer, {"step": 3, "rng": torch.arange(4), f"own{rank}": rank})
+
+
+def read(rank: int, folder: str, ep_size: int, own: bool) -> dict[str, object]:
+    """Names that differ from three steps taken here without a checkpoint; then the extras."""
+    group = ep_group(ep_size)
+    model, optimizer = make(group, seed=77)
+    extra = {"step": 0, "rng": torch.zeros(4, dtype=torch.int64), **({f"own{rank}": None} if own else {})}
+    extra = checkpoint.load(folder, model, optimizer, extra)
+    wanted, wanted_optimizer = make(group, seed=5)
+    for _ in range(3):
+        train_step(wanted, wanted_optimizer)
+    got, reference = everything(model, optimizer), everything(wanted, wanted_optimizer)
+    assert got.keys() == reference.keys()
+    assert any(name.endswith("experts.w1.exp_avg") for name in got)
+    for model_, optimizer_ in ((model, optimizer), (wanted, wanted_optimizer)):  # and they go on alike
+        train_step(model_, optimizer_)
+    after, reference_after = everything(model, optimizer), everything(wanted, wanted_optimizer)
+    differing = [n for n in got if not torch.equal(got[n], reference[n])]
+    differing += [f"{n} a step later" for n in after if not torch.equal(after[n], reference_after[n])]
+    assert optimizer.param_groups[0]["lr"] == wanted_optimizer.param_groups[0]["lr"]
+    return {"differing": differing, **extra}
+
+
+@pytest.mark.parametrize(("written_at", "read_at"), [(4, 4), (4, 2), (4, 1), (2, 4), (1, 4), (1, 2)])
+def test_any_ep_size_reads_any_checkpoint_exactly(ranks: Ranks, tmp_path: Path, written_at: int, read_at: int) -> None:
+    pool = ranks(4)
+    pool.run(write, str(tmp_path), written_at)
+    for rank, found in enumerate(pool.run(read, str(tmp_path), read_at, True)):
+        assert found["differing"] == []
+        assert found["step"] == 3
+        assert found[f"own{rank}"] == rank
+        assert torch.equal(found["rng"], torch.arange(4))  # type: ignore[arg-type]
+
+
+def test_one_process_without_torch_distributed_reads_four_ranks_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4).run(write, str(tmp_path), 4)
+    assert not dist.is_initialized()
+    found = read(0, str(tmp_path), 1, own=False)
+    assert found["differing"] == []
+
+
+def test_another_shape_is_refused(tmp_path: Path) -> None:
+    model, optimizer = make(EPGroup.alone(), seed=1)
+    checkpoint.save(tmp_path, model, optimizer)
+    model.out = nn.Linear(8, 9)
+    with pytest.raises(CheckpointException, match="[Ss]ize mismatch"):
+        checkpoint.load(tmp_path, model)

@@ -1,0 +1,111 @@
+"""Configs: every limit is named with the value, TOML round-trips, unknown keys are refused with a suggestion."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sonic_ep import MoEConfig, RoundingConfig, RouterConfig, load_config
+
+SIZES: dict[str, Any] = {"d": 64, "n": 32, "E": 16, "K": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"K": 17}, "K=17 must be in 1..16"),
+        ({"K": 0}, "K=0 must be in 1..16"),
+        ({"E": 4097}, "E=4097 must be in 1..4096"),
+        ({"E": 2}, "K=4 experts per token exceed the E=2 experts there are"),
+        ({"d": 0}, "d=0 must be >= 1"),
+        ({"d": 64.0}, r"d=64.0 must be an integer >= 1"),
+        ({"d": True}, "d=True must be an integer"),
+        ({"activation": "swish"}, "activation='swish' is not one of swiglu"),
+        ({"bias": 1}, "bias=1 must be true or false"),
+        ({"init_std": float("nan")}, "init_std=nan must be a finite number >= 0"),
+        ({"shared_gate": True}, "shared_gate=True needs a shared expert"),
+        ({"router": RouterConfig(num_groups=3)}, "E=16 experts do not divide into router.num_groups=3"),
+        ({"router": RouterConfig(num_groups=16)}, "leaves 1 expert a group"),
+        ({"router": RouterConfig(num_groups=8)}, "K=4 exceeds the 2 experts in router.groups_per_token=1"),
+    ],
+)
+def test_limits_of_the_layer(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoEConfig(**{**SIZES, **changes})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"score": "relu"}, "router.score='relu' is not one of softmax, sigmoid"),
+        ({"balance": "global"}, "router.balance='global' with router.balance_coef=0.0: set both"),
+        ({"balance_coef": 0.1}, "router.balance='none' with router.balance_coef=0.1: set both"),
+        ({"jitter": 1.0}, "router.jitter=1.0 must be below 1"),
+        ({"z_loss_coef": -1}, "router.z_loss_coef=-1 must be a finite number >= 0"),
+        ({"groups_per_token": 2}, "router.groups_per_token=2 must be in 1..1"),
+    ],
+)
+def test_limits_of_the_router(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RouterConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "round"}, "rounding.mode='round' is not one of apportion, nearest"),
+        ({"t": 48}, "rounding.G=128 must be a multiple of rounding.t=48"),
+        ({"t": 256}, "rounding.t=256 must be in 1..128"),
+        ({"t": "automatic"}, "rounding.t='automatic' must be an integer in 1..128"),
+        ({"capacity_factor": 0.9}, "rounding.capacity_factor=0.9 must be >= 1"),
+    ],
+)
+def test_limits_of_rounding(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RoundingConfig(**arguments)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "layer.toml"
+    path.write_text(text)
+    return path
+
+
+def test_toml_gives_the_values_and_the_rest_by_default(tmp_path: Path) -> None:
+    path = write(tmp_path, "[moe]\nd = 64\nn = 32\nE = 16\nK = 4\n[router]\nscore = 'sigmoid'\n[rounding]\nt = 16\n")
+    wanted = MoEConfig(**SIZES, name="layer", router=RouterConfig(score="sigmoid"), rounding=RoundingConfig(t=16))
+    assert load_config(path) == wanted
+    assert MoEConfig.from_dict(wanted.to_dict()) == wanted
+    assert wanted.replace(K=2).K == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[moe]\nactivaton = 'silu'\n",
+            "unknown config key activaton; did you mean activation",
+        ),
+        (
+            "[router]\nscores = 1\n",
+            "unknown config key router.scores; did you mean router.score",
+        ),
+        ("[rounding]\nzzz = 1\n", "unknown config key rounding.zzz; known keys: mode, t, G"),
+        ("[moe]\nd = 64\nn = 32\n", "config lacks E, K"),
+        ("[layer]\nd = 64\n", r"unknown table \[layer\]"),
+    ],
+)
+def test_wrong_toml_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(write(tmp_path, text))
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(FileNotFoundError, match=r"no config 'gpt9'.*mixtral_8x7b.*tiny"):
+        load_config("gpt9")
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_config("tiny").K = 3  # type: ignore[misc]

@@ -1,0 +1,155 @@
+"""Every rank raises, none hangs: bad construction and bad input, with real processes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig
+from tests.helpers.launch import RankPool
+
+Ranks = Callable[[int], RankPool]
+SIZES = {"d": 8, "n": 4, "E": 8, "K": 2}
+
+
+def message_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def construct(rank: int, changes: list[dict[str, object]], seeds: list[int | None]) -> str:
+    config = MoEConfig(**{**SIZES, **changes[rank]})  # type: ignore[arg-type]
+    return message_of(lambda: MoE(config, EPGroup(), seed=seeds[rank]))
+
+
+def test_experts_must_divide_over_the_ranks(ranks: Ranks) -> None:
+    for message in ranks(4).run(construct, [{"E": 6}] * 4, [0] * 4):
+        assert "E=6 experts cannot be divided over ep_size=4 ranks" in message
+        assert "a size that divides 6" in message
+
+
+def test_ranks_that_disagree_about_the_config_all_hear_of_it(ranks: Ranks) -> None:
+    for message in ranks(2).run(construct, [{}, {"K": 3, "n": 5}], [0, 0]):
+        assert "disagree" in message
+        assert "K: 2 on rank 0, 3 on rank 1" in message
+        assert "n: 4 on rank 0, 5 on rank 1" in message
+
+
+def test_ranks_that_disagree_about_the_seed_all_hear_of_it(ranks: Ranks) -> None:
+    for message in ranks(2).run(construct, [{}, {}], [0, 1]):
+        assert "seed: 0 on rank 0, 1 on rank 1" in message
+
+
+def test_e_that_differs_and_does_not_divide_still_raises_on_all(ranks: Ranks) -> None:
+    assert all("no error" != message for message in ranks(2).run(construct, [{"E": 8}, {"E": 7}], [0, 0]))
+
+
+def drawn_router(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(rank)
+    layer = MoE(MoEConfig(**SIZES), EPGroup())  # type: ignore[arg-type]
+    return layer.router.weight.detach(), layer.experts.w1.detach()
+
+
+def test_without_a_seed_the_first_ranks_draw_serves_all(ranks: Ranks) -> None:
+    (router0, w0), (router1, w1) = ranks(2).run(drawn_router)
+    assert torch.equal(router0, router1)
+    assert not torch.equal(w0, w1)  # other experts
+
+
+def initial_weights(rank: int) -> dict[str, torch.Tensor]:
+    layer = MoE(MoEConfig(**SIZES, bias=True, shared_n=4), EPGroup(), seed=7)  # type: ignore[arg-type]
+    return {name: p.detach() for name, p in layer.named_parameters()}
+
+
+def test_weights_initialise_alike_for_every_ep_size(ranks: Ranks) -> None:
+    wanted = {n: p for n, p in MoE(MoEConfig(**SIZES, bias=True, shared_n=4), seed=7).named_parameters()}  # type: ignore[arg-type]
+    for ep_size in (2, 4):
+        found = ranks(ep_size).run(initial_weights)
+        for name, value in wanted.items():
+            parts = [f[name] for f in found]
+            got = torch.cat(parts) if name.startswith("experts.") else parts[-1]
+            assert torch.equal(got, value), name
+    assert wanted["experts.w1"].std() > 0.01
+    assert not torch.equal(wanted["experts.w1"][0], wanted["experts.w1"][1])
+
+
+BAD_INPUTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "width": (lambda x: x[:, :-1], "x has hidden size 7 (shape (10, 7)), the layer has d=8"),
+    "dims": (lambda x: x[0], "x has shape (8,), wanted (T, d) or (B, L, d)"),
+    "dtype": (lambda x: x.double(), "x has dtype torch.float64, the experts compute in torch.float32"),
+    "device": (lambda x: x.to("meta"), "x is on meta, the layer's weights on cpu"),
+    "type": (lambda x: x.tolist(), "x must be a torch.Tensor, got list"),
+}
+
+
+def feed(rank: int, kind: str, bad_rank: int) -> tuple[str, str]:
+    """The message of a call that one rank spoils; then a good call must work again."""
+    layer = MoE(MoEConfig(**SIZES), EPGroup(), seed=0)  # type: ignore[arg-type]
+    x = torch.randn(10, 8)
+    bad = BAD_INPUTS[kind][0](x) if rank == bad_rank else x
+    message = message_of(lambda: layer(bad))
+    return message, message_of(lambda: layer(x).y.sum().backward())
+
+
+@pytest.mark.parametrize("kind", BAD_INPUTS)
+def test_one_ranks_bad_input_raises_on_all_and_harms_no_later_call(ranks: Ranks, kind: str) -> None:
+    for message, afterwards in ranks(4).run(feed, kind, 2):
+        assert BAD_INPUTS[kind][1] in message
+        assert "rank 2: " in message
+        assert afterwards == "no error"
+
+
+@pytest.mark.parametrize("kind", BAD_INPUTS)
+def test_bad_input_on_one_rank_alone(kind: str) -> None:
+    layer = MoE(MoEConfig(**SIZES), seed=0)  # type: ignore[arg-type]
+    message = message_of(lambda: layer(BAD_INPUTS[kind][0](torch.randn(10, 8))))  # type: ignore[arg-type]
+    assert BAD_INPUTS[kind][1] in message
+
+
+def mixed_modes(rank: int) -> str:
+    layer = MoE(MoEConfig(**SIZES), EPGroup(), seed=0)  # type: ignore[arg-type]
+    layer.train(rank == 0)
+    return message_of(lambda: layer(torch.randn(10, 8)))
+
+
+def test_training_and_eval_must_not_mix(ranks: Ranks) -> None:
+    for message in ranks(2).run(mixed_modes):
+        assert "rank 0: torch.float32 training, rank 1: torch.float32 eval" in message
+
+
+def diverged(rank: int) -> str:
+    layer = MoE(MoEConfig(**SIZES, router=RouterConfig(check_logits=True)), EPGroup(), seed=0)  # type: ignore[arg-type]
+    x = torch.randn(10, 8)
+    if rank == 1:
+        x[3] = float("nan")
+    return message_of(lambda: layer(x))
+
+
+def test_nan_logits_raise_everywhere_on_request(ranks: Ranks) -> None:
+    for message in ranks(2).run(diverged):
+        assert "router logits hold NaN or inf (rank 1: 8)" in message
+        assert "check_logits=False" in message
+
+
+def test_nan_input_without_the_check_stays_in_its_rows() -> None:
+    layer = MoE(MoEConfig(**SIZES, rounding=RoundingConfig(mode="off")), seed=0)  # type: ignore[arg-type]
+    x = torch.randn(10, 8)
+    x[3] = float("nan")
+    y = layer(x).y
+    assert y[3].isnan().all()
+    assert y[[0, 1, 2, 4, 5, 6, 7, 8, 9]].isfinite().all()
+
+
+def test_sequence_balance_needs_sequences() -> None:
+    router = RouterConfig(balance="sequence", balance_coef=0.1)
+    layer = MoE(MoEConfig(**SIZES, router=router), seed=0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"wanted \(B, L, d\), because router.balance='sequence'"):
+        layer(torch.randn(10, 8))
+
+
+def test_a_process_group_needs_torch_distributed() -> None:
+    with pytest.raises(RuntimeError, match="EPGroup.alone"):
+        EPGroup()

@@ -1,0 +1,207 @@
+"""What `moe` keeps for backward and puts on the wire, counted and compared with the formulas; the functional API."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep import EPGroup, Routing
+from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.functional import moe, transport_for
+from sonic_ep.kernels.activations import concatenate
+from tests.helpers.launch import RankPool
+
+Ranks = Callable[[int], RankPool]
+T, D, E_PER_K = 96, 32, 8
+
+
+def saved_bytes(run: Callable[[], Tensor], parameters: list[Tensor]) -> int:
+    """Bytes of distinct storages that autograd holds after `run`, the parameters' own left out."""
+    held: dict[int, int] = {}
+    owned = {p.untyped_storage().data_ptr() for p in parameters}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned and storage.nbytes():
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run()
+    assert out.requires_grad  # the graph must be alive while its storages are counted
+    return sum(held.values())
+
+
+def random_routing(rank: int, K: int, E: int, group: EPGroup) -> tuple[Routing, Tensor]:
+    """Plain top-K of random scores, and the (T, E) choice."""
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.rand(T, E, generator=generator).topk(K).indices
+    mask = torch.zeros(T, E, dtype=torch.bool).scatter_(1, ids, True)
+    experts, tokens = mask.T.nonzero(as_tuple=True)
+    gates = torch.rand(tokens.shape[0], generator=generator)
+    return Routing.from_pairs(tokens, experts, gates, num_tokens=T, E=E, group=group), mask
+
+
+def measured_and_formula(rank: int, granularity: int, dtype: torch.dtype, keep: bool) -> dict[str, int]:
+    """Kept bytes at d/n = granularity, K*n fixed, and the terms of docs/memory.md."""
+    group = EPGroup()
+    n, K = D // granularity, granularity
+    E = E_PER_K * K
+    routing, _ = random_routing(rank, K, E, group)
+    e = E // group.size
+    w1 = torch.randn(e, 2 * n, D, dtype=dtype, requires_grad=True)
+    w2 = torch.randn(e, D, n, dtype=dtype, requires_grad=True)
+    x = torch.randn(T, D, dtype=dtype, requires_grad=True)
+
+    def run() -> Tensor:
+        return moe(x, routing, w1, w2, transport=transport_for(group), group=group, keep_dispatched=keep)
+
+    masks = [random_routing(r, K, E, EPGroup.alone())[1] for r in range(group.size)]
+    own = slice(rank * e, (rank + 1) * e)
+    P = sum(int(mask[:, own].sum()) for mask in masks)
+    U = sum(int(mask[:, own].any(1).sum()) for mask in masks) if group.size > 1 else T
+    sent = int(masks[rank].view(T, group.size, e).any(2).sum())
+    lists = 16 * P + 4 * (U + 1) + 4 * (e + 1)
+    if group.size > 1:
+        lists += 8 * sent + 4 * (T + 1)
+    return {
+        "measured": saved_bytes(run, [w1, w2]),
+        "x": (U if keep else T) * D * dtype.itemsize,
+        "h": P * 2 * n * dtype.itemsize,
+        "lists": lists,
+        "P": P,
+        "n": n,
+    }
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_kept_bytes_match_the_formula_and_do_not_grow(
+    ranks: Ranks, ep_size: int, dtype: torch.dtype, keep: bool
+) -> None:
+    group_totals = []
+    for granularity in (1, 2, 4, 8):
+        per_rank = ranks(ep_size).run(measured_and_formula, granularity, dtype, keep)
+        for terms in per_rank:
+            assert terms["measured"] == terms["x"] + terms["h"] + terms["lists"], (granularity, terms)
+            assert terms["h"] == (4 if dtype == torch.bfloat16 else 8) * terms["P"] * terms["n"]
+        group_totals.append(sum(terms["h"] + (0 if keep else terms["x"]) for terms in per_rank))
+    # Activations of the whole group at fixed K*n: exactly flat in granularity (lists grow with K, by 16 bytes a pair).
+    assert len(set(group_totals)) == 1, group_totals
+
+
+def wire_bytes(rank: int, dtype: torch.dtype, keep: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Counted by the transport, and by hand, over one forward and backward."""
+    group = EPGroup()
+    K, E, n = 3, 16, 8
+    e = E // group.size
+    routing, mask = random_routing(rank, K, E, group)
+    gates = routing.gates_N.requires_grad_(True)
+    w1, w2 = torch.randn(e, 2 * n, D).to(dtype), torch.randn(e, D, n).to(dtype)
+    x = torch.randn(T, D).to(dtype).requires_grad_(True)
+    transport = AllToAllTransport(group)
+    out = moe(x, routing, w1, w2, transport=transport, group=group, keep_dispatched=keep)
+    forward = dict(transport.wire_bytes)
+    out.sum().backward()
+    assert gates.grad is not None
+
+    needed = torch.stack([random_routing(r, K, E, EPGroup.alone())[1] for r in range(group.size)])
+    needed = needed.view(group.size, T, group.size, e)
+    rows = needed.any(3).sum(1)  # (source, owner) distinct tokens
+    pairs = needed.sum((1, 3))  # (source, owner)
+    sent = int(rows[rank].sum() - rows[rank, rank])
+    received = int(rows[:, rank].sum() - rows[rank, rank])
+    row_bytes = D * dtype.itemsize
+    lists = 8 * int(pairs[rank].sum() - pairs[rank, rank])
+    returned = 4 * int(pairs[:, rank].sum() - pairs[rank, rank])
+    wanted_forward = {"lists": lists, "dispatch": sent * row_bytes, "combine": received * row_bytes}
+    assert forward == wanted_forward, (forward, wanted_forward)
+    wanted = {
+        "lists": lists,
+        "dispatch": (2 if keep else 3) * sent * row_bytes,  # x, dO and, unless kept, x again
+        "combine": 2 * received * row_bytes,  # out, dX
+        "return_pairs": returned,
+    }
+    return dict(transport.wire_bytes), wanted
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_wire_bytes_are_distinct_rows_and_index_lists(
+    ranks: Ranks, ep_size: int, dtype: torch.dtype, keep: bool
+) -> None:
+    for counted, wanted in ranks(ep_size).run(wire_bytes, dtype, keep):
+        assert counted == wanted
+
+
+def layer_arguments(E: int = 4, n: int = 6) -> dict[str, Any]:
+    routing, _ = random_routing(0, 2, E, EPGroup.alone())
+    group = EPGroup.alone()
+    return {
+        "x_TH": torch.randn(T, D),
+        "routing": routing,
+        "w1_eJH": torch.randn(E, 2 * n, D),
+        "w2_eHI": torch.randn(E, D, n),
+        "transport": transport_for(group),
+        "group": group,
+    }
+
+
+def test_both_weight_layouts_give_one_result() -> None:
+    arguments = layer_arguments()
+    biases = {"b1_eJ": torch.randn(4, 12), "b2_eH": torch.randn(4, D)}
+    wanted = moe(**arguments, **biases)
+    arguments["w1_eJH"] = concatenate(arguments["w1_eJH"]).requires_grad_(True)
+    biases["b1_eJ"] = concatenate(biases["b1_eJ"])
+    got = moe(**arguments, **biases, layout="concatenated")
+    assert torch.equal(got, wanted)
+    got.sum().backward()
+    assert arguments["w1_eJH"].grad.shape == arguments["w1_eJH"].shape
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("w1_eJH", lambda w: w[:, :, :-1], r"w1 has shape \(4, 12, 31\), wanted \(4, 12, 32\)"),
+        ("w1_eJH", lambda w: w[:, :-1], r"w1 has 11 rows an expert; a gated activation needs an even number"),
+        ("w1_eJH", lambda w: w[:3], r"w1 has shape \(3, 12, 32\), wanted \(4, 12, 32\)"),
+        ("w1_eJH", lambda w: w.double(), r"w1 is torch.float64 on cpu, x is torch.float32 on cpu"),
+        ("w1_eJH", lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), r"w1 is not contiguous"),
+        ("w2_eHI", lambda w: w[:, :, :-1], r"w2 has shape \(4, 32, 5\), wanted \(4, 32, 6\)"),
+        ("w2_eHI", lambda w: w[0], r"w1 and w2 must have three dimensions"),
+        ("x_TH", lambda x: x[:-1], r"the routing is of 96 tokens, x has 95"),
+    ],
+)
+def test_wrong_arguments_name_value_and_limit(name: str, change: Callable[[Tensor], Tensor], message: str) -> None:
+    arguments = layer_arguments()
+    arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=message):
+        moe(**arguments)
+
+
+def test_unknown_activation_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="activation='swish' is not one of swiglu, geglu"):
+        moe(**layer_arguments(), activation="swish")
+
+
+def test_frozen_weights_and_inputs_get_no_gradient() -> None:
+    arguments = layer_arguments()
+    arguments["w2_eHI"].requires_grad_(True)
+    moe(**arguments).sum().backward()
+    assert arguments["w2_eHI"].grad is not None
+    assert arguments["w1_eJH"].grad is None
+    assert arguments["x_TH"].grad is None
+
+
+def test_outputs_are_fully_written(poison: None) -> None:
+    arguments = layer_arguments(E=12)
+    for name in ("x_TH", "w1_eJH", "w2_eHI"):
+        arguments[name].requires_grad_(True)
+    out = moe(**arguments)
+    out.sum().backward()
+    results = [out, *(arguments[name].grad for name in ("x_TH", "w1_eJH", "w2_eHI"))]
+    assert all(result.isfinite().all() for result in results)

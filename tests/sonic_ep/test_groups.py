@@ -1,0 +1,72 @@
+"""EPGroup: collectives of real ranks, none of a single one."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sonic_ep import EPGroup
+from tests.helpers.launch import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def collectives(rank: int) -> None:
+    group = EPGroup()
+    assert (group.rank, group.size, group.backend) == (rank, 4, "gloo")
+    assert group.all_gather(torch.tensor([rank, 10 * rank])).tolist() == [[r, 10 * r] for r in range(4)]
+    assert group.all_gather_object({"rank": rank}) == [{"rank": r} for r in range(4)]
+    assert group.all_reduce(torch.tensor([rank])).item() == 6
+    # rank r sends r rows to every rank: (r, destination)
+    rows = torch.tensor([[rank, q] for q in range(4) for _ in range(rank)], dtype=torch.int64).view(-1, 2)
+    received = group.all_to_all(rows, [rank] * 4, [0, 1, 2, 3])
+    assert received.tolist() == [[s, rank] for s in range(4) for _ in range(s)]
+
+
+def test_collectives(ranks: Ranks) -> None:
+    ranks(4).run(collectives)
+
+
+def subgroups(rank: int) -> tuple[int, int, str]:
+    pair = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = EPGroup(pair[rank % 2])
+    try:
+        EPGroup(pair[1 - rank % 2])
+    except ValueError as error:
+        return group.rank, int(group.all_reduce(torch.tensor([rank])).item()), str(error)
+    raise AssertionError("a foreign group was accepted")
+
+
+def test_subgroups_and_strangers(ranks: Ranks) -> None:
+    for rank, (own, total, message) in enumerate(ranks(4).run(subgroups)):
+        assert own == rank // 2
+        assert total == (2 if rank % 2 == 0 else 4)
+        assert message == f"global rank {rank} is not a member of the given process group"
+
+
+def shared_problem(rank: int) -> str:
+    try:
+        EPGroup().raise_together("too large" if rank in (1, 3) else None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_problems_are_raised_on_every_rank(ranks: Ranks) -> None:
+    assert ranks(4).run(shared_problem) == ["rank 1: too large; rank 3: too large"] * 4
+
+
+def test_one_rank_alone_takes_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("a collective was called")
+
+    for name in ("all_gather", "all_gather_object", "all_reduce", "all_to_all_single"):
+        monkeypatch.setattr(dist, name, forbidden)
+    group = EPGroup.alone()
+    assert group.all_gather(torch.tensor([1, 2])).tolist() == [[1, 2]]
+    assert group.all_gather_object(3) == [3]
+    assert group.all_reduce(torch.tensor(4)).item() == 4
+    group.raise_together(None)
+    with pytest.raises(ValueError, match="^odd$"):
+        group.raise_together("odd")

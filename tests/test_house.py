@@ -1,0 +1,132 @@
+"""The plan of the house, held by force: real rooms linked into the package, imports that only go down, short files."""
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = {"kernels", "dispatch", "routers", "configs"}
+ROOF = {"integrations", "examples", "benchmarks", "tests"}
+GROUND = {"config", "routing", "groups", "checks", "initialization"}
+# Which parts of sonic_ep each floor may import; the layer may import all but the roof, and the roof everything.
+MAY_IMPORT = {
+    "ground": GROUND,
+    "kernels": GROUND | {"kernels"},
+    "dispatch": GROUND | {"kernels", "dispatch"},
+    "routers": GROUND | {"kernels", "routers"},
+}
+MAX_LINES = 500
+# One path a file: rglob does not enter the links sonic_ep/<room>.
+FILES = sorted(path for top in ("sonic_ep", *ROOMS, *ROOF) for path in (ROOT / top).rglob("*.py"))
+
+
+def floor_of(path: Path) -> str:
+    top, *rest = path.relative_to(ROOT).with_suffix("").parts
+    if top != "sonic_ep":
+        return "roof" if top in ROOF else top
+    return "roof" if rest[0] in ROOF else "ground" if rest[0] in GROUND else "layer"
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names imported anywhere below `tree`; relative ones with their leading dots."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def imports_on_loading(node: ast.AST) -> Iterator[str]:
+    """Imports that run when the module is loaded: not those in functions or under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield from imports(child)
+        else:
+            yield from imports_on_loading(child)
+
+
+def fault_of(name: str, floor: str) -> str | None:
+    """What is wrong with importing `name` on `floor`, if anything."""
+    top, *rest = name.split(".")
+    if top == "" or top in ROOMS:
+        return f"write sonic_ep.{name.lstrip('.')}, in full"
+    if floor == "roof":
+        return None
+    part = rest[0] if top == "sonic_ep" and rest else top
+    if part in ROOF:
+        return f"nobody imports {part}"
+    if top == "sonic_ep" and part not in MAY_IMPORT.get(floor, {part}):
+        return f"{floor} may import only sonic_ep.{{{','.join(sorted(MAY_IMPORT[floor]))}}}"
+    return None
+
+
+def test_rooms_are_real_folders_linked_into_the_package() -> None:
+    for room in ROOMS:
+        assert (ROOT / room).is_dir()
+        assert not (ROOT / room).is_symlink()
+        assert os.readlink(ROOT / "sonic_ep" / room) == f"../{room}"
+
+
+def test_no_init_where_it_would_shadow_other_packages() -> None:
+    assert [str(ROOT / room) for room in ROOMS | {"examples"} if (ROOT / room / "__init__.py").exists()] == []
+    assert [str(path) for path in (ROOT / "tests").rglob("__init__.py")] == []
+
+
+def test_imports_are_absolute_and_only_go_down() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)} imports {name}: {fault}"
+        for path in FILES
+        for name in imports(ast.parse(path.read_text(encoding="utf-8")))
+        if (fault := fault_of(name, floor_of(path)))
+    ]
+    assert faults == []
+
+
+def test_the_core_needs_torch_and_the_standard_library_alone() -> None:
+    known = sys.stdlib_module_names | {"torch", "sonic_ep"}
+    faults = [
+        f"{path.relative_to(ROOT)} imports {name} when it is loaded"
+        for path in FILES
+        if floor_of(path) != "roof"
+        for name in imports_on_loading(ast.parse(path.read_text(encoding="utf-8")))
+        if name.split(".")[0] not in known
+    ]
+    assert faults == []
+
+
+def test_files_are_short() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "floor", "allowed"),
+    [
+        ("sonic_ep.config.MoEConfig", "kernels", True),
+        ("sonic_ep.kernels.reference", "routers", True),
+        ("sonic_ep.dispatch.plan", "routers", False),
+        ("sonic_ep.routers.topk", "dispatch", False),
+        ("sonic_ep.dispatch.plan", "kernels", False),
+        ("sonic_ep.kernels.tiles", "ground", False),
+        ("sonic_ep.MoE", "routers", False),
+        ("sonic_ep", "ground", False),
+        ("sonic_ep.routers.topk", "layer", True),
+        ("sonic_ep.integrations.megatron", "layer", False),
+        ("tests.helpers.launch", "kernels", False),
+        ("tests.helpers.launch", "roof", True),
+        ("kernels.reference", "roof", False),
+        (".tiles", "kernels", False),
+        ("torch.distributed", "ground", True),
+    ],
+)
+def test_the_rule_itself(name: str, floor: str, allowed: bool) -> None:
+    assert (fault_of(name, floor) is None) is allowed
