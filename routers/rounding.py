@@ -212,7 +212,7 @@ def _capacity(chosen_SE: Tensor, rounding: RoundingConfig) -> Tensor:
 
 
 def _fit_capacity(rows_SE: Tensor, t: Tensor, unit: Tensor, capacity: Tensor) -> Tensor:
-    """Cut the columns of overfull owners, the largest first, in `unit`s; a cut column's ranks give in proportion, in t."""
+    """Cut the columns of overfull owners, largest first, in `unit`s; a cut column's ranks give in proportion, in t."""
     ep_size, E = rows_SE.shape
     columns_eQ = (rows_SE.sum(0) // unit).view(ep_size, E // ep_size).T
     # One unit always fits: a capacity below one tile would starve the rank altogether.

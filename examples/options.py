@@ -1,0 +1,185 @@
+"""The flags of examples/train.py: one dataclass, one line per flag, and the checks that need no other rank."""
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from language_model import ModelConfig
+from sonic_ep.config import Balance, MoEConfig, RoundingMode, load_config
+
+
+def flag(default: Any, text: str, *, kind: type | None = None, choices: Sequence[str] | None = None) -> Any:
+    """A dataclass field that is also a command-line flag; `kind` says the type where the default is None."""
+    return field(default=default, metadata={"help": text, "kind": kind or type(default), "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Everything a run depends on; written to its config.json."""
+
+    config: str = flag("tiny", "MoE layer: a name from configs/ or the path of a .toml file")
+    layers: int = flag(4, "transformer blocks")
+    head_dim: int = flag(32, "width of one attention head; divides the config's d")
+    shared_every: int = flag(2, "every N-th block has a shared expert; 0: as the config says, in all blocks alike")
+    rounding: str | None = flag(
+        None,
+        "token rounding mode, off for plain top-K (default: the config's)",
+        kind=str,
+        choices=get_args(RoundingMode),
+    )
+    t: str | None = flag(
+        None, "rows that each (rank, expert) chunk is a multiple of, or auto (default: the config's)", kind=str
+    )
+    balance: str | None = flag(
+        None,
+        "load-balancing loss per sequence, rank batch or EP group (default: the config's)",
+        kind=str,
+        choices=get_args(Balance),
+    )
+    balance_coef: float | None = flag(None, "weight of the load-balancing loss (default: the config's)", kind=float)
+
+    text: str | None = flag(
+        None, "a file or folder to learn from (default: the Python standard library's sources)", kind=str
+    )
+    steps: int = flag(300, "optimizer steps in all; also the length of the learning-rate schedule")
+    batch: int = flag(32, "sequences per step over all processes together")
+    seq: int = flag(128, "bytes per sequence")
+    lr: float = flag(3e-3, "peak learning rate: linear warm-up, then a cosine down to a tenth")
+    warmup: int = flag(40, "steps of warm-up")
+    weight_decay: float = flag(0.1, "AdamW's weight decay, on matrices only")
+    clip: float = flag(1.0, "largest global gradient norm")
+    seed: int = flag(0, "seed of the weights and of the order of the data")
+
+    ep_size: int | None = flag(None, "processes that share one set of experts (default: all)", kind=int)
+    device: str = flag(
+        "auto", "auto: one GPU per process if there are enough, else the CPU", choices=("auto", "cpu", "cuda")
+    )
+    dtype: str = flag(
+        "float32",
+        "of weights and optimizer state; float64 to compare runs closely",
+        choices=("float32", "bfloat16", "float64"),
+    )
+
+    run_dir: str | None = flag(None, "folder of this run (default: runs/<date and time>)", kind=str)
+    resume: str | None = flag(
+        None, "run folder to continue from its newest checkpoint, with its own options where none are given", kind=str
+    )
+    compare: bool = flag(False, "train plain top-K and token rounding from the same seed; print and plot both")
+    save_every: int = flag(0, "steps between checkpoints; 0: one at the end")
+    eval_every: int = flag(50, "steps between validations, always plain top-K")
+    eval_batches: int = flag(8, "batches of one validation, the same ones every time")
+    log_every: int = flag(5, "steps between records in metrics.jsonl")
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line. With --resume, what it leaves out comes from the resumed run."""
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train a small MoE language model with expert parallelism and token rounding.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for entry in fields(Options):
+        name = "--" + entry.name.replace("_", "-")
+        about = {"help": entry.metadata["help"], "default": entry.default}
+        if entry.metadata["kind"] is bool:
+            parser.add_argument(name, action="store_true", **about)
+        else:
+            parser.add_argument(name, type=entry.metadata["kind"], choices=entry.metadata["choices"], **about)
+    given = parser.parse_args(arguments)
+    if given.resume is not None:
+        parser.set_defaults(**saved_options(Path(given.resume)))
+        given = parser.parse_args(arguments)
+    return Options(**vars(given))
+
+
+def saved_options(run: Path) -> dict[str, Any]:
+    """The options that a run was started with."""
+    file = run / "config.json"
+    if not file.is_file():
+        raise ValueError(f"--resume {str(run)!r} is not the folder of a run: it has no config.json")
+    known = {entry.name for entry in fields(Options)}
+    return {name: value for name, value in json.loads(file.read_text())["options"].items() if name in known}
+
+
+def model_config(options: Options) -> ModelConfig:
+    """The model that the options describe. Raises ValueError, or FileNotFoundError for an unknown config."""
+    return ModelConfig(
+        moe=moe_config(options),
+        layers=options.layers,
+        head_dim=options.head_dim,
+        shared_every=options.shared_every,
+    )
+
+
+def moe_config(options: Options) -> MoEConfig:
+    """The config file's MoE layer with the flags' changes."""
+    moe = load_config(options.config)
+    rounding, router = moe.rounding, moe.router
+    if options.rounding is not None:
+        rounding = dataclasses.replace(rounding, mode=options.rounding)
+    if options.t is not None:
+        rounding = dataclasses.replace(rounding, t=_chunk_multiple(options.t))
+    if options.balance is not None or options.balance_coef is not None:
+        balance = router.balance if options.balance is None else options.balance
+        coef = router.balance_coef if options.balance_coef is None else options.balance_coef
+        router = dataclasses.replace(router, balance=balance, balance_coef=0.0 if balance == "none" else coef)
+    return moe.replace(rounding=rounding, router=router)
+
+
+def _chunk_multiple(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise ValueError(f"--t {text!r} must be auto or a whole number of rows")
+    return text if text == "auto" else int(text)
+
+
+def check_options(options: Options, world_size: int) -> None:
+    """Raise ValueError for whatever cannot run. It looks at nothing but this process, so every rank raises alike."""
+    for name in ("steps", "batch", "seq", "eval_every", "eval_batches", "log_every"):
+        _check_at_least(1, name, getattr(options, name))
+    for name in ("save_every", "warmup", "weight_decay"):
+        _check_at_least(0, name, getattr(options, name))
+    for name in ("lr", "clip"):
+        value = getattr(options, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name} {value} must be a finite number above 0")
+    experts = model_config(options).moe.E
+    ep_size = world_size if options.ep_size is None else options.ep_size
+    if ep_size < 1 or world_size % ep_size:
+        raise ValueError(
+            f"--ep-size {ep_size} must divide the {world_size} processes; give one of {_divisors(world_size)}"
+        )
+    if experts % ep_size:
+        raise ValueError(
+            f"the {experts} experts of --config {options.config} do not divide among --ep-size {ep_size}; "
+            f"give one of {[size for size in _divisors(world_size) if experts % size == 0]}"
+        )
+    if options.batch % world_size:
+        higher = -(-options.batch // world_size) * world_size
+        raise ValueError(f"--batch {options.batch} does not divide among {world_size} processes; give {higher}")
+    _check_run(options)
+
+
+def _check_at_least(limit: int, name: str, value: float) -> None:
+    if not value >= limit:
+        raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {limit}")
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _check_run(options: Options) -> None:
+    if options.compare and options.resume:
+        raise ValueError("--compare trains two runs from the start and cannot --resume one; resume either one alone")
+    if options.compare and moe_config(options).rounding.mode == "off":
+        raise ValueError(
+            "--compare sets token rounding beside plain top-K, and --rounding off is plain top-K; give another mode"
+        )
+    folder = Path(options.run_dir) if options.run_dir and not options.resume else None
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--run-dir {options.run_dir!r} exists and is not empty; give another, or --resume it")

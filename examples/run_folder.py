@@ -1,0 +1,151 @@
+"""The folder of one run: what was asked, what happened, and checkpoints from which it goes on.
+
+    runs/2026-01-31-120000/
+        config.json          the options, the MoE config, versions
+        metrics.jsonl        one JSON object per line; "kind" is train or validation
+        events.out.tfevents  the same numbers for TensorBoard
+        loss.png             drawn from metrics.jsonl
+        checkpoints/step_000400/
+
+Rank 0 writes everything but the checkpoints, which all ranks write together.
+"""
+
+import json
+import platform
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from options import Options
+from parallel import Mesh
+from sonic_ep import MoEConfig, checkpoint
+
+KEPT_CHECKPOINTS = 2
+
+
+class RunFolder:
+    """Writes one run's records. On ranks other than 0 every method but the checkpoints' does nothing."""
+
+    def __init__(self, path: Path, *, writes: bool) -> None:
+        self.path = path
+        self._writes = writes
+        self._events: Any = None
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def open(self, options: Options, moe: MoEConfig, *, world_size: int, step: int) -> None:
+        """Create the folder, or reopen it at `step`: what a crash left behind after the checkpoint is dropped."""
+        if not self._writes:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        kept = [record for record in read_metrics(self.path) if record["step"] <= step]
+        self.metrics_path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        config = {
+            "options": asdict(options),
+            "moe": moe.to_dict(),
+            "world_size": world_size,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
+        (self.path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        self._events = _tensorboard()(str(self.path), purge_step=step + 1)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append one record to metrics.jsonl and its numbers to the TensorBoard events."""
+        if not self._writes:
+            return
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+
+    def close(self) -> None:
+        """Write out what TensorBoard still buffers."""
+        if self._writes:
+            self._events.close()
+
+
+def _tensorboard() -> type:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError("the example writes TensorBoard events: pip install tensorboard") from error
+    return SummaryWriter
+
+
+def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The records of a run folder in order, of one kind or all; a last line cut off by a crash is left out."""
+    file = path / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if kind is None or record["kind"] == kind]
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """Finished checkpoints, oldest first."""
+    return sorted(folder for folder in (path / "checkpoints").glob("step_*") if folder.suffix != ".partial")
+
+
+def checkpoint_to_resume(path: Path, steps: int) -> Path:
+    """The newest finished checkpoint of a run folder. Raises ValueError if there is none, or nothing left to do."""
+    found = _checkpoints(path)
+    if not found:
+        raise ValueError(f"--resume {str(path)!r} holds no finished checkpoint; start it again without --resume")
+    done = int(found[-1].name.removeprefix("step_"))
+    if done >= steps:
+        raise ValueError(
+            f"--resume {str(path)!r} is at step {done} of {steps}: nothing is left to do; give more --steps"
+        )
+    return found[-1]
+
+
+def save_checkpoint(path: Path, mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write checkpoints/step_NNNNNN: weights, optimizer, every rank's random number generators, the step.
+
+    The step is all there is to the position in the data (see corpus.py). The folder gets its name only when every rank
+    is done, so a crash never leaves half a checkpoint under a good name.
+    """
+    folder = path / "checkpoints" / f"step_{step:06d}"
+    partial = folder.with_suffix(".partial")
+    checkpoint.save(partial, model, optimizer, extra={"step": step, **_random_states(mesh)})
+    if mesh.is_main:
+        about = {"step": step, "world_size": mesh.world.size, "device": mesh.device.type}
+        (partial / "about.json").write_text(json.dumps(about) + "\n")
+    mesh.wait()
+    if mesh.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        for old in _checkpoints(path)[:-KEPT_CHECKPOINTS]:
+            shutil.rmtree(old)
+    mesh.wait()
+
+
+def load_checkpoint(folder: Path, mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Fill model and optimizer from a checkpoint of any number of ranks; returns the step to go on from.
+
+    Random number generators are restored when the number of ranks and the kind of device are the same; otherwise they
+    go on from the seed, which matters only to jitter and stochastic rounding.
+    """
+    about = json.loads((folder / "about.json").read_text())
+    same_ranks = about["world_size"] == mesh.world.size and about["device"] == mesh.device.type
+    extra = checkpoint.load(folder, model, optimizer, extra=_random_states(mesh) if same_ranks else None)
+    if same_ranks:
+        torch.set_rng_state(extra[f"rng_cpu_{mesh.world.rank}"])
+        if mesh.device.type == "cuda":
+            torch.cuda.set_rng_state(extra[f"rng_cuda_{mesh.world.rank}"], mesh.device)
+    return about["step"]
+
+
+def _random_states(mesh: Mesh) -> dict[str, Tensor]:
+    """Every rank saves under its own names, so that no state is taken for another rank's copy."""
+    states = {f"rng_cpu_{mesh.world.rank}": torch.get_rng_state()}
+    if mesh.device.type == "cuda":
+        states[f"rng_cuda_{mesh.world.rank}"] = torch.cuda.get_rng_state(mesh.device)
+    return states
