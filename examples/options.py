@@ -46,7 +46,7 @@ class Options:
     text: str | None = flag(
         None, "a file or folder to learn from (default: the Python standard library's sources)", kind=str
     )
-    steps: int = flag(300, "optimizer steps in all; also the length of the learning-rate schedule")
+    steps: int = flag(240, "optimizer steps in all; also the length of the learning-rate schedule")
     batch: int = flag(32, "sequences per step over all processes together")
     seq: int = flag(128, "bytes per sequence")
     lr: float = flag(3e-3, "peak learning rate: linear warm-up, then a cosine down to a tenth")
@@ -71,7 +71,7 @@ class Options:
     )
     compare: bool = flag(False, "train plain top-K and token rounding from the same seed; print and plot both")
     save_every: int = flag(0, "steps between checkpoints; 0: one at the end")
-    eval_every: int = flag(50, "steps between validations, always plain top-K")
+    eval_every: int = flag(40, "steps between validations, always plain top-K")
     eval_batches: int = flag(8, "batches of one validation, the same ones every time")
     log_every: int = flag(5, "steps between records in metrics.jsonl")
 
@@ -81,11 +81,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         prog="train.py",
         description="Train a small MoE language model with expert parallelism and token rounding.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for entry in fields(Options):
         name = "--" + entry.name.replace("_", "-")
-        about = {"help": entry.metadata["help"], "default": entry.default}
+        shown = "" if entry.default is None or entry.default is False else f" (default: {entry.default})"
+        about = {"help": entry.metadata["help"] + shown, "default": entry.default}
         if entry.metadata["kind"] is bool:
             parser.add_argument(name, action="store_true", **about)
         else:

@@ -8,32 +8,17 @@ from run_folder import read_metrics
 
 def _figure(rows: int, height: float) -> tuple[Any, Any]:
     """A matplotlib figure that needs no display; imported here, for only rank 0 draws and the import takes a second."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the example draws its plots with matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, height), layout="constrained")
     return figure, figure.subplots(rows, 1, squeeze=False)[:, 0]
 
 
 def _draw_losses(axis: Any, run: Path, name: str, color: str) -> None:
-    train = read_metrics(run, "train")
-    validation = read_metrics(run, "validation")
     prefix = f"{name}: " if name else ""
-    axis.plot(
-        [r["step"] for r in train],
-        [r["bits_per_byte"] for r in train],
-        color=color,
-        alpha=0.35,
-        label=f"{prefix}training",
-    )
-    axis.plot(
-        [r["step"] for r in validation],
-        [r["bits_per_byte"] for r in validation],
-        color=color,
-        marker="o",
-        label=f"{prefix}validation (plain top-K)",
-    )
+    axis.plot(*_series(run, "train", "bits_per_byte"), color=color, alpha=0.35, label=f"{prefix}training")
+    label = f"{prefix}validation (plain top-K)"
+    axis.plot(*_series(run, "validation", "bits_per_byte"), color=color, marker="o", label=label)
 
 
 def _finish_losses(axis: Any, run: Path) -> None:
@@ -63,14 +48,28 @@ def plot_run(run: Path) -> Path | None:
 
 
 def plot_comparison(runs: dict[str, Path], path: Path) -> None:
-    """One picture of several runs: their losses over each other, below what rounding changed."""
-    figure, (losses, changed) = _figure(2, 8)
+    """One picture of two runs: their losses over each other, the second's less the first's, what rounding changed."""
+    figure, (losses, difference, changed) = _figure(3, 10)
     for (name, run), color in zip(runs.items(), ("tab:blue", "tab:orange"), strict=True):
         _draw_losses(losses, run, name, color)
-        train = read_metrics(run, "train")
-        share = [100 * r["changed_share"] for r in train]
-        changed.plot([r["step"] for r in train], share, color=color, label=name)
-    _finish_losses(losses, next(iter(runs.values())))
+        steps, share = _series(run, "train", "changed_share")
+        changed.plot(steps, [100 * value for value in share], color=color, label=name)
+    (first, before), (second, after) = runs.items()
+    _finish_losses(losses, before)
+    for kind, style in (("train", {"alpha": 0.35}), ("validation", {"marker": "o"})):
+        steps, low = _series(before, kind, "bits_per_byte")
+        _, high = _series(after, kind, "bits_per_byte")
+        gap = [b - a for a, b in zip(low, high, strict=True)]
+        difference.plot(steps, gap, color="tab:green", label=kind, **style)
+    difference.axhline(0, color="gray", linewidth=0.8)
+    difference.set(xlabel="step", ylabel=f"{second} - {first}, bits per byte")
+    difference.legend()
     changed.set(xlabel="step", ylabel="assignments changed, %")
     changed.legend()
     figure.savefig(path, dpi=120)
+
+
+def _series(run: Path, kind: str, name: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of one figure."""
+    records = read_metrics(run, kind)
+    return [record["step"] for record in records], [record[name] for record in records]

@@ -54,7 +54,9 @@ class RunFolder:
             "torch": torch.__version__,
         }
         (self.path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        self._events = _tensorboard()(str(self.path), purge_step=step + 1)
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, and only rank 0 needs it
+
+        self._events = SummaryWriter(str(self.path), purge_step=step + 1)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one record to metrics.jsonl and its numbers to the TensorBoard events."""
@@ -70,14 +72,6 @@ class RunFolder:
         """Write out what TensorBoard still buffers."""
         if self._writes:
             self._events.close()
-
-
-def _tensorboard() -> type:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError("the example writes TensorBoard events: pip install tensorboard") from error
-    return SummaryWriter
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:

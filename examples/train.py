@@ -14,12 +14,12 @@ On a host with a GPU per process it runs on those over NCCL, else on the CPU ove
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from corpus import Corpus, load_corpus
 from language_model import LanguageModel, next_byte_loss
@@ -29,20 +29,22 @@ from parallel import Mesh, choose_device, clip_gradients, open_mesh, read_launch
 from plots import plot_comparison, plot_run
 from run_folder import RunFolder, checkpoint_to_resume, load_checkpoint, save_checkpoint
 from sonic_ep import RoutingStats
+from sonic_ep.extras import require_extra
 
 FINAL_LR = 0.1
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Check everything that one process can check alone, then join the others and train."""
     launch = read_launch()
     try:
-        options = parse_options()
+        require_extra("train", "tqdm", "matplotlib", "tensorboard")
+        options = parse_options(arguments)
         check_options(options, launch.world_size)
         device = choose_device(options.device, launch)
         corpus = load_corpus(options.text, seq=options.seq)
         checkpoint = checkpoint_to_resume(Path(options.resume), options.steps) if options.resume else None
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ImportError) as error:
         raise SystemExit(f"train.py: error: {error}") from None
 
     mesh = open_mesh(launch, device, launch.world_size if options.ep_size is None else options.ep_size)
@@ -70,6 +72,8 @@ def describe_device(options: Options, device: torch.device) -> str:
 def say(mesh: Mesh, text: str) -> None:
     """Print on rank 0, above the progress bar if there is one."""
     if mesh.is_main:
+        from tqdm import tqdm
+
         tqdm.write(text)
 
 
@@ -105,6 +109,8 @@ def train(options: Options, mesh: Mesh, corpus: Corpus, folder: Path, checkpoint
     say(mesh, f"{folder}: steps {start + 1} to {options.steps}, rounding {config.moe.rounding.mode}")
 
     watch = Stopwatch()
+    from tqdm import tqdm
+
     bar = tqdm(total=options.steps, initial=start, unit="step", disable=None if mesh.is_main else True)
     for step in range(start + 1, options.steps + 1):
         windows = corpus.training_windows(step, seed=options.seed, batch=options.batch, seq=options.seq)

@@ -4,6 +4,9 @@ A module holds plain local tensors; here, and only here, those of the local expe
 their shape) are shown as dim-0 shards over the EP group. The file then holds each expert once, under its global index.
 """
 
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,8 @@ def save(
 
     A collective of the default process group; one process alone needs none.
     """
-    dcp.save(_state(model, optimizer, extra), checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    with _quiet():
+        dcp.save(_state(model, optimizer, extra), checkpoint_id=str(folder), no_dist=not dist.is_initialized())
 
 
 def load(
@@ -49,12 +53,21 @@ def load(
     Raises torch.distributed.checkpoint.api.CheckpointException for keys the checkpoint lacks or shapes that differ.
     """
     state = _state(model, optimizer, extra)
-    dcp.load(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    with _quiet():
+        dcp.load(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
     model.load_state_dict({name: _local(value) for name, value in state["model"].items()})
     if optimizer is not None:
         flat = {name: _local(value) for name, value in state["optimizer"].items()}
         set_optimizer_state_dict(model, optimizer, flat, options=_FLAT)
     return state["extra"]
+
+
+@contextmanager
+def _quiet() -> Generator[None, None, None]:
+    """One process alone is told by torch, at every call, that it is alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _state(

@@ -42,8 +42,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return ("--config", str(config), "--text", str(text), *SMALL_MODEL, *SMALL_DATA)
 
 
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
 @pytest.fixture(scope="session")
-def launch() -> Callable[..., subprocess.CompletedProcess[str]]:
+def launch() -> Launch:
     """`launch(processes, *flags)` runs examples/train.py as a user would, its output piped."""
 
     def launch_training(processes: int, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -5,21 +5,27 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import train
+from corpus import load_corpus
+from options import parse_options
+from parallel import form_groups
 from run_folder import read_metrics
+from tests.helpers.launch import RankPool
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
+PNG = b"\x89PNG"
 TIMES = {"tokens_per_s", "seconds"}
 
 
-def succeed(result: subprocess.CompletedProcess[str]) -> str:
+def succeed(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
     assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    return result
 
 
 def timeless(run: Path) -> list[dict[str, Any]]:
@@ -56,52 +62,56 @@ def saved_tensors(checkpoint: Path, into: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+class Straight(NamedTuple):
+    """A finished run and what it printed."""
+
+    run: Path
+    result: subprocess.CompletedProcess[str]
+
+
 @pytest.fixture(scope="module")
-def straight(launch: Launch, small: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Six steps on two ranks without interruption, with the one mode that draws random numbers: (folder, output)."""
+def straight(launch: Launch, small: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """Six steps on two ranks without interruption, in the one mode that draws random numbers."""
     run = tmp_path_factory.mktemp("straight") / "run"
     flags = ("--steps", "6", "--save-every", "3", "--rounding", "stochastic", "--run-dir", str(run))
-    return run, succeed(launch(2, *small, *flags))
+    return Straight(run, succeed(launch(2, *small, *flags)))
 
 
-def test_run_folder(straight: tuple[Path, str]) -> None:
-    run, output = straight
+def test_run_folder(straight: Straight) -> None:
+    run, output = straight.run, straight.result.stdout
     config = json.loads((run / "config.json").read_text())
     assert config["options"]["steps"] == 6
     assert config["moe"]["rounding"]["mode"] == "stochastic"
     assert config["world_size"] == 2
-    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "loss.png").read_bytes().startswith(PNG)
     assert list(run.glob("events.out.tfevents.*"))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000003", "step_000006"]
     assert "byte unigram" in output
     assert "step 6: validation" in output
 
 
-def test_metrics(straight: tuple[Path, str]) -> None:
-    run, _ = straight
-    train, validation = read_metrics(run, "train"), read_metrics(run, "validation")
-    assert [record["step"] for record in train] == [1, 2, 3, 4, 5, 6]
+def test_metrics(straight: Straight) -> None:
+    steps, validation = read_metrics(straight.run, "train"), read_metrics(straight.run, "validation")
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in validation] == [3, 6]
     expected = {"kind", "step", "loss", "bits_per_byte", "aux", "lr", "grad_norm", "changed_share", "pad_share", "t"}
     expected |= {"tokens_without_expert", "rank_load_max_over_mean", "expert_load_max_over_mean", "entropy", *TIMES}
-    assert set(train[0]) == expected
-    assert len(train[0]["entropy"]) == 2
-    assert train[0]["changed_share"] > 0
-    assert train[0]["tokens_per_s"] > 0
+    assert set(steps[0]) == expected
+    assert len(steps[0]["entropy"]) == 2
+    assert steps[0]["changed_share"] > 0
+    assert steps[0]["tokens_per_s"] > 0
     load = validation[-1]["expert_load"]
     assert [len(layer) for layer in load] == [8, 8]
     assert sum(load[0]) == pytest.approx(8, abs=0.01)
 
 
-def test_a_pipe_gets_no_progress_bar(launch: Launch, small: tuple[str, ...], tmp_path: Path) -> None:
-    result = launch(1, *small, "--steps", "2", "--run-dir", str(tmp_path / "run"))
-    assert len(succeed(result).splitlines()) < 8
-    assert "it/s" not in result.stderr
-    assert "step/s" not in result.stderr
+def test_a_pipe_gets_no_progress_bar(straight: Straight) -> None:
+    assert len(straight.result.stdout.splitlines()) < 10
+    assert "step/s" not in straight.result.stderr
 
 
-def test_resume_is_exact(launch: Launch, straight: tuple[Path, str], tmp_path: Path) -> None:
-    run, _ = straight
+def test_resume_is_exact(launch: Launch, straight: Straight, tmp_path: Path) -> None:
+    run = straight.run
     resumed = copy_at(3, run, tmp_path / "resumed")
     succeed(launch(2, "--resume", str(resumed)))
     assert timeless(resumed) == timeless(run)
@@ -113,41 +123,72 @@ def test_resume_is_exact(launch: Launch, straight: tuple[Path, str], tmp_path: P
         assert torch.equal(found[name], value), name
 
 
-def test_expert_parallel_equals_one_process(launch: Launch, small: tuple[str, ...], tmp_path: Path) -> None:
-    """The same loss curve at EP 1 and EP 4, and across a change from 4 to 1 in mid-run.
+def train_on_this_rank(rank: int, flags: tuple[str, ...], run: Path) -> None:
+    """What train.main does once torch.distributed stands, as it does on the ranks of a pool."""
+    options = parse_options(flags)
+    mesh = form_groups(torch.device("cpu"), options.ep_size or 4)
+    train.train(options, mesh, load_corpus(options.text, seq=options.seq), run)
 
-    In float64: in float32 a token whose K-th and next expert tie to the last bit may go either way.
+
+def test_expert_parallel_equals_one_process(
+    ranks: Callable[[int], RankPool], small: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The same loss curve at EP 1 and EP 4, and across a change from 4 ranks to 1 in mid-run.
+
+    In float64: in float32 a token whose K-th and next expert are equal but for rounding errors may go either way.
     """
-    flags = ("--steps", "50", "--save-every", "25", "--eval-every", "25", "--rounding", "off", "--dtype", "float64")
+    flags = (*small, "--steps", "50", "--save-every", "25", "--eval-every", "25", "--rounding", "off")
+    flags = (*flags, "--dtype", "float64")
     one, four = tmp_path / "one", tmp_path / "four"
-    succeed(launch(1, *small, *flags, "--run-dir", str(one)))
-    succeed(launch(4, *small, *flags, "--run-dir", str(four)))
+    train.main([*flags, "--run-dir", str(one)])
+    ranks(4).run(train_on_this_rank, flags, four)
     mixed = copy_at(25, four, tmp_path / "mixed")
-    succeed(launch(1, "--resume", str(mixed), *flags))
+    train.main(["--resume", str(mixed)])
     for kind in ("train", "validation"):
         torch.testing.assert_close(losses(four, kind), losses(one, kind), rtol=0, atol=1e-4)
         torch.testing.assert_close(losses(mixed, kind, 26), losses(one, kind, 26), rtol=0, atol=1e-4)
     assert losses(one, "train")[-1] < losses(one, "train")[0] - 0.5
 
 
-def test_compare(launch: Launch, small: tuple[str, ...], tmp_path: Path) -> None:
+def test_copies_of_all_experts_equal_one_process(
+    ranks: Callable[[int], RankPool], small: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Two EP groups of two ranks. Without a balance loss, which counts tokens per EP group."""
+    flags = (*small, "--steps", "10", "--rounding", "off", "--dtype", "float64", "--balance", "none")
+    one, groups = tmp_path / "one", tmp_path / "groups"
+    train.main([*flags, "--run-dir", str(one)])
+    ranks(4).run(train_on_this_rank, (*flags, "--ep-size", "2"), groups)
+    torch.testing.assert_close(losses(groups, "train"), losses(one, "train"), rtol=0, atol=1e-8)
+    mixed = copy_at(10, groups, tmp_path / "mixed")
+    train.main(["--resume", str(mixed), "--steps", "11", "--ep-size", "1"])
+    assert read_metrics(mixed, "train")[-1]["step"] == 11
+
+
+def test_compare(small: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "both"
-    output = succeed(launch(1, *small, "--steps", "4", "--compare", "--run-dir", str(run)))
+    train.main([*small, "--steps", "4", "--compare", "--run-dir", str(run)])
+    output = capsys.readouterr().out
     for figure in ("train bits/byte", "validation bits/byte", "training s", "changed %"):
         assert figure in output
     assert (run / "comparison.txt").read_text() in output
-    assert (run / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "comparison.png").read_bytes().startswith(PNG)
     top_k, rounded = read_metrics(run / "topk", "train"), read_metrics(run / "rounding", "train")
     assert all(record["changed_share"] == 0 for record in top_k)
     assert all(record["changed_share"] > 0 for record in rounded)
     assert len(top_k) == len(rounded) == 4
 
 
-def test_every_rank_refuses_before_they_meet(launch: Launch, small: tuple[str, ...], tmp_path: Path) -> None:
-    result = launch(2, *small, "--batch", "3", "--run-dir", str(tmp_path / "run"))
-    assert result.returncode != 0
-    assert "train.py: error: --batch 3 does not divide among 2 processes; give 4" in result.stderr
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_refuses_before_they_meet(
+    rank: int, small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank alone, with no other to meet: the mistake is found without a collective."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    run = tmp_path / "run"
+    with pytest.raises(SystemExit, match=r"error: --batch 3 does not divide among 2 processes; give 4"):
+        train.main([*small, "--batch", "3", "--run-dir", str(run)])
+    assert not run.exists()
 
 
 @pytest.mark.gpu
@@ -155,8 +196,7 @@ def test_on_gpus(launch: Launch, small: tuple[str, ...], tmp_path: Path) -> None
     processes = max(size for size in (1, 2, 4) if size <= torch.cuda.device_count())
     run = tmp_path / "run"
     flags = ("--device", "cuda", "--dtype", "bfloat16", "--steps", "4", "--save-every", "2", "--run-dir", str(run))
-    output = succeed(launch(processes, *small, *flags))
-    assert f"processes: {processes} on cuda" in output
+    assert f"processes: {processes} on cuda" in succeed(launch(processes, *small, *flags)).stdout
     resumed = copy_at(2, run, tmp_path / "resumed")
     succeed(launch(processes, "--resume", str(resumed)))
     torch.testing.assert_close(losses(resumed, "train"), losses(run, "train"), rtol=0, atol=1e-2)
