@@ -17,7 +17,7 @@ from torch import Tensor
 from sonic_ep.dispatch.plan import Plan
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits, owner_lists
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.reference import gather_sum
+from sonic_ep.kernels.operations import gather_sum
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
 

@@ -22,6 +22,7 @@ class Activation(ABC):
     """Forward (P, J) -> (P, I) and backward of an elementwise activation, in the dtype of its input."""
 
     gated: bool = False
+    name: str
 
     @abstractmethod
     def forward(self, h_PJ: Tensor) -> Tensor:
@@ -68,6 +69,7 @@ class Plain(Activation):
     """A = f(H)."""
 
     def __init__(self, name: str) -> None:
+        self.name = name
         self.curve = _CURVES[name]
 
     def forward(self, h_PJ: Tensor) -> Tensor:
@@ -84,6 +86,7 @@ class Gated(Activation):
     gated = True
 
     def __init__(self, name: str) -> None:
+        self.name = name
         self.curve = _CURVES[name]
 
     def forward(self, h_PJ: Tensor) -> Tensor:
@@ -99,6 +102,7 @@ class GptOssSwiGLU(Activation):
     """A = g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7): gpt-oss's experts."""
 
     gated = True
+    name = "swiglu_oai"
 
     def forward(self, h_PJ: Tensor) -> Tensor:
         gate, up = self._clamped(h_PJ)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sonic_ep.kernels import reference as ops
 from sonic_ep.kernels.activations import Activation
+from sonic_ep.kernels.operations import Operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,12 @@ class PairLists:
 
 
 def forward(
-    x_RH: Tensor, gates_P: Tensor, weights: ExpertWeights, lists: PairLists, activation: Activation
+    ops: Operations,
+    x_RH: Tensor,
+    gates_P: Tensor,
+    weights: ExpertWeights,
+    lists: PairLists,
+    activation: Activation,
 ) -> tuple[Tensor, Tensor]:
     """out_RH, the weighted sum of a received row's expert outputs, and h_PJ, all that backward needs besides x."""
     h_PJ, a_PI = ops.up_projection(
@@ -57,7 +62,13 @@ class ActivationGrads:
 
 
 def backward_activations(
-    do_RH: Tensor, h_PJ: Tensor, gates_P: Tensor, weights: ExpertWeights, lists: PairLists, activation: Activation
+    ops: Operations,
+    do_RH: Tensor,
+    h_PJ: Tensor,
+    gates_P: Tensor,
+    weights: ExpertWeights,
+    lists: PairLists,
+    activation: Activation,
 ) -> tuple[ActivationGrads, Tensor]:
     """dS, dH and A', and dx_RH: everything that other ranks wait for."""
     dh_PJ, scaled_a_PI, ds_P = ops.down_projection_backward(
@@ -68,17 +79,19 @@ def backward_activations(
     return ActivationGrads(dh_PJ, scaled_a_PI, ds_P), dx_RH
 
 
-def backward_up_weights(x_RH: Tensor, grads: ActivationGrads, lists: PairLists) -> Tensor:
+def backward_up_weights(ops: Operations, x_RH: Tensor, grads: ActivationGrads, lists: PairLists) -> Tensor:
     """dW1 = dH^T X[row_of_pair] per expert."""
     return ops.weight_grad(grads.dh_PJ, x_RH, lists.row_of_pair_P, lists.expert_starts_e)
 
 
-def backward_down_weights(do_RH: Tensor, grads: ActivationGrads, lists: PairLists) -> Tensor:
+def backward_down_weights(ops: Operations, do_RH: Tensor, grads: ActivationGrads, lists: PairLists) -> Tensor:
     """dW2 = dO[row_of_pair]^T A' per expert."""
     return ops.weight_grad(grads.scaled_a_PI, do_RH, lists.row_of_pair_P, lists.expert_starts_e, transposed=True)
 
 
-def backward_biases(do_RH: Tensor, gates_P: Tensor, grads: ActivationGrads, lists: PairLists) -> tuple[Tensor, Tensor]:
+def backward_biases(
+    ops: Operations, do_RH: Tensor, gates_P: Tensor, grads: ActivationGrads, lists: PairLists
+) -> tuple[Tensor, Tensor]:
     """db1 and db2."""
     return (
         ops.bias_grad(grads.dh_PJ, lists.expert_starts_e),

@@ -28,6 +28,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.kernels import expert_mlp
 from sonic_ep.kernels.activations import Activation, activation_named, interleave
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
+from sonic_ep.kernels.operations import Operations, operations_for
 from sonic_ep.routing import Routing
 
 
@@ -104,11 +105,13 @@ class _ExpertParallelMLP(torch.autograd.Function):
         x_TH = x_TH.contiguous()
         rows_RH = transport.dispatch(x_TH, receipt)
         weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
-        partial_RH, h_PJ = expert_mlp.forward(rows_RH, gates_P, weights, _pair_lists(receipt), call.activation)
+        ops = operations_for(rows_RH, w2_eHI, call.activation)
+        partial_RH, h_PJ = expert_mlp.forward(ops, rows_RH, gates_P, weights, _pair_lists(receipt), call.activation)
         kept = rows_RH if call.keep_dispatched else x_TH
         ctx.save_for_backward(kept, h_PJ, gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *receipt.lists())
         ctx.sizes = receipt.without_lists()
         ctx.transport, ctx.activation, ctx.kept_is_received = transport, call.activation, call.keep_dispatched
+        ctx.ops = ops
         return transport.combine(partial_RH, receipt)
 
     @staticmethod
@@ -118,19 +121,20 @@ class _ExpertParallelMLP(torch.autograd.Function):
         kept, h_PJ, gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
         receipt: Receipt = ctx.sizes.with_lists(tuple(lists))
         transport: Transport = ctx.transport
+        ops: Operations = ctx.ops
         weights, pairs = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH), _pair_lists(receipt)
         needs_w1, needs_w2, needs_b1, needs_b2 = ctx.needs_input_grad[2:6]
         # Every rank takes every collective, whether or not this one needs the result.
         do_RH = transport.dispatch(dout_TH.contiguous(), receipt)
         rows_RH = kept if ctx.kept_is_received else transport.dispatch(kept, receipt)
-        grads, dx_RH = expert_mlp.backward_activations(do_RH, h_PJ, gates_P, weights, pairs, ctx.activation)
+        grads, dx_RH = expert_mlp.backward_activations(ops, do_RH, h_PJ, gates_P, weights, pairs, ctx.activation)
         dx_TH = transport.combine(dx_RH, receipt)
         dgates_N = transport.return_pairs(grads.ds_P, receipt)
-        dw1 = expert_mlp.backward_up_weights(rows_RH, grads, pairs) if needs_w1 else None
-        dw2 = expert_mlp.backward_down_weights(do_RH, grads, pairs) if needs_w2 else None
+        dw1 = expert_mlp.backward_up_weights(ops, rows_RH, grads, pairs) if needs_w1 else None
+        dw2 = expert_mlp.backward_down_weights(ops, do_RH, grads, pairs) if needs_w2 else None
         db1, db2 = None, None
         if needs_b1 or needs_b2:
-            db1, db2 = expert_mlp.backward_biases(do_RH, gates_P, grads, pairs)
+            db1, db2 = expert_mlp.backward_biases(ops, do_RH, gates_P, grads, pairs)
         return dx_TH, dgates_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None, None
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels import expert_mlp
+from sonic_ep.kernels import expert_mlp, reference
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
 from tests.kernels import oracle
@@ -142,13 +142,13 @@ def computed(problem: Problem, activation: str) -> dict[str, Tensor]:
     """The same from expert_mlp. dS of padding is left out, as return_pairs leaves it out."""
     act, lists, weights = activation_named(activation), problem.lists, problem.expert_weights()
     x_RH, do_RH, gates_P = problem.x_RH, problem.do_RH, problem.gates_P
-    out_RH, h_PJ = expert_mlp.forward(x_RH, gates_P, weights, lists, act)
-    grads, dx_RH = expert_mlp.backward_activations(do_RH, h_PJ, gates_P, weights, lists, act)
+    out_RH, h_PJ = expert_mlp.forward(reference, x_RH, gates_P, weights, lists, act)
+    grads, dx_RH = expert_mlp.backward_activations(reference, do_RH, h_PJ, gates_P, weights, lists, act)
     results = {"out": out_RH, "H": h_PJ[problem.real_slots], "dx": dx_RH, "ds": grads.ds_P[problem.real_slots]}
-    results["dw1"] = expert_mlp.backward_up_weights(x_RH, grads, lists)
-    results["dw2"] = expert_mlp.backward_down_weights(do_RH, grads, lists)
+    results["dw1"] = expert_mlp.backward_up_weights(reference, x_RH, grads, lists)
+    results["dw2"] = expert_mlp.backward_down_weights(reference, do_RH, grads, lists)
     if weights.b1_eJ is not None:
-        results["db1"], results["db2"] = expert_mlp.backward_biases(do_RH, gates_P, grads, lists)
+        results["db1"], results["db2"] = expert_mlp.backward_biases(reference, do_RH, gates_P, grads, lists)
     return results
 
 
@@ -191,8 +191,8 @@ def test_padding_changes_no_bit(case: Case, activation: str) -> None:
 def test_padding_rows_carry_exact_zeros_into_the_gradients(case: Case, activation: str) -> None:
     problem = Problem.draw(case, activation, bias=True)
     act, weights, lists = activation_named(activation), problem.expert_weights(), problem.lists
-    _, h_PJ = expert_mlp.forward(problem.x_RH, problem.gates_P, weights, lists, act)
-    grads, _ = expert_mlp.backward_activations(problem.do_RH, h_PJ, problem.gates_P, weights, lists, act)
+    _, h_PJ = expert_mlp.forward(reference, problem.x_RH, problem.gates_P, weights, lists, act)
+    grads, _ = expert_mlp.backward_activations(reference, problem.do_RH, h_PJ, problem.gates_P, weights, lists, act)
     padding = torch.ones(h_PJ.shape[0], dtype=torch.bool)
     padding[problem.real_slots] = False
     assert padding.any()

@@ -1,0 +1,252 @@
+"""The fused operations on quack's CuTe-DSL GEMMs (Hopper and Blackwell): the signatures of kernels/reference.py.
+
+quack (Dao-AILab/quack, Apache-2.0) brings variable-length grouped GEMMs with a gathered operand and epilogues written
+as functions of the accumulator. Here a *plan* (a compiled kernel and its launch recipe) is kept per operation and shape
+class, and launched for any number of rows: nothing is compiled, tuned or keyed by row count.
+
+Legend: R rows, H hidden size, P pair-buffer rows, e local experts, I expert width, J = 2I if gated else I.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from quack.cute_dsl_utils import get_device_capacity
+from quack.epilogue.frontend import gemm_epilogue
+from quack.epilogue.library import dact_mod, dgated_mod, identity_epi, linear_act_mod
+from quack.epilogue.ops import RowVecLoad
+from quack.gemm import gemm as launch_gemm
+from quack.gemm import run_gemm_plan
+from quack.gemm_config import GemmConfig
+from torch import Tensor
+
+from sonic_ep.kernels.activations import Activation
+from sonic_ep.kernels.cuda.gather_sum import gather_sum
+from sonic_ep.kernels.cuda.tiles import Operation, TileConfig, tile_config
+
+__all__ = [
+    "ACTIVATION_NAMES",
+    "bias_grad",
+    "down_projection",
+    "down_projection_backward",
+    "gather_sum",
+    "gathered_bias_grad",
+    "up_projection",
+    "up_projection_backward",
+    "weight_grad",
+]
+
+# Ours to quack's. swiglu_oai is missing: quack's has no clamp.
+ACTIVATION_NAMES = {
+    "swiglu": "swiglu",
+    "geglu": "geglu",
+    "reglu": "reglu",
+    "gelu": "gelu_tanh_approx",
+    "silu": "silu",
+    "relu2": "relu_sq",
+}
+
+
+@gemm_epilogue(ops={"bias": RowVecLoad("bias")})
+def _bias_epilogue(acc, bias):  # type: ignore[no-untyped-def]  # traced by quack
+    return {"D": acc + bias}
+
+
+_PLANS: dict[tuple[object, ...], Any] = {}
+
+
+def _plan(key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+    if key not in _PLANS:
+        _PLANS[key] = make()
+    return _PLANS[key]
+
+
+def _arch(tensor: Tensor) -> int:
+    return get_device_capacity(tensor.device)[0]
+
+
+def _quack_config(tile: TileConfig, arch: int) -> GemmConfig:
+    return GemmConfig(
+        tile_m=tile.m,
+        tile_n=tile.n,
+        pingpong=tile.pingpong,
+        cluster_m=tile.cluster_m,
+        cluster_n=tile.cluster_n,
+        is_dynamic_persistent=False,
+        device_capacity=arch,
+    )
+
+
+def _config(operation: Operation, N: int, tensor: Tensor) -> GemmConfig:
+    arch = _arch(tensor)
+    return _quack_config(tile_config(operation, N, arch), arch)
+
+
+def _class_key(operation: Operation, *tensors: Tensor | None) -> tuple[object, ...]:
+    """What a compiled kernel depends on: dtypes, devices and all sizes but row counts."""
+    sizes = tuple(None if t is None else (t.dtype, t.shape[1:] if t.dim() < 3 else t.shape) for t in tensors)
+    device = next(t.device for t in tensors if t is not None)
+    return operation, device, sizes
+
+
+def up_projection(
+    x_RH: Tensor,
+    w1_eJH: Tensor,
+    b1_eJ: Tensor | None,
+    row_of_pair_P: Tensor,
+    expert_starts_e: Tensor,
+    activation: Activation,
+) -> tuple[Tensor, Tensor]:
+    """See kernels/reference.py."""
+    P, J = row_of_pair_P.shape[0], w1_eJH.shape[1]
+    h_PJ = x_RH.new_empty(P, J)
+    a_PI = x_RH.new_empty(P, J // 2 if activation.gated else J)
+    if P == 0:
+        return h_PJ, a_PI
+    mod = linear_act_mod(
+        ACTIVATION_NAMES[activation.name],
+        gated=activation.gated,
+        has_c=False,
+        has_rowvec=b1_eJ is not None,
+        has_colvec=False,
+    )
+    arguments: dict[str, Any] = {"out": {"D": h_PJ, "mAuxOut": a_PI}, "cu_seqlens_m": expert_starts_e}
+    arguments["A_idx"] = row_of_pair_P
+    if b1_eJ is not None:
+        arguments["mRowVecBroadcast"] = b1_eJ
+    key = (*_class_key("up", x_RH, w1_eJH, b1_eJ), activation.name)
+    plan = _plan(key, lambda: mod.plan(x_RH, w1_eJH.mT, config=_config("up", J, x_RH), **arguments))
+    plan.run(x_RH, w1_eJH.mT, **arguments)
+    return h_PJ, a_PI
+
+
+def down_projection(a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor) -> Tensor:
+    """See kernels/reference.py."""
+    return _grouped_rows("down", a_PI, w2_eHI.mT, b2_eH, expert_starts_e)
+
+
+def up_projection_backward(dh_PJ: Tensor, w1_eJH: Tensor, expert_starts_e: Tensor) -> Tensor:
+    """See kernels/reference.py."""
+    return _grouped_rows("up_backward", dh_PJ, w1_eJH, None, expert_starts_e)
+
+
+def _grouped_rows(
+    operation: Operation, rows_PK: Tensor, weights_eKN: Tensor, bias_eN: Tensor | None, expert_starts_e: Tensor
+) -> Tensor:
+    """rows_PK @ weights (+ bias) of each row's expert."""
+    N = weights_eKN.shape[2]
+    out_PN = rows_PK.new_empty(rows_PK.shape[0], N)
+    if rows_PK.shape[0] == 0:
+        return out_PN
+    arguments: dict[str, Any] = {"out": {"D": out_PN}, "cu_seqlens_m": expert_starts_e}
+    mod = identity_epi
+    if bias_eN is not None:
+        mod = _bias_epilogue
+        arguments["bias"] = bias_eN
+    key = _class_key(operation, rows_PK, weights_eKN, bias_eN)
+    plan = _plan(key, lambda: mod.plan(rows_PK, weights_eKN, config=_config(operation, N, rows_PK), **arguments))
+    plan.run(rows_PK, weights_eKN, **arguments)
+    return out_PN
+
+
+def down_projection_backward(
+    do_RH: Tensor,
+    w2_eHI: Tensor,
+    b2_eH: Tensor | None,
+    h_PJ: Tensor,
+    gates_P: Tensor,
+    row_of_pair_P: Tensor,
+    expert_starts_e: Tensor,
+    activation: Activation,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See kernels/reference.py."""
+    P, I = h_PJ.shape[0], w2_eHI.shape[2]  # noqa: E741
+    dh_PJ, scaled_a_PI = torch.empty_like(h_PJ), h_PJ.new_empty(P, I)
+    if P == 0:
+        return dh_PJ, scaled_a_PI, torch.empty_like(gates_P)
+    mod_of = dgated_mod if activation.gated else dact_mod
+    mod = mod_of(ACTIVATION_NAMES[activation.name], has_scale=True, has_reduce=True)
+    config = _config("down_backward", I, do_RH)
+    # One fp32 partial sum of dS per row and column tile.
+    partial_PN = torch.empty(P, -(-I // config.tile_n), dtype=torch.float32, device=h_PJ.device)
+    arguments: dict[str, Any] = {
+        "out": {"D": dh_PJ, "mAuxOut": scaled_a_PI},
+        "cu_seqlens_m": expert_starts_e,
+        "A_idx": row_of_pair_P,
+        "mColVecBroadcast": gates_P,
+    }
+    key = (*_class_key("down_backward", do_RH, w2_eHI, h_PJ, gates_P), activation.name)
+    plan = _plan(key, lambda: mod.plan(do_RH, w2_eHI, h_PJ, config=config, mColVecReduce=partial_PN, **arguments))
+    plan.run(do_RH, w2_eHI, h_PJ, scratch={"mColVecReduce": partial_PN}, **arguments)
+    ds_P = partial_PN.sum(1).to(gates_P.dtype)
+    if b2_eH is not None:
+        ds_P = ds_P + _row_dots(do_RH, b2_eH, row_of_pair_P, expert_starts_e).to(gates_P.dtype)
+    return dh_PJ, scaled_a_PI, ds_P
+
+
+def weight_grad(
+    left_PA: Tensor,
+    right_RB: Tensor,
+    row_of_pair_P: Tensor,
+    expert_starts_e: Tensor,
+    *,
+    transposed: bool = False,
+    out_eAB: Tensor | None = None,
+) -> Tensor:
+    """See kernels/reference.py."""
+    A, B = left_PA.shape[1], right_RB.shape[1]
+    e = expert_starts_e.shape[0] - 1
+    accumulate = out_eAB is not None
+    out = left_PA.new_empty((e, B, A) if transposed else (e, A, B)) if out_eAB is None else out_eAB
+    if left_PA.shape[0] == 0:
+        return out if accumulate else out.zero_()
+    operation: Operation = "weight_down" if transposed else "weight_up"
+    # The gathered operand must be the GEMM's first one: out (e, B, A) = right^T[:, rows] left.
+    D = out if transposed else out.mT
+    config = _config(operation, A, left_PA)
+    varlen = {"cu_seqlens_k": expert_starts_e, "A_idx": row_of_pair_P}
+    key = (*_class_key(operation, left_PA, right_RB, out), accumulate)
+    plan = _PLANS.get(key)
+    if plan is not None:
+        run_gemm_plan(plan, right_RB.T, left_PA.T, D, None, **varlen)
+        return out
+    _PLANS[key] = launch_gemm(
+        right_RB.T,
+        left_PA.T,
+        D,
+        None,
+        None,
+        config.tile_m,
+        config.tile_n,
+        config.cluster_m,
+        config.cluster_n,
+        pingpong=config.pingpong,
+        add_to_output=accumulate,
+        **varlen,
+    )
+    return out
+
+
+def _expert_of_pair(expert_starts_e: Tensor, P: int) -> Tensor:
+    return torch.repeat_interleave(expert_starts_e.diff().long(), output_size=P)
+
+
+def _row_dots(do_RH: Tensor, b2_eH: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:
+    """<dO[row], b2[expert]> of each pair: from the (R, e) table of all products, a thin GEMM."""
+    table_Re = do_RH.float() @ b2_eH.float().T
+    return table_Re[row_of_pair_P.long(), _expert_of_pair(expert_starts_e, row_of_pair_P.shape[0])]
+
+
+def bias_grad(values_PB: Tensor, expert_starts_e: Tensor) -> Tensor:
+    """See kernels/reference.py."""
+    pairs = torch.arange(values_PB.shape[0], dtype=torch.int32, device=values_PB.device)
+    return gather_sum(values_PB, pairs, expert_starts_e)
+
+
+def gathered_bias_grad(do_RH: Tensor, gates_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:
+    """See kernels/reference.py."""
+    e, R = expert_starts_e.shape[0] - 1, do_RH.shape[0]
+    table_eR = torch.zeros(e, R, dtype=torch.float32, device=do_RH.device)
+    expert_P = _expert_of_pair(expert_starts_e, gates_P.shape[0])
+    table_eR.index_put_((expert_P, row_of_pair_P.long()), gates_P.float(), accumulate=True)
+    return (table_eR @ do_RH.float()).to(do_RH.dtype)

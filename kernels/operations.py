@@ -1,0 +1,116 @@
+"""Which implementation runs: the GPU's where it can, else the reference, with one log line that says which and why.
+
+The choice depends on device, dtype, row width and installed packages, never on data. Logger: "sonic_ep.kernels".
+"""
+
+import functools
+import logging
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from sonic_ep.kernels import reference
+from sonic_ep.kernels.activations import Activation
+
+_LOG = logging.getLogger("sonic_ep.kernels")
+# TMA moves 16 bytes at least: rows of half-precision values must be multiples of 8 wide.
+_COLUMN_MULTIPLE = 8
+
+
+class Operations(Protocol):
+    """The operations of kernels/reference.py, whose docstrings are the contract."""
+
+    def up_projection(
+        self,
+        x_RH: Tensor,
+        w1_eJH: Tensor,
+        b1_eJ: Tensor | None,
+        row_of_pair_P: Tensor,
+        expert_starts_e: Tensor,
+        activation: Activation,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def down_projection(
+        self, a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor
+    ) -> Tensor: ...
+
+    def down_projection_backward(
+        self,
+        do_RH: Tensor,
+        w2_eHI: Tensor,
+        b2_eH: Tensor | None,
+        h_PJ: Tensor,
+        gates_P: Tensor,
+        row_of_pair_P: Tensor,
+        expert_starts_e: Tensor,
+        activation: Activation,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def up_projection_backward(self, dh_PJ: Tensor, w1_eJH: Tensor, expert_starts_e: Tensor) -> Tensor: ...
+
+    def weight_grad(
+        self,
+        left_PA: Tensor,
+        right_RB: Tensor,
+        row_of_pair_P: Tensor,
+        expert_starts_e: Tensor,
+        *,
+        transposed: bool = False,
+        out_eAB: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def bias_grad(self, values_PB: Tensor, expert_starts_e: Tensor) -> Tensor: ...
+
+    def gathered_bias_grad(
+        self, do_RH: Tensor, gates_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor
+    ) -> Tensor: ...
+
+    def gather_sum(
+        self, values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None = None
+    ) -> Tensor: ...
+
+
+def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Operations:
+    """The operations for rows like x_RH and experts like w2_eHI."""
+    if not x_RH.is_cuda:
+        return cast(Operations, reference)
+    H, I = w2_eHI.shape[1:]  # noqa: E741
+    return _on_gpu(x_RH.device, x_RH.dtype, H % _COLUMN_MULTIPLE == 0 and I % _COLUMN_MULTIPLE == 0, activation.name)
+
+
+def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None = None) -> Tensor:
+    """`gather_sum` of kernels/reference.py, by the GPU kernel where Triton is installed."""
+    if values_PH.is_cuda and find_spec("triton") is not None:
+        return import_module("sonic_ep.kernels.cuda.gather_sum").gather_sum(values_PH, items, starts, weights_P)
+    return reference.gather_sum(values_PH, items, starts, weights_P)
+
+
+@functools.cache
+def _on_gpu(device: torch.device, dtype: torch.dtype, aligned: bool, activation: str) -> Operations:
+    reason = _obstacle(device, dtype, aligned, activation)
+    if reason is None:
+        name = torch.cuda.get_device_name(device)
+        _LOG.info("experts run on quack's grouped GEMMs (%s, %s, %s)", name, dtype, activation)
+        return cast(Operations, import_module("sonic_ep.kernels.cuda.operations"))
+    _LOG.warning("experts run on the plain torch reference, which is slow on a GPU: %s", reason)
+    return cast(Operations, reference)
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype, aligned: bool, activation: str) -> str | None:
+    """Why the GPU kernels cannot run, or None."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in (9, 10):
+        return f"compute capability {major}.{minor} has no kernels here; 9.x (Hopper) and 10.x (Blackwell) do"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels compute in bfloat16 and float16, the rows are {dtype}"
+    if not aligned:
+        return f"hidden size and expert width must be multiples of {_COLUMN_MULTIPLE}"
+    missing = [module for module in ("quack", "cutlass", "triton") if find_spec(module) is None]
+    if missing:
+        return f"{', '.join(missing)} not found; pip install 'sonic-ep[cuda]'"
+    if activation not in import_module("sonic_ep.kernels.cuda.operations").ACTIVATION_NAMES:
+        return f"activation {activation} has no kernel yet"
+    return None

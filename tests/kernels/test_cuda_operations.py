@@ -1,0 +1,197 @@
+"""The GPU operations against the reference in fp32, by quack's rule, with NaN-poisoned outputs.
+
+An element may be off by at most twice what torch's own half-precision arithmetic is off, plus 1e-5.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep.kernels import reference
+from sonic_ep.kernels.activations import activation_named
+from sonic_ep.kernels.operations import Operations, operations_for
+
+pytestmark = pytest.mark.gpu
+
+
+@dataclass(frozen=True)
+class Case:
+    """counts: pair-buffer rows of each expert. R: received rows."""
+
+    counts: tuple[int, ...]
+    R: int
+    H: int
+    I: int  # noqa: E741
+    activation: str = "swiglu"
+    bias: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        P = sum(self.counts)
+        kind = f"{self.activation}-{'bias-' if self.bias else ''}{str(self.dtype).removeprefix('torch.')}"
+        return f"P{P}-R{self.R}-H{self.H}-I{self.I}-e{len(self.counts)}-{kind}"
+
+
+CASES = [
+    Case((128, 256, 384, 128), 300, 256, 128),
+    Case((77, 0, 391, 1, 130), 300, 256, 128),
+    Case((0, 0, 900, 0), 500, 512, 192),
+    Case((513,), 513, 1536, 256),
+    Case((64, 200, 72), 200, 2304, 512, dtype=torch.float16),
+    Case((40, 260), 150, 2880, 2880),
+    Case((300, 20), 250, 7168, 2048),
+    Case(tuple(range(0, 512, 4)), 4000, 512, 128),
+    Case((100, 28, 300), 200, 256, 128, bias=True),
+    Case((100, 28, 300), 200, 256, 128, activation="geglu"),
+    Case((100, 28, 300), 200, 256, 128, activation="reglu"),
+    Case((100, 28, 300), 200, 256, 128, activation="relu2"),
+    Case((100, 28, 300), 200, 256, 128, activation="gelu", bias=True),
+    Case((100, 28, 300), 200, 256, 128, activation="silu"),
+]
+of_cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+class Operands:
+    """Unit-scale rows, weights that keep the scale, gates, lists; on the GPU in the case's dtype."""
+
+    def __init__(self, case: Case) -> None:
+        e, P = len(case.counts), sum(case.counts)
+        self.activation = activation_named(case.activation)
+        J = 2 * case.I if self.activation.gated else case.I
+
+        def draw(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, device="cuda") * scale).to(case.dtype)
+
+        self.x, self.do = draw(case.R, case.H), draw(case.R, case.H)
+        self.w1, self.w2 = draw(e, J, case.H, scale=case.H**-0.5), draw(e, case.H, case.I, scale=case.I**-0.5)
+        self.b1 = draw(e, J, scale=0.5) if case.bias else None
+        self.b2 = draw(e, case.H, scale=0.5) if case.bias else None
+        self.h = draw(P, J)
+        self.a, self.dh = draw(P, case.I), draw(P, J)
+        self.gates = torch.rand(P, device="cuda")
+        self.rows = torch.randint(case.R, (P,), device="cuda", dtype=torch.int32)
+        self.starts = torch.tensor([0, *case.counts], device="cuda").cumsum(0).int()
+
+    def exact(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.float()
+
+
+def gpu_operations(o: Operands) -> Operations:
+    operations = operations_for(o.x, o.w2, o.activation)
+    assert operations.__name__ == "sonic_ep.kernels.cuda.operations"  # type: ignore[attr-defined]
+    return operations
+
+
+def assert_quack_rule(name: str, got: Tensor, exact: Tensor, torch_half: Tensor) -> None:
+    limit = 2 * (torch_half.float() - exact).abs().max() + 1e-5
+    error = (got.float() - exact).abs().max()
+    assert error <= limit, f"{name}: max error {error:.3g} above {limit:.3g}"
+    assert got.shape == exact.shape
+
+
+def per_expert(o: Operands, compute: Callable[[int, slice], Tensor], like: Tensor) -> Tensor:
+    """torch's own half-precision arithmetic, expert by expert."""
+    out = torch.zeros_like(like)
+    starts = o.starts.tolist()
+    for expert in range(len(starts) - 1):
+        rows = slice(starts[expert], starts[expert + 1])
+        out[rows] = compute(expert, rows)
+    return out
+
+
+@of_cases
+def test_up_projection(case: Case, poison: None) -> None:
+    o = Operands(case)
+    h, a = gpu_operations(o).up_projection(o.x, o.w1, o.b1, o.rows, o.starts, o.activation)
+    exact = reference.up_projection(o.x.float(), o.w1.float(), o.exact(o.b1), o.rows, o.starts, o.activation)
+
+    def half(expert: int, rows: slice) -> Tensor:
+        out = o.x[o.rows[rows].long()] @ o.w1[expert].T
+        return out if o.b1 is None else out + o.b1[expert]
+
+    half_h = per_expert(o, half, h)
+    assert_quack_rule("H", h, exact[0], half_h)
+    assert_quack_rule("A", a, exact[1], o.activation.forward(half_h))
+
+
+@of_cases
+def test_down_projection_and_up_backward(case: Case, poison: None) -> None:
+    o = Operands(case)
+    operations = gpu_operations(o)
+    y = operations.down_projection(o.a, o.w2, o.b2, o.starts)
+    exact = reference.down_projection(o.a.float(), o.w2.float(), o.exact(o.b2), o.starts)
+    bias = o.b2
+    half = per_expert(o, lambda e, r: o.a[r] @ o.w2[e].T + (0 if bias is None else bias[e]), y)
+    assert_quack_rule("Y", y, exact, half)
+    dx = operations.up_projection_backward(o.dh, o.w1, o.starts)
+    exact = reference.up_projection_backward(o.dh.float(), o.w1.float(), o.starts)
+    assert_quack_rule("dX", dx, exact, per_expert(o, lambda e, r: o.dh[r] @ o.w1[e], dx))
+
+
+@of_cases
+def test_down_projection_backward(case: Case, poison: None) -> None:
+    o = Operands(case)
+    arguments = (o.rows, o.starts, o.activation)
+    dh, scaled_a, ds = gpu_operations(o).down_projection_backward(o.do, o.w2, o.b2, o.h, o.gates, *arguments)
+    exact = reference.down_projection_backward(
+        o.do.float(), o.w2.float(), o.exact(o.b2), o.h.float(), o.gates, *arguments
+    )
+    da = per_expert(o, lambda e, r: o.do[o.rows[r].long()] @ o.w2[e], o.a)
+    a = o.activation.forward(o.h)
+    s = o.gates[:, None].to(case.dtype)
+    assert_quack_rule("dH", dh, exact[0], o.activation.backward(s * da, o.h))
+    assert_quack_rule("A'", scaled_a, exact[1], s * a)
+    relative = (ds - exact[2]).norm() / exact[2].norm()
+    assert relative < 2e-3, f"dS: relative error {relative:.3g}"
+    assert ds.dtype == torch.float32
+
+
+@of_cases
+def test_weight_and_bias_grads(case: Case, poison: None) -> None:
+    o = Operands(case)
+    operations = gpu_operations(o)
+    for name, left, right, transposed in (("dW1", o.dh, o.x, False), ("dW2", o.a, o.do, True)):
+        got = operations.weight_grad(left, right, o.rows, o.starts, transposed=transposed)
+        exact = reference.weight_grad(left.float(), right.float(), o.rows, o.starts, transposed=transposed)
+        assert_quack_rule(name, got, exact, exact.to(case.dtype))
+        main_grad = torch.ones_like(exact)
+        same = operations.weight_grad(left, right, o.rows, o.starts, transposed=transposed, out_eAB=main_grad)
+        assert same is main_grad
+        assert ((main_grad - 1 - exact).norm() / exact.norm()) < 1e-3, name
+    for name, got, exact in (
+        ("db1", operations.bias_grad(o.dh, o.starts), reference.bias_grad(o.dh.float(), o.starts)),
+        (
+            "db2",
+            operations.gathered_bias_grad(o.do, o.gates, o.rows, o.starts),
+            reference.gathered_bias_grad(o.do.float(), o.gates, o.rows, o.starts),
+        ),
+    ):
+        assert_quack_rule(name, got, exact, exact.to(case.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("H", [1, 7, 256, 2880, 7168])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gather_sum(dtype: torch.dtype, H: int, weighted: bool, poison: None) -> None:
+    from sonic_ep.kernels.cuda.gather_sum import gather_sum
+
+    values = torch.randn(300, H, device="cuda").to(dtype)
+    counts = torch.randint(0, 9, (200,), device="cuda")
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    items = torch.randint(300, (int(starts[-1]),), device="cuda", dtype=torch.int32)
+    weights = torch.rand(300, device="cuda") if weighted else None
+    exact = reference.gather_sum(values.double(), items, starts, None if weights is None else weights.double())
+    got = gather_sum(values, items, starts, weights)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), exact.to(dtype).double(), rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+def test_no_rows_at_all() -> None:
+    o = Operands(Case((0, 0), 4, 64, 32))
+    operations = gpu_operations(o)
+    h, a = operations.up_projection(o.x, o.w1, o.b1, o.rows, o.starts, o.activation)
+    assert (h.shape, a.shape) == ((0, 64), (0, 32))
+    assert operations.weight_grad(o.dh, o.x, o.rows, o.starts).abs().max() == 0

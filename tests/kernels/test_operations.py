@@ -1,0 +1,17 @@
+"""Which implementation is chosen on this machine, and that it says so."""
+
+import torch
+
+from sonic_ep.kernels import reference
+from sonic_ep.kernels.activations import activation_named
+from sonic_ep.kernels.operations import gather_sum, operations_for
+
+
+def test_the_cpu_takes_the_reference() -> None:
+    assert operations_for(torch.zeros(2, 8), torch.zeros(1, 8, 8), activation_named("swiglu")) is reference
+
+
+def test_gather_sum_on_the_cpu_is_the_references() -> None:
+    values, items = torch.randn(3, 5), torch.tensor([0, 2, 1], dtype=torch.int32)
+    starts = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    assert torch.equal(gather_sum(values, items, starts), reference.gather_sum(values, items, starts))
