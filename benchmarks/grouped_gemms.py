@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sonic_ep.kernels import expert_mlp
 from sonic_ep.kernels.activations import activation_named
-from sonic_ep.kernels.cuda import operations, tiles
+from sonic_ep.kernels.cuda import operations
 from sonic_ep.kernels.cuda.tiles import Operation, TileConfig
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
 
@@ -107,17 +107,17 @@ def median_ms(contestants: dict[str, Callable[[], Any]], rounds: int = 12) -> di
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def with_tile(operation: Operation, tile: TileConfig, call: Callable[[], Any]) -> Callable[[], Any]:
+def with_tile(tile: TileConfig, call: Callable[[], Any]) -> Callable[[], Any]:
     """The call under another tile: its own plans, kept apart from the others'."""
     plans: dict[tuple[object, ...], Any] = {}
 
     def run() -> None:
         kept, operations._PLANS = operations._PLANS, plans
-        table, tiles._SM90[operation] = tiles._SM90[operation], (tile, tile)
+        chosen, operations.tile_config = operations.tile_config, lambda *_: tile
         try:
             call()
         finally:
-            operations._PLANS, tiles._SM90[operation] = kept, table
+            operations._PLANS, operations.tile_config = kept, chosen
 
     return run
 
@@ -130,7 +130,7 @@ def time_tiles(problem: Problem) -> dict[str, dict[str, float]]:
         for tile in CANDIDATES:
             if tile.cluster_n > 1 and operation != "down" and operation != "up_backward":
                 continue  # a gathered operand cannot be multicast along N
-            run = with_tile(operation, tile, call)
+            run = with_tile(tile, call)
             try:
                 run()
                 torch.cuda.synchronize()

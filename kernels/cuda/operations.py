@@ -77,9 +77,9 @@ def _quack_config(tile: TileConfig, arch: int) -> GemmConfig:
     )
 
 
-def _config(operation: Operation, N: int, tensor: Tensor) -> GemmConfig:
+def _config(operation: Operation, N: int, K: int, tensor: Tensor) -> GemmConfig:
     arch = _arch(tensor)
-    return _quack_config(tile_config(operation, N, arch), arch)
+    return _quack_config(tile_config(operation, N, K, arch), arch)
 
 
 def _class_key(operation: Operation, *tensors: Tensor | None) -> tuple[object, ...]:
@@ -115,7 +115,7 @@ def up_projection(
     if b1_eJ is not None:
         arguments["mRowVecBroadcast"] = b1_eJ
     key = (*_class_key("up", x_RH, w1_eJH, b1_eJ), activation.name)
-    plan = _plan(key, lambda: mod.plan(x_RH, w1_eJH.mT, config=_config("up", J, x_RH), **arguments))
+    plan = _plan(key, lambda: mod.plan(x_RH, w1_eJH.mT, config=_config("up", J, x_RH.shape[1], x_RH), **arguments))
     plan.run(x_RH, w1_eJH.mT, **arguments)
     return h_PJ, a_PI
 
@@ -144,7 +144,10 @@ def _grouped_rows(
         mod = _bias_epilogue
         arguments["bias"] = bias_eN
     key = _class_key(operation, rows_PK, weights_eKN, bias_eN)
-    plan = _plan(key, lambda: mod.plan(rows_PK, weights_eKN, config=_config(operation, N, rows_PK), **arguments))
+    plan = _plan(
+        key,
+        lambda: mod.plan(rows_PK, weights_eKN, config=_config(operation, N, rows_PK.shape[1], rows_PK), **arguments),
+    )
     plan.run(rows_PK, weights_eKN, **arguments)
     return out_PN
 
@@ -166,7 +169,7 @@ def down_projection_backward(
         return dh_PJ, scaled_a_PI, torch.empty_like(gates_P)
     mod_of = dgated_mod if activation.gated else dact_mod
     mod = mod_of(ACTIVATION_NAMES[activation.name], has_scale=True, has_reduce=True)
-    config = _config("down_backward", I, do_RH)
+    config = _config("down_backward", I, do_RH.shape[1], do_RH)
     # One fp32 partial sum of dS per row and column tile.
     partial_PN = torch.empty(P, -(-I // config.tile_n), dtype=torch.float32, device=h_PJ.device)
     arguments: dict[str, Any] = {
@@ -203,7 +206,7 @@ def weight_grad(
     operation: Operation = "weight_down" if transposed else "weight_up"
     # The gathered operand must be the GEMM's first one: out (e, B, A) = right^T[:, rows] left.
     D = out if transposed else out.mT
-    config = _config(operation, A, left_PA)
+    config = _config(operation, A, 0, left_PA)
     varlen = {"cu_seqlens_k": expert_starts_e, "A_idx": row_of_pair_P}
     key = (*_class_key(operation, left_PA, right_RB, out), accumulate)
     plan = _PLANS.get(key)

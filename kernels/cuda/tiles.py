@@ -1,7 +1,8 @@
 """Tile choice per (operation, shape class, architecture): a table, filled by measurement, never by tuning at run time.
 
-A shape class is the GEMM's number of columns N: it does not change from step to step. Row counts do, and no choice
-depends on them. Cluster size along M stays 1: with 2 an expert's rows would be padded to 256.
+A shape class is made of a GEMM's columns N and its contraction length K where that is fixed: sizes that do not change
+from step to step. Row counts do, and no choice depends on them. Cluster size along M stays 1: with 2 an expert's rows
+would be padded to 256.
 """
 
 from dataclasses import dataclass
@@ -21,25 +22,41 @@ class TileConfig:
     cluster_n: int = 1
 
 
-# Hopper. Starting points from docs/gpu_kernels.md; a narrow N takes a tile that divides it.
-_SM90: dict[Operation, tuple[TileConfig, TileConfig]] = {
-    # (N >= 192, narrower)
-    "up": (TileConfig(128, 192, True), TileConfig(128, 128, True)),
-    "down": (TileConfig(128, 192, True), TileConfig(128, 128, True)),
-    "down_backward": (TileConfig(128, 128, True), TileConfig(128, 128, True)),
-    "up_backward": (TileConfig(128, 256, False), TileConfig(128, 128, True)),
-    "weight_up": (TileConfig(256, 192, False), TileConfig(256, 128, False)),
-    "weight_down": (TileConfig(256, 192, False), TileConfig(256, 128, False)),
-}
+_PINGPONG_128 = TileConfig(128, 128, True)
+_PINGPONG_192 = TileConfig(128, 192, True)
+_WIDE = TileConfig(128, 256, False)
+_TALL = TileConfig(256, 192, False)
 # Blackwell: compiled, not measured.
 _SM100 = TileConfig(128, 128, False)
+# From this contraction length on, dX is faster on wide tiles.
+_LONG_K = 1024
 
 
-def tile_config(operation: Operation, N: int, arch: int) -> TileConfig:
-    """The tile of a GEMM whose output has N columns, on an architecture's major number (9 or 10)."""
-    if arch == 9:
-        wide, narrow = _SM90[operation]
-        return wide if N >= 192 and (N % wide.n == 0 or N > 2 * wide.n) else narrow
+def tile_config(operation: Operation, N: int, K: int, arch: int) -> TileConfig:
+    """The tile of a GEMM with N output columns and contraction length K (0 where rows are summed over).
+
+    arch: major compute capability, 9 or 10. Raises ValueError for another.
+    """
     if arch == 10:
         return _SM100
-    raise ValueError(f"no tiles for compute capability {arch}.x; supported are 9.x (Hopper) and 10.x (Blackwell)")
+    if arch != 9:
+        raise ValueError(f"no tiles for compute capability {arch}.x; supported are 9.x (Hopper) and 10.x (Blackwell)")
+    return _hopper_tile(operation, N, K)
+
+
+def _hopper_tile(operation: Operation, N: int, K: int) -> TileConfig:
+    """Filled from benchmarks/results/grouped_gemms_h200.json (docs/gpu_kernels.md)."""
+    if N < 192:
+        return _PINGPONG_128
+    divides = N % 192 == 0
+    match operation:
+        case "up":
+            return _PINGPONG_192 if divides else _WIDE
+        case "down":
+            return _PINGPONG_192
+        case "down_backward":
+            return _PINGPONG_128
+        case "up_backward":
+            return _WIDE if K >= _LONG_K else _PINGPONG_192
+        case "weight_up" | "weight_down":
+            return _TALL if divides else _WIDE

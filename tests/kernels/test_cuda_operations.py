@@ -3,6 +3,7 @@
 An element may be off by at most twice what torch's own half-precision arithmetic is off, plus 1e-5.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels import reference
+from sonic_ep.kernels import expert_mlp, reference
 from sonic_ep.kernels.activations import activation_named
+from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
 from sonic_ep.kernels.operations import Operations, operations_for
 
 pytestmark = pytest.mark.gpu
@@ -195,3 +197,46 @@ def test_no_rows_at_all() -> None:
     h, a = operations.up_projection(o.x, o.w1, o.b1, o.rows, o.starts, o.activation)
     assert (h.shape, a.shape) == ((0, 64), (0, 32))
     assert operations.weight_grad(o.dh, o.x, o.rows, o.starts).abs().max() == 0
+
+
+def test_nothing_waits_for_the_device() -> None:
+    o = Operands(CASES[0])
+    operations = gpu_operations(o)
+    rows_by_pair = o.rows.long().sort(stable=True)
+    row_starts = torch.searchsorted(rows_by_pair.values, torch.arange(CASES[0].R + 1, device="cuda")).int()
+    lists = PairLists(o.rows, rows_by_pair.indices.int(), row_starts, o.starts)
+    weights = ExpertWeights(o.w1, o.w2)
+
+    def forward_and_backward() -> None:
+        _, h = expert_mlp.forward(operations, o.x, o.gates, weights, lists, o.activation)
+        grads, _ = expert_mlp.backward_activations(operations, o.do, h, o.gates, weights, lists, o.activation)
+        expert_mlp.backward_up_weights(operations, o.x, grads, lists)
+        expert_mlp.backward_down_weights(operations, o.do, grads, lists)
+
+    forward_and_backward()  # compiles
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward_and_backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_more_elements_than_31_bits_count() -> None:
+    case = Case((262_144 + 128, 128), 300, 8192, 64)  # P * H just above 2^31
+    o = Operands(case)
+    operations = gpu_operations(o)
+    y = operations.down_projection(o.a, o.w2, None, o.starts)
+    assert y.numel() > 2**31
+    for rows in (slice(0, 64), slice(-256, None)):
+        expert = torch.zeros(y.shape[0], dtype=torch.int64, device="cuda")
+        expert[262_272:] = 1
+        exact = torch.stack(
+            [o.w2[e].float() @ a for e, a in zip(expert[rows].tolist(), o.a[rows].float(), strict=True)]
+        )
+        half = torch.stack([o.w2[e] @ a for e, a in zip(expert[rows].tolist(), o.a[rows], strict=True)])
+        assert_quack_rule("Y", y[rows], exact, half)
+    last = torch.tensor([y.shape[0] - 1, 0], device="cuda", dtype=torch.int32)
+    total = operations.gather_sum(y, last, torch.tensor([0, 2], device="cuda", dtype=torch.int32))
+    torch.testing.assert_close(total[0].float(), y[-1].float() + y[0].float(), rtol=1e-2, atol=1e-2)
