@@ -1,0 +1,76 @@
+"""Compile the GPU operations of a layer without launching them, also on a machine without a GPU.
+
+The operations are called on meta tensors while quack's launches are switched off; what they compile lands in quack's
+cache. QUACK_ARCH and CUTE_DSL_ARCH must name the target before quack is imported; `sonic_ep.cli` sees to it.
+"""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import quack.cute_dsl_utils
+import quack.epilogue.frontend
+import quack.gemm
+import quack.gemm_runtime.host
+import torch
+from torch import Tensor
+
+from sonic_ep.kernels.activations import activation_named
+from sonic_ep.kernels.cuda import operations
+
+# Any sizes do: row and expert counts are symbols in the compiled kernels.
+_EXPERTS, _ROWS, _PAIRS = 2, 256, 512
+
+
+@contextmanager
+def _nothing_launched() -> Generator[None, None, None]:
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(quack.epilogue.frontend.EpiPlan, "run", nothing))
+        for module in (quack.gemm, operations):
+            patches.enter_context(patch.object(module, "run_gemm_plan", nothing))
+        # Asks the driver how many clusters fit; of no consequence where nothing is launched.
+        for module in (quack.cute_dsl_utils, quack.gemm, quack.gemm_runtime.host, quack.epilogue.frontend):
+            if hasattr(module, "get_max_active_clusters"):
+                patches.enter_context(patch.object(module, "get_max_active_clusters", lambda *_, **__: 1))
+        yield
+
+
+def compile_operations(
+    d: int, n: int, activation: str, *, bias: bool, dtype: torch.dtype, report: Callable[[str, float], None]
+) -> None:
+    """Compile every grouped GEMM of a layer of these sizes; `report` hears each operation and its seconds."""
+    act = activation_named(activation)
+    J = 2 * n if act.gated else n
+
+    def meta(*size: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(size, dtype=kind, device="meta")
+
+    x, w1, w2 = meta(_ROWS, d), meta(_EXPERTS, J, d), meta(_EXPERTS, d, n)
+    b1, b2 = (meta(_EXPERTS, J), meta(_EXPERTS, d)) if bias else (None, None)
+    h, a, gates = meta(_PAIRS, J), meta(_PAIRS, n), meta(_PAIRS, kind=torch.float32)
+    rows, starts = meta(_PAIRS, kind=torch.int32), meta(_EXPERTS + 1, kind=torch.int32)
+    o = operations
+    calls: dict[str, Callable[[], object]] = {
+        "up_projection": lambda: o.up_projection(x, w1, b1, rows, starts, act),
+        "down_projection": lambda: o.down_projection(a, w2, b2, starts),
+        "down_projection_backward": lambda: o.down_projection_backward(x, w2, None, h, gates, rows, starts, act),
+        "up_projection_backward": lambda: o.up_projection_backward(h, w1, starts),
+        "weight_grad of w1": lambda: o.weight_grad(h, x, rows, starts),
+        "weight_grad of w2": lambda: o.weight_grad(a, x, rows, starts, transposed=True),
+        "weight_grad of w1 into fp32": lambda: o.weight_grad(
+            h, x, rows, starts, out_eAB=meta(_EXPERTS, J, d, kind=torch.float32)
+        ),
+        "weight_grad of w2 into fp32": lambda: o.weight_grad(
+            a, x, rows, starts, transposed=True, out_eAB=meta(_EXPERTS, d, n, kind=torch.float32)
+        ),
+    }
+    with _nothing_launched():
+        for name, call in calls.items():
+            begun = time.monotonic()
+            call()
+            report(name, time.monotonic() - begun)

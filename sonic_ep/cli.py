@@ -1,0 +1,61 @@
+"""The command `sonic-ep`.
+
+sonic-ep compile --config qwen3_30b_a3b --arch sm_90a      fill the kernel cache, also without a GPU
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import torch
+
+from sonic_ep.config import load_config
+from sonic_ep.extras import require_extra
+
+ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100"}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point; exits with a message for what the user got wrong."""
+    parser = argparse.ArgumentParser(prog="sonic-ep", description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(required=True)
+    compile_command = commands.add_parser("compile", help="compile a layer's GPU kernels into the cache ahead of time")
+    compile_command.add_argument("--config", required=True, help="a name from configs/ or the path of a .toml file")
+    compile_command.add_argument("--arch", required=True, choices=ARCHITECTURES, help="GPU architecture")
+    compile_command.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    compile_command.add_argument("--cache", help="cache folder (default: quack's, or QUACK_CACHE_DIR)")
+    options = parser.parse_args(arguments)
+    try:
+        compile_ahead(options.config, options.arch, options.dtype, options.cache)
+    except (ImportError, FileNotFoundError, ValueError) as error:
+        sys.exit(f"sonic-ep: error: {error}")
+
+
+def compile_ahead(config_name: str, arch: str, dtype: str, cache: str | None) -> None:
+    """Compile every grouped GEMM of a config for one architecture.
+
+    Raises ImportError (missing extra), FileNotFoundError (unknown config), ValueError (an activation without a kernel).
+    """
+    config = load_config(config_name)
+    require_extra("cuda", "quack", "cutlass", "triton")
+    # quack and the DSL read these once, when they are imported.
+    os.environ["QUACK_ARCH"], os.environ["CUTE_DSL_ARCH"] = ARCHITECTURES[arch], arch
+    if cache is not None:
+        os.environ["QUACK_CACHE_DIR"] = cache
+    known = import_module("sonic_ep.kernels.cuda.operations").ACTIVATION_NAMES
+    if config.activation not in known:
+        raise ValueError(f"activation={config.activation!r} has no GPU kernel; these have: {', '.join(known)}")
+
+    def report(operation: str, seconds: float) -> None:
+        sys.stdout.write(f"{config.name} {arch} {dtype}: {operation} {seconds:.1f} s\n")
+        sys.stdout.flush()
+
+    ahead = import_module("sonic_ep.kernels.cuda.ahead")
+    kind = getattr(torch, dtype)
+    ahead.compile_operations(config.d, config.n, config.activation, bias=config.bias, dtype=kind, report=report)
+
+
+if __name__ == "__main__":
+    main()
