@@ -12,7 +12,7 @@ Legend: T tokens and H hidden size on this rank, N pairs sent, R received rows, 
 I expert width, J = 2I if gated else I.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -58,11 +58,14 @@ def moe(
     Layout:  for gated activations, rows of w1 (and b1) are gate and up in turn; "concatenated" takes [gate; up] halves
              and costs a copy of w1 a call.
     Keeps:   x_TH, or with `keep_dispatched` the received rows, which saves one dispatch in backward.
-    Raises:  ValueError for weights of the wrong shape, dtype, device or strides, before any collective (the weights
-             have the same shapes on every rank); for a routing of another number of tokens.
+    Raises:  ValueError, before any collective, for weights of the wrong shape, dtype, device or strides and for a
+             routing of another number of tokens. Nothing is exchanged to check this: a mistake that only one rank makes
+             leaves the others waiting for it. `MoE` and `Routing.from_pairs` check across ranks.
     Source:  SonicMoE, arXiv 2512.14080, sections 3 and 4; across ranks design.md, section 3.
     """
     act = activation_named(activation)
+    if x_TH.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x_TH.shape)}, wanted (T, d)")
     if routing.num_tokens != x_TH.shape[0]:
         raise ValueError(f"the routing is of {routing.num_tokens} tokens, x has {x_TH.shape[0]}")
     E = routing.counts.rows_SE.shape[1]
@@ -71,8 +74,9 @@ def moe(
         raise ValueError(problem)
     if act.gated and layout == "concatenated":
         w1_eJH, b1_eJ = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ)
-    call = _Call(routing, transport, group.rank, act, keep_dispatched)
-    return _ExpertParallelMLP.apply(x_TH, routing.gates_N, w1_eJH, w2_eHI, b1_eJ, b2_eH, call)
+    gates_N = routing.gates_N.to(torch.promote_types(routing.gates_N.dtype, torch.float32))
+    call = _Call(replace(routing, gates_N=gates_N), transport, act, keep_dispatched)
+    return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, w2_eHI, b1_eJ, b2_eH, call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,6 @@ class _Call:
 
     routing: Routing
     transport: Transport
-    rank: int
     activation: Activation
     keep_dispatched: bool
 

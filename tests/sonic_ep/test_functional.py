@@ -1,6 +1,7 @@
 """What `moe` keeps for backward and puts on the wire, counted and compared with the formulas; the functional API."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,7 @@ def test_both_weight_layouts_give_one_result() -> None:
         ("w1_eJH", lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), r"w1 is not contiguous"),
         ("w2_eHI", lambda w: w[:, :, :-1], r"w2 has shape \(4, 32, 5\), wanted \(4, 32, 6\)"),
         ("w2_eHI", lambda w: w[0], r"w1 and w2 must have three dimensions"),
+        ("x_TH", lambda x: x[None], r"x has shape \(1, 96, 32\), wanted \(T, d\)"),
         ("x_TH", lambda x: x[:-1], r"the routing is of 96 tokens, x has 95"),
     ],
 )
@@ -181,6 +183,18 @@ def test_wrong_arguments_name_value_and_limit(name: str, change: Callable[[Tenso
     arguments[name] = change(arguments[name])
     with pytest.raises(ValueError, match=message):
         moe(**arguments)
+
+
+def test_half_precision_weights_of_pairs_count_in_fp32() -> None:
+    arguments = layer_arguments()
+    gates = arguments["routing"].gates_N.bfloat16()
+    rounded = replace(arguments["routing"], gates_N=gates.float())
+    wanted = moe(**{**arguments, "routing": rounded})
+    leaf = gates.requires_grad_(True)
+    got = moe(**{**arguments, "routing": replace(arguments["routing"], gates_N=leaf)})
+    assert torch.equal(got, wanted)
+    got.sum().backward()
+    assert leaf.grad.dtype == torch.bfloat16
 
 
 def test_unknown_activation_lists_the_known_ones() -> None:
