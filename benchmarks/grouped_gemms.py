@@ -16,18 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sonic_ep import load_config
 from sonic_ep.kernels import expert_mlp
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.cuda import operations
 from sonic_ep.kernels.cuda.tiles import Operation, TileConfig
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
 
-# name: (T received rows, pairs per row, experts here, d, n)
-SHAPES = {
-    "qwen3_30b_a3b_ep8": (43690, 1.5, 16, 2048, 768),  # 65,536 pairs: one of 8 ranks at 8k tokens per rank
-    "sonic_7b": (24576, 8, 128, 1536, 256),
-    "qwen3_30b_a3b": (16384, 8, 128, 2048, 768),
-    "qwen3_next_80b_a3b": (16384, 10, 512, 2048, 512),
+# name: (config, ep_size, T received rows, pairs per row where that is not the config's K)
+SHAPES: dict[str, tuple[str, int, int, float | None]] = {
+    "qwen3_30b_a3b_ep8": ("qwen3_30b_a3b", 8, 43690, 1.5),  # 65,536 pairs: one of 8 ranks at 8k tokens per rank
+    "sonic_7b": ("sonic_7b", 1, 24576, None),
+    "qwen3_30b_a3b": ("qwen3_30b_a3b", 1, 16384, None),
+    "qwen3_next_80b_a3b": ("qwen3_next_80b_a3b", 1, 16384, None),
 }
 CANDIDATES = [
     TileConfig(128, 192, True),
@@ -40,15 +41,16 @@ CANDIDATES = [
     TileConfig(128, 256, False, 1, 2),
     TileConfig(128, 128, False),
 ]
-GATHERED = ("up", "down_backward")
 
 
 class Problem:
     """Random rows, weights, gates and lists; every expert gets a multiple of 128 pairs."""
 
     def __init__(self, shape: str) -> None:
-        self.T, per_row, self.e, self.d, self.n = SHAPES[shape]
-        tiles_in_all = int(self.T * per_row) // 128
+        config_name, ep_size, self.T, per_row = SHAPES[shape]
+        config = load_config(config_name)
+        self.e, self.d, self.n = config.E // ep_size, config.d, config.n
+        tiles_in_all = int(self.T * (per_row or config.K)) // 128
         counts = torch.full((self.e,), tiles_in_all // self.e) + (torch.arange(self.e) < tiles_in_all % self.e)
         self.P = int(counts.sum()) * 128
         starts = torch.nn.functional.pad((counts * 128).cumsum(0), (1, 0))
@@ -137,7 +139,7 @@ def time_tiles(problem: Problem) -> dict[str, dict[str, float]]:
             except Exception as error:  # noqa: BLE001  a tile that cannot run is a result too
                 print(f"  {operation} {tile}: {type(error).__name__} {str(error)[:80]}")
                 continue
-            contestants[f"{tile.m}x{tile.n}{'p' if tile.pingpong else ''}c{tile.cluster_n}"] = run
+            contestants[str(tile)] = run
         results[operation] = median_ms(contestants)
         ranked = sorted(results[operation].items(), key=lambda item: item[1])
         print(f"{operation:14}", ", ".join(f"{name} {ms:.3f} ({flops / ms / 1e9:.0f})" for name, ms in ranked))

@@ -3,10 +3,10 @@
     python benchmarks/local_moe.py --out results.json [--shape sonic_7b ...]
 
 All contestants get the same tokens, weights and (token, expert, score) pairs and take turns in one run. The router is
-left out, index lists are not: `sonic_ep` is `sonic_ep.functional.moe` from a routing, `sonic_ep_kernels` the same work
-once its lists exist, `sonic_moe` is `moe_general_routing_inputs` of the sonic-moe 0.1.2 wheel, whose GEMMs quack
-autotunes before the clock starts. Times are medians over CUDA events; kept is what autograd holds after forward beside
-inputs, weights and output.
+left out, index lists are not: `sonic_ep` is `sonic_ep.functional.moe` from a routing, `sonic_moe` is
+`moe_general_routing_inputs` of the sonic-moe 0.1.2 wheel, whose GEMMs quack autotunes before the clock starts, and
+`sonic_ep_kernels`, timed right after the others, is our work once its lists exist. Times are medians over CUDA events;
+kept is what autograd holds after forward beside inputs, weights and output.
 """
 
 import argparse
@@ -21,19 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sonic_ep import EPGroup, Routing
+from sonic_ep import EPGroup, Routing, load_config
 from sonic_ep.functional import moe, transport_for
 from sonic_ep.kernels import expert_mlp
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.cuda import operations
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
 
-# name: (T, E, K, d, n)
-SHAPES = {
-    "sonic_7b": (24576, 128, 8, 1536, 256),
-    "qwen3_30b_a3b": (16384, 128, 8, 2048, 768),
-    "qwen3_next_80b_a3b": (16384, 512, 10, 2048, 512),
-}
+TOKENS = {"sonic_7b": 24576, "qwen3_30b_a3b": 16384, "qwen3_next_80b_a3b": 16384}  # by config
 Step = Callable[[], tuple[Tensor, list[Tensor]]]
 
 
@@ -163,14 +158,16 @@ def check(problem: Problem, steps: dict[str, Step]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
+    parser.add_argument("--shape", choices=TOKENS, nargs="+", default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
     for shape in options.shape:
         torch.manual_seed(0)
-        problem = Problem(*SHAPES[shape])
+        config = load_config(shape)
+        sizes = (TOKENS[shape], config.E, config.K, config.d, config.n)
+        problem = Problem(*sizes)
         steps = {"torch_grouped_mm": problem.torch_grouped(), "sonic_ep": problem.sonic_ep()}
         if find_spec("sonicmoe") is not None:
             steps["sonic_moe"] = problem.sonic_moe()
@@ -182,13 +179,13 @@ def main() -> None:
             "forward_ms": statistics.median(a for a, _ in alone),
             "backward_ms": statistics.median(b for _, b in alone),
         }
-        print(shape, dict(zip("TEKdn", SHAPES[shape], strict=True)), "errors to torch", errors, flush=True)
+        print(shape, dict(zip("TEKdn", sizes, strict=True)), "errors to torch", errors, flush=True)
         for name, row in record.items():
             total = row["forward_ms"] + row["backward_ms"]
             rate = 3 * problem.flops / total / 1e9
             text = " ".join(f"{key} {value:.3f}" for key, value in row.items())
             print(f"  {name:18} {text} both {total:.3f} ms ({rate:.0f} TFLOP/s)", flush=True)
-        results["shapes"][shape] = {"sizes": SHAPES[shape], "errors": errors, "contestants": record}
+        results["shapes"][shape] = {"sizes": sizes, "errors": errors, "contestants": record}
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         del problem, steps
         torch.cuda.empty_cache()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from corpus import VOCABULARY
 from sonic_ep import EPGroup, MoE, MoEConfig, RoutingStats
+from sonic_ep.initialization import fill_normal
 
 ROPE_BASE = 10_000.0
 
@@ -152,7 +153,7 @@ class LanguageModel(nn.Module):
             std = self.config.moe.d**-0.5
             if name.endswith("attention.out.weight"):  # so that the residual stream does not grow with the depth
                 std /= (2 * self.config.layers) ** 0.5
-            weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+            fill_normal(weight, std, generator)
 
     def forward(self, bytes_BS: Tensor) -> ModelOutput:
         x_BSH = self.embedding(bytes_BS)

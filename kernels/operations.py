@@ -5,6 +5,7 @@ The choice depends on device, dtype, row width and installed packages, never on 
 
 import functools
 import logging
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol, cast
@@ -12,8 +13,12 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from sonic_ep.extras import missing_extra
 from sonic_ep.kernels import reference
 from sonic_ep.kernels.activations import Activation
+
+# What kernels/cuda imports; the extra "cuda" installs them.
+CUDA_MODULES = ("quack", "cutlass", "triton")
 
 _LOG = logging.getLogger("sonic_ep.kernels")
 # TMA moves 16 bytes at least: rows of half-precision values must be multiples of 8 wide.
@@ -76,16 +81,22 @@ class Operations(Protocol):
 def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Operations:
     """The operations for rows like x_RH and experts like w2_eHI."""
     if not x_RH.is_cuda:
-        return cast(Operations, reference)
+        return reference
     H, I = w2_eHI.shape[1:]  # noqa: E741
     return _on_gpu(x_RH.device, x_RH.dtype, H % _COLUMN_MULTIPLE == 0 and I % _COLUMN_MULTIPLE == 0, activation.name)
 
 
 def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None = None) -> Tensor:
     """`gather_sum` of kernels/reference.py, by the GPU kernel where Triton is installed."""
-    if values_PH.is_cuda and find_spec("triton") is not None:
-        return import_module("sonic_ep.kernels.cuda.gather_sum").gather_sum(values_PH, items, starts, weights_P)
-    return reference.gather_sum(values_PH, items, starts, weights_P)
+    chosen = _gather_sum_on_gpu() if values_PH.is_cuda else reference.gather_sum
+    return chosen(values_PH, items, starts, weights_P)
+
+
+@functools.cache
+def _gather_sum_on_gpu() -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    if find_spec("triton") is None:
+        return reference.gather_sum
+    return import_module("sonic_ep.kernels.cuda.gather_sum").gather_sum
 
 
 @functools.cache
@@ -96,7 +107,7 @@ def _on_gpu(device: torch.device, dtype: torch.dtype, aligned: bool, activation:
         _LOG.info("experts run on quack's grouped GEMMs (%s, %s, %s)", name, dtype, activation)
         return cast(Operations, import_module("sonic_ep.kernels.cuda.operations"))
     _LOG.warning("experts run on the plain torch reference, which is slow on a GPU: %s", reason)
-    return cast(Operations, reference)
+    return reference
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype, aligned: bool, activation: str) -> str | None:
@@ -108,9 +119,8 @@ def _obstacle(device: torch.device, dtype: torch.dtype, aligned: bool, activatio
         return f"the kernels compute in bfloat16 and float16, the rows are {dtype}"
     if not aligned:
         return f"hidden size and expert width must be multiples of {_COLUMN_MULTIPLE}"
-    missing = [module for module in ("quack", "cutlass", "triton") if find_spec(module) is None]
-    if missing:
-        return f"{', '.join(missing)} not found; pip install 'sonic-ep[cuda]'"
+    if missing := missing_extra("cuda", *CUDA_MODULES):
+        return missing
     if activation not in import_module("sonic_ep.kernels.cuda.operations").ACTIVATION_NAMES:
         return f"activation {activation} has no kernel yet"
     return None

@@ -13,6 +13,7 @@ import torch
 
 from sonic_ep.config import load_config
 from sonic_ep.extras import require_extra
+from sonic_ep.kernels.operations import CUDA_MODULES
 
 ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100"}
 
@@ -39,7 +40,7 @@ def compile_ahead(config_name: str, arch: str, dtype: str, cache: str | None) ->
     Raises ImportError (missing extra), FileNotFoundError (unknown config), ValueError (an activation without a kernel).
     """
     config = load_config(config_name)
-    require_extra("cuda", "quack", "cutlass", "triton")
+    require_extra("cuda", *CUDA_MODULES)
     # quack and the DSL read these once, when they are imported.
     os.environ["QUACK_ARCH"], os.environ["CUTE_DSL_ARCH"] = ARCHITECTURES[arch], arch
     if cache is not None:

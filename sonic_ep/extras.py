@@ -3,8 +3,13 @@
 from importlib.util import find_spec
 
 
-def require_extra(extra: str, *modules: str) -> None:
-    """Raise ImportError, with the pip line, unless all top-level `modules` that the extra installs can be found."""
+def missing_extra(extra: str, *modules: str) -> str | None:
+    """A sentence with the pip line if a top-level module of `modules`, which the extra installs, cannot be found."""
     missing = [module for module in modules if find_spec(module) is None]
-    if missing:
-        raise ImportError(f"{', '.join(missing)} not found; pip install 'sonic-ep[{extra}]'")
+    return f"{', '.join(missing)} not found; pip install 'sonic-ep[{extra}]'" if missing else None
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raise ImportError with that sentence, if there is one."""
+    if problem := missing_extra(extra, *modules):
+        raise ImportError(problem)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sonic_ep.kernels.activations import Activation
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
-from sonic_ep.kernels.cuda.tiles import Operation, TileConfig, tile_config
+from sonic_ep.kernels.cuda.tiles import Operation, tile_config
 
 __all__ = [
     "ACTIVATION_NAMES",
@@ -61,11 +61,9 @@ def _plan(key: tuple[object, ...], make: Callable[[], Any]) -> Any:
     return _PLANS[key]
 
 
-def _arch(tensor: Tensor) -> int:
-    return get_device_capacity(tensor.device)[0]
-
-
-def _quack_config(tile: TileConfig, arch: int) -> GemmConfig:
+def _config(operation: Operation, N: int, K: int, tensor: Tensor) -> GemmConfig:
+    arch = get_device_capacity(tensor.device)[0]
+    tile = tile_config(operation, N, K, arch)
     return GemmConfig(
         tile_m=tile.m,
         tile_n=tile.n,
@@ -75,11 +73,6 @@ def _quack_config(tile: TileConfig, arch: int) -> GemmConfig:
         is_dynamic_persistent=False,
         device_capacity=arch,
     )
-
-
-def _config(operation: Operation, N: int, K: int, tensor: Tensor) -> GemmConfig:
-    arch = _arch(tensor)
-    return _quack_config(tile_config(operation, N, K, arch), arch)
 
 
 def _class_key(operation: Operation, *tensors: Tensor | None) -> tuple[object, ...]:
@@ -206,13 +199,13 @@ def weight_grad(
     operation: Operation = "weight_down" if transposed else "weight_up"
     # The gathered operand must be the GEMM's first one: out (e, B, A) = right^T[:, rows] left.
     D = out if transposed else out.mT
-    config = _config(operation, A, 0, left_PA)
     varlen = {"cu_seqlens_k": expert_starts_e, "A_idx": row_of_pair_P}
     key = (*_class_key(operation, left_PA, right_RB, out), accumulate)
     plan = _PLANS.get(key)
     if plan is not None:
         run_gemm_plan(plan, right_RB.T, left_PA.T, D, None, **varlen)
         return out
+    config = _config(operation, A, 0, left_PA)
     _PLANS[key] = launch_gemm(
         right_RB.T,
         left_PA.T,

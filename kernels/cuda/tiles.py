@@ -21,6 +21,10 @@ class TileConfig:
     cluster_m: int = 1
     cluster_n: int = 1
 
+    def __str__(self) -> str:
+        """Its name in the benchmark's records, as 128x192pc1."""
+        return f"{self.m}x{self.n}{'p' if self.pingpong else ''}c{self.cluster_n}"
+
 
 _PINGPONG_128 = TileConfig(128, 128, True)
 _PINGPONG_192 = TileConfig(128, 192, True)

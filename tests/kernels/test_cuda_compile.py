@@ -4,18 +4,20 @@ import re
 import subprocess
 import sys
 import sysconfig
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from sonic_ep.extras import missing_extra
+from sonic_ep.kernels.operations import CUDA_MODULES
+
 NVDISASM = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / "nvdisasm"
-MISSING = [module for module in ("quack", "cutlass", "triton") if find_spec(module) is None]
+MISSING = missing_extra("cuda", *CUDA_MODULES)
 EM_CUDA = 190  # the ELF machine number of a cubin
 TENSOR_CORE = {"sm_90a": "HGMMA", "sm_100a": "UTCHMMA"}
 
 pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: pip install 'sonic-ep[cuda]'"),
+    pytest.mark.skipif(bool(MISSING), reason=str(MISSING)),
     pytest.mark.skipif(not NVDISASM.is_file(), reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"),
 ]
 
