@@ -31,7 +31,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture
 def poison() -> Iterator[None]:
-    """NaN in every float that sonic_ep allocates without writing it (this process only; see helpers/poison.py)."""
+    """NaN, or the largest integer, in all that sonic_ep allocates without writing it (this process only)."""
     with poisoned_empty():
         yield
 

@@ -1,4 +1,4 @@
-"""Uninitialised memory that shows: NaN in every float that sonic_ep allocates but does not write."""
+"""Uninitialised memory that shows: NaN, or the largest integer, in all that sonic_ep allocates but does not write."""
 
 import functools
 import sys
@@ -18,9 +18,10 @@ def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def poisoned(*args: Any, **kwargs: Any) -> Tensor:
         result = allocate(*args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.partition(".")[0] == "sonic_ep" and (result.is_floating_point() or result.is_complex()):
+        if caller.partition(".")[0] == "sonic_ep" and result.dtype != torch.bool:
+            inexact = result.is_floating_point() or result.is_complex()
             with torch.no_grad():
-                result.fill_(float("nan"))
+                result.fill_(float("nan") if inexact else torch.iinfo(result.dtype).max)
         return result
 
     return poisoned
@@ -28,7 +29,7 @@ def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Within it torch.empty, torch.empty_like and Tensor.new_empty give NaN-filled floats to callers in sonic_ep.
+    """Within it torch.empty, torch.empty_like and Tensor.new_empty give filled memory to callers in sonic_ep.
 
     It holds for this process: in a worker of `tests.helpers.launch`, enter it there.
     """

@@ -3,7 +3,6 @@
 An element may be off by at most twice what torch's own half-precision arithmetic is off, plus 1e-5.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from sonic_ep.kernels import expert_mlp, reference
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
 from sonic_ep.kernels.operations import Operations, operations_for
+from tests.helpers.waiting import assert_nothing_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -213,14 +213,7 @@ def test_nothing_waits_for_the_device() -> None:
         expert_mlp.backward_up_weights(operations, o.x, grads, lists)
         expert_mlp.backward_down_weights(operations, o.do, grads, lists)
 
-    forward_and_backward()  # compiles
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        forward_and_backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_nothing_waits(forward_and_backward)
 
 
 def test_more_elements_than_31_bits_count() -> None:
