@@ -5,7 +5,7 @@ takes rows out (dO), by setting x once more, rows back (dX) and dS back. A recei
 rows each source will send: rows are numbered densely, so the largest index tells. That and the sender's own row counts
 are read on the host once a forward; it is this transport's only host sync.
 
-Legend: see protocol.py; S source ranks, Q owner ranks.
+Legend: see protocol.py; S source ranks.
 """
 
 from collections import Counter
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from sonic_ep.dispatch.plan import Plan
-from sonic_ep.dispatch.protocol import Opened, Receipt, Splits, owner_lists
+from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.operations import gather_sum
+from sonic_ep.kernels.operations import gather_sum, pair_lists, row_starts, sent_rows, token_lists
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
 
@@ -33,33 +33,32 @@ class AllToAllTransport:
         self.wire_bytes: Counter[str] = Counter()
 
     def open(self, routing: Routing, plan: Plan) -> Opened:
-        rank, size = self.group.rank, self.group.size
-        token_ids_N = routing.token_ids_N.long()
-        pairs_out, pairs_in = plan.pairs_SQ[rank], plan.pairs_SQ[:, rank]
-        device = token_ids_N.device
-        owner_N = _owners(pairs_out, token_ids_N.shape[0], device)
-        needed_QT = torch.zeros(size, routing.num_tokens, dtype=torch.bool, device=device)
-        needed_QT[owner_N, token_ids_N] = True
-        row_of_pair_N = (needed_QT.cumsum(1) - 1)[owner_N, token_ids_N].to(INDEX_DTYPE)
-        message = _pack(row_of_pair_N, routing.gates_N)
-        splits = (tuple(pairs_out.tolist()), tuple(pairs_in.tolist()))
-        received = self._exchange("lists", message, *splits)
+        rank, device = self.group.rank, routing.token_ids_N.device
+        sent = sent_rows(routing.token_ids_N, plan.pair_starts(rank, device), routing.num_tokens)
+        splits = (tuple(plan.pairs_SQ[rank].tolist()), tuple(plan.pairs_SQ[:, rank].tolist()))
+        received = self._exchange("lists", _pack(sent.row_of_pair_N, routing.gates_N), *splits)
         row_in_source_V, gates_V = _unpack(received, routing.gates_N.dtype)
-        source_V = _owners(pairs_in, row_in_source_V.shape[0], device)
-        rows_in = torch.zeros(size, dtype=INDEX_DTYPE, device=device)
-        rows_in.scatter_reduce_(0, source_V, row_in_source_V + 1, reduce="amax")
-        rows = torch.stack([needed_QT.sum(1), rows_in.long()]).cpu()
-        base_S = (rows[1].cumsum(0) - rows[1]).to(device)
-        num_rows = int(rows[1].sum())
-        gates_P, lists = owner_lists(plan, rank, row_in_source_V + base_S[source_V], gates_V, num_rows)
+        chunks = plan.chunks(rank, device)
+        row_starts_S = row_starts(chunks, row_in_source_V)
+        starts = torch.stack([sent.row_starts_Q, row_starts_S]).cpu()
+        num_sent, num_rows = starts[:, -1].tolist()
+        rows_out, rows_in = starts.diff().tolist()
+        buffer = pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, num_rows)
+        tokens = token_lists(sent, num_sent)
         receipt = Receipt(
-            **lists,
-            **_token_lists(needed_QT, int(rows[0].sum())),
-            splits=Splits(tuple(rows[0].tolist()), tuple(rows[1].tolist()), *splits),
+            row_of_pair_P=buffer.row_of_pair_P,
+            pairs_by_row_V=buffer.pairs_by_row_V,
+            pair_starts_R=buffer.pair_starts_R,
+            slot_V=buffer.slot_V,
+            expert_starts_e=chunks.expert_starts_e,
+            token_of_sent_U=tokens.token_of_sent_U,
+            sent_by_token_U=tokens.sent_by_token_U,
+            sent_starts_T=tokens.sent_starts_T,
+            splits=Splits(tuple(rows_out), tuple(rows_in), *splits),
             num_tokens=routing.num_tokens,
             num_rows=num_rows,
         )
-        return Opened(receipt, gates_P)
+        return Opened(receipt, buffer.gates_P)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         assert receipt.token_of_sent_U is not None
@@ -73,7 +72,7 @@ class AllToAllTransport:
         return gather_sum(back_UH, receipt.sent_by_token_U, receipt.sent_starts_T)
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
-        values_V = values_P[receipt.slot_V]
+        values_V = values_P.index_select(0, receipt.slot_V)
         return self._exchange("return_pairs", values_V, receipt.splits.pairs_in, receipt.splits.pairs_out)
 
     def _exchange(self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
@@ -82,15 +81,10 @@ class AllToAllTransport:
         return self.group.all_to_all(rows, send, receive)
 
 
-def _owners(counts_S: Tensor, total: int, device: torch.device) -> Tensor:
-    """(total,) rank of each element of a list that holds counts_S[s] consecutive elements of rank s."""
-    return torch.repeat_interleave(counts_S.to(device), output_size=total)
-
-
 def _pack(row_ids_N: Tensor, gates_N: Tensor) -> Tensor:
-    """(N, bytes): row index and weight of each pair, so that both travel in one exchange."""
-    parts = (row_ids_N, gates_N)
-    return torch.cat([part[:, None].contiguous().view(torch.uint8) for part in parts], dim=1)
+    """(N, units): row index and weight of each pair, so that both travel in one exchange."""
+    parts, unit = (row_ids_N, gates_N), _unit(gates_N.dtype)
+    return torch.cat([part[:, None].contiguous().view(unit) for part in parts], dim=1)
 
 
 def _unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -98,16 +92,10 @@ def _unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # clone: a view of another item size needs an aligned start.
         return message[:, first:last].clone(memory_format=torch.contiguous_format).view(kind).flatten()
 
-    index_bytes = INDEX_DTYPE.itemsize
-    return column(0, index_bytes, INDEX_DTYPE), column(index_bytes, index_bytes + dtype.itemsize, dtype)
+    index_units = INDEX_DTYPE.itemsize // message.element_size()
+    return column(0, index_units, INDEX_DTYPE), column(index_units, message.shape[1], dtype)
 
 
-def _token_lists(needed_QT: Tensor, num_sent: int) -> dict[str, Tensor]:
-    """The token's side of a receipt: sent rows by owner, and grouped by token."""
-    token_of_sent_U = torch.nonzero_static(needed_QT, size=num_sent)[:, 1]
-    sent_per_token = needed_QT.sum(0)
-    return {
-        "token_of_sent_U": token_of_sent_U.to(INDEX_DTYPE),
-        "sent_by_token_U": token_of_sent_U.argsort(stable=True).to(INDEX_DTYPE),
-        "sent_starts_T": torch.nn.functional.pad(sent_per_token.cumsum(0), (1, 0)).to(INDEX_DTYPE),
-    }
+def _unit(dtype: torch.dtype) -> torch.dtype:
+    """The widest integers, among those that every backend sends, that an index and a weight are made of."""
+    return torch.int32 if dtype.itemsize % INDEX_DTYPE.itemsize == 0 else torch.uint8

@@ -18,7 +18,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from sonic_ep.kernels.pair_lists import Chunks
 from sonic_ep.kernels.tiles import TILE_ROWS
+from sonic_ep.routing import INDEX_DTYPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,34 +56,29 @@ class Plan:
         pairs_SQ = pairs_SE.view(S, S, E // S).sum(2)
         return cls(rows_SE, pairs_SE, head_SE, head_starts_SE, tail_starts_SE, expert_starts_Qe, pairs_SQ)
 
-    def arrivals(self, owner: int, device: torch.device) -> "Arrivals":
-        """Where the pairs that `owner` receives stand in its pair buffer. Needs the plan on the host for the sizes."""
-        e = self.expert_starts_Qe.shape[1] - 1
+    def chunks(self, owner: int, device: torch.device) -> Chunks:
+        """What `owner` receives, on `device`. Needs the plan on the host, for the sizes."""
+        S, e = self.rows_SE.shape[0], self.expert_starts_Qe.shape[1] - 1
         own = slice(owner * e, (owner + 1) * e)
-        rows_C = self.rows_SE[:, own].reshape(-1)  # C: chunks (source, local expert), in arrival order
-        pairs_C = self.pairs_SE[:, own].reshape(-1)
-        num_rows, num_pairs = int(rows_C.sum()), int(pairs_C.sum())
-        lists = [rows_C, pairs_C, self.head_rows_SE[:, own], self.head_starts_SE[:, own], self.tail_starts_SE[:, own]]
-        rows_C, pairs_C, head_C, head_start_C, tail_start_C = torch.stack([v.reshape(-1) for v in lists]).to(device)
-        chunk_P = torch.repeat_interleave(rows_C, output_size=num_rows)
-        index_P = torch.arange(num_rows, device=device) - (rows_C.cumsum(0) - rows_C)[chunk_P]
-        in_tail_P = index_P >= head_C[chunk_P]
-        slot_P = index_P + torch.where(in_tail_P, (tail_start_C - head_C)[chunk_P], head_start_C[chunk_P])
-        # A padding row repeats its chunk's last real pair: it reads a row that its own source has sent.
-        pair_P = (pairs_C.cumsum(0) - pairs_C)[chunk_P] + torch.minimum(index_P, pairs_C[chunk_P] - 1)
-        real_rows_V = torch.nonzero_static(index_P < pairs_C[chunk_P], size=num_pairs).flatten()
-        slot_V = slot_P[real_rows_V]
-        return Arrivals(slot_P=slot_P, pair_P=pair_P, slot_V=slot_V)
+        lists = (self.rows_SE, self.pairs_SE, self.head_rows_SE, self.head_starts_SE, self.tail_starts_SE)
+        table = torch.stack([values[:, own] for values in lists]).view(len(lists), S * e)
+        rows_C, pairs_C = table[0], table[1]
+        first_pair_C = pairs_C.cumsum(0) - pairs_C
+        return Chunks(
+            table_FC=_to_device(torch.cat([table, first_pair_C[None]]), device),
+            expert_starts_e=_to_device(self.expert_starts_Qe[owner], device),
+            num_sources=S,
+            num_rows=int(rows_C.sum()),
+            num_pairs=int(pairs_C.sum()),
+            max_rows=int(rows_C.max()),
+        )
+
+    def pair_starts(self, source: int, device: torch.device) -> Tensor:
+        """(Q + 1,) int32 on `device`: the first pair that `source` sends to each owner, and how many it sends."""
+        return _to_device(torch.nn.functional.pad(self.pairs_SQ[source].cumsum(0), (1, 0)), device)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
-    """Received pairs in arrival order (source, expert, send order) against slots of the pair buffer. int64.
-
-    slot_P: (P,) slot of each row, padding included, in arrival order. pair_P: (P,) the received pair it computes.
-    slot_V: (V,) slot of each received (real) pair.
-    """
-
-    slot_P: Tensor
-    pair_P: Tensor
-    slot_V: Tensor
+def _to_device(values: Tensor, device: torch.device) -> Tensor:
+    """`values` as int32 on `device`; a GPU gets them from pinned memory, so that the host does not wait."""
+    values = values.to(INDEX_DTYPE)
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

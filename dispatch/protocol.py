@@ -15,11 +15,10 @@ received rows, V received pairs, P rows of the pair buffer (V and padding), e lo
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from sonic_ep.dispatch.plan import Plan
-from sonic_ep.routing import INDEX_DTYPE, Routing
+from sonic_ep.routing import Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +106,3 @@ class Transport(Protocol):
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         """The value of each pair (N,) back on its token's rank, in the routing's order; padding is left out."""
         ...
-
-
-def owner_lists(
-    plan: Plan, rank: int, row_of_received_V: Tensor, gates_V: Tensor, num_rows: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The owner's side of a receipt: gates_P and the receipt's first five lists, by name.
-
-    row_of_received_V: received row of each pair in arrival order. gates_V: its weight.
-    """
-    device = gates_V.device
-    arrivals = plan.arrivals(rank, device)
-    row_of_pair_P = torch.empty_like(arrivals.slot_P, dtype=INDEX_DTYPE)
-    row_of_pair_P[arrivals.slot_P] = row_of_received_V[arrivals.pair_P].to(INDEX_DTYPE)
-    gates_P = gates_V.new_zeros(arrivals.slot_P.shape[0])
-    gates_P[arrivals.slot_V] = gates_V
-    # A row's pairs arrive by expert, which is their order in the pair buffer too.
-    sorted_rows_V, order_V = row_of_received_V.long().sort(stable=True)
-    boundaries_R = torch.arange(num_rows + 1, device=device)
-    lists = {
-        "row_of_pair_P": row_of_pair_P,
-        "pairs_by_row_V": arrivals.slot_V[order_V].to(INDEX_DTYPE),
-        "pair_starts_R": torch.searchsorted(sorted_rows_V, boundaries_R).to(INDEX_DTYPE),
-        "slot_V": arrivals.slot_V.to(INDEX_DTYPE),
-        "expert_starts_e": plan.expert_starts_Qe[rank].to(device, INDEX_DTYPE),
-    }
-    return gates_P, lists

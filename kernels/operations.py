@@ -1,6 +1,7 @@
 """Which implementation runs: the GPU's where it can, else the reference, with one log line that says which and why.
 
-The choice depends on device, dtype, row width and installed packages, never on data. Logger: "sonic_ep.kernels".
+The choice depends on device, dtype, row width and installed packages, never on data. Logger: "sonic_ep.kernels". Index
+lists and `gather_sum` need Triton alone, and say nothing.
 """
 
 import functools
@@ -8,7 +9,7 @@ import logging
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from sonic_ep.extras import missing_extra
 from sonic_ep.kernels import reference
 from sonic_ep.kernels.activations import Activation
+from sonic_ep.kernels.pair_lists import Chunks, PairBuffer
+from sonic_ep.kernels.sent_rows import SentRows, TokenLists
 
 # What kernels/cuda imports; the extra "cuda" installs them.
 CUDA_MODULES = ("quack", "cutlass", "triton")
@@ -97,6 +100,36 @@ def _gather_sum_on_gpu() -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Te
     if find_spec("triton") is None:
         return reference.gather_sum
     return import_module("sonic_ep.kernels.cuda.gather_sum").gather_sum
+
+
+def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
+    """`row_starts` of kernels/pair_lists.py, by the GPU kernel where Triton is installed."""
+    return _lists("pair_lists", row_in_source_V.is_cuda).row_starts(chunks, row_in_source_V)
+
+
+def pair_lists(
+    chunks: Chunks, row_in_source_V: Tensor, gates_V: Tensor, row_starts_S: Tensor | None, num_rows: int
+) -> PairBuffer:
+    """`pair_lists` of kernels/pair_lists.py, likewise."""
+    module = _lists("pair_lists", gates_V.is_cuda)
+    return module.pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, num_rows)
+
+
+def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> SentRows:
+    """`sent_rows` of kernels/sent_rows.py, likewise."""
+    return _lists("sent_rows", token_ids_N.is_cuda).sent_rows(token_ids_N, pair_starts_Q, num_tokens)
+
+
+def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
+    """`token_lists` of kernels/sent_rows.py, likewise."""
+    return _lists("sent_rows", sent.sent_before.is_cuda).token_lists(sent, num_sent)
+
+
+@functools.cache
+def _lists(module: str, on_gpu: bool) -> Any:
+    """A module of index lists, or its namesake of the same functions in kernels/cuda/."""
+    folder = "sonic_ep.kernels.cuda" if on_gpu and find_spec("triton") is not None else "sonic_ep.kernels"
+    return import_module(f"{folder}.{module}")
 
 
 @functools.cache

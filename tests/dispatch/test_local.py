@@ -1,5 +1,6 @@
 """One rank takes no collective and copies no row."""
 
+from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType
 
 import pytest
@@ -9,7 +10,8 @@ import torch.distributed as dist
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.routing import Routing
-from tests.dispatch.oracle import Case
+from tests.dispatch.oracle import Case, receipt_lists
+from tests.helpers.waiting import assert_nothing_waits
 
 CASE = Case((13,), 5, 4, multiple=8)
 
@@ -69,3 +71,18 @@ def test_values_of_padding_do_not_return() -> None:
     values_P[slots] = torch.arange(slots.shape[0], dtype=values_P.dtype)
     assert slots.shape[0] < values_P.shape[0]
     assert transport.return_pairs(values_P, opened.receipt).tolist() == list(range(slots.shape[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASE, Case((0,), 5, 4), Case((700,), 5, 40, multiple=16, tile=128)], ids=str)
+def test_lists_on_a_gpu_are_those_of_the_cpu_and_nothing_waits(case: Case) -> None:
+    transport, routing, plan = LocalTransport(), case.routing(0), case.plan()
+    on_gpu = replace(routing, gates_N=routing.gates_N.cuda(), token_ids_N=routing.token_ids_N.cuda())
+    expected, opened = transport.open(routing, plan), transport.open(on_gpu, plan)
+    for name, values in receipt_lists(expected.receipt).items():
+        got = getattr(opened.receipt, name)
+        assert got is values is None or torch.equal(got.cpu(), values), name
+    assert torch.equal(opened.gates_P.cpu(), expected.gates_P)
+    assert torch.equal(transport.return_pairs(opened.gates_P, opened.receipt), on_gpu.gates_N)
+    assert_nothing_waits(lambda: transport.open(on_gpu, plan))
+    assert_nothing_waits(lambda: transport.return_pairs(opened.gates_P, opened.receipt))

@@ -1,7 +1,7 @@
-"""The plan against loops: chunks tile each pair buffer, heads are full tiles, arrivals stand where they should."""
+"""The plan against loops: chunks tile each pair buffer, heads are full tiles, chunks arrive where they should."""
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -111,30 +111,36 @@ def test_heads_are_full_tiles_before_one_partial_piece_of_each_source(load: Load
 
 @with_examples
 @given(loads())
-def test_arrivals(load: Load) -> None:
-    """Against a loop over the pair buffer: real pairs first, padding repeats the last real pair of its chunk."""
+def test_chunks_as_they_arrive(load: Load) -> None:
+    """Against a loop over the pair buffer: by source, then expert, each row of a chunk in its slot."""
     plan = load.plan()
     for owner in range(load.size):
         slot_of = {row: slot for slot, row in enumerate(pair_buffer(load.rows, owner, load.tile))}
-        slots, pairs, real_slots = [], [], []
-        for s, expert in ((s, expert) for s in range(load.size) for expert in load.own(owner)):
-            before, real = len(real_slots), load.pairs[s][expert]
-            for i in range(load.rows[s][expert]):
-                slots.append(slot_of[s, expert, i])
-                pairs.append(before + min(i, real - 1))
-            real_slots += [slot_of[s, expert, i] for i in range(real)]
-        arrivals = plan.arrivals(owner, CPU)
-        assert arrivals.slot_P.tolist() == slots
-        assert arrivals.pair_P.tolist() == pairs
-        assert arrivals.slot_V.tolist() == real_slots
-        assert {v.dtype for v in astuple(arrivals)} == {torch.int64}
+        chunks = plan.chunks(owner, CPU)
+        arriving = [(s, expert) for s in range(load.size) for expert in load.own(owner)]
+        before = 0
+        for (s, expert), fields_F in zip(arriving, chunks.table_FC.T.tolist(), strict=True):
+            rows, pairs, tiled, tiles_start, tail_start, first_pair = fields_F
+            slots = [i + (tiles_start if i < tiled else tail_start - tiled) for i in range(rows)]
+            assert slots == [slot_of[s, expert, i] for i in range(load.rows[s][expert])]
+            assert (pairs, first_pair) == (load.pairs[s][expert], before)
+            before += pairs
+        assert (chunks.num_sources, chunks.num_experts) == (load.size, len(load.own(owner)))
+        assert (chunks.num_rows, chunks.num_pairs) == (len(slot_of), before)
+        assert chunks.max_rows == max(load.rows[s][expert] for s, expert in arriving)
+        assert chunks.expert_starts_e.tolist() == plan.expert_starts_Qe[owner].tolist()
+        assert chunks.table_FC.dtype == chunks.expert_starts_e.dtype == torch.int32
 
 
 @with_examples
 @given(loads())
 def test_pairs_between_ranks(load: Load) -> None:
     expected = [[sum(load.pairs[s][k] for k in load.own(q)) for q in range(load.size)] for s in range(load.size)]
-    assert load.plan().pairs_SQ.tolist() == expected
+    plan = load.plan()
+    assert plan.pairs_SQ.tolist() == expected
+    for source, pairs in enumerate(expected):
+        starts = plan.pair_starts(source, CPU)
+        assert (starts.dtype, starts.tolist()) == (torch.int32, [sum(pairs[:q]) for q in range(load.size + 1)])
 
 
 def test_example_of_the_docstring() -> None:
@@ -147,18 +153,14 @@ def test_example_of_the_docstring() -> None:
     assert (plan.rows_SE - plan.head_rows_SE)[:, 0].tolist() == [44, 2]
     assert plan.expert_starts_Qe.tolist() == [[0, 430], [0, 0]]
     assert plan.pairs_SQ.tolist() == [[300, 0], [130, 0]]
-    slots = plan.arrivals(0, CPU).slot_V.tolist()
-    assert slots == [*range(256), *range(384, 428), *range(256, 384), *range(428, 430)]
-    assert plan.arrivals(1, CPU).slot_P.numel() == 0
+    assert plan.chunks(0, CPU).table_FC.T.tolist() == [[300, 300, 256, 0, 384, 0], [130, 130, 128, 256, 428, 300]]
+    assert plan.chunks(1, CPU).num_rows == 0
 
 
 def test_example_with_padding_by_hand() -> None:
     """Tile 4: rank 1 sends 5 pairs padded to 8 for expert 1 and rank 0 sends 3 unpadded ones."""
     plan = Plan.from_counts(torch.tensor([[0, 3], [0, 8]]), torch.tensor([[0, 3], [0, 5]]), tile_rows=4)
-    arrivals = plan.arrivals(1, CPU)
-    assert arrivals.slot_P.tolist() == [8, 9, 10, 0, 1, 2, 3, 4, 5, 6, 7]
-    assert arrivals.pair_P.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 7]
-    assert arrivals.slot_V.tolist() == [8, 9, 10, 0, 1, 2, 3, 4]
+    assert plan.chunks(1, CPU).table_FC.T.tolist() == [[3, 3, 0, 0, 8, 0], [8, 5, 8, 0, 11, 3]]
 
 
 def test_tile_is_that_of_the_kernels_by_default() -> None:

@@ -1,10 +1,13 @@
 """Which implementation is chosen on this machine, and that it says so."""
 
+from importlib.util import find_spec
+
+import pytest
 import torch
 
 from sonic_ep.kernels import reference
 from sonic_ep.kernels.activations import activation_named
-from sonic_ep.kernels.operations import gather_sum, operations_for
+from sonic_ep.kernels.operations import _lists, gather_sum, operations_for
 
 
 def test_the_cpu_takes_the_reference() -> None:
@@ -15,3 +18,10 @@ def test_gather_sum_on_the_cpu_is_the_references() -> None:
     values, items = torch.randn(3, 5), torch.tensor([0, 2, 1], dtype=torch.int32)
     starts = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
     assert torch.equal(gather_sum(values, items, starts), reference.gather_sum(values, items, starts))
+
+
+@pytest.mark.parametrize("module", ["pair_lists", "sent_rows"])
+def test_index_lists_are_tritons_on_a_gpu(module: str) -> None:
+    folder = "kernels" if find_spec("triton") is None else "kernels.cuda"
+    assert _lists(module, on_gpu=True).__name__ == f"sonic_ep.{folder}.{module}"
+    assert _lists(module, on_gpu=False).__name__ == f"sonic_ep.kernels.{module}"

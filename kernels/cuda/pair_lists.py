@@ -1,0 +1,203 @@
+"""The owner's index lists as two Triton kernels around a prefix sum, and one more that numbers received rows.
+
+`_fill` writes what follows from a pair's place in its chunk alone, and notes the experts of each received row as bits.
+A pair's rank among its row's pairs is then the number of bits below its own expert's, so `_group` can place it without
+a sort. Atomics act on integers whose result does not depend on their order; everything is deterministic.
+
+One program does _BLOCK rows of one chunk; those beyond the end of a small chunk leave at once.
+
+Legend: see kernels/pair_lists.py; W 32-bit words of a row's experts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sonic_ep.kernels.pair_lists import Chunks, PairBuffer
+from sonic_ep.routing import INDEX_DTYPE
+
+_BLOCK = 256
+_TILE = 2048  # chunks that `_row_starts` looks at together
+
+
+@triton.jit
+def _slots(index, table_ptr, chunk, C):
+    """Pair-buffer rows of a chunk's rows."""
+    tiled = tl.load(table_ptr + 2 * C + chunk)
+    tiles_start = tl.load(table_ptr + 3 * C + chunk)
+    tail_start = tl.load(table_ptr + 4 * C + chunk)
+    return index + tl.where(index < tiled, tiles_start, tail_start - tiled)
+
+
+@triton.jit
+def _fill(
+    table_ptr,
+    C,
+    experts,
+    row_in_source_ptr,
+    gates_ptr,
+    row_starts_ptr,
+    row_of_pair_ptr,
+    gates_out_ptr,
+    slot_ptr,
+    bits_ptr,
+    counts_ptr,
+    HAS_STARTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """row_of_pair_P, gates_P, slot_V; bits_RW |= the pair's expert; counts_R[row + 1] += 1."""
+    chunk, index = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    num_rows, num_pairs = tl.load(table_ptr + chunk), tl.load(table_ptr + C + chunk)
+    if tl.program_id(1) * BLOCK >= num_rows:
+        return
+    source, expert = chunk // experts, chunk % experts
+    first_row = 0
+    if HAS_STARTS:
+        first_row = tl.load(row_starts_ptr + source)
+    inside, real = index < num_rows, index < num_pairs
+    slot = _slots(index, table_ptr, chunk, C)
+    # A padding row repeats its chunk's last real pair: it reads a row that its own source has sent.
+    pair = tl.load(table_ptr + 5 * C + chunk) + tl.minimum(index, num_pairs - 1)
+    row = first_row + tl.load(row_in_source_ptr + pair, mask=inside, other=0)
+    tl.store(row_of_pair_ptr + slot, row, mask=inside)
+    tl.store(gates_out_ptr + slot, tl.load(gates_ptr + pair, mask=real, other=0.0), mask=inside)
+    tl.store(slot_ptr + pair, slot, mask=real)
+    word = row.to(tl.int64) * WORDS + expert // 32
+    tl.atomic_or(bits_ptr + word, 1 << (expert % 32), mask=real, sem="relaxed")
+    tl.atomic_add(counts_ptr + row + 1, 1, mask=real, sem="relaxed")
+
+
+@triton.jit
+def _number_of_ones(bits):
+    """Of uint32 values: sums of neighbouring bits, in pairs, fours and eights, and of the four bytes."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return (bits * 0x01010101) >> 24
+
+
+@triton.jit
+def _group(
+    table_ptr,
+    C,
+    experts,
+    row_of_pair_ptr,
+    bits_ptr,
+    pair_starts_ptr,
+    pairs_by_row_ptr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """pairs_by_row_V: a pair stands behind its row's pairs of smaller experts."""
+    chunk, index = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    num_pairs = tl.load(table_ptr + C + chunk)
+    if tl.program_id(1) * BLOCK >= num_pairs:
+        return
+    real = index < num_pairs
+    slot = _slots(index, table_ptr, chunk, C)
+    row = tl.load(row_of_pair_ptr + slot, mask=real, other=0)
+    words = tl.arange(0, WORDS)[None, :]
+    bits = tl.load(bits_ptr + row.to(tl.int64)[:, None] * WORDS + words, mask=real[:, None], other=0)
+    bits = bits.to(tl.uint32, bitcast=True)
+    word, bit = chunk % experts // 32, chunk % experts % 32
+    # In two steps: a shift by all 32 bits is undefined.
+    below = tl.where(words == word, (bits << (31 - bit)) << 1, tl.where(words < word, bits, 0))
+    rank = tl.sum(_number_of_ones(below).to(tl.int32), axis=1)
+    position = tl.load(pair_starts_ptr + row, mask=real, other=0) + rank
+    tl.store(pairs_by_row_ptr + position, slot, mask=real)
+
+
+def pair_lists(
+    chunks: Chunks, row_in_source_V: Tensor, gates_V: Tensor, row_starts_S: Tensor | None, num_rows: int
+) -> PairBuffer:
+    """See kernels/pair_lists.py."""
+    table_FC, e = chunks.table_FC, chunks.num_experts
+    C = table_FC.shape[1]
+    W = triton.next_power_of_2(triton.cdiv(e, 32))
+
+    def empty(size: int) -> Tensor:
+        return torch.empty(size, dtype=INDEX_DTYPE, device=gates_V.device)
+
+    row_of_pair_P, slot_V, pairs_by_row_V = empty(chunks.num_rows), empty(chunks.num_pairs), empty(chunks.num_pairs)
+    gates_P = gates_V.new_empty(chunks.num_rows)
+    scratch = torch.zeros(num_rows * W + num_rows + 1, dtype=INDEX_DTYPE, device=gates_V.device)
+    bits_RW, counts_R = scratch.split((num_rows * W, num_rows + 1))
+    grid = (C, triton.cdiv(chunks.max_rows, _BLOCK))
+    _fill[grid](
+        table_FC,
+        C,
+        e,
+        row_in_source_V.contiguous(),
+        gates_V.contiguous(),
+        row_starts_S if row_starts_S is not None else table_FC,
+        row_of_pair_P,
+        gates_P,
+        slot_V,
+        bits_RW,
+        counts_R,
+        HAS_STARTS=row_starts_S is not None,
+        WORDS=W,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    pair_starts_R = counts_R.cumsum(0, dtype=INDEX_DTYPE)
+    _group[grid](
+        table_FC,
+        C,
+        e,
+        row_of_pair_P,
+        bits_RW,
+        pair_starts_R,
+        pairs_by_row_V,
+        WORDS=W,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return PairBuffer(row_of_pair_P, gates_P, slot_V, pairs_by_row_V, pair_starts_R)
+
+
+@triton.jit
+def _row_starts(
+    table_ptr,
+    row_in_source_ptr,
+    row_starts_ptr,
+    S,
+    C,
+    EXPERTS: tl.constexpr,
+    SOURCES_BLOCK: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+):
+    """One program: the last pair of a chunk has its largest row."""
+    source = tl.arange(0, SOURCES_BLOCK)
+    rows = tl.zeros([SOURCES_BLOCK], dtype=tl.int32)
+    for first in range(0, EXPERTS, EXPERTS_BLOCK):
+        expert = first + tl.arange(0, EXPERTS_BLOCK)[None, :]
+        chunk = source[:, None] * EXPERTS + expert
+        inside = (source[:, None] < S) & (expert < EXPERTS)
+        num_pairs = tl.load(table_ptr + C + chunk, mask=inside, other=0)
+        end = tl.load(table_ptr + 5 * C + chunk, mask=inside, other=0) + num_pairs
+        last_row = tl.load(row_in_source_ptr + end - 1, mask=num_pairs > 0, other=-1)
+        rows = tl.maximum(rows, tl.max(last_row, axis=1) + 1)
+    tl.store(row_starts_ptr, 0)
+    tl.store(row_starts_ptr + 1 + source, tl.cumsum(rows, axis=0), mask=source < S)
+
+
+def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
+    """See kernels/pair_lists.py."""
+    S, e = chunks.num_sources, chunks.num_experts
+    row_starts_S = row_in_source_V.new_empty(S + 1)
+    sources = triton.next_power_of_2(S)
+    _row_starts[(1,)](
+        chunks.table_FC,
+        row_in_source_V.contiguous(),
+        row_starts_S,
+        S,
+        S * e,
+        EXPERTS=e,
+        SOURCES_BLOCK=sources,
+        EXPERTS_BLOCK=min(triton.next_power_of_2(e), max(1, _TILE // sources)),
+        num_warps=4,
+    )
+    return row_starts_S

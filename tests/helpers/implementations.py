@@ -1,0 +1,41 @@
+"""The same test for a plain function and its namesake in Triton, interpreted on the CPU or run on a GPU."""
+
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+# Triton looks when it is imported.
+_OBSTACLE = "needs triton" if find_spec("triton") is None else "needs TRITON_INTERPRET=1 when the tests start"
+interpreted = pytest.mark.skipif(
+    find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1", reason=_OBSTACLE
+)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Functions of kernels/<module>.py, or of kernels/cuda/<module>.py, and the device to call them on."""
+
+    folder: str
+    device: torch.device
+
+    def module(self, name: str) -> Any:
+        return import_module(f"sonic_ep.{self.folder}.{name}")
+
+
+PLAIN = Implementation("kernels", torch.device("cpu"))
+INTERPRETED = Implementation("kernels.cuda", torch.device("cpu"))
+ON_GPU = Implementation("kernels.cuda", torch.device("cuda"))
+
+of_all = pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(PLAIN, id="plain"),
+        pytest.param(INTERPRETED, id="interpreted", marks=interpreted),
+        pytest.param(ON_GPU, id="gpu", marks=pytest.mark.gpu),
+    ],
+)
