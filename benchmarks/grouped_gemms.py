@@ -14,80 +14,64 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from local_problem import OPERATIONS, LocalProblem, tiled_pairs, topk_pairs
 from torch import Tensor
 
 from sonic_ep import load_config
-from sonic_ep.kernels import expert_mlp
-from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.cuda import operations
 from sonic_ep.kernels.cuda.tiles import Operation, TileConfig
-from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
 
-# name: (config, ep_size, T received rows, pairs per row where that is not the config's K)
-SHAPES: dict[str, tuple[str, int, int, float | None]] = {
-    "qwen3_30b_a3b_ep8": ("qwen3_30b_a3b", 8, 43690, 1.5),  # 65,536 pairs: one of 8 ranks at 8k tokens per rank
-    "sonic_7b": ("sonic_7b", 1, 24576, None),
-    "qwen3_30b_a3b": ("qwen3_30b_a3b", 1, 16384, None),
-    "qwen3_next_80b_a3b": ("qwen3_next_80b_a3b", 1, 16384, None),
+# name: (config, ep_size, T received rows, pairs of experts with full tiles; None: ragged top-K)
+SHAPES: dict[str, tuple[str, int, int, int | None]] = {
+    "qwen3_30b_a3b_ep8": ("qwen3_30b_a3b", 8, 43690, 65536),  # one of 8 ranks at 8k tokens per rank
+    "sonic_7b": ("sonic_7b", 1, 24576, 24576 * 8),
+    "qwen3_30b_a3b": ("qwen3_30b_a3b", 1, 16384, 16384 * 8),
+    "qwen3_next_80b_a3b": ("qwen3_next_80b_a3b", 1, 16384, 16384 * 10),
+    "sonic_7b_ragged": ("sonic_7b", 1, 24576, None),
+    "qwen3_30b_a3b_ragged": ("qwen3_30b_a3b", 1, 16384, None),
+    "qwen3_next_80b_a3b_ragged": ("qwen3_next_80b_a3b", 1, 16384, None),
 }
-CANDIDATES = [
-    TileConfig(128, 192, True),
-    TileConfig(128, 128, True),
-    TileConfig(256, 128, False),
-    TileConfig(128, 256, False),
-    TileConfig(256, 192, False),
+_TILES = [(128, 192, True), (128, 128, True), (128, 256, False), (256, 192, False), (256, 128, False)]
+CANDIDATES = [TileConfig(*tile, 1, 1, dynamic) for tile in _TILES for dynamic in (False, True)] + [
+    TileConfig(128, 192, True, 2),
+    TileConfig(128, 128, True, 2),
+    TileConfig(128, 256, False, 2),
     TileConfig(128, 192, True, 1, 2),
-    TileConfig(256, 128, False, 1, 2),
     TileConfig(128, 256, False, 1, 2),
-    TileConfig(128, 128, False),
 ]
 
 
-class Problem:
-    """Random rows, weights, gates and lists; every expert gets a multiple of 128 pairs."""
+class Problem(LocalProblem):
+    """With random operands for every single operation."""
 
     def __init__(self, shape: str) -> None:
-        config_name, ep_size, self.T, per_row = SHAPES[shape]
+        config_name, ep_size, T, num_pairs = SHAPES[shape]
         config = load_config(config_name)
-        self.e, self.d, self.n = config.E // ep_size, config.d, config.n
-        tiles_in_all = int(self.T * (per_row or config.K)) // 128
-        counts = torch.full((self.e,), tiles_in_all // self.e) + (torch.arange(self.e) < tiles_in_all % self.e)
-        self.P = int(counts.sum()) * 128
-        starts = torch.nn.functional.pad((counts * 128).cumsum(0), (1, 0))
-        self.starts = starts.int().cuda()
-        # A row's pairs go to different experts: tokens of each expert ascending, as dispatch leaves them.
-        rows = [torch.randperm(self.T)[: int(c) * 128].sort().values for c in counts]
-        self.rows = torch.cat(rows).int().cuda()
-        order = self.rows.long().sort(stable=True)
-        self.pairs_by_row = order.indices.int()
-        boundaries = torch.arange(self.T + 1, device="cuda")
-        self.pair_starts = torch.searchsorted(order.values, boundaries).int()
+        E = config.E // ep_size
+        pairs = topk_pairs(T, E, config.K) if num_pairs is None else tiled_pairs(T, E, num_pairs)
+        super().__init__(pairs, T, E, config.d, config.n)
 
-        def draw(*size: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(*size, device="cuda") * scale).bfloat16()
+        def draw(*size: int) -> Tensor:
+            return torch.randn(*size, device="cuda").bfloat16()
 
-        d, n, e = self.d, self.n, self.e
-        self.x, self.do = draw(self.T, d), draw(self.T, d)
-        self.w1, self.w2 = draw(e, 2 * n, d, scale=d**-0.5), draw(e, d, n, scale=n**-0.5)
-        self.h, self.a, self.dh = draw(self.P, 2 * n), draw(self.P, n), draw(self.P, 2 * n)
-        self.gates = torch.rand(self.P, device="cuda")
-        self.activation = activation_named("swiglu")
-        self.lists = PairLists(self.rows, self.pairs_by_row, self.pair_starts, self.starts)
+        self.h, self.a, self.dh = draw(self.P, 2 * self.n), draw(self.P, self.n), draw(self.P, 2 * self.n)
 
     def calls(self) -> dict[Operation, tuple[Callable[[], Any], int]]:
         """Each operation and its useful floating-point operations."""
         unit = 2 * self.P * self.d * self.n
-        o, p = operations, self
+        o, p, lists = OPERATIONS, self, self.lists
+        x, w1, w2 = p.x.detach(), p.w1.detach(), p.w2.detach()
+        rows, starts = lists.row_of_pair_P, lists.expert_starts_e
         return {
-            "up": (lambda: o.up_projection(p.x, p.w1, None, p.rows, p.starts, p.activation), 2 * unit),
-            "down": (lambda: o.down_projection(p.a, p.w2, None, p.starts), unit),
+            "up": (lambda: o.up_projection(x, w1, None, rows, starts, p.activation), 2 * unit),
+            "down": (lambda: o.down_projection(p.a, w2, None, starts), unit),
             "down_backward": (
-                lambda: o.down_projection_backward(p.do, p.w2, None, p.h, p.gates, p.rows, p.starts, p.activation),
+                lambda: o.down_projection_backward(p.dout, w2, None, p.h, p.gates, rows, starts, p.activation),
                 unit,
             ),
-            "up_backward": (lambda: o.up_projection_backward(p.dh, p.w1, p.starts), 2 * unit),
-            "weight_up": (lambda: o.weight_grad(p.dh, p.x, p.rows, p.starts), 2 * unit),
-            "weight_down": (lambda: o.weight_grad(p.a, p.do, p.rows, p.starts, transposed=True), unit),
+            "up_backward": (lambda: o.up_projection_backward(p.dh, w1, starts), 2 * unit),
+            "weight_up": (lambda: o.weight_grad(p.dh, x, rows, starts), 2 * unit),
+            "weight_down": (lambda: o.weight_grad(p.a, p.dout, rows, starts, transposed=True), unit),
         }
 
 
@@ -130,7 +114,7 @@ def time_tiles(problem: Problem) -> dict[str, dict[str, float]]:
     for operation, (call, flops) in problem.calls().items():
         contestants: dict[str, Callable[[], Any]] = {}
         for tile in CANDIDATES:
-            if tile.cluster_n > 1 and operation != "down" and operation != "up_backward":
+            if tile.cluster_n > 1 and operation not in ("down", "up_backward"):
                 continue  # a gathered operand cannot be multicast along N
             run = with_tile(tile, call)
             try:
@@ -148,19 +132,11 @@ def time_tiles(problem: Problem) -> dict[str, dict[str, float]]:
 
 def time_layer(problem: Problem) -> dict[str, float]:
     """The table's tiles: each operation, gather-sum, the local layer forward and backward."""
-    p, weights = problem, ExpertWeights(problem.w1, problem.w2)
-    y = operations.down_projection(p.a, p.w2, None, p.starts)
-
-    def forward() -> None:
-        expert_mlp.forward(operations, p.x, p.gates, weights, p.lists, p.activation)  # type: ignore[arg-type]
-
-    def backward() -> None:
-        grads, _ = expert_mlp.backward_activations(operations, p.do, p.h, p.gates, weights, p.lists, p.activation)  # type: ignore[arg-type]
-        expert_mlp.backward_up_weights(operations, p.x, grads, p.lists)  # type: ignore[arg-type]
-        expert_mlp.backward_down_weights(operations, p.do, grads, p.lists)  # type: ignore[arg-type]
-
+    p, lists = problem, problem.lists
+    y = OPERATIONS.down_projection(p.a, p.w2.detach(), None, lists.expert_starts_e)
+    forward, backward = p.kernels()
     contestants: dict[str, Callable[[], Any]] = {name: call for name, (call, _) in p.calls().items()}
-    contestants["gather_sum"] = lambda: operations.gather_sum(y, p.pairs_by_row, p.pair_starts, p.gates)
+    contestants["gather_sum"] = lambda: OPERATIONS.gather_sum(y, lists.pairs_by_row_V, lists.pair_starts_R, p.gates)
     contestants["forward"], contestants["backward"] = forward, backward
     times = median_ms(contestants, rounds=20)
     unit = 6 * p.P * p.d * p.n
@@ -180,8 +156,8 @@ def main() -> None:
     for shape in options.shape:
         torch.manual_seed(0)
         problem = Problem(shape)
-        print(f"{shape}: P={problem.P} e={problem.e} d={problem.d} n={problem.n}", flush=True)
-        record: dict[str, Any] = {"P": problem.P, "e": problem.e, "d": problem.d, "n": problem.n}
+        print(f"{shape}: P={problem.P} e={problem.E} d={problem.d} n={problem.n}", flush=True)
+        record: dict[str, Any] = {"P": problem.P, "e": problem.E, "d": problem.d, "n": problem.n}
         record["layer_ms"] = time_layer(problem)
         if options.tiles:
             record["tiles_ms"] = time_tiles(problem)

@@ -2,14 +2,17 @@
 
     python benchmarks/local_moe.py --out results.json [--shape sonic_7b ...]
 
-All contestants get the same tokens, weights and (token, expert, score) pairs and take turns in one run. The router is
-left out, index lists are not: `sonic_ep` is `sonic_ep.functional.moe` from a routing, `sonic_moe` is
-`moe_general_routing_inputs` of the sonic-moe 0.1.2 wheel, whose GEMMs quack autotunes before the clock starts, and
-`sonic_ep_kernels`, timed right after the others, is our work once its lists exist. Times are medians over CUDA events;
-kept is what autograd holds after forward beside inputs, weights and output.
+All contestants get the same tokens and weights and take turns in one run, in two races. *Experts*: the (token, expert,
+gate) pairs of a top-K routing are given, their index lists are not: `sonic_ep` is `sonic_ep.functional.moe`,
+`sonic_moe` is `moe_general_routing_inputs` of the sonic-moe 0.1.2 wheel, whose GEMMs quack autotunes before the clock
+starts. *Layer*: with a softmax top-K router and its gradients: `sonic_ep_layer` is `sonic_ep.MoE`, rounding off, fp32
+router; `sonic_moe_layer` is `moe_TC_softmax_topk_layer`, bf16 router. `sonic_ep_kernels`, timed right after them, is
+our work once its lists exist. Times are medians over CUDA events; kept is what autograd holds after forward beside
+inputs, weights and output; peak is the most that backward holds beside those, the gradients it returns left out.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 from collections.abc import Callable
@@ -19,94 +22,111 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from local_problem import LocalProblem, topk_pairs
 from torch import Tensor
 
-from sonic_ep import EPGroup, Routing, load_config
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, load_config
 from sonic_ep.functional import moe, transport_for
-from sonic_ep.kernels import expert_mlp
-from sonic_ep.kernels.activations import activation_named
-from sonic_ep.kernels.cuda import operations
-from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
 
-TOKENS = {"sonic_7b": 24576, "qwen3_30b_a3b": 16384, "qwen3_next_80b_a3b": 16384}  # by config
+# Tokens by config: as the paper has them, else 16384, and less where weights and gradients take most of the memory.
+TOKENS = {
+    "sonic_1_4b": 40960,
+    "sonic_7b": 24576,
+    "sonic_30b": 32768,
+    "sonic_120b": 32768,
+    "qwen3_30b_a3b": 16384,
+    "qwen3_next_80b_a3b": 16384,
+    "qwen3_235b_a22b": 16384,
+    "olmoe": 16384,
+    "mixtral_8x7b": 16384,
+    "mixtral_8x22b": 16384,
+    "deepseek_v3": 16384,
+    "kimi_k2": 16384,
+}
+PAPER = ["sonic_7b", "qwen3_30b_a3b", "qwen3_next_80b_a3b"]
 Step = Callable[[], tuple[Tensor, list[Tensor]]]
 
 
-class Problem:
-    """Random tokens, weights and a plain top-K routing, as leaves that want gradients."""
+class Problem(LocalProblem):
+    """A plain top-K routing of random scores, and every contestant's step on it."""
 
-    def __init__(self, T: int, E: int, K: int, d: int, n: int) -> None:
-        self.T, self.E = T, E
+    def __init__(self, T: int, config: MoEConfig) -> None:
+        super().__init__(topk_pairs(T, config.E, config.K), T, config.E, config.d, config.n)
+        self.config = config
+        self.flops = 6 * self.P * self.d * self.n
 
-        def leaf(*size: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(*size, device="cuda") * scale).bfloat16().requires_grad_(True)
+    def experts(self) -> dict[str, Step]:
+        steps = {"torch_grouped_mm": self.torch_grouped(), "sonic_ep": self.sonic_ep()}
+        if find_spec("sonicmoe") is not None:
+            steps["sonic_moe"] = self.sonic_moe()
+        return steps
 
-        self.x = leaf(T, d)
-        self.w1, self.w2 = leaf(E, 2 * n, d, scale=d**-0.5), leaf(E, d, n, scale=n**-0.5)
-        self.dout = torch.randn(T, d, device="cuda").bfloat16()
-        scores, ids = torch.rand(T, E, device="cuda").topk(K)
-        self.experts = ids.flatten()
-        self.tokens = torch.arange(T, device="cuda").repeat_interleave(K)
-        self.gates = (scores / scores.sum(1, keepdim=True)).flatten().requires_grad_(True)
-        self.flops = 6 * T * K * d * n
+    def layers(self) -> dict[str, Step]:
+        steps = {"sonic_ep_layer": self.sonic_ep_layer()}
+        if find_spec("sonicmoe") is not None:
+            steps["sonic_moe_layer"] = self.sonic_moe_layer()
+        return steps
 
     def sonic_ep(self) -> Step:
         group = EPGroup.alone()
-        routing = Routing.from_pairs(
-            self.tokens, self.experts, self.gates.detach(), num_tokens=self.T, E=self.E, group=group
-        )
-        gates = routing.gates_N.requires_grad_(True)
+        gates = self.routing.gates_N.detach().requires_grad_()
+        routing = dataclasses.replace(self.routing, gates_N=gates)
         transport = transport_for(group)
         inputs = [self.x, self.w1, self.w2, gates]
         return lambda: (moe(self.x, routing, self.w1, self.w2, transport=transport, group=group), inputs)
 
-    def kernels(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Forward and backward of the kernels alone."""
-        order = torch.argsort(self.experts * self.T + self.tokens)
-        rows = self.tokens[order].int()
-        starts = F.pad(torch.bincount(self.experts, minlength=self.E).cumsum(0), (1, 0)).int()
-        by_row = rows.long().sort(stable=True)
-        row_starts = torch.searchsorted(by_row.values, torch.arange(self.T + 1, device="cuda")).int()
-        lists = PairLists(rows, by_row.indices.int(), row_starts, starts)
-        gates, act = self.gates.detach()[order].contiguous(), activation_named("swiglu")
-        weights = ExpertWeights(self.w1.detach(), self.w2.detach())
-        ops: Any = operations
-        x = self.x.detach()
-        _, h = expert_mlp.forward(ops, x, gates, weights, lists, act)
-
-        def backward() -> None:
-            grads, _ = expert_mlp.backward_activations(ops, self.dout, h, gates, weights, lists, act)
-            expert_mlp.backward_up_weights(ops, x, grads, lists)
-            expert_mlp.backward_down_weights(ops, self.dout, grads, lists)
-
-        return lambda: expert_mlp.forward(ops, x, gates, weights, lists, act), backward
+    def sonic_ep_layer(self) -> Step:
+        c = self.config
+        config = MoEConfig(d=c.d, n=c.n, E=c.E, K=c.K, router=RouterConfig(), rounding=RoundingConfig(mode="off"))
+        layer = MoE(config, seed=0, device="cuda", dtype=torch.bfloat16)
+        layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
+        inputs = [self.x, layer.experts.w1, layer.experts.w2, layer.router.weight]
+        return lambda: (layer(self.x).y, inputs)
 
     def sonic_moe(self) -> Step:
         from sonicmoe.enums import ActivationType
         from sonicmoe.functional import moe_general_routing_inputs
 
         w1, w2 = self.w1.permute(1, 2, 0), self.w2.permute(1, 2, 0)
-        tokens, experts = self.tokens.int(), self.experts.int()
-        inputs = [self.x, self.w1, self.w2, self.gates]
+        tokens, experts = self.pairs.tokens.int(), self.pairs.experts.int()
+        gates = self.pairs.gates.detach().requires_grad_()
+        inputs = [self.x, self.w1, self.w2, gates]
         stream = torch.cuda.current_stream().cuda_stream
 
         def forward() -> tuple[Tensor, list[Tensor]]:
-            arguments = (self.x, self.gates, tokens, experts, w1, None, w2, None, self.E, stream)
+            arguments = (self.x, gates, tokens, experts, w1, None, w2, None, self.E, stream)
             return moe_general_routing_inputs(*arguments, ActivationType.SWIGLU)[0], inputs
 
         return forward
 
-    def torch_grouped(self) -> Step:
-        inputs = [self.x, self.w1, self.w2, self.gates]
+    def sonic_moe_layer(self) -> Step:
+        from sonicmoe.enums import ActivationType
+        from sonicmoe.functional import moe_TC_softmax_topk_layer
+
+        w1, w2 = self.w1.permute(1, 2, 0), self.w2.permute(1, 2, 0)
+        router = (torch.randn(self.E, self.d, device="cuda") * self.d**-0.5).bfloat16().requires_grad_()
+        inputs = [self.x, self.w1, self.w2, router]
+        stream = torch.cuda.current_stream().cuda_stream
 
         def forward() -> tuple[Tensor, list[Tensor]]:
-            order = self.experts.sort(stable=True).indices
-            tokens = self.tokens[order]
-            ends = torch.bincount(self.experts, minlength=self.E).cumsum(0).int()
+            arguments = (self.x, router, w1, None, w2, None, self.config.K, stream, ActivationType.SWIGLU)
+            out = moe_TC_softmax_topk_layer(*arguments, is_softmax_over_topk=False, norm_topk_probs=True)[0]
+            return out, inputs
+
+        return forward
+
+    def torch_grouped(self) -> Step:
+        gates = self.pairs.gates.detach().requires_grad_()
+        inputs = [self.x, self.w1, self.w2, gates]
+
+        def forward() -> tuple[Tensor, list[Tensor]]:
+            order = self.pairs.experts.sort(stable=True).indices
+            tokens = self.pairs.tokens[order]
+            ends = torch.bincount(self.pairs.experts, minlength=self.E).cumsum(0).int()
             h = torch._grouped_mm(self.x[tokens], self.w1.mT, offs=ends)
             a = F.silu(h[:, ::2]) * h[:, 1::2]
-            y = torch._grouped_mm(a, self.w2.mT, offs=ends) * self.gates[order, None]
-            out = torch.zeros(self.T, self.x.shape[1], device="cuda").index_add(0, tokens, y.float())
+            y = torch._grouped_mm(a, self.w2.mT, offs=ends) * gates[order, None]
+            out = torch.zeros(self.T, self.d, device="cuda").index_add(0, tokens, y.float())
             return out.bfloat16(), inputs
 
         return forward
@@ -115,7 +135,7 @@ class Problem:
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000)  # a backlog, so that Python's launches are ahead of the device
+    torch.cuda._sleep(10_000_000)  # a backlog, so that Python's launches are ahead of the device
     start.record()
     result = call()
     stop.record()
@@ -124,20 +144,23 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def race(problem: Problem, steps: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
-    """Median forward and backward milliseconds and kept MiB of each contestant, taking turns."""
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
+    """Median forward and backward milliseconds, kept MiB and backward's peak MiB of each contestant, taking turns."""
+    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
     for round_number in range(rounds + 2):
         for name, step in steps.items():
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             forward_ms, (out, inputs) = timed(step)
-            kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
-            backward_ms, _ = timed(lambda out=out, inputs=inputs: torch.autograd.grad(out, inputs, problem.dout))
-            del out
+            after = torch.cuda.memory_allocated()
+            kept = after - before - out.numel() * out.element_size()
+            torch.cuda.reset_peak_memory_stats()
+            backward_ms, grads = timed(lambda out=out, inputs=inputs: torch.autograd.grad(out, inputs, problem.dout))
+            peak = kept + torch.cuda.max_memory_allocated() - after - sum(g.numel() * g.element_size() for g in grads)
+            del out, grads
             if round_number >= 2:
-                times[name].append((forward_ms, backward_ms, kept / 2**20))
+                times[name].append((forward_ms, backward_ms, kept / 2**20, peak / 2**20))
     medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
-    keys = ("forward_ms", "backward_ms", "kept_mib")
+    keys = ("forward_ms", "backward_ms", "kept_mib", "backward_peak_mib")
     return {name: dict(zip(keys, values, strict=True)) for name, values in medians.items()}
 
 
@@ -158,7 +181,7 @@ def check(problem: Problem, steps: dict[str, Step]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=TOKENS, nargs="+", default=list(TOKENS))
+    parser.add_argument("--shape", choices=TOKENS, nargs="+", default=PAPER)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -166,13 +189,11 @@ def main() -> None:
     for shape in options.shape:
         torch.manual_seed(0)
         config = load_config(shape)
-        sizes = (TOKENS[shape], config.E, config.K, config.d, config.n)
-        problem = Problem(*sizes)
-        steps = {"torch_grouped_mm": problem.torch_grouped(), "sonic_ep": problem.sonic_ep()}
-        if find_spec("sonicmoe") is not None:
-            steps["sonic_moe"] = problem.sonic_moe()
+        problem = Problem(TOKENS[shape], config)
+        sizes = (problem.T, config.E, config.K, config.d, config.n)
+        steps = problem.experts()
         errors = check(problem, steps)
-        record = race(problem, steps, options.rounds)
+        record = race(problem, steps, options.rounds) | race(problem, problem.layers(), options.rounds)
         forward, backward = problem.kernels()
         alone = [(timed(forward)[0], timed(backward)[0]) for _ in range(options.rounds + 2)][2:]
         record["sonic_ep_kernels"] = {

@@ -54,11 +54,15 @@ def forward(
 
 @dataclass(frozen=True, slots=True)
 class ActivationGrads:
-    """What the first half of backward leaves for the second: dh_PJ, scaled_a_PI (A'), ds_P."""
+    """The first half of backward: dx_RH and ds_P, which other ranks wait for, and what the second half needs.
+
+    dh_PJ is for dW1 and db1, scaled_a_PI (A') for dW2: take dW2 first and let A' go, and the peak is that much lower.
+    """
 
     dh_PJ: Tensor
     scaled_a_PI: Tensor
     ds_P: Tensor
+    dx_RH: Tensor
 
 
 def backward_activations(
@@ -69,31 +73,31 @@ def backward_activations(
     weights: ExpertWeights,
     lists: PairLists,
     activation: Activation,
-) -> tuple[ActivationGrads, Tensor]:
-    """dS, dH and A', and dx_RH: everything that other ranks wait for."""
+) -> ActivationGrads:
+    """dS, dH and A', and dx_RH."""
     dh_PJ, scaled_a_PI, ds_P = ops.down_projection_backward(
         do_RH, weights.w2_eHI, weights.b2_eH, h_PJ, gates_P, lists.row_of_pair_P, lists.expert_starts_e, activation
     )
     dx_PH = ops.up_projection_backward(dh_PJ, weights.w1_eJH, lists.expert_starts_e)
     dx_RH = ops.gather_sum(dx_PH, lists.pairs_by_row_V, lists.pair_starts_R)
-    return ActivationGrads(dh_PJ, scaled_a_PI, ds_P), dx_RH
+    return ActivationGrads(dh_PJ, scaled_a_PI, ds_P, dx_RH)
 
 
-def backward_up_weights(ops: Operations, x_RH: Tensor, grads: ActivationGrads, lists: PairLists) -> Tensor:
-    """dW1 = dH^T X[row_of_pair] per expert."""
-    return ops.weight_grad(grads.dh_PJ, x_RH, lists.row_of_pair_P, lists.expert_starts_e)
-
-
-def backward_down_weights(ops: Operations, do_RH: Tensor, grads: ActivationGrads, lists: PairLists) -> Tensor:
+def backward_down_weights(ops: Operations, do_RH: Tensor, scaled_a_PI: Tensor, lists: PairLists) -> Tensor:
     """dW2 = dO[row_of_pair]^T A' per expert."""
-    return ops.weight_grad(grads.scaled_a_PI, do_RH, lists.row_of_pair_P, lists.expert_starts_e, transposed=True)
+    return ops.weight_grad(scaled_a_PI, do_RH, lists.row_of_pair_P, lists.expert_starts_e, transposed=True)
+
+
+def backward_up_weights(ops: Operations, x_RH: Tensor, dh_PJ: Tensor, lists: PairLists) -> Tensor:
+    """dW1 = dH^T X[row_of_pair] per expert."""
+    return ops.weight_grad(dh_PJ, x_RH, lists.row_of_pair_P, lists.expert_starts_e)
 
 
 def backward_biases(
-    ops: Operations, do_RH: Tensor, gates_P: Tensor, grads: ActivationGrads, lists: PairLists
+    ops: Operations, do_RH: Tensor, gates_P: Tensor, dh_PJ: Tensor, lists: PairLists
 ) -> tuple[Tensor, Tensor]:
     """db1 and db2."""
     return (
-        ops.bias_grad(grads.dh_PJ, lists.expert_starts_e),
+        ops.bias_grad(dh_PJ, lists.expert_starts_e),
         ops.gathered_bias_grad(do_RH, gates_P, lists.row_of_pair_P, lists.expert_starts_e),
     )

@@ -130,14 +130,17 @@ class _ExpertParallelMLP(torch.autograd.Function):
         # Every rank takes every collective, whether or not this one needs the result.
         do_RH = transport.dispatch(dout_TH.contiguous(), receipt)
         rows_RH = kept if ctx.kept_is_received else transport.dispatch(kept, receipt)
-        grads, dx_RH = expert_mlp.backward_activations(ops, do_RH, h_PJ, gates_P, weights, pairs, ctx.activation)
-        dx_TH = transport.combine(dx_RH, receipt)
+        grads = expert_mlp.backward_activations(ops, do_RH, h_PJ, gates_P, weights, pairs, ctx.activation)
+        dx_TH = transport.combine(grads.dx_RH, receipt)
         dgates_N = transport.return_pairs(grads.ds_P, receipt)
-        dw1 = expert_mlp.backward_up_weights(ops, rows_RH, grads, pairs) if needs_w1 else None
-        dw2 = expert_mlp.backward_down_weights(ops, do_RH, grads, pairs) if needs_w2 else None
+        dh_PJ, scaled_a_PI = grads.dh_PJ, grads.scaled_a_PI
+        del grads
+        dw2 = expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs) if needs_w2 else None
+        del scaled_a_PI
+        dw1 = expert_mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs) if needs_w1 else None
         db1, db2 = None, None
         if needs_b1 or needs_b2:
-            db1, db2 = expert_mlp.backward_biases(ops, do_RH, gates_P, grads, pairs)
+            db1, db2 = expert_mlp.backward_biases(ops, do_RH, gates_P, dh_PJ, pairs)
         return dx_TH, dgates_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None, None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from quack.cute_dsl_utils import get_device_capacity
-from quack.epilogue.frontend import gemm_epilogue
+from quack.epilogue.frontend import EpiMod, gemm_epilogue
 from quack.epilogue.library import dact_mod, dgated_mod, identity_epi, linear_act_mod
 from quack.epilogue.ops import RowVecLoad
 from quack.gemm import gemm as launch_gemm
@@ -55,22 +55,38 @@ def _bias_epilogue(acc, bias):  # type: ignore[no-untyped-def]  # traced by quac
 _PLANS: dict[tuple[object, ...], Any] = {}
 
 
-def _plan(key: tuple[object, ...], make: Callable[[], Any]) -> Any:
-    if key not in _PLANS:
-        _PLANS[key] = make()
-    return _PLANS[key]
+def _run(
+    key: tuple[object, ...],
+    mod: EpiMod,
+    config: Callable[[], GemmConfig],
+    A: Tensor,
+    B: Tensor,
+    C: Tensor | None = None,
+    **arguments: Any,
+) -> None:
+    """Launch the GEMM of a shape class, planned at its first use."""
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = _PLANS[key] = mod.plan(A, B, C, config=config(), **arguments)
+        plan.scratch = {}  # every launch names its own partial sums
+    plan.run(A, B, C, tile_count_semaphore=_tile_counter(plan.config, A), **arguments)
 
 
-def _config(operation: Operation, N: int, K: int, tensor: Tensor) -> GemmConfig:
+def _tile_counter(config: GemmConfig, like: Tensor) -> Tensor | None:
+    """Where the CTAs of a dynamic schedule draw their next tile from."""
+    return like.new_zeros(1, dtype=torch.int32) if config.is_dynamic_persistent else None
+
+
+def _config(operation: Operation, N: int, tensor: Tensor) -> GemmConfig:
     arch = get_device_capacity(tensor.device)[0]
-    tile = tile_config(operation, N, K, arch)
+    tile = tile_config(operation, N, arch)
     return GemmConfig(
         tile_m=tile.m,
         tile_n=tile.n,
         pingpong=tile.pingpong,
         cluster_m=tile.cluster_m,
         cluster_n=tile.cluster_n,
-        is_dynamic_persistent=False,
+        is_dynamic_persistent=tile.dynamic,
         device_capacity=arch,
     )
 
@@ -108,8 +124,7 @@ def up_projection(
     if b1_eJ is not None:
         arguments["mRowVecBroadcast"] = b1_eJ
     key = (*_class_key("up", x_RH, w1_eJH, b1_eJ), activation.name)
-    plan = _plan(key, lambda: mod.plan(x_RH, w1_eJH.mT, config=_config("up", J, x_RH.shape[1], x_RH), **arguments))
-    plan.run(x_RH, w1_eJH.mT, **arguments)
+    _run(key, mod, lambda: _config("up", J, x_RH), x_RH, w1_eJH.mT, **arguments)
     return h_PJ, a_PI
 
 
@@ -137,11 +152,7 @@ def _grouped_rows(
         mod = _bias_epilogue
         arguments["bias"] = bias_eN
     key = _class_key(operation, rows_PK, weights_eKN, bias_eN)
-    plan = _plan(
-        key,
-        lambda: mod.plan(rows_PK, weights_eKN, config=_config(operation, N, rows_PK.shape[1], rows_PK), **arguments),
-    )
-    plan.run(rows_PK, weights_eKN, **arguments)
+    _run(key, mod, lambda: _config(operation, N, rows_PK), rows_PK, weights_eKN, **arguments)
     return out_PN
 
 
@@ -162,7 +173,7 @@ def down_projection_backward(
         return dh_PJ, scaled_a_PI, torch.empty_like(gates_P)
     mod_of = dgated_mod if activation.gated else dact_mod
     mod = mod_of(ACTIVATION_NAMES[activation.name], has_scale=True, has_reduce=True)
-    config = _config("down_backward", I, do_RH.shape[1], do_RH)
+    config = _config("down_backward", I, do_RH)
     # One fp32 partial sum of dS per row and column tile.
     partial_PN = torch.empty(P, -(-I // config.tile_n), dtype=torch.float32, device=h_PJ.device)
     arguments: dict[str, Any] = {
@@ -170,10 +181,10 @@ def down_projection_backward(
         "cu_seqlens_m": expert_starts_e,
         "A_idx": row_of_pair_P,
         "mColVecBroadcast": gates_P,
+        "mColVecReduce": partial_PN,
     }
     key = (*_class_key("down_backward", do_RH, w2_eHI, h_PJ, gates_P), activation.name)
-    plan = _plan(key, lambda: mod.plan(do_RH, w2_eHI, h_PJ, config=config, mColVecReduce=partial_PN, **arguments))
-    plan.run(do_RH, w2_eHI, h_PJ, scratch={"mColVecReduce": partial_PN}, **arguments)
+    _run(key, mod, lambda: config, do_RH, w2_eHI, h_PJ, **arguments)
     ds_P = partial_PN.sum(1).to(gates_P.dtype)
     if b2_eH is not None:
         ds_P = ds_P + _row_dots(do_RH, b2_eH, row_of_pair_P, expert_starts_e).to(gates_P.dtype)
@@ -201,25 +212,29 @@ def weight_grad(
     D = out if transposed else out.mT
     varlen = {"cu_seqlens_k": expert_starts_e, "A_idx": row_of_pair_P}
     key = (*_class_key(operation, left_PA, right_RB, out), accumulate)
-    plan = _PLANS.get(key)
-    if plan is not None:
-        run_gemm_plan(plan, right_RB.T, left_PA.T, D, None, **varlen)
+    planned = _PLANS.get(key)
+    if planned is not None:
+        plan, config = planned
+        counter = _tile_counter(config, left_PA)
+        run_gemm_plan(plan, right_RB.T, left_PA.T, D, None, tile_count_semaphore=counter, **varlen)
         return out
-    config = _config(operation, A, 0, left_PA)
-    _PLANS[key] = launch_gemm(
+    config = _config(operation, A, left_PA)
+    plan = launch_gemm(
         right_RB.T,
         left_PA.T,
         D,
         None,
-        None,
+        _tile_counter(config, left_PA),
         config.tile_m,
         config.tile_n,
         config.cluster_m,
         config.cluster_n,
         pingpong=config.pingpong,
+        is_dynamic_persistent=config.is_dynamic_persistent,
         add_to_output=accumulate,
         **varlen,
     )
+    _PLANS[key] = plan, config
     return out
 
 

@@ -1,7 +1,8 @@
 """Tile choice per (operation, shape class, architecture): a table, filled by measurement, never by tuning at run time.
 
-A shape class is made of a GEMM's columns N and its contraction length K where that is fixed: sizes that do not change
-from step to step. Row counts do, and no choice depends on them. Cluster size along M stays 1: with 2 an expert's rows
+A shape class is a GEMM's number of columns N, which does not change from step to step. Row counts do, and no choice
+depends on them. The GEMMs over rows draw their tiles from a counter: with ragged experts, CTAs that take every 132nd
+tile drift apart until the experts in flight no longer fit the L2. Cluster size along M stays 1: with 2 an expert's rows
 would be padded to 256.
 """
 
@@ -13,31 +14,33 @@ Operation = Literal["up", "down", "down_backward", "up_backward", "weight_up", "
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """One CTA's output tile, whether two tiles alternate on the tensor cores (ping-pong), and the cluster."""
+    """One CTA's output tile, whether two tiles alternate on the tensor cores (ping-pong), the cluster, and whether CTAs
+    draw their next tile from a counter (dynamic) or take every 132nd."""
 
     m: int
     n: int
     pingpong: bool
     cluster_m: int = 1
     cluster_n: int = 1
+    dynamic: bool = False
 
     def __str__(self) -> str:
-        """Its name in the benchmark's records, as 128x192pc1."""
-        return f"{self.m}x{self.n}{'p' if self.pingpong else ''}c{self.cluster_n}"
+        """Its name in the benchmark's records, as 128x192pc11d."""
+        flags = "p" if self.pingpong else "", "d" if self.dynamic else ""
+        return f"{self.m}x{self.n}{flags[0]}c{self.cluster_m}{self.cluster_n}{flags[1]}"
 
 
-_PINGPONG_128 = TileConfig(128, 128, True)
-_PINGPONG_192 = TileConfig(128, 192, True)
-_WIDE = TileConfig(128, 256, False)
-_TALL = TileConfig(256, 192, False)
+_PINGPONG_128 = TileConfig(128, 128, True, dynamic=True)
+_PINGPONG_192 = TileConfig(128, 192, True, dynamic=True)
+_WIDE = TileConfig(128, 256, False, dynamic=True)
+_WIDE_STATIC = TileConfig(128, 256, False)
+_TALL_STATIC = TileConfig(256, 192, False)
 # Blackwell: compiled, not measured.
 _SM100 = TileConfig(128, 128, False)
-# From this contraction length on, dX is faster on wide tiles.
-_LONG_K = 1024
 
 
-def tile_config(operation: Operation, N: int, K: int, arch: int) -> TileConfig:
-    """The tile of a GEMM with N output columns and contraction length K (0 where rows are summed over).
+def tile_config(operation: Operation, N: int, arch: int) -> TileConfig:
+    """The tile of a GEMM with N output columns.
 
     arch: major compute capability, 9 or 10. Raises ValueError for another.
     """
@@ -45,22 +48,18 @@ def tile_config(operation: Operation, N: int, K: int, arch: int) -> TileConfig:
         return _SM100
     if arch != 9:
         raise ValueError(f"no tiles for compute capability {arch}.x; supported are 9.x (Hopper) and 10.x (Blackwell)")
-    return _hopper_tile(operation, N, K)
+    return _hopper_tile(operation, N)
 
 
-def _hopper_tile(operation: Operation, N: int, K: int) -> TileConfig:
+def _hopper_tile(operation: Operation, N: int) -> TileConfig:
     """Filled from benchmarks/results/grouped_gemms_h200.json (docs/gpu_kernels.md)."""
-    if N < 192:
-        return _PINGPONG_128
     divides = N % 192 == 0
     match operation:
         case "up":
-            return _PINGPONG_192 if divides else _WIDE
-        case "down":
-            return _PINGPONG_192
+            return _PINGPONG_128 if N < 192 else _PINGPONG_192 if divides else _WIDE
+        case "down" | "up_backward":
+            return _PINGPONG_128 if N < 192 else _PINGPONG_192
         case "down_backward":
             return _PINGPONG_128
-        case "up_backward":
-            return _WIDE if K >= _LONG_K else _PINGPONG_192
         case "weight_up" | "weight_down":
-            return _TALL if divides else _WIDE
+            return _TALL_STATIC if divides else _WIDE_STATIC

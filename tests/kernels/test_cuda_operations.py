@@ -209,9 +209,9 @@ def test_nothing_waits_for_the_device() -> None:
 
     def forward_and_backward() -> None:
         _, h = expert_mlp.forward(operations, o.x, o.gates, weights, lists, o.activation)
-        grads, _ = expert_mlp.backward_activations(operations, o.do, h, o.gates, weights, lists, o.activation)
-        expert_mlp.backward_up_weights(operations, o.x, grads, lists)
-        expert_mlp.backward_down_weights(operations, o.do, grads, lists)
+        grads = expert_mlp.backward_activations(operations, o.do, h, o.gates, weights, lists, o.activation)
+        expert_mlp.backward_up_weights(operations, o.x, grads.dh_PJ, lists)
+        expert_mlp.backward_down_weights(operations, o.do, grads.scaled_a_PI, lists)
 
     assert_nothing_waits(forward_and_backward)
 

@@ -1,0 +1,84 @@
+"""A random local MoE problem on a GPU: tokens, expert weights and (token, expert, gate) pairs with index lists."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sonic_ep import EPGroup, Routing
+from sonic_ep.dispatch.local import LocalTransport
+from sonic_ep.dispatch.plan import Plan
+from sonic_ep.kernels import expert_mlp
+from sonic_ep.kernels.activations import activation_named
+from sonic_ep.kernels.cuda import operations
+from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
+
+TILE = 128
+OPERATIONS: Any = operations
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """(N,) int64 tokens and experts, by token, and (N,) fp32 gates."""
+
+    tokens: Tensor
+    experts: Tensor
+    gates: Tensor
+
+
+def topk_pairs(T: int, E: int, K: int) -> Pairs:
+    """Plain top-K of random scores: ragged experts."""
+    scores, ids = torch.rand(T, E, device="cuda").topk(K)
+    tokens = torch.arange(T, device="cuda").repeat_interleave(K)
+    return Pairs(tokens, ids.flatten(), (scores / scores.sum(1, keepdim=True)).flatten())
+
+
+def tiled_pairs(T: int, E: int, num_pairs: int) -> Pairs:
+    """About `num_pairs` pairs, every expert with a multiple of 128 random tokens."""
+    tiles = num_pairs // TILE
+    counts = [(tiles // E + (e < tiles % E)) * TILE for e in range(E)]
+    tokens = torch.cat([torch.randperm(T, device="cuda")[:count] for count in counts])
+    experts = torch.arange(E, device="cuda").repeat_interleave(torch.tensor(counts, device="cuda"))
+    order = (tokens * E + experts).argsort()
+    return Pairs(tokens[order], experts[order], torch.rand(tokens.shape[0], device="cuda"))
+
+
+class LocalProblem:
+    """bf16, unit-scale rows; weights and rows want gradients."""
+
+    def __init__(self, pairs: Pairs, T: int, E: int, d: int, n: int) -> None:
+        self.pairs, self.T, self.E, self.d, self.n = pairs, T, E, d, n
+        self.P = pairs.tokens.shape[0]
+
+        def draw(*size: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*size, device="cuda") * scale).bfloat16()
+
+        self.x, self.dout = draw(T, d).requires_grad_(), draw(T, d)
+        self.w1, self.w2 = draw(E, 2 * n, d, scale=d**-0.5), draw(E, d, n, scale=n**-0.5)
+        self.w1.requires_grad_()
+        self.w2.requires_grad_()
+        self.activation = activation_named("swiglu")
+        self.routing = Routing.from_pairs(
+            pairs.tokens, pairs.experts, pairs.gates, num_tokens=T, E=E, group=EPGroup.alone()
+        )
+        counts = self.routing.counts
+        opened = LocalTransport().open(self.routing, Plan.from_counts(counts.rows_SE, counts.pairs_SE))
+        receipt, self.gates = opened.receipt, opened.gates_P
+        self.lists = PairLists(
+            receipt.row_of_pair_P, receipt.pairs_by_row_V, receipt.pair_starts_R, receipt.expert_starts_e
+        )
+
+    def kernels(self) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Forward and backward of the local experts, their lists given."""
+        x, weights = self.x.detach(), ExpertWeights(self.w1.detach(), self.w2.detach())
+        common = (weights, self.lists, self.activation)
+        _, h = expert_mlp.forward(OPERATIONS, x, self.gates, *common)
+
+        def backward() -> None:
+            grads = expert_mlp.backward_activations(OPERATIONS, self.dout, h, self.gates, *common)
+            expert_mlp.backward_down_weights(OPERATIONS, self.dout, grads.scaled_a_PI, self.lists)
+            expert_mlp.backward_up_weights(OPERATIONS, x, grads.dh_PJ, self.lists)
+
+        return lambda: expert_mlp.forward(OPERATIONS, x, self.gates, *common), backward
