@@ -19,11 +19,14 @@ from sonic_ep.kernels import reference
 from sonic_ep.kernels.activations import Activation
 from sonic_ep.kernels.pair_lists import Chunks, PairBuffer
 from sonic_ep.kernels.sent_rows import SentRows, TokenLists
+from sonic_ep.kernels.router import RouterOperations
 
 # What kernels/cuda imports; the extra "cuda" installs them.
 CUDA_MODULES = ("quack", "cutlass", "triton")
 
 _LOG = logging.getLogger("sonic_ep.kernels")
+# The router's kernels unroll a loop over a token's experts.
+_MAX_K = 16
 # TMA moves 16 bytes at least: rows of half-precision values must be multiples of 8 wide.
 _COLUMN_MULTIPLE = 8
 
@@ -130,6 +133,21 @@ def _lists(module: str, on_gpu: bool) -> Any:
     """A module of index lists, or its namesake of the same functions in kernels/cuda/."""
     folder = "sonic_ep.kernels.cuda" if on_gpu and find_spec("triton") is not None else "sonic_ep.kernels"
     return import_module(f"{folder}.{module}")
+
+
+def router_operations(logits_TE: Tensor, K: int) -> RouterOperations | None:
+    """The router's fused kernels, or None where plain torch has to do."""
+    if not logits_TE.is_cuda or logits_TE.dtype != torch.float32 or K > _MAX_K:
+        return None
+    return _router_on_gpu()
+
+
+@functools.cache
+def _router_on_gpu() -> RouterOperations | None:
+    if find_spec("triton") is None:
+        _LOG.warning("the router runs in plain torch, which is slow on a GPU: Triton is not installed")
+        return None
+    return cast(RouterOperations, import_module("sonic_ep.kernels.cuda.router_choice"))
 
 
 @functools.cache

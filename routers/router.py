@@ -92,7 +92,7 @@ class Router(nn.Module):
         draw = self._draw()
         selection = replayed_selection(self)
         if selection is None:
-            counts = agree(self._report(x_TH, logits_TE, choice, draw), self.config.rounding, group)
+            counts = agree(self._report(x_TH, choice, draw), self.config.rounding, group)
             selection = select(choice, counts, group.rank)
             if self.training:
                 self._counts_since_update_E += counts.chosen_SE.sum(0)
@@ -118,15 +118,14 @@ class Router(nn.Module):
         stochastic = self.training and self.config.rounding.mode == "stochastic"
         return int(torch.randint(2**31 - 1, ())) if stochastic else 0
 
-    def _report(self, x_TH: Tensor, logits_TE: Tensor, choice: Choice, draw: int) -> Report:
-        bad = (~logits_TE.detach().isfinite()).sum() if self.config.router.check_logits else None
+    def _report(self, x_TH: Tensor, choice: Choice, draw: int) -> Report:
         return Report(
             counts_E=choice.counts_E(),
             num_tokens=x_TH.shape[0],
             dtype=x_TH.dtype,
             training=self.training,
             draw=draw,
-            bad_logits=bad,
+            bad_logits=choice.bad_logits,
         )
 
     @torch.no_grad()

@@ -4,11 +4,15 @@ Legend: T tokens, E experts, K experts per token, g expert groups, N pairs.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from sonic_ep.config import RouterConfig
+from sonic_ep.kernels.operations import router_operations
+from sonic_ep.kernels.router import FusedChoice, RouterOperations
 from sonic_ep.routers.selection import choice_mask, top_experts
 
 
@@ -18,16 +22,21 @@ class Choice:
 
     scores_TE: differentiable scores in the dtype of the logits. ranking_TE: what the choice is made by (scores plus
     expert bias), detached. allowed_TE: bool, the experts in each token's groups; None without group limits.
-    topk_ids_TK: int64.
+    topk_ids_TK: int64. plain_counts_E: see counts_E, where they came with the choice. bad_logits: () int64 number of
+    NaN and inf logits, None unless check_logits asks for it.
     """
 
     scores_TE: Tensor
     ranking_TE: Tensor
     allowed_TE: Tensor | None
     topk_ids_TK: Tensor
+    plain_counts_E: Tensor | None = None
+    bad_logits: Tensor | None = None
 
     def counts_E(self) -> Tensor:
         """(E,) int64 tokens per expert, before any rounding."""
+        if self.plain_counts_E is not None:
+            return self.plain_counts_E
         E = self.scores_TE.shape[1]
         counts_E = torch.zeros(E, dtype=torch.int64, device=self.topk_ids_TK.device)
         ids = self.topk_ids_TK.flatten()
@@ -45,10 +54,44 @@ def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: Rout
     Source: group limits and bias as DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): the bias takes part in the choice
     only.
     """
+    fused = router_operations(logits_TE, K)
+    if fused is not None:
+        return _fused_choice(fused, logits_TE, expert_bias_E, K, config)
     scores_TE = scores_of(logits_TE, config)
     ranking_TE = scores_TE.detach() if expert_bias_E is None else scores_TE.detach() + expert_bias_E
     allowed_TE = None if config.num_groups == 1 else _experts_of_best_groups(ranking_TE, config)
-    return Choice(scores_TE, ranking_TE, allowed_TE, top_experts(ranking_TE, allowed_TE, K))
+    bad_logits = (~logits_TE.detach().isfinite()).sum() if config.check_logits else None
+    topk_ids_TK = top_experts(ranking_TE, allowed_TE, K)
+    return Choice(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, bad_logits=bad_logits)
+
+
+def _fused_choice(
+    operations: RouterOperations, logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig
+) -> Choice:
+    chosen = operations.choose(logits_TE.detach(), expert_bias_E, K, config)
+    scores_TE = _Scores.apply(logits_TE, chosen, config.score == "softmax")
+    return Choice(
+        scores_TE, chosen.ranking_TE, chosen.allowed_TE, chosen.topk_ids_TK, chosen.counts_E, chosen.bad_logits
+    )
+
+
+class _Scores(torch.autograd.Function):
+    """Scores that a kernel has computed from the logits, with the gradient that they have."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, chosen: FusedChoice, is_softmax: bool) -> Tensor:
+        ctx.is_softmax = is_softmax
+        ctx.save_for_backward(chosen.scores_TE)
+        return chosen.scores_TE.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (scores_TE,) = ctx.saved_tensors
+        (dscores_TE,) = grad_outputs
+        if ctx.is_softmax:
+            return scores_TE * (dscores_TE - (scores_TE * dscores_TE).sum(1, keepdim=True)), None, None
+        return dscores_TE * scores_TE * (1 - scores_TE), None, None
 
 
 def _experts_of_best_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
