@@ -147,7 +147,7 @@ def _router_on_gpu() -> RouterOperations | None:
     if find_spec("triton") is None:
         _LOG.warning("the router runs in plain torch, which is slow on a GPU: Triton is not installed")
         return None
-    return cast(RouterOperations, import_module("sonic_ep.kernels.cuda.router_choice"))
+    return cast(RouterOperations, import_module("sonic_ep.kernels.cuda.router"))
 
 
 @functools.cache

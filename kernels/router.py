@@ -1,6 +1,6 @@
 """The contract of the router's fused kernels. routers/topk.py and routers/balance.py hold their plain twins.
 
-Legend: T tokens, E experts, K experts per token.
+Legend: T tokens, E experts, K experts per token, N pairs, B sequences.
 """
 
 from typing import NamedTuple, Protocol
@@ -23,11 +23,58 @@ class FusedChoice(NamedTuple):
     bad_logits: Tensor | None
 
 
+class LossTerms(NamedTuple):
+    """Sums over each sequence's tokens, and over all; None where the config's losses do not need them.
+
+    shares_BE: fp32 scores, divided by the token's sum of them. counts_BE: int64 choices. squares: () fp32 logsumexp^2.
+    """
+
+    shares_BE: Tensor | None
+    counts_BE: Tensor | None
+    squares: Tensor | None
+
+
+class PairGradients(NamedTuple):
+    """token_ids_N, expert_ids_N: integers, no pair twice. dgates_N: fp32 gradient of their weights."""
+
+    token_ids_N: Tensor
+    expert_ids_N: Tensor
+    dgates_N: Tensor
+
+
+class LossGradient(NamedTuple):
+    """dloss: () fp32. dshares_BE: fp32 derivative of the balance loss by each share of a sequence; None without one."""
+
+    dloss: Tensor
+    dshares_BE: Tensor | None
+
+
 class RouterOperations(Protocol):
-    """Operations on fp32 logits, none of which records a gradient."""
+    """Operations on fp32 logits of at least one token, but for `choose`. They record no gradient."""
 
     def choose(self, logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedChoice:
         """The scores, and the choice by them: exactly `top_experts(ranking_TE, allowed_TE, K)` of routers/selection.py
         with the best groups of `ranking_TE` allowed. A softmax may differ from torch's in the last bits.
         """
+        ...
+
+    def gates_of_pairs(
+        self, scores_TE: Tensor, topk_ids_TK: Tensor, token_ids_N: Tensor, expert_ids_N: Tensor, config: RouterConfig
+    ) -> Tensor:
+        """(N,) fp32 weights by the rules of routers/topk.py. A pair is chosen if its expert is in its token's top K."""
+        ...
+
+    def loss_terms(self, logits_TE: Tensor, topk_ids_TK: Tensor, num_sequences: int, config: RouterConfig) -> LossTerms:
+        """What the values of the balance loss and the z-loss are made of. T must be a multiple of `num_sequences`."""
+        ...
+
+    def logits_gradient(
+        self,
+        logits_TE: Tensor,
+        topk_ids_TK: Tensor,
+        pairs: PairGradients | None,
+        loss: LossGradient | None,
+        config: RouterConfig,
+    ) -> Tensor:
+        """(T, E) fp32 gradient from the weights of pairs and from the sum of both losses."""
         ...

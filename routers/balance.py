@@ -38,9 +38,14 @@ def balance_loss(choice: Choice, counts: Counts, sequence_length: int, config: R
     if config.balance == "batch":
         load_E = choice.counts_E().to(shares_TE.dtype) / (T * K)
     else:
-        total_E = counts.chosen_SE.sum(0)
-        load_E = (total_E.to(shares_TE.dtype) / total_E.sum()).to(shares_TE.device, non_blocking=True)
+        load_E = load_of_group(counts, shares_TE)
     return config.balance_coef * E * (load_E * shares_TE.mean(0)).sum()
+
+
+def load_of_group(counts: Counts, like: Tensor) -> Tensor:
+    """(E,) each expert's share of the whole group's top-K choices, in the dtype and on the device of `like`."""
+    total_E = counts.chosen_SE.sum(0)
+    return (total_E.to(like.dtype) / total_E.sum()).to(like.device, non_blocking=True)
 
 
 def z_loss(logits_TE: Tensor, config: RouterConfig) -> Tensor:

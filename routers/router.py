@@ -15,11 +15,12 @@ from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import fill_normal
 from sonic_ep.routers.agreement import Report, agree
-from sonic_ep.routers.balance import balance_loss, updated_bias, z_loss
+from sonic_ep.routers.balance import updated_bias
+from sonic_ep.routers.outputs import weights_and_losses
 from sonic_ep.routers.replay import record_selection, replayed_selection
 from sonic_ep.routers.selection import choice_mask, pairs_of_choice, pairs_of_mask, select_tokens
 from sonic_ep.routers.statistics import RoutingStats, routing_stats
-from sonic_ep.routers.topk import Choice, choose, gates_of_pairs
+from sonic_ep.routers.topk import Choice, choose
 from sonic_ep.routing import INDEX_DTYPE, Counts, Routing, Selection
 
 
@@ -99,8 +100,7 @@ class Router(nn.Module):
         else:
             choice = Choice(choice.scores_TE, choice.ranking_TE, choice.allowed_TE, selection.topk_ids_TK)
         record_selection(self, selection)
-        gates_N = gates_of_pairs(choice, selection.token_ids_N, selection.expert_ids_N, selection.chosen_N, config)
-        loss = balance_loss(choice, selection.counts, sequence_length, config) + z_loss(logits_TE, config)
+        gates_N, loss = weights_and_losses(logits_TE, choice, selection, sequence_length, config)
         routing = Routing(gates_N, selection.token_ids_N, selection.counts, x_TH.shape[0])
         return Routed(routing, loss, routing_stats(choice, selection))
 

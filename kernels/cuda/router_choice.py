@@ -40,13 +40,14 @@ def _take_best(keys, columns):
 def _allowed(
     ranking,
     inside,
-    ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr,
     GROUP_WIDTH: tl.constexpr,
     GROUPS_PER_TOKEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Whether a column's group is among the row's best by the sum of its two best rankings; NaN in it puts it last."""
+    GROUPS_PADDED: tl.constexpr = COLUMNS // GROUP_WIDTH
     values = tl.reshape(tl.where(inside, ranking, float("-inf")), [ROWS, GROUPS_PADDED, GROUP_WIDTH])
     places = tl.arange(0, GROUP_WIDTH)[None, None, :]
     has_nan = tl.max((values != values).to(tl.int32), axis=2)
@@ -60,7 +61,7 @@ def _allowed(
         _winner, keys = _take_best(keys, groups)
     taken = ((keys == _TAKEN) & (groups < GROUPS)).to(tl.int32)
     spread = tl.broadcast_to(taken[:, :, None], [ROWS, GROUPS_PADDED, GROUP_WIDTH])
-    return tl.reshape(spread, [ROWS, GROUPS_PADDED * GROUP_WIDTH]) != 0
+    return tl.reshape(spread, [ROWS, COLUMNS]) != 0
 
 
 @triton.jit
@@ -80,12 +81,12 @@ def _choose(
     HAS_BIAS: tl.constexpr,
     COUNT_BAD: tl.constexpr,
     GROUPS: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr,
     GROUP_WIDTH: tl.constexpr,
     GROUPS_PER_TOKEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = GROUPS_PADDED * GROUP_WIDTH
+    # A group's columns are padded too: reshaped, they make a tile of rows, groups and experts of a group.
     PER_GROUP: tl.constexpr = E // GROUPS
     columns = tl.arange(0, COLUMNS)
     experts = columns // GROUP_WIDTH * PER_GROUP + columns % GROUP_WIDTH
@@ -113,7 +114,7 @@ def _choose(
         keys = tl.where(is_expert[None, :], _keys(ranking), _TAKEN)
         allowed, others = inside, keys
         if GROUPS > 1:
-            allowed = _allowed(ranking, is_expert[None, :], ROWS, GROUPS, GROUPS_PADDED, GROUP_WIDTH, GROUPS_PER_TOKEN)
+            allowed = _allowed(ranking, is_expert[None, :], GROUPS, GROUP_WIDTH, GROUPS_PER_TOKEN, COLUMNS, ROWS)
             tl.store(allowed_ptr + places, allowed.to(tl.uint8), mask=inside)
             others = tl.where(allowed, _TAKEN, keys)
             keys = tl.where(allowed, keys, _TAKEN)
@@ -136,7 +137,8 @@ def _choose(
 def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedChoice:
     """See kernels/router.py."""
     T, E = logits_TE.shape
-    tile = tile_of(E, config.num_groups)
+    width = triton.next_power_of_2(E // config.num_groups)
+    tile = tile_of(triton.next_power_of_2(config.num_groups) * width)
     logits_TE = logits_TE.contiguous()
     scores_TE = torch.empty_like(logits_TE)
     ranking_TE = scores_TE if expert_bias_E is None else torch.empty_like(logits_TE)
@@ -156,10 +158,13 @@ def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: Rout
             counts_E,
             bad_logits,
             T,
+            E=E,
             K=K,
             SOFTMAX=config.score == "softmax",
             HAS_BIAS=expert_bias_E is not None,
             COUNT_BAD=config.check_logits,
+            GROUPS=config.num_groups,
+            GROUP_WIDTH=width,
             GROUPS_PER_TOKEN=config.groups_per_token,
             **tile,
         )

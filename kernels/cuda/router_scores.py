@@ -1,8 +1,7 @@
 """What the router's kernels share: the layout of a tile of logits, and scores as torch computes them.
 
-A tile holds some tokens' logits over all experts, padded to powers of two within and over the expert groups: column c
-of a tile is expert c // GROUP_WIDTH * (E // GROUPS) + c % GROUP_WIDTH. One warp holds a tile of up to 1024 columns, so
-that a row is reduced by lanes alone.
+A tile holds some tokens' logits over all experts, padded to a power of two. One warp holds a tile of up to 1024
+columns, so that a row is reduced by lanes alone.
 
 Legend: T tokens, E experts.
 """
@@ -24,15 +23,10 @@ _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440e-4)
 
 
-def tile_of(E: int, num_groups: int = 1) -> dict[str, Any]:
-    """Keyword arguments of a launch: tile sizes and warps."""
-    groups, width = triton.next_power_of_2(num_groups), triton.next_power_of_2(E // num_groups)
-    columns = groups * width
+def tile_of(columns: int) -> dict[str, Any]:
+    """Keyword arguments of a launch over rows of so many columns, a power of two."""
     return {
-        "E": E,
-        "GROUPS": num_groups,
-        "GROUPS_PADDED": groups,
-        "GROUP_WIDTH": width,
+        "COLUMNS": columns,
         "ROWS": max(1, _VALUES // columns),
         "num_warps": min(16, max(1, columns // _MAX_COLUMNS_PER_WARP)),
     }
@@ -60,7 +54,7 @@ def softmax(logits, inside):
     largest = tl.max(logits, axis=1)
     terms = exponential(logits - largest[:, None])
     total = tl.sum(terms, axis=1)
-    return terms * (1.0 / total)[:, None], largest, total
+    return terms * tl.div_rn(1.0, total)[:, None], largest, total
 
 
 @triton.jit

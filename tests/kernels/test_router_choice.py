@@ -19,7 +19,7 @@ from sonic_ep.routers.selection import top_experts
 from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
-OPERATIONS: RouterOperations = import_module("sonic_ep.kernels.cuda.router_choice")  # type: ignore[assignment]
+OPERATIONS: RouterOperations = import_module("sonic_ep.kernels.cuda.router")  # type: ignore[assignment]
 # The interpreter computes in numpy, which warns of inf - inf.
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 

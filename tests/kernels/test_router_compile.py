@@ -3,7 +3,7 @@
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
+from sonic_ep.kernels.router import LossGradient, PairGradients, RouterOperations
 
 if find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -62,30 +63,42 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def choose(E: int, K: int, config: RouterConfig) -> None:
-    bias_E = meta(E) if config.expert_bias else None
-    import_module("sonic_ep.kernels.cuda.router_choice").choose(meta(4096, E), bias_E, K, config)
+def launch_all(E: int, K: int, config: RouterConfig) -> None:
+    """Every kernel of the router, for B = 4 sequences where the losses are per sequence."""
+    operations: RouterOperations = import_module("sonic_ep.kernels.cuda.router")  # type: ignore[assignment]
+    logits_TE, ids_TK = meta(4096, E), meta(4096, K, dtype=torch.int64)
+    tokens_N, experts_N = meta(9000, dtype=torch.int32), meta(9000, dtype=torch.int64)
+    operations.choose(logits_TE, meta(E) if config.expert_bias else None, K, config)
+    operations.gates_of_pairs(logits_TE, ids_TK, tokens_N, experts_N, config)
+    operations.loss_terms(logits_TE, ids_TK, 4, config)
+    pairs = PairGradients(tokens_N, experts_N, meta(9000))
+    loss = LossGradient(meta(), meta(4, E) if config.balance != "none" else None)
+    operations.logits_gradient(logits_TE, ids_TK, pairs, loss, config)
 
 
-DEEPSEEK = RouterConfig(score="sigmoid", expert_bias=True, num_groups=8, groups_per_token=4, check_logits=True)
-LAUNCHES: dict[str, Callable[[], None]] = {
-    "choose-8": lambda: choose(8, 2, RouterConfig()),
-    "choose-60": lambda: choose(60, 4, RouterConfig()),
-    "choose-128": lambda: choose(128, 8, RouterConfig()),
-    "choose-deepseek": lambda: choose(256, 8, DEEPSEEK),
-    "choose-384": lambda: choose(384, 8, RouterConfig(score="sigmoid", expert_bias=True)),
-    "choose-512": lambda: choose(512, 10, RouterConfig()),
-    "choose-1024": lambda: choose(1024, 16, RouterConfig()),
-    "choose-4096": lambda: choose(4096, 16, RouterConfig()),
+LOSSES: dict[str, Any] = {"balance": "sequence", "balance_coef": 0.01, "z_loss_coef": 0.001}
+DEEPSEEK = RouterConfig(
+    score="sigmoid", expert_bias=True, num_groups=8, groups_per_token=4, check_logits=True, scale=2.5, **LOSSES
+)
+ROUTERS: dict[str, tuple[int, int, RouterConfig]] = {
+    "8": (8, 2, RouterConfig(**LOSSES)),
+    "60": (60, 4, RouterConfig(renormalize=False)),
+    "128": (128, 8, RouterConfig()),
+    "128-losses": (128, 8, RouterConfig(check_logits=True, **LOSSES)),
+    "deepseek": (256, 8, DEEPSEEK),
+    "384-sigmoid": (384, 8, RouterConfig(score="sigmoid", expert_bias=True)),
+    "512": (512, 10, RouterConfig(**LOSSES)),
+    "1024": (1024, 16, RouterConfig()),
+    "4096": (4096, 16, RouterConfig(score="sigmoid", **LOSSES)),
 }
 
 
-@pytest.mark.parametrize("launch", [*LAUNCHES.values()], ids=[*LAUNCHES])
+@pytest.mark.parametrize("router", [*ROUTERS.values()], ids=[*ROUTERS])
 @pytest.mark.parametrize("arch", TARGETS)
-def test_compiles_without_spills(arch: str, launch: Callable[[], None], tmp_path: Path) -> None:
+def test_compiles_without_spills(arch: str, router: tuple[int, int, RouterConfig], tmp_path: Path) -> None:
     with only_compiled(TARGETS[arch]) as compiled:
-        launch()
-    assert compiled
+        launch_all(*router)
+    assert len(compiled) == 5
     for kernel in compiled:
         told = resources(kernel, arch, tmp_path)
         assert "0 bytes spill stores, 0 bytes spill loads" in told, told

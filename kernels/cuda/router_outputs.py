@@ -1,0 +1,304 @@
+"""Weights of the selected pairs, terms of the auxiliary losses, and the gradient of the logits from both, in Triton.
+
+Backward recomputes the scores from the logits, so that one T x E buffer is kept; it is one pass over them, which reads
+the gradients of the weights from a T x E buffer that they were written into (pairs are unique) and overwrites that.
+Sums over tokens are made in two stages, without atomics.
+
+Legend: T tokens, E experts, K experts per token, N pairs, B sequences of L tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sonic_ep.config import RouterConfig
+from sonic_ep.kernels.cuda.router_scores import programs_for, sigmoid, softmax, tile_of
+from sonic_ep.kernels.router import LossGradient, LossTerms, PairGradients
+
+_PAIRS = 256
+# Keeps a division finite, as in routers/topk.py and routers/balance.py.
+_EPSILON = tl.constexpr(1e-20)
+
+
+@triton.jit
+def _gates_of_pairs(
+    scores_ptr,
+    ids_ptr,
+    tokens_ptr,
+    experts_ptr,
+    gates_ptr,
+    N,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    in_N = pairs < N
+    tokens = tl.load(tokens_ptr + pairs, mask=in_N, other=0).to(tl.int64)
+    experts = tl.load(experts_ptr + pairs, mask=in_N, other=0).to(tl.int64)
+    gates = tl.load(scores_ptr + tokens * E + experts, mask=in_N, other=0.0)
+    if RENORMALIZE:
+        k = tl.arange(0, K_PADDED)[None, :]
+        inside = in_N[:, None] & (k < K)
+        ids = tl.load(ids_ptr + tokens[:, None] * K + k, mask=inside, other=0)
+        scores = tl.load(scores_ptr + tokens[:, None] * E + ids, mask=inside, other=0.0)
+        divided = tl.div_rn(gates, tl.sum(scores, axis=1) + _EPSILON)
+        if SOFTMAX:
+            chosen = tl.max((inside & (ids == experts[:, None])).to(tl.int32), axis=1)
+            gates = tl.where(chosen != 0, divided, gates)
+        else:
+            gates = divided
+    tl.store(gates_ptr + pairs, gates * scale, mask=in_N)
+
+
+@triton.jit
+def _spread_gradients(tokens_ptr, experts_ptr, dgates_ptr, dense_ptr, N, scale, E: tl.constexpr, PAIRS: tl.constexpr):
+    pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    in_N = pairs < N
+    tokens = tl.load(tokens_ptr + pairs, mask=in_N, other=0).to(tl.int64)
+    experts = tl.load(experts_ptr + pairs, mask=in_N, other=0).to(tl.int64)
+    dgates = tl.load(dgates_ptr + pairs, mask=in_N, other=0.0)
+    tl.store(dense_ptr + tokens * E + experts, dgates * scale, mask=in_N)
+
+
+@triton.jit
+def _is_chosen(ids_ptr, rows, in_T, experts, K: tl.constexpr):
+    """Which of the columns each row chose."""
+    chosen = rows[:, None] < 0
+    for k in tl.static_range(K):
+        ids = tl.load(ids_ptr + rows * K + k, mask=in_T, other=-1).to(tl.int32)
+        chosen = chosen | (experts[None, :] == ids[:, None])
+    return chosen
+
+
+@triton.jit
+def _loss_terms(
+    logits_ptr,
+    ids_ptr,
+    shares_ptr,
+    counts_ptr,
+    squares_ptr,
+    L,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    BALANCE: tl.constexpr,
+    COUNT: tl.constexpr,
+    SQUARES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    experts = tl.arange(0, COLUMNS)
+    is_expert = experts < E
+    shares = tl.zeros([COLUMNS], dtype=tl.float32)
+    counts = tl.zeros([COLUMNS], dtype=tl.int32)
+    squares = tl.zeros([ROWS], dtype=tl.float32)
+    start = tl.program_id(1) * ROWS
+    while start < L:
+        in_L = start + tl.arange(0, ROWS) < L
+        rows = (tl.program_id(0) * L + start).to(tl.int64) + tl.arange(0, ROWS)
+        inside = in_L[:, None] & is_expert[None, :]
+        logits = tl.load(logits_ptr + rows[:, None] * E + experts[None, :], mask=inside, other=0.0)
+        probabilities, largest, total = softmax(logits, is_expert[None, :])
+        if SQUARES:
+            logsumexp = largest + tl.log(total)
+            squares += tl.where(in_L, logsumexp * logsumexp, 0.0)
+        if BALANCE:
+            if not SOFTMAX:
+                scores = tl.where(is_expert[None, :], sigmoid(logits), 0.0)
+                probabilities = scores * (1.0 / (tl.sum(scores, axis=1) + _EPSILON))[:, None]
+            shares += tl.sum(tl.where(inside, probabilities, 0.0), axis=0)
+        if COUNT:
+            counts += tl.sum(_is_chosen(ids_ptr, rows, in_L, experts, K).to(tl.int32), axis=0)
+        start += tl.num_programs(1) * ROWS
+    program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    if BALANCE:
+        tl.store(shares_ptr + program * E + experts, shares, mask=is_expert)
+    if COUNT:
+        tl.store(counts_ptr + program * E + experts, counts, mask=is_expert)
+    if SQUARES:
+        tl.store(squares_ptr + program, tl.sum(squares, axis=0))
+
+
+@triton.jit
+def _through_gates(dgates, scores, chosen, SOFTMAX: tl.constexpr):
+    """Gradient of scores from that of weights divided by the sum of the chosen scores; see gates_of_pairs."""
+    inverse = 1.0 / (tl.sum(tl.where(chosen, scores, 0.0), axis=1) + _EPSILON)
+    divides = dgates
+    dscores = dgates * inverse[:, None]
+    if SOFTMAX:
+        divides = tl.where(chosen, dgates, 0.0)
+        dscores = tl.where(chosen, dscores, dgates)
+    # In this order: the square of the inverse can overflow.
+    dsum = -tl.sum(divides * scores, axis=1) * inverse * inverse
+    return dscores + tl.where(chosen, dsum[:, None], 0.0)
+
+
+@triton.jit
+def _logits_gradient(
+    logits_ptr,
+    ids_ptr,
+    dgates_ptr,
+    dshares_ptr,
+    dloss_ptr,
+    dlogits_ptr,
+    L,
+    z_factor,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    GATES: tl.constexpr,
+    BALANCE: tl.constexpr,
+    SQUARES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    experts = tl.arange(0, COLUMNS)
+    is_expert = experts < E
+    start = tl.program_id(1) * ROWS
+    while start < L:
+        in_L = start + tl.arange(0, ROWS) < L
+        rows = (tl.program_id(0) * L + start).to(tl.int64) + tl.arange(0, ROWS)
+        inside = in_L[:, None] & is_expert[None, :]
+        places = rows[:, None] * E + experts[None, :]
+        logits = tl.load(logits_ptr + places, mask=inside, other=0.0)
+        probabilities, largest, total = softmax(logits, is_expert[None, :])
+        scores = probabilities
+        if not SOFTMAX:
+            scores = tl.where(is_expert[None, :], sigmoid(logits), 0.0)
+        dscores = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        if GATES:
+            dscores = tl.load(dgates_ptr + places, mask=inside, other=0.0)
+            if RENORMALIZE:
+                dscores = _through_gates(dscores, scores, _is_chosen(ids_ptr, rows, in_L, experts, K), SOFTMAX)
+        if BALANCE:
+            dshares_at = dshares_ptr + tl.program_id(0).to(tl.int64) * E + experts
+            dshares = (tl.load(dshares_at, mask=is_expert, other=0.0) * tl.load(dloss_ptr))[None, :]
+            if not SOFTMAX:
+                inverse = 1.0 / (tl.sum(scores, axis=1) + _EPSILON)
+                mean = tl.sum(dshares * scores, axis=1) * inverse
+                dshares = (dshares - mean[:, None]) * inverse[:, None]
+            dscores += dshares
+        if SOFTMAX:
+            dlogits = scores * (dscores - tl.sum(scores * dscores, axis=1)[:, None])
+        else:
+            dlogits = dscores * scores * (1.0 - scores)
+        if SQUARES:
+            logsumexp = largest + tl.log(total)
+            dlogits += probabilities * (logsumexp * (z_factor * tl.load(dloss_ptr)))[:, None]
+        tl.store(dlogits_ptr + places, dlogits, mask=inside)
+        start += tl.num_programs(1) * ROWS
+
+
+def gates_of_pairs(
+    scores_TE: Tensor, topk_ids_TK: Tensor, token_ids_N: Tensor, expert_ids_N: Tensor, config: RouterConfig
+) -> Tensor:
+    """See kernels/router.py."""
+    N, K = token_ids_N.shape[0], topk_ids_TK.shape[1]
+    gates_N = scores_TE.new_empty(N)
+    if N > 0:
+        _gates_of_pairs[(triton.cdiv(N, _PAIRS),)](
+            scores_TE,
+            topk_ids_TK.contiguous(),
+            token_ids_N.contiguous(),
+            expert_ids_N.contiguous(),
+            gates_N,
+            N,
+            config.scale,
+            E=scores_TE.shape[1],
+            K=K,
+            K_PADDED=triton.next_power_of_2(K),
+            SOFTMAX=config.score == "softmax",
+            RENORMALIZE=config.renormalize,
+            PAIRS=_PAIRS,
+        )
+    return gates_N
+
+
+def loss_terms(logits_TE: Tensor, topk_ids_TK: Tensor, num_sequences: int, config: RouterConfig) -> LossTerms:
+    """See kernels/router.py."""
+    B, E, L = num_sequences, logits_TE.shape[1], logits_TE.shape[0] // num_sequences
+    tile = tile_of(triton.next_power_of_2(E))
+    programs = programs_for(L, tile, B)
+    balance, squares = config.balance != "none", config.z_loss_coef != 0
+    count = config.balance in ("sequence", "batch")
+    shares_BPE = logits_TE.new_empty(B, programs, E) if balance else logits_TE
+    counts_BPE = logits_TE.new_empty(B, programs, E, dtype=torch.int32) if count else topk_ids_TK
+    squares_BP = logits_TE.new_empty(B, programs) if squares else logits_TE
+    _loss_terms[(B, programs)](
+        logits_TE.contiguous(),
+        topk_ids_TK.contiguous(),
+        shares_BPE,
+        counts_BPE,
+        squares_BP,
+        L,
+        E=E,
+        K=topk_ids_TK.shape[1],
+        SOFTMAX=config.score == "softmax",
+        BALANCE=balance,
+        COUNT=count,
+        SQUARES=squares,
+        **tile,
+    )
+    return LossTerms(
+        shares_BPE.sum(1) if balance else None,
+        counts_BPE.sum(1) if count else None,
+        squares_BP.sum() if squares else None,
+    )
+
+
+def logits_gradient(
+    logits_TE: Tensor,
+    topk_ids_TK: Tensor,
+    pairs: PairGradients | None,
+    loss: LossGradient | None,
+    config: RouterConfig,
+) -> Tensor:
+    """See kernels/router.py."""
+    T, E = logits_TE.shape
+    dlogits_TE = torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
+    if pairs is not None:
+        _spread(pairs, dlogits_TE.zero_(), config.scale)
+    dshares_BE = None if loss is None else loss.dshares_BE
+    B = 1 if dshares_BE is None else dshares_BE.shape[0]
+    tile = tile_of(triton.next_power_of_2(E))
+    _logits_gradient[(B, programs_for(T // B, tile, B))](
+        logits_TE.contiguous(),
+        topk_ids_TK.contiguous(),
+        dlogits_TE,
+        logits_TE if dshares_BE is None else dshares_BE,
+        logits_TE if loss is None else loss.dloss,
+        dlogits_TE,
+        T // B,
+        2 * config.z_loss_coef / T,
+        E=E,
+        K=topk_ids_TK.shape[1],
+        SOFTMAX=config.score == "softmax",
+        RENORMALIZE=config.renormalize,
+        GATES=pairs is not None,
+        BALANCE=dshares_BE is not None,
+        SQUARES=loss is not None and config.z_loss_coef != 0,
+        **tile,
+    )
+    return dlogits_TE
+
+
+def _spread(pairs: PairGradients, dense_TE: Tensor, scale: float) -> None:
+    N = pairs.dgates_N.shape[0]
+    if N > 0:
+        _spread_gradients[(triton.cdiv(N, _PAIRS),)](
+            pairs.token_ids_N.contiguous(),
+            pairs.expert_ids_N.contiguous(),
+            pairs.dgates_N.contiguous(),
+            dense_TE,
+            N,
+            scale,
+            E=dense_TE.shape[1],
+            PAIRS=_PAIRS,
+        )

@@ -1,0 +1,88 @@
+"""What of a routing carries a gradient: the weights of its pairs and the auxiliary losses. Fused where kernels exist.
+
+Fused, one kernel computes the whole gradient of the logits, and the logits are the one T x E tensor kept for it.
+
+Legend: T tokens, E experts, K experts per token, N pairs, B sequences.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sonic_ep.config import RouterConfig
+from sonic_ep.kernels.operations import router_operations
+from sonic_ep.kernels.router import LossGradient, PairGradients, RouterOperations
+from sonic_ep.routers.balance import balance_loss, load_of_group, z_loss
+from sonic_ep.routers.topk import Choice, gates_of_pairs
+from sonic_ep.routing import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    scores_TE: Tensor
+    selection: Selection
+    sequence_length: int
+    config: RouterConfig
+    operations: RouterOperations
+
+
+def weights_and_losses(
+    logits_TE: Tensor, choice: Choice, selection: Selection, sequence_length: int, config: RouterConfig
+) -> tuple[Tensor, Tensor]:
+    """(N,) combine weights of the selected pairs, and () balance loss plus z-loss; see gates_of_pairs and balance.py.
+
+    choice: of these logits, by the K experts of `selection.topk_ids_TK`.
+    """
+    operations = router_operations(logits_TE, selection.topk_ids_TK.shape[1])
+    if operations is None or logits_TE.shape[0] == 0:
+        gates_N = gates_of_pairs(choice, selection.token_ids_N, selection.expert_ids_N, selection.chosen_N, config)
+        return gates_N, balance_loss(choice, selection.counts, sequence_length, config) + z_loss(logits_TE, config)
+    call = _Call(choice.scores_TE.detach(), selection, sequence_length, config, operations)
+    return _WeightsAndLosses.apply(logits_TE, call)
+
+
+class _WeightsAndLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        chosen, config = call.selection, call.config
+        gates_N = call.operations.gates_of_pairs(
+            call.scores_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, config
+        )
+        loss, dshares_BE = _loss(logits_TE, call)
+        ctx.save_for_backward(logits_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, dshares_BE)
+        ctx.config, ctx.operations = config, call.operations
+        ctx.set_materialize_grads(False)
+        return gates_N, loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dgates_N, dloss = grad_outputs
+        logits_TE, topk_ids_TK, token_ids_N, expert_ids_N, dshares_BE = ctx.saved_tensors
+        pairs = None if dgates_N is None else PairGradients(token_ids_N, expert_ids_N, dgates_N)
+        loss = None if dloss is None else LossGradient(dloss, dshares_BE)
+        return ctx.operations.logits_gradient(logits_TE, topk_ids_TK, pairs, loss, ctx.config), None
+
+
+def _loss(logits_TE: Tensor, call: _Call) -> tuple[Tensor, Tensor | None]:
+    """Both losses' value, and the balance loss's derivative by the shares; see balance_loss and z_loss."""
+    config, (T, E), K = call.config, logits_TE.shape, call.selection.topk_ids_TK.shape[1]
+    loss, dshares_BE = logits_TE.new_zeros(()), None
+    if config.balance == "none" and config.z_loss_coef == 0:
+        return loss, dshares_BE
+    L = call.sequence_length if config.balance == "sequence" else T
+    B = T // L
+    terms = call.operations.loss_terms(logits_TE, call.selection.topk_ids_TK, B, config)
+    if terms.shares_BE is not None:
+        if terms.counts_BE is None:
+            load_BE = load_of_group(call.selection.counts, logits_TE)[None, :]
+        else:
+            load_BE = terms.counts_BE.to(logits_TE.dtype) / (L * K)
+        dshares_BE = load_BE * (config.balance_coef * E / (B * L))
+        loss = loss + (dshares_BE * terms.shares_BE).sum()
+    if terms.squares is not None:
+        loss = loss + terms.squares * (config.z_loss_coef / T)
+    return loss, dshares_BE
