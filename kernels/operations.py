@@ -18,8 +18,8 @@ from sonic_ep.extras import missing_extra
 from sonic_ep.kernels import reference
 from sonic_ep.kernels.activations import Activation
 from sonic_ep.kernels.pair_lists import Chunks, PairBuffer
-from sonic_ep.kernels.sent_rows import SentRows, TokenLists
 from sonic_ep.kernels.router import RouterOperations
+from sonic_ep.kernels.sent_rows import SentRows, TokenLists
 
 # What kernels/cuda imports; the extra "cuda" installs them.
 CUDA_MODULES = ("quack", "cutlass", "triton")
