@@ -30,7 +30,8 @@ CHUNK_MULTIPLES = (128, 64, 32, 16)
 CHANGE_BUDGET = 0.066
 # Apportionment changes this much more than independent uniform remainders would (docs/token_rounding.md, simulated).
 _APPORTION_OVERHEAD = 1.034
-_SEARCH_BITS = 33
+# Of the priorities that `deal_units` searches: counts and their multiples.
+_SEARCH_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +175,20 @@ def _noise(like: Tensor, below: Tensor, draw: int) -> Tensor:
 def _apportion(chosen_SE: Tensor, tokens_S1: Tensor, t: Tensor, G: int) -> Tensor:
     # Room for every rounded total, in padding if need be; none on a rank without tokens.
     room_S1 = _up(tokens_S1, G) // t
-    return t * deal_units(chosen_SE, t, room_S1.expand_as(chosen_SE), _nearest(chosen_SE.sum(0), G) // t)
+    wanted_E = _nearest(chosen_SE.sum(0), G) // t
+    # With the counts' own floors dealt, at most half a G is to be dealt or taken back, at worst by one rank.
+    return t * deal_units(chosen_SE, t, room_S1.expand_as(chosen_SE), wanted_E, search_bits=(3 * G).bit_length())
 
 
-def deal_units(weights: Tensor, step: Tensor | int, caps: Tensor, wanted: Tensor) -> Tensor:
+def deal_units(
+    weights: Tensor, step: Tensor | int, caps: Tensor, wanted: Tensor, *, search_bits: int = _SEARCH_BITS
+) -> Tensor:
     """Deal `wanted` units to the holders along dim 0, each to the one with the largest weight left.
 
     A holder's j-th unit (from 0) has priority weights - j * step; the highest priorities win, ties go to the first
     holder, and none gets more than `caps`. With weights = counts and step = t this is the largest-remainder method, and
-    minimises sum |units * t - counts|; with weights = 0 it is water filling.
+    minimises sum |units * t - counts|; with weights = 0 it is water filling. The priority of the last unit dealt must
+    be within +-2^search_bits: a binary search finds it in that many steps and one.
 
     Shapes:  weights, caps (holders, columns); wanted (columns,) with wanted <= caps.sum(0); int64. Result like weights.
     Example: weights [[130], [100], [20]], step 64, caps 9, wanted 4 -> priorities 130 66 2 | 100 36 | 20 -> [[2], [2],
@@ -192,9 +198,10 @@ def deal_units(weights: Tensor, step: Tensor | int, caps: Tensor, wanted: Tensor
     def units_above(level: Tensor) -> Tensor:
         return torch.minimum((-((level - weights) // step)).clamp(min=0), caps)
 
-    low = torch.full_like(wanted, -(2 ** (_SEARCH_BITS - 1)))
-    high = torch.full_like(wanted, 2 ** (_SEARCH_BITS - 1))
-    for _ in range(_SEARCH_BITS):
+    if weights.shape[0] == 1:
+        return wanted[None]
+    low, high = torch.full_like(wanted, -(2**search_bits)), torch.full_like(wanted, 2**search_bits)
+    for _ in range(search_bits + 1):
         middle = (low + high) // 2
         fits = units_above(middle).sum(0) <= wanted
         high = torch.where(fits, middle, high)

@@ -167,6 +167,8 @@ def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: Rout
             GROUP_WIDTH=width,
             GROUPS_PER_TOKEN=config.groups_per_token,
             **tile,
+            # score + bias as two roundings, as everyone else computes it from the scores written here.
+            enable_fp_fusion=False,
         )
     return FusedChoice(
         scores_TE, ranking_TE, allowed_TE, topk_ids_TK, counts_E, bad_logits if config.check_logits else None
