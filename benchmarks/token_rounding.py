@@ -1,0 +1,126 @@
+"""Token rounding against plain top-K on one GPU: the whole layer, forward and backward, router time included and apart.
+
+    python benchmarks/token_rounding.py --out results.json [--shape sparse_256]
+
+The same layer, tokens and weights with rounding "off" and with the default of training ("apportion", which on one rank
+rounds every expert's count to the nearest multiple of 128), taking turns in one run. `router` is the router's forward
+alone: scores, choice, decision, selection, weights. `experts` is `sonic_ep.functional.moe` on either routing. Times are
+medians over CUDA events that include waiting for the host; changed_share is the share of pairs that rounding changed.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig
+from sonic_ep.functional import moe, transport_for
+
+# T, E, K, d, n. The first: few tokens per expert (2 tiles each), where the paper's gain is largest.
+SHAPES = {
+    "sparse_256": (16384, 256, 4, 2048, 1024),
+    "qwen3_next_80b_a3b": (16384, 512, 10, 2048, 512),
+}
+MODES = ("off", "apportion")
+Timed = tuple[float, float]
+
+
+def between(begin: Callable[[], Any], end: Callable[[Any], Any]) -> Timed:
+    """Milliseconds of the two halves of a step: forward, and backward of what it returned."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    result = begin()
+    marks[1].record()
+    end(result)
+    marks[2].record()
+    torch.cuda.synchronize()
+    return marks[0].elapsed_time(marks[1]), marks[1].elapsed_time(marks[2])
+
+
+class Contestant:
+    """One layer and its steps. Every contestant of a race has the same weights."""
+
+    def __init__(self, config: MoEConfig, mode: Any, T: int) -> None:
+        rounding = dataclasses.replace(config.rounding, mode=mode)
+        self.layer = MoE(dataclasses.replace(config, rounding=rounding), seed=0, device="cuda", dtype=torch.bfloat16)
+        self.layer.router.weight.data.mul_(config.d**-0.5 / config.init_std)  # logits of unit scale
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.x = torch.randn(T, config.d, device="cuda", generator=generator).bfloat16().requires_grad_()
+        self.dy = torch.randn(T, config.d, device="cuda", generator=generator).bfloat16()
+        self.group = EPGroup.alone()
+        self.transport = transport_for(self.group)
+        with torch.no_grad():
+            self.routed = self.layer.router(self.x, group=self.group, sequence_length=T)
+
+    def step(self) -> Timed:
+        inputs = [self.x, *self.layer.parameters()]
+        return between(lambda: self.layer(self.x).y, lambda y: torch.autograd.grad(y, inputs, self.dy))
+
+    def experts(self) -> Timed:
+        w1, w2 = self.layer.experts.w1, self.layer.experts.w2
+        gates = self.routed.routing.gates_N.detach().requires_grad_()
+        routing = dataclasses.replace(self.routed.routing, gates_N=gates)
+
+        def forward() -> Tensor:
+            return moe(self.x, routing, w1, w2, transport=self.transport, group=self.group)
+
+        return between(forward, lambda y: torch.autograd.grad(y, [self.x, w1, w2, gates], self.dy))
+
+    @torch.no_grad()
+    def router(self) -> Timed:
+        return between(
+            lambda: self.layer.router(self.x, group=self.group, sequence_length=self.x.shape[0]), lambda _: None
+        )
+
+
+def race(contestants: dict[str, Contestant], rounds: int) -> dict[str, dict[str, float]]:
+    times: dict[str, dict[str, list[Timed]]] = {
+        mode: {"layer": [], "experts": [], "router": []} for mode in contestants
+    }
+    for round_number in range(rounds + 3):
+        for mode, contestant in contestants.items():
+            measured = {"layer": contestant.step(), "experts": contestant.experts(), "router": contestant.router()}
+            if round_number >= 3:
+                for name, value in measured.items():
+                    times[mode][name].append(value)
+    results: dict[str, dict[str, float]] = {}
+    for mode, contestant in contestants.items():
+        row: dict[str, float] = {}
+        for name, values in times[mode].items():
+            row[f"{name}_forward_ms"] = statistics.median(a for a, _ in values)
+            if name != "router":
+                row[f"{name}_backward_ms"] = statistics.median(b for _, b in values)
+        row["changed_share"] = float(contestant.routed.stats.changed_share)
+        results[mode] = row
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
+    for shape in options.shape:
+        T, E, K, d, n = SHAPES[shape]
+        config = MoEConfig(d=d, n=n, E=E, K=K, rounding=RoundingConfig())
+        record = race({mode: Contestant(config, mode, T) for mode in MODES}, options.rounds)
+        print(shape, SHAPES[shape], flush=True)
+        for mode, row in record.items():
+            total = row["layer_forward_ms"] + row["layer_backward_ms"]
+            print(f"  {mode:10} {total:.3f} ms", {key: round(value, 3) for key, value in row.items()}, flush=True)
+        results["shapes"][shape] = {"sizes": SHAPES[shape], "modes": record}
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
