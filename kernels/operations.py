@@ -18,17 +18,21 @@ from sonic_ep.extras import missing_extra
 from sonic_ep.kernels import reference
 from sonic_ep.kernels.activations import Activation
 from sonic_ep.kernels.pair_lists import Chunks, PairBuffer
-from sonic_ep.kernels.router import RouterOperations
+from sonic_ep.kernels.router import RouterLinear, RouterOperations
 from sonic_ep.kernels.sent_rows import SentRows, TokenLists
 
 # What kernels/cuda imports; the extra "cuda" installs them.
 CUDA_MODULES = ("quack", "cutlass", "triton")
 
 _LOG = logging.getLogger("sonic_ep.kernels")
+# Major compute capabilities with tensor cores and shared memory as the kernels want them: Hopper and Blackwell.
+_MAJORS = (9, 10)
 # The router's kernels unroll a loop over a token's experts.
 _MAX_K = 16
 # TMA moves 16 bytes at least: rows of half-precision values must be multiples of 8 wide.
 _COLUMN_MULTIPLE = 8
+# Triton takes rows for aligned if they are a multiple of this wide.
+_ROW_MULTIPLE = 16
 
 
 class Operations(Protocol):
@@ -150,6 +154,20 @@ def _router_on_gpu() -> RouterOperations | None:
     return cast(RouterOperations, import_module("sonic_ep.kernels.cuda.router"))
 
 
+def router_linear(x_TH: Tensor) -> RouterLinear | None:
+    """The router's linear layer on tensor cores, or None where fp32 arithmetic has to do."""
+    if not x_TH.is_cuda or x_TH.dtype != torch.bfloat16 or x_TH.shape[0] == 0 or x_TH.shape[1] % _ROW_MULTIPLE:
+        return None
+    return _router_linear_on_gpu(x_TH.device)
+
+
+@functools.cache
+def _router_linear_on_gpu(device: torch.device) -> RouterLinear | None:
+    if torch.cuda.get_device_capability(device)[0] not in _MAJORS or find_spec("triton") is None:
+        return None
+    return cast(RouterLinear, import_module("sonic_ep.kernels.cuda.router_linear"))
+
+
 @functools.cache
 def _on_gpu(device: torch.device, dtype: torch.dtype, aligned: bool, activation: str) -> Operations:
     reason = _obstacle(device, dtype, aligned, activation)
@@ -164,7 +182,7 @@ def _on_gpu(device: torch.device, dtype: torch.dtype, aligned: bool, activation:
 def _obstacle(device: torch.device, dtype: torch.dtype, aligned: bool, activation: str) -> str | None:
     """Why the GPU kernels cannot run, or None."""
     major, minor = torch.cuda.get_device_capability(device)
-    if major not in (9, 10):
+    if major not in _MAJORS:
         return f"compute capability {major}.{minor} has no kernels here; 9.x (Hopper) and 10.x (Blackwell) do"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels compute in bfloat16 and float16, the rows are {dtype}"

@@ -1,6 +1,6 @@
 """The contract of the router's fused kernels. routers/topk.py and routers/balance.py hold their plain twins.
 
-Legend: T tokens, E experts, K experts per token, N pairs, B sequences.
+Legend: T tokens, H hidden size, E experts, K experts per token, N pairs, B sequences.
 """
 
 from typing import NamedTuple, Protocol
@@ -77,4 +77,22 @@ class RouterOperations(Protocol):
         config: RouterConfig,
     ) -> Tensor:
         """(T, E) fp32 gradient from the weights of pairs and from the sum of both losses."""
+        ...
+
+
+class RouterLinear(Protocol):
+    """Logits of at least one bf16 row by fp32 weights, and their gradients. No operation records a gradient."""
+
+    def logits(self, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
+        """(T, E) fp32, off by at most (H / 64 + 80) 2^-24 sum |x| |w|: 80 for what tensor cores cut off in sums of 64
+        terms, the rest for adding those. One fp32 sum of H terms is off by up to H 2^-24 sum |x| |w|.
+        """
+        ...
+
+    def gradients(
+        self, dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, *, of_x: bool, of_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(T, H) bf16 gradient of x, off by about 2^-16 sum |dlogits| |w| before it is rounded; (E, H) fp32 gradient of
+        the weight, off as the logits are, with T in place of H.
+        """
         ...

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Self, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sonic_ep.config import MoEConfig
@@ -16,6 +15,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import fill_normal
 from sonic_ep.routers.agreement import Report, agree
 from sonic_ep.routers.balance import updated_bias
+from sonic_ep.routers.linear import linear
 from sonic_ep.routers.outputs import weights_and_losses
 from sonic_ep.routers.replay import record_selection, replayed_selection
 from sonic_ep.routers.selection import choice_mask, pairs_of_choice, pairs_of_mask, select_tokens
@@ -71,13 +71,11 @@ class Router(nn.Module):
 
     def logits(self, x_TH: Tensor) -> Tensor:
         """(T, E) logits in fp32, or in float64 for float64 x; with jitter in training."""
-        dtype = torch.promote_types(x_TH.dtype, torch.float32)
-        x_TH = x_TH.to(dtype)
         jitter = self.config.router.jitter
         if self.training and jitter:
+            x_TH = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
             x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - jitter, 1 + jitter)
-        with torch.autocast(x_TH.device.type, enabled=False):
-            return F.linear(x_TH, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        return linear(x_TH, self.weight, self.bias)
 
     def forward(self, x_TH: Tensor, *, group: EPGroup, sequence_length: int) -> Routed:
         """Route this rank's tokens. A collective: every rank of the group calls it.

@@ -7,7 +7,7 @@ import torch
 
 from sonic_ep.kernels import reference
 from sonic_ep.kernels.activations import activation_named
-from sonic_ep.kernels.operations import _lists, gather_sum, operations_for
+from sonic_ep.kernels.operations import _lists, gather_sum, operations_for, router_linear, router_operations
 
 
 def test_the_cpu_takes_the_reference() -> None:
@@ -25,3 +25,8 @@ def test_index_lists_are_tritons_on_a_gpu(module: str) -> None:
     folder = "kernels" if find_spec("triton") is None else "kernels.cuda"
     assert _lists(module, on_gpu=True).__name__ == f"sonic_ep.{folder}.{module}"
     assert _lists(module, on_gpu=False).__name__ == f"sonic_ep.kernels.{module}"
+
+
+def test_the_router_has_no_kernels_on_the_cpu() -> None:
+    assert router_operations(torch.zeros(2, 8), 2) is None
+    assert router_linear(torch.zeros(2, 16, dtype=torch.bfloat16)) is None

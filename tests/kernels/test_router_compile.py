@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.kernels.router import LossGradient, PairGradients, RouterOperations
+from sonic_ep.kernels.router import LossGradient, PairGradients, RouterLinear, RouterOperations
 
 if find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -76,6 +76,13 @@ def launch_all(E: int, K: int, config: RouterConfig) -> None:
     operations.logits_gradient(logits_TE, ids_TK, pairs, loss, config)
 
 
+def launch_linear(T: int, E: int, H: int) -> None:
+    operations: RouterLinear = import_module("sonic_ep.kernels.cuda.router_linear")  # type: ignore[assignment]
+    x_TH, weight_EH = meta(T, H, dtype=torch.bfloat16), meta(E, H)
+    operations.logits(x_TH, weight_EH, meta(E))
+    operations.gradients(meta(T, E), x_TH, weight_EH, of_x=True, of_weight=True)
+
+
 LOSSES: dict[str, Any] = {"balance": "sequence", "balance_coef": 0.01, "z_loss_coef": 0.001}
 DEEPSEEK = RouterConfig(
     score="sigmoid", expert_bias=True, num_groups=8, groups_per_token=4, check_logits=True, scale=2.5, **LOSSES
@@ -99,6 +106,22 @@ def test_compiles_without_spills(arch: str, router: tuple[int, int, RouterConfig
     with only_compiled(TARGETS[arch]) as compiled:
         launch_all(*router)
     assert len(compiled) == 5
+    assert_no_spills(compiled, arch, tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [(16384, 128, 2048), (1000, 60, 112), (16384, 8, 4096), (32768, 512, 7168)], ids=str)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_linear_compiles_onto_the_tensor_cores(arch: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    with only_compiled(TARGETS[arch]) as compiled:
+        launch_linear(*sizes)
+    assert_no_spills(compiled, arch, tmp_path)
+    products = [kernel.asm["ptx"] for kernel in compiled if "_multiply" in kernel.asm["ptx"]]
+    assert len(products) == 2
+    instruction = {"sm_90a": "wgmma.mma_async", "sm_100a": "tcgen05.mma"}[arch]
+    assert all(instruction in ptx for ptx in products)
+
+
+def assert_no_spills(compiled: list[Any], arch: str, tmp_path: Path) -> None:
     for kernel in compiled:
         told = resources(kernel, arch, tmp_path)
         assert "0 bytes spill stores, 0 bytes spill loads" in told, told

@@ -1,0 +1,203 @@
+"""The router's linear layer for bf16 rows on tensor cores, as exact as fp32 arithmetic.
+
+An fp32 value is the sum of three bf16 values (8 bits each, 24 in all), and a product of two bf16 values is exact in
+fp32: three bf16 GEMMs give what one fp32 GEMM would. Tensor cores cut sums off instead of rounding them, which by
+simulation makes 3 times the error of fp32 arithmetic over 2048 terms and 6 times over 7168. So they sum 64 terms at a
+time here, from the smallest part to the largest, and those sums are added in fp32 with rounding.
+
+A value's parts lie `slot` elements apart: the largest in slots 0 and 1, the others in 2 and 3. With one operand's slots
+in the opposite order of the other's, three slots of both, multiplied as one long contraction, give the three largest
+products, high * high + low * high + high * low: enough for a gradient that is rounded to bf16 anyway. Experts are
+padded with zeros to a multiple of 16, so that every row of parts is aligned.
+
+Legend: T tokens, H hidden size, E experts, e experts with padding, S programs that share a sum.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ALIGNMENT = 16
+_SPLIT_BLOCK = 1024
+_BLOCK_N, _BLOCK_K = 128, 64
+# Rows of x that one program sums for the gradient of the weights; more where there would be more than 16 programs.
+_SPLIT_ROWS, _MAX_SPLITS = 2048, 16
+
+
+class _Parts(NamedTuple):
+    """buffer: bf16 slots. base: slot 0. slot, row: elements from one slot and from one row to the next."""
+
+    buffer: Tensor
+    base: Tensor
+    slot: int
+    row: int
+
+
+@triton.jit
+def _split(values_ptr, base_ptr, slot, row, size, R, C, PADDED_C: tl.constexpr, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    r, c = places // PADDED_C, places % PADDED_C
+    values = tl.load(values_ptr + r * C + c, mask=(r < R) & (c < C), other=0.0)
+    high = values.to(tl.bfloat16)
+    rest = values - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    base_ptr += r * row + c
+    inside = places < size
+    tl.store(base_ptr, high, mask=inside)
+    tl.store(base_ptr + slot, high, mask=inside)
+    tl.store(base_ptr + 2 * slot, middle, mask=inside)
+    tl.store(base_ptr + 3 * slot, low, mask=inside)
+
+
+@triton.jit
+def _multiply(
+    left_ptr,
+    right_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    PADDED_M,
+    N,
+    K,
+    left_slot,
+    left_m,
+    left_k,
+    right_n,
+    right_k,
+    out_split,
+    out_m,
+    out_n,
+    HAS_BIAS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[split, m, n] = sum over this split's k of left[m, k] * right[n, k], left given by its parts."""
+    tiles_m = tl.cdiv(PADDED_M, BLOCK_M)
+    m = (tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n = (tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    k = tl.program_id(1).to(tl.int64) * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
+    in_M, in_N = (m < PADDED_M)[:, None], (n < N)[None, :]
+    left_ptr += m[:, None] * left_m + k[None, :] * left_k
+    right_ptr += n[None, :] * right_n + k[:, None] * right_k
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for _ in range(STEPS):
+        in_K = k < K
+        right = tl.load(right_ptr, mask=in_N & in_K[:, None], other=0.0)
+        low = tl.load(left_ptr + 3 * left_slot, mask=in_M & in_K[None, :], other=0.0)
+        middle = tl.load(left_ptr + 2 * left_slot, mask=in_M & in_K[None, :], other=0.0)
+        high = tl.load(left_ptr, mask=in_M & in_K[None, :], other=0.0)
+        terms = tl.dot(low, right)
+        terms = tl.dot(middle, right, terms)
+        total += tl.dot(high, right, terms)
+        k += BLOCK_K
+        left_ptr += BLOCK_K * left_k
+        right_ptr += BLOCK_K * right_k
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + m, mask=m < M, other=0.0)[:, None]
+    out_ptr += tl.program_id(1).to(tl.int64) * out_split
+    tl.store(out_ptr + m[:, None] * out_m + n[None, :] * out_n, total, mask=(m < M)[:, None] & in_N)
+
+
+def _fill(parts: _Parts, values: Tensor) -> _Parts:
+    R, C = values.shape
+    size = parts.buffer.numel() // 4
+    padded_C = parts.row if parts.slot > 0 else -parts.slot
+    _split[(triton.cdiv(size, _SPLIT_BLOCK),)](
+        values.contiguous(), parts.base, parts.slot, parts.row, size, R, C, PADDED_C=padded_C, BLOCK=_SPLIT_BLOCK
+    )
+    return parts
+
+
+def _parts_of_weight(weight_EH: Tensor) -> _Parts:
+    """Slots (4, e, H)."""
+    e, H = _padded(weight_EH.shape[0]), weight_EH.shape[1]
+    buffer = torch.empty(4, e, H, dtype=torch.bfloat16, device=weight_EH.device)
+    return _fill(_Parts(buffer, buffer, e * H, H), weight_EH)
+
+
+def _parts_of_gradient(dlogits_TE: Tensor) -> _Parts:
+    """Slots (T, 4, e), the last one first."""
+    T, e = dlogits_TE.shape[0], _padded(dlogits_TE.shape[1])
+    buffer = torch.empty(T, 4, e, dtype=torch.bfloat16, device=dlogits_TE.device)
+    return _fill(_Parts(buffer, buffer[:, 3], -e, 4 * e), dlogits_TE)
+
+
+def _padded(E: int) -> int:
+    return triton.cdiv(E, _ALIGNMENT) * _ALIGNMENT
+
+
+def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
+    """See kernels/router.py."""
+    x_TH, weight = x_TH.contiguous(), _parts_of_weight(weight_EH)
+    (T, H), E = x_TH.shape, weight_EH.shape[0]
+    logits_TE = torch.empty(T, E, dtype=torch.float32, device=x_TH.device)
+    block_m = _rows_of_a_tile(E)
+    _multiply[(triton.cdiv(E, block_m) * triton.cdiv(T, _BLOCK_N), 1)](
+        weight.base,
+        x_TH,
+        logits_TE if bias_E is None else bias_E.contiguous(),
+        logits_TE,
+        *(E, _padded(E), T, H),
+        *(weight.slot, weight.row, 1),
+        *(H, 1),
+        *(0, 1, E),
+        HAS_BIAS=bias_E is not None,
+        STEPS=triton.cdiv(H, _BLOCK_K),
+        BLOCK_M=block_m,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=_BLOCK_K,
+        num_warps=8,
+    )
+    return logits_TE
+
+
+def gradients(
+    dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, *, of_x: bool, of_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """See kernels/router.py."""
+    dlogits = _parts_of_gradient(dlogits_TE)
+    return (
+        _gradient_of_x(dlogits, weight_EH) if of_x else None,
+        _gradient_of_weight(dlogits, x_TH.contiguous(), weight_EH.shape[0]) if of_weight else None,
+    )
+
+
+def _gradient_of_x(dlogits: _Parts, weight_EH: Tensor) -> Tensor:
+    weight = _parts_of_weight(weight_EH).buffer
+    return dlogits.buffer[:, 1:].flatten(1) @ weight[:3].flatten(0, 1)
+
+
+def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
+    T, H = x_TH.shape
+    # Powers of two, so that few kernels are compiled over all T.
+    rows = max(_SPLIT_ROWS, triton.next_power_of_2(triton.cdiv(T, _MAX_SPLITS)))
+    splits = triton.cdiv(T, rows)
+    sums_SEH = torch.empty(splits, E, H, dtype=torch.float32, device=x_TH.device)
+    block_m = _rows_of_a_tile(E)
+    _multiply[(triton.cdiv(E, block_m) * triton.cdiv(H, _BLOCK_N), splits)](
+        dlogits.base,
+        x_TH,
+        sums_SEH,
+        sums_SEH,
+        *(E, _padded(E), H, T),
+        *(dlogits.slot, 1, dlogits.row),
+        *(1, H),
+        *(E * H, H, 1),
+        HAS_BIAS=False,
+        STEPS=rows // _BLOCK_K,
+        BLOCK_M=block_m,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=_BLOCK_K,
+        num_warps=8,
+    )
+    return sums_SEH[0] if splits == 1 else sums_SEH.sum(0)
+
+
+def _rows_of_a_tile(E: int) -> int:
+    return 64 if E <= 64 else 128
