@@ -168,6 +168,33 @@ def _router_linear_on_gpu(device: torch.device) -> RouterLinear | None:
     return cast(RouterLinear, import_module("sonic_ep.kernels.cuda.router_linear"))
 
 
+class SelectionKernels(Protocol):
+    """The lists of a selection, with the contract of the functions of the same names in routers/selection.py."""
+
+    def chosen_pairs(self, topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def selected_pairs(
+        self,
+        scores_TE: Tensor,
+        topk_ids_TK: Tensor,
+        allowed_TE: Tensor | None,
+        pairs_E: Tensor,
+        num_pairs: int,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def selection_kernels(device: torch.device) -> SelectionKernels | None:
+    """The GPU's selection where Triton is installed; None where the router's plain torch must do."""
+    return _selection_on_gpu() if device.type == "cuda" else None
+
+
+@functools.cache
+def _selection_on_gpu() -> SelectionKernels | None:
+    if find_spec("triton") is None:
+        return None
+    return cast(SelectionKernels, import_module("sonic_ep.kernels.cuda.selection"))
+
+
 @functools.cache
 def _on_gpu(device: torch.device, dtype: torch.dtype, aligned: bool, activation: str) -> Operations:
     reason = _obstacle(device, dtype, aligned, activation)

@@ -18,10 +18,10 @@ from sonic_ep.routers.balance import updated_bias
 from sonic_ep.routers.linear import linear
 from sonic_ep.routers.outputs import weights_and_losses
 from sonic_ep.routers.replay import record_selection, replayed_selection
-from sonic_ep.routers.selection import choice_mask, pairs_of_choice, pairs_of_mask, select_tokens
+from sonic_ep.routers.selection import chosen_pairs, selected_pairs
 from sonic_ep.routers.statistics import RoutingStats, routing_stats
 from sonic_ep.routers.topk import Choice, choose
-from sonic_ep.routing import INDEX_DTYPE, Counts, Routing, Selection
+from sonic_ep.routing import Counts, Routing, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +144,11 @@ class Router(nn.Module):
 def select(choice: Choice, counts: Counts, rank: int) -> Selection:
     """The pairs of this rank: for each expert exactly `counts.pairs_SE[rank]` tokens, chosen ones first."""
     pairs_E = counts.pairs_SE[rank]
+    on_device_E = pairs_E.to(choice.ranking_TE.device, non_blocking=True)
     if torch.equal(pairs_E, counts.chosen_SE[rank]):
-        token_ids_N, expert_ids_N = pairs_of_choice(choice.topk_ids_TK)
-        chosen_N = torch.ones_like(token_ids_N, dtype=torch.bool)
+        lists = chosen_pairs(choice.topk_ids_TK, on_device_E)
     else:
-        pairs_on_device_E = pairs_E.to(choice.ranking_TE.device)
-        mask_TE = select_tokens(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_on_device_E)
-        token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, int(pairs_E.sum()))
-        chosen_N = choice_mask(choice.topk_ids_TK, mask_TE.shape[1])[token_ids_N, expert_ids_N]
-    return Selection(choice.topk_ids_TK, token_ids_N.to(INDEX_DTYPE), expert_ids_N, chosen_N, counts)
+        lists = selected_pairs(
+            choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, on_device_E, int(pairs_E.sum())
+        )
+    return Selection(choice.topk_ids_TK, *lists, counts)

@@ -9,6 +9,9 @@ Legend: T tokens, E experts, K experts per token, N selected pairs.
 import torch
 from torch import Tensor
 
+from sonic_ep.kernels.operations import selection_kernels
+from sonic_ep.routing import INDEX_DTYPE
+
 _EXPERT_BITS = 12  # E <= 4096
 _TOKEN_BITS = 29
 MAX_TOKENS = 2**_TOKEN_BITS
@@ -33,6 +36,35 @@ def top_experts(scores_TE: Tensor, allowed_TE: Tensor | None, K: int) -> Tensor:
     if allowed_TE is not None:
         keys_TE = keys_TE | (allowed_TE.long() << (32 + _EXPERT_BITS))
     return keys_TE.topk(K, dim=1).indices
+
+
+def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Every pair of a plain top-K choice, by expert, then token, without a host sync.
+
+    Shapes:  topk_ids_TK (T, K) integers, each row distinct; counts_E (E,) integers on its device: the tokens of each
+             expert. Returns token ids (N,) int32, expert ids (N,) int64 and (N,) bool: True, all are chosen. N = T K.
+    Example: rows [1, 0] and [2, 1] of 3 experts -> tokens [0, 0, 1, 1], experts [0, 1, 1, 2].
+    """
+    if (kernels := selection_kernels(topk_ids_TK.device)) is not None:
+        return kernels.chosen_pairs(topk_ids_TK, counts_E)
+    token_ids_N, expert_ids_N = pairs_of_choice(topk_ids_TK)
+    return token_ids_N.to(INDEX_DTYPE), expert_ids_N, torch.ones_like(token_ids_N, dtype=torch.bool)
+
+
+def selected_pairs(
+    scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None, pairs_E: Tensor, num_pairs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For each expert its `pairs_E` best tokens, by the rule of `select_tokens`, without a host sync.
+
+    Shapes:  as there and in `chosen_pairs`; every pairs_E in 0..T, num_pairs their sum. The (N,) bool says which pairs
+             the tokens chose; the others were added.
+    """
+    if (kernels := selection_kernels(scores_TE.device)) is not None:
+        return kernels.selected_pairs(scores_TE, topk_ids_TK, allowed_TE, pairs_E, num_pairs)
+    mask_TE = select_tokens(scores_TE, topk_ids_TK, allowed_TE, pairs_E)
+    token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, num_pairs)
+    chosen_N = choice_mask(topk_ids_TK, mask_TE.shape[1])[token_ids_N, expert_ids_N]
+    return token_ids_N.to(INDEX_DTYPE), expert_ids_N, chosen_N
 
 
 def select_tokens(scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None, pairs_E: Tensor) -> Tensor:

@@ -17,10 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sonic_ep.config import RouterConfig
 from sonic_ep.routers.selection import (
     choice_mask,
+    chosen_pairs,
     ordered_bits,
     pairs_of_choice,
     pairs_of_mask,
     select_tokens,
+    selected_pairs,
     top_experts,
 )
 from sonic_ep.routers.topk import choose
@@ -202,6 +204,23 @@ def test_a_pure_choice_has_the_same_pairs_by_both_ways(case: Case) -> None:
     assert torch.equal(case._replace(pairs=counts).select(), mask_TE)
 
 
+def test_lists_of_the_docstrings_example() -> None:
+    lists = chosen_pairs(torch.tensor([[1, 0], [2, 1]]), torch.tensor([1, 2, 1]))
+    assert [each.tolist() for each in lists] == [[0, 0, 1, 1], [0, 1, 1, 2], [True] * 4]
+    assert [each.dtype for each in lists] == [torch.int32, torch.int64, torch.bool]
+
+
+@given(case=cases())
+def test_lists_say_which_pairs_were_chosen(case: Case) -> None:
+    topk_ids_TK = torch.tensor(case.topk_ids(), dtype=torch.int64).view(-1, case.K)
+    pairs_E = torch.tensor(case.pairs)
+    lists = selected_pairs(case.scores_TE(), topk_ids_TK, case.allowed_TE(), pairs_E, sum(case.pairs))
+    selected = case.select().T.nonzero().tolist()
+    expected = [(token, expert, expert in case.topk_ids()[token]) for expert, token in selected]
+    assert list(zip(*(each.tolist() for each in lists), strict=True)) == expected
+    assert [each.dtype for each in lists] == [torch.int32, torch.int64, torch.bool]
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_choosing_and_selecting_reads_nothing_on_the_host(score: str, groups: int) -> None:
@@ -210,8 +229,8 @@ def test_choosing_and_selecting_reads_nothing_on_the_host(score: str, groups: in
     with FakeTensorMode():
         choice = choose(torch.empty(10, 8), torch.empty(8), 3, config)
         pairs_E = torch.empty(8, dtype=torch.int64)
-        selected_TE = select_tokens(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_E)
-        token_ids_N, expert_ids_N = pairs_of_mask(selected_TE, 24)
-        assert token_ids_N.shape == expert_ids_N.shape == (24,)
-        assert choice.counts_E().shape == (8,)
-        assert pairs_of_choice(choice.topk_ids_TK)[0].shape == (30,)
+        lists = selected_pairs(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_E, 24)
+        assert [each.shape for each in lists] == [(24,)] * 3
+        counts_E = choice.counts_E()
+        assert counts_E.shape == (8,)
+        assert [each.shape for each in chosen_pairs(choice.topk_ids_TK, counts_E)] == [(30,)] * 3

@@ -1,0 +1,69 @@
+"""Sets of tokens as bits, 32 tokens an int32 word: device functions for Triton kernels.
+
+Token t is bit t % 32 of word t // 32. A row of `words` words belongs to one expert; loads beyond its end give zeros.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def bit_count(words):
+    """Set bits of uint32 words."""
+    words -= (words >> 1) & 0x55555555
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    return ((((words + (words >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def row_count(words_ptr, words, WORDS: tl.constexpr):
+    """Set bits of a row."""
+    count = tl.zeros([WORDS], tl.int32)
+    for first in range(0, words, WORDS):
+        columns = first + tl.arange(0, WORDS)
+        packed = tl.load(words_ptr + columns, mask=columns < words, other=0)
+        count += bit_count(packed.to(tl.uint32, bitcast=True))
+    return tl.sum(count, axis=0)
+
+
+@triton.jit
+def position_of_bit(words, index):
+    """Position of the set bit number `index`, from the lowest, of uint32 words that have so many."""
+    position = tl.zeros_like(index)
+    for step in tl.static_range(5):
+        below = bit_count((words >> position.to(tl.uint32)) & ((1 << (16 >> step)) - 1))
+        is_above = index >= below
+        index -= tl.where(is_above, below, 0)
+        position += tl.where(is_above, 16 >> step, 0)
+    return position
+
+
+@triton.jit
+def first_bits(words, count):
+    """The lowest `count` set bits of uint32 words that have so many."""
+    last = position_of_bit(words, tl.maximum(count - 1, 0)).to(tl.uint32)
+    up_to_last = (tl.full(words.shape, 2, tl.uint32) << last) - 1
+    return tl.where(count > 0, words & up_to_last, 0)
+
+
+@triton.jit
+def load_bits(words_ptr, columns, words):
+    """(columns, 32) bits, as int32, of the words at `columns`."""
+    packed = tl.load(words_ptr + columns, mask=columns < words, other=0)
+    return (packed[:, None] >> tl.arange(0, 32)[None, :]) & 1
+
+
+@triton.jit
+def pack_bits(bits):
+    """Words of (columns, 32) bits."""
+    return tl.sum(bits.to(tl.int32) << tl.arange(0, 32)[None, :], axis=1)
+
+
+@triton.jit
+def store_columns(out_ptr, bits, tokens, first_expert, E, words, WORDS: tl.constexpr):
+    """Pack (tokens, 32 experts) bits by expert, into rows of out (E, words); WORDS words a program along its x."""
+    packed = tl.sum(tl.reshape(bits << (tokens & 31)[:, None], (WORDS, 32, 32)), axis=1)
+    experts = first_expert + tl.arange(0, 32)
+    columns = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    offsets = experts.to(tl.int64)[None, :] * words + columns[:, None]
+    tl.store(out_ptr + offsets, packed, mask=(experts < E)[None, :])

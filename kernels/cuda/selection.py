@@ -1,0 +1,228 @@
+"""Which tokens go to which expert, as two Triton kernels: no sort of T x E, no host sync, no order left to chance.
+
+The first turns the step's (T, E) tables around: for each expert one bit per token that chose it (32 tokens a word), and
+under selection the scores as keys. In the second a program owns an expert: it finds the last key to take
+(threshold.py), gives equal keys to the smaller tokens, and looks every slot of its list up in prefix sums of the
+selected bits.
+
+Legend: T tokens, E experts, K experts per token, N selected pairs, W words of 32 tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sonic_ep.kernels.cuda.bits import bit_count, first_bits, pack_bits, position_of_bit, store_columns
+from sonic_ep.kernels.cuda.threshold import OUT, keys_of, load_keys, threshold
+
+_TILE_WORDS = 4  # of the first kernel, by 32 experts
+# One step of the second along an expert's tokens, where it only counts and where it does more; and along its list.
+_COUNT_WORDS = 512
+_STEP_WORDS = 128
+_SLOTS = 1024
+
+
+@triton.jit(do_not_specialize=["T", "words"])
+def _turn(
+    ids_ptr,
+    scores_ptr,
+    allowed_ptr,
+    chosen_ptr,
+    open_ptr,
+    keys_ptr,
+    T,
+    E,
+    words,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_SCORES: tl.constexpr,
+    HAS_ALLOWED: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """By expert: chosen bits; with scores, keys and the bits of allowed, unchosen tokens. A program: 32 experts."""
+    tokens = tl.program_id(0) * (WORDS * 32) + tl.arange(0, WORDS * 32)
+    first_expert = tl.program_id(1) * 32
+    slots = tl.arange(0, BLOCK_K)
+    rows = tokens.to(tl.int64)[:, None]
+    real = (tokens < T)[:, None]
+    ids = tl.load(ids_ptr + rows * K + slots[None, :], mask=real & (slots < K)[None, :], other=-1)
+    ids = ids.to(tl.int32) - first_expert
+    # Bit j of a token: it chose expert first_expert + j. A token's experts differ, so a sum is an or.
+    choice = tl.sum(tl.where((ids >= 0) & (ids < 32), 1 << (ids & 31), 0), axis=1)
+    chosen = (choice[:, None] >> tl.arange(0, 32)[None, :]) & 1
+    store_columns(chosen_ptr, chosen, tokens, first_expert, E, words, WORDS)
+    if HAS_SCORES:
+        experts = first_expert + tl.arange(0, 32)
+        inside = real & (experts < E)[None, :]
+        keys = keys_of(tl.load(scores_ptr + rows * E + experts[None, :], mask=inside, other=0.0))
+        offsets = experts.to(tl.int64)[None, :] * (words * 32) + tokens[:, None]
+        tl.store(keys_ptr + offsets, tl.where(inside, keys, OUT), mask=(experts < E)[None, :])
+        if HAS_ALLOWED:
+            allowed = tl.load(allowed_ptr + rows * E + experts[None, :], mask=inside, other=0).to(tl.int32)
+            store_columns(open_ptr, allowed & (1 - chosen), tokens, first_expert, E, words, WORDS)
+
+
+@triton.jit
+def _mark(selected_ptr, tied_ptr, keys_ptr, low, high, words, WORDS: tl.constexpr):
+    """One expert's keys from `high` on and those in low..high-1, as bits."""
+    for first in range(0, words, WORDS):
+        columns = first + tl.arange(0, WORDS)
+        keys = load_keys(keys_ptr, columns, words)
+        tl.store(selected_ptr + columns, pack_bits(keys >= high), mask=columns < words)
+        tl.store(tied_ptr + columns, pack_bits((keys >= low) & (keys < high)), mask=columns < words)
+
+
+@triton.jit
+def _index(selected_ptr, tied_ptr, ends_ptr, quota, words, HAS_TIES: tl.constexpr, WORDS: tl.constexpr):
+    """Select the first `quota` of the tied, and write prefix sums of selected bits by word."""
+    pairs = 0
+    ties = 0
+    for first in range(0, words, WORDS):
+        columns = first + tl.arange(0, WORDS)
+        inside = columns < words
+        selected = tl.load(selected_ptr + columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
+        if HAS_TIES:
+            tied = tl.load(tied_ptr + columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
+            count = bit_count(tied)
+            earlier = ties + tl.cumsum(count, axis=0) - count
+            selected |= first_bits(tied, tl.minimum(tl.maximum(quota - earlier, 0), count))
+            tl.store(selected_ptr + columns, selected.to(tl.int32, bitcast=True), mask=inside)
+            ties += tl.sum(count, axis=0)
+        count = bit_count(selected)
+        tl.store(ends_ptr + columns, pairs + tl.cumsum(count, axis=0), mask=inside)
+        pairs += tl.sum(count, axis=0)
+
+
+@triton.jit
+def _word_of_slot(ends_ptr, slots, words, top):
+    """How many words end at or before each slot of the list: a binary search. top: a power of two, words < 2 top."""
+    word = tl.zeros_like(slots)
+    step = top
+    while step > 0:
+        probe = word + step
+        end = tl.load(ends_ptr + probe - 1, mask=probe <= words, other=2**31 - 1)
+        word = tl.where(end <= slots, probe, word)
+        step //= 2
+    return word
+
+
+@triton.jit(do_not_specialize=["T", "words", "top"])
+def _list(
+    chosen_ptr,
+    open_ptr,
+    keys_ptr,
+    scratch_ptr,
+    pairs_ptr,
+    token_ids_ptr,
+    expert_ids_ptr,
+    is_choice_ptr,
+    T,
+    words,
+    top,
+    HAS_SCORES: tl.constexpr,
+    HAS_ALLOWED: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    COUNT_WORDS: tl.constexpr,
+    STEP_WORDS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """One expert's pairs, by token: with scores its `pairs` best, else those that chose it."""
+    expert = tl.program_id(0)
+    others = tl.arange(0, BLOCK_E)
+    start = tl.sum(tl.load(pairs_ptr + others, mask=others < expert, other=0).to(tl.int64), axis=0)
+    pairs = tl.load(pairs_ptr + expert).to(tl.int32)
+    row = expert.to(tl.int64) * words
+    chosen_ptr += row
+    ends_ptr = scratch_ptr + row * 3
+    tied_ptr = ends_ptr + words
+    selected_ptr = chosen_ptr
+    quota = 0
+    if HAS_SCORES:
+        selected_ptr = tied_ptr + words
+        keys_ptr += row * 32
+        wanted = tl.minimum(pairs, T)
+        low, high, quota = threshold(
+            keys_ptr, chosen_ptr, open_ptr + row, wanted, T, words, HAS_ALLOWED, COUNT_WORDS, STEP_WORDS
+        )
+        _mark(selected_ptr, tied_ptr, keys_ptr, low, high, words, STEP_WORDS)
+        tl.debug_barrier()
+    _index(selected_ptr, tied_ptr, ends_ptr, quota, words, HAS_SCORES, COUNT_WORDS)
+    tl.debug_barrier()
+    for first in range(0, pairs, SLOTS):
+        slots = first + tl.arange(0, SLOTS)
+        word = _word_of_slot(ends_ptr, slots, words, top)
+        listed = (slots < pairs) & (word < words)
+        bits = tl.load(selected_ptr + word, mask=listed, other=0).to(tl.uint32, bitcast=True)
+        begin = tl.load(ends_ptr + word - 1, mask=listed & (word > 0), other=0)
+        bit = position_of_bit(bits, slots - begin)
+        choice = tl.load(chosen_ptr + word, mask=listed, other=0)
+        tl.store(token_ids_ptr + start + slots, word * 32 + bit, mask=listed)
+        tl.store(expert_ids_ptr + start + slots, expert.to(tl.int64), mask=listed)
+        tl.store(is_choice_ptr + start + slots, ((choice >> bit) & 1).to(tl.int8), mask=listed)
+
+
+def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See routers/selection.py."""
+    return _lists(topk_ids_TK, None, None, counts_E, topk_ids_TK.numel())
+
+
+def selected_pairs(
+    scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None, pairs_E: Tensor, num_pairs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See routers/selection.py."""
+    return _lists(topk_ids_TK, scores_TE, allowed_TE, pairs_E, num_pairs)
+
+
+def _lists(
+    topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | None, pairs_E: Tensor, num_pairs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    (T, K), E, device = topk_ids_TK.shape, pairs_E.shape[0], topk_ids_TK.device
+    token_ids_N = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    expert_ids_N = torch.empty(num_pairs, dtype=torch.int64, device=device)
+    chosen_N = torch.empty(num_pairs, dtype=torch.bool, device=device)
+    if num_pairs == 0:
+        return token_ids_N, expert_ids_N, chosen_N
+    tiles = triton.cdiv(T, 32 * _TILE_WORDS)
+    W = tiles * _TILE_WORDS
+    chosen_EW = torch.empty(E, W, dtype=torch.int32, device=device)
+    # What a variant does without is never touched: any tensor will do.
+    open_EW = chosen_EW if allowed_TE is None else torch.empty_like(chosen_EW)
+    keys_ET = chosen_EW if scores_TE is None else torch.empty(E, 32 * W, dtype=torch.int32, device=device)
+    flags = {"HAS_SCORES": scores_TE is not None, "HAS_ALLOWED": allowed_TE is not None}
+    _turn[(tiles, triton.cdiv(E, 32))](
+        topk_ids_TK.contiguous(),
+        chosen_EW if scores_TE is None else scores_TE.contiguous(),
+        chosen_EW if allowed_TE is None else allowed_TE.contiguous().view(torch.uint8),
+        chosen_EW,
+        open_EW,
+        keys_ET,
+        T,
+        E,
+        W,
+        K=K,
+        BLOCK_K=triton.next_power_of_2(K),
+        WORDS=_TILE_WORDS,
+        num_warps=4,
+        **flags,
+    )
+    _list[(E,)](
+        chosen_EW,
+        open_EW,
+        keys_ET,
+        torch.empty(E, 3, W, dtype=torch.int32, device=device),
+        pairs_E.contiguous(),
+        token_ids_N,
+        expert_ids_N,
+        chosen_N.view(torch.uint8),
+        T,
+        W,
+        triton.next_power_of_2(W + 1) // 2,
+        BLOCK_E=triton.next_power_of_2(E),
+        COUNT_WORDS=_COUNT_WORDS,
+        STEP_WORDS=_STEP_WORDS,
+        SLOTS=_SLOTS,
+        num_warps=16,
+        **flags,
+    )
+    return token_ids_N, expert_ids_N, chosen_N
