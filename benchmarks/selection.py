@@ -1,0 +1,66 @@
+"""Time a router's selection and its lists on one GPU: the Triton kernels against the plain torch they stand for.
+
+    python benchmarks/selection.py --out results.json
+
+Median milliseconds over CUDA events, contestants taking turns, launches queued ahead of the device; scores are softmax
+of skewed random logits, counts rounded to the nearest multiple of 128.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from sonic_ep.kernels.cuda import selection as kernels
+from sonic_ep.routers.selection import choice_mask, pairs_of_choice, pairs_of_mask, select_tokens
+
+# (T, E, K): Qwen3-30B-A3B, Qwen3-Next, the paper's 7B, Mixtral.
+SHAPES = [(16384, 128, 8), (16384, 512, 10), (24576, 128, 8), (16384, 8, 2)]
+
+
+def contestants(T: int, E: int, K: int) -> dict[str, Callable[[], object]]:
+    scores_TE = torch.randn(T, E, device="cuda").add(torch.randn(E, device="cuda") / 2).softmax(1)
+    ids_TK = scores_TE.topk(K, dim=1).indices
+    counts_E = choice_mask(ids_TK, E).sum(0)
+    pairs_E = ((counts_E + 64) // 128 * 128).clamp(max=T)
+    num_pairs = int(pairs_E.sum())
+    return {
+        "choice, kernels": lambda: kernels.chosen_pairs(ids_TK, counts_E),
+        "choice, torch": lambda: pairs_of_choice(ids_TK),
+        "selection, kernels": lambda: kernels.selected_pairs(scores_TE, ids_TK, None, pairs_E, num_pairs),
+        "selection, torch": lambda: pairs_of_mask(select_tokens(scores_TE, ids_TK, None, pairs_E), num_pairs),
+    }
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000)  # a backlog, so that Python's launches are ahead of the device
+    start.record()
+    call()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    record: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for T, E, K in SHAPES:
+        calls = contestants(T, E, K)
+        rounds = [{name: milliseconds(call) for name, call in calls.items()} for _ in range(options.rounds + 3)][3:]
+        medians = {name: round(statistics.median(each[name] for each in rounds), 4) for name in calls}
+        record[f"T={T} E={E} K={K}"] = medians
+        print(f"T={T} E={E} K={K}", *(f"{name} {value:.4f} ms" for name, value in medians.items()), sep="\n  ")
+    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
