@@ -2,10 +2,10 @@
 
     python benchmarks/token_rounding.py --out results.json [--shape sparse_256]
 
-The same layer, tokens and weights with rounding "off" and with the default of training ("apportion", which on one rank
-rounds every expert's count to the nearest multiple of 128), taking turns in one run. `router` is the router's forward
-alone: scores, choice, decision, selection, weights. `experts` is `sonic_ep.functional.moe` on either routing. Times are
-medians over CUDA events that include waiting for the host; changed_share is the share of pairs that rounding changed.
+The same layer, tokens and weights with rounding "off" and "nearest" (every expert's count to the nearest multiple of
+128), taking turns in one run. `router` is the router's forward alone: scores, choice, decision, selection, weights.
+`experts` is `sonic_ep.functional.moe` on either routing. Times are medians over CUDA events that include waiting for
+the host; changed_share is the share of pairs that rounding changed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SHAPES = {
     "sparse_256": (16384, 256, 4, 2048, 1024),
     "qwen3_next_80b_a3b": (16384, 512, 10, 2048, 512),
 }
-MODES = ("off", "apportion")
+MODES = ("off", "nearest")
 Timed = tuple[float, float]
 
 
@@ -97,7 +97,7 @@ def race(contestants: dict[str, Contestant], rounds: int) -> dict[str, dict[str,
             row[f"{name}_forward_ms"] = statistics.median(a for a, _ in values)
             if name != "router":
                 row[f"{name}_backward_ms"] = statistics.median(b for _, b in values)
-        row["changed_share"] = float(contestant.routed.stats.changed_share)
+        row["changed_share"] = float(contestant.routed.stats().changed_share)
         results[mode] = row
     return results
 

@@ -26,11 +26,16 @@ from sonic_ep.routing import Counts, Routing, Selection
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A routing, () auxiliary loss already weighted, and statistics."""
+    """A routing, () auxiliary loss already weighted, and what `stats` follows from."""
 
     routing: Routing
     aux_loss: Tensor
-    stats: RoutingStats
+    choice: Choice
+    selection: Selection
+
+    def stats(self) -> RoutingStats:
+        """Many small steps on the host: take them once the experts have work."""
+        return routing_stats(self.choice, self.selection)
 
 
 @final
@@ -100,7 +105,7 @@ class Router(nn.Module):
         record_selection(self, selection)
         gates_N, loss = weights_and_losses(logits_TE, choice, selection, sequence_length, config)
         routing = Routing(gates_N, selection.token_ids_N, selection.counts, x_TH.shape[0])
-        return Routed(routing, loss, routing_stats(choice, selection))
+        return Routed(routing, loss, choice, selection)
 
     def report_problem(self, problem: str, *, group: EPGroup) -> None:
         """Take part in the step's all-gather with a problem instead of counts: raises ValueError on every rank."""
@@ -144,10 +149,10 @@ class Router(nn.Module):
 def select(choice: Choice, counts: Counts, rank: int) -> Selection:
     """The pairs of this rank: for each expert exactly `counts.pairs_SE[rank]` tokens, chosen ones first."""
     pairs_E = counts.pairs_SE[rank]
-    on_device_E = pairs_E.to(choice.ranking_TE.device, non_blocking=True)
     if torch.equal(pairs_E, counts.chosen_SE[rank]):
-        lists = chosen_pairs(choice.topk_ids_TK, on_device_E)
+        lists = chosen_pairs(choice.topk_ids_TK, choice.counts_E())
     else:
+        on_device_E = pairs_E.to(choice.ranking_TE.device, non_blocking=True)
         lists = selected_pairs(
             choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, on_device_E, int(pairs_E.sum())
         )

@@ -110,7 +110,7 @@ class MoE(nn.Module):
         )
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH)
-        return MoEOutput(y_TH.view_as(x), routed.aux_loss, routed.stats)
+        return MoEOutput(y_TH.view_as(x), routed.aux_loss, routed.stats())
 
     def update_expert_bias(self, group: EPGroup | None = None) -> None:
         """Move the auxiliary-loss-free bias by the counts since the last update; call it after the optimizer step.

@@ -20,6 +20,7 @@ from sonic_ep.routers.selection import choice_mask, pairs_of_choice, pairs_of_ma
 from sonic_ep.routers.topk import Choice
 from sonic_ep.routing import Counts
 from tests.helpers.triton_device import triton_device
+from tests.helpers.waiting import assert_nothing_waits
 
 DEVICE = triton_device()
 INTERPRETED = DEVICE == "cpu"
@@ -229,11 +230,7 @@ def test_the_router_selects_by_kernel_and_reads_nothing_back(rounded: bool) -> N
     chosen_SE = case.counts_E()[None].cpu()
     pairs_SE = case.pairs_E[None].cpu() if rounded else chosen_SE
     counts = Counts(chosen_SE, pairs_SE, pairs_SE, torch.tensor([3000]), torch.zeros(1, dtype=torch.int64), 1)
-    select(choice, counts, 0)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        selection = select(choice, counts, 0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_nothing_waits(lambda: select(choice, counts, 0))
+    selection = select(choice, counts, 0)
     expected = case._replace(pairs_E=pairs_SE[0].cuda()).expected()
     assert_same((selection.token_ids_N, selection.expert_ids_N, selection.chosen_N), expected)

@@ -66,7 +66,7 @@ def assert_plain(routed: Routed, router: Router, x_TH: Tensor) -> None:
     assert torch.equal(routed.routing.token_ids_N.long(), tokens)
     assert torch.equal(expert_ids(routed), experts)
     assert torch.equal(routed.routing.gates_N, gates)
-    assert routed.stats.changed_share == 0
+    assert routed.stats().changed_share == 0
 
 
 # Plain top-K, bit for bit.
@@ -109,7 +109,7 @@ def test_pad_fills_its_chunks_with_rows_that_are_no_pairs() -> None:
     counts = routed.routing.counts
     assert torch.equal(counts.pairs_SE, counts.chosen_SE)
     assert torch.equal(counts.rows_SE, (counts.chosen_SE + 15) // 16 * 16)
-    assert routed.stats.pad_share.item() == pytest.approx(1 - 100 / int(counts.rows_SE.sum()))
+    assert routed.stats().pad_share.item() == pytest.approx(1 - 100 / int(counts.rows_SE.sum()))
 
 
 # Rounding.
@@ -295,7 +295,7 @@ def test_update_spreads_a_stuck_router() -> None:
     x_TH = torch.randn(200, 4) + torch.tensor([4.0, 0.0, 0.0, 0.0])
     loads = []
     for _ in range(100):
-        loads.append(route(router, x_TH).stats.expert_load_max_over_mean)
+        loads.append(route(router, x_TH).stats().expert_load_max_over_mean)
         router.update_expert_bias()
     assert loads[0] > 3
     assert loads[-1] < 1.3
