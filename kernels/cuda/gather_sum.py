@@ -31,10 +31,10 @@ def _gather_sum(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H
-    first = tl.load(starts_ptr + row)
+    position = tl.load(starts_ptr + row)
     last = tl.load(starts_ptr + row + 1)
     total = tl.zeros([BLOCK], dtype=ACCUMULATOR)
-    for position in range(first, last, UNROLL):
+    while position < last:  # numpy refuses loaded bounds of a range, so Triton's interpreter does too
         for step in tl.static_range(UNROLL):
             real = position + step < last
             item = tl.load(items_ptr + position + step, mask=real, other=0).to(tl.int64)
@@ -45,6 +45,7 @@ def _gather_sum(
             if HAS_WEIGHTS:
                 value = value * tl.load(weights_ptr + item, mask=real, other=0.0).to(ACCUMULATOR)
             total += value
+        position += UNROLL
     tl.store(out_ptr + row * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
