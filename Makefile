@@ -24,8 +24,11 @@ export OMP_NUM_THREADS ?= 1
 train: $(STAMP)
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train.py $(ARGS)
 
+# Without a GPU, Triton's kernels are interpreted in the first run, and what is interpreted cannot be compiled: some
+# tests compile the launches of their own process, and so have a run of their own.
 test: $(STAMP)
 	$(RUN) -m pytest $(ARGS)
+	$(if $(ARGS),,TRITON_INTERPRET=0 $(RUN) -m pytest tests/kernels/test_router_compile.py tests/kernels/test_selection_compile.py)
 
 lint: $(STAMP)
 	$(RUN) -m ruff format --check .
@@ -41,8 +44,9 @@ clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes first and alone: any other package could pull in a newer one. The build backend is installed from the
-# constraints too, so that nothing is resolved outside of them.
+# torch comes first and alone: any other package could pull in a newer one. A torch built for CUDA brings the Triton it
+# needs; the CPU build has none and gets the oldest that we support. The build backend is installed from the constraints
+# too, so that nothing is resolved outside of them.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "sonic_ep needs Python >= 3.11, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
@@ -50,6 +54,7 @@ $(STAMP):
 	@echo "Installing into $(VENV) (once; torch is large)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
+	$(RUN) -m pip --quiet show triton >/dev/null 2>&1 || $(PIP) --quiet 'triton==3.6.0; sys_platform == "linux"'
 	$(PIP) --quiet hatchling
 	$(PIP) --quiet --no-build-isolation --editable '.[dev,train]'
 	@rm -f $(VENV)/.installed-*

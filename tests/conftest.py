@@ -12,6 +12,11 @@ from tests.helpers.poison import poisoned_empty
 
 torch.set_num_threads(1)
 
+# Triton reads it once, when it is imported: without a GPU its kernels run on CPU tensors, interpreted with numpy.
+# The layer itself still takes the reference on CPU tensors.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")

@@ -1,16 +1,39 @@
-"""gather_sum against a python loop, with NaN in its output before it is written."""
+"""gather_sum, the reference and the kernel, against a python loop, with NaN in its output before it is written.
+
+The kernel runs on the GPU where there is one, else interpreted on the CPU.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
 
 import pytest
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.reference import gather_sum
+from sonic_ep.kernels import reference
 from tests.kernels.oracle import HALVES, assert_rounded_once
 
+GatherSum = Callable[..., Tensor]
+
 pytestmark = pytest.mark.usefixtures("poison")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 of_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def kernel(values: Tensor, items: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
+    of_triton = import_module("sonic_ep.kernels.cuda.gather_sum").gather_sum
+    weights = None if weights is None else weights.to(DEVICE)
+    return of_triton(values.to(DEVICE), items.to(DEVICE), starts.to(DEVICE), weights).cpu()
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def gather_sum(request: pytest.FixtureRequest) -> GatherSum:
+    if request.param == "reference":
+        return reference.gather_sum
+    pytest.importorskip("triton")
+    return kernel
 
 
 def csr(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -39,38 +62,54 @@ LISTS = {
 @of_every_dtype
 @pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
 @pytest.mark.parametrize("lists", [*LISTS.values()], ids=[*LISTS])
-def test_sums_and_weighted_sums(lists: list[list[int]], weighted: bool, dtype: torch.dtype) -> None:
+def test_sums_and_weighted_sums(
+    lists: list[list[int]], weighted: bool, dtype: torch.dtype, gather_sum: GatherSum
+) -> None:
     values, weights = torch.randn(7, 5).to(dtype), torch.randn(7).to(dtype) if weighted else None
     out = gather_sum(values, *csr(lists), weights)
     assert out.dtype == dtype
     assert_rounded_once(out, sum_by_hand(values, lists, weights))
 
 
-def test_no_values() -> None:
+@of_every_dtype
+@pytest.mark.parametrize("H", [1, 256, 2049, 2880, 7168])
+def test_rows_of_any_width(H: int, dtype: torch.dtype, gather_sum: GatherSum) -> None:
+    values, weights = torch.randn(7, H).to(dtype), torch.rand(7)
+    out = gather_sum(values, *csr(LISTS["ragged"]), weights)
+    assert_rounded_once(out, sum_by_hand(values, LISTS["ragged"], weights), computed=torch.float32)
+
+
+def test_a_long_list(gather_sum: GatherSum) -> None:
+    values = torch.randint(-9, 10, (1000, 3)).float()
+    out = gather_sum(values, *csr([[0, 1], [*range(1000), *range(1000)], [2]]))
+    assert torch.equal(out, torch.stack([values[0] + values[1], 2 * values.sum(0), values[2]]))
+
+
+def test_no_values(gather_sum: GatherSum) -> None:
     assert torch.equal(gather_sum(torch.empty(0, 3), *csr([[], []])), torch.zeros(2, 3))
 
 
-def test_example_of_the_docstring() -> None:
+def test_example_of_the_docstring(gather_sum: GatherSum) -> None:
     values = torch.randn(3, 4)
     starts = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
     out = gather_sum(values, torch.tensor([0, 2, 1], dtype=torch.int32), starts)
     assert torch.equal(out, torch.stack([values[0] + values[2], torch.zeros(4), values[1]]))
 
 
-def test_adds_in_the_order_of_the_list() -> None:
+def test_adds_in_the_order_of_the_list(gather_sum: GatherSum) -> None:
     values = torch.tensor([[2.0**24], [1.0], [-(2.0**24)]])
     assert gather_sum(values, *csr([[0, 1, 2], [0, 2, 1], [2, 1, 0], [1, 2, 0]])).flatten().tolist() == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_rounds_once_at_the_end(dtype: torch.dtype) -> None:
+def test_rounds_once_at_the_end(dtype: torch.dtype, gather_sum: GatherSum) -> None:
     """1 + eight eighths of the last place: all of it is lost if every sum is rounded."""
     eps = torch.finfo(dtype).eps
     values = torch.tensor([[1.0], [eps / 8]]).to(dtype)
     assert gather_sum(values, *csr([[0] + [1] * 8])).item() == 1 + eps
 
 
-def test_reads_only_what_is_listed() -> None:
+def test_reads_only_what_is_listed(gather_sum: GatherSum) -> None:
     """Rows of padding are in no list; neither they nor their weights may matter."""
     values = torch.tensor([[1.0], [torch.nan], [2.0]])
     weights = torch.tensor([3.0, torch.nan, 5.0])
@@ -79,7 +118,7 @@ def test_reads_only_what_is_listed() -> None:
 
 @of_every_dtype
 @pytest.mark.parametrize("weights", DTYPES, ids="weights-{}".format)
-def test_weights_may_have_a_dtype_of_their_own(weights: torch.dtype, dtype: torch.dtype) -> None:
+def test_weights_may_have_a_dtype_of_their_own(weights: torch.dtype, dtype: torch.dtype, gather_sum: GatherSum) -> None:
     """The result has that of the values: bf16 rows are summed with the fp32 weights that routers give."""
     values, weights_P = torch.randn(7, 5).to(dtype), torch.randn(7).to(weights)
     out = gather_sum(values, *csr(LISTS["ragged"]), weights_P)

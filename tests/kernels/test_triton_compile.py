@@ -1,0 +1,69 @@
+"""Triton kernels compile for Hopper and Blackwell without a GPU and without spills. One row of KERNELS each."""
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+
+import pytest
+
+from tests.helpers.machine_code import faults, needs_compilers
+from tests.helpers.triton_compile import TritonKernel, compile_triton, compiling_process
+
+pytestmark = needs_compilers
+
+KERNELS = [
+    TritonKernel(
+        "gather_sum",
+        "_gather_sum",
+        "*bf16 *i32 *i32 *fp32 *bf16 i32",
+        {"HAS_WEIGHTS": True, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float32"},
+        num_warps=1,
+    ),
+    TritonKernel(
+        "gather_sum",
+        "_gather_sum",
+        "*fp64 *i32 *i32 *fp64 *fp64 i32",
+        {"HAS_WEIGHTS": True, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float64"},
+        num_warps=1,
+    ),
+    *(
+        TritonKernel(
+            "pair_lists",
+            "_fill",
+            f"*i32 i32 i32 *i32 {gates} *i32 *i32 {gates} *i32 *i32 *i32",
+            {"HAS_STARTS": True, "WORDS": words, "BLOCK": 256},
+        )
+        for gates, words in (("*fp32", 1), ("*fp32", 16), ("*fp64", 4))
+    ),
+    *(
+        TritonKernel("pair_lists", "_group", "*i32 i32 i32 *i32 *i32 *i32 *i32", {"WORDS": words, "BLOCK": 256})
+        for words in (1, 4, 16)
+    ),
+    TritonKernel(
+        "pair_lists",
+        "_row_starts",
+        "*i32 *i32 *i32 i32 i32",
+        {"EXPERTS": 512, "SOURCES_BLOCK": 64, "EXPERTS_BLOCK": 32},
+    ),
+    TritonKernel("sent_rows", "_mark", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "BLOCK": 256}),
+    TritonKernel("sent_rows", "_look_up", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "BLOCK": 256}),
+    TritonKernel("sent_rows", "_by_token", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "TOKENS": 256}),
+]
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    with compiling_process(str(tmp_path_factory.mktemp("cache"))) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_compiles_without_spills(kernel: TritonKernel, arch: str, process: Executor) -> None:
+    cubin = process.submit(compile_triton, kernel, arch).result()
+    assert faults(cubin, arch, tensor_core=False) == []
+
+
+def test_spills_are_seen(process: Executor) -> None:
+    crowded = KERNELS[0]._replace(constants=KERNELS[0].constants | {"BLOCK": 8192})
+    (fault,) = faults(process.submit(compile_triton, crowded, "sm_90a").result(), "sm_90a", tensor_core=False)
+    assert fault.endswith("accesses to spilled registers")
