@@ -23,6 +23,8 @@ of_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def kernel(values: Tensor, items: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
+    if DEVICE == "cpu" and values.dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter truncates to bfloat16, where a GPU rounds")
     of_triton = import_module("sonic_ep.kernels.cuda.gather_sum").gather_sum
     weights = None if weights is None else weights.to(DEVICE)
     return of_triton(values.to(DEVICE), items.to(DEVICE), starts.to(DEVICE), weights).cpu()
