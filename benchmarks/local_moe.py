@@ -26,7 +26,8 @@ from local_problem import LocalProblem, topk_pairs
 from torch import Tensor
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, load_config
-from sonic_ep.functional import moe, transport_for
+from sonic_ep.functional import moe
+from sonic_ep.transports import transport_for
 
 # Tokens by config: as the paper has them, else 16384, and less where weights and gradients take most of the memory.
 TOKENS = {

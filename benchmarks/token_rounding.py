@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig
-from sonic_ep.functional import moe, transport_for
+from sonic_ep.functional import moe
+from sonic_ep.transports import transport_for
 
 # T, E, K, d, n. The first: few tokens per expert (2 tiles each), where the paper's gain is largest.
 SHAPES = {

@@ -30,7 +30,7 @@ def routing_record(stats: list[RoutingStats], mesh: Mesh) -> dict[str, Any]:
     return {
         **figures,
         "tokens_without_expert": float(mean[:, -1].mean()) * mesh.world.size,
-        "t": [layer.t for layer in stats],
+        "t": [int(layer.t) for layer in stats],
     }
 
 

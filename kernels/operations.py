@@ -140,8 +140,8 @@ def _lists(module: str, on_gpu: bool) -> Any:
 
 
 def router_operations(logits_TE: Tensor, K: int) -> RouterOperations | None:
-    """The router's fused kernels, or None where plain torch has to do."""
-    if not logits_TE.is_cuda or logits_TE.dtype != torch.float32 or K > _MAX_K:
+    """The router's fused kernels, or None where plain torch has to do: in a graph that is compiled, torch fuses it."""
+    if torch.compiler.is_compiling() or not logits_TE.is_cuda or logits_TE.dtype != torch.float32 or K > _MAX_K:
         return None
     return _router_on_gpu()
 

@@ -58,7 +58,7 @@ def agree(report: Report, rounding: RoundingConfig, group: EPGroup) -> Counts:
     _raise_problems(gathered, problem, group)
     tokens_S, chosen_SE = gathered[:, 0], gathered[:, _HEADER:]
     decision = decide(chosen_SE, tokens_S, rounding, training=report.training, draw=int(gathered[0, 3]))
-    return Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, int(decision.t))
+    return Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
 
 
 def _raise_problems(gathered: Tensor, problem: str | None, group: EPGroup) -> None:

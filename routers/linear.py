@@ -20,6 +20,9 @@ def linear(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
     """(T, E) x weight^T + bias in fp32, or in float64 for float64 x, whatever autocast says."""
     dtype = torch.promote_types(x_TH.dtype, torch.float32)
     weight_EH, bias_E = weight_EH.to(dtype), None if bias_E is None else bias_E.to(dtype)
+    if torch.compiler.is_compiling() and x_TH.is_cuda and x_TH.dtype == torch.bfloat16:
+        logits_TE = torch.ops.sonic_ep.router_linear(x_TH, weight_EH)
+        return logits_TE if bias_E is None else logits_TE + bias_E
     operations = router_linear(x_TH)
     if operations is not None:
         return _SplitLinear.apply(x_TH, weight_EH, bias_E, operations)
@@ -43,3 +46,54 @@ class _SplitLinear(torch.autograd.Function):
         with torch.autocast(x_TH.device.type, enabled=False):
             dx_TH, dweight_EH = ctx.operations.gradients(dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight)
         return dx_TH, dweight_EH, dlogits_TE.sum(0) if of_bias else None, None
+
+
+# In a compiled graph: one operation each way, so that a graph does not do in fp32 what tensor cores can.
+
+
+@torch.library.custom_op("sonic_ep::router_linear", mutates_args=())
+def _linear(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+    operations = router_linear(x_TH)
+    if operations is not None:
+        return operations.logits(x_TH, weight_EH, None)
+    with torch.autocast(x_TH.device.type, enabled=False):
+        return F.linear(x_TH.to(weight_EH.dtype), weight_EH)
+
+
+@_linear.register_fake
+def _(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+    return weight_EH.new_empty(x_TH.shape[0], weight_EH.shape[0])
+
+
+@torch.library.custom_op("sonic_ep::router_linear_backward", mutates_args=())
+def _linear_backward(
+    dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, of_x: bool, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight, empty where not asked for."""
+    operations, dx_TH, dweight_EH = router_linear(x_TH), None, None
+    with torch.autocast(x_TH.device.type, enabled=False):
+        if operations is not None:
+            dx_TH, dweight_EH = operations.gradients(dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight)
+        else:
+            dx_TH = (dlogits_TE @ weight_EH).to(x_TH.dtype) if of_x else None
+            dweight_EH = dlogits_TE.T @ x_TH.to(dlogits_TE.dtype) if of_weight else None
+    return x_TH.new_empty(0) if dx_TH is None else dx_TH, weight_EH.new_empty(0) if dweight_EH is None else dweight_EH
+
+
+@_linear_backward.register_fake
+def _(dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, of_x: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
+    return x_TH.new_empty(x_TH.shape if of_x else 0), weight_EH.new_empty(weight_EH.shape if of_weight else 0)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
+    x_TH, weight_EH = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad)
+    grads = torch.ops.sonic_ep.router_linear_backward(dlogits_TE, x_TH, weight_EH, *needs)
+    return tuple(grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+
+
+_linear.register_autograd(_differentiate, setup_context=_keep)

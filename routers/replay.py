@@ -2,12 +2,20 @@
 
 A recomputation that decided anew could differ (jitter, atomics, a bias update in between) and would gather counts
 again. Regions nest: a router takes its selection from the innermost region that replays and hands it to all recording.
+
+A checkpoint that torch.compile traces runs no recomputation of ours: its graph keeps what the decision returned.
 """
 
 from contextvars import ContextVar, Token
-from typing import final
+from typing import Any, final
+
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from sonic_ep.routing import Selection
+
+# The operation that decides in a compiled graph (compiled.py).
+DECIDING_OPERATION = "sonic_ep::decide_selection"
 
 
 @final
@@ -65,10 +73,30 @@ def record_selection(router: object, selection: Selection) -> None:
             region.tape.selections.setdefault(id(router), []).append(selection)
 
 
-def replay_contexts() -> tuple[_Region, _Region]:
+def in_region() -> bool:
+    """Does a region record or replay?"""
+    return bool(_REGIONS.get())
+
+
+def replaying() -> bool:
+    """Does a region replay?"""
+    return any(region.replays for region in _REGIONS.get())
+
+
+def replay_contexts() -> tuple[Any, Any]:
     """`context_fn` for torch.utils.checkpoint.checkpoint(..., use_reentrant=False): record, then replay.
 
     Example: checkpoint(block, x, use_reentrant=False, context_fn=sonic_ep.replay_contexts)
     """
+    if get_proxy_mode() is not None:
+        return create_selective_checkpoint_contexts(_keep_collectives)
     tape = _Tape()
     return _Region(tape, replays=False), _Region(tape, replays=True)
+
+
+def _keep_collectives(_context: object, operation: Any, *arguments: object, **__: object) -> CheckpointPolicy:
+    if operation.namespace == "sonic_ep":
+        of_group = {a.name: value for a, value in zip(operation._schema.arguments, arguments, strict=True)}
+        if operation.name() == DECIDING_OPERATION or of_group.get("ep_size", 1) != 1:
+            return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

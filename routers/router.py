@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import fill_normal
-from sonic_ep.routers.agreement import Report, agree
 from sonic_ep.routers.balance import updated_bias
+from sonic_ep.routers.compiled import constant_config_of, decide_in_graph, stats_in_graph, text_of
+from sonic_ep.routers.decision import Situation, decide_selection
 from sonic_ep.routers.linear import linear
 from sonic_ep.routers.outputs import weights_and_losses
-from sonic_ep.routers.replay import record_selection, replayed_selection
-from sonic_ep.routers.selection import chosen_pairs, selected_pairs
 from sonic_ep.routers.statistics import RoutingStats, routing_stats
 from sonic_ep.routers.topk import Choice, choose
-from sonic_ep.routing import Counts, Routing, Selection
+from sonic_ep.routing import Routing, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,8 @@ class Routed:
 
     def stats(self) -> RoutingStats:
         """Many small steps on the host: take them once the experts have work."""
-        return routing_stats(self.choice, self.selection)
+        figures = stats_in_graph if torch.compiler.is_compiling() else routing_stats
+        return figures(self.choice.scores_TE.detach(), self.selection.token_ids_N, self.selection.counts)
 
 
 @final
@@ -54,6 +54,7 @@ class Router(nn.Module):
         self.expert_bias: Tensor | None
         self.register_buffer("expert_bias", torch.zeros(config.E, device=device) if config.router.expert_bias else None)
         self._counts_since_update_E = torch.zeros(config.E, dtype=torch.int64, device="cpu")
+        self._config_text = text_of(config)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # A bias that moves by 0.001 a step must stay fp32 when the model is cast to bf16.
@@ -76,60 +77,37 @@ class Router(nn.Module):
 
     def logits(self, x_TH: Tensor) -> Tensor:
         """(T, E) logits in fp32, or in float64 for float64 x; with jitter in training."""
-        jitter = self.config.router.jitter
+        jitter = self._settings().router.jitter
         if self.training and jitter:
             x_TH = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
             x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - jitter, 1 + jitter)
         return linear(x_TH, self.weight, self.bias)
 
-    def forward(self, x_TH: Tensor, *, group: EPGroup, sequence_length: int) -> Routed:
+    def forward(self, x_TH: Tensor, *, group: EPGroup, sequence_length: int, problem: str | None = None) -> Routed:
         """Route this rank's tokens. A collective: every rank of the group calls it.
 
         Shapes:  x_TH (T, d); T may be 0 and may differ between ranks. sequence_length: tokens per sequence, for the
-                 "sequence" balance loss.
+                 "sequence" balance loss. problem: why this rank cannot route; all ranks are told and raise it.
         Raises:  ValueError on every rank, see `agreement.agree`.
         """
-        config = self.config.router
+        config = self._settings()
         logits_TE = self.logits(x_TH)
-        choice = choose(logits_TE, self.expert_bias, self.config.K, config)
-        # Drawn under replay too, so that whatever draws after this layer repeats as well.
-        draw = self._draw()
-        selection = replayed_selection(self)
-        if selection is None:
-            counts = agree(self._report(x_TH, choice, draw), self.config.rounding, group)
-            selection = select(choice, counts, group.rank)
-            if self.training:
-                self._counts_since_update_E += counts.chosen_SE.sum(0)
+        situation = Situation(config=config, group=group, dtype=x_TH.dtype, training=self.training, problem=problem)
+        if torch.compiler.is_compiling():
+            choice, selection, counted = decide_in_graph(
+                logits_TE, self.expert_bias, self._counts_since_update_E, self._config_text, situation
+            )
         else:
-            choice = Choice(choice.scores_TE, choice.ranking_TE, choice.allowed_TE, selection.topk_ids_TK)
-        record_selection(self, selection)
-        gates_N, loss = weights_and_losses(logits_TE, choice, selection, sequence_length, config)
+            choice = choose(logits_TE, self.expert_bias, config.K, config.router)
+            selection = counted = decide_selection(self, choice, self._counts_since_update_E, situation)
+            if selection.topk_ids_TK is not choice.topk_ids_TK:
+                choice = Choice(choice.scores_TE, choice.ranking_TE, choice.allowed_TE, selection.topk_ids_TK)
+        gates_N, loss = weights_and_losses(logits_TE, choice, counted, sequence_length, config.router)
         routing = Routing(gates_N, selection.token_ids_N, selection.counts, x_TH.shape[0])
         return Routed(routing, loss, choice, selection)
 
-    def report_problem(self, problem: str, *, group: EPGroup) -> None:
-        """Take part in the step's all-gather with a problem instead of counts: raises ValueError on every rank."""
-        if replayed_selection(self) is not None:
-            raise ValueError(problem)
-        counts_E = torch.zeros(self.config.E, dtype=torch.int64, device=self.weight.device)
-        report = Report(
-            counts_E=counts_E, num_tokens=0, dtype=self.weight.dtype, training=self.training, problem=problem
-        )
-        agree(report, self.config.rounding, group)
-
-    def _draw(self) -> int:
-        stochastic = self.training and self.config.rounding.mode == "stochastic"
-        return int(torch.randint(2**31 - 1, ())) if stochastic else 0
-
-    def _report(self, x_TH: Tensor, choice: Choice, draw: int) -> Report:
-        return Report(
-            counts_E=choice.counts_E(),
-            num_tokens=x_TH.shape[0],
-            dtype=x_TH.dtype,
-            training=self.training,
-            draw=draw,
-            bad_logits=choice.bad_logits,
-        )
+    def _settings(self) -> MoEConfig:
+        return constant_config_of(self._config_text) if torch.compiler.is_compiling() else self.config
 
     @torch.no_grad()
     def update_expert_bias(self, group: EPGroup | None = None) -> None:
@@ -144,16 +122,3 @@ class Router(nn.Module):
         counts_E = counts_E if group is None else group.all_reduce(counts_E)
         self.expert_bias.copy_(updated_bias(self.expert_bias, counts_E, self.config.router.expert_bias_rate))
         self._counts_since_update_E = torch.zeros_like(self._counts_since_update_E)
-
-
-def select(choice: Choice, counts: Counts, rank: int) -> Selection:
-    """The pairs of this rank: for each expert exactly `counts.pairs_SE[rank]` tokens, chosen ones first."""
-    pairs_E = counts.pairs_SE[rank]
-    if torch.equal(pairs_E, counts.chosen_SE[rank]):
-        lists = chosen_pairs(choice.topk_ids_TK, choice.counts_E())
-    else:
-        on_device_E = pairs_E.to(choice.ranking_TE.device, non_blocking=True)
-        lists = selected_pairs(
-            choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, on_device_E, int(pairs_E.sum())
-        )
-    return Selection(choice.topk_ids_TK, *lists, counts)

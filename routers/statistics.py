@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonic_ep.routers.topk import Choice
-from sonic_ep.routing import Selection
+from sonic_ep.routing import Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +20,8 @@ class RoutingStats:
     tokens_without_expert: () int64, this rank's tokens that no expert sees (device).
     rank_load_max_over_mean: rows computed by the fullest rank over the mean (CPU). expert_load_max_over_mean: the same
     of the plain top-K counts of experts (CPU). entropy: () mean over this rank's tokens of the entropy of their scores
-    as a distribution, in nats (device). counts_E: (E,) int64 plain top-K counts, whole EP group (CPU). t: chunk
-    multiple.
+    as a distribution, in nats (device). counts_E: (E,) int64 plain top-K counts, whole EP group (CPU). t: ()
+    int64 chunk multiple (CPU).
     """
 
     changed_share: Tensor
@@ -33,12 +32,11 @@ class RoutingStats:
     expert_load_max_over_mean: Tensor
     entropy: Tensor
     counts_E: Tensor
-    t: int
+    t: Tensor
 
 
-def routing_stats(choice: Choice, selection: Selection) -> RoutingStats:
+def routing_stats(scores_TE: Tensor, token_ids_N: Tensor, counts: Counts) -> RoutingStats:
     """Figures of one routing; see RoutingStats."""
-    counts = selection.counts
     S, E = counts.chosen_SE.shape
     chosen = counts.chosen_SE.sum().clamp(min=1)
     rows_S = counts.rows_SE.sum(0).view(S, E // S).sum(1)
@@ -47,10 +45,10 @@ def routing_stats(choice: Choice, selection: Selection) -> RoutingStats:
         changed_share=(counts.pairs_SE - counts.chosen_SE).abs().sum() / chosen,
         capacity_cut_share=counts.cut_S.sum() / chosen,
         pad_share=(counts.rows_SE - counts.pairs_SE).sum() / counts.rows_SE.sum().clamp(min=1),
-        tokens_without_expert=_tokens_without_expert(choice, selection),
+        tokens_without_expert=_tokens_without_expert(token_ids_N, scores_TE.shape[0]),
         rank_load_max_over_mean=_max_over_mean(rows_S),
         expert_load_max_over_mean=_max_over_mean(counts_E),
-        entropy=_mean_entropy(choice.scores_TE.detach()),
+        entropy=_mean_entropy(scores_TE.detach()),
         counts_E=counts_E,
         t=counts.t,
     )
@@ -60,10 +58,9 @@ def _max_over_mean(values: Tensor) -> Tensor:
     return values.max() * values.numel() / values.sum().clamp(min=1)
 
 
-def _tokens_without_expert(choice: Choice, selection: Selection) -> Tensor:
-    T = choice.scores_TE.shape[0]
-    has_expert_T = torch.zeros(T, dtype=torch.bool, device=choice.scores_TE.device)
-    has_expert_T.index_fill_(0, selection.token_ids_N.long(), True)
+def _tokens_without_expert(token_ids_N: Tensor, T: int) -> Tensor:
+    has_expert_T = torch.zeros(T, dtype=torch.bool, device=token_ids_N.device)
+    has_expert_T.index_fill_(0, token_ids_N.long(), True)
     return T - has_expert_T.sum()
 
 

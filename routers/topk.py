@@ -111,11 +111,12 @@ def gates_of_pairs(
     sigmoid scores divided by the token's top-K sum like the chosen ones, else it would outweigh them (softmax scores
     are already shares of one). Source: SonicMoE, arXiv 2512.14080, section 5.
     """
-    E = choice.scores_TE.shape[1]
-    gates_N = choice.scores_TE.reshape(-1).index_select(0, token_ids_N.long() * E + expert_ids_N)
+    pairs_N = token_ids_N.long() * choice.scores_TE.shape[1] + expert_ids_N
+    gates_N = choice.scores_TE.reshape(-1).index_select(0, pairs_N)
     if config.renormalize:
         # All chosen scores can underflow, under a bias or a sigmoid; DeepSeek adds the same epsilon.
-        sums_T = choice.scores_TE.gather(1, choice.topk_ids_TK).sum(1) + 1e-20
-        divided_N = gates_N / sums_T.index_select(0, token_ids_N)
+        sums_T1 = choice.scores_TE.gather(1, choice.topk_ids_TK).sum(1, keepdim=True) + 1e-20
+        # Divided before they are read: pairs are distinct, so no two gradients meet in an atomic addition.
+        divided_N = (choice.scores_TE / sums_T1).reshape(-1).index_select(0, pairs_N)
         gates_N = divided_N if config.score == "sigmoid" else torch.where(chosen_N, divided_N, gates_N)
     return gates_N * config.scale if config.scale != 1 else gates_N

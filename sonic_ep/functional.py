@@ -1,18 +1,10 @@
 """`moe`: the expert-parallel MLP as one differentiable function of rows, weights and a routing.
 
-Dispatch and combine only move rows (the combine weights act on the owner's rank), so each is the other's backward:
-
-    forward    rows = dispatch(x)     out = combine(experts(rows))
-    backward   dO   = dispatch(dout)  dx  = combine(dX)             dS goes back pair by pair
-
-Kept between the two: x (or the received rows), H, the weights of the pairs and the index lists. Never Y, A or gathered
-rows. docs/memory.md has the formula.
-
-Legend: T tokens and H hidden size on this rank, N pairs sent, R received rows, P pair-buffer rows, e local experts,
-I expert width, J = 2I if gated else I.
+Legend: T tokens and H hidden size on this rank, N pairs sent, P pair-buffer rows, e local experts, I expert width,
+J = 2I if gated else I.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,21 +12,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sonic_ep.checks import problem_with_weights
-from sonic_ep.dispatch.all_to_all import AllToAllTransport
-from sonic_ep.dispatch.local import LocalTransport
+from sonic_ep.compiled import moe_in_graph
 from sonic_ep.dispatch.plan import Plan
-from sonic_ep.dispatch.protocol import Receipt, Transport
+from sonic_ep.dispatch.protocol import Transport
+from sonic_ep.expert_parallel_mlp import Call, Kept, backward, forward
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels import expert_mlp
-from sonic_ep.kernels.activations import Activation, activation_named, interleave
-from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
-from sonic_ep.kernels.operations import Operations, operations_for
+from sonic_ep.kernels.activations import activation_named, interleave
+from sonic_ep.kernels.expert_mlp import ExpertWeights
 from sonic_ep.routing import Routing
-
-
-def transport_for(group: EPGroup) -> Transport:
-    """The transport of a group: none for one rank, all-to-all for more."""
-    return LocalTransport() if group.size == 1 else AllToAllTransport(group)
+from sonic_ep.transports import transport_type
 
 
 def moe(
@@ -75,18 +61,15 @@ def moe(
     if act.gated and layout == "concatenated":
         w1_eJH, b1_eJ = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ)
     gates_N = routing.gates_N.to(torch.promote_types(routing.gates_N.dtype, torch.float32))
-    call = _Call(replace(routing, gates_N=gates_N), transport, act, keep_dispatched)
-    return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, w2_eHI, b1_eJ, b2_eH, call)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The arguments of one call that are not differentiable."""
-
-    routing: Routing
-    transport: Transport
-    activation: Activation
-    keep_dispatched: bool
+    routing = replace(routing, gates_N=gates_N)
+    if torch.compiler.is_compiling():
+        if type(transport) is not transport_type(group):
+            raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
+        weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
+        keeps_received = keep_dispatched and group.size > 1
+        return moe_in_graph(x_TH, routing, weights, group=group, activation=activation, keeps_received=keeps_received)
+    call = Call(transport, act, keep_dispatched)
+    return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, w2_eHI, b1_eJ, b2_eH, routing, call)
 
 
 class _ExpertParallelMLP(torch.autograd.Function):
@@ -99,50 +82,20 @@ class _ExpertParallelMLP(torch.autograd.Function):
         w2_eHI: Tensor,
         b1_eJ: Tensor | None,
         b2_eH: Tensor | None,
-        call: _Call,
+        routing: Routing,
+        call: Call,
     ) -> Tensor:
-        counts, transport = call.routing.counts, call.transport
-        plan = Plan.from_counts(counts.rows_SE, counts.pairs_SE)
-        opened = transport.open(call.routing, plan)
-        receipt, gates_P = opened.receipt, opened.gates_P
-        x_TH = x_TH.contiguous()
-        rows_RH = transport.dispatch(x_TH, receipt)
-        weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
-        ops = operations_for(rows_RH, w2_eHI, call.activation)
-        partial_RH, h_PJ = expert_mlp.forward(ops, rows_RH, gates_P, weights, _pair_lists(receipt), call.activation)
-        kept = rows_RH if call.keep_dispatched else x_TH
-        ctx.save_for_backward(kept, h_PJ, gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *receipt.lists())
-        ctx.sizes = receipt.without_lists()
-        ctx.transport, ctx.activation, ctx.kept_is_received = transport, call.activation, call.keep_dispatched
-        ctx.ops = ops
-        return transport.combine(partial_RH, receipt)
+        opened = call.transport.open(routing, Plan.from_counts(routing.counts.rows_SE, routing.counts.pairs_SE))
+        out_TH, kept = forward(x_TH, opened, ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH), call)
+        ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *kept.receipt.lists())
+        ctx.sizes, ctx.call = kept.receipt.without_lists(), call
+        return out_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (dout_TH,) = grad_outputs
-        kept, h_PJ, gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
-        receipt: Receipt = ctx.sizes.with_lists(tuple(lists))
-        transport: Transport = ctx.transport
-        ops: Operations = ctx.ops
-        weights, pairs = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH), _pair_lists(receipt)
-        needs_w1, needs_w2, needs_b1, needs_b2 = ctx.needs_input_grad[2:6]
-        # Every rank takes every collective, whether or not this one needs the result.
-        do_RH = transport.dispatch(dout_TH.contiguous(), receipt)
-        rows_RH = kept if ctx.kept_is_received else transport.dispatch(kept, receipt)
-        grads = expert_mlp.backward_activations(ops, do_RH, h_PJ, gates_P, weights, pairs, ctx.activation)
-        dx_TH = transport.combine(grads.dx_RH, receipt)
-        dgates_N = transport.return_pairs(grads.ds_P, receipt)
-        dh_PJ, scaled_a_PI = grads.dh_PJ, grads.scaled_a_PI
-        del grads
-        dw2 = expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs) if needs_w2 else None
-        del scaled_a_PI
-        dw1 = expert_mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs) if needs_w1 else None
-        db1, db2 = None, None
-        if needs_b1 or needs_b2:
-            db1, db2 = expert_mlp.backward_biases(ops, do_RH, gates_P, dh_PJ, pairs)
-        return dx_TH, dgates_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None, None
-
-
-def _pair_lists(receipt: Receipt) -> PairLists:
-    return PairLists(receipt.row_of_pair_P, receipt.pairs_by_row_V, receipt.pair_starts_R, receipt.expert_starts_e)
+        rows, h_PJ, gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
+        kept = Kept(rows, h_PJ, gates_P, ctx.sizes.with_lists(tuple(lists)))
+        weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
+        grads = backward(grad_outputs[0], kept, weights, ctx.call, ctx.needs_input_grad[2:6])
+        return *grads, None, None

@@ -6,9 +6,12 @@ not be initialised.
 
 from collections.abc import Sequence
 from typing import Any, final
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor
+
+_PROCESS_GROUPS: "WeakValueDictionary[str, dist.ProcessGroup]" = WeakValueDictionary()
 
 
 @final
@@ -17,6 +20,7 @@ class EPGroup:
 
     EPGroup(process_group) wraps any torch.distributed group that this rank is in (None: the default group).
     EPGroup.alone() is one rank without torch.distributed.
+    EPGroup.named(name) is the group whose `name` that is: operations of a compiled graph take strings, not objects.
 
     Raises RuntimeError when torch.distributed is not initialised, ValueError when this process is not a member.
     """
@@ -29,16 +33,25 @@ class EPGroup:
             )
         if isinstance(process_group, int):  # what dist.new_group returns to a rank outside the group
             raise ValueError(f"global rank {dist.get_rank()} is not a member of the given process group")
-        self.process_group: dist.ProcessGroup | None = process_group or dist.group.WORLD
-        self.size: int = dist.get_world_size(self.process_group)
-        self.rank: int = dist.get_rank(self.process_group)
+        members = process_group or dist.group.WORLD
+        assert members is not None
+        self.process_group: dist.ProcessGroup | None = members
+        self.size: int = dist.get_world_size(members)
+        self.rank: int = dist.get_rank(members)
+        self.name: str = members.group_name
+        _PROCESS_GROUPS[self.name] = members
 
     @classmethod
     def alone(cls) -> "EPGroup":
         """The group of one rank: takes no collective at all."""
         group = cls.__new__(cls)
-        group.process_group, group.size, group.rank = None, 1, 0
+        group.process_group, group.size, group.rank, group.name = None, 1, 0, ""
         return group
+
+    @classmethod
+    def named(cls, name: str) -> "EPGroup":
+        """The group of that name, of which this process must hold an EPGroup. The name of a group of one is empty."""
+        return cls(_PROCESS_GROUPS[name]) if name else cls.alone()
 
     @property
     def backend(self) -> str:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from sonic_ep.checks import problem_with_input
 from sonic_ep.config import MoEConfig
 from sonic_ep.experts import Experts
-from sonic_ep.functional import moe, transport_for
+from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import stream
 from sonic_ep.routers.router import Router
 from sonic_ep.routers.statistics import RoutingStats
 from sonic_ep.shared_expert import SharedExpert
+from sonic_ep.transports import transport_for
 
 _ROUTER_STREAM, _SHARED_STREAM = -1, -2
 
@@ -92,10 +93,11 @@ class MoE(nn.Module):
             sequences=self.config.router.balance == "sequence",
         )
         if problem is not None:
-            self.router.report_problem(problem, group=self.group)
+            # Told to all ranks by the router, which raises there as here.
+            x = weights.w1_eJH.new_empty(0, self.config.d)
         x_TH = x.reshape(-1, self.config.d)
         sequence_length = x.shape[1] if x.dim() == 3 else x.shape[0]
-        routed = self.router(x_TH, group=self.group, sequence_length=sequence_length)
+        routed = self.router(x_TH, group=self.group, sequence_length=sequence_length, problem=problem)
         y_TH = moe(
             x_TH,
             routed.routing,

@@ -22,7 +22,7 @@ class Counts:
 
     chosen_SE: plain top-K counts C[R, E]. rows_SE: n[R, E], rows of each (source rank, expert) chunk. pairs_SE: how
     many of those are real pairs, the rest being padding of weight zero. tokens_S: T of each rank. cut_S: pairs that
-    capacity took from each owner rank. t: the chunk multiple in force.
+    capacity took from each owner rank. t: () the chunk multiple in force.
     """
 
     chosen_SE: Tensor
@@ -30,7 +30,7 @@ class Counts:
     pairs_SE: Tensor
     tokens_S: Tensor
     cut_S: Tensor
-    t: int
+    t: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Routing:
         header = torch.cat([counts_E, counts_E.new_tensor([num_tokens])])
         gathered = group.all_gather(header).cpu()
         counts_SE, tokens_S = gathered[:, :E], gathered[:, E]
-        counts = Counts(counts_SE, counts_SE, counts_SE, tokens_S, torch.zeros_like(tokens_S), 1)
+        counts = Counts(counts_SE, counts_SE, counts_SE, tokens_S, torch.zeros_like(tokens_S), tokens_S.new_ones(()))
         return cls(gates_N[order_N], token_ids_N[order_N].to(INDEX_DTYPE), counts, num_tokens)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sonic_ep.kernels.operations import SelectionKernels, selection_kernels
-from sonic_ep.routers.router import select
+from sonic_ep.routers.decision import select
 from sonic_ep.routers.selection import choice_mask, pairs_of_choice, pairs_of_mask, select_tokens
 from sonic_ep.routers.topk import Choice
 from sonic_ep.routing import Counts

@@ -115,7 +115,7 @@ def attempt(rank: int, case: str) -> tuple[str | None, list[int]]:
             case "all logits":
                 x_TH[: rank + 1] = float("nan")
             case "problem" if rank == 1:
-                router.report_problem("x has 3 legs", group=group)
+                router(x_TH, group=group, sequence_length=20, problem="x has 3 legs")
             case "mode" if rank == 1:
                 router.eval()
             case "dtype" if rank == 1:

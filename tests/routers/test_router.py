@@ -318,6 +318,6 @@ def test_bad_logits_raise_with_their_number_where_asked_for(bad: float) -> None:
     assert route(make_router(), x_TH).routing.num_tokens == 6
 
 
-def test_report_problem_raises_it() -> None:
+def test_a_problem_is_raised() -> None:
     with pytest.raises(ValueError, match="x has 3 legs"):
-        make_router().report_problem("x has 3 legs", group=ALONE)
+        make_router()(torch.randn(6, H), group=ALONE, sequence_length=6, problem="x has 3 legs")

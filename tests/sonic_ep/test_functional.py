@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sonic_ep import EPGroup, Routing
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
-from sonic_ep.functional import moe, transport_for
+from sonic_ep.functional import moe
 from sonic_ep.kernels.activations import concatenate
+from sonic_ep.transports import transport_for
 from tests.helpers.launch import RankPool
 
 Ranks = Callable[[int], RankPool]

@@ -45,6 +45,20 @@ def test_subgroups_and_strangers(ranks: Ranks) -> None:
         assert message == f"global rank {rank} is not a member of the given process group"
 
 
+def named(rank: int) -> bool:
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    pair, everyone = EPGroup(pairs[rank % 2]), EPGroup()
+    assert pair.name != everyone.name
+    found = EPGroup.named(pair.name)
+    assert (found.rank, found.size) == (rank // 2, 2)
+    return found.process_group is pair.process_group and EPGroup.named(everyone.name).size == 4
+
+
+def test_a_group_is_found_by_its_name(ranks: Ranks) -> None:
+    assert ranks(4).run(named) == [True] * 4
+    assert EPGroup.named(EPGroup.alone().name).process_group is None
+
+
 def shared_problem(rank: int) -> str:
     try:
         EPGroup().raise_together("too large" if rank in (1, 3) else None)

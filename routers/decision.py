@@ -1,0 +1,79 @@
+"""What a router decides about a batch, beside what trains: the group's agreement, then which pairs this rank sends.
+
+Legend: T tokens on this rank, E experts, N selected pairs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sonic_ep.config import MoEConfig
+from sonic_ep.groups import EPGroup
+from sonic_ep.routers.agreement import Report, agree
+from sonic_ep.routers.replay import record_selection, replayed_selection
+from sonic_ep.routers.selection import chosen_pairs, selected_pairs
+from sonic_ep.routers.topk import Choice
+from sonic_ep.routing import Counts, Selection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What a decision depends on beside the logits. dtype: of x. problem: why this rank cannot go on, if it cannot."""
+
+    config: MoEConfig
+    group: EPGroup
+    dtype: torch.dtype
+    training: bool
+    problem: str | None = None
+
+
+def decide_selection(router: object, choice: Choice, counter_E: Tensor, situation: Situation) -> Selection:
+    """The pairs of this rank. A collective, except under replay of the selections of `router`, see replay.py.
+
+    counter_E: (E,) int64 on the CPU; in training the group's top-K counts are added to it, once for each decision.
+    Raises ValueError on every rank, see `agree`; RuntimeError, see replay.py.
+    """
+    # Drawn under replay too, so that whatever draws after this layer repeats as well.
+    draw = _draw(situation)
+    selection = replayed_selection(router)
+    if selection is not None:
+        if situation.problem is not None:
+            raise ValueError(situation.problem)
+    else:
+        counts = agree(_report(choice, draw, situation), situation.config.rounding, situation.group)
+        selection = select(choice, counts, situation.group.rank)
+        if situation.training:
+            counter_E += counts.chosen_SE.sum(0)
+    record_selection(router, selection)
+    return selection
+
+
+def _draw(situation: Situation) -> int:
+    stochastic = situation.training and situation.config.rounding.mode == "stochastic"
+    return int(torch.randint(2**31 - 1, ())) if stochastic else 0
+
+
+def _report(choice: Choice, draw: int, situation: Situation) -> Report:
+    return Report(
+        counts_E=choice.counts_E(),
+        num_tokens=choice.topk_ids_TK.shape[0],
+        dtype=situation.dtype,
+        training=situation.training,
+        draw=draw,
+        bad_logits=choice.bad_logits,
+        problem=situation.problem,
+    )
+
+
+def select(choice: Choice, counts: Counts, rank: int) -> Selection:
+    """The pairs of this rank: for each expert exactly `counts.pairs_SE[rank]` tokens, chosen ones first."""
+    pairs_E = counts.pairs_SE[rank]
+    if torch.equal(pairs_E, counts.chosen_SE[rank]):
+        lists = chosen_pairs(choice.topk_ids_TK, choice.counts_E())
+    else:
+        on_device_E = pairs_E.to(choice.ranking_TE.device, non_blocking=True)
+        lists = selected_pairs(
+            choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, on_device_E, int(pairs_E.sum())
+        )
+    return Selection(choice.topk_ids_TK, *lists, counts)

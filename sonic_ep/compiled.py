@@ -1,0 +1,221 @@
+"""The expert-parallel MLP as three operations of a compiled graph: open, forward and backward.
+
+torch.compile sees tensors go in and come out. How many pairs and rows there are is known only when they run, so the
+sizes that `open_routing` returns are symbols; those of the others follow from their inputs, which lets a graph free
+what it is done with. docs/torch_compile.md has the whole picture.
+
+Legend: T tokens and H hidden size on this rank, N pairs sent, U rows sent, R received rows, V received pairs, P
+pair-buffer rows, S ranks of the group, E experts, e local experts, I expert width, J = 2I if gated else I.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sonic_ep.dispatch.plan import Plan
+from sonic_ep.dispatch.protocol import Opened, Receipt, ReceiptSizes, Splits
+from sonic_ep.expert_parallel_mlp import Call, Kept, backward, forward
+from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.activations import activation_named
+from sonic_ep.kernels.expert_mlp import ExpertWeights
+from sonic_ep.routing import INDEX_DTYPE, Counts, Routing
+from sonic_ep.transports import transport_for
+
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+_COUNTS = tuple(field.name for field in fields(Counts))
+_PAIR_STARTS = [field.name for field in fields(Receipt)].index("pair_starts_R")
+
+
+def moe_in_graph(
+    x_TH: Tensor, routing: Routing, weights: ExpertWeights, *, group: EPGroup, activation: str, keeps_received: bool
+) -> Tensor:
+    """`moe` without its checks."""
+    gates_P, lists, splits = torch.ops.sonic_ep.open_routing(
+        routing.gates_N.detach(),
+        routing.token_ids_N,
+        [getattr(routing.counts, name) for name in _COUNTS],
+        routing.num_tokens,
+        group.name,
+        group.size,
+    )
+    return torch.ops.sonic_ep.expert_parallel_mlp(
+        x_TH,
+        routing.gates_N,
+        gates_P,
+        lists,
+        splits,
+        weights.w1_eJH,
+        weights.w2_eHI,
+        weights.b1_eJ,
+        weights.b2_eH,
+        group.name,
+        group.size,
+        activation,
+        keeps_received,
+    )[0]
+
+
+@torch.library.custom_op("sonic_ep::open_routing", mutates_args=(), tags=_TAGS)
+def _open_routing(
+    gates_N: Tensor, token_ids_N: Tensor, counts: list[Tensor], num_tokens: int, group_name: str, ep_size: int
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """gates_P and the receipt: its lists, empty where it has none, and its splits."""
+    routing = Routing(gates_N, token_ids_N, Counts(*counts), num_tokens)
+    plan = Plan.from_counts(routing.counts.rows_SE, routing.counts.pairs_SE)
+    opened = transport_for(EPGroup.named(group_name)).open(routing, plan)
+    lists = [token_ids_N.new_empty(0) if values is None else values for values in opened.receipt.lists()]
+    splits = opened.receipt.splits
+    splits_4S = torch.tensor([splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in])
+    return opened.gates_P, lists, splits_4S
+
+
+@_open_routing.register_fake
+def _(
+    gates_N: Tensor, token_ids_N: Tensor, counts: list[Tensor], num_tokens: int, group_name: str, ep_size: int
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    T, e = num_tokens, counts[0].shape[1] // ep_size
+    new_size = torch.library.get_ctx().new_dynamic_size
+    P, V = new_size(), new_size()
+    if ep_size == 1:
+        sizes = (P, V, T + 1, V, e + 1, 0, 0, 0)
+    else:
+        num_starts, U = new_size(), new_size()
+        sizes = (P, V, num_starts, V, e + 1, U, U, T + 1)
+    return (
+        gates_N.new_empty(P),
+        [gates_N.new_empty(size, dtype=INDEX_DTYPE) for size in sizes],
+        torch.empty(4, ep_size, dtype=torch.int64, device="cpu"),
+    )
+
+
+def _receipt_of(lists: list[Tensor], splits_4S: Tensor, num_tokens: int) -> Receipt:
+    splits = Splits(*map(tuple, splits_4S.tolist()))
+    sizes = ReceiptSizes(splits, num_tokens, lists[_PAIR_STARTS].shape[0] - 1)
+    alone = splits_4S.shape[1] == 1
+    return sizes.with_lists((*lists[:5], *([None] * 3 if alone else lists[5:])))
+
+
+def _call(group_name: str, activation: str, keeps_received: bool) -> Call:
+    return Call(transport_for(EPGroup.named(group_name)), activation_named(activation), keeps_received)
+
+
+@torch.library.custom_op("sonic_ep::expert_parallel_mlp", mutates_args=(), tags=_TAGS)
+def _forward(
+    x_TH: Tensor,
+    gates_N: Tensor,
+    gates_P: Tensor,
+    lists: list[Tensor],
+    splits_4S: Tensor,
+    w1_eJH: Tensor,
+    w2_eHI: Tensor,
+    b1_eJ: Tensor | None,
+    b2_eH: Tensor | None,
+    group_name: str,
+    ep_size: int,
+    activation: str,
+    keeps_received: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out_TH, the received rows if kept, else nothing, and h_PJ. gates_N is here for its gradient alone."""
+    opened = Opened(_receipt_of(lists, splits_4S, x_TH.shape[0]), gates_P)
+    weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
+    out_TH, kept = forward(x_TH, opened, weights, _call(group_name, activation, keeps_received))
+    return out_TH, kept.rows if keeps_received else x_TH.new_empty(0), kept.h_PJ
+
+
+@_forward.register_fake
+def _(
+    x_TH: Tensor,
+    gates_N: Tensor,
+    gates_P: Tensor,
+    lists: list[Tensor],
+    splits_4S: Tensor,
+    w1_eJH: Tensor,
+    w2_eHI: Tensor,
+    b1_eJ: Tensor | None,
+    b2_eH: Tensor | None,
+    group_name: str,
+    ep_size: int,
+    activation: str,
+    keeps_received: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (T, H), R = x_TH.shape, lists[_PAIR_STARTS].shape[0] - 1
+    return (
+        x_TH.new_empty(T, H),
+        x_TH.new_empty((R, H) if keeps_received else 0),
+        x_TH.new_empty(gates_P.shape[0], w1_eJH.shape[1]),
+    )
+
+
+@torch.library.custom_op("sonic_ep::expert_parallel_mlp_backward", mutates_args=(), tags=_TAGS)
+def _backward(
+    dout_TH: Tensor,
+    rows: Tensor,
+    h_PJ: Tensor,
+    gates_P: Tensor,
+    lists: list[Tensor],
+    splits_4S: Tensor,
+    w1_eJH: Tensor,
+    w2_eHI: Tensor,
+    b1_eJ: Tensor | None,
+    b2_eH: Tensor | None,
+    num_pairs: int,
+    group_name: str,
+    ep_size: int,
+    activation: str,
+    keeps_received: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx_TH, dgates_N and the gradients of the weights, empty where not needed."""
+    kept = Kept(rows.contiguous(), h_PJ, gates_P, _receipt_of(lists, splits_4S, dout_TH.shape[0]))
+    weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
+    grads = backward(dout_TH, kept, weights, _call(group_name, activation, keeps_received), needs)
+    dx_TH, dgates_N, dw1, dw2, db1, db2 = (dout_TH.new_empty(0) if grad is None else grad for grad in grads)
+    return dx_TH, dgates_N, dw1, dw2, db1, db2
+
+
+@_backward.register_fake
+def _(
+    dout_TH: Tensor,
+    rows: Tensor,
+    h_PJ: Tensor,
+    gates_P: Tensor,
+    lists: list[Tensor],
+    splits_4S: Tensor,
+    w1_eJH: Tensor,
+    w2_eHI: Tensor,
+    b1_eJ: Tensor | None,
+    b2_eH: Tensor | None,
+    num_pairs: int,
+    group_name: str,
+    ep_size: int,
+    activation: str,
+    keeps_received: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    weights = zip((w1_eJH, w2_eHI, b1_eJ, b2_eH), needs, strict=True)
+    dw1, dw2, db1, db2 = (dout_TH.new_empty(weight.shape if weight is not None and n else 0) for weight, n in weights)
+    return dout_TH.new_empty(dout_TH.shape), gates_P.new_empty(num_pairs), dw1, dw2, db1, db2
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x_TH, gates_N, gates_P, lists, splits_4S, *weights, group_name, ep_size, activation, keeps_received = inputs
+    _, rows, h_PJ = output
+    ctx.save_for_backward(rows if keeps_received else x_TH, h_PJ, gates_P, splits_4S, *weights, *lists)
+    ctx.mark_non_differentiable(rows, h_PJ)
+    ctx.set_materialize_grads(False)
+    ctx.constants = (gates_N.shape[0], group_name, ep_size, activation, keeps_received)
+
+
+def _differentiate(ctx: Any, dout_TH: Tensor, *_: None) -> tuple[Any, ...]:
+    rows, h_PJ, gates_P, splits_4S, w1, w2, b1, b2, *lists = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[5:9])
+    dx_TH, dgates_N, *grads = torch.ops.sonic_ep.expert_parallel_mlp_backward(
+        dout_TH, rows, h_PJ, gates_P, lists, splits_4S, w1, w2, b1, b2, *ctx.constants, needs
+    )
+    grads = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    return dx_TH, dgates_N, None, [None] * len(lists), None, *grads, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)

@@ -1,0 +1,84 @@
+"""The expert-parallel MLP, forward and backward, without autograd: what both ways of differentiating it are made of.
+
+Dispatch and combine only move rows (the combine weights act on the owner's rank), so each is the other's backward:
+
+    forward    rows = dispatch(x)     out = combine(experts(rows))
+    backward   dO   = dispatch(dout)  dx  = combine(dX)             dS goes back pair by pair
+
+Kept between the two: x (or the received rows), H, the weights of the pairs and the index lists. Never Y, A or gathered
+rows. docs/memory.md has the formula.
+
+Legend: T tokens and H hidden size on this rank, N pairs sent, R received rows, P pair-buffer rows, e local experts,
+I expert width, J = 2I if gated else I.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sonic_ep.dispatch.protocol import Opened, Receipt, Transport
+from sonic_ep.kernels import expert_mlp
+from sonic_ep.kernels.activations import Activation
+from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
+from sonic_ep.kernels.operations import operations_for
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one call is beside its tensors. keeps_received: keep the received rows for backward, and not x."""
+
+    transport: Transport
+    activation: Activation
+    keeps_received: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What backward needs besides the weights. rows: x_TH, or the received rows, as the call says."""
+
+    rows: Tensor
+    h_PJ: Tensor
+    gates_P: Tensor
+    receipt: Receipt
+
+
+def forward(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) -> tuple[Tensor, Kept]:
+    """out_TH, and what backward needs. opened: what the call's transport has opened for the routing. A collective."""
+    receipt, gates_P = opened.receipt, opened.gates_P
+    x_TH = x_TH.contiguous()
+    rows_RH = call.transport.dispatch(x_TH, receipt)
+    ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
+    partial_RH, h_PJ = expert_mlp.forward(ops, rows_RH, gates_P, weights, _pair_lists(receipt), call.activation)
+    kept = Kept(rows_RH if call.keeps_received else x_TH, h_PJ, gates_P, receipt)
+    return call.transport.combine(partial_RH, receipt), kept
+
+
+def backward(
+    dout_TH: Tensor, kept: Kept, weights: ExpertWeights, call: Call, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """dx_TH, dgates_N, dw1, dw2, db1, db2; the last four only as far as `needs` says. A collective.
+
+    Every rank takes every collective, whether or not it needs the result.
+    """
+    transport, receipt, pairs = call.transport, kept.receipt, _pair_lists(kept.receipt)
+    ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
+    needs_w1, needs_w2, needs_b1, needs_b2 = needs
+    do_RH = transport.dispatch(dout_TH.contiguous(), receipt)
+    rows_RH = kept.rows if call.keeps_received else transport.dispatch(kept.rows, receipt)
+    grads = expert_mlp.backward_activations(ops, do_RH, kept.h_PJ, kept.gates_P, weights, pairs, call.activation)
+    dx_TH = transport.combine(grads.dx_RH, receipt)
+    dgates_N = transport.return_pairs(grads.ds_P, receipt)
+    dh_PJ, scaled_a_PI = grads.dh_PJ, grads.scaled_a_PI
+    del grads
+    dw2 = expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs) if needs_w2 else None
+    del scaled_a_PI
+    dw1 = expert_mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs) if needs_w1 else None
+    db1, db2 = None, None
+    if needs_b1 or needs_b2:
+        db1, db2 = expert_mlp.backward_biases(ops, do_RH, kept.gates_P, dh_PJ, pairs)
+    return dx_TH, dgates_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None
+
+
+def _pair_lists(receipt: Receipt) -> PairLists:
+    return PairLists(receipt.row_of_pair_P, receipt.pairs_by_row_V, receipt.pair_starts_R, receipt.expert_starts_e)

@@ -1,0 +1,413 @@
+"""torch.compile with fullgraph=True: what a compiled model computes is what the eager one does, replay included."""
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor
+from torch.utils.checkpoint import checkpoint
+
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, Routing, RoutingStats, replay_contexts
+from sonic_ep import compiled as layer_operations
+from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.functional import moe
+from sonic_ep.routers import compiled as router_operations
+from sonic_ep.routers.compiled import text_of
+from sonic_ep.routers.linear import linear
+from sonic_ep.transports import transport_for
+from tests.helpers.launch import RankPool
+from tests.sonic_ep.test_layer import TINY, relative, small
+
+Ranks = Callable[[int], RankPool]
+Step = tuple[dict[str, Tensor], list[RoutingStats]]
+LOSSES = RouterConfig(balance="global", balance_coef=0.3, z_loss_coef=0.05, expert_bias=True)
+DEEPSEEK = RouterConfig(
+    score="sigmoid",
+    scale=2.5,
+    num_groups=4,
+    groups_per_token=2,
+    balance="sequence",
+    balance_coef=0.1,
+    linear_bias=True,
+    check_logits=True,
+)
+STOCHASTIC = replace(TINY, mode="stochastic")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """x + MoE(x + tanh(linear(x))), and the layer's loss."""
+
+    def __init__(self, config: MoEConfig, group: EPGroup, seed: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(config.d, config.d)
+        self.moe = MoE(config, group, seed=seed)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, RoutingStats]:
+        x = x + self.linear(x).tanh()
+        y, aux, stats = self.moe(x)
+        return x + y, aux, stats
+
+
+class Model(nn.Module):
+    """Blocks; each in a checkpoint of its own if `options` for one are given."""
+
+    def __init__(self, config: MoEConfig, group: EPGroup | None = None, depth: int = 2, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList([Block(config, group or EPGroup.alone(), seed) for seed in range(depth)])
+        self.options = options
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, list[RoutingStats]]:
+        total, all_stats = x.new_zeros(()), []
+        for block in self.blocks:
+            if self.options:
+                x, aux, stats = checkpoint(block, x, use_reentrant=False, **self.options)  # type: ignore[misc]
+            else:
+                x, aux, stats = block(x)
+            total = total + aux
+            all_stats.append(stats)
+        return x, total, all_stats
+
+
+def train_step(run: Callable[[Tensor], Any], model: nn.Module, x: Tensor) -> Step:
+    """Output, loss and every gradient by name, and the statistics, of one step from one state of torch's generator."""
+    torch.manual_seed(2)
+    model.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y, aux, stats = run(leaf)
+    (y.square().mean() + aux).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(gradient is not None for gradient in gradients.values())
+    return {"y": y.detach(), "aux": aux.detach(), "dx": leaf.grad, **gradients}, stats  # type: ignore[dict-item]
+
+
+def assert_same_step(ours: Step, theirs: Step, tolerance: float) -> None:
+    for name, wanted in theirs[0].items():
+        assert relative(ours[0][name], wanted) < tolerance, name
+    for mine, other in zip(ours[1], theirs[1], strict=True):
+        for field in fields(RoutingStats):
+            torch.testing.assert_close(getattr(mine, field.name), getattr(other, field.name), msg=field.name)
+
+
+def counters(model: Model) -> list[list[int]]:
+    return [block.moe.router._counts_since_update_E.tolist() for block in model.blocks]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        small(LOSSES, bias=True, shared_n=5),
+        small(DEEPSEEK, activation="relu2", keep_dispatched=True),
+        small(rounding=RoundingConfig(mode="off")),
+    ],
+    ids=["rounded", "deepseek", "off"],
+)
+def test_steps_of_any_batch_size_are_the_eager_ones_and_share_a_graph(config: MoEConfig) -> None:
+    model = Model(config)
+    eager = copy.deepcopy(model)
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    for batch in (5, 3, 8):
+        x = torch.randn(batch, 10, config.d)
+        assert_same_step(train_step(compiled, model, x), train_step(eager, eager, x), 1e-6)
+        assert counters(model) == counters(eager)
+        assert sum(counters(model)[0]) > 0
+        if config.router.expert_bias:
+            for each in (*model.blocks, *eager.blocks):
+                each.moe.update_expert_bias()  # type: ignore[union-attr]
+    assert backend.frame_count == 1
+    counted = counters(model)
+    with torch.no_grad():
+        x = torch.randn(4, 10, config.d)
+        torch.testing.assert_close(compiled.eval()(x)[0], eager.eval()(x)[0], rtol=1e-6, atol=1e-6)
+    assert counters(model) == counted
+    assert backend.frame_count == 2
+
+
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="inductor needs a C++ compiler for the CPU, and g++ is not here"
+)
+def test_inductor_and_a_stochastic_checkpoint() -> None:
+    config = small(LOSSES, STOCHASTIC, bias=True)
+    model, eager = (Model(config, depth=1, context_fn=replay_contexts).double() for _ in range(2))
+    compiled = torch.compile(model, fullgraph=True)
+    x = torch.randn(50, config.d, dtype=torch.float64)
+    with inductor.patch(compile_threads=1):
+        assert_same_step(train_step(compiled, model, x), train_step(eager, eager, x), 1e-10)
+
+
+def test_layers_of_one_config_share_a_graph() -> None:
+    backend = CompileCounterWithBackend("aot_eager")
+    for seed in range(3):
+        layer = torch.compile(MoE(small(LOSSES), seed=seed), fullgraph=True, backend=backend)
+        layer(torch.randn(20, 12))
+    assert backend.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_without_fullgraph_the_graph_breaks_and_the_result_stays() -> None:
+    layer, eager = (MoE(small(LOSSES), seed=0) for _ in range(2))
+    compiled = torch.compile(layer, backend="aot_eager")
+    x = torch.randn(50, 12)
+    ours, theirs = (train_step(lambda x, run=run: (*run(x)[:2], []), run, x) for run in (compiled, eager))
+    assert_same_step(({n.removeprefix("_orig_mod."): v for n, v in ours[0].items()}, []), theirs, 1e-6)
+    assert len(torch._dynamo.utils.counters["graph_break"]) == 2
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.testing.assert_close(compiled(x).y, eager(x).y)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_the_functional_layer() -> None:
+    alone = EPGroup.alone()
+    E, w1, w2 = 4, torch.randn(4, 12, 8, requires_grad=True), torch.randn(4, 8, 6, requires_grad=True)
+    tokens, experts = torch.tensor([0, 1, 2, 2, 4]), torch.tensor([3, 0, 0, 1, 3])
+    gates, x = torch.rand(5, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    routing = Routing.from_pairs(tokens, experts, torch.rand(5), num_tokens=5, E=E, group=alone)
+    routing = replace(routing, gates_N=gates)
+
+    def run(x: Tensor) -> Tensor:
+        return moe(x, routing, w1, w2, transport=transport_for(alone), group=alone, layout="concatenated")
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    ours, theirs = (torch.autograd.grad(f(x).square().sum(), [x, w1, w2, gates]) for f in (compiled, run))
+    torch.testing.assert_close(ours, theirs)
+
+
+# --- activation checkpointing --------------------------------------------------------------------------------------
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What compiled graphs do, call by call."""
+    calls: list[str] = []
+
+    def spy(module: ModuleType, name: str) -> None:
+        wrapped = getattr(module, name)
+
+        def called(*arguments: Any) -> Any:
+            calls.append(name)
+            return wrapped(*arguments)
+
+        monkeypatch.setattr(module, name, called)
+
+    spy(router_operations, "decide_selection")
+    spy(layer_operations, "forward")
+    spy(layer_operations, "backward")
+    return calls
+
+
+def test_a_checkpoint_in_the_graph_keeps_the_decision_and_recomputes_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(replace(LOSSES, jitter=0.1), STOCHASTIC)
+    model, plain = Model(config, context_fn=replay_contexts), Model(config)
+    calls = watch(monkeypatch)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(50, config.d)
+    assert_same_step(train_step(compiled, model, x), train_step(plain, plain, x), 1e-6)
+    assert calls == ["decide_selection", "forward"] * 2 + ["forward", "backward"] * 2
+    assert counters(model) == counters(plain)
+
+
+def test_a_checkpoint_in_the_graph_without_replay_is_an_error_that_names_it() -> None:
+    config = small(LOSSES)
+    model = Model(config, preserve_rng_state=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    y, aux, _ = compiled(torch.randn(50, config.d))
+    with pytest.raises(RuntimeError, match=r"context_fn=sonic_ep\.replay_contexts"):
+        (y.sum() + aux).backward()
+
+
+def test_a_checkpoint_around_compiled_blocks_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(LOSSES, STOCHASTIC)
+    model, plain = Model(config), Model(config)
+    calls = watch(monkeypatch)
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    x = torch.randn(50, config.d)
+
+    def run(x: Tensor) -> Any:
+        # The generator is not put back: what is drawn in backward must not matter.
+        return checkpoint(model, x, use_reentrant=False, context_fn=replay_contexts, preserve_rng_state=False)
+
+    assert_same_step(train_step(run, model, x), train_step(plain, plain, x), 1e-6)
+    assert calls == ["decide_selection", "forward"] * 4 + ["backward"] * 2
+    assert counters(model) == counters(plain)
+    y, _, _ = checkpoint(model, x.requires_grad_(), use_reentrant=False)  # type: ignore[misc]
+    with pytest.raises(RuntimeError, match=r"context_fn=sonic_ep\.replay_contexts"):
+        y.sum().backward()
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.randn(10, 11), r"x has hidden size 11 \(shape \(10, 11\)\), the layer has d=12"),
+        (torch.randn(10, 12).double(), "x has dtype torch.float64, the experts compute in torch.float32"),
+        ([1.0], "x must be a torch.Tensor, got list"),
+        (torch.full((10, 12), float("nan")), r"router logits hold NaN or inf \(rank 0: 80\)"),
+    ],
+    ids=["width", "dtype", "type", "nan"],
+)
+def test_errors_are_the_eager_ones(bad: Any, message: str) -> None:
+    layer = torch.compile(MoE(small(RouterConfig(check_logits=True)), seed=0), fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match=message):
+        layer(bad)
+    assert layer(torch.randn(10, 12)).y.isfinite().all()
+
+
+def test_a_transport_that_is_not_the_groups_own_is_refused() -> None:
+    alone, pairs = EPGroup.alone(), torch.arange(4)
+    routing = Routing.from_pairs(pairs, pairs, torch.rand(4), num_tokens=4, E=4, group=alone)
+    other = AllToAllTransport(alone)
+
+    def run(x: Tensor) -> Tensor:
+        return moe(x, routing, torch.randn(4, 12, 8), torch.randn(4, 8, 6), transport=other, group=alone)
+
+    with pytest.raises(Exception, match="the transport of ep_size=1 is transport_for"):
+        torch.compile(run, fullgraph=True, backend="aot_eager")(torch.randn(4, 8))
+
+
+# --- real ranks ----------------------------------------------------------------------------------------------------
+
+
+def ranks_step(rank: int, config: MoEConfig, options: dict[str, Any], device: str = "cpu") -> dict[str, float]:
+    """Largest error of a compiled step against an eager one, for two token numbers that differ between ranks."""
+    torch._dynamo.reset()
+    group = EPGroup()
+    model, eager = (Model(config, group, **options).to(device) for _ in range(2))
+    compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    errors: dict[str, float] = {}
+    for tokens in (37 + 9 * rank, 20 - 3 * rank):
+        x = torch.randn(tokens, config.d, generator=torch.Generator().manual_seed(rank)).to(device)
+        ours, theirs = train_step(compiled, model, x), train_step(eager, eager, x)
+        for name, wanted in theirs[0].items():
+            errors[name] = max(errors.get(name, 0.0), relative(ours[0][name], wanted))
+        assert counters(model) == counters(eager)
+    with torch.no_grad():
+        errors["eval"] = relative(compiled.eval()(x)[0], eager.eval()(x)[0])
+    return errors
+
+
+RANK_CASES: dict[str, tuple[MoEConfig, dict[str, Any]]] = {
+    "resend": (small(LOSSES, bias=True), {}),
+    "keep-and-checkpoint": (small(LOSSES, STOCHASTIC, keep_dispatched=True), {"context_fn": replay_contexts}),
+}
+
+
+@pytest.mark.parametrize("case", RANK_CASES)
+def test_steps_across_ranks_are_the_eager_ones(ranks: Ranks, case: str) -> None:
+    for rank, errors in enumerate(ranks(2).run(ranks_step, *RANK_CASES[case])):
+        assert max(errors.values()) < 1e-6, (rank, errors)
+        assert {"y", "dx", "eval"} <= errors.keys()
+
+
+def ranks_errors(rank: int) -> list[str]:
+    """What every rank raises when rank 1 spoils its input, and after it is healthy again."""
+    torch._dynamo.reset()
+    layer = MoE(small(RouterConfig(check_logits=True)), EPGroup(), seed=0)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, messages = torch.randn(10, 12), []
+    for bad in (x[:, :-1], x.new_full(x.shape, float("nan")), x):
+        try:
+            compiled(bad if rank == 1 else x)
+            messages.append("none")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_one_ranks_bad_input_raises_on_all(ranks: Ranks) -> None:
+    for messages in ranks(2).run(ranks_errors):
+        assert "rank 1: x has hidden size 11" in messages[0]
+        assert "NaN or inf (rank 1: 80)" in messages[1]
+        assert messages[2] == "none"
+
+
+# --- the operations themselves -------------------------------------------------------------------------------------
+
+
+def test_operations_keep_torchs_rules() -> None:
+    config = small(LOSSES, bias=True)
+    layer = MoE(config, seed=0)
+    experts = layer.experts
+    decide = (torch.randn(30, 8), layer.router.expert_bias, text_of(config), "", 1, torch.float32, True, None)
+    torch.library.opcheck(torch.ops.sonic_ep.decide_selection, decide)
+    _, token_ids_N, _, _, counts, _, new_counts_E = torch.ops.sonic_ep.decide_selection(*decide)
+    torch.library.opcheck(torch.ops.sonic_ep.routing_stats, (torch.rand(30, 8), token_ids_N, counts))
+    torch.library.opcheck(torch.ops.sonic_ep.add_counts, (torch.zeros_like(new_counts_E), new_counts_E))
+    gates_N = torch.rand(token_ids_N.shape)
+    opening = (gates_N, token_ids_N, counts, 30, "", 1)
+    torch.library.opcheck(torch.ops.sonic_ep.open_routing, opening)
+    opened = torch.ops.sonic_ep.open_routing(*opening)
+    weights = (experts.w1, experts.w2, experts.b1, experts.b2)
+    x = torch.randn(30, 12, requires_grad=True)
+    forward = (x, gates_N.requires_grad_(), *opened, *weights, "", 1, "swiglu", False)
+    torch.library.opcheck(torch.ops.sonic_ep.expert_parallel_mlp, forward)
+    with torch.no_grad():
+        _, _, h_PJ = torch.ops.sonic_ep.expert_parallel_mlp(*forward)
+        gates_P, lists, splits = opened
+        saved = (torch.randn(30, 12), x.detach(), h_PJ, gates_P, lists, splits, *(w.detach() for w in weights))  # type: ignore[union-attr]
+        backward = (*saved, gates_N.shape[0], "", 1, "swiglu", False, [True, False, True, True])
+        torch.library.opcheck(torch.ops.sonic_ep.expert_parallel_mlp_backward, backward)
+
+
+def test_the_routers_linear_layer_as_operations() -> None:
+    x, weight = torch.randn(30, 12).bfloat16().requires_grad_(), torch.randn(8, 12, requires_grad=True)
+    torch.library.opcheck(torch.ops.sonic_ep.router_linear, (x, weight))
+    dlogits = torch.randn(30, 8)
+    torch.library.opcheck(
+        torch.ops.sonic_ep.router_linear_backward, (dlogits, x.detach(), weight.detach(), True, False)
+    )
+    ours, theirs = torch.ops.sonic_ep.router_linear(x, weight), linear(x, weight, None)
+    assert torch.equal(ours, theirs)
+    for mine, other in zip(*(torch.autograd.grad(y, [x, weight], dlogits) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+# --- GPU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_inductor_on_a_gpu_with_a_checkpoint() -> None:
+    config = small(LOSSES, STOCHASTIC, bias=True, shared_n=5)
+    model, eager = (Model(config, context_fn=replay_contexts).cuda() for _ in range(2))
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for tokens in (50, 31):
+        x = torch.randn(tokens, config.d, device="cuda")
+        assert_same_step(train_step(compiled, model, x), train_step(eager, eager, x), 1e-4)
+    assert counters(model) == counters(eager)
+
+
+@pytest.mark.gpu
+def test_half_precision_kernels_in_a_graph() -> None:
+    # The layer alone: before it, inductor would round otherwise than eager mode, and tokens would choose otherwise.
+    config = small(LOSSES, RoundingConfig(t=16, G=32), d=64, n=32)
+    layer = MoE(config, seed=0, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True)
+    x = torch.randn(500, config.d, device="cuda", dtype=torch.bfloat16)
+    ours, theirs = (train_step(lambda x, run=run: (*run(x)[:2], []), layer, x) for run in (compiled, layer))
+    assert_same_step(ours, theirs, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", RANK_CASES)
+def test_steps_across_gpus_are_the_eager_ones(case: str) -> None:
+    with RankPool(min(2, torch.cuda.device_count()), backend="cpu:gloo,cuda:nccl") as pool:
+        for rank, errors in enumerate(pool.run(ranks_step, *RANK_CASES[case], "cuda")):
+            assert max(errors.values()) < 1e-5, (rank, errors)
