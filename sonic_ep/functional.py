@@ -13,12 +13,13 @@ from torch.autograd.function import once_differentiable
 
 from sonic_ep.checks import problem_with_weights
 from sonic_ep.compiled import moe_in_graph
-from sonic_ep.dispatch.plan import Plan
+from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.expert_parallel_mlp import Call, Kept, backward, forward
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.activations import activation_named, interleave
 from sonic_ep.kernels.expert_mlp import ExpertWeights
+from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_type
 
@@ -68,8 +69,9 @@ def moe(
         weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
         keeps_received = keep_dispatched and group.size > 1
         return moe_in_graph(x_TH, routing, weights, group=group, activation=activation, keeps_received=keeps_received)
+    plan = plan_for(routing.counts, group.rank)
     call = Call(transport, act, keep_dispatched)
-    return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, w2_eHI, b1_eJ, b2_eH, routing, call)
+    return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, w2_eHI, b1_eJ, b2_eH, routing, plan, call)
 
 
 class _ExpertParallelMLP(torch.autograd.Function):
@@ -83,9 +85,10 @@ class _ExpertParallelMLP(torch.autograd.Function):
         b1_eJ: Tensor | None,
         b2_eH: Tensor | None,
         routing: Routing,
+        plan: RankPlan,
         call: Call,
     ) -> Tensor:
-        opened = call.transport.open(routing, Plan.from_counts(routing.counts.rows_SE, routing.counts.pairs_SE))
+        opened = call.transport.open(routing, plan)
         out_TH, kept = forward(x_TH, opened, ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH), call)
         ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *kept.receipt.lists())
         ctx.sizes, ctx.call = kept.receipt.without_lists(), call
@@ -98,4 +101,4 @@ class _ExpertParallelMLP(torch.autograd.Function):
         kept = Kept(rows, h_PJ, gates_P, ctx.sizes.with_lists(tuple(lists)))
         weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
         grads = backward(grad_outputs[0], kept, weights, ctx.call, ctx.needs_input_grad[2:6])
-        return *grads, None, None
+        return *grads, None, None, None

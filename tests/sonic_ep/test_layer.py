@@ -197,6 +197,7 @@ def merged(selections: list[Selection], tokens: list[int]) -> Selection:
         expert_ids[order],
         torch.cat([s.chosen_N for s in selections])[order],
         one,
+        None,
     )
 
 
