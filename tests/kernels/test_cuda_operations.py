@@ -47,6 +47,9 @@ CASES = [
     Case((300, 20), 250, 7168, 2048),
     Case(tuple(range(0, 512, 4)), 4000, 512, 128),
     Case((100, 28, 300), 200, 256, 128, bias=True),
+    Case((*range(1, 512, 2), *range(256)), 9818, 256, 128),  # E=512, K=10
+    Case((100, 28, 300), 200, 256, 128, activation="swiglu_oai"),
+    Case((100, 28, 300), 200, 2880, 256, activation="swiglu_oai", bias=True),
     Case((100, 28, 300), 200, 256, 128, activation="geglu"),
     Case((100, 28, 300), 200, 256, 128, activation="reglu"),
     Case((100, 28, 300), 200, 256, 128, activation="relu2"),
