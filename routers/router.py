@@ -122,7 +122,7 @@ class Router(nn.Module):
         counts_E = self._counts_since_update_E
         counts_E = counts_E if group is None else group.all_reduce(counts_E)
         self.expert_bias.copy_(updated_bias(self.expert_bias, counts_E, self.config.router.expert_bias_rate))
-        self._counts_since_update_E = torch.zeros_like(self._counts_since_update_E)
+        self._counts_since_update_E.zero_()  # in place: a captured CUDA graph goes on adding to it
 
 
 def _moved(counts_E: Tensor, device: torch.device) -> Tensor:

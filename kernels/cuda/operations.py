@@ -250,7 +250,9 @@ def weight_grad(
 
 
 def _expert_of_pair(expert_starts_e: Tensor, P: int) -> Tensor:
-    return torch.repeat_interleave(expert_starts_e.diff().long(), output_size=P)
+    """The last expert's for rows behind those of all experts."""
+    slots_P = torch.arange(P, dtype=expert_starts_e.dtype, device=expert_starts_e.device)
+    return torch.searchsorted(expert_starts_e[1:-1], slots_P, right=True)
 
 
 def _row_dots(do_RH: Tensor, b2_eH: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:
