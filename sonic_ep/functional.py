@@ -98,7 +98,10 @@ class _ExpertParallelMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, h_PJ, gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
+        # Unless the graph is kept for another backward, H lives on in `kept` alone.
+        ctx.maybe_clear_saved_tensors()
         kept = Kept(rows, h_PJ, gates_P, ctx.sizes.with_lists(tuple(lists)))
+        del h_PJ
         weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
         grads = backward(grad_outputs[0], kept, weights, ctx.call, ctx.needs_input_grad[2:6])
         return *grads, None, None, None

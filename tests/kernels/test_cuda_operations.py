@@ -212,7 +212,8 @@ def test_nothing_waits_for_the_device() -> None:
 
     def forward_and_backward() -> None:
         _, h = expert_mlp.forward(operations, o.x, o.gates, weights, lists, o.activation)
-        grads = expert_mlp.backward_activations(operations, o.do, h, o.gates, weights, lists, o.activation)
+        grads = expert_mlp.backward_hidden(operations, o.do, h, o.gates, weights, lists, o.activation)
+        expert_mlp.backward_rows(operations, grads.dh_PJ, weights, lists)
         expert_mlp.backward_up_weights(operations, o.x, grads.dh_PJ, lists)
         expert_mlp.backward_down_weights(operations, o.do, grads.scaled_a_PI, lists)
 
