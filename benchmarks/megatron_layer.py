@@ -1,0 +1,248 @@
+"""Qwen3-30B-A3B's layers under Megatron-Core: its MoELayer and ours, in one run over several GPUs.
+
+    torchrun --nproc-per-node 4 benchmarks/megatron_layer.py --out results.json
+
+EP = all ranks, DDP and DistributedOptimizer, bf16. *Layer*: one MoE layer, forward and backward of random rows, and
+what it keeps between the two beside its output. *Step*: a whole training step of a GPT of such layers (unfused
+attention, no Transformer Engine), its MFU, and the most memory that it allocates. Contestants take turns; times are
+medians of the slowest rank. Stock is MoELayer with the alltoall dispatcher, on grouped GEMMs where they run, else on
+SequentialMLP; `sonic_ep_rounded` is our layer with token rounding. MFU counts 6 operations per active parameter and
+token and 12 s h per layer and token of attention, against 989 TFLOP/s.
+"""
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from sonic_ep import RoundingConfig, load_config
+
+SHAPE, LAYERS, SEQ, BATCH, VOCABULARY = "qwen3_30b_a3b", 4, 2048, 4, 32768
+HEADS, KEY_VALUE_HEADS, HEAD_WIDTH = 32, 4, 128
+PEAK_TFLOPS = 989
+MIB = 2**20
+
+
+class Contestant:
+    """A GPT whose block spec was changed by `change`, with its optimizer."""
+
+    def __init__(self, change: Callable[[Any], Any], *, grouped_gemm: bool) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        config = gpt_config(grouped_gemm)
+        spec = change(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"))
+        torch.manual_seed(1)
+        model = GPTModel(
+            config, spec, vocab_size=VOCABULARY, max_sequence_length=SEQ, position_embedding_type="rope"
+        ).cuda()
+        self.layers = [layer.mlp for layer in model.decoder.layers]
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, grad_reduce_in_fp32=True
+        )
+        self.model = DistributedDataParallel(config, ddp, Float16Module(config, model))
+        adam = OptimizerConfig(
+            optimizer="adam", lr=1e-4, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+        )
+        self.optimizer = get_megatron_optimizer(adam, [self.model])
+        config.no_sync_func = self.model.no_sync
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+
+    def step(self, batch: dict[str, Tensor]) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([batch]),
+            model=[self.model],
+            num_microbatches=1,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+            forward_only=False,
+        )
+        self.optimizer.step()
+
+
+def gpt_config(grouped_gemm: bool) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    moe = load_config(SHAPE)
+    return TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=moe.d,
+        ffn_hidden_size=moe.n,
+        num_attention_heads=HEADS,
+        num_query_groups=KEY_VALUE_HEADS,
+        kv_channels=HEAD_WIDTH,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        bf16=True,
+        num_moe_experts=moe.E,
+        moe_ffn_hidden_size=moe.n,
+        moe_router_topk=moe.K,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.001,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=grouped_gemm,
+        expert_model_parallel_size=dist.get_world_size(),
+        expert_tensor_parallel_size=1,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def forward_step(batch: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    data = next(batch)
+
+    def total_loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        count = torch.tensor(losses.numel(), dtype=torch.int, device="cuda")
+        return losses.float().sum(), count, {}
+
+    return model(data["tokens"], data["positions"], data["mask"], labels=data["labels"]), total_loss
+
+
+def random_batch() -> dict[str, Tensor]:
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQ + 1), device="cuda")
+    mask = torch.ones(SEQ, SEQ, dtype=torch.bool, device="cuda").triu(1)[None, None]
+    positions = torch.arange(SEQ, device="cuda").expand(BATCH, SEQ)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions, "mask": mask}
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    dist.barrier()
+    torch.cuda.synchronize()
+    start.record()
+    result = call()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop), result
+
+
+def measure_layer(layer: Any, x: Tensor, dout: Tensor) -> dict[str, float]:
+    """One forward and backward."""
+    parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    forward_ms, (out, _) = timed(lambda: layer(x))
+    kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+    backward_ms, _ = timed(lambda: torch.autograd.grad(out, [x, *parameters], dout, allow_unused=True))
+    return {"forward_ms": forward_ms, "backward_ms": backward_ms, "kept_mib": kept / MIB}
+
+
+def measure_step(contestant: Contestant, batch: dict[str, Tensor]) -> dict[str, float]:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ms, _ = timed(lambda: contestant.step(batch))
+    return {"step_ms": ms, "peak_mib": (torch.cuda.max_memory_allocated() - before) / MIB}
+
+
+def summary(samples: list[dict[str, float]]) -> dict[str, float]:
+    """Medians over samples, then the largest of all ranks."""
+    names = list(samples[0])
+    values = torch.tensor([statistics.median(sample[name] for sample in samples) for name in names], device="cuda")
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+def tflops_of_step() -> float:
+    """Per rank."""
+    moe = load_config(SHAPE)
+    attention = moe.d * HEAD_WIDTH * (2 * HEADS + 2 * KEY_VALUE_HEADS)
+    active = LAYERS * (attention + moe.d * moe.E + 3 * moe.K * moe.d * moe.n) + moe.d * VOCABULARY
+    return BATCH * SEQ * (6 * active + 12 * LAYERS * SEQ * HEADS * HEAD_WIDTH) / 1e12
+
+
+def contestants() -> dict[str, Contestant]:
+    from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
+
+    rounded = SonicEPOptions(rounding=RoundingConfig(mode="apportion"))
+    grouped = find_spec("grouped_gemm") is not None
+    return {
+        "grouped_gemm" if grouped else "sequential": Contestant(lambda spec: spec, grouped_gemm=grouped),
+        "sonic_ep": Contestant(use_sonic_ep, grouped_gemm=False),
+        "sonic_ep_rounded": Contestant(lambda spec: use_sonic_ep(spec, rounded), grouped_gemm=False),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # megatron-core 0.16.1 without Transformer Engine
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1
+    )
+    model_parallel_cuda_manual_seed(1)
+    moe, models = load_config(SHAPE), contestants()
+    torch.manual_seed(dist.get_rank())
+    layer_samples: dict[str, list[dict[str, float]]] = {name: [] for name in models}
+    step_samples: dict[str, list[dict[str, float]]] = {name: [] for name in models}
+    for number in range(options.rounds + 2):
+        x = torch.randn(SEQ, BATCH, moe.d, device="cuda").bfloat16().requires_grad_()
+        dout, batch = torch.randn(SEQ, BATCH, moe.d, device="cuda").bfloat16(), random_batch()
+        for name, model in models.items():
+            layer, step = measure_layer(model.layers[0], x, dout), measure_step(model, batch)
+            if number >= 2:  # the first rounds compile and allocate
+                layer_samples[name].append(layer)
+                step_samples[name].append(step)
+    results: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "shape": {"config": SHAPE, "layers": LAYERS, "sequence": SEQ, "batch": BATCH, "vocabulary": VOCABULARY},
+        "contestants": {},
+    }
+    for name in models:
+        figures = {**summary(layer_samples[name]), **summary(step_samples[name])}
+        figures["mfu"] = tflops_of_step() / (figures["step_ms"] / 1000) / PEAK_TFLOPS
+        results["contestants"][name] = figures
+        if dist.get_rank() == 0:
+            print(name, {key: round(value, 3) for key, value in figures.items()}, flush=True)
+    if dist.get_rank() == 0:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
