@@ -39,7 +39,13 @@ class Step(NamedTuple):
 
 @contextmanager
 def parallel_state(
-    *, tensor: int = 1, pipeline: int = 1, virtual_pipeline: int | None = None, expert: int = 1, seed: int = 1234
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int | None = None,
+    context: int = 1,
+    expert: int = 1,
+    seed: int = 1234,
 ) -> Iterator[None]:
     """Megatron's process groups and generators over all ranks of the default group; the rest is data parallel.
 
@@ -54,6 +60,7 @@ def parallel_state(
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,
             virtual_pipeline_model_parallel_size=virtual_pipeline,
+            context_parallel_size=context,
             expert_model_parallel_size=expert,
             expert_tensor_parallel_size=1,
         )
@@ -95,6 +102,7 @@ def gpt_config(**changes: Any) -> Any:
         "sequence_parallel": tensor > 1,
         "pipeline_model_parallel_size": state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": state.get_virtual_pipeline_model_parallel_world_size(),
+        "context_parallel_size": state.get_context_parallel_world_size(),
         "expert_model_parallel_size": state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": 1,
         "pipeline_dtype": torch.float32,

@@ -29,7 +29,7 @@ from sonic_ep.transports import transport_for
 
 @final
 class SonicEPExperts(MegatronModule):
-    """weight1 (e, J, H), gate and up rows interleaved; weight2 (e, H, I); if add_bias_linear, bias1 (e, J), bias2 (e, H).
+    """weight1 (e, J, H), gate and up rows in turn; weight2 (e, H, I); with add_bias_linear bias1 (e, J), bias2 (e, H).
 
     Rank r of the EP group holds experts r * e to (r + 1) * e - 1. From one seed the initial values are those of
     Megatron's SequentialMLP.
@@ -111,6 +111,7 @@ class SonicEPExperts(MegatronModule):
             group=self.group,
             activation=self.activation,
             keep_dispatched=self.keep_dispatched,
+            accumulate_into_main_grad=self.config.gradient_accumulation_fusion,
         )
 
     def sharded_state_dict(

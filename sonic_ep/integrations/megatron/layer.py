@@ -12,12 +12,13 @@ from typing import Any, final
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore, get_default_pg_collection
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from sonic_ep.integrations.megatron.experts import SonicEPExperts
+from sonic_ep.integrations.megatron.fields import check
 from sonic_ep.integrations.megatron.options import SonicEPOptions
 from sonic_ep.integrations.megatron.routing_map import routing_of_map
 from sonic_ep.routing import Routing
@@ -40,12 +41,14 @@ class SonicEPMoELayer(MoELayer):
         options: SonicEPOptions | None = None,
     ) -> None:
         submodules, options = submodules or MoESubmodules(), options or SonicEPOptions()
+        check(config, options)
         pg_collection = pg_collection or get_default_pg_collection()
         BaseMoELayer.__init__(self, config=config, layer_number=layer_number, pg_collection=pg_collection)
         self.options = options
         selective = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
         self.moe_layer_recompute = "moe" in selective
         self.shared_experts_recompute = "shared_experts" in selective
+        self.cudagraph_tensor_store = MoECudaGraphTensorStore()  # always empty; `route` looks
         self.router = submodules.router(config=config, pg_collection=pg_collection)
         self.experts = SonicEPExperts(self.num_local_experts, config, pg_collection, options)
         if self.use_shared_expert:
@@ -82,9 +85,17 @@ class SonicEPMoELayer(MoELayer):
         return self._forward(hidden_states, padding_mask), None
 
     def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
-        shared = self.shared_experts_compute(hidden_states)
+        shared = self.shared_experts_compute(hidden_states)  # None without one, and with one of its own stream
+        beside: Any = self.shared_experts if self.shared_expert_overlap else None
+        if beside is not None:
+            beside.pre_forward_comm(hidden_states)
+            beside.linear_fc1_forward_and_act()
+            beside.linear_fc2_forward()
+            beside.post_forward_comm()
         routing = self._routing(hidden_states, padding_mask)
         output = self.experts(hidden_states.reshape(-1, hidden_states.shape[-1]), routing).view_as(hidden_states)
+        if beside is not None:
+            shared = beside.get_output()
         return output if shared is None else output + shared
 
     def _routing(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Routing:
