@@ -204,6 +204,11 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
             f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} drops tokens that rounding counts on; set "
             "it to None and RoundingConfig.capacity_factor, or options.rounding to None"
         )
+    if config.moe_router_load_balancing_type == "sinkhorn" and options.rounding is not None:
+        raise ValueError(
+            "moe_router_load_balancing_type='sinkhorn' chooses by no score that rounding could go on with; set "
+            "'aux_loss' or options.rounding to None"
+        )
     known = {field.name for field in FIELDS}
     for new in dataclasses.fields(config):
         value = getattr(config, new.name)

@@ -20,6 +20,7 @@ from torch import Tensor
 from sonic_ep.integrations.megatron.experts import SonicEPExperts
 from sonic_ep.integrations.megatron.fields import check
 from sonic_ep.integrations.megatron.options import SonicEPOptions
+from sonic_ep.integrations.megatron.rounding import RoundedRouter
 from sonic_ep.integrations.megatron.routing_map import routing_of_map
 from sonic_ep.routing import Routing
 
@@ -51,6 +52,9 @@ class SonicEPMoELayer(MoELayer):
         self.cudagraph_tensor_store = MoECudaGraphTensorStore()  # always empty; `route` looks
         self.router = submodules.router(config=config, pg_collection=pg_collection)
         self.experts = SonicEPExperts(self.num_local_experts, config, pg_collection, options)
+        self.rounded = None
+        if options.rounding is not None:
+            self.rounded = RoundedRouter(self.router, config, options.rounding, self.experts.group)
         if self.use_shared_expert:
             self.shared_experts = build_module(
                 submodules.shared_experts,
@@ -100,6 +104,8 @@ class SonicEPMoELayer(MoELayer):
 
     def _routing(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Routing:
         probs_TE, routing_map_TE = self.route(hidden_states, padding_mask)
+        if self.rounded is not None and self.training:
+            return self.rounded.routing(probs_TE, routing_map_TE, hidden_states.dtype)
         drops = self.config.moe_expert_capacity_factor is not None
         return routing_of_map(
             probs_TE,
