@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from multiprocessing import dummy
 from typing import Any
 from unittest.mock import patch
 
@@ -86,6 +87,9 @@ def _shims() -> Iterator[tuple[Any, str, Any]]:
     # 0.16.1 forgets to define this name where Transformer Engine is missing.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+    # Checkpoints are written by processes, which a rank of tests.helpers.launch may not start: by threads, then.
+    yield _module("megatron.core.dist_checkpointing.strategies.filesystem_async").mp, "get_context", lambda _: dummy
 
     # torch's norms do the right thing with sequence parallelism, once their weights carry the mark.
     yield WrappedTorchNorm, "__new__", _norm

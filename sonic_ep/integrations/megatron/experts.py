@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.megatron.activation import activation_of
+from sonic_ep.integrations.megatron.checkpoint import HeldExperts, load_any_layout, sharded_experts
 from sonic_ep.integrations.megatron.options import SonicEPOptions
 from sonic_ep.kernels.activations import activation_named, interleave
 from sonic_ep.routing import Routing
@@ -61,6 +62,7 @@ class SonicEPExperts(MegatronModule):
         set_tensor_model_parallel_attributes(self.weight2, True, 1, 1)
         if config.perform_initialization:
             self._initialize()
+        load_any_layout(self, self.gated)
 
     def _parameter(self, *shape: int) -> nn.Parameter:
         config = self.config
@@ -110,4 +112,17 @@ class SonicEPExperts(MegatronModule):
             activation=self.activation,
             keep_dispatched=self.keep_dispatched,
             accumulate_into_main_grad=self.config.gradient_accumulation_fusion,
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The experts for Megatron's distributed checkpoints, in the layout of its own: see checkpoint.py."""
+        held = HeldExperts(self.ep_group.rank(), self.ep_group.size(), self.dp_group.rank(), self.gated)
+        return sharded_experts(
+            dict(self.named_parameters()),
+            held,
+            prefix=prefix,
+            sharded_offsets=tuple(sharded_offsets),
+            metadata=metadata,
         )
