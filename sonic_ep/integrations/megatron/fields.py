@@ -5,6 +5,7 @@ tests/integrations/megatron/test_fields.py.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -55,7 +56,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "num_moe_experts",
         "honoured",
-        f"E, 1 to {MAX_E}, a multiple of the EP size",
+        "E, a multiple of the EP size",
         lambda value: value is not None and 1 <= value <= MAX_E,
         f"1 to {MAX_E} experts",
     ),
@@ -100,7 +101,7 @@ FIELDS: tuple[Field, ...] = (
         "moe_per_layer_logging",
         "calculate_per_token_loss",
     ),
-    Field("moe_router_topk", "honoured", f"K, 1 to {MAX_K}", lambda value: 1 <= value <= MAX_K, f"at most {MAX_K}"),
+    Field("moe_router_topk", "honoured", "K", lambda value: 1 <= value <= MAX_K, f"1 to {MAX_K}"),
     *_honoured(f"{_ROUTER}; weights of pairs are fp32 at least", "moe_router_dtype"),
     *_honoured(
         f"{_ROUTER} drops, the experts see what is left; not together with token rounding",
@@ -189,6 +190,16 @@ FIELDS: tuple[Field, ...] = (
     _refused("inference_fuse_tp_communication", False, "for training"),
     *_honoured("the layer is called for each chunk", "mlp_chunks_for_prefill"),
 )
+
+
+def table() -> list[str]:
+    """FIELDS as Markdown, one row for neighbours that have all in common."""
+    lines = ["| field | here | how, or why not | instead of other values |", "|---|---|---|---|"]
+    rows = itertools.groupby(FIELDS, lambda each: (each.effect, each.how, "" if each.effect == "refused" else each.set))
+    for (effect, how, instead), fields in rows:
+        names = ", ".join(f"`{each.name}`" for each in fields)
+        lines.append(f"| {names} | {effect} | {how} | {instead} |")
+    return lines
 
 
 def check(config: TransformerConfig, options: SonicEPOptions) -> None:

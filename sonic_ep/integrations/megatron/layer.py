@@ -11,6 +11,7 @@ from typing import Any, final
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore, get_default_pg_collection
 from megatron.core.transformer.spec_utils import build_module
@@ -30,7 +31,8 @@ class SonicEPMoELayer(MoELayer):
     """A MoELayer to Megatron (isinstance decides about recomputation and more), built without its token dispatcher.
 
     submodules: `experts` is not used. options: see SonicEPOptions. pg_collection: default Megatron's global groups.
-    Raises ValueError for a config that the layer cannot honour, see fields.py.
+    Raises ValueError for a config that the layer cannot honour, see fields.py; RuntimeError where Megatron's router
+    cannot run.
     """
 
     def __init__(
@@ -43,6 +45,11 @@ class SonicEPMoELayer(MoELayer):
     ) -> None:
         submodules, options = submodules or MoESubmodules(), options or SonicEPOptions()
         check(config, options)
+        if not hasattr(moe_utils, "te_general_gemm"):
+            raise RuntimeError(
+                "without Transformer Engine, megatron-core 0.16.1 leaves a name undefined that its router looks up, under "
+                "any MoE layer; set megatron.core.transformer.moe.moe_utils.te_general_gemm = None first"
+            )
         pg_collection = pg_collection or get_default_pg_collection()
         BaseMoELayer.__init__(self, config=config, layer_number=layer_number, pg_collection=pg_collection)
         self.options = options

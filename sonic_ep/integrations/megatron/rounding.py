@@ -61,7 +61,7 @@ class RoundedRouter:
         selection = decide_selection(self.router, choice, self._counts_E, situation)
         pairs_N = selection.token_ids_N.long() * E + selection.expert_ids_N
         # The router's probability is 0 where it did not choose.
-        gates_N = probs_TE.reshape(-1).index_select(0, pairs_N)
+        gates_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
         added_N = self._weights(scores_TE, ids_TK).reshape(-1).index_select(0, pairs_N)
         gates_N = gates_N + torch.where(selection.chosen_N, 0, added_N)
         return Routing(gates_N, selection.token_ids_N, selection.counts, T)
