@@ -47,8 +47,8 @@ class SonicEPMoELayer(MoELayer):
         check(config, options)
         if not hasattr(moe_utils, "te_general_gemm"):
             raise RuntimeError(
-                "without Transformer Engine, megatron-core 0.16.1 leaves a name undefined that its router looks up, under "
-                "any MoE layer; set megatron.core.transformer.moe.moe_utils.te_general_gemm = None first"
+                "without Transformer Engine, megatron-core 0.16.1 leaves a name undefined that its router looks up; "
+                "set megatron.core.transformer.moe.moe_utils.te_general_gemm = None first"
             )
         pg_collection = pg_collection or get_default_pg_collection()
         BaseMoELayer.__init__(self, config=config, layer_number=layer_number, pg_collection=pg_collection)

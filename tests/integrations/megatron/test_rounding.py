@@ -11,6 +11,7 @@ from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig
 from tests.helpers.launch import RankPool
 
 pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
 
 Ranks = Callable[[int], RankPool]
 S, B, G = 24, 4, 16
