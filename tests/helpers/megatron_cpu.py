@@ -40,6 +40,7 @@ def megatron_on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that torch 2.13 has renewed
+        _define_missing_name()
         if torch.cuda.is_available():
             yield
             return
@@ -48,6 +49,14 @@ def megatron_on_cpu() -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # its jit_fuser is torch.compile
         stack.enter_context(_quiet_generator())
         yield
+
+
+def _define_missing_name() -> None:
+    """0.16.1 forgets this name where Transformer Engine is missing, on GPUs too."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def _shims() -> Iterator[tuple[Any, str, Any]]:
@@ -84,9 +93,6 @@ def _shims() -> Iterator[tuple[Any, str, Any]]:
     # The all-to-all dispatcher wants its split sizes as numpy, and gets them so only from a GPU tensor.
     yield moe_utils, "maybe_move_tensor_to_cpu", _moved
     yield _module("megatron.core.transformer.moe.token_dispatcher"), "maybe_move_tensor_to_cpu", _moved
-    # 0.16.1 forgets to define this name where Transformer Engine is missing.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
     # Checkpoints are written by processes, which a rank of tests.helpers.launch may not start: by threads, then.
     yield _module("megatron.core.dist_checkpointing.strategies.filesystem_async").mp, "get_context", lambda _: dummy

@@ -5,6 +5,7 @@ tests/integrations/megatron/test_fields.py.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -55,7 +56,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "num_moe_experts",
         "honoured",
-        f"E, 1 to {MAX_E}, a multiple of the EP size",
+        "E, a multiple of the EP size",
         lambda value: value is not None and 1 <= value <= MAX_E,
         f"1 to {MAX_E} experts",
     ),
@@ -100,7 +101,7 @@ FIELDS: tuple[Field, ...] = (
         "moe_per_layer_logging",
         "calculate_per_token_loss",
     ),
-    Field("moe_router_topk", "honoured", f"K, 1 to {MAX_K}", lambda value: 1 <= value <= MAX_K, f"at most {MAX_K}"),
+    Field("moe_router_topk", "honoured", "K", lambda value: 1 <= value <= MAX_K, f"1 to {MAX_K}"),
     *_honoured(f"{_ROUTER}; weights of pairs are fp32 at least", "moe_router_dtype"),
     *_honoured(
         f"{_ROUTER} drops, the experts see what is left; not together with token rounding",
@@ -191,6 +192,16 @@ FIELDS: tuple[Field, ...] = (
 )
 
 
+def table() -> list[str]:
+    """FIELDS as Markdown, one row for neighbours that have all in common."""
+    lines = ["| field | here | how, or why not | instead of other values |", "|---|---|---|---|"]
+    rows = itertools.groupby(FIELDS, lambda each: (each.effect, each.how, "" if each.effect == "refused" else each.set))
+    for (effect, how, instead), fields in rows:
+        names = ", ".join(f"`{each.name}`" for each in fields)
+        lines.append(f"| {names} | {effect} | {how} | {instead} |")
+    return lines
+
+
 def check(config: TransformerConfig, options: SonicEPOptions) -> None:
     """Raise ValueError, naming field, value and what to set, for a config that the layer does not honour."""
     for field in FIELDS:
@@ -203,6 +214,11 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
         raise ValueError(
             f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} drops tokens that rounding counts on; set "
             "it to None and RoundingConfig.capacity_factor, or options.rounding to None"
+        )
+    if config.moe_router_load_balancing_type == "sinkhorn" and options.rounding is not None:
+        raise ValueError(
+            "moe_router_load_balancing_type='sinkhorn' chooses by no score that rounding could go on with; set "
+            "'aux_loss' or options.rounding to None"
         )
     known = {field.name for field in FIELDS}
     for new in dataclasses.fields(config):

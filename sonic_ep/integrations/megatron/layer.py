@@ -11,6 +11,7 @@ from typing import Any, final
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore, get_default_pg_collection
 from megatron.core.transformer.spec_utils import build_module
@@ -20,6 +21,7 @@ from torch import Tensor
 from sonic_ep.integrations.megatron.experts import SonicEPExperts
 from sonic_ep.integrations.megatron.fields import check
 from sonic_ep.integrations.megatron.options import SonicEPOptions
+from sonic_ep.integrations.megatron.rounding import RoundedRouter
 from sonic_ep.integrations.megatron.routing_map import routing_of_map
 from sonic_ep.routing import Routing
 
@@ -29,7 +31,8 @@ class SonicEPMoELayer(MoELayer):
     """A MoELayer to Megatron (isinstance decides about recomputation and more), built without its token dispatcher.
 
     submodules: `experts` is not used. options: see SonicEPOptions. pg_collection: default Megatron's global groups.
-    Raises ValueError for a config that the layer cannot honour, see fields.py.
+    Raises ValueError for a config that the layer cannot honour, see fields.py; RuntimeError where Megatron's router
+    cannot run.
     """
 
     def __init__(
@@ -42,6 +45,11 @@ class SonicEPMoELayer(MoELayer):
     ) -> None:
         submodules, options = submodules or MoESubmodules(), options or SonicEPOptions()
         check(config, options)
+        if not hasattr(moe_utils, "te_general_gemm"):
+            raise RuntimeError(
+                "without Transformer Engine, megatron-core 0.16.1 leaves a name undefined that its router looks up; "
+                "set megatron.core.transformer.moe.moe_utils.te_general_gemm = None first"
+            )
         pg_collection = pg_collection or get_default_pg_collection()
         BaseMoELayer.__init__(self, config=config, layer_number=layer_number, pg_collection=pg_collection)
         self.options = options
@@ -51,6 +59,9 @@ class SonicEPMoELayer(MoELayer):
         self.cudagraph_tensor_store = MoECudaGraphTensorStore()  # always empty; `route` looks
         self.router = submodules.router(config=config, pg_collection=pg_collection)
         self.experts = SonicEPExperts(self.num_local_experts, config, pg_collection, options)
+        self.rounded = None
+        if options.rounding is not None:
+            self.rounded = RoundedRouter(self.router, config, options.rounding, self.experts.group)
         if self.use_shared_expert:
             self.shared_experts = build_module(
                 submodules.shared_experts,
@@ -100,6 +111,8 @@ class SonicEPMoELayer(MoELayer):
 
     def _routing(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Routing:
         probs_TE, routing_map_TE = self.route(hidden_states, padding_mask)
+        if self.rounded is not None and self.training:
+            return self.rounded.routing(probs_TE, routing_map_TE, hidden_states.dtype)
         drops = self.config.moe_expert_capacity_factor is not None
         return routing_of_map(
             probs_TE,

@@ -44,5 +44,5 @@ def routing_of_map(
     else:
         token_ids_N, expert_ids_N, _ = chosen_pairs(topk_ids(routing_map_TE, K), counts_E)
     pairs_N = token_ids_N.long() * E + expert_ids_N
-    gates_N = probs_TE.reshape(-1).index_select(0, pairs_N)
+    gates_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
     return Routing(gates_N, token_ids_N.to(INDEX_DTYPE), counts, T)

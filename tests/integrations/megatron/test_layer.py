@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
 Ranks = Callable[[int], RankPool]
 S, B = 6, 3  # sequence length on a rank, microbatch
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -179,6 +180,26 @@ def test_misuse_is_refused(ranks: Ranks) -> None:
     assert "set sequence_parallel=True" in no_sequence
     assert "half way" in half_way
     assert "moe_token_dispatcher_type='flex'" in flex
+
+
+def test_a_router_that_cannot_run_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from sonic_ep.integrations.megatron.layer import SonicEPMoELayer
+
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=16,
+        activation_func=squared_relu,
+        expert_tensor_parallel_size=1,
+    )
+    with pytest.raises(RuntimeError, match="set megatron.core.transformer.moe.moe_utils.te_general_gemm = None"):
+        SonicEPMoELayer(config)
 
 
 def fused_and_plain(rank: int, overlap: bool) -> tuple[list[Any], list[Any], bool]:

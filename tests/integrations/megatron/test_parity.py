@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.launch import RankPool
 
 pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
 STEPS = 20
 Ranks = Callable[[int], RankPool]
 Curve = list[tuple[Any, ...]]
