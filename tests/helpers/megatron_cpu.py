@@ -39,7 +39,8 @@ def megatron_on_cpu() -> Iterator[None]:
     """Within it Megatron-Core runs on the CPU; on a machine with a GPU it is spared torch's news. This process only."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # names that torch 2.13 has renewed
+        # What torch 2.13 has renewed: names of collectives, and the sharded tensors that checkpoints are made of.
+        warnings.filterwarnings("ignore", "`torch.distributed|Please use DTensor", FutureWarning)
         _define_missing_name()
         if torch.cuda.is_available():
             yield

@@ -11,6 +11,7 @@ with TP > 1, expert-TP 1 and EP = 1 its own experts carry `allreduce = True`, so
 data-parallel group and each tensor rank keeps the gradient of its slice of the sequence alone.
 """
 
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -290,27 +291,31 @@ def fill_weights(model: Any, seed: int) -> None:
     """Give each weight of a GPT the values of its global name: equal for every TP, PP and EP size, for stock experts
     (SequentialMLP) and ours.
 
-    Matrices are normal(0, 0.1), vectors are 1 +- 0.1 (norm weights) or as they were built (biases, router bias).
-    Ours is known by `experts.weight1` (E_local, 2n, d), gate and up rows interleaved, and `experts.weight2`.
+    Matrices, and biases of experts and router, are normal(0, 0.1), norm weights 1 +- 0.1, the rest as it was built.
+    Ours is known by `experts.weight1` (E_local, 2n, d), gate and up rows interleaved if gated, and `experts.weight2`.
     """
     for name, parameter in model.named_parameters():
         layer, _, rest = name.partition("layers.")[2].partition(".")
         if rest:
             offset = model.decoder.layers[int(layer)].layer_number if name.startswith("decoder") else int(layer)
             name = f"{name.split('layers.')[0]}layers.{offset}.{rest}"
+        stacked = re.fullmatch(r"(.*experts\.)(weight|bias)([12])", name)
         if ".local_experts." in name:
             prefix, _, rest = name.partition("local_experts.")
             local, _, matrix = rest.partition(".")
             parameter.copy_(_values(f"{prefix}{_first_expert(model) + int(local)}.{matrix}", parameter.shape, seed))
-        elif name.endswith(("experts.weight1", "experts.weight2")) and parameter.dim() == 3:
-            prefix, matrix = name[: -len("weight1")], name[-1]
+        elif stacked and parameter.dim() == (3 if stacked[2] == "weight" else 2):
             for local, weight in enumerate(parameter):
-                key = f"{prefix}{_first_expert(model) + local}.linear_fc{matrix}.weight"
+                key = f"{stacked[1]}{_first_expert(model) + local}.linear_fc{stacked[3]}.{stacked[2]}"
                 values = _values(key, weight.shape, seed)
-                # The halves one after the other, gate first, become pairs of rows.
-                weight.copy_(values.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if matrix == "1" else values)
+                if stacked[3] == "1" and model.config.gated_linear_unit:
+                    # The halves one after the other, gate first, become pairs of rows.
+                    values = values.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+                weight.copy_(values)
         elif parameter.dim() > 1:
             parameter.copy_(_tensor_share(name, parameter, seed))
+        elif name.endswith("router.bias"):
+            parameter.copy_(_values(name, parameter.shape, seed))
         elif "norm" in name and name.endswith("weight"):
             parameter.copy_(1 + _values(name, parameter.shape, seed))
 
