@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sonic_ep import EPGroup, Routing
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.dispatch.plan import Plan
+from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.kernels import expert_mlp
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.cuda import operations
@@ -63,8 +63,7 @@ class LocalProblem:
         self.routing = Routing.from_pairs(
             pairs.tokens, pairs.experts, pairs.gates, num_tokens=T, E=E, group=EPGroup.alone()
         )
-        counts = self.routing.counts
-        opened = LocalTransport().open(self.routing, Plan.from_counts(counts.rows_SE, counts.pairs_SE))
+        opened = LocalTransport().open(self.routing, plan_for(self.routing.counts, 0))
         receipt, self.gates = opened.receipt, opened.gates_P
         self.lists = PairLists(
             receipt.row_of_pair_P, receipt.pairs_by_row_V, receipt.pair_starts_R, receipt.expert_starts_e

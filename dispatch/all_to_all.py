@@ -2,8 +2,8 @@
 
 Forward takes three all-to-alls: index lists with weights (sizes known from the plan), rows out, rows back. Backward
 takes rows out (dO), by setting x once more, rows back (dX) and dS back. A receiver reads from the index lists how many
-rows each source will send: rows are numbered densely, so the largest index tells. That and the sender's own row counts
-are read on the host once a forward; it is this transport's only host sync.
+rows each source will send: rows are numbered densely, so the largest index tells. The host waits twice in a forward:
+for the plan's sizes, and for these and the sender's own row counts.
 
 Legend: see protocol.py; S source ranks.
 """
@@ -13,11 +13,14 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from sonic_ep.dispatch.plan import Plan
+from sonic_ep.dispatch.plan import PlanSizes
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.groups import EPGroup
+from sonic_ep.host_copy import HostCopy
 from sonic_ep.kernels.operations import gather_sum, pair_lists, row_starts, sent_rows, token_lists
+from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
 
@@ -32,13 +35,13 @@ class AllToAllTransport:
         self.group = group
         self.wire_bytes: Counter[str] = Counter()
 
-    def open(self, routing: Routing, plan: Plan) -> Opened:
-        rank, device = self.group.rank, routing.token_ids_N.device
-        sent = sent_rows(routing.token_ids_N, plan.pair_starts(rank, device), routing.num_tokens)
-        splits = (tuple(plan.pairs_SQ[rank].tolist()), tuple(plan.pairs_SQ[:, rank].tolist()))
-        received = self._exchange("lists", _pack(sent.row_of_pair_N, routing.gates_N), *splits)
+    def open(self, routing: Routing, plan: RankPlan) -> Opened:
+        sizes = PlanSizes.read(HostCopy(plan.sizes))
+        splits, num_pairs = (sizes.pairs_out, sizes.pairs_in), sum(sizes.pairs_out)
+        sent = sent_rows(routing.token_ids_N[:num_pairs], plan.pair_starts_Q, routing.num_tokens)
+        received = self._exchange("lists", _pack(sent.row_of_pair_N, routing.gates_N[:num_pairs]), *splits)
         row_in_source_V, gates_V = _unpack(received, routing.gates_N.dtype)
-        chunks = plan.chunks(rank, device)
+        chunks = plan.chunks(sizes.num_rows, sum(sizes.pairs_in))
         row_starts_S = row_starts(chunks, row_in_source_V)
         starts = torch.stack([sent.row_starts_Q, row_starts_S]).cpu()
         num_sent, num_rows = starts[:, -1].tolist()
@@ -57,6 +60,7 @@ class AllToAllTransport:
             splits=Splits(tuple(rows_out), tuple(rows_in), *splits),
             num_tokens=routing.num_tokens,
             num_rows=num_rows,
+            num_listed=routing.token_ids_N.shape[0],
         )
         return Opened(receipt, buffer.gates_P)
 
@@ -73,7 +77,9 @@ class AllToAllTransport:
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         values_V = values_P.index_select(0, receipt.slot_V)
-        return self._exchange("return_pairs", values_V, receipt.splits.pairs_in, receipt.splits.pairs_out)
+        values_N = self._exchange("return_pairs", values_V, receipt.splits.pairs_in, receipt.splits.pairs_out)
+        spare = receipt.num_listed - values_N.shape[0]
+        return pad(values_N, (0, spare)) if spare else values_N
 
     def _exchange(self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
         row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0

@@ -6,36 +6,49 @@ Legend: see protocol.py.
 from typing import final
 
 from torch import Tensor
+from torch.nn.functional import pad
 
-from sonic_ep.dispatch.plan import Plan
+from sonic_ep.dispatch.plan import PlanSizes
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
-from sonic_ep.kernels.operations import pair_lists
+from sonic_ep.host_copy import HostCopy
+from sonic_ep.kernels.operations import lists_take_room, pair_lists
+from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
 
 
 @final
 class LocalTransport:
-    """The transport of ep_size = 1."""
+    """The transport of ep_size = 1.
 
-    def open(self, routing: Routing, plan: Plan) -> Opened:
-        chunks = plan.chunks(0, routing.token_ids_N.device)
-        buffer = pair_lists(chunks, routing.token_ids_N, routing.gates_N, None, routing.num_tokens)
-        pairs = (routing.token_ids_N.shape[0],)
-        rows = (routing.num_tokens,)
+    The host waits for the plan only where rounding leaves sizes open, and where it can, not before the lists are made.
+    """
+
+    def open(self, routing: Routing, plan: RankPlan) -> Opened:
+        token_ids_N, T = routing.token_ids_N, routing.num_tokens
+        P = V = N = token_ids_N.shape[0]
+        room, arriving = (N, N), None
+        if routing.most_rows is not None:
+            arriving, room = HostCopy(plan.sizes), (routing.most_rows, N)
+            if not lists_take_room(token_ids_N.device):
+                room = _rows_and_pairs(arriving)
+        buffer = pair_lists(plan.chunks(*room), token_ids_N, routing.gates_N, None, T)
+        if arriving is not None:
+            P, V = _rows_and_pairs(arriving)
         receipt = Receipt(
-            row_of_pair_P=buffer.row_of_pair_P,
-            pairs_by_row_V=buffer.pairs_by_row_V,
+            row_of_pair_P=buffer.row_of_pair_P[:P],
+            pairs_by_row_V=buffer.pairs_by_row_V[:V],
             pair_starts_R=buffer.pair_starts_R,
-            slot_V=buffer.slot_V,
-            expert_starts_e=chunks.expert_starts_e,
+            slot_V=buffer.slot_V[:V],
+            expert_starts_e=plan.expert_starts_e,
             token_of_sent_U=None,
             sent_by_token_U=None,
             sent_starts_T=None,
-            splits=Splits(rows, rows, pairs, pairs),
-            num_tokens=routing.num_tokens,
-            num_rows=routing.num_tokens,
+            splits=Splits((T,), (T,), (V,), (V,)),
+            num_tokens=T,
+            num_rows=T,
+            num_listed=N,
         )
-        return Opened(receipt, buffer.gates_P)
+        return Opened(receipt, buffer.gates_P[:P])
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         return x_TH
@@ -44,4 +57,11 @@ class LocalTransport:
         return rows_RH
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
-        return values_P.index_select(0, receipt.slot_V)
+        values_V = values_P.index_select(0, receipt.slot_V)
+        spare = receipt.num_listed - values_V.shape[0]
+        return pad(values_V, (0, spare)) if spare else values_V
+
+
+def _rows_and_pairs(arriving: HostCopy) -> tuple[int, int]:
+    sizes = PlanSizes.read(arriving)
+    return sizes.num_rows, sizes.pairs_in[0]

@@ -18,9 +18,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.pair_lists import Chunks
+from sonic_ep.host_copy import HostCopy
+from sonic_ep.kernels.operations import plan_kernel
+from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.kernels.tiles import TILE_ROWS
-from sonic_ep.routing import INDEX_DTYPE
+from sonic_ep.routing import INDEX_DTYPE, Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +58,41 @@ class Plan:
         pairs_SQ = pairs_SE.view(S, S, E // S).sum(2)
         return cls(rows_SE, pairs_SE, head_SE, head_starts_SE, tail_starts_SE, expert_starts_Qe, pairs_SQ)
 
-    def chunks(self, owner: int, device: torch.device) -> Chunks:
-        """What `owner` receives, on `device`. Needs the plan on the host, for the sizes."""
+    def of_rank(self, rank: int) -> RankPlan:
+        """What `rank` needs of it: the chunks that it receives, and how many pairs it sends."""
         S, e = self.rows_SE.shape[0], self.expert_starts_Qe.shape[1] - 1
-        own = slice(owner * e, (owner + 1) * e)
+        own = slice(rank * e, (rank + 1) * e)
         lists = (self.rows_SE, self.pairs_SE, self.head_rows_SE, self.head_starts_SE, self.tail_starts_SE)
         table = torch.stack([values[:, own] for values in lists]).view(len(lists), S * e)
-        rows_C, pairs_C = table[0], table[1]
-        first_pair_C = pairs_C.cumsum(0) - pairs_C
-        return Chunks(
-            table_FC=_to_device(torch.cat([table, first_pair_C[None]]), device),
-            expert_starts_e=_to_device(self.expert_starts_Qe[owner], device),
-            num_sources=S,
-            num_rows=int(rows_C.sum()),
-            num_pairs=int(pairs_C.sum()),
-            max_rows=int(rows_C.max()),
+        first_pair_C = table[1].cumsum(0) - table[1]
+        sizes = torch.cat([self.expert_starts_Qe[rank, -1:], self.pairs_SQ[rank], self.pairs_SQ[:, rank]])
+        return RankPlan(
+            table_FC=torch.cat([table, first_pair_C[None]]).to(INDEX_DTYPE),
+            expert_starts_e=self.expert_starts_Qe[rank].to(INDEX_DTYPE),
+            pair_starts_Q=torch.nn.functional.pad(self.pairs_SQ[rank].cumsum(0), (1, 0)).to(INDEX_DTYPE),
+            sizes=sizes.to(INDEX_DTYPE),
         )
 
-    def pair_starts(self, source: int, device: torch.device) -> Tensor:
-        """(Q + 1,) int32 on `device`: the first pair that `source` sends to each owner, and how many it sends."""
-        return _to_device(torch.nn.functional.pad(self.pairs_SQ[source].cumsum(0), (1, 0)), device)
+
+def plan_for(counts: Counts, rank: int) -> RankPlan:
+    """The plan of one rank, on the device of the counts; nothing waits."""
+    kernel = plan_kernel(counts.rows_SE.device)
+    if kernel is not None:
+        return kernel.rank_plan(counts.rows_SE, counts.pairs_SE, rank, TILE_ROWS)
+    return Plan.from_counts(counts.rows_SE, counts.pairs_SE).of_rank(rank)
 
 
-def _to_device(values: Tensor, device: torch.device) -> Tensor:
-    """`values` as int32 on `device`; a GPU gets them from pinned memory, so that the host does not wait."""
-    values = values.to(INDEX_DTYPE)
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+@dataclass(frozen=True, slots=True)
+class PlanSizes:
+    """What the host must know of a rank's plan: num_rows, P; pairs_out, pairs_in: real pairs to and from each rank."""
+
+    num_rows: int
+    pairs_out: tuple[int, ...]
+    pairs_in: tuple[int, ...]
+
+    @classmethod
+    def read(cls, sizes: HostCopy) -> Self:
+        """Of the copy of a plan's `sizes`, waiting for it."""
+        num_rows, *pairs = sizes.read().tolist()
+        S = len(pairs) // 2
+        return cls(num_rows, tuple(pairs[:S]), tuple(pairs[S:]))

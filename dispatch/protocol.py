@@ -8,7 +8,7 @@
 Combine weights are applied on the owner's rank, so dispatch and combine are plain data movers and each other's
 backward. All four are collectives of the EP group.
 
-Legend: T tokens and H hidden size on the token's rank, N pairs it sends, U rows it sends; on the owner's rank R
+Legend: T tokens and H hidden size on the token's rank, N pairs it lists, U rows it sends; on the owner's rank R
 received rows, V received pairs, P rows of the pair buffer (V and padding), e local experts.
 """
 
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sonic_ep.dispatch.plan import Plan
+from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
 
 
@@ -41,6 +41,7 @@ class Receipt:
     expert_starts_e: (e + 1) exclusive prefix sums of pair-buffer rows per local expert.
     token_of_sent_U: token of each sent row, by owner rank, then token; None where x itself is the received rows.
     sent_by_token_U, sent_starts_T: sent rows grouped by token, by owner rank, and (T + 1) prefix sums; likewise.
+    num_tokens, num_rows: T and R. num_listed: N.
     """
 
     row_of_pair_P: Tensor
@@ -54,6 +55,7 @@ class Receipt:
     splits: Splits
     num_tokens: int
     num_rows: int
+    num_listed: int
 
     def lists(self) -> tuple[Tensor | None, ...]:
         """The tensors, for saving; `with_lists` puts them back."""
@@ -61,7 +63,7 @@ class Receipt:
 
     def without_lists(self) -> "ReceiptSizes":
         """The host-side part alone, which holds no tensor."""
-        return ReceiptSizes(self.splits, self.num_tokens, self.num_rows)
+        return ReceiptSizes(self.splits, self.num_tokens, self.num_rows, self.num_listed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +73,14 @@ class ReceiptSizes:
     splits: Splits
     num_tokens: int
     num_rows: int
+    num_listed: int
 
     def with_lists(self, lists: tuple[Tensor | None, ...]) -> Receipt:
-        return Receipt(*lists, self.splits, self.num_tokens, self.num_rows)  # type: ignore[arg-type]
+        sizes = (self.splits, self.num_tokens, self.num_rows, self.num_listed)
+        return Receipt(*lists, *sizes)  # type: ignore[arg-type]
 
 
-_LISTS = tuple(f.name for f in fields(Receipt) if f.name not in ("splits", "num_tokens", "num_rows"))
+_LISTS = tuple(f.name for f in fields(Receipt) if f.type == Tensor or f.type == Tensor | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,8 @@ class Transport(Protocol):
     """Moves rows and pair values between the ranks of one EP group. Holds no state between calls but its byte
     counts."""
 
-    def open(self, routing: Routing, plan: Plan) -> Opened:
-        """Tell every owner which rows its pairs need and how they weigh."""
+    def open(self, routing: Routing, plan: RankPlan) -> Opened:
+        """Tell every owner which rows its pairs need and how they weigh. plan: this rank's, of the routing's counts."""
         ...
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
@@ -104,5 +108,8 @@ class Transport(Protocol):
         ...
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
-        """The value of each pair (N,) back on its token's rank, in the routing's order; padding is left out."""
+        """The value of each pair (N,) back on its token's rank, in the routing's order; padding is left out.
+
+        Zero for what a routing lists behind its pairs.
+        """
         ...

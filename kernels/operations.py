@@ -17,7 +17,8 @@ from torch import Tensor
 from sonic_ep.extras import missing_extra
 from sonic_ep.kernels import reference
 from sonic_ep.kernels.activations import Activation
-from sonic_ep.kernels.pair_lists import Chunks, PairBuffer
+from sonic_ep.kernels.decision import DecisionKernel
+from sonic_ep.kernels.pair_lists import Chunks, PairBuffer, RankPlan
 from sonic_ep.kernels.router import RouterLinear, RouterOperations
 from sonic_ep.kernels.sent_rows import SentRows, TokenLists
 
@@ -104,7 +105,7 @@ def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tens
 
 @functools.cache
 def _gather_sum_on_gpu() -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    if find_spec("triton") is None:
+    if not _has_triton():
         return reference.gather_sum
     return import_module("sonic_ep.kernels.cuda.gather_sum").gather_sum
 
@@ -122,6 +123,16 @@ def pair_lists(
     return module.pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, num_rows)
 
 
+def lists_take_room(device: torch.device) -> bool:
+    """May lists be longer than what they hold? Then they can be made before the host knows their sizes."""
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> SentRows:
     """`sent_rows` of kernels/sent_rows.py, likewise."""
     return _lists("sent_rows", token_ids_N.is_cuda).sent_rows(token_ids_N, pair_starts_Q, num_tokens)
@@ -135,7 +146,7 @@ def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
 @functools.cache
 def _lists(module: str, on_gpu: bool) -> Any:
     """A module of index lists, or its namesake of the same functions in kernels/cuda/."""
-    folder = "sonic_ep.kernels.cuda" if on_gpu and find_spec("triton") is not None else "sonic_ep.kernels"
+    folder = "sonic_ep.kernels.cuda" if on_gpu and _has_triton() else "sonic_ep.kernels"
     return import_module(f"{folder}.{module}")
 
 
@@ -148,7 +159,7 @@ def router_operations(logits_TE: Tensor, K: int) -> RouterOperations | None:
 
 @functools.cache
 def _router_on_gpu() -> RouterOperations | None:
-    if find_spec("triton") is None:
+    if not _has_triton():
         _LOG.warning("the router runs in plain torch, which is slow on a GPU: Triton is not installed")
         return None
     return cast(RouterOperations, import_module("sonic_ep.kernels.cuda.router"))
@@ -163,9 +174,25 @@ def router_linear(x_TH: Tensor) -> RouterLinear | None:
 
 @functools.cache
 def _router_linear_on_gpu(device: torch.device) -> RouterLinear | None:
-    if torch.cuda.get_device_capability(device)[0] not in _MAJORS or find_spec("triton") is None:
+    if torch.cuda.get_device_capability(device)[0] not in _MAJORS or not _has_triton():
         return None
     return cast(RouterLinear, import_module("sonic_ep.kernels.cuda.router_linear"))
+
+
+class PlanKernel(Protocol):
+    """One rank's part of the plan, with the contract of `plan_for` of dispatch/plan.py."""
+
+    def rank_plan(self, rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> RankPlan: ...
+
+
+def plan_kernel(device: torch.device) -> PlanKernel | None:
+    """The GPU's plan where Triton is installed; None where dispatch's plain torch must do."""
+    return cast(PlanKernel, _lists("plan", on_gpu=True)) if lists_take_room(device) else None
+
+
+def decision_kernel(device: torch.device) -> DecisionKernel | None:
+    """The GPU's rounding decision where Triton is installed; None where the router's plain torch must do."""
+    return cast(DecisionKernel, _lists("decision", on_gpu=True)) if lists_take_room(device) else None
 
 
 class SelectionKernels(Protocol):
@@ -190,7 +217,7 @@ def selection_kernels(device: torch.device) -> SelectionKernels | None:
 
 @functools.cache
 def _selection_on_gpu() -> SelectionKernels | None:
-    if find_spec("triton") is None:
+    if not _has_triton():
         return None
     return cast(SelectionKernels, import_module("sonic_ep.kernels.cuda.selection"))
 

@@ -13,6 +13,7 @@ P rows of the pair buffer (V and padding), R received rows.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,14 +34,30 @@ class Chunks:
     table_FC: Tensor
     expert_starts_e: Tensor
     num_sources: int
-    num_rows: int  # P
-    num_pairs: int  # V
-    max_rows: int  # of a chunk
+    num_rows: int  # P; the GPU's lists may have room to spare behind it
+    num_pairs: int  # V; likewise
 
     @property
     def num_experts(self) -> int:
         """e."""
         return self.expert_starts_e.shape[0] - 1
+
+
+class RankPlan(NamedTuple):
+    """What one rank needs of a plan, int32. table_FC, expert_starts_e: see Chunks.
+
+    pair_starts_Q: (Q + 1,), the first pair that it sends to each owner, and how many it sends. sizes: (1 + 2S,): P,
+    the pairs that it sends to each rank, and those that it receives from each.
+    """
+
+    table_FC: Tensor
+    expert_starts_e: Tensor
+    pair_starts_Q: Tensor
+    sizes: Tensor
+
+    def chunks(self, num_rows: int, num_pairs: int) -> Chunks:
+        """The chunks that it receives, with lists of these sizes."""
+        return Chunks(self.table_FC, self.expert_starts_e, self.pair_starts_Q.shape[0] - 1, num_rows, num_pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,9 @@ class LossTerms(NamedTuple):
 
 
 class PairGradients(NamedTuple):
-    """token_ids_N, expert_ids_N: integers, no pair twice. dgates_N: fp32 gradient of their weights."""
+    """token_ids_N, expert_ids_N: integers, no pair twice; token -1 where an entry is spare. dgates_N: fp32 gradient of
+    their weights.
+    """
 
     token_ids_N: Tensor
     expert_ids_N: Tensor
@@ -61,7 +63,10 @@ class RouterOperations(Protocol):
     def gates_of_pairs(
         self, scores_TE: Tensor, topk_ids_TK: Tensor, token_ids_N: Tensor, expert_ids_N: Tensor, config: RouterConfig
     ) -> Tensor:
-        """(N,) fp32 weights by the rules of routers/topk.py. A pair is chosen if its expert is in its token's top K."""
+        """(N,) fp32 weights by the rules of routers/topk.py. A pair is chosen if its expert is in its token's top K.
+
+        Anything for a spare entry, whose token is -1.
+        """
         ...
 
     def loss_terms(self, logits_TE: Tensor, topk_ids_TK: Tensor, num_sequences: int, config: RouterConfig) -> LossTerms:

@@ -1,11 +1,12 @@
-"""The one small all-gather of a step: every rank's counts, token number and health; then the decision on the host.
+"""The one small all-gather of a step: every rank's counts, token number and health; then the decision.
 
-A rank whose input is bad still takes part, so that all ranks raise the same error instead of waiting for it.
-Reading the gathered integers is the one host sync of routing; static buffers will decide on the device instead.
+A rank whose input is bad still takes part, so that all ranks raise the same error instead of waiting for it. Counts and
+decision stay on the device. The host reads the ranks' health, a few integers each, which it may do late.
 
-Legend: S ranks of the EP group, E experts.
+Legend: S ranks of the EP group, E experts, F fields of a header.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup
+from sonic_ep.host_copy import HostCopy
 from sonic_ep.routers.rounding import decide
 from sonic_ep.routers.selection import MAX_TOKENS
 from sonic_ep.routing import Counts
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_HEADER = 5
+_BAD_LOGITS = 4  # its place in a header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +41,12 @@ class Report:
     problem: str | None = None
 
 
-def agree(report: Report, rounding: RoundingConfig, group: EPGroup) -> Counts:
-    """Gather every rank's report and decide n[R, E], identically everywhere.
+def agree(report: Report, rounding: RoundingConfig, group: EPGroup) -> tuple[Counts, Callable[[], None]]:
+    """Gather every rank's report and decide n[R, E], identically everywhere. The second result must be called before
+    anything else is exchanged: it waits for the reports, where there is anything to learn from them.
 
-    Raises:  ValueError, on every rank, with the rank named: its problem, non-finite logits, or a training flag or dtype
-             that differs between ranks.
+    It raises:  ValueError, on every rank, with the rank named: its problem, non-finite logits, or a training flag or
+                dtype that differs between ranks.
     """
     problem = report.problem
     if problem is None and report.num_tokens >= MAX_TOKENS:
@@ -51,28 +54,44 @@ def agree(report: Report, rounding: RoundingConfig, group: EPGroup) -> Counts:
     if problem is None and report.dtype not in _DTYPES:
         problem = f"x has dtype {report.dtype}; supported are {', '.join(map(str, _DTYPES))}"
     kind = 2 * _DTYPES.index(report.dtype) + report.training if report.dtype in _DTYPES else -1
-    header = report.counts_E.new_tensor([report.num_tokens, problem is not None, kind, report.draw, 0])
+    header_F = [report.num_tokens, problem is not None, kind, report.draw, 0]
+    reports_SF, chosen_SE = _gather(header_F, report, group)
+    if problem is not None:
+        # What was counted need not make sense. The others raise when they read the reports.
+        _raise_problems(reports_SF.cpu(), problem, group)
+    decision = decide(chosen_SE, reports_SF[:, 0], rounding, training=report.training, draw=reports_SF[0, 3])
+    counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, reports_SF[:, 0], decision.cut_S, decision.t)
+    if group.size == 1 and report.bad_logits is None:
+        return counts, lambda: None
+    arriving = HostCopy(reports_SF)
+    return counts, lambda: _raise_problems(arriving.read(), problem, group)
+
+
+def _gather(header_F: list[int], report: Report, group: EPGroup) -> tuple[Tensor, Tensor]:
+    """Every rank's header and counts, int64."""
+    device = report.counts_E.device
+    header = torch.tensor(header_F, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     if report.bad_logits is not None:
-        header[4] = report.bad_logits.clamp(max=2**31 - 1)
-    gathered = group.all_gather(torch.cat([header, report.counts_E]).to(torch.int32)).cpu().long()
-    _raise_problems(gathered, problem, group)
-    tokens_S, chosen_SE = gathered[:, 0], gathered[:, _HEADER:]
-    decision = decide(chosen_SE, tokens_S, rounding, training=report.training, draw=int(gathered[0, 3]))
-    return Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
+        header[_BAD_LOGITS].copy_(report.bad_logits.clamp(max=2**31 - 1))
+    if group.size == 1:
+        return header[None], report.counts_E[None]
+    gathered = group.all_gather(torch.cat([header, report.counts_E]).to(torch.int32)).long()
+    return gathered[:, : len(header_F)], gathered[:, len(header_F) :]
 
 
-def _raise_problems(gathered: Tensor, problem: str | None, group: EPGroup) -> None:
-    if gathered[:, 1].any():
+def _raise_problems(reports_SF: Tensor, problem: str | None, group: EPGroup) -> None:
+    if reports_SF[:, 1].any():
         group.raise_together(problem)
-    kinds_S = gathered[:, 2].tolist()
+    kinds_S = reports_SF[:, 2].tolist()
     if len(set(kinds_S)) > 1:
         described = ", ".join(
             f"rank {rank}: {_DTYPES[kind // 2]} {'training' if kind % 2 else 'eval'}"
             for rank, kind in enumerate(kinds_S)
         )
         raise ValueError(f"the ranks of the EP group disagree about input dtype or training mode: {described}")
-    if gathered[:, 4].any():
-        bad = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(gathered[:, 4].tolist()) if count)
+    if reports_SF[:, _BAD_LOGITS].any():
+        bad_S = reports_SF[:, _BAD_LOGITS].tolist()
+        bad = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(bad_S) if count)
         raise ValueError(
             f"router logits hold NaN or inf ({bad}); look for the loss or the layer that diverged before this one "
             "(router.check_logits=False skips this check)"

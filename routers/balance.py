@@ -43,9 +43,9 @@ def balance_loss(choice: Choice, counts: Counts, sequence_length: int, config: R
 
 
 def load_of_group(counts: Counts, like: Tensor) -> Tensor:
-    """(E,) each expert's share of the whole group's top-K choices, in the dtype and on the device of `like`."""
+    """(E,) each expert's share of the whole group's top-K choices, in the dtype of `like`."""
     total_E = counts.chosen_SE.sum(0)
-    return (total_E.to(like.dtype) / total_E.sum()).to(like.device, non_blocking=True)
+    return total_E.to(like.dtype) / total_E.sum()
 
 
 def z_loss(logits_TE: Tensor, config: RouterConfig) -> Tensor:

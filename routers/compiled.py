@@ -1,7 +1,7 @@
 """The decision as one operation of a compiled graph: torch.compile sees logits go in and integers come out.
 
-What is inside (top-K, the group's collective, the decision on the host, selection, statistics, record and replay) runs
-as in eager mode. Weights of pairs and losses are traced around it. docs/torch_compile.md has the whole picture.
+What is inside (top-K, the group's collective, the decision, selection, record and replay) runs as in eager mode.
+Weights of pairs, losses and statistics are traced around it. docs/torch_compile.md has the whole picture.
 
 Legend: T tokens on this rank, E experts, K experts per token, N selected pairs, S ranks of the EP group.
 """
@@ -17,13 +17,12 @@ from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup
 from sonic_ep.routers.decision import Situation, decide_selection
 from sonic_ep.routers.replay import DECIDING_OPERATION, in_region, replaying
-from sonic_ep.routers.statistics import RoutingStats, routing_stats
+from sonic_ep.routers.rounding import most_rows
 from sonic_ep.routers.topk import Choice, choose, scores_of
 from sonic_ep.routing import INDEX_DTYPE, Counts, Selection
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _COUNTS = tuple(field.name for field in dataclasses.fields(Counts))
-_FIGURES = tuple(field.name for field in dataclasses.fields(RoutingStats))
 
 
 def text_of(config: MoEConfig) -> str:
@@ -48,30 +47,26 @@ constant_config_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def decide_in_graph(
     logits_TE: Tensor, expert_bias_E: Tensor | None, counter_E: Tensor, config_text: str, situation: Situation
-) -> tuple[Choice, Selection, Selection]:
-    """The choice by these logits, as far as weights and losses need it, and `decide_selection`.
-
-    The second selection is the first with counts.chosen_SE on the device of the logits. A loss by it gives a graph on
-    the GPU no code to compile for the CPU.
-    """
-    topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, counts, chosen_SE, new_counts_E = (
-        torch.ops.sonic_ep.decide_selection(
-            logits_TE.detach(),
-            expert_bias_E,
-            config_text,
-            situation.group.name,
-            situation.group.size,
-            situation.dtype,
-            situation.training,
-            situation.problem,
-        )
+) -> tuple[Choice, Selection]:
+    """The choice by these logits, as far as weights and losses need it, and `decide_selection`."""
+    config, group, training = situation.config, situation.group, situation.training
+    topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, counts, new_counts_E = torch.ops.sonic_ep.decide_selection(
+        logits_TE.detach(),
+        expert_bias_E,
+        config_text,
+        group.name,
+        group.size,
+        situation.dtype,
+        training,
+        situation.problem,
     )
-    if situation.training:
+    if training:
         torch.ops.sonic_ep.add_counts(counter_E, new_counts_E)
-    selection = Selection(topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, Counts(*counts))
-    on_device = dataclasses.replace(selection, counts=Counts(chosen_SE, *counts[1:]))
-    scores_TE = scores_of(logits_TE, situation.config.router)
-    return Choice(scores_TE, scores_TE.detach(), None, topk_ids_TK), selection, on_device
+    T, E = logits_TE.shape
+    most = most_rows(config.rounding, T, config.K, E, group.size, training=training)
+    selection = Selection(topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, Counts(*counts), most)
+    scores_TE = scores_of(logits_TE, config.router)
+    return Choice(scores_TE, scores_TE.detach(), None, topk_ids_TK), selection
 
 
 @torch.library.custom_op(DECIDING_OPERATION, mutates_args=(), tags=_TAGS)
@@ -84,7 +79,7 @@ def _decide_selection(
     dtype: torch.dtype,
     training: bool,
     problem: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor]:
     if torch._C._current_graph_task_id() != -1 and not replaying():
         raise RuntimeError(
             "backward recomputes a router that torch.compile has traced, and it would decide anew; "
@@ -93,7 +88,7 @@ def _decide_selection(
     config, group = config_of(config_text), EPGroup.named(group_name)
     situation = Situation(config=config, group=group, dtype=dtype, training=training, problem=problem)
     choice = choose(logits_TE, expert_bias_E, config.K, config.router)
-    new_counts_E = torch.zeros(config.E, dtype=torch.int64)
+    new_counts_E = torch.zeros(config.E, dtype=torch.int64, device=logits_TE.device)
     selection = decide_selection(config, choice, new_counts_E, situation)
     # Outputs share no memory with each other or with a region's tape: a graph writes into what it is done with.
     own = torch.clone if in_region() else Tensor.contiguous
@@ -104,7 +99,6 @@ def _decide_selection(
         own(selection.expert_ids_N),
         own(selection.chosen_N),
         counts,
-        counts[0].to(logits_TE.device, non_blocking=True, copy=True),
         new_counts_E,
     )
 
@@ -119,7 +113,7 @@ def _(
     dtype: torch.dtype,
     training: bool,
     problem: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor]:
     (T, E), S = logits_TE.shape, ep_size
     N = torch.library.get_ctx().new_dynamic_size()
     return (
@@ -127,38 +121,12 @@ def _(
         logits_TE.new_empty(N, dtype=INDEX_DTYPE),
         logits_TE.new_empty(N, dtype=torch.int64),
         logits_TE.new_empty(N, dtype=torch.bool),
-        [_host_integers(*shape) for shape in ((S, E), (S, E), (S, E), (S,), (S,), ())],
-        logits_TE.new_empty(S, E, dtype=torch.int64),
-        _host_integers(E),
+        [logits_TE.new_empty(shape, dtype=torch.int64) for shape in ((S, E), (S, E), (S, E), (S,), (S,), ())],
+        logits_TE.new_empty(E, dtype=torch.int64),
     )
-
-
-def _host_integers(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("sonic_ep::add_counts", mutates_args=("counter_E",))
 def _add_counts(counter_E: Tensor, counts_E: Tensor) -> None:
-    """An operation for the same reason: the counter is on the CPU."""
+    """An operation, so that the counter, which a module holds, is no input that a graph copies."""
     counter_E += counts_E
-
-
-def stats_in_graph(scores_TE: Tensor, token_ids_N: Tensor, counts: Counts) -> RoutingStats:
-    """`routing_stats`. A graph whose caller looks at no figure leaves them out."""
-    figures = torch.ops.sonic_ep.routing_stats(scores_TE, token_ids_N, [getattr(counts, name) for name in _COUNTS])
-    return RoutingStats(*figures)
-
-
-@torch.library.custom_op("sonic_ep::routing_stats", mutates_args=(), tags=_TAGS)
-def _routing_stats(scores_TE: Tensor, token_ids_N: Tensor, counts: list[Tensor]) -> list[Tensor]:
-    stats = routing_stats(scores_TE, token_ids_N, Counts(*counts))
-    return [getattr(stats, name).clone() for name in _FIGURES]
-
-
-@_routing_stats.register_fake
-def _(scores_TE: Tensor, token_ids_N: Tensor, counts: list[Tensor]) -> list[Tensor]:
-    figures = {name: torch.empty((), device="cpu") for name in _FIGURES}
-    figures["tokens_without_expert"] = token_ids_N.new_empty((), dtype=torch.int64)
-    figures["entropy"] = scores_TE.new_empty(())
-    figures["counts_E"], figures["t"] = _host_integers(scores_TE.shape[1]), _host_integers()
-    return list(figures.values())

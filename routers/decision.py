@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonic_ep.config import MoEConfig
+from sonic_ep.config import MoEConfig, RoundingConfig
 from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.operations import lists_take_room
 from sonic_ep.routers.agreement import Report, agree
 from sonic_ep.routers.replay import record_selection, replayed_selection
+from sonic_ep.routers.rounding import keeps_choice, most_rows
 from sonic_ep.routers.selection import chosen_pairs, selected_pairs
 from sonic_ep.routers.topk import Choice
 from sonic_ep.routing import Counts, Selection
@@ -31,7 +33,7 @@ class Situation:
 def decide_selection(router: object, choice: Choice, counter_E: Tensor, situation: Situation) -> Selection:
     """The pairs of this rank. A collective, except under replay of the selections of `router`, see replay.py.
 
-    counter_E: (E,) int64 on the CPU; in training the group's top-K counts are added to it, once for each decision.
+    counter_E: (E,) int64 on the device; in training the group's top-K counts are added to it, once for each decision.
     Raises ValueError on every rank, see `agree`; RuntimeError, see replay.py.
     """
     # Drawn under replay too, so that whatever draws after this layer repeats as well.
@@ -41,9 +43,11 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
         if situation.problem is not None:
             raise ValueError(situation.problem)
     else:
-        counts = agree(_report(choice, draw, situation), situation.config.rounding, situation.group)
-        selection = select(choice, counts, situation.group.rank)
-        if situation.training:
+        counts, raise_problems = agree(_report(choice, draw, situation), situation.config.rounding, situation.group)
+        rounding, training = situation.config.rounding, situation.training
+        selection = select(choice, counts, situation.group.rank, rounding, training=training)
+        raise_problems()
+        if training:
             counter_E += counts.chosen_SE.sum(0)
     record_selection(router, selection)
     return selection
@@ -66,14 +70,18 @@ def _report(choice: Choice, draw: int, situation: Situation) -> Report:
     )
 
 
-def select(choice: Choice, counts: Counts, rank: int) -> Selection:
-    """The pairs of this rank: for each expert exactly `counts.pairs_SE[rank]` tokens, chosen ones first."""
-    pairs_E = counts.pairs_SE[rank]
-    if torch.equal(pairs_E, counts.chosen_SE[rank]):
+def select(choice: Choice, counts: Counts, rank: int, rounding: RoundingConfig, *, training: bool) -> Selection:
+    """The pairs of this rank: for each expert exactly `counts.pairs_SE[rank]` tokens, chosen ones first.
+
+    rounding, training: what the counts were decided by.
+    """
+    (T, K), (S, E) = choice.topk_ids_TK.shape, counts.pairs_SE.shape
+    most = most_rows(rounding, T, K, E, S, training=training)
+    if keeps_choice(rounding, training=training):
         lists = chosen_pairs(choice.topk_ids_TK, choice.counts_E())
     else:
-        on_device_E = pairs_E.to(choice.ranking_TE.device, non_blocking=True)
-        lists = selected_pairs(
-            choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, on_device_E, int(pairs_E.sum())
-        )
-    return Selection(choice.topk_ids_TK, *lists, counts)
+        assert most is not None
+        pairs_E = counts.pairs_SE[rank]
+        room = min(most, T * E) if lists_take_room(pairs_E.device) else int(pairs_E.sum())
+        lists = selected_pairs(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_E, room)
+    return Selection(choice.topk_ids_TK, *lists, counts, most)

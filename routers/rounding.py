@@ -17,6 +17,7 @@ padding rows, so `pairs <= rows` everywhere and T < t is legal.
 Legend: S source ranks (= Q owner ranks = ep_size), E experts, e experts of one rank.
 """
 
+import functools
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -24,12 +25,15 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
+from sonic_ep.kernels.decision import RoundingRule
+from sonic_ep.kernels.operations import decision_kernel
 
 CHUNK_MULTIPLES = (128, 64, 32, 16)
 # Share of changed assignments that "auto" accepts; 0.066 puts rho = 2 at t = 64, where the paper's quality holds.
 CHANGE_BUDGET = 0.066
 # Apportionment changes this much more than independent uniform remainders would (docs/token_rounding.md, simulated).
 _APPORTION_OVERHEAD = 1.034
+_ALWAYS = 2**62
 # Of the priorities that `deal_units` searches: counts and their multiples.
 _SEARCH_BITS = 32
 
@@ -70,21 +74,56 @@ def chunk_multiples(G: int) -> tuple[int, ...]:
     return tuple(t for t in CHUNK_MULTIPLES if t <= G and G % t == 0) or (G,)
 
 
+def keeps_choice(rounding: RoundingConfig, *, training: bool) -> bool:
+    """Are the pairs those of plain top-K, whatever the counts?"""
+    return not training or (rounding.mode in ("off", "pad") and rounding.capacity_factor is None)
+
+
+def most_rows(rounding: RoundingConfig, num_tokens: int, K: int, E: int, ep_size: int, *, training: bool) -> int | None:
+    """What the rows of a rank with `num_tokens` cannot exceed; None where they are its T K pairs exactly.
+
+    Alone, a rank rounds each count by less than a unit. Apportionment moves a total by G/2 at most, and a rank's count
+    by less than 2t more: were it higher, no rank would be below its own count, and the total too high.
+    """
+    if not training or (rounding.mode == "off" and rounding.capacity_factor is None):
+        return None
+    t = rounding.G if rounding.t == "auto" else rounding.t
+    if rounding.mode == "off":
+        unit = 0
+    elif rounding.mode == "apportion" and ep_size > 1:
+        unit = rounding.G // 2 + 2 * t
+    else:
+        unit = max(t, rounding.G)
+    return num_tokens * K + E * unit
+
+
 def decide(
-    chosen_SE: Tensor, tokens_S: Tensor, rounding: RoundingConfig, *, training: bool = True, draw: int = 0
+    chosen_SE: Tensor,
+    tokens_S: Tensor,
+    rounding: RoundingConfig,
+    *,
+    training: bool = True,
+    draw: Tensor | int = 0,
 ) -> Decision:
     """Decide n[R, E] from the plain top-K counts of every rank.
 
     Shapes:  chosen_SE (S, E) and tokens_S (S,) int64 on one device. E must be a multiple of S.
     Mode:    `rounding.mode`; without `training` always "off" and without capacity.
-    draw:    non-negative seed of `stochastic`, the same on every rank.
+    draw:    non-negative seed of `stochastic` below 2^31, the same on every rank.
     """
     ep_size, E = chosen_SE.shape
     tokens_S1 = tokens_S[:, None]
     if not training or (rounding.mode == "off" and rounding.capacity_factor is None):
         one = torch.ones((), dtype=torch.int64, device=chosen_SE.device)
         return Decision(chosen_SE, chosen_SE, torch.zeros_like(tokens_S), one)
-    t = _chunk_multiple(chosen_SE, rounding)
+    kernel = decision_kernel(chosen_SE.device)
+    if kernel is not None:
+        seed = draw if isinstance(draw, Tensor) else torch.full((), draw, device=chosen_SE.device)
+        return Decision(*kernel.decide(chosen_SE, tokens_S, seed, rule_of(rounding, ep_size, E)))
+    rule, total = rule_of(rounding, ep_size, E), chosen_SE.sum()
+    t = torch.full_like(total, rule.t)
+    for least, larger_t in rule.thresholds:
+        t = torch.where(total >= least, larger_t, t)
     unit = t  # column totals are cut in this unit
     match rounding.mode:
         case "off":
@@ -104,12 +143,15 @@ def decide(
             rows_SE = _apportion(chosen_SE, tokens_S1, t, rounding.G)
             unit = torch.full_like(t, rounding.G)
     # Plain top-K pairs: where the mode is, or "auto" falls back to, padding.
-    keeps_choice = _pads(chosen_SE, rounding)
-    rows_SE = torch.where(keeps_choice, _up(chosen_SE, t), rows_SE)
-    pairs_SE = torch.minimum(rows_SE, torch.where(keeps_choice, chosen_SE, tokens_S1))
-    if rounding.capacity_factor is None:
+    pads = total < rule.pads_below
+    rows_SE = torch.where(pads, _up(chosen_SE, t), rows_SE)
+    pairs_SE = torch.minimum(rows_SE, torch.where(pads, chosen_SE, tokens_S1))
+    if rule.capacity is None:
         return Decision(rows_SE, pairs_SE, torch.zeros_like(tokens_S), t)
-    capped_SE = _fit_capacity(rows_SE, t, torch.where(keeps_choice, t, unit), _capacity(chosen_SE, rounding))
+    numerator, denominator = rule.capacity
+    # Rows that one rank may receive: so many times the mean.
+    capacity = total * numerator // (denominator * ep_size)
+    capped_SE = _fit_capacity(rows_SE, t, torch.where(pads, t, unit), capacity)
     kept_SE = torch.minimum(pairs_SE, capped_SE)
     cut_S = (pairs_SE - kept_SE).sum(0).view(ep_size, E // ep_size).sum(1)
     return Decision(capped_SE, kept_SE, cut_S, t)
@@ -135,34 +177,31 @@ def _auto_thresholds(ep_size: int, E: int, G: int) -> list[tuple[int, int]]:
     ]
 
 
-def _chunk_multiple(chosen_SE: Tensor, rounding: RoundingConfig) -> Tensor:
-    ep_size, E = chosen_SE.shape
-    chunk = torch.ones((), dtype=torch.int64, device=chosen_SE.device)
+@functools.cache
+def rule_of(rounding: RoundingConfig, ep_size: int, E: int) -> RoundingRule:
+    """The integers that decide on t and padding."""
+    G, thresholds = rounding.G, ()
+    pads_below = _ALWAYS if rounding.mode in ("pad", "off") else 0
     if rounding.mode == "off":
-        return chunk
-    if rounding.t != "auto":
-        return chunk * rounding.t
-    if rounding.mode == "pad":
-        return chunk * chunk_multiples(rounding.G)[-1]
-    if rounding.mode != "apportion":
-        return chunk * rounding.G
-    total = chosen_SE.sum()
-    chunk = chunk * chunk_multiples(rounding.G)[-1]
-    for t, least in _auto_thresholds(ep_size, E, rounding.G):
-        chunk = torch.where(total >= least, t, chunk)
-    return chunk
+        t = 1
+    elif rounding.t != "auto":
+        t = rounding.t
+    elif rounding.mode == "pad":
+        t = chunk_multiples(G)[-1]
+    elif rounding.mode != "apportion":
+        t = G
+    else:
+        t = chunk_multiples(G)[-1]
+        thresholds = tuple((least, t) for t, least in _auto_thresholds(ep_size, E, G))
+        pads_below = min(least for least, _ in thresholds)
+    capacity = None
+    if rounding.capacity_factor is not None:
+        factor = Fraction(rounding.capacity_factor).limit_denominator(10**6)
+        capacity = (factor.numerator, factor.denominator)
+    return RoundingRule(rounding.mode, G, t, thresholds, pads_below, capacity)
 
 
-def _pads(chosen_SE: Tensor, rounding: RoundingConfig) -> Tensor:
-    """() bool: do chunks keep the plain top-K pairs?"""
-    device = chosen_SE.device
-    if rounding.mode != "apportion" or rounding.t != "auto":
-        return torch.full((), rounding.mode in ("pad", "off"), device=device)
-    ep_size, E = chosen_SE.shape
-    return chosen_SE.sum() < min(least for _, least in _auto_thresholds(ep_size, E, rounding.G))
-
-
-def _noise(like: Tensor, below: Tensor, draw: int) -> Tensor:
+def _noise(like: Tensor, below: Tensor, draw: Tensor | int) -> Tensor:
     """Integers uniform in 0..below-1, one per (rank, expert): a 32-bit mixing hash of (draw, position)."""
     mask = 0xFFFFFFFF
     index = torch.arange(like.numel(), device=like.device, dtype=torch.int64).view_as(like)
@@ -210,12 +249,6 @@ def deal_units(
     tied = (weights - units * step == high) & (units < caps)
     left = wanted - units.sum(0)
     return units + (tied & (tied.cumsum(0) <= left))
-
-
-def _capacity(chosen_SE: Tensor, rounding: RoundingConfig) -> Tensor:
-    """() rows that one rank may receive: capacity_factor times the mean."""
-    factor = Fraction(rounding.capacity_factor or 1).limit_denominator(10**6)
-    return chosen_SE.sum() * factor.numerator // (factor.denominator * chosen_SE.shape[0])
 
 
 def _fit_capacity(rows_SE: Tensor, t: Tensor, unit: Tensor, capacity: Tensor) -> Tensor:

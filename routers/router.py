@@ -14,7 +14,7 @@ from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import fill_normal
 from sonic_ep.routers.balance import updated_bias
-from sonic_ep.routers.compiled import constant_config_of, decide_in_graph, stats_in_graph, text_of
+from sonic_ep.routers.compiled import constant_config_of, decide_in_graph, text_of
 from sonic_ep.routers.decision import Situation, decide_selection
 from sonic_ep.routers.linear import linear
 from sonic_ep.routers.outputs import weights_and_losses
@@ -34,8 +34,7 @@ class Routed:
 
     def stats(self) -> RoutingStats:
         """Many small steps on the host: take them once the experts have work."""
-        figures = stats_in_graph if torch.compiler.is_compiling() else routing_stats
-        return figures(self.choice.scores_TE.detach(), self.selection.token_ids_N, self.selection.counts)
+        return routing_stats(self.choice.scores_TE.detach(), self.selection.token_ids_N, self.selection.counts)
 
 
 @final
@@ -53,13 +52,15 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.E, device=device)) if config.router.linear_bias else None
         self.expert_bias: Tensor | None
         self.register_buffer("expert_bias", torch.zeros(config.E, device=device) if config.router.expert_bias else None)
-        self._counts_since_update_E = torch.zeros(config.E, dtype=torch.int64, device="cpu")
+        self._counts_since_update_E = torch.zeros(config.E, dtype=torch.int64, device=device)
         self._config_text = text_of(config)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # A bias that moves by 0.001 a step must stay fp32 when the model is cast to bf16.
         exact = self.expert_bias
         super()._apply(fn, recurse)
+        # No buffer: DistributedDataParallel would overwrite it with another rank's.
+        self._counts_since_update_E = _moved(self._counts_since_update_E, self.weight.device)
         if exact is not None and self.expert_bias is not None:
             moved = self.expert_bias
             self.expert_bias = moved.float() if exact.is_meta else exact.to(moved.device)
@@ -94,16 +95,16 @@ class Router(nn.Module):
         logits_TE = self.logits(x_TH)
         situation = Situation(config=config, group=group, dtype=x_TH.dtype, training=self.training, problem=problem)
         if torch.compiler.is_compiling():
-            choice, selection, counted = decide_in_graph(
+            choice, selection = decide_in_graph(
                 logits_TE, self.expert_bias, self._counts_since_update_E, self._config_text, situation
             )
         else:
             choice = choose(logits_TE, self.expert_bias, config.K, config.router)
-            selection = counted = decide_selection(self, choice, self._counts_since_update_E, situation)
+            selection = decide_selection(self, choice, self._counts_since_update_E, situation)
             if selection.topk_ids_TK is not choice.topk_ids_TK:
                 choice = Choice(choice.scores_TE, choice.ranking_TE, choice.allowed_TE, selection.topk_ids_TK)
-        gates_N, loss = weights_and_losses(logits_TE, choice, counted, sequence_length, config.router)
-        routing = Routing(gates_N, selection.token_ids_N, selection.counts, x_TH.shape[0])
+        gates_N, loss = weights_and_losses(logits_TE, choice, selection, sequence_length, config.router)
+        routing = Routing(gates_N, selection.token_ids_N, selection.counts, x_TH.shape[0], selection.most_rows)
         return Routed(routing, loss, choice, selection)
 
     def _settings(self) -> MoEConfig:
@@ -118,7 +119,11 @@ class Router(nn.Module):
         """
         if self.expert_bias is None:
             raise ValueError("router.expert_bias=False: there is no bias to update; set it to true in the config")
-        counts_E = self._counts_since_update_E.to(self.expert_bias.device)
+        counts_E = self._counts_since_update_E
         counts_E = counts_E if group is None else group.all_reduce(counts_E)
         self.expert_bias.copy_(updated_bias(self.expert_bias, counts_E, self.config.router.expert_bias_rate))
         self._counts_since_update_E = torch.zeros_like(self._counts_since_update_E)
+
+
+def _moved(counts_E: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros_like(counts_E, device=device) if counts_E.is_meta else counts_E.to(device)

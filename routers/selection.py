@@ -57,7 +57,8 @@ def selected_pairs(
     """For each expert its `pairs_E` best tokens, by the rule of `select_tokens`, without a host sync.
 
     Shapes:  as there and in `chosen_pairs`; every pairs_E in 0..T, num_pairs their sum. The (N,) bool says which pairs
-             the tokens chose; the others were added.
+             the tokens chose; the others were added. On a GPU num_pairs may be larger: token -1 and
+             expert 0 then fill the end.
     """
     if (kernels := selection_kernels(scores_TE.device)) is not None:
         return kernels.selected_pairs(scores_TE, topk_ids_TK, allowed_TE, pairs_E, num_pairs)

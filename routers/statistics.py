@@ -1,6 +1,6 @@
-"""What a user watches of the routing: cheap figures, from integers that every rank already has.
+"""What a user watches of the routing: figures that are worked out when somebody looks at them.
 
-Legend: S ranks of the EP group, T tokens on this rank, E experts, N pairs.
+Legend: S ranks of the EP group, T tokens on this rank, E experts, N listed pairs.
 """
 
 from dataclasses import dataclass
@@ -13,45 +13,62 @@ from sonic_ep.routing import Counts
 
 @dataclass(frozen=True, slots=True)
 class RoutingStats:
-    """Figures of one forward. No host sync is needed to make them; reading those on a GPU is one.
+    """Figures of one forward, on the device: none is made before it is asked for but the first two, and the host waits
+    only where it reads one.
 
-    changed_share: pairs dropped or added by rounding and capacity, over plain top-K's pairs, whole EP group (CPU).
-    capacity_cut_share: pairs that capacity took away, over the same (CPU). pad_share: padding rows over all rows (CPU).
-    tokens_without_expert: () int64, this rank's tokens that no expert sees (device).
-    rank_load_max_over_mean: rows computed by the fullest rank over the mean (CPU). expert_load_max_over_mean: the same
-    of the plain top-K counts of experts (CPU). entropy: () mean over this rank's tokens of the entropy of their scores
-    as a distribution, in nats (device). counts_E: (E,) int64 plain top-K counts, whole EP group (CPU). t: ()
-    int64 chunk multiple (CPU).
+    tokens_without_expert: () int64, this rank's tokens that no expert sees. entropy: () mean over this rank's tokens of
+    the entropy of their scores as a distribution, in nats. counts: see Counts; whole EP group, like all that follows.
     """
 
-    changed_share: Tensor
-    capacity_cut_share: Tensor
-    pad_share: Tensor
     tokens_without_expert: Tensor
-    rank_load_max_over_mean: Tensor
-    expert_load_max_over_mean: Tensor
     entropy: Tensor
-    counts_E: Tensor
-    t: Tensor
+    counts: Counts
+
+    @property
+    def changed_share(self) -> Tensor:
+        """() pairs dropped or added by rounding and capacity, over plain top-K's pairs."""
+        return (self.counts.pairs_SE - self.counts.chosen_SE).abs().sum() / self._chosen()
+
+    @property
+    def capacity_cut_share(self) -> Tensor:
+        """() pairs that capacity took away, over plain top-K's pairs."""
+        return self.counts.cut_S.sum() / self._chosen()
+
+    @property
+    def pad_share(self) -> Tensor:
+        """() padding rows over all rows."""
+        rows_SE = self.counts.rows_SE
+        return (rows_SE - self.counts.pairs_SE).sum() / rows_SE.sum().clamp(min=1)
+
+    @property
+    def rank_load_max_over_mean(self) -> Tensor:
+        """() rows computed by the fullest rank over the mean."""
+        S, E = self.counts.rows_SE.shape
+        return _max_over_mean(self.counts.rows_SE.sum(0).view(S, E // S).sum(1))
+
+    @property
+    def expert_load_max_over_mean(self) -> Tensor:
+        """() the same of the plain top-K counts of experts."""
+        return _max_over_mean(self.counts_E)
+
+    @property
+    def counts_E(self) -> Tensor:
+        """(E,) int64 plain top-K counts."""
+        return self.counts.chosen_SE.sum(0)
+
+    @property
+    def t(self) -> Tensor:
+        """() int64 chunk multiple."""
+        return self.counts.t
+
+    def _chosen(self) -> Tensor:
+        return self.counts.chosen_SE.sum().clamp(min=1)
 
 
 def routing_stats(scores_TE: Tensor, token_ids_N: Tensor, counts: Counts) -> RoutingStats:
     """Figures of one routing; see RoutingStats."""
-    S, E = counts.chosen_SE.shape
-    chosen = counts.chosen_SE.sum().clamp(min=1)
-    rows_S = counts.rows_SE.sum(0).view(S, E // S).sum(1)
-    counts_E = counts.chosen_SE.sum(0)
-    return RoutingStats(
-        changed_share=(counts.pairs_SE - counts.chosen_SE).abs().sum() / chosen,
-        capacity_cut_share=counts.cut_S.sum() / chosen,
-        pad_share=(counts.rows_SE - counts.pairs_SE).sum() / counts.rows_SE.sum().clamp(min=1),
-        tokens_without_expert=_tokens_without_expert(token_ids_N, scores_TE.shape[0]),
-        rank_load_max_over_mean=_max_over_mean(rows_S),
-        expert_load_max_over_mean=_max_over_mean(counts_E),
-        entropy=_mean_entropy(scores_TE.detach()),
-        counts_E=counts_E,
-        t=counts.t,
-    )
+    without = _tokens_without_expert(token_ids_N, scores_TE.shape[0])
+    return RoutingStats(without, _mean_entropy(scores_TE.detach()), counts)
 
 
 def _max_over_mean(values: Tensor) -> Tensor:
@@ -59,9 +76,10 @@ def _max_over_mean(values: Tensor) -> Tensor:
 
 
 def _tokens_without_expert(token_ids_N: Tensor, T: int) -> Tensor:
-    has_expert_T = torch.zeros(T, dtype=torch.bool, device=token_ids_N.device)
+    # Behind the tokens, where the -1 of a spare entry ends up.
+    has_expert_T = torch.zeros(T + 1, dtype=torch.bool, device=token_ids_N.device)
     has_expert_T.index_fill_(0, token_ids_N.long(), True)
-    return T - has_expert_T.sum()
+    return T - has_expert_T[:T].sum()
 
 
 def _mean_entropy(scores_TE: Tensor) -> Tensor:

@@ -105,13 +105,14 @@ def _experts_of_best_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
 def gates_of_pairs(
     choice: Choice, token_ids_N: Tensor, expert_ids_N: Tensor, chosen_N: Tensor, config: RouterConfig
 ) -> Tensor:
-    """(N,) combine weights, differentiable.
+    """(N,) combine weights, differentiable. Anything for a spare entry.
 
     A chosen pair weighs exactly what plain top-K gives it. A pair that rounding added weighs its own score; under
     sigmoid scores divided by the token's top-K sum like the chosen ones, else it would outweigh them (softmax scores
     are already shares of one). Source: SonicMoE, arXiv 2512.14080, section 5.
     """
-    pairs_N = token_ids_N.long() * choice.scores_TE.shape[1] + expert_ids_N
+    # A spare entry has token -1; its weight is never used.
+    pairs_N = (token_ids_N.long() * choice.scores_TE.shape[1] + expert_ids_N).clamp(min=0)
     gates_N = choice.scores_TE.reshape(-1).index_select(0, pairs_N)
     if config.renormalize:
         # All chosen scores can underflow, under a bias or a sigmoid; DeepSeek adds the same epsilon.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonic_ep.dispatch.plan import Plan
+from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Opened, Receipt, ReceiptSizes, Splits
 from sonic_ep.expert_parallel_mlp import Call, Kept, backward, forward
 from sonic_ep.groups import EPGroup
@@ -37,6 +37,7 @@ def moe_in_graph(
         routing.token_ids_N,
         [getattr(routing.counts, name) for name in _COUNTS],
         routing.num_tokens,
+        routing.most_rows,
         group.name,
         group.size,
     )
@@ -59,12 +60,18 @@ def moe_in_graph(
 
 @torch.library.custom_op("sonic_ep::open_routing", mutates_args=(), tags=_TAGS)
 def _open_routing(
-    gates_N: Tensor, token_ids_N: Tensor, counts: list[Tensor], num_tokens: int, group_name: str, ep_size: int
+    gates_N: Tensor,
+    token_ids_N: Tensor,
+    counts: list[Tensor],
+    num_tokens: int,
+    most_rows: int | None,
+    group_name: str,
+    ep_size: int,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """gates_P and the receipt: its lists, empty where it has none, and its splits."""
-    routing = Routing(gates_N, token_ids_N, Counts(*counts), num_tokens)
-    plan = Plan.from_counts(routing.counts.rows_SE, routing.counts.pairs_SE)
-    opened = transport_for(EPGroup.named(group_name)).open(routing, plan)
+    group = EPGroup.named(group_name)
+    routing = Routing(gates_N, token_ids_N, Counts(*counts), num_tokens, most_rows)
+    opened = transport_for(group).open(routing, plan_for(routing.counts, group.rank))
     lists = [token_ids_N.new_empty(0) if values is None else values for values in opened.receipt.lists()]
     splits = opened.receipt.splits
     splits_4S = torch.tensor([splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in])
@@ -73,7 +80,13 @@ def _open_routing(
 
 @_open_routing.register_fake
 def _(
-    gates_N: Tensor, token_ids_N: Tensor, counts: list[Tensor], num_tokens: int, group_name: str, ep_size: int
+    gates_N: Tensor,
+    token_ids_N: Tensor,
+    counts: list[Tensor],
+    num_tokens: int,
+    most_rows: int | None,
+    group_name: str,
+    ep_size: int,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     T, e = num_tokens, counts[0].shape[1] // ep_size
     new_size = torch.library.get_ctx().new_dynamic_size
@@ -90,9 +103,9 @@ def _(
     )
 
 
-def _receipt_of(lists: list[Tensor], splits_4S: Tensor, num_tokens: int) -> Receipt:
+def _receipt_of(lists: list[Tensor], splits_4S: Tensor, num_tokens: int, num_listed: int) -> Receipt:
     splits = Splits(*map(tuple, splits_4S.tolist()))
-    sizes = ReceiptSizes(splits, num_tokens, lists[_PAIR_STARTS].shape[0] - 1)
+    sizes = ReceiptSizes(splits, num_tokens, lists[_PAIR_STARTS].shape[0] - 1, num_listed)
     alone = splits_4S.shape[1] == 1
     return sizes.with_lists((*lists[:5], *([None] * 3 if alone else lists[5:])))
 
@@ -118,7 +131,7 @@ def _forward(
     keeps_received: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out_TH, the received rows if kept, else nothing, and h_PJ. gates_N is here for its gradient alone."""
-    opened = Opened(_receipt_of(lists, splits_4S, x_TH.shape[0]), gates_P)
+    opened = Opened(_receipt_of(lists, splits_4S, x_TH.shape[0], gates_N.shape[0]), gates_P)
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
     out_TH, kept = forward(x_TH, opened, weights, _call(group_name, activation, keeps_received))
     return out_TH, kept.rows if keeps_received else x_TH.new_empty(0), kept.h_PJ
@@ -168,7 +181,7 @@ def _backward(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx_TH, dgates_N and the gradients of the weights, empty where not needed."""
-    kept = Kept(rows.contiguous(), h_PJ, gates_P, _receipt_of(lists, splits_4S, dout_TH.shape[0]))
+    kept = Kept(rows.contiguous(), h_PJ, gates_P, _receipt_of(lists, splits_4S, dout_TH.shape[0], num_pairs))
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
     grads = backward(dout_TH, kept, weights, _call(group_name, activation, keeps_received), needs)
     dx_TH, dgates_N, dw1, dw2, db1, db2 = (dout_TH.new_empty(0) if grad is None else grad for grad in grads)

@@ -13,12 +13,13 @@ from torch.autograd.function import once_differentiable
 
 from sonic_ep.checks import problem_with_weights
 from sonic_ep.compiled import moe_in_graph
-from sonic_ep.dispatch.plan import Plan
+from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.expert_parallel_mlp import Call, Kept, backward, forward
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.activations import activation_named, interleave
 from sonic_ep.kernels.expert_mlp import ExpertWeights
+from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_type
 
@@ -76,9 +77,10 @@ def moe(
         weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
         keeps_received = keep_dispatched and group.size > 1
         return moe_in_graph(x_TH, routing, weights, group=group, activation=activation, keeps_received=keeps_received)
+    plan = plan_for(routing.counts, group.rank)
     call = Call(transport, act, keep_dispatched)
     owners = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
-    return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, w2_eHI, b1_eJ, b2_eH, routing, call, owners)
+    return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, owners)
 
 
 class _ExpertParallelMLP(torch.autograd.Function):
@@ -92,10 +94,11 @@ class _ExpertParallelMLP(torch.autograd.Function):
         b1_eJ: Tensor | None,
         b2_eH: Tensor | None,
         routing: Routing,
+        plan: RankPlan,
         call: Call,
         owners: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
-        opened = call.transport.open(routing, Plan.from_counts(routing.counts.rows_SE, routing.counts.pairs_SE))
+        opened = call.transport.open(routing, plan)
         out_TH, kept = forward(x_TH, opened, ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH), call)
         ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *kept.receipt.lists())
         # Not from saved_tensors: what hooks on them give back may have no attributes.
@@ -113,7 +116,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         dx_TH, dgates_N, dw1, dw2, *dbiases = backward(grad_outputs[0], kept, weights, ctx.call, needs, into)
         dw1 = dw1 if into[0] is None else _placeholder(owner1)
         dw2 = dw2 if into[1] is None else _placeholder(owner2)
-        return dx_TH, dgates_N, dw1, dw2, *dbiases, None, None, None
+        return dx_TH, dgates_N, dw1, dw2, *dbiases, None, None, None, None
 
 
 def _main_grad(weight: Tensor | None) -> Tensor | None:

@@ -18,7 +18,7 @@ INDEX_DTYPE = torch.int32  # of every per-pair and per-row index list
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The group-wide integers of one routing: the same on every rank, int64 on the CPU.
+    """The group-wide integers of one routing: the same on every rank, int64, on the device of the routing.
 
     chosen_SE: plain top-K counts C[R, E]. rows_SE: n[R, E], rows of each (source rank, expert) chunk. pairs_SE: how
     many of those are real pairs, the rest being padding of weight zero. tokens_S: T of each rank. cut_S: pairs that
@@ -38,8 +38,8 @@ class Selection:
     """The decided integers of one routing on this rank. Replaying it reproduces the routing exactly.
 
     topk_ids_TK: int64, the plain top-K choice. token_ids_N: int32, the tokens of each expert's pairs, by expert, then
-    token.
-    expert_ids_N: int64. chosen_N: bool, False for pairs that rounding added. counts: see Counts.
+    token; -1 where an entry is spare, see Routing. expert_ids_N: int64. chosen_N: bool, False for pairs that rounding
+    added. counts: see Counts. most_rows: see Routing.
     """
 
     topk_ids_TK: Tensor
@@ -47,19 +47,23 @@ class Selection:
     expert_ids_N: Tensor
     chosen_N: Tensor
     counts: Counts
+    most_rows: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
     """This rank's pairs in send order (by expert, then token), and every rank's counts.
 
-    gates_N: (N,) combine weights, floating point, differentiable. token_ids_N: (N,) int32. num_tokens: T.
+    gates_N: (N,) combine weights, floating point, differentiable. token_ids_N: (N,) int32; behind the pairs that the
+    counts tell there may be spare entries, whose weights count for nothing. num_tokens: T. most_rows: what the rows of
+    this rank's chunks cannot exceed; None if nothing is spare and no row is padding, so that there are N of both.
     """
 
     gates_N: Tensor
     token_ids_N: Tensor
     counts: Counts
     num_tokens: int
+    most_rows: int | None = None
 
     @classmethod
     def from_pairs(
@@ -81,7 +85,7 @@ class Routing:
         order_N = torch.argsort(expert_ids_N.long() * max(num_tokens, 1) + token_ids_N.long())
         counts_E = torch.bincount(expert_ids_N, minlength=E)
         header = torch.cat([counts_E, counts_E.new_tensor([num_tokens])])
-        gathered = group.all_gather(header).cpu()
+        gathered = group.all_gather(header)
         counts_SE, tokens_S = gathered[:, :E], gathered[:, E]
         counts = Counts(counts_SE, counts_SE, counts_SE, tokens_S, torch.zeros_like(tokens_S), tokens_S.new_ones(()))
         return cls(gates_N[order_N], token_ids_N[order_N].to(INDEX_DTYPE), counts, num_tokens)

@@ -4,7 +4,8 @@
 A pair's rank among its row's pairs is then the number of bits below its own expert's, so `_group` can place it without
 a sort. Atomics act on integers whose result does not depend on their order; everything is deterministic.
 
-One program does _BLOCK rows of one chunk; those beyond the end of a small chunk leave at once.
+The programs of a chunk take turns at blocks of its rows: the host need not know how long a chunk is, nor, if it gives
+the lists room to spare, how many rows there are.
 
 Legend: see kernels/pair_lists.py; W 32-bit words of a row's experts.
 """
@@ -48,25 +49,27 @@ def _fill(
     BLOCK: tl.constexpr,
 ):
     """row_of_pair_P, gates_P, slot_V; bits_RW |= the pair's expert; counts_R[row + 1] += 1."""
-    chunk, index = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    chunk = tl.program_id(0)
     num_rows, num_pairs = tl.load(table_ptr + chunk), tl.load(table_ptr + C + chunk)
-    if tl.program_id(1) * BLOCK >= num_rows:
-        return
     source, expert = chunk // experts, chunk % experts
     first_row = 0
     if HAS_STARTS:
         first_row = tl.load(row_starts_ptr + source)
-    inside, real = index < num_rows, index < num_pairs
-    slot = _slots(index, table_ptr, chunk, C)
-    # A padding row repeats its chunk's last real pair: it reads a row that its own source has sent.
-    pair = tl.load(table_ptr + 5 * C + chunk) + tl.minimum(index, num_pairs - 1)
-    row = first_row + tl.load(row_in_source_ptr + pair, mask=inside, other=0)
-    tl.store(row_of_pair_ptr + slot, row, mask=inside)
-    tl.store(gates_out_ptr + slot, tl.load(gates_ptr + pair, mask=real, other=0.0), mask=inside)
-    tl.store(slot_ptr + pair, slot, mask=real)
-    word = row.to(tl.int64) * WORDS + expert // 32
-    tl.atomic_or(bits_ptr + word, 1 << (expert % 32), mask=real, sem="relaxed")
-    tl.atomic_add(counts_ptr + row + 1, 1, mask=real, sem="relaxed")
+    first = tl.program_id(1) * BLOCK
+    while first < num_rows:
+        index = first + tl.arange(0, BLOCK)
+        inside, real = index < num_rows, index < num_pairs
+        slot = _slots(index, table_ptr, chunk, C)
+        # A padding row repeats its chunk's last real pair: it reads a row that its own source has sent.
+        pair = tl.load(table_ptr + 5 * C + chunk) + tl.minimum(index, num_pairs - 1)
+        row = first_row + tl.load(row_in_source_ptr + pair, mask=inside, other=0)
+        tl.store(row_of_pair_ptr + slot, row, mask=inside)
+        tl.store(gates_out_ptr + slot, tl.load(gates_ptr + pair, mask=real, other=0.0), mask=inside)
+        tl.store(slot_ptr + pair, slot, mask=real)
+        word = row.to(tl.int64) * WORDS + expert // 32
+        tl.atomic_or(bits_ptr + word, 1 << (expert % 32), mask=real, sem="relaxed")
+        tl.atomic_add(counts_ptr + row + 1, 1, mask=real, sem="relaxed")
+        first += tl.num_programs(1) * BLOCK
 
 
 @triton.jit
@@ -91,22 +94,24 @@ def _group(
     BLOCK: tl.constexpr,
 ):
     """pairs_by_row_V: a pair stands behind its row's pairs of smaller experts."""
-    chunk, index = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    chunk = tl.program_id(0)
     num_pairs = tl.load(table_ptr + C + chunk)
-    if tl.program_id(1) * BLOCK >= num_pairs:
-        return
-    real = index < num_pairs
-    slot = _slots(index, table_ptr, chunk, C)
-    row = tl.load(row_of_pair_ptr + slot, mask=real, other=0)
     words = tl.arange(0, WORDS)[None, :]
-    bits = tl.load(bits_ptr + row.to(tl.int64)[:, None] * WORDS + words, mask=real[:, None], other=0)
-    bits = bits.to(tl.uint32, bitcast=True)
     word, bit = chunk % experts // 32, chunk % experts % 32
-    # In two steps: a shift by all 32 bits is undefined.
-    below = tl.where(words == word, (bits << (31 - bit)) << 1, tl.where(words < word, bits, 0))
-    rank = tl.sum(_number_of_ones(below).to(tl.int32), axis=1)
-    position = tl.load(pair_starts_ptr + row, mask=real, other=0) + rank
-    tl.store(pairs_by_row_ptr + position, slot, mask=real)
+    first = tl.program_id(1) * BLOCK
+    while first < num_pairs:
+        index = first + tl.arange(0, BLOCK)
+        real = index < num_pairs
+        slot = _slots(index, table_ptr, chunk, C)
+        row = tl.load(row_of_pair_ptr + slot, mask=real, other=0)
+        bits = tl.load(bits_ptr + row.to(tl.int64)[:, None] * WORDS + words, mask=real[:, None], other=0)
+        bits = bits.to(tl.uint32, bitcast=True)
+        # In two steps: a shift by all 32 bits is undefined.
+        below = tl.where(words == word, (bits << (31 - bit)) << 1, tl.where(words < word, bits, 0))
+        rank = tl.sum(_number_of_ones(below).to(tl.int32), axis=1)
+        position = tl.load(pair_starts_ptr + row, mask=real, other=0) + rank
+        tl.store(pairs_by_row_ptr + position, slot, mask=real)
+        first += tl.num_programs(1) * BLOCK
 
 
 def pair_lists(
@@ -124,7 +129,8 @@ def pair_lists(
     gates_P = gates_V.new_empty(chunks.num_rows)
     scratch = torch.zeros(num_rows * W + num_rows + 1, dtype=INDEX_DTYPE, device=gates_V.device)
     bits_RW, counts_R = scratch.split((num_rows * W, num_rows + 1))
-    grid = (C, triton.cdiv(chunks.max_rows, _BLOCK))
+    # Twice as many programs as chunks of one size would keep busy.
+    grid = (C, triton.cdiv(2 * chunks.num_rows, C * _BLOCK) or 1)
     _fill[grid](
         table_FC,
         C,

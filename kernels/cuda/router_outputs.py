@@ -38,8 +38,8 @@ def _gates_of_pairs(
     PAIRS: tl.constexpr,
 ):
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    in_N = pairs < N
-    tokens = tl.load(tokens_ptr + pairs, mask=in_N, other=0).to(tl.int64)
+    tokens = tl.load(tokens_ptr + pairs, mask=pairs < N, other=-1).to(tl.int64)
+    in_N = tokens >= 0  # the end of the list may be spare
     experts = tl.load(experts_ptr + pairs, mask=in_N, other=0).to(tl.int64)
     gates = tl.load(scores_ptr + tokens * E + experts, mask=in_N, other=0.0)
     if RENORMALIZE:
@@ -59,8 +59,8 @@ def _gates_of_pairs(
 @triton.jit
 def _spread_gradients(tokens_ptr, experts_ptr, dgates_ptr, dense_ptr, N, scale, E: tl.constexpr, PAIRS: tl.constexpr):
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    in_N = pairs < N
-    tokens = tl.load(tokens_ptr + pairs, mask=in_N, other=0).to(tl.int64)
+    tokens = tl.load(tokens_ptr + pairs, mask=pairs < N, other=-1).to(tl.int64)
+    in_N = tokens >= 0
     experts = tl.load(experts_ptr + pairs, mask=in_N, other=0).to(tl.int64)
     dgates = tl.load(dgates_ptr + pairs, mask=in_N, other=0.0)
     tl.store(dense_ptr + tokens * E + experts, dgates * scale, mask=in_N)

@@ -178,9 +178,13 @@ def _lists(
     topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | None, pairs_E: Tensor, num_pairs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     (T, K), E, device = topk_ids_TK.shape, pairs_E.shape[0], topk_ids_TK.device
-    token_ids_N = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    expert_ids_N = torch.empty(num_pairs, dtype=torch.int64, device=device)
     chosen_N = torch.empty(num_pairs, dtype=torch.bool, device=device)
+    if scores_TE is None:
+        token_ids_N = torch.empty(num_pairs, dtype=torch.int32, device=device)
+        expert_ids_N = torch.empty(num_pairs, dtype=torch.int64, device=device)
+    else:  # the end may be spare
+        token_ids_N = torch.full((num_pairs,), -1, dtype=torch.int32, device=device)
+        expert_ids_N = torch.zeros(num_pairs, dtype=torch.int64, device=device)
     if num_pairs == 0:
         return token_ids_N, expert_ids_N, chosen_N
     tiles = triton.cdiv(T, 32 * _TILE_WORDS)

@@ -116,7 +116,8 @@ class Case:
             pairs_SE, torch.tensor(self.rows_SE()), pairs_SE, tokens_S, torch.zeros_like(tokens_S), self.multiple
         )
         token_ids = torch.tensor([token for _, token in self.pairs(rank)], dtype=torch.int32)
-        return Routing(self.gates(rank, gates), token_ids, counts, self.tokens[rank])
+        most_rows = sum(self.rows_SE()[rank]) if self.multiple > 1 else None
+        return Routing(self.gates(rank, gates), token_ids, counts, self.tokens[rank], most_rows)
 
     def plan(self) -> Plan:
         return Plan.from_counts(torch.tensor(self.rows_SE()), torch.tensor(self.pairs_SE()), self.tile)
@@ -155,7 +156,7 @@ def exchange(rank: int, case: Case, dtype: torch.dtype, gates: torch.dtype) -> O
 
 
 def use(transport: Transport, rank: int, case: Case, dtype: torch.dtype, gates: torch.dtype) -> Outcome:
-    opened = transport.open(case.routing(rank, gates), case.plan())
+    opened = transport.open(case.routing(rank, gates), case.plan().of_rank(rank))
     receipt = opened.receipt
     rows = transport.dispatch(case.bits(rank, dtype), receipt)
     x_TH = case.integers(rank, case.tokens[rank], dtype, stream=3)

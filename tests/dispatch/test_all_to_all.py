@@ -74,7 +74,7 @@ def test_wire_bytes_by_hand(ranks: Ranks) -> None:
 def one_row_to_many_experts(rank: int, case: Case) -> tuple[int, int]:
     """Worker: rows and pairs that this rank sent."""
     transport = AllToAllTransport(EPGroup())
-    splits = transport.open(case.routing(rank), case.plan()).receipt.splits
+    splits = transport.open(case.routing(rank), case.plan().of_rank(rank)).receipt.splits
     return sum(splits.rows_out), sum(splits.pairs_out)
 
 
@@ -86,7 +86,7 @@ def test_a_row_travels_once_to_a_rank_however_many_experts_need_it(ranks: Ranks)
 def dispatch_of_any_kind(rank: int, case: Case) -> list[bool]:
     """Worker: rows of integers, of no stride, of one column, and columns of a wider matrix arrive as they were."""
     transport = AllToAllTransport(EPGroup())
-    receipt = transport.open(case.routing(rank), case.plan()).receipt
+    receipt = transport.open(case.routing(rank), case.plan().of_rank(rank)).receipt
     T = max(case.tokens)
     ids = torch.arange(T)[:, None]
     kinds: list[Callable[[int], Tensor]] = [
@@ -108,7 +108,7 @@ def test_rows_of_any_kind(ranks: Ranks) -> None:
 def sum_of_unequal_parts(rank: int, case: Case, dtype: torch.dtype) -> Tensor:
     """Worker: rank 0 answers every row with 1, each other rank with half of the last place of 1."""
     transport = AllToAllTransport(EPGroup())
-    receipt = transport.open(case.routing(rank), case.plan()).receipt
+    receipt = transport.open(case.routing(rank), case.plan().of_rank(rank)).receipt
     value = 1.0 if rank == 0 else torch.finfo(dtype).eps / 2
     return transport.combine(torch.full((receipt.num_rows, case.H), value, dtype=dtype), receipt)
 
@@ -125,7 +125,7 @@ def two_layers_at_once(rank: int, first: Case, second: Case) -> list[bool]:
     """Worker: one transport, two receipts, used in turn as two layers of a model use them."""
     transport = AllToAllTransport(EPGroup())
     cases = (first, second)
-    receipts = [transport.open(case.routing(rank), case.plan()).receipt for case in cases]
+    receipts = [transport.open(case.routing(rank), case.plan().of_rank(rank)).receipt for case in cases]
     x = [case.integers(rank, case.tokens[rank], torch.float32, stream=3) for case in cases]
     rows = [transport.dispatch(*each) for each in zip(x, receipts, strict=True)]
     alone = [oracle.exchange(rank, case, torch.float32, torch.float32).roundtrip for case in cases]

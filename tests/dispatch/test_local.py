@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from sonic_ep.dispatch.local import LocalTransport
+from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
 from tests.dispatch.oracle import Case, receipt_lists
 from tests.helpers.waiting import assert_nothing_waits
@@ -36,8 +38,8 @@ def test_nothing_of_torch_distributed_is_called() -> None:
         pairs[:, 1], pairs[:, 0], CASE.gates(0), num_tokens=CASE.tokens[0], E=CASE.E, group=EPGroup.alone()
     )
     transport = LocalTransport()
-    for each in (routing, CASE.routing(0)):
-        opened = transport.open(each, CASE.plan())
+    for each, plan in ((routing, plan_for(routing.counts, 0)), (CASE.routing(0), CASE.plan().of_rank(0))):
+        opened = transport.open(each, plan)
         rows = transport.dispatch(CASE.bits(0, torch.float32), opened.receipt)
         transport.combine(rows, opened.receipt)
         transport.return_pairs(opened.gates_P, opened.receipt)
@@ -45,7 +47,7 @@ def test_nothing_of_torch_distributed_is_called() -> None:
 
 def test_no_row_is_copied() -> None:
     transport = LocalTransport()
-    receipt = transport.open(CASE.routing(0), CASE.plan()).receipt
+    receipt = transport.open(CASE.routing(0), CASE.plan().of_rank(0)).receipt
     x_TH = CASE.bits(0, torch.float32)
     rows = transport.dispatch(x_TH, receipt)
     assert rows.data_ptr() == x_TH.data_ptr()
@@ -55,7 +57,7 @@ def test_no_row_is_copied() -> None:
 
 def test_tokens_without_an_expert_have_an_empty_list() -> None:
     """Their row is x itself like all others; that no pair reads it is what makes their output zero."""
-    receipt = LocalTransport().open(CASE.routing(0), CASE.plan()).receipt
+    receipt = LocalTransport().open(CASE.routing(0), CASE.plan().of_rank(0)).receipt
     lonely = sorted(set(range(CASE.tokens[0])) - {token for _, token in CASE.pairs(0)})
     assert lonely
     assert receipt.pair_starts_R.diff()[lonely].tolist() == [0] * len(lonely)
@@ -65,7 +67,7 @@ def test_tokens_without_an_expert_have_an_empty_list() -> None:
 
 def test_values_of_padding_do_not_return() -> None:
     transport = LocalTransport()
-    opened = transport.open(CASE.routing(0), CASE.plan())
+    opened = transport.open(CASE.routing(0), CASE.plan().of_rank(0))
     values_P = torch.full_like(opened.gates_P, torch.nan)
     slots = opened.receipt.slot_V.long()
     values_P[slots] = torch.arange(slots.shape[0], dtype=values_P.dtype)
@@ -76,13 +78,14 @@ def test_values_of_padding_do_not_return() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [CASE, Case((0,), 5, 4), Case((700,), 5, 40, multiple=16, tile=128)], ids=str)
 def test_lists_on_a_gpu_are_those_of_the_cpu_and_nothing_waits(case: Case) -> None:
-    transport, routing, plan = LocalTransport(), case.routing(0), case.plan()
+    transport, routing, plan = LocalTransport(), case.routing(0), case.plan().of_rank(0)
     on_gpu = replace(routing, gates_N=routing.gates_N.cuda(), token_ids_N=routing.token_ids_N.cuda())
-    expected, opened = transport.open(routing, plan), transport.open(on_gpu, plan)
+    plan_on_gpu = RankPlan(*(values.cuda() for values in plan))
+    expected, opened = transport.open(routing, plan), transport.open(on_gpu, plan_on_gpu)
     for name, values in receipt_lists(expected.receipt).items():
         got = getattr(opened.receipt, name)
         assert got is values is None or torch.equal(got.cpu(), values), name
     assert torch.equal(opened.gates_P.cpu(), expected.gates_P)
     assert torch.equal(transport.return_pairs(opened.gates_P, opened.receipt), on_gpu.gates_N)
-    assert_nothing_waits(lambda: transport.open(on_gpu, plan))
+    assert_nothing_waits(lambda: transport.open(on_gpu, plan_on_gpu))
     assert_nothing_waits(lambda: transport.return_pairs(opened.gates_P, opened.receipt))

@@ -8,14 +8,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sonic_ep.dispatch.plan import Plan
+from sonic_ep.dispatch.plan import Plan, PlanSizes
 from sonic_ep.groups import EPGroup
+from sonic_ep.host_copy import HostCopy
 from sonic_ep.kernels.tiles import TILE_ROWS
 from tests.dispatch.oracle import pair_buffer
 from tests.helpers.launch import RankPool
 
 Ranks = Callable[[int], RankPool]
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,9 @@ def test_chunks_as_they_arrive(load: Load) -> None:
     plan = load.plan()
     for owner in range(load.size):
         slot_of = {row: slot for slot, row in enumerate(pair_buffer(load.rows, owner, load.tile))}
-        chunks = plan.chunks(owner, CPU)
+        rank_plan = plan.of_rank(owner)
+        sizes = PlanSizes.read(HostCopy(rank_plan.sizes))
+        chunks = rank_plan.chunks(sizes.num_rows, sum(sizes.pairs_in))
         arriving = [(s, expert) for s in range(load.size) for expert in load.own(owner)]
         before = 0
         for (s, expert), fields_F in zip(arriving, chunks.table_FC.T.tolist(), strict=True):
@@ -127,7 +129,6 @@ def test_chunks_as_they_arrive(load: Load) -> None:
             before += pairs
         assert (chunks.num_sources, chunks.num_experts) == (load.size, len(load.own(owner)))
         assert (chunks.num_rows, chunks.num_pairs) == (len(slot_of), before)
-        assert chunks.max_rows == max(load.rows[s][expert] for s, expert in arriving)
         assert chunks.expert_starts_e.tolist() == plan.expert_starts_Qe[owner].tolist()
         assert chunks.table_FC.dtype == chunks.expert_starts_e.dtype == torch.int32
 
@@ -139,8 +140,12 @@ def test_pairs_between_ranks(load: Load) -> None:
     plan = load.plan()
     assert plan.pairs_SQ.tolist() == expected
     for source, pairs in enumerate(expected):
-        starts = plan.pair_starts(source, CPU)
+        rank_plan = plan.of_rank(source)
+        starts = rank_plan.pair_starts_Q
         assert (starts.dtype, starts.tolist()) == (torch.int32, [sum(pairs[:q]) for q in range(load.size + 1)])
+        sizes = PlanSizes.read(HostCopy(rank_plan.sizes))
+        assert sizes.pairs_out == tuple(pairs)
+        assert sizes.pairs_in == tuple(row[source] for row in expected)
 
 
 def test_example_of_the_docstring() -> None:
@@ -153,14 +158,14 @@ def test_example_of_the_docstring() -> None:
     assert (plan.rows_SE - plan.head_rows_SE)[:, 0].tolist() == [44, 2]
     assert plan.expert_starts_Qe.tolist() == [[0, 430], [0, 0]]
     assert plan.pairs_SQ.tolist() == [[300, 0], [130, 0]]
-    assert plan.chunks(0, CPU).table_FC.T.tolist() == [[300, 300, 256, 0, 384, 0], [130, 130, 128, 256, 428, 300]]
-    assert plan.chunks(1, CPU).num_rows == 0
+    assert plan.of_rank(0).table_FC.T.tolist() == [[300, 300, 256, 0, 384, 0], [130, 130, 128, 256, 428, 300]]
+    assert plan.of_rank(1).sizes.tolist() == [0, 130, 0, 0, 0]
 
 
 def test_example_with_padding_by_hand() -> None:
     """Tile 4: rank 1 sends 5 pairs padded to 8 for expert 1 and rank 0 sends 3 unpadded ones."""
     plan = Plan.from_counts(torch.tensor([[0, 3], [0, 8]]), torch.tensor([[0, 3], [0, 5]]), tile_rows=4)
-    assert plan.chunks(1, CPU).table_FC.T.tolist() == [[3, 3, 0, 0, 8, 0], [8, 5, 8, 0, 11, 3]]
+    assert plan.of_rank(1).table_FC.T.tolist() == [[3, 3, 0, 0, 8, 0], [8, 5, 8, 0, 11, 3]]
 
 
 def test_tile_is_that_of_the_kernels_by_default() -> None:

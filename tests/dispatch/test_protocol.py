@@ -166,7 +166,7 @@ def test_exchange_of_any_routing(ranks: Ranks, size: int, data: st.DataObject) -
 def adjoint(rank: int, case: Case) -> tuple[float, float, float]:
     """Worker: <dispatch(x), g>, <x, combine(g)> and a bound on their rounding, for normal values in float64."""
     transport = oracle.transport_of(oracle.group_of(case))
-    receipt = transport.open(case.routing(rank), case.plan()).receipt
+    receipt = transport.open(case.routing(rank), case.plan().of_rank(rank)).receipt
     generator = torch.Generator().manual_seed(rank)
     x_TH, g_RH = (
         torch.randn(n, case.H, generator=generator, dtype=torch.float64) for n in (case.tokens[rank], receipt.num_rows)
@@ -188,7 +188,7 @@ def test_combine_is_the_transpose_of_dispatch(ranks: Ranks, case: Case) -> None:
 def roundtrip_of_lists(rank: int, case: Case) -> tuple[Receipt, Receipt]:
     """Worker: a receipt, and the same taken apart for saving and put together again."""
     transport = oracle.transport_of(oracle.group_of(case))
-    receipt = transport.open(case.routing(rank), case.plan()).receipt
+    receipt = transport.open(case.routing(rank), case.plan().of_rank(rank)).receipt
     return receipt, receipt.without_lists().with_lists(receipt.lists())
 
 

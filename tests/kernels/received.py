@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.dispatch.plan import Plan
-from sonic_ep.kernels.pair_lists import Chunks
+from sonic_ep.kernels.pair_lists import Chunks, RankPlan
 from tests.dispatch.oracle import Case
 
 CPU = torch.device("cpu")
@@ -27,7 +27,9 @@ class Received:
         return self.plan.rows_SE.shape[0] == 1
 
     def chunks(self, device: torch.device = CPU) -> Chunks:
-        return self.plan.chunks(self.owner, device)
+        plan = RankPlan(*(values.to(device) for values in self.plan.of_rank(self.owner)))
+        num_rows, num_pairs = int(self.plan.expert_starts_Qe[self.owner, -1]), self.row_in_source_V.shape[0]
+        return plan.chunks(num_rows, num_pairs)
 
 
 def received_by(case: Case, owner: int, gates: torch.dtype = torch.float32) -> Received:

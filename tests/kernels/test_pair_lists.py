@@ -157,8 +157,9 @@ def test_nothing_waits_for_the_device(draw: Draw) -> None:
     module, device = ON_GPU.module("pair_lists"), ON_GPU.device
     rows_V, gates_V = received.row_in_source_V.to(device), received.gates_V.to(device)
 
+    chunks = received.chunks(device)
+
     def lists() -> None:
-        chunks = received.chunks(device)
         module.pair_lists(chunks, rows_V, gates_V, module.row_starts(chunks, rows_V), received.num_rows)
 
     assert_nothing_waits(lists)

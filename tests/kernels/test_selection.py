@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sonic_ep.config import RoundingConfig
 from sonic_ep.kernels.operations import SelectionKernels, selection_kernels
 from sonic_ep.routers.decision import select
+from sonic_ep.routers.rounding import decide
 from sonic_ep.routers.selection import choice_mask, pairs_of_choice, pairs_of_mask, select_tokens
 from sonic_ep.routers.topk import Choice
 from sonic_ep.routing import Counts
@@ -227,10 +229,14 @@ def test_the_router_selects_by_kernel_and_reads_nothing_back(rounded: bool) -> N
     assert selection_kernels(torch.device("cuda")) is KERNELS
     case = routed_case(3000, 64, 6)
     choice = Choice(case.scores_TE, case.scores_TE, None, case.topk_ids_TK)
-    chosen_SE = case.counts_E()[None].cpu()
-    pairs_SE = case.pairs_E[None].cpu() if rounded else chosen_SE
-    counts = Counts(chosen_SE, pairs_SE, pairs_SE, torch.tensor([3000]), torch.zeros(1, dtype=torch.int64), 1)
-    assert_nothing_waits(lambda: select(choice, counts, 0))
-    selection = select(choice, counts, 0)
-    expected = case._replace(pairs_E=pairs_SE[0].cuda()).expected()
-    assert_same((selection.token_ids_N, selection.expert_ids_N, selection.chosen_N), expected)
+    chosen_SE, tokens_S = case.counts_E()[None], torch.tensor([3000], device="cuda")
+    rounding = RoundingConfig(mode="nearest" if rounded else "off")
+    decision = decide(chosen_SE, tokens_S, rounding)
+    counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
+    assert_nothing_waits(lambda: select(choice, counts, 0, rounding, training=True))
+    selection = select(choice, counts, 0, rounding, training=True)
+    expected = case._replace(pairs_E=decision.pairs_SE[0]).expected()
+    N = expected[0].shape[0]
+    assert_same((selection.token_ids_N[:N], selection.expert_ids_N[:N], selection.chosen_N[:N]), expected)
+    assert (selection.token_ids_N[N:] == -1).all()
+    assert (N < selection.token_ids_N.shape[0]) == rounded

@@ -44,6 +44,37 @@ KERNELS = [
         "*i32 *i32 *i32 i32 i32",
         {"EXPERTS": 512, "SOURCES_BLOCK": 64, "EXPERTS_BLOCK": 32},
     ),
+    *(
+        TritonKernel(
+            "decision",
+            "_decide",
+            "*i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 i32 i32 i64 i32 i64 i32 i64 i32 i64 i32 i32 i64 i32",
+            {"MODE": mode, "BITS": 9, "ONE_RANK": ranks == 1, "RANKS": ranks, "EXPERTS": experts, "BLOCK": 1024},
+        )
+        for mode, ranks, experts in ((5, 1, 128), (5, 8, 128), (4, 64, 16), (1, 8, 128))
+    ),
+    TritonKernel(
+        "decision",
+        "_cut_owners",
+        "*i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i32",
+        {"MODE": 5, "BITS": 32, "EXPERTS": 512},
+    ),
+    TritonKernel(
+        "decision",
+        "_cut_ranks",
+        "*i64 *i64 *i64 *i64 *i64 i32 i32",
+        {"BITS": 32, "RANKS": 8, "EXPERTS": 128},
+    ),
+    *(
+        TritonKernel(
+            "plan",
+            "_plan",
+            "*i64 *i64 *i32 *i32 *i32 *i32 i32 i32 i32",
+            {"TILE": 128, "SOURCES": sources, "EXPERTS": experts},
+            num_warps=8,
+        )
+        for sources, experts in ((1, 512), (8, 64), (64, 64))
+    ),
     TritonKernel("sent_rows", "_mark", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "BLOCK": 256}),
     TritonKernel("sent_rows", "_look_up", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "BLOCK": 256}),
     TritonKernel("sent_rows", "_by_token", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "TOKENS": 256}),

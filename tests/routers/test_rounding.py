@@ -6,7 +6,7 @@ Legend: S source ranks (= owner ranks = ep_size), E experts.
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from itertools import combinations, pairwise, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,62 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.routers.rounding import Decision, deal_units, decide
+from sonic_ep.routers.rounding import deal_units, decide, most_rows
+from tests.routers.rounding_cases import MODES, Case, assert_same, cases
 
-MODES = ("apportion", "nearest", "up", "down", "stochastic", "pad", "off")
 PER_RANK_MODES = ("nearest", "up", "down", "stochastic")
-KINDS = ("empty", "full", "sparse", "skewed", "any")
-
-
-class Case(NamedTuple):
-    """Counts of every rank, tokens of every rank, and the two row multiples."""
-
-    chosen: list[list[int]]
-    tokens: list[int]
-    t: int
-    G: int
-
-    def decide(
-        self, mode: str, *, capacity_factor: float | None = None, training: bool = True, draw: int = 0
-    ) -> Decision:
-        rounding = RoundingConfig(mode=mode, t=self.t, G=self.G, capacity_factor=capacity_factor)  # type: ignore[arg-type]
-        chosen_SE, tokens_S = torch.tensor(self.chosen), torch.tensor(self.tokens)
-        return decide(chosen_SE, tokens_S, rounding, training=training, draw=draw)
-
-    def columns(self) -> Iterator[tuple[int, ...]]:
-        """The counts of each expert, by rank."""
-        return zip(*self.chosen, strict=True)
-
-
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def counts_of_rank(kind: str, T: int, E: int, favourite: int) -> st.SearchStrategy[list[int]]:
-    match kind:
-        case "empty":
-            return st.just([0] * E)
-        case "full":
-            return st.just([T] * E)
-        case "sparse":
-            each = st.one_of(st.just(0), st.just(0), st.just(0), st.integers(0, T))
-            return st.lists(each, min_size=E, max_size=E)
-        case "skewed":
-            low = st.lists(st.integers(0, min(T, 3)), min_size=E, max_size=E)
-            return low.map(lambda row: [*row[:favourite], T, *row[favourite + 1 :]])
-    return st.lists(st.integers(0, T), min_size=E, max_size=E)
-
-
-@st.composite
-def cases(draw: st.DrawFn, max_ranks: int = 8) -> Case:
-    ep_size = draw(st.integers(1, max_ranks))
-    E = ep_size * draw(st.integers(1, 3))
-    G = draw(st.sampled_from([1, 2, 6, 8, 16, 48, 128, 256]))
-    t = draw(st.sampled_from(divisors(G)))
-    tokens = draw(st.lists(st.one_of(st.integers(0, 20), st.integers(0, 700)), min_size=ep_size, max_size=ep_size))
-    kind = draw(st.sampled_from(KINDS))
-    favourite = draw(st.integers(0, E - 1))
-    return Case([draw(counts_of_rank(kind, T, E, favourite)) for T in tokens], tokens, t, G)
 
 
 def nearest_multiple(count: int, unit: int) -> int:
@@ -87,11 +35,6 @@ def ceil_multiple(count: int, unit: int) -> int:
 def rows_by_owner(rows_SE: Tensor) -> list[int]:
     ep_size, E = rows_SE.shape
     return rows_SE.sum(0).view(ep_size, E // ep_size).sum(1).tolist()
-
-
-def assert_same(decision: Decision, other: Decision) -> None:
-    for name in ("rows_SE", "pairs_SE", "cut_S", "t"):
-        assert torch.equal(getattr(decision, name), getattr(other, name)), name
 
 
 # What holds in every mode.
@@ -150,6 +93,16 @@ def aligned_cases(draw: st.DrawFn) -> Case:
         columns.append([first + -(first + sum(rest)) % case.G, *rest])
     chosen = [list(row) for row in zip(*columns, strict=True)]
     return case._replace(chosen=chosen, tokens=[max(row) + T for row, T in zip(chosen, case.tokens, strict=True)])
+
+
+@given(case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([None, 1.0]), draw=st.integers(0, 99))
+def test_no_rank_has_more_rows_than_most_rows_says(case: Case, mode: str, factor: float | None, draw: int) -> None:
+    """Beside its pairs, whose number T K stands for."""
+    rounding = RoundingConfig(mode=mode, t=case.t, G=case.G, capacity_factor=factor)  # type: ignore[arg-type]
+    most = most_rows(rounding, 0, 1, len(case.chosen[0]), len(case.tokens), training=True)
+    decision = case.decide(mode, capacity_factor=factor, draw=draw)
+    for chosen, rows in zip(case.chosen, decision.rows_SE.sum(1).tolist(), strict=True):
+        assert rows <= sum(chosen) + most if most is not None else rows == sum(chosen)
 
 
 @given(case=aligned_cases(), mode=st.sampled_from(MODES), draw=st.integers(0, 2**31 - 2))

@@ -29,7 +29,8 @@ def route(
     chosen_SE, tokens_S = torch.stack([choice.counts_E() for choice in choices]), torch.tensor(tokens)
     decision = decide(chosen_SE, tokens_S, rounding, draw=seed)
     counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, int(decision.t))
-    return choices, [select(choice, counts, rank) for rank, choice in enumerate(choices)], counts
+    selections = [select(choice, counts, rank, rounding, training=True) for rank, choice in enumerate(choices)]
+    return choices, selections, counts
 
 
 def pairs_of(choice: Choice) -> set[tuple[int, int]]:

@@ -94,7 +94,8 @@ def whole(local: Tensor | None, group: EPGroup) -> Tensor | None:
 
 def masks(selection: Selection, T: int, E: int) -> tuple[Tensor, Tensor]:
     selected = torch.zeros(T, E, dtype=torch.bool)
-    selected[selection.token_ids_N.long().cpu(), selection.expert_ids_N.cpu()] = True
+    is_pair = selection.token_ids_N >= 0  # the end of the lists may be spare
+    selected[selection.token_ids_N[is_pair].long().cpu(), selection.expert_ids_N[is_pair].cpu()] = True
     topk = torch.zeros(T, E, dtype=torch.bool).scatter_(1, selection.topk_ids_TK.cpu(), True)
     return selected, topk
 
@@ -197,6 +198,7 @@ def merged(selections: list[Selection], tokens: list[int]) -> Selection:
         expert_ids[order],
         torch.cat([s.chosen_N for s in selections])[order],
         one,
+        None,
     )
 
 

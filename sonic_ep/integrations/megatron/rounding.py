@@ -32,7 +32,6 @@ class RoundedRouter:
         assert n is not None
         self.router, self.config, self.group = router, config, group
         self.moe_config = MoEConfig(d=config.hidden_size, n=n, E=E, K=config.moe_router_topk, rounding=rounding)
-        self._counts_E = torch.zeros(E, dtype=torch.int64)  # `decide_selection` counts; Megatron's router does too
         self._logits: Tensor | None = None
         routing = router.routing
 
@@ -58,13 +57,15 @@ class RoundedRouter:
             ranking_TE = ranking_TE + self.router.expert_bias
         choice = Choice(scores_TE, ranking_TE, self._allowed(ranking_TE), ids_TK, routing_map_TE.sum(0))
         situation = Situation(config=self.moe_config, group=self.group, dtype=dtype, training=True)
-        selection = decide_selection(self.router, choice, self._counts_E, situation)
-        pairs_N = selection.token_ids_N.long() * E + selection.expert_ids_N
+        unread_E = torch.zeros(E, dtype=torch.int64, device=ids_TK.device)  # Megatron's router counts by itself
+        selection = decide_selection(self.router, choice, unread_E, situation)
+        # A spare entry has token -1; its weight is never used.
+        pairs_N = (selection.token_ids_N.long() * E + selection.expert_ids_N).clamp(min=0)
         # The router's probability is 0 where it did not choose.
         gates_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
         added_N = self._weights(scores_TE, ids_TK).reshape(-1).index_select(0, pairs_N)
         gates_N = gates_N + torch.where(selection.chosen_N, 0, added_N)
-        return Routing(gates_N, selection.token_ids_N, selection.counts, T)
+        return Routing(gates_N, selection.token_ids_N, selection.counts, T, selection.most_rows)
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
         logits_TE = logits_TE.float()

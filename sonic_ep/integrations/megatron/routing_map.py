@@ -32,17 +32,18 @@ def routing_of_map(
     """Every pair of the map with its probability, differentiable in probs. A collective: one all-gather of counts.
 
     Shapes:  probs_TE (T, E) floating point; routing_map_TE (T, E) bool. K: how many experts every token is mapped to,
-             where all have as many; None where tokens were dropped. dtype, training: of the experts' input and of the
-             layer, which must agree over the ranks.
+             where all have as many; None where tokens were dropped, which takes one host sync more. dtype, training: of
+             the experts' input and of the layer, which must agree over the ranks.
     """
     T, E = routing_map_TE.shape
     counts_E = routing_map_TE.sum(0)
     report = Report(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
-    counts = agree(report, _OFF, group)
+    counts, raise_problems = agree(report, _OFF, group)
     if K is None:
         token_ids_N, expert_ids_N = pairs_of_mask(routing_map_TE, int(counts.pairs_SE[group.rank].sum()))
     else:
         token_ids_N, expert_ids_N, _ = chosen_pairs(topk_ids(routing_map_TE, K), counts_E)
+    raise_problems()
     pairs_N = token_ids_N.long() * E + expert_ids_N
     gates_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
     return Routing(gates_N, token_ids_N.to(INDEX_DTYPE), counts, T)

@@ -1,0 +1,84 @@
+"""One rank's part of the plan as one Triton program: there are never more chunks than experts.
+
+Legend: S source ranks (= Q owner ranks), E experts, e experts of one rank, C = S * e chunks, F fields of a chunk.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sonic_ep.kernels.pair_lists import RankPlan
+from sonic_ep.routing import INDEX_DTYPE
+
+
+@triton.jit
+def _plan(
+    rows_ptr,
+    pairs_ptr,
+    table_ptr,
+    expert_starts_ptr,
+    pair_starts_ptr,
+    sizes_ptr,
+    rank,
+    S,
+    e,
+    TILE: tl.constexpr,
+    SOURCES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    source, expert = tl.arange(0, SOURCES), tl.arange(0, EXPERTS)
+    is_source, is_expert = source < S, expert < e
+    inside = is_source[:, None] & is_expert[None, :]
+    arriving = source[:, None] * (S * e) + rank * e + expert[None, :]
+    rows = tl.load(rows_ptr + arriving, mask=inside, other=0).to(tl.int32)
+    pairs = tl.load(pairs_ptr + arriving, mask=inside, other=0).to(tl.int32)
+    tiled = rows // TILE * TILE
+    tails = rows - tiled
+    rows_e = tl.sum(rows, axis=0)
+    starts_e = tl.cumsum(rows_e, axis=0) - rows_e
+    tile_starts = starts_e[None, :] + tl.cumsum(tiled, axis=0) - tiled
+    tail_starts = (starts_e + tl.sum(tiled, axis=0))[None, :] + tl.cumsum(tails, axis=0) - tails
+    pairs_S = tl.sum(pairs, axis=1)
+    first_pairs = (tl.cumsum(pairs_S, axis=0) - pairs_S)[:, None] + tl.cumsum(pairs, axis=1) - pairs
+    C = S * e
+    table_ptr += source[:, None] * e + expert[None, :]
+    tl.store(table_ptr, rows, mask=inside)
+    tl.store(table_ptr + C, pairs, mask=inside)
+    tl.store(table_ptr + 2 * C, tiled, mask=inside)
+    tl.store(table_ptr + 3 * C, tile_starts, mask=inside)
+    tl.store(table_ptr + 4 * C, tail_starts, mask=inside)
+    tl.store(table_ptr + 5 * C, first_pairs, mask=inside)
+    tl.store(expert_starts_ptr + expert, starts_e, mask=is_expert)
+    tl.store(expert_starts_ptr + e, tl.sum(rows_e, axis=0))
+    leaving = rank * (S * e) + source[:, None] * e + expert[None, :]
+    sent_Q = tl.sum(tl.load(pairs_ptr + leaving, mask=inside, other=0).to(tl.int32), axis=1)
+    tl.store(pair_starts_ptr + source, tl.cumsum(sent_Q, axis=0) - sent_Q, mask=is_source)
+    tl.store(pair_starts_ptr + S, tl.sum(sent_Q, axis=0))
+    tl.store(sizes_ptr, tl.sum(rows_e, axis=0))
+    tl.store(sizes_ptr + 1 + source, sent_Q, mask=is_source)
+    tl.store(sizes_ptr + 1 + S + source, pairs_S, mask=is_source)
+
+
+def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> RankPlan:
+    """`plan_for` of dispatch/plan.py."""
+    S, E = rows_SE.shape
+    e = E // S
+
+    def empty(*size: int) -> Tensor:
+        return torch.empty(size, dtype=INDEX_DTYPE, device=rows_SE.device)
+
+    plan = RankPlan(empty(6, E), empty(e + 1), empty(S + 1), empty(1 + 2 * S))
+    _plan[(1,)](
+        rows_SE.contiguous(),
+        pairs_SE.contiguous(),
+        *plan,
+        rank,
+        S,
+        e,
+        TILE=tile_rows,
+        SOURCES=triton.next_power_of_2(S),
+        EXPERTS=triton.next_power_of_2(e),
+        num_warps=8,
+    )
+    return plan
