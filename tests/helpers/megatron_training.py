@@ -11,7 +11,9 @@ with TP > 1, expert-TP 1 and EP = 1 its own experts carry `allreduce = True`, so
 data-parallel group and each tensor rank keeps the gradient of its slice of the sequence alone.
 """
 
+import gc
 import re
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from tests.helpers.megatron_cpu import CPU_CONFIG, megatron_on_cpu
 
@@ -56,7 +59,7 @@ def parallel_state(
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 
-    with megatron_on_cpu():
+    with megatron_on_cpu(), _own_groups():
         state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,
@@ -73,6 +76,33 @@ def parallel_state(
             clear_aux_losses_tracker()
             get_moe_layer_wise_logging_tracker().clear()
             state.destroy_model_parallel()
+
+
+_WRAPPED: weakref.WeakSet[Any] = weakref.WeakSet()  # by DDP, since the last parallel state
+
+
+@contextmanager
+def _own_groups() -> Iterator[None]:
+    """Destroy the process groups that are made within, and the wrapped models, which know them.
+
+    A gloo group has three threads until nothing refers to it. Megatron only forgets its own, and a model that has been
+    trained refers to itself through autograd's nodes, where Python's collector does not look.
+    """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    before = set(distributed_c10d._world.pg_map)
+    try:
+        yield
+    finally:
+        for group in [each for each in distributed_c10d._world.pg_map if each not in before]:
+            dist.destroy_process_group(group)
+        for wrapped in _WRAPPED:
+            for parameter in wrapped.parameters():
+                vars(parameter).clear()
+            vars(wrapped).clear()
+        _WRAPPED.clear()
+        cast(Any, RotaryEmbedding.forward).cache_clear()
+        gc.collect()
 
 
 def gpt_config(**changes: Any) -> Any:
@@ -198,6 +228,7 @@ class Run:
             if ddp["use_distributed_optimizer"]:
                 wrapped.broadcast_params()
             models.append(wrapped)
+            _WRAPPED.add(wrapped)
         return models
 
     def train(self, steps: int, after_step: Callable[["Run"], None] | None = None) -> list[Step]:

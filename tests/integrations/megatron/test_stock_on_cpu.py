@@ -1,5 +1,8 @@
 """The helpers of this folder's tests: stock Megatron-Core trains on the CPU, equally for every division of the work."""
 
+import gc
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +57,21 @@ def test_every_division_of_the_work_gives_the_same_numbers(
     for step, wanted in zip(train(ranks, division), plain, strict=True):
         assert step[:2] == pytest.approx(wanted[:2], abs=1e-5)
         assert step[2] == pytest.approx(wanted[2], abs=1e-5)
+
+
+def threads_after_each(rank: int) -> list[int]:
+    threads = []
+    for _ in range(3):
+        train_stock(rank, {"expert": 2}, distributed_optimizer=True, overlap=True)
+        gc.collect()
+        threads.append(len(os.listdir("/proc/self/task")))
+    return threads
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_parallel_state_leaves_no_threads_behind(ranks: Callable[[int], RankPool]) -> None:
+    for first, *others in ranks(4).run(threads_after_each):
+        assert others == [first, first]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there is nothing to put aside")
