@@ -21,7 +21,7 @@ def test_stock_and_ours_side_by_side(tmp_path: Path) -> None:
     data = tmp_path / "data"
     flags = (*SMALL, "--ep-size", "2", "--text", str(tmp_path / "text"), "--data-dir", str(data))
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(EXAMPLE), *flags],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE), *flags],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

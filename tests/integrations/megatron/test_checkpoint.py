@@ -37,7 +37,7 @@ def kinds_of(variant: str) -> list[str]:
 
 
 def exchange(rank: int, folder: Path, variant: str) -> list[str]:
-    """Save each kind at each EP size, load each into each; what came out different from what went in."""
+    """Save each kind at each EP size (of the lesser variants, at one), load each into each; what came out different."""
     from megatron.core import dist_checkpointing
 
     from tests.helpers.megatron_training import gpt_config, parallel_state
@@ -51,15 +51,16 @@ def exchange(rank: int, folder: Path, variant: str) -> list[str]:
         for ep in EP_SIZES:
             (folder / str(ep)).mkdir()
     faults = []
-    for loading in (False, True):
-        for ep in EP_SIZES:
+    saved_at = EP_SIZES if variant == "gated" else (2,)
+    for loading, sizes in ((False, saved_at), (True, EP_SIZES)):
+        for ep in sizes:
             with parallel_state(expert=ep):
                 config = gpt_config(hidden_size=H, num_attention_heads=2, moe_ffn_hidden_size=I, **VARIANTS[variant])
                 held = {(kind, form): bare_experts(kind, config) for kind in kinds for form in FORMS}
                 share = dist.get_rank() % ep
                 values = {name: value.chunk(ep)[share] for name, value in whole.items()}
                 if loading:
-                    places = [(saved, turn) for saved in EP_SIZES for turn in range(len(kinds))]
+                    places = [(saved, turn) for saved in saved_at for turn in range(len(kinds))]
                     faults += [
                         f"EP {saved} -> EP {ep}: {fault}"
                         for saved, turn in places

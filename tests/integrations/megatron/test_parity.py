@@ -46,9 +46,11 @@ CASES = {
     "EP4": Case(4, {"expert": 4}, FULL | SHARED, {"overlap": True}),
     "EP4-distributed": Case(4, {"expert": 4}, SHARED | {"moe_shared_expert_gate": True}, DISTRIBUTED),
     "TP2-EP2-distributed": Case(4, {"tensor": 2, "expert": 2}, SHARED, DISTRIBUTED),
-    "TP2-EP4": Case(4, {"tensor": 2, "expert": 4}),
+    "TP2-EP4": Case(4, {"tensor": 2, "expert": 4}, run={"batch": 2}),
     "PP2-EP2": Case(4, {"pipeline": 2, "expert": 2}, FULL, DISTRIBUTED),
-    "TP2-PP2-EP2": Case(4, {"tensor": 2, "pipeline": 2, "expert": 2}, SELECTIVE | {"recompute_modules": ["moe"]}),
+    "TP2-PP2-EP2": Case(
+        4, {"tensor": 2, "pipeline": 2, "expert": 2}, SELECTIVE | {"recompute_modules": ["moe"]}, {"batch": 2}
+    ),
     # With one rank an expert, Megatron's own layer leaves TP ranks' experts to part; one rank a model does not.
     "TP2-EP1": Case(2, {"tensor": 2, "expert": 1}, run=DISTRIBUTED, stock_groups={}),
     "moe-layer-recompute": Case(2, {"expert": 2}, SELECTIVE | {"moe_layer_recompute": True} | SIGMOID),
@@ -89,7 +91,7 @@ def curve(case: Case, groups: dict[str, int], ours: bool) -> Curve:
             spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
         # Gentle steps: 20 of them must not blow up what the order of a sum may change.
         adam = {"lr": 3e-3}
-        run = Run(config, use_sonic_ep(spec) if ours else spec, batch=case.ranks, optimizer=adam, **case.run)
+        run = Run(config, use_sonic_ep(spec) if ours else spec, optimizer=adam, **{"batch": case.ranks, **case.run})
         return [tuple(step) for step in run.train(STEPS)]
 
 
