@@ -76,7 +76,8 @@ class LocalProblem:
         _, h = expert_mlp.forward(OPERATIONS, x, self.gates, *common)
 
         def backward() -> None:
-            grads = expert_mlp.backward_activations(OPERATIONS, self.dout, h, self.gates, *common)
+            grads = expert_mlp.backward_hidden(OPERATIONS, self.dout, h, self.gates, *common)
+            expert_mlp.backward_rows(OPERATIONS, grads.dh_PJ, weights, self.lists)
             expert_mlp.backward_down_weights(OPERATIONS, self.dout, grads.scaled_a_PI, self.lists)
             expert_mlp.backward_up_weights(OPERATIONS, x, grads.dh_PJ, self.lists)
 

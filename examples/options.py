@@ -65,6 +65,12 @@ class Options:
         choices=("float32", "bfloat16", "float64"),
     )
 
+    precision: str = flag(
+        "auto",
+        "arithmetic: bfloat16 by autocast, or that of the weights; auto: bfloat16 for float32 weights on a GPU",
+        choices=("auto", "bfloat16", "weights"),
+    )
+
     run_dir: str | None = flag(None, "folder of this run (default: runs/<date and time>)", kind=str)
     resume: str | None = flag(
         None, "run folder to continue from its newest checkpoint, with its own options where none are given", kind=str

@@ -136,6 +136,13 @@ def train(options: Options, mesh: Mesh, corpus: Corpus, folder: Path, checkpoint
     say(mesh, f"{watch.seconds:.0f} s of training; written to {folder}: metrics, plot, TensorBoard events, checkpoint")
 
 
+def autocast(mesh: Mesh, options: Options) -> torch.autocast:
+    """The arithmetic that options.precision asks for."""
+    fits = mesh.device.type == "cuda" and options.dtype == "float32"
+    wanted = options.precision == "bfloat16" or (options.precision == "auto" and fits)
+    return torch.autocast(mesh.device.type, torch.bfloat16, enabled=wanted)
+
+
 def make_optimizer(model: LanguageModel, options: Options) -> torch.optim.AdamW:
     """AdamW that decays matrices and leaves norms and biases alone."""
     decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
@@ -172,7 +179,8 @@ def training_step(
     step: int,
 ) -> StepResult:
     """Forward, backward, gradients of the global batch, update; `windows` are this rank's rows of the batch."""
-    output = model(windows[:, :-1])
+    with autocast(mesh, options):
+        output = model(windows[:, :-1])
     loss = next_byte_loss(output, windows)
     (loss + output.aux_loss).backward()
 
@@ -234,7 +242,9 @@ def evaluate(model: LanguageModel, corpus: Corpus, mesh: Mesh, options: Options)
         windows = mesh.own_rows(
             corpus.validation_windows(index, batches=options.eval_batches, batch=options.batch, seq=options.seq)
         )
-        total += next_byte_loss(model(windows[:, :-1]), windows)
+        with autocast(mesh, options):
+            output = model(windows[:, :-1])
+        total += next_byte_loss(output, windows)
     model.train()
     return float(mesh.mean(total)) / options.eval_batches
 

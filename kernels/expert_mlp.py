@@ -53,19 +53,15 @@ def forward(
 
 
 @dataclass(frozen=True, slots=True)
-class ActivationGrads:
-    """The first half of backward: dx_RH and ds_P, which other ranks wait for, and what the second half needs.
-
-    dh_PJ is for dW1 and db1, scaled_a_PI (A') for dW2: take dW2 first and let A' go, and the peak is that much lower.
-    """
+class HiddenGrads:
+    """dH and what comes with it. dh_PJ is for dX, dW1 and db1, scaled_a_PI (A') for dW2."""
 
     dh_PJ: Tensor
     scaled_a_PI: Tensor
     ds_P: Tensor
-    dx_RH: Tensor
 
 
-def backward_activations(
+def backward_hidden(
     ops: Operations,
     do_RH: Tensor,
     h_PJ: Tensor,
@@ -73,14 +69,18 @@ def backward_activations(
     weights: ExpertWeights,
     lists: PairLists,
     activation: Activation,
-) -> ActivationGrads:
-    """dS, dH and A', and dx_RH."""
-    dh_PJ, scaled_a_PI, ds_P = ops.down_projection_backward(
+) -> HiddenGrads:
+    """dH, A' and dS: all that backward needs H for, so that a caller can let it go."""
+    grads = ops.down_projection_backward(
         do_RH, weights.w2_eHI, weights.b2_eH, h_PJ, gates_P, lists.row_of_pair_P, lists.expert_starts_e, activation
     )
+    return HiddenGrads(*grads)
+
+
+def backward_rows(ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists: PairLists) -> Tensor:
+    """dx_RH."""
     dx_PH = ops.up_projection_backward(dh_PJ, weights.w1_eJH, lists.expert_starts_e)
-    dx_RH = ops.gather_sum(dx_PH, lists.pairs_by_row_V, lists.pair_starts_R)
-    return ActivationGrads(dh_PJ, scaled_a_PI, ds_P, dx_RH)
+    return ops.gather_sum(dx_PH, lists.pairs_by_row_V, lists.pair_starts_R)
 
 
 def backward_down_weights(

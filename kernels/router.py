@@ -12,7 +12,8 @@ from sonic_ep.config import RouterConfig
 
 class FusedChoice(NamedTuple):
     """scores_TE, ranking_TE: fp32, one and the same tensor without an expert bias. allowed_TE: bool, None without group
-    limits. topk_ids_TK: int64, best first. counts_E: int64. bad_logits: () int64, None if not asked for.
+    limits. topk_ids_TK: int64, best first. counts_E: int64. entropy_T: fp32, of each token's scores as a distribution.
+    bad_logits: () int64, None if not asked for.
     """
 
     scores_TE: Tensor
@@ -20,6 +21,7 @@ class FusedChoice(NamedTuple):
     allowed_TE: Tensor | None
     topk_ids_TK: Tensor
     counts_E: Tensor
+    entropy_T: Tensor
     bad_logits: Tensor | None
 
 

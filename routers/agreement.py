@@ -14,13 +14,14 @@ from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup
-from sonic_ep.host_copy import HostCopy
+from sonic_ep.host_copy import HostCopy, host_may_wait
 from sonic_ep.routers.rounding import decide
 from sonic_ep.routers.selection import MAX_TOKENS
 from sonic_ep.routing import Counts
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_BAD_LOGITS = 4  # its place in a header
+_HEADER = 5  # integers of a header, and their places
+_TOKENS, _HAS_PROBLEM, _KIND, _DRAW, _BAD_LOGITS = range(_HEADER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,15 +29,15 @@ class Report:
     """What one rank tells the others before a step.
 
     counts_E: (E,) int64 plain top-K counts. bad_logits: () int64 number of NaN and inf logits, None if not asked for.
-    draw: random number of stochastic rounding, 0 <= draw < 2^31; the first rank's serves all. problem: why this rank
-    cannot go on. training, dtype: must agree over the ranks.
+    draw: () random integer of stochastic rounding, 0 <= draw < 2^31, on that device; the first rank's serves all.
+    problem: why this rank cannot go on. training, dtype: must agree over the ranks.
     """
 
     counts_E: Tensor
     num_tokens: int
     dtype: torch.dtype
     training: bool
-    draw: int = 0
+    draw: Tensor | None = None
     bad_logits: Tensor | None = None
     problem: str | None = None
 
@@ -46,7 +47,7 @@ def agree(report: Report, rounding: RoundingConfig, group: EPGroup) -> tuple[Cou
     anything else is exchanged: it waits for the reports, where there is anything to learn from them.
 
     It raises:  ValueError, on every rank, with the rank named: its problem, non-finite logits, or a training flag or
-                dtype that differs between ranks.
+                dtype that differs between ranks. Nothing while a CUDA graph is captured: the steps before it told.
     """
     problem = report.problem
     if problem is None and report.num_tokens >= MAX_TOKENS:
@@ -54,35 +55,51 @@ def agree(report: Report, rounding: RoundingConfig, group: EPGroup) -> tuple[Cou
     if problem is None and report.dtype not in _DTYPES:
         problem = f"x has dtype {report.dtype}; supported are {', '.join(map(str, _DTYPES))}"
     kind = 2 * _DTYPES.index(report.dtype) + report.training if report.dtype in _DTYPES else -1
-    header_F = [report.num_tokens, problem is not None, kind, report.draw, 0]
-    reports_SF, chosen_SE = _gather(header_F, report, group)
+    reports_SF, chosen_SE = _gather(_header(report, kind, has_problem=problem is not None), report.counts_E, group)
     if problem is not None:
         # What was counted need not make sense. The others raise when they read the reports.
         _raise_problems(reports_SF.cpu(), problem, group)
-    decision = decide(chosen_SE, reports_SF[:, 0], rounding, training=report.training, draw=reports_SF[0, 3])
-    counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, reports_SF[:, 0], decision.cut_S, decision.t)
-    if group.size == 1 and report.bad_logits is None:
+    tokens_S = reports_SF[:, _TOKENS]
+    decision = decide(chosen_SE, tokens_S, rounding, training=report.training, draw=reports_SF[0, _DRAW])
+    counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
+    readable = host_may_wait(reports_SF)
+    if report.bad_logits is not None and not readable:
+        raise ValueError(
+            "router.check_logits=True makes the host wait for the device, which a CUDA graph cannot capture; "
+            "set router.check_logits=False"
+        )
+    if not readable or (group.size == 1 and report.bad_logits is None):
         return counts, lambda: None
     arriving = HostCopy(reports_SF)
     return counts, lambda: _raise_problems(arriving.read(), problem, group)
 
 
-def _gather(header_F: list[int], report: Report, group: EPGroup) -> tuple[Tensor, Tensor]:
-    """Every rank's header and counts, int64."""
-    device = report.counts_E.device
-    header = torch.tensor(header_F, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+def _header(report: Report, kind: int, *, has_problem: bool) -> Tensor:
+    """(F,) int64, made on the device: nothing is copied there, so that a CUDA graph may capture it."""
+    header_F = report.counts_E.new_zeros(_HEADER)
+    header_F[_TOKENS].fill_(report.num_tokens)
+    header_F[_KIND].fill_(kind)
+    if has_problem:
+        header_F[_HAS_PROBLEM].fill_(1)
+    if report.draw is not None:
+        header_F[_DRAW].copy_(report.draw)
     if report.bad_logits is not None:
-        header[_BAD_LOGITS].copy_(report.bad_logits.clamp(max=2**31 - 1))
+        header_F[_BAD_LOGITS].copy_(report.bad_logits.clamp(max=2**31 - 1))
+    return header_F
+
+
+def _gather(header_F: Tensor, counts_E: Tensor, group: EPGroup) -> tuple[Tensor, Tensor]:
+    """Every rank's header and counts, int64."""
     if group.size == 1:
-        return header[None], report.counts_E[None]
-    gathered = group.all_gather(torch.cat([header, report.counts_E]).to(torch.int32)).long()
-    return gathered[:, : len(header_F)], gathered[:, len(header_F) :]
+        return header_F[None], counts_E[None]
+    gathered = group.all_gather(torch.cat([header_F, counts_E]).to(torch.int32)).long()
+    return gathered[:, :_HEADER], gathered[:, _HEADER:]
 
 
 def _raise_problems(reports_SF: Tensor, problem: str | None, group: EPGroup) -> None:
-    if reports_SF[:, 1].any():
+    if reports_SF[:, _HAS_PROBLEM].any():
         group.raise_together(problem)
-    kinds_S = reports_SF[:, 2].tolist()
+    kinds_S = reports_SF[:, _KIND].tolist()
     if len(set(kinds_S)) > 1:
         described = ", ".join(
             f"rank {rank}: {_DTYPES[kind // 2]} {'training' if kind % 2 else 'eval'}"

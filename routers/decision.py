@@ -37,7 +37,7 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
     Raises ValueError on every rank, see `agree`; RuntimeError, see replay.py.
     """
     # Drawn under replay too, so that whatever draws after this layer repeats as well.
-    draw = _draw(situation)
+    draw = _draw(situation, counter_E.device)
     selection = replayed_selection(router)
     if selection is not None:
         if situation.problem is not None:
@@ -53,12 +53,12 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
     return selection
 
 
-def _draw(situation: Situation) -> int:
+def _draw(situation: Situation, device: torch.device) -> Tensor | None:
     stochastic = situation.training and situation.config.rounding.mode == "stochastic"
-    return int(torch.randint(2**31 - 1, ())) if stochastic else 0
+    return torch.randint(2**31 - 1, (), device=device) if stochastic else None
 
 
-def _report(choice: Choice, draw: int, situation: Situation) -> Report:
+def _report(choice: Choice, draw: Tensor | None, situation: Situation) -> Report:
     return Report(
         counts_E=choice.counts_E(),
         num_tokens=choice.topk_ids_TK.shape[0],

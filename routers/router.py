@@ -4,6 +4,7 @@ order.
 Legend: T tokens on this rank, H hidden size, E experts, N selected pairs.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self, final
 
@@ -18,7 +19,7 @@ from sonic_ep.routers.compiled import constant_config_of, decide_in_graph, text_
 from sonic_ep.routers.decision import Situation, decide_selection
 from sonic_ep.routers.linear import linear
 from sonic_ep.routers.outputs import weights_and_losses
-from sonic_ep.routers.statistics import RoutingStats, routing_stats
+from sonic_ep.routers.statistics import RoutingStats
 from sonic_ep.routers.topk import Choice, choose
 from sonic_ep.routing import Routing, Selection
 
@@ -33,8 +34,7 @@ class Routed:
     selection: Selection
 
     def stats(self) -> RoutingStats:
-        """Many small steps on the host: take them once the experts have work."""
-        return routing_stats(self.choice.scores_TE.detach(), self.selection.token_ids_N, self.selection.counts)
+        return RoutingStats(self.choice.entropy_T(), self.selection.token_ids_N, self.selection.counts)
 
 
 @final
@@ -102,7 +102,7 @@ class Router(nn.Module):
             choice = choose(logits_TE, self.expert_bias, config.K, config.router)
             selection = decide_selection(self, choice, self._counts_since_update_E, situation)
             if selection.topk_ids_TK is not choice.topk_ids_TK:
-                choice = Choice(choice.scores_TE, choice.ranking_TE, choice.allowed_TE, selection.topk_ids_TK)
+                choice = dataclasses.replace(choice, topk_ids_TK=selection.topk_ids_TK, plain_counts_E=None)
         gates_N, loss = weights_and_losses(logits_TE, choice, selection, sequence_length, config.router)
         routing = Routing(gates_N, selection.token_ids_N, selection.counts, x_TH.shape[0], selection.most_rows)
         return Routed(routing, loss, choice, selection)
@@ -122,7 +122,7 @@ class Router(nn.Module):
         counts_E = self._counts_since_update_E
         counts_E = counts_E if group is None else group.all_reduce(counts_E)
         self.expert_bias.copy_(updated_bias(self.expert_bias, counts_E, self.config.router.expert_bias_rate))
-        self._counts_since_update_E = torch.zeros_like(self._counts_since_update_E)
+        self._counts_since_update_E.zero_()  # in place: a captured CUDA graph goes on adding to it
 
 
 def _moved(counts_E: Tensor, device: torch.device) -> Tensor:

@@ -13,16 +13,29 @@ from sonic_ep.routing import Counts
 
 @dataclass(frozen=True, slots=True)
 class RoutingStats:
-    """Figures of one forward, on the device: none is made before it is asked for but the first two, and the host waits
-    only where it reads one.
+    """Figures of one forward, on the device. Each is worked out when it is asked for; the host waits if it reads one.
 
-    tokens_without_expert: () int64, this rank's tokens that no expert sees. entropy: () mean over this rank's tokens of
-    the entropy of their scores as a distribution, in nats. counts: see Counts; whole EP group, like all that follows.
+    entropy_T: (T,) entropy of the scores of each of this rank's tokens as a distribution, in nats. token_ids_N: the
+    tokens of this rank's pairs, see Selection. counts: see Counts; whole EP group, like all figures but the first two.
     """
 
-    tokens_without_expert: Tensor
-    entropy: Tensor
+    entropy_T: Tensor
+    token_ids_N: Tensor
     counts: Counts
+
+    @property
+    def entropy(self) -> Tensor:
+        """() mean over this rank's tokens, 0 without any."""
+        return self.entropy_T.sum() / max(self.entropy_T.shape[0], 1)
+
+    @property
+    def tokens_without_expert(self) -> Tensor:
+        """() int64, this rank's tokens that no expert sees."""
+        T = self.entropy_T.shape[0]
+        # One more, where the -1 of a spare entry ends up.
+        has_expert_T = torch.zeros(T + 1, dtype=torch.bool, device=self.token_ids_N.device)
+        has_expert_T.index_fill_(0, self.token_ids_N.long(), True)
+        return T - has_expert_T[:T].sum()
 
     @property
     def changed_share(self) -> Tensor:
@@ -65,23 +78,5 @@ class RoutingStats:
         return self.counts.chosen_SE.sum().clamp(min=1)
 
 
-def routing_stats(scores_TE: Tensor, token_ids_N: Tensor, counts: Counts) -> RoutingStats:
-    """Figures of one routing; see RoutingStats."""
-    without = _tokens_without_expert(token_ids_N, scores_TE.shape[0])
-    return RoutingStats(without, _mean_entropy(scores_TE.detach()), counts)
-
-
 def _max_over_mean(values: Tensor) -> Tensor:
     return values.max() * values.numel() / values.sum().clamp(min=1)
-
-
-def _tokens_without_expert(token_ids_N: Tensor, T: int) -> Tensor:
-    # Behind the tokens, where the -1 of a spare entry ends up.
-    has_expert_T = torch.zeros(T + 1, dtype=torch.bool, device=token_ids_N.device)
-    has_expert_T.index_fill_(0, token_ids_N.long(), True)
-    return T - has_expert_T[:T].sum()
-
-
-def _mean_entropy(scores_TE: Tensor) -> Tensor:
-    shares_TE = scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)
-    return torch.special.entr(shares_TE).sum() / max(scores_TE.shape[0], 1)

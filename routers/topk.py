@@ -22,8 +22,8 @@ class Choice:
 
     scores_TE: differentiable scores in the dtype of the logits. ranking_TE: what the choice is made by (scores plus
     expert bias), detached. allowed_TE: bool, the experts in each token's groups; None without group limits.
-    topk_ids_TK: int64. plain_counts_E: see counts_E, where they came with the choice. bad_logits: () int64 number of
-    NaN and inf logits, None unless check_logits asks for it.
+    topk_ids_TK: int64. plain_counts_E, plain_entropy_T: see counts_E and entropy_T, where they came with the choice.
+    bad_logits: () int64 number of NaN and inf logits, None unless check_logits asks for it.
     """
 
     scores_TE: Tensor
@@ -31,6 +31,7 @@ class Choice:
     allowed_TE: Tensor | None
     topk_ids_TK: Tensor
     plain_counts_E: Tensor | None = None
+    plain_entropy_T: Tensor | None = None
     bad_logits: Tensor | None = None
 
     def counts_E(self) -> Tensor:
@@ -41,6 +42,13 @@ class Choice:
         counts_E = torch.zeros(E, dtype=torch.int64, device=self.topk_ids_TK.device)
         ids = self.topk_ids_TK.flatten()
         return counts_E.scatter_add_(0, ids, torch.ones_like(ids))
+
+    def entropy_T(self) -> Tensor:
+        """(T,) entropy of each token's scores as a distribution, in nats, detached."""
+        if self.plain_entropy_T is not None:
+            return self.plain_entropy_T
+        scores_TE = self.scores_TE.detach()
+        return torch.special.entr(scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)).sum(1)
 
 
 def scores_of(logits_TE: Tensor, config: RouterConfig) -> Tensor:
@@ -71,7 +79,13 @@ def _fused_choice(
     chosen = operations.choose(logits_TE.detach(), expert_bias_E, K, config)
     scores_TE = _Scores.apply(logits_TE, chosen, config.score == "softmax")
     return Choice(
-        scores_TE, chosen.ranking_TE, chosen.allowed_TE, chosen.topk_ids_TK, chosen.counts_E, chosen.bad_logits
+        scores_TE,
+        chosen.ranking_TE,
+        chosen.allowed_TE,
+        chosen.topk_ids_TK,
+        chosen.counts_E,
+        chosen.entropy_T,
+        chosen.bad_logits,
     )
 
 

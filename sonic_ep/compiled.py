@@ -134,7 +134,7 @@ def _forward(
     opened = Opened(_receipt_of(lists, splits_4S, x_TH.shape[0], gates_N.shape[0]), gates_P)
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
     out_TH, kept = forward(x_TH, opened, weights, _call(group_name, activation, keeps_received))
-    return out_TH, kept.rows if keeps_received else x_TH.new_empty(0), kept.h_PJ
+    return out_TH, kept.rows if keeps_received else x_TH.new_empty(0), kept.take_h()
 
 
 @_forward.register_fake

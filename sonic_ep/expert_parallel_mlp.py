@@ -33,14 +33,20 @@ class Call:
     keeps_received: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Kept:
     """What backward needs besides the weights. rows: x_TH, or the received rows, as the call says."""
 
     rows: Tensor
-    h_PJ: Tensor
+    h_PJ: Tensor | None
     gates_P: Tensor
     receipt: Receipt
+
+    def take_h(self) -> Tensor:
+        """H, to be forgotten here: backward needs it once, and its memory soon after."""
+        h_PJ, self.h_PJ = self.h_PJ, None
+        assert h_PJ is not None
+        return h_PJ
 
 
 def forward(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) -> tuple[Tensor, Kept]:
@@ -62,9 +68,11 @@ def backward(
     needs: Sequence[bool],
     into: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, ...]:
-    """dx_TH, dgates_N, dw1, dw2, db1, db2; the last four only as far as `needs` says. A collective.
+    """dx_TH, dgates_N, dw1, dw2, db1, db2; the last four only as far as `needs` says. Takes `kept.h_PJ`. A collective.
 
-    into: buffers to which dw1 and dw2 are added, and which are then returned. Every rank takes every collective,
+    into: buffers to which dw1 and dw2 are added, and which are then returned.
+
+    dX comes first, since other ranks wait for it; then dW2, after which A' can go. Every rank takes every collective,
     whether or not it needs the result.
     """
     transport, receipt, pairs = call.transport, kept.receipt, _pair_lists(kept.receipt)
@@ -72,10 +80,10 @@ def backward(
     needs_w1, needs_w2, needs_b1, needs_b2 = needs
     do_RH = transport.dispatch(dout_TH.contiguous(), receipt)
     rows_RH = kept.rows if call.keeps_received else transport.dispatch(kept.rows, receipt)
-    grads = expert_mlp.backward_activations(ops, do_RH, kept.h_PJ, kept.gates_P, weights, pairs, call.activation)
-    dx_TH = transport.combine(grads.dx_RH, receipt)
-    dgates_N = transport.return_pairs(grads.ds_P, receipt)
+    grads = expert_mlp.backward_hidden(ops, do_RH, kept.take_h(), kept.gates_P, weights, pairs, call.activation)
     dh_PJ, scaled_a_PI = grads.dh_PJ, grads.scaled_a_PI
+    dx_TH = transport.combine(expert_mlp.backward_rows(ops, dh_PJ, weights, pairs), receipt)
+    dgates_N = transport.return_pairs(grads.ds_P, receipt)
     del grads
     dw2 = expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
     del scaled_a_PI

@@ -109,7 +109,10 @@ class _ExpertParallelMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, h_PJ, gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
+        # Unless the graph is kept for another backward, H lives on in `kept` alone.
+        ctx.maybe_clear_saved_tensors()
         kept = Kept(rows, h_PJ, gates_P, ctx.sizes.with_lists(tuple(lists)))
+        del h_PJ
         weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
         needs, (owner1, owner2) = ctx.needs_input_grad[2:6], ctx.owners
         into = _main_grad(owner1) if needs[0] else None, _main_grad(owner2) if needs[1] else None

@@ -1,4 +1,7 @@
-"""`HostCopy`: integers of the device on their way to the host, read once they are needed and not before."""
+"""`HostCopy`: integers of the device on their way to the host, read once they are needed and not before.
+
+While a CUDA graph is captured the host can read nothing: whoever wants to asks `host_may_wait` first.
+"""
 
 from typing import final
 
@@ -25,3 +28,8 @@ class HostCopy:
             self._arrived.synchronize()
             self._arrived = None
         return self._values
+
+
+def host_may_wait(values: Tensor) -> bool:
+    """May the host read what is computed on the device of `values`? Not while a CUDA graph is captured."""
+    return not (values.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -21,6 +21,7 @@ from quack.gemm_config import GemmConfig
 from torch import Tensor
 
 from sonic_ep.kernels.activations import Activation
+from sonic_ep.kernels.cuda import gpt_oss
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
 from sonic_ep.kernels.cuda.tiles import Operation, tile_config
 
@@ -36,8 +37,8 @@ __all__ = [
     "weight_grad",
 ]
 
-# Ours to quack's. swiglu_oai is missing: quack's has no clamp.
-ACTIVATION_NAMES = {
+# Ours to quack's.
+_QUACK_NAMES = {
     "swiglu": "swiglu",
     "geglu": "geglu",
     "reglu": "reglu",
@@ -45,6 +46,23 @@ ACTIVATION_NAMES = {
     "silu": "silu",
     "relu2": "relu_sq",
 }
+
+
+ACTIVATION_NAMES = frozenset({*_QUACK_NAMES, gpt_oss.NAME})
+
+
+def _up_mod(activation: Activation, *, bias: bool) -> EpiMod:
+    if activation.name == gpt_oss.NAME:
+        return gpt_oss.up(bias=bias)
+    name, gated = _QUACK_NAMES[activation.name], activation.gated
+    return linear_act_mod(name, gated=gated, has_c=False, has_rowvec=bias, has_colvec=False)
+
+
+def _down_backward_mod(activation: Activation) -> EpiMod:
+    if activation.name == gpt_oss.NAME:
+        return gpt_oss.down_backward
+    mod_of = dgated_mod if activation.gated else dact_mod
+    return mod_of(_QUACK_NAMES[activation.name], has_scale=True, has_reduce=True)
 
 
 @gemm_epilogue(ops={"bias": RowVecLoad("bias")})
@@ -112,13 +130,7 @@ def up_projection(
     a_PI = x_RH.new_empty(P, J // 2 if activation.gated else J)
     if P == 0:
         return h_PJ, a_PI
-    mod = linear_act_mod(
-        ACTIVATION_NAMES[activation.name],
-        gated=activation.gated,
-        has_c=False,
-        has_rowvec=b1_eJ is not None,
-        has_colvec=False,
-    )
+    mod = _up_mod(activation, bias=b1_eJ is not None)
     arguments: dict[str, Any] = {"out": {"D": h_PJ, "mAuxOut": a_PI}, "cu_seqlens_m": expert_starts_e}
     arguments["A_idx"] = row_of_pair_P
     if b1_eJ is not None:
@@ -171,8 +183,7 @@ def down_projection_backward(
     dh_PJ, scaled_a_PI = torch.empty_like(h_PJ), h_PJ.new_empty(P, I)
     if P == 0:
         return dh_PJ, scaled_a_PI, torch.empty_like(gates_P)
-    mod_of = dgated_mod if activation.gated else dact_mod
-    mod = mod_of(ACTIVATION_NAMES[activation.name], has_scale=True, has_reduce=True)
+    mod = _down_backward_mod(activation)
     config = _config("down_backward", I, do_RH)
     # One fp32 partial sum of dS per row and column tile.
     partial_PN = torch.empty(P, -(-I // config.tile_n), dtype=torch.float32, device=h_PJ.device)
@@ -239,7 +250,9 @@ def weight_grad(
 
 
 def _expert_of_pair(expert_starts_e: Tensor, P: int) -> Tensor:
-    return torch.repeat_interleave(expert_starts_e.diff().long(), output_size=P)
+    """The last expert's for rows behind those of all experts."""
+    slots_P = torch.arange(P, dtype=expert_starts_e.dtype, device=expert_starts_e.device)
+    return torch.searchsorted(expert_starts_e[1:-1], slots_P, right=True)
 
 
 def _row_dots(do_RH: Tensor, b2_eH: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:

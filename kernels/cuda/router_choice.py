@@ -73,6 +73,7 @@ def _choose(
     allowed_ptr,
     ids_ptr,
     counts_ptr,
+    entropy_ptr,
     bad_ptr,
     T,
     E: tl.constexpr,
@@ -107,6 +108,11 @@ def _choose(
         else:
             scores = sigmoid(logits)
         tl.store(scores_ptr + places, scores, mask=inside)
+        shares = tl.where(is_expert[None, :], scores, 0.0)
+        shares = shares * (1.0 / (tl.sum(shares, axis=1) + 1e-20))[:, None]
+        # At 0 the product is 0, as its limit; NaN stays NaN.
+        terms = tl.where(shares == 0, 0.0, shares * tl.log(shares))
+        tl.store(entropy_ptr + rows, -tl.sum(terms, axis=1), mask=in_T)
         ranking = scores
         if HAS_BIAS:
             ranking = scores + tl.load(bias_ptr + experts, mask=is_expert, other=0.0)[None, :]
@@ -145,6 +151,7 @@ def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: Rout
     grouped = config.num_groups > 1
     allowed_TE = torch.empty(T, E, dtype=torch.bool, device=logits_TE.device) if grouped else None
     topk_ids_TK = torch.empty(T, K, dtype=torch.int64, device=logits_TE.device)
+    entropy_T = torch.empty(T, dtype=torch.float32, device=logits_TE.device)
     counted = torch.zeros(E + 1, dtype=torch.int64, device=logits_TE.device)
     counts_E, bad_logits = counted[:E], counted[E]
     if T > 0:
@@ -156,6 +163,7 @@ def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: Rout
             scores_TE if allowed_TE is None else allowed_TE.view(torch.uint8),
             topk_ids_TK,
             counts_E,
+            entropy_T,
             bad_logits,
             T,
             E=E,
@@ -170,6 +178,5 @@ def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: Rout
             # score + bias as two roundings, as everyone else computes it from the scores written here.
             enable_fp_fusion=False,
         )
-    return FusedChoice(
-        scores_TE, ranking_TE, allowed_TE, topk_ids_TK, counts_E, bad_logits if config.check_logits else None
-    )
+    bad_logits = bad_logits if config.check_logits else None
+    return FusedChoice(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, counts_E, entropy_T, bad_logits)

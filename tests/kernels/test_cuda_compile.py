@@ -30,6 +30,8 @@ LAYERS: dict[str, tuple[int, int, str, bool] | None] = {
     "gelu": (512, 256, "gelu", False),
     "silu": (512, 256, "silu", False),
     "relu2": (512, 256, "relu2", True),
+    "swiglu_oai": (512, 256, "swiglu_oai", False),
+    "gpt_oss_20b": None,
 }
 DTYPES = {"bfloat16": list(LAYERS), "float16": ["qwen3_30b_a3b"]}
 PROGRAM = """

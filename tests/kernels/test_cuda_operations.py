@@ -47,6 +47,9 @@ CASES = [
     Case((300, 20), 250, 7168, 2048),
     Case(tuple(range(0, 512, 4)), 4000, 512, 128),
     Case((100, 28, 300), 200, 256, 128, bias=True),
+    Case((*range(1, 512, 2), *range(256)), 9818, 256, 128),  # E=512, K=10
+    Case((100, 28, 300), 200, 256, 128, activation="swiglu_oai"),
+    Case((100, 28, 300), 200, 2880, 256, activation="swiglu_oai", bias=True),
     Case((100, 28, 300), 200, 256, 128, activation="geglu"),
     Case((100, 28, 300), 200, 256, 128, activation="reglu"),
     Case((100, 28, 300), 200, 256, 128, activation="relu2"),
@@ -209,7 +212,8 @@ def test_nothing_waits_for_the_device() -> None:
 
     def forward_and_backward() -> None:
         _, h = expert_mlp.forward(operations, o.x, o.gates, weights, lists, o.activation)
-        grads = expert_mlp.backward_activations(operations, o.do, h, o.gates, weights, lists, o.activation)
+        grads = expert_mlp.backward_hidden(operations, o.do, h, o.gates, weights, lists, o.activation)
+        expert_mlp.backward_rows(operations, grads.dh_PJ, weights, lists)
         expert_mlp.backward_up_weights(operations, o.x, grads.dh_PJ, lists)
         expert_mlp.backward_down_weights(operations, o.do, grads.scaled_a_PI, lists)
 

@@ -143,8 +143,9 @@ def computed(problem: Problem, activation: str) -> dict[str, Tensor]:
     act, lists, weights = activation_named(activation), problem.lists, problem.expert_weights()
     x_RH, do_RH, gates_P = problem.x_RH, problem.do_RH, problem.gates_P
     out_RH, h_PJ = expert_mlp.forward(reference, x_RH, gates_P, weights, lists, act)
-    grads = expert_mlp.backward_activations(reference, do_RH, h_PJ, gates_P, weights, lists, act)
-    results = {"out": out_RH, "H": h_PJ[problem.real_slots], "dx": grads.dx_RH, "ds": grads.ds_P[problem.real_slots]}
+    grads = expert_mlp.backward_hidden(reference, do_RH, h_PJ, gates_P, weights, lists, act)
+    dx_RH = expert_mlp.backward_rows(reference, grads.dh_PJ, weights, lists)
+    results = {"out": out_RH, "H": h_PJ[problem.real_slots], "dx": dx_RH, "ds": grads.ds_P[problem.real_slots]}
     results["dw1"] = expert_mlp.backward_up_weights(reference, x_RH, grads.dh_PJ, lists)
     results["dw2"] = expert_mlp.backward_down_weights(reference, do_RH, grads.scaled_a_PI, lists)
     if weights.b1_eJ is not None:
@@ -192,7 +193,7 @@ def test_padding_rows_carry_exact_zeros_into_the_gradients(case: Case, activatio
     problem = Problem.draw(case, activation, bias=True)
     act, weights, lists = activation_named(activation), problem.expert_weights(), problem.lists
     _, h_PJ = expert_mlp.forward(reference, problem.x_RH, problem.gates_P, weights, lists, act)
-    grads = expert_mlp.backward_activations(reference, problem.do_RH, h_PJ, problem.gates_P, weights, lists, act)
+    grads = expert_mlp.backward_hidden(reference, problem.do_RH, h_PJ, problem.gates_P, weights, lists, act)
     padding = torch.ones(h_PJ.shape[0], dtype=torch.bool)
     padding[problem.real_slots] = False
     assert padding.any()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sonic_ep.config import RoundingConfig, RouterConfig
 from sonic_ep.routers.decision import select
 from sonic_ep.routers.rounding import decide
-from sonic_ep.routers.statistics import RoutingStats, routing_stats
+from sonic_ep.routers.statistics import RoutingStats
 from sonic_ep.routers.topk import Choice, choose
 from sonic_ep.routing import Counts, Selection
 
@@ -60,7 +60,7 @@ def test_shares_are_those_of_the_pairs_themselves(
     )
     rows, pairs = int(counts.rows_SE.sum()), sum(len(selection.token_ids_N) for selection in selections)
     for T, choice, selection in zip(tokens, choices, selections, strict=True):
-        stats = routing_stats(choice.scores_TE, selection.token_ids_N, selection.counts)
+        stats = RoutingStats(choice.entropy_T(), selection.token_ids_N, selection.counts)
         assert stats.changed_share.item() == pytest.approx(changed / max(plain, 1))
         assert stats.capacity_cut_share.item() == pytest.approx(int(counts.cut_S.sum()) / max(plain, 1))
         assert stats.pad_share.item() == pytest.approx((rows - pairs) / max(rows, 1))
@@ -78,7 +78,7 @@ def stats_of_counts(chosen: list[list[int]], rows: list[list[int]]) -> RoutingSt
     counts = Counts(chosen_SE, rows_SE, chosen_SE, tokens_S, torch.zeros_like(tokens_S), 1)
     choice = choose(torch.zeros(4, chosen_SE.shape[1]), None, 1, RouterConfig())
     no_pairs = torch.empty(0, dtype=torch.int64)
-    return routing_stats(choice.scores_TE, no_pairs, counts)
+    return RoutingStats(choice.entropy_T(), no_pairs, counts)
 
 
 def test_loads_are_the_fullest_over_the_mean() -> None:
@@ -110,7 +110,7 @@ def test_entropy_is_the_mean_over_tokens_in_nats(score: str) -> None:
     for scores in choice.scores_TE.tolist():
         shares = [value / math.fsum(scores) for value in scores]
         expected -= math.fsum(share * math.log(share) for share in shares) / 7
-    assert routing_stats(choice.scores_TE, selection.token_ids_N, selection.counts).entropy.item() == pytest.approx(
+    assert RoutingStats(choice.entropy_T(), selection.token_ids_N, selection.counts).entropy.item() == pytest.approx(
         expected, rel=1e-9
     )
 
@@ -119,15 +119,15 @@ def test_entropy_of_a_uniform_and_of_a_certain_router() -> None:
     _, (selection,), _ = route([3], 8, 1, RoundingConfig(mode="off"))
     uniform = choose(torch.zeros(3, 8), None, 1, RouterConfig())
     certain = choose(1000.0 * torch.eye(8)[:3], None, 1, RouterConfig())
-    assert routing_stats(uniform.scores_TE, selection.token_ids_N, selection.counts).entropy.item() == pytest.approx(
+    assert RoutingStats(uniform.entropy_T(), selection.token_ids_N, selection.counts).entropy.item() == pytest.approx(
         math.log(8), rel=1e-6
     )
-    assert routing_stats(certain.scores_TE, selection.token_ids_N, selection.counts).entropy.item() == 0
+    assert RoutingStats(certain.entropy_T(), selection.token_ids_N, selection.counts).entropy.item() == 0
 
 
 def test_figures_carry_no_graph() -> None:
     choice = choose(torch.randn(6, 4, requires_grad=True), None, 2, RouterConfig())
     _, (selection,), _ = route([6], 4, 2, RoundingConfig(mode="off"))
-    stats = routing_stats(choice.scores_TE, selection.token_ids_N, selection.counts)
+    stats = RoutingStats(choice.entropy_T(), selection.token_ids_N, selection.counts)
     assert not stats.entropy.requires_grad
     assert not stats.tokens_without_expert.requires_grad

@@ -1,5 +1,6 @@
 """What `moe` keeps for backward and puts on the wire, counted and compared with the formulas; the functional API."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from sonic_ep import EPGroup, Routing
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.functional import moe
+from sonic_ep.kernels import reference
 from sonic_ep.kernels.activations import concatenate
 from sonic_ep.transports import transport_for
 from tests.helpers.launch import RankPool
@@ -238,6 +240,33 @@ def test_main_grad_is_used_only_where_there_is_one_and_it_is_asked_for() -> None
     w1.grad = None
     moe(**arguments).square().sum().backward()
     torch.testing.assert_close([w1.main_grad, w1.grad], [wanted[0], wanted[0]])
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_backward_lets_h_go_before_it_makes_dx(monkeypatch: pytest.MonkeyPatch, keeps_graph: bool) -> None:
+    alive: list[bool] = []
+    h: list[weakref.ref[Tensor]] = []
+    up_projection, up_projection_backward = reference.up_projection, reference.up_projection_backward
+
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        h_PJ, a_PI = up_projection(*arguments)
+        h.append(weakref.ref(h_PJ))
+        return h_PJ, a_PI
+
+    def backward(*arguments: Any) -> Tensor:
+        alive.append(h[0]() is not None)
+        return up_projection_backward(*arguments)
+
+    monkeypatch.setattr(reference, "up_projection", forward)
+    monkeypatch.setattr(reference, "up_projection_backward", backward)
+    arguments = layer_arguments()
+    inputs = [arguments[name].requires_grad_(True) for name in ("x_TH", "w1_eJH", "w2_eHI")]
+    loss = moe(**arguments).square().sum()
+    first = torch.autograd.grad(loss, inputs, retain_graph=keeps_graph)
+    assert alive == [keeps_graph]
+    if keeps_graph:
+        for again, gradient in zip(torch.autograd.grad(loss, inputs), first, strict=True):
+            assert torch.equal(again, gradient)
 
 
 def test_outputs_are_fully_written(poison: None) -> None:

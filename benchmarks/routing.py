@@ -1,0 +1,202 @@
+"""From logits to index lists: choice, counts, rounding, selection, weights and plan, in microseconds of device time.
+
+    python benchmarks/routing.py --out results.json [--shape qwen3_30b_a3b ...]
+    torchrun --nproc-per-node 4 benchmarks/routing.py --out results.json      # with the all-gather of counts
+
+What is timed is captured in a CUDA graph, so launches cost nothing; on several ranks the slowest counts. One rank ends
+with the index lists of its pair buffer, several with the plan, since what follows is the dispatch. In the same run, on
+one rank: the local layer's forward on the kernels (plain top-K), the same routing in plain torch on the GPU (eager, for
+it reads sizes), sonic-moe's top-K and index lists, and Megatron-Core's choice where they are installed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from sonic_ep import EPGroup, MoEConfig, RoundingConfig, load_config
+from sonic_ep.dispatch.local import LocalTransport
+from sonic_ep.dispatch.plan import plan_for
+from sonic_ep.functional import moe
+from sonic_ep.kernels import operations
+from sonic_ep.routers.decision import Situation, decide_selection
+from sonic_ep.routers.outputs import weights_and_losses
+from sonic_ep.routers.topk import choose
+from sonic_ep.routing import Routing
+
+# By config: tokens of a rank.
+TOKENS = {"sonic_7b": 24576, "qwen3_30b_a3b": 16384, "qwen3_next_80b_a3b": 16384, "deepseek_v3": 8192}
+SMALL = ("qwen3_30b_a3b", 8192)
+MODES = ("off", "nearest", "apportion")
+CALLS, ROUNDS = 10, 20
+
+
+class Case:
+    """One shape in one mode. logits_TE: of random tokens and weights, so that experts are as unequal as at the start of
+    training."""
+
+    def __init__(self, config: MoEConfig, T: int, mode: str, group: EPGroup) -> None:
+        self.config = MoEConfig(
+            d=config.d,
+            n=config.n,
+            E=config.E,
+            K=config.K,
+            router=config.router,
+            rounding=RoundingConfig(mode=mode),  # type: ignore[arg-type]
+        )
+        self.group, self.T = group, T
+        torch.manual_seed(group.rank)
+        self.logits_TE = torch.randn(T, config.E, device="cuda")
+        self.bias_E = torch.zeros(config.E, device="cuda") if config.router.expert_bias else None
+        self.counter_E = torch.zeros(config.E, dtype=torch.int64, device="cuda")
+        self.situation = Situation(config=self.config, group=group, dtype=torch.bfloat16, training=True)
+
+    def route(self) -> Routing:
+        choice = choose(self.logits_TE, self.bias_E, self.config.K, self.config.router)
+        selection = decide_selection(self, choice, self.counter_E, self.situation)
+        gates_N, _ = weights_and_losses(self.logits_TE, choice, selection, self.T, self.config.router)
+        return Routing(gates_N, selection.token_ids_N, selection.counts, self.T, selection.most_rows)
+
+    def to_lists(self) -> Any:
+        routing = self.route()
+        plan = plan_for(routing.counts, self.group.rank)
+        return LocalTransport().open(routing, plan) if self.group.size == 1 else plan
+
+    def forward(self) -> Callable[[], Tensor]:
+        """The experts' forward on this routing."""
+        c, bf16 = self.config, {"dtype": torch.bfloat16, "device": "cuda"}
+        x_TH = torch.randn(self.T, c.d, **bf16)  # type: ignore[call-overload]
+        w1_eJH = torch.randn(c.E, 2 * c.n, c.d, **bf16) * 0.02  # type: ignore[call-overload]
+        w2_eHI = torch.randn(c.E, c.d, c.n, **bf16) * 0.02  # type: ignore[call-overload]
+        transport, routing = LocalTransport(), self.route()
+        return lambda: moe(x_TH, routing, w1_eJH, w2_eHI, transport=transport, group=self.group)
+
+    def sonic_moe(self) -> Callable[[], Any]:
+        """Its softmax top-K and the lists it makes of it; no rounding."""
+        from sonicmoe.functional import TC_Softmax_Topk_Router_Function, TC_topk_router_metadata_triton
+
+        E, N = self.config.E, self.T * self.config.K
+        sizes = (E, E + 1, N, N, N)
+        logits_TE = self.logits_TE.bfloat16()
+
+        def call() -> None:
+            _, ids_TK = TC_Softmax_Topk_Router_Function.apply(logits_TE, E, self.config.K, False, True)
+            lists = [torch.empty(size, dtype=torch.int32, device="cuda") for size in sizes]
+            TC_topk_router_metadata_triton(ids_TK, E, *lists)
+
+        return call
+
+    def megatron(self) -> Callable[[], Any]:
+        """Its choice alone, without the permutation that its dispatcher makes of it."""
+        from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+        router = self.config.router
+        return lambda: topk_routing_with_score_function(
+            self.logits_TE, self.config.K, score_function=router.score, expert_bias=self.bias_E
+        )
+
+
+def captured(call: Callable[[], Any]) -> float:
+    """Median microseconds of device time of one call."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    return _median(graph.replay) / CALLS
+
+
+def eager(call: Callable[[], Any]) -> float:
+    """Median microseconds of one call, launches and waits included."""
+    for _ in range(3):
+        call()
+    return _median(call)
+
+
+def _median(call: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(ROUNDS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(1000 * start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def in_plain_torch(call: Callable[[], Any]) -> float:
+    cached = (operations._router_on_gpu, operations._lists, operations._selection_on_gpu)
+    for function in cached:
+        function.cache_clear()
+    try:
+        with patch.object(operations, "_has_triton", lambda: False):
+            return eager(call)
+    finally:
+        for function in cached:
+            function.cache_clear()
+
+
+def times_of(case: Case) -> dict[str, float]:
+    times = {"sonic_ep": captured(case.to_lists)}
+    if case.group.size == 1:
+        times["sonic_ep, eager launches"] = eager(case.to_lists)
+        times["plain torch, eager"] = in_plain_torch(case.to_lists)
+        if case.config.rounding.mode == "off":
+            times["local layer, forward"] = captured(case.forward())
+            if find_spec("sonicmoe") is not None:
+                times["sonic-moe, top-K and lists"] = captured(case.sonic_moe())
+            if find_spec("megatron") is not None:
+                times["Megatron-Core, choice, eager"] = eager(case.megatron())
+    return {name: round(_slowest(time, case.group), 1) for name, time in times.items()}
+
+
+def _slowest(time: float, group: EPGroup) -> float:
+    return float(group.all_gather(torch.tensor([time], device="cuda")).max())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=TOKENS, nargs="+", default=list(TOKENS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    group = EPGroup.alone()
+    if "RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
+        group = EPGroup()
+    cases = [(shape, TOKENS[shape]) for shape in options.shape]
+    results: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "ranks": group.size,
+        "unit": "microseconds",
+        "cases": [],
+    }
+    for shape, T in [*cases, SMALL]:
+        config = load_config(shape)
+        for mode in MODES:
+            times = times_of(Case(config, T, mode, group))
+            case = {"shape": shape, "T": T, "E": config.E, "K": config.K, "mode": mode, "times": times}
+            results["cases"].append(case)
+            if group.rank == 0:
+                print(f"{shape:20} T={T} E={config.E} K={config.K} {mode:10}", times, flush=True)
+                if options.out is not None:
+                    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

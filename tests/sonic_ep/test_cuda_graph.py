@@ -1,0 +1,140 @@
+"""CUDA graphs: a captured step does what the eager one does, whatever its inputs, though they change every size."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig
+from sonic_ep.dispatch.plan import plan_for
+from sonic_ep.initialization import stream
+from sonic_ep.routers.router import Router
+from tests.helpers.launch import RankPool
+
+pytestmark = pytest.mark.gpu
+T, D = 700, 256
+SHAPE = {"d": D, "n": 128, "E": 16, "K": 4}
+LOSSES = RouterConfig(balance="batch", balance_coef=0.01, z_loss_coef=0.001)
+CONFIGS = {
+    "off": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="off")),
+    "nearest": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="nearest"), router=LOSSES),
+    "apportion": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="apportion", t=64)),
+    "pad": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="pad"), router=RouterConfig(expert_bias=True)),
+    "down": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="down", t=32)),
+    "capacity": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="nearest", capacity_factor=1.0)),
+    "bias": MoEConfig(
+        **SHAPE, rounding=RoundingConfig(mode="nearest"), activation="swiglu_oai", bias=True, shared_n=64
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def gpu_ranks() -> Iterator[RankPool]:
+    with RankPool(min(4, torch.cuda.device_count()), backend="cpu:gloo,cuda:nccl") as pool:
+        yield pool
+
+
+def inputs(step: int) -> Tensor:
+    """Tokens that lean to some experts, more so every step."""
+    torch.manual_seed(step)
+    leaning = torch.randn(D, device="cuda") * step
+    return (torch.randn(T, D, device="cuda") + leaning * torch.rand(T, 1, device="cuda")).bfloat16()
+
+
+def warm_up(call: Any) -> None:
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_captured_layer_computes_what_the_eager_one_does(name: str) -> None:
+    layer = MoE(CONFIGS[name], seed=1, device="cuda", dtype=torch.bfloat16)
+    x = inputs(0).requires_grad_()
+    dy = torch.randn(T, D, device="cuda").bfloat16()
+
+    def step() -> tuple[Tensor, ...]:
+        y, aux, stats = layer(x)
+        gradients = torch.autograd.grad((y * dy).sum() + aux, [x, *layer.parameters()])
+        return y.detach(), stats.counts.rows_SE, *gradients
+
+    warm_up(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    rows = []
+    for number in range(3):
+        with torch.no_grad():
+            x.copy_(inputs(number))
+        graph.replay()
+        for got, wanted in zip(captured, step(), strict=True):
+            assert torch.equal(got, wanted)
+        rows.append(captured[1].tolist())
+    assert rows[0] != rows[1] != rows[2]
+
+
+def test_a_captured_router_draws_anew_at_every_replay() -> None:
+    config = MoEConfig(**SHAPE, rounding=RoundingConfig(mode="stochastic"))
+    layer, x = MoE(config, seed=1, device="cuda", dtype=torch.bfloat16), inputs(0)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            return layer(x).stats.counts.rows_SE
+
+    warm_up(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows_SE = step()
+    seen = set()
+    for _ in range(8):
+        graph.replay()
+        seen.add(str(rows_SE.tolist()))
+    assert len(seen) > 1
+
+
+def test_check_logits_says_that_it_cannot_be_captured() -> None:
+    config = MoEConfig(**SHAPE, router=RouterConfig(check_logits=True))
+    layer, x = MoE(config, seed=1, device="cuda", dtype=torch.bfloat16), inputs(0)
+    warm_up(lambda: layer(x))
+    with pytest.raises(ValueError, match="check_logits=False"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(x)
+
+
+def captured_routing(rank: int) -> list[bool]:
+    """Router, decision and plan across ranks, captured and eager, on inputs that change: equal?"""
+    config = MoEConfig(**SHAPE, rounding=RoundingConfig(mode="apportion", t=64))
+    group = EPGroup()
+    torch.manual_seed(0)
+    router, x = Router(config, device=torch.device("cuda")), inputs(0)
+    router.initialize(0.02, stream(7, 0))
+
+    def step() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            routing = router(x, group=group, sequence_length=T).routing
+            plan = plan_for(routing.counts, group.rank)
+        return routing.counts.rows_SE, plan.table_FC, plan.sizes, routing.token_ids_N, routing.gates_N
+
+    warm_up(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    equal = []
+    for number in range(3):
+        x.copy_(inputs(number + 3 * rank))
+        graph.replay()
+        torch.cuda.synchronize()
+        eager = step()
+        sent = int(captured[2][1 : 1 + group.size].sum())
+        equal += [torch.equal(got[:sent], wanted[:sent]) for got, wanted in zip(captured, eager, strict=True)]
+    return equal
+
+
+def test_routing_across_ranks_is_captured(gpu_ranks: RankPool) -> None:
+    for equal in gpu_ranks.run(captured_routing):
+        assert all(equal)
+        assert len(equal) == 15
