@@ -83,14 +83,19 @@ def backward_rows(ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists:
     return ops.gather_sum(dx_PH, lists.pairs_by_row_V, lists.pair_starts_R)
 
 
-def backward_down_weights(ops: Operations, do_RH: Tensor, scaled_a_PI: Tensor, lists: PairLists) -> Tensor:
-    """dW2 = dO[row_of_pair]^T A' per expert."""
-    return ops.weight_grad(scaled_a_PI, do_RH, lists.row_of_pair_P, lists.expert_starts_e, transposed=True)
+def backward_down_weights(
+    ops: Operations, do_RH: Tensor, scaled_a_PI: Tensor, lists: PairLists, into_eHI: Tensor | None = None
+) -> Tensor:
+    """dW2 = dO[row_of_pair]^T A' per expert; added to `into_eHI` where there is one."""
+    rows, starts = lists.row_of_pair_P, lists.expert_starts_e
+    return ops.weight_grad(scaled_a_PI, do_RH, rows, starts, transposed=True, out_eAB=into_eHI)
 
 
-def backward_up_weights(ops: Operations, x_RH: Tensor, dh_PJ: Tensor, lists: PairLists) -> Tensor:
-    """dW1 = dH^T X[row_of_pair] per expert."""
-    return ops.weight_grad(dh_PJ, x_RH, lists.row_of_pair_P, lists.expert_starts_e)
+def backward_up_weights(
+    ops: Operations, x_RH: Tensor, dh_PJ: Tensor, lists: PairLists, into_eJH: Tensor | None = None
+) -> Tensor:
+    """dW1 = dH^T X[row_of_pair] per expert; added to `into_eJH` where there is one."""
+    return ops.weight_grad(dh_PJ, x_RH, lists.row_of_pair_P, lists.expert_starts_e, out_eAB=into_eJH)
 
 
 def backward_biases(

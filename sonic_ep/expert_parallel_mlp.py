@@ -61,9 +61,16 @@ def forward(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) ->
 
 
 def backward(
-    dout_TH: Tensor, kept: Kept, weights: ExpertWeights, call: Call, needs: Sequence[bool]
+    dout_TH: Tensor,
+    kept: Kept,
+    weights: ExpertWeights,
+    call: Call,
+    needs: Sequence[bool],
+    into: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, ...]:
     """dx_TH, dgates_N, dw1, dw2, db1, db2; the last four only as far as `needs` says. Takes `kept.h_PJ`. A collective.
+
+    into: buffers to which dw1 and dw2 are added, and which are then returned.
 
     dX comes first, since other ranks wait for it; then dW2, after which A' can go. Every rank takes every collective,
     whether or not it needs the result.
@@ -78,9 +85,9 @@ def backward(
     dx_TH = transport.combine(expert_mlp.backward_rows(ops, dh_PJ, weights, pairs), receipt)
     dgates_N = transport.return_pairs(grads.ds_P, receipt)
     del grads
-    dw2 = expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs) if needs_w2 else None
+    dw2 = expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
     del scaled_a_PI
-    dw1 = expert_mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs) if needs_w1 else None
+    dw1 = expert_mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs, into[0]) if needs_w1 else None
     db1, db2 = None, None
     if needs_b1 or needs_b2:
         db1, db2 = expert_mlp.backward_biases(ops, do_RH, kept.gates_P, dh_PJ, pairs)

@@ -23,6 +23,8 @@ from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_type
 
+_TMA_BYTES = 16  # what a GEMM writes must start at a multiple
+
 
 def moe(
     x_TH: Tensor,
@@ -37,6 +39,7 @@ def moe(
     activation: str = "swiglu",
     layout: Literal["interleaved", "concatenated"] = "interleaved",
     keep_dispatched: bool = False,
+    accumulate_into_main_grad: bool = False,
 ) -> Tensor:
     """out[t] = sum over the pairs (t, e, s) of the routing of s * expert_e(x[t]). A collective of `group`.
 
@@ -45,6 +48,9 @@ def moe(
     Layout:  for gated activations, rows of w1 (and b1) are gate and up in turn; "concatenated" takes [gate; up] halves
              and costs a copy of w1 a call.
     Keeps:   x_TH, or with `keep_dispatched` the received rows, which saves one dispatch in backward.
+    Adds:    with `accumulate_into_main_grad` backward adds dW1 and dW2 to `w.main_grad`, of any floating dtype, where a
+             weight (a leaf) has one, and sets `w.grad_added_to_main_grad = True`, as Megatron-Core's layers do. The
+             gradient that autograd hands on then means nothing: zeros if `w.zero_out_wgrad`, else garbage.
     Raises:  ValueError, before any collective, for weights of the wrong shape, dtype, device or strides and for a
              routing of another number of tokens. Nothing is exchanged to check this: a mistake that only one rank makes
              leaves the others waiting for it. `MoE` and `Routing.from_pairs` check across ranks.
@@ -64,6 +70,8 @@ def moe(
     gates_N = routing.gates_N.to(torch.promote_types(routing.gates_N.dtype, torch.float32))
     routing = replace(routing, gates_N=gates_N)
     if torch.compiler.is_compiling():
+        if accumulate_into_main_grad:
+            raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
         if type(transport) is not transport_type(group):
             raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
         weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
@@ -71,7 +79,8 @@ def moe(
         return moe_in_graph(x_TH, routing, weights, group=group, activation=activation, keeps_received=keeps_received)
     plan = plan_for(routing.counts, group.rank)
     call = Call(transport, act, keep_dispatched)
-    return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, w2_eHI, b1_eJ, b2_eH, routing, plan, call)
+    owners = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
+    return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, owners)
 
 
 class _ExpertParallelMLP(torch.autograd.Function):
@@ -87,11 +96,13 @@ class _ExpertParallelMLP(torch.autograd.Function):
         routing: Routing,
         plan: RankPlan,
         call: Call,
+        owners: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
         opened = call.transport.open(routing, plan)
         out_TH, kept = forward(x_TH, opened, ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH), call)
         ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *kept.receipt.lists())
-        ctx.sizes, ctx.call = kept.receipt.without_lists(), call
+        # Not from saved_tensors: what hooks on them give back may have no attributes.
+        ctx.sizes, ctx.call, ctx.owners = kept.receipt.without_lists(), call, owners
         return out_TH
 
     @staticmethod
@@ -103,5 +114,22 @@ class _ExpertParallelMLP(torch.autograd.Function):
         kept = Kept(rows, h_PJ, gates_P, ctx.sizes.with_lists(tuple(lists)))
         del h_PJ
         weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
-        grads = backward(grad_outputs[0], kept, weights, ctx.call, ctx.needs_input_grad[2:6])
-        return *grads, None, None, None
+        needs, (owner1, owner2) = ctx.needs_input_grad[2:6], ctx.owners
+        into = _main_grad(owner1) if needs[0] else None, _main_grad(owner2) if needs[1] else None
+        dx_TH, dgates_N, dw1, dw2, *dbiases = backward(grad_outputs[0], kept, weights, ctx.call, needs, into)
+        dw1 = dw1 if into[0] is None else _placeholder(owner1)
+        dw2 = dw2 if into[1] is None else _placeholder(owner2)
+        return dx_TH, dgates_N, dw1, dw2, *dbiases, None, None, None, None
+
+
+def _main_grad(weight: Tensor | None) -> Tensor | None:
+    """Where to add a weight's gradient, if there is such a place and the kernels can write to it."""
+    main_grad = getattr(weight, "main_grad", None)
+    usable = main_grad is not None and main_grad.is_contiguous() and main_grad.data_ptr() % _TMA_BYTES == 0
+    return main_grad if usable else None
+
+
+def _placeholder(weight: Any) -> Tensor:
+    """What autograd gets for a gradient that main_grad already has: hooks of DDP want to see one."""
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

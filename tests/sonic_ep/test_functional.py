@@ -214,6 +214,34 @@ def test_frozen_weights_and_inputs_get_no_gradient() -> None:
     assert arguments["x_TH"].grad is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_accumulate_in_main_grad(dtype: torch.dtype, poison: None) -> None:
+    arguments = layer_arguments()
+    weights = [arguments[name].requires_grad_() for name in ("w1_eJH", "w2_eHI")]
+    wanted = torch.autograd.grad(moe(**arguments).square().sum(), weights)
+    for weight in weights:
+        weight.main_grad = torch.ones_like(weight, dtype=dtype)
+        weight.grad_added_to_main_grad = False
+    for _ in range(2):  # microbatches
+        moe(**arguments, accumulate_into_main_grad=True).square().sum().backward()
+    for weight, grad in zip(weights, wanted, strict=True):
+        torch.testing.assert_close(weight.main_grad.float(), 1 + 2 * grad, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        assert weight.grad_added_to_main_grad
+        assert weight.grad.shape == weight.shape  # DDP's hooks want one
+
+
+def test_main_grad_is_used_only_where_there_is_one_and_it_is_asked_for() -> None:
+    arguments = layer_arguments()
+    w1, w2 = (arguments[name].requires_grad_() for name in ("w1_eJH", "w2_eHI"))
+    wanted = torch.autograd.grad(moe(**arguments).square().sum(), [w1, w2])
+    w1.main_grad, w1.zero_out_wgrad = torch.zeros_like(w1), True
+    moe(**arguments, accumulate_into_main_grad=True).square().sum().backward()
+    torch.testing.assert_close([w1.main_grad, w1.grad, w2.grad], [wanted[0], torch.zeros_like(w1), wanted[1]])
+    w1.grad = None
+    moe(**arguments).square().sum().backward()
+    torch.testing.assert_close([w1.main_grad, w1.grad], [wanted[0], wanted[0]])
+
+
 @pytest.mark.parametrize("keeps_graph", [False, True])
 def test_backward_lets_h_go_before_it_makes_dx(monkeypatch: pytest.MonkeyPatch, keeps_graph: bool) -> None:
     alive: list[bool] = []

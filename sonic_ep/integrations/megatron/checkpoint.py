@@ -1,0 +1,250 @@
+"""Our experts in Megatron-Core's checkpoints: the keys and shapes of its own experts, read and written.
+
+Distributed checkpoints. SequentialMLP, GroupedMLP and TEGroupedMLP write one layout (E experts in all, gate and up rows
+of a gated unit are two shards of one tensor), so what any of them saved loads here and the reverse, at another EP size
+too, model and optimizer state alike:
+
+    <prefix>experts.linear_fc1.weight  (E, J, H)  gate rows, then up rows       ...linear_fc1.bias  (E, J)
+    <prefix>experts.linear_fc2.weight  (E, H, I)                                ...linear_fc2.bias  (E, H)
+
+With metadata["singleton_local_shards"] each expert g has tensors of its own instead, a gated fc1 two of them:
+<prefix>experts.{g}.linear_fc1.weight_w and ..._v (I, H) each, <prefix>experts.{g}.linear_fc2.weight (H, I). Either way
+every expert also has a Transformer Engine state of both linears, `_extra_state`, which here is None.
+
+Plain state dicts hold the local experts alone, under names of the module's own; see `to_layout` for the three.
+
+Legend: e local experts, E experts in all, H hidden size, I expert width, J = 2I if gated else I. In memory a gated
+fc1 has gate and up rows in turn (see experts.py); in files, gate rows first.
+Source: sharded_state_dict of SequentialMLP, GroupedMLP and TEGroupedMLP in megatron-core 0.16.1,
+megatron/core/transformer/moe/experts.py.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+from torch import Tensor, nn
+
+from sonic_ep.kernels.activations import concatenate, interleave
+
+Layout = Literal["sequential", "grouped", "te_grouped"]
+Offsets = tuple[tuple[int, int, int], ...]
+
+LINEAR = {
+    "weight1": "linear_fc1.weight",
+    "weight2": "linear_fc2.weight",
+    "bias1": "linear_fc1.bias",
+    "bias2": "linear_fc2.bias",
+}
+
+
+class HeldExperts(NamedTuple):
+    """Which experts a module holds: ep_rank's share of ep_size equal ones, and the number of this copy of them."""
+
+    ep_rank: int
+    ep_size: int
+    copy: int
+    gated: bool
+
+
+def sharded_experts(
+    parameters: Mapping[str, Tensor],
+    held: HeldExperts,
+    *,
+    prefix: str = "",
+    sharded_offsets: Offsets = (),
+    metadata: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Megatron's sharded state dict of `parameters` (names of LINEAR, each with the e local experts first).
+
+    The values are factories, so that the optimizer's moments are cut as their parameters are. sharded_offsets: axes in
+    front, as a block of layers passes them.
+    """
+    singleton = bool((metadata or {}).get("singleton_local_shards", False))
+    sharded: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        gated = held.gated and name in ("weight1", "bias1")
+        sharded[prefix + name] = ShardedTensorFactory(
+            f"{prefix}experts.{LINEAR[name]}",
+            parameter,
+            partial(
+                _build_singletons if singleton else _build, gated=gated, held=held, offsets=sharded_offsets, at=prefix
+            ),
+            partial(_merge_singletons if singleton else _merge, gated=gated),
+            (0, 0, held.copy),
+        )
+    num_local = len(parameters["weight1"])
+    for expert in range(held.ep_rank * num_local, (held.ep_rank + 1) * num_local):
+        for linear in ("linear_fc1", "linear_fc2"):
+            one = f"{expert}." if singleton else ""
+            axis = () if singleton else ((len(sharded_offsets), expert, num_local * held.ep_size),)
+            sharded[f"{prefix}expert{expert}.{linear}._extra_state"] = make_sharded_object_for_checkpoint(
+                None, f"{prefix}experts.{one}{linear}._extra_state", (*sharded_offsets, *axis), (0, 0, held.copy)
+            )
+    return sharded
+
+
+@torch.no_grad()
+def _build(
+    key: str,
+    stacked: Tensor,
+    replica_id: ReplicaId,
+    flattened_range: slice | None,
+    *,
+    gated: bool,
+    held: HeldExperts,
+    offsets: Offsets,
+    at: str,
+) -> Any:
+    """One tensor of all experts; of a gated fc1 this rank has two shards of it, [gate, up]."""
+    _refuse_flattened(flattened_range)
+    axes = len(offsets)
+
+    def shard(part: Tensor, *rows: tuple[int, int, int]) -> ShardedTensor:
+        where = (*offsets, (axes, held.ep_rank, held.ep_size), *rows)
+        return ShardedTensor.from_rank_offsets(key, part, *where, replica_id=replica_id, prepend_axis_num=axes)
+
+    if not gated:
+        return shard(stacked)
+    return [shard(half.contiguous(), (axes + 1, number, 2)) for number, half in enumerate(_halves(stacked))]
+
+
+@torch.no_grad()
+def _build_singletons(
+    key: str,
+    stacked: Tensor,
+    replica_id: ReplicaId,
+    flattened_range: slice | None,
+    *,
+    gated: bool,
+    held: HeldExperts,
+    offsets: Offsets,
+    at: str,
+) -> Any:
+    """A tensor for each local expert; of a gated fc1 two, [[gate, ...], [up, ...]]."""
+    _refuse_flattened(flattened_range)
+    first = held.ep_rank * len(stacked)
+
+    def singletons(part: Tensor, suffix: str = "") -> list[ShardedTensor]:
+        return [
+            ShardedTensor.from_rank_offsets(
+                key.replace(f"{at}experts.", f"{at}experts.{first + local}.") + suffix,
+                expert.contiguous(),
+                *offsets,
+                replica_id=replica_id,
+                prepend_axis_num=len(offsets),
+            )
+            for local, expert in enumerate(part)
+        ]
+
+    if not gated:
+        return singletons(stacked)
+    gate, up = _halves(stacked)
+    return [singletons(gate, "_w"), singletons(up, "_v")]
+
+
+@torch.no_grad()
+def _merge(loaded: Any, *, gated: bool) -> Tensor:
+    return interleave(torch.cat(loaded, 1)) if gated else loaded
+
+
+@torch.no_grad()
+def _merge_singletons(loaded: Any, *, gated: bool) -> Tensor:
+    if not gated:
+        return torch.stack(loaded)
+    gate, up = (torch.stack(experts) for experts in loaded)
+    return interleave(torch.cat([gate, up], 1))
+
+
+def _halves(stacked: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up rows of interleaved ones, as views."""
+    return stacked[:, 0::2], stacked[:, 1::2]
+
+
+def _refuse_flattened(flattened_range: slice | None) -> None:
+    if flattened_range is not None:
+        raise ValueError(
+            "the optimizer state comes in flat pieces (distrib_optim_sharding_type='fully_sharded_model_space'), which "
+            "cannot be cut by expert; set metadata['distrib_optim_sharding_type'] = 'fully_reshardable'"
+        )
+
+
+def load_any_layout(experts: nn.Module, gated: bool) -> None:
+    """Let `experts.load_state_dict` take a plain state dict of SequentialMLP, GroupedMLP and TEGroupedMLP too, and drop
+    the `_extra_state` entries of any."""
+    experts.register_load_state_dict_pre_hook(partial(_translate, gated=gated))
+
+
+def _translate(experts: Any, state_dict: dict[str, Any], prefix: str, *_: Any, gated: bool) -> None:
+    """Put ours in place of the foreign entries under `prefix`. What does not fit is left for torch's own report."""
+    for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
+        del state_dict[key]
+    for name, linear in LINEAR.items():
+        ours = getattr(experts, name)
+        if ours is None:
+            continue
+        module, kind = linear.split(".")
+        count = len(ours)
+        sequential = [f"{prefix}local_experts.{local}.{linear}" for local in range(count)]
+        te_grouped = [f"{prefix}{module}.{kind}{local}" for local in range(count)]
+        for keys in (sequential, te_grouped):
+            if all(key in state_dict for key in keys):
+                stacked = torch.stack([state_dict.pop(key) for key in keys])
+                state_dict[prefix + name] = interleave(stacked) if gated and module == "linear_fc1" else stacked
+        value = state_dict.get(prefix + name)
+        if value is not None and value.dim() == 2 and kind == "weight" and value.numel() == ours.numel():
+            state_dict[prefix + name] = _from_grouped(value, module, count, gated)
+
+
+def _from_grouped(value: Tensor, module: str, count: int, gated: bool) -> Tensor:
+    """GroupedMLP's weight1 (H, e * J) and weight2 (e * I, H) are e blocks one behind the other in memory, each of them
+    (H, J) and (I, H)."""
+    if module == "linear_fc1":
+        stacked = value.reshape(count, value.shape[0], -1).transpose(1, 2)
+        return interleave(stacked) if gated else stacked.contiguous()
+    return value.view(count, -1, value.shape[1]).transpose(1, 2).contiguous()
+
+
+def to_layout(state_dict: Mapping[str, Any], layout: Layout, *, gated: bool = True) -> dict[str, Any]:
+    """A plain state dict of a model with our experts, as the same model with Megatron's experts names and shapes it.
+
+    For each MoE layer, under its `experts.`, local experts i < e:
+        "sequential"  local_experts.{i}.linear_fc1.weight (J, H), local_experts.{i}.linear_fc2.weight (H, I)
+        "te_grouped"  linear_fc1.weight{i} (J, H), linear_fc2.weight{i} (H, I)
+        "grouped"     weight1 (H, e * J), weight2 (e * I, H): e blocks (H, J), (I, H) one behind the other in memory
+    with biases likewise (GroupedMLP has none), and an `_extra_state` of None where those modules have one. gated: the
+    model's gated_linear_unit. All else is handed on as it is.
+    Raises ValueError for another layout, or biases in "grouped".
+    """
+    if layout not in ("sequential", "grouped", "te_grouped"):
+        raise ValueError(f"layout={layout!r} is none of 'sequential', 'grouped', 'te_grouped'")
+    result: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        prefix, _, name = key.rpartition(".")
+        if name not in LINEAR or prefix.rpartition(".")[2] not in ("experts", ""):
+            result[key] = value
+            continue
+        module, kind = LINEAR[name].split(".")
+        stacked = concatenate(value) if gated and module == "linear_fc1" else value
+        result.update(_in_layout(f"{prefix}." if prefix else "", module, kind, stacked, layout))
+    return result
+
+
+def _in_layout(prefix: str, module: str, kind: str, stacked: Tensor, layout: Layout) -> dict[str, Any]:
+    if layout == "sequential":
+        experts = [f"{prefix}local_experts.{local}.{module}." for local in range(len(stacked))]
+        entries: dict[str, Any] = {expert + kind: value for expert, value in zip(experts, stacked, strict=True)}
+        return entries | {f"{expert}_extra_state": None for expert in experts}
+    if layout == "te_grouped":
+        entries = {f"{prefix}{module}.{kind}{local}": value for local, value in enumerate(stacked)}
+        return entries | {f"{prefix}{module}._extra_state": None}
+    if kind == "bias":
+        raise ValueError(f"{prefix}{module} has a bias, and GroupedMLP has none: take 'sequential' or 'te_grouped'")
+    blocks = stacked.transpose(1, 2).contiguous()
+    if module == "linear_fc1":
+        return {f"{prefix}weight1": blocks.view(blocks.shape[1], -1)}
+    return {f"{prefix}weight2": blocks.flatten(0, 1)}

@@ -1,0 +1,128 @@
+"""`SonicEPExperts`: the local experts' weights, stacked, with the attributes that Megatron's DDP and optimizer read.
+
+The weights are stored as the kernels take them, so that no step copies them: gate and up rows of `weight1` in turn
+where Megatron has all gate rows, then all up rows. checkpoint.py translates.
+
+Legend: T tokens and H hidden size on this rank, e local experts, I expert width, J = 2I if gated else I.
+"""
+
+import contextlib
+from typing import Any, final
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from sonic_ep.functional import moe
+from sonic_ep.groups import EPGroup
+from sonic_ep.integrations.megatron.activation import activation_of
+from sonic_ep.integrations.megatron.checkpoint import HeldExperts, load_any_layout, sharded_experts
+from sonic_ep.integrations.megatron.options import SonicEPOptions
+from sonic_ep.kernels.activations import activation_named, interleave
+from sonic_ep.routing import Routing
+from sonic_ep.transports import transport_for
+
+
+@final
+class SonicEPExperts(MegatronModule):
+    """weight1 (e, J, H), gate and up rows in turn; weight2 (e, H, I); with add_bias_linear bias1 (e, J), bias2 (e, H).
+
+    Rank r of the EP group holds experts r * e to (r + 1) * e - 1. From one seed the initial values are those of
+    Megatron's SequentialMLP.
+
+    DDP finishes an overlapped parameter gather in the pre-forward hook of the module that owns the parameter, so the
+    weights belong to a module whose forward is called.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        options: SonicEPOptions,
+    ) -> None:
+        super().__init__(config=config)
+        self.num_local_experts = num_local_experts
+        self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        self.group = EPGroup(self.ep_group) if self.ep_group.size() > 1 else EPGroup.alone()
+        self.activation = activation_of(config)
+        self.gated = activation_named(self.activation).gated
+        self.keep_dispatched = options.keep_dispatched
+        H, I = config.hidden_size, config.moe_ffn_hidden_size  # noqa: E741
+        assert I is not None  # TransformerConfig fills it in
+        J = 2 * I if self.gated else I
+        self.weight1, self.weight2 = self._parameter(J, H), self._parameter(H, I)
+        self.bias1 = self._parameter(J) if config.add_bias_linear else None
+        self.bias2 = self._parameter(H) if config.add_bias_linear else None
+        set_tensor_model_parallel_attributes(self.weight1, True, 0, 2 if self.gated else 1)
+        set_tensor_model_parallel_attributes(self.weight2, True, 1, 1)
+        if config.perform_initialization:
+            self._initialize()
+        load_any_layout(self, self.gated)
+
+    def _parameter(self, *shape: int) -> nn.Parameter:
+        config = self.config
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        value = nn.Parameter(torch.empty(self.num_local_experts, *shape, device=device, dtype=config.params_dtype))
+        # False: the gradient is averaged over the ranks that hold the same experts, not over all data parallel ranks.
+        value.allreduce = self._is_data_parallel()  # type: ignore[attr-defined]
+        return value
+
+    def _is_data_parallel(self) -> bool:
+        """Are the ranks that share these experts just those that share the dense weights?"""
+        return self.config.expert_model_parallel_size == 1 and self.config.tensor_model_parallel_size == 1
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        """As SequentialMLP draws: expert by expert, fc1 (gate rows first) before fc2; biases zero."""
+        on_cpu = self.config.use_cpu_initialization
+        tracker: Any = get_cuda_rng_tracker()
+        drawing = contextlib.nullcontext() if on_cpu else tracker.fork(get_expert_parallel_rng_tracker_name())
+        init_fc1, init_fc2 = self.config.init_method, self.config.output_layer_init_method
+        assert init_fc1 is not None  # TransformerConfig fills both in
+        assert init_fc2 is not None
+        with drawing:
+            for weight1, weight2 in zip(self.weight1, self.weight2, strict=True):
+                # Megatron draws in fp32 on the CPU, in the parameters' own dtype on the GPU.
+                like: dict[str, Any] = {"dtype": torch.float32 if on_cpu else weight1.dtype, "device": weight1.device}
+                fc1, fc2 = torch.empty(weight1.shape, **like), torch.empty(weight2.shape, **like)
+                init_fc1(fc1)
+                init_fc2(fc2)
+                weight1.copy_(interleave(fc1, dim=0) if self.gated else fc1)
+                weight2.copy_(fc2)
+        for bias in (self.bias1, self.bias2):
+            if bias is not None:
+                bias.zero_()
+
+    def forward(self, x_TH: Tensor, routing: Routing) -> Tensor:
+        """Each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
+        return moe(
+            x_TH,
+            routing,
+            self.weight1,
+            self.weight2,
+            self.bias1,
+            self.bias2,
+            transport=transport_for(self.group),
+            group=self.group,
+            activation=self.activation,
+            keep_dispatched=self.keep_dispatched,
+            accumulate_into_main_grad=self.config.gradient_accumulation_fusion,
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The experts for Megatron's distributed checkpoints, in the layout of its own: see checkpoint.py."""
+        held = HeldExperts(self.ep_group.rank(), self.ep_group.size(), self.dp_group.rank(), self.gated)
+        return sharded_experts(
+            dict(self.named_parameters()),
+            held,
+            prefix=prefix,
+            sharded_offsets=tuple(sharded_offsets),
+            metadata=metadata,
+        )

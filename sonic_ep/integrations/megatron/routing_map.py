@@ -1,0 +1,49 @@
+"""Megatron's (probs, routing_map) as a `Routing`.
+
+Legend: T tokens on this rank, E experts, K experts per token, N pairs.
+"""
+
+import torch
+from torch import Tensor
+
+from sonic_ep.config import RoundingConfig
+from sonic_ep.groups import EPGroup
+from sonic_ep.routers.agreement import Report, agree
+from sonic_ep.routers.selection import chosen_pairs, pairs_of_mask
+from sonic_ep.routing import INDEX_DTYPE, Routing
+
+_OFF = RoundingConfig(mode="off")
+
+
+def topk_ids(routing_map_TE: Tensor, K: int) -> Tensor:
+    """(T, K) int64: the K experts that every token is mapped to."""
+    return routing_map_TE.to(torch.uint8).topk(K, dim=1).indices
+
+
+def routing_of_map(
+    probs_TE: Tensor,
+    routing_map_TE: Tensor,
+    *,
+    group: EPGroup,
+    dtype: torch.dtype,
+    training: bool,
+    K: int | None,
+) -> Routing:
+    """Every pair of the map with its probability, differentiable in probs. A collective: one all-gather of counts.
+
+    Shapes:  probs_TE (T, E) floating point; routing_map_TE (T, E) bool. K: how many experts every token is mapped to,
+             where all have as many; None where tokens were dropped, which takes one host sync more. dtype, training: of
+             the experts' input and of the layer, which must agree over the ranks.
+    """
+    T, E = routing_map_TE.shape
+    counts_E = routing_map_TE.sum(0)
+    report = Report(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
+    counts, raise_problems = agree(report, _OFF, group)
+    if K is None:
+        token_ids_N, expert_ids_N = pairs_of_mask(routing_map_TE, int(counts.pairs_SE[group.rank].sum()))
+    else:
+        token_ids_N, expert_ids_N, _ = chosen_pairs(topk_ids(routing_map_TE, K), counts_E)
+    raise_problems()
+    pairs_N = token_ids_N.long() * E + expert_ids_N
+    gates_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
+    return Routing(gates_N, token_ids_N.to(INDEX_DTYPE), counts, T)

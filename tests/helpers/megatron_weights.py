@@ -1,0 +1,70 @@
+"""Weights of a GPT by their global names, however ranks divide it and whoever's its experts are."""
+
+import re
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def fill_weights(model: Any, seed: int) -> None:
+    """Give each weight of a GPT the values of its global name: equal for every TP, PP and EP size, for stock experts
+    (SequentialMLP) and ours.
+
+    Matrices, and biases of experts and router, are normal(0, 0.1), norm weights 1 +- 0.1, the rest as it was built.
+    Ours is known by `experts.weight1` (E_local, 2n, d), gate and up rows interleaved if gated, and `experts.weight2`.
+    """
+    for name, parameter in model.named_parameters():
+        layer, _, rest = name.partition("layers.")[2].partition(".")
+        if rest:
+            offset = model.decoder.layers[int(layer)].layer_number if name.startswith("decoder") else int(layer)
+            name = f"{name.split('layers.')[0]}layers.{offset}.{rest}"
+        stacked = re.fullmatch(r"(.*experts\.)(weight|bias)([12])", name)
+        if ".local_experts." in name:
+            prefix, _, rest = name.partition("local_experts.")
+            local, _, matrix = rest.partition(".")
+            parameter.copy_(_values(f"{prefix}{_first_expert(model) + int(local)}.{matrix}", parameter.shape, seed))
+        elif stacked and parameter.dim() == (3 if stacked[2] == "weight" else 2):
+            for local, weight in enumerate(parameter):
+                key = f"{stacked[1]}{_first_expert(model) + local}.linear_fc{stacked[3]}.{stacked[2]}"
+                values = _values(key, weight.shape, seed)
+                if stacked[3] == "1" and model.config.gated_linear_unit:
+                    # The halves one after the other, gate first, become pairs of rows.
+                    values = values.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+                weight.copy_(values)
+        elif parameter.dim() > 1:
+            parameter.copy_(_tensor_share(name, parameter, seed))
+        elif name.endswith("router.bias"):
+            parameter.copy_(_values(name, parameter.shape, seed))
+        elif "norm" in name and name.endswith("weight"):
+            parameter.copy_(1 + _values(name, parameter.shape, seed))
+
+
+def _first_expert(model: Any) -> int:
+    from megatron.core import parallel_state as state
+
+    config = model.config
+    return state.get_expert_model_parallel_rank() * (config.num_moe_experts // config.expert_model_parallel_size)
+
+
+def _values(key: str, shape: torch.Size, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{key}".encode()))
+    return 0.1 * torch.randn(shape, generator=generator)
+
+
+def _tensor_share(name: str, parameter: nn.Parameter, seed: int) -> Tensor:
+    """What a tensor-parallel rank holds of the whole weight. fc1 of a gated unit divides gate and up rows each."""
+    from megatron.core import parallel_state as state
+
+    rank, size = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return _values(name, parameter.shape, seed)
+    dim = parameter.partition_dim  # type: ignore[attr-defined]
+    shape = list(parameter.shape)
+    shape[dim] *= size
+    whole = _values(name, torch.Size(shape), seed)
+    if "linear_fc1" in name:
+        return torch.cat([half.chunk(size, dim)[rank] for half in whole.chunk(2, dim)], dim)
+    return whole.chunk(size, dim)[rank]

@@ -1,0 +1,206 @@
+"""Every field of TransformerConfig is in the table or has nothing to do with a MoE layer; what is refused says so."""
+
+import copy
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+from megatron.core.transformer.enums import CudaGraphScope
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from sonic_ep import RoundingConfig
+from sonic_ep.integrations.megatron.activation import activation_of
+from sonic_ep.integrations.megatron.fields import FIELDS, check
+from sonic_ep.integrations.megatron.options import SonicEPOptions
+
+# Fields of 0.16.1 that a MoE layer never meets: attention, embedding, norms, pipeline schedule, Mamba, dense layers.
+OTHERS = """
+pipeline_model_parallel_comm_backend virtual_pipeline_model_parallel_size hierarchical_context_parallel_sizes
+max_seqlen_per_dp_cp_rank hybrid_context_parallel timers finalize_model_grads_func grad_scale_func no_sync_func
+grad_sync_func param_sync_func autocast_dtype num_microbatches_with_partial_activation_checkpoints
+async_tensor_model_parallel_allreduce use_te_rng_tracker tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad
+tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs
+tp_comm_atomic_rs cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap_disable_qkv
+tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend pipeline_dtype variable_seq_lengths overlap_p2p_comm
+batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs defer_embedding_wgrad_compute
+wgrad_deferral_limit overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage mtp_standalone
+cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations cpu_offloading_weights
+cpu_offloading_double_buffering barrier_with_L1_time
+num_layers mtp_loss_scaling_factor num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+num_attention_heads attention_backend softmax_scale softmax_type num_query_groups ffn_hidden_size kv_channels
+hidden_dropout attention_dropout fp32_residual_connection apply_residual_connection_post_layernorm layernorm_epsilon
+layernorm_zero_centered_gamma add_qkv_bias rotary_interleaved window_size window_attn_skip_freq normalization
+qk_layernorm qk_l2_norm qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit attention_output_gate test_mode
+multi_latent_attention no_rope_freq experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim
+dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim
+linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads embedding_init_method
+embedding_init_method_std apply_query_key_layer_scaling attention_softmax_in_fp32
+disable_bf16_reduced_precision_matmul masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm
+bias_dropout_fusion apply_rope_fusion fused_single_qkv_rope distribute_saved_activations
+fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
+fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red first_last_layers_bf16 num_layers_at_start_in_bf16
+num_layers_at_end_in_bf16 fp4_recipe fp4_param fp4_quantizer_factory use_kitchen_attention kitchen_attention_backend
+cp_comm_type cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps
+clone_scatter_output_in_embedding disable_parameter_transpose_cache config_logger_dir flash_decode
+inference_rng_tracker inference_sampling_seed symmetric_ar_type mrope_section is_hybrid_model mamba_state_dim
+mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path heterogeneous_block_specs
+hetereogenous_dist_checkpoint min_offloaded_tensor_size
+""".split()
+
+# A value that the layer refuses, for every field that has one.
+REFUSED: dict[str, Any] = {
+    "num_moe_experts": 4097,
+    "expert_tensor_parallel_size": 2,
+    "moe_extended_tp": True,
+    "overlap_moe_expert_parallel_comm": True,
+    "ep_overlap_early_attn_memory_release": True,
+    "delay_wgrad_compute": True,
+    "moe_router_topk": 17,
+    "moe_token_dropping": True,
+    "moe_token_dispatcher_type": "flex",
+    "moe_enable_deepep": True,
+    "moe_apply_probs_on_input": True,
+    "moe_latent_size": 16,
+    "activation_func_fp8_input_store": True,
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "quant_recipe": SimpleNamespace(),
+    "use_kitchen": True,
+    "params_dtype": torch.float64,
+    "enable_autocast": True,
+    "init_model_with_meta_device": True,
+    "batch_invariant_mode": True,
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+    "offload_modules": ["core_attn", "moe_act"],
+    "cpu_offloading": True,
+    "transformer_impl": "inference_optimized",
+    "use_inference_optimized_layers": True,
+    "inference_fuse_tp_communication": True,
+}
+
+
+@pytest.fixture
+def config() -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=16,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def with_values(config: TransformerConfig, **values: Any) -> TransformerConfig:
+    """A copy that Megatron's own checks have not seen."""
+    config = copy.copy(config)
+    for name, value in values.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_every_field_of_the_config_is_accounted_for() -> None:
+    names = [each.name for each in FIELDS]
+    fields = {each.name for each in dataclasses.fields(TransformerConfig)}
+    assert len(set(names) | set(OTHERS)) == len(names) + len(OTHERS)
+    assert fields == set(names) | set(OTHERS)
+    assert not [name for name in OTHERS if "moe" in name or "expert" in name or "router" in name]
+
+
+def test_a_plain_config_passes(config: TransformerConfig) -> None:
+    check(config, SonicEPOptions())
+
+
+def test_every_limit_has_a_value_beyond_it() -> None:
+    assert {each.name for each in FIELDS if each.accepts is not None} == set(REFUSED)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_names_field_value_and_fix(config: TransformerConfig, name: str) -> None:
+    value = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"^{name}=") as caught:
+        check(with_values(config, **{name: value}), SonicEPOptions())
+    assert repr(value) in str(caught.value)
+    assert "; set " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("impl", "scope", "passes"),
+    [
+        ("none", [], True),
+        ("local", [CudaGraphScope.attn], True),
+        ("transformer_engine", [CudaGraphScope.attn, CudaGraphScope.mlp], True),
+        ("local", [], False),
+        ("local", [CudaGraphScope.full_iteration], False),
+        ("transformer_engine", [CudaGraphScope.attn, CudaGraphScope.moe_router], False),
+        ("transformer_engine", [CudaGraphScope.moe], False),
+    ],
+)
+def test_graphs_may_not_capture_the_layer(
+    config: TransformerConfig, impl: str, scope: list[CudaGraphScope], passes: bool
+) -> None:
+    changed = with_values(config, cuda_graph_impl=impl, cuda_graph_scope=scope)
+    if passes:
+        check(changed, SonicEPOptions())
+    else:
+        with pytest.raises(ValueError, match=r"^cuda_graph_scope=\[.*; set cuda_graph_scope=\['attn'\]"):
+            check(changed, SonicEPOptions())
+
+
+def test_rounding_and_dropping_exclude_each_other(config: TransformerConfig) -> None:
+    changed = with_values(config, moe_expert_capacity_factor=1.5)
+    check(changed, SonicEPOptions())
+    with pytest.raises(ValueError, match=r"^moe_expert_capacity_factor=1.5 .*; set "):
+        check(changed, SonicEPOptions(rounding=RoundingConfig()))
+
+
+def test_a_new_moe_field_is_refused_unless_it_has_its_default(config: TransformerConfig) -> None:
+    newer = dataclasses.make_dataclass("Newer", [("moe_new_idea", int, 3)], bases=(TransformerConfig,))
+    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config) if each.init}
+    check(newer(**values), SonicEPOptions())
+    with pytest.raises(ValueError, match="^moe_new_idea=4 is not known .*; set 3"):
+        check(newer(**values, moe_new_idea=4), SonicEPOptions())
+
+
+@pytest.mark.parametrize(
+    ("function", "gated", "clamp", "offset", "name"),
+    [
+        (F.silu, True, None, 0.0, "swiglu"),
+        (fast_gelu, True, None, 0.0, "geglu"),
+        (F.relu, True, None, 0.0, "reglu"),
+        (quick_gelu, True, 7.0, 1.0, "swiglu_oai"),
+        (F.silu, False, None, 0.0, "silu"),
+        (fast_gelu, False, 3.0, 0.0, "gelu"),
+        (squared_relu, False, None, 0.0, "relu2"),
+        (F.gelu, True, None, 0.0, None),
+        (F.silu, True, 7.0, 0.0, None),
+        (quick_gelu, True, 7.0, 0.0, None),
+    ],
+)
+def test_activations_are_known_or_refused(
+    config: TransformerConfig, function: Any, gated: bool, clamp: float | None, offset: float, name: str | None
+) -> None:
+    changed = with_values(
+        config,
+        activation_func=function,
+        gated_linear_unit=gated,
+        activation_func_clamp_value=clamp,
+        glu_linear_offset=offset,
+    )
+    if name is None:
+        with pytest.raises(ValueError, match=r"^activation_func=.*; set one of"):
+            check(changed, SonicEPOptions())
+    else:
+        assert activation_of(changed) == name

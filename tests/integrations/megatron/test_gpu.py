@@ -1,0 +1,178 @@
+"""The layer on GPUs in bfloat16, beside Megatron's own: outputs, gradients, main_grad, the shared expert's stream."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep import RoundingConfig
+from sonic_ep.kernels.activations import concatenate
+from tests.helpers.launch import RankPool
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.activations import fast_gelu, squared_relu
+
+pytestmark = pytest.mark.gpu
+
+Ranks = Callable[[int], RankPool]
+S, B = 512, 2
+SHARED = {"moe_shared_expert_intermediate_size": 256}
+# No biases: with torch 2.11 backward of Megatron's own fails.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "geglu-fp32-router": {"activation_func": fast_gelu, "moe_router_dtype": "fp32"},
+    "relu2-fp64-router": {"activation_func": squared_relu, "gated_linear_unit": False, "moe_router_dtype": "fp64"},
+    "shared": SHARED | {"moe_shared_expert_gate": True},
+    "shared-overlap": SHARED | {"moe_shared_expert_overlap": True},
+    "dropped": {"moe_expert_capacity_factor": 0.5},
+    "padded-to-capacity": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "moe-recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+
+
+def config_of(**changes: Any) -> Any:
+    from tests.helpers.megatron_training import gpt_config
+
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "moe_ffn_hidden_size": 128, "moe_router_topk": 2}
+    dtypes = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    return gpt_config(**{**sizes, **dtypes, **changes})
+
+
+def layers(config: Any, rounding: RoundingConfig | None = None) -> tuple[Any, Any]:
+    """Stock and ours, from one seed."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import build_module
+
+    from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
+
+    stock_spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
+    built: list[Any] = []
+    for spec in (stock_spec, use_sonic_ep(stock_spec, SonicEPOptions(rounding=rounding))):
+        torch.manual_seed(5)
+        initialize_rng_tracker(force_reset=True)
+        model_parallel_cuda_manual_seed(7)
+        layer: Any = build_module(spec, config=config)
+        layer.set_layer_number(1)
+        built.append(layer.cuda())
+    return built[0], built[1]
+
+
+def expert_values(layer: Any, values: Callable[[Any], Tensor]) -> list[Tensor]:
+    """Of fc1 and fc2, stacked, gate rows first."""
+    experts = layer.experts
+    if hasattr(experts, "local_experts"):
+        names = ("linear_fc1.weight", "linear_fc2.weight")
+        return [torch.stack([values(each.get_parameter(name)) for each in experts.local_experts]) for name in names]
+    fc1, fc2 = values(experts.weight1), values(experts.weight2)
+    return [concatenate(fc1) if experts.gated else fc1, fc2]
+
+
+def run_layer(layer: Any, x: Tensor) -> list[Tensor]:
+    """Output and the gradients of x, router and experts."""
+    x = x.clone().requires_grad_()
+    output, _ = layer(x)
+    output.backward(torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x))
+    assert x.grad is not None
+    return [output.detach(), x.grad, layer.router.weight.grad, *expert_values(layer, lambda parameter: parameter.grad)]
+
+
+def hidden_states(rank: int, config: Any) -> Tensor:
+    values = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
+    return values.to("cuda", torch.bfloat16)
+
+
+def distances(got: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    pairs = zip(got, wanted, strict=True)
+    return [float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-20)) for a, b in pairs]
+
+
+def beside_stock(rank: int, variant: str, ep_size: int) -> tuple[bool, list[float]]:
+    from tests.helpers.megatron_training import parallel_state
+
+    with parallel_state(expert=ep_size):
+        config = config_of(**VARIANTS[variant])
+        stock, ours = layers(config)
+        starts = [expert_values(each, lambda parameter: parameter.data) for each in (stock, ours)]
+        same_start = all(map(torch.equal, *starts))
+        x = hidden_states(rank, config)
+        return same_start, distances(run_layer(ours, x), run_layer(stock, x))
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Callable[[int], RankPool]]:
+    """As `ranks`, one GPU each."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(count: int) -> RankPool:
+        if torch.cuda.device_count() < count:
+            pytest.skip(f"needs {count} CUDA devices, there are {torch.cuda.device_count()}")
+        return pools.setdefault(count, RankPool(count, "cpu:gloo,cuda:nccl"))
+
+    yield pool
+    for each in pools.values():
+        each.close()
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16_is_close_to_megatrons(gpus: Ranks, variant: str, ep_size: int) -> None:
+    for same_start, far in gpus(ep_size).run(beside_stock, variant, ep_size, timeout=600):
+        assert same_start
+        assert max(far) < 2e-2, far
+
+
+def accumulated(rank: int) -> tuple[list[float], bool]:
+    """main_grad of two microbatches by the GEMMs, against the sum of two gradients."""
+    from tests.helpers.megatron_training import parallel_state
+
+    with parallel_state():
+        config = config_of()
+        _, ours = layers(config)
+        x = hidden_states(rank, config)
+        for scale in (1.0, 0.5):
+            run_layer(ours, x * scale)
+        weights = [ours.experts.weight1, ours.experts.weight2]
+        wanted = [weight.grad for weight in weights]
+        config.gradient_accumulation_fusion = True  # later than Megatron's linear layers, which would want Apex
+        for weight in weights:
+            weight.grad, weight.grad_added_to_main_grad = None, False
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        for scale in (1.0, 0.5):
+            run_layer(ours, x * scale)
+        added = all(weight.grad_added_to_main_grad for weight in weights)
+        return distances([weight.main_grad for weight in weights], wanted), added
+
+
+def test_weight_gradients_accumulate_in_main_grad(gpus: Ranks) -> None:
+    far, added = gpus(1).run(accumulated, timeout=600)[0]
+    assert added
+    assert max(far) < 1e-2, far
+
+
+def rounded(rank: int, ep_size: int) -> tuple[list[int], list[float], bool]:
+    from tests.helpers.megatron_training import parallel_state
+
+    routings: list[Any] = []
+    with parallel_state(expert=ep_size):
+        config = config_of()
+        _, plain = layers(config)
+        _, ours = layers(config, RoundingConfig(t=64))
+        ours.experts.register_forward_pre_hook(lambda _, arguments: routings.append(arguments[1]))
+        x = hidden_states(rank, config)
+        far = distances(run_layer(ours, x), run_layer(plain, x))
+        ours.eval()
+        plain.eval()
+        same_eval = torch.equal(ours(x)[0], plain(x)[0])
+    return routings[0].counts.rows_SE.sum(0).tolist(), far, same_eval
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_rounded_counts_are_full_tiles(gpus: Ranks, ep_size: int) -> None:
+    for counts, far, same_eval in gpus(ep_size).run(rounded, ep_size, timeout=600):
+        assert all(count % 128 == 0 for count in counts)
+        assert 0 < max(far) < 1  # some pairs differ, not the layer
+        assert same_eval

@@ -1,0 +1,230 @@
+"""One layer beside Megatron's own: initial weights, outputs, every gradient, and what DDP and optimizer look at."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep.kernels.activations import concatenate
+from tests.helpers.launch import RankPool
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
+Ranks = Callable[[int], RankPool]
+S, B = 6, 3  # sequence length on a rank, microbatch
+VARIANTS: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "geglu": {"activation_func": fast_gelu},
+    "gpt-oss": {
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": True,
+    },
+    "relu2": {"activation_func": squared_relu, "gated_linear_unit": False, "moe_grouped_gemm": True},
+    "pre-softmax-scaled": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+    "switch": {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_router_dtype": "fp64"},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_dtype": "fp32"},
+    "forced-balance": {"moe_router_force_load_balancing": True},
+    "per-token-loss": {"calculate_per_token_loss": True, "moe_z_loss_coeff": 0.1},
+    "padded-to-capacity": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "dropped-by-position": {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+    "shared-gate": {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
+}
+
+
+def layers(config: Any, options: Any = None) -> tuple[Any, Any]:
+    """Stock and ours of one config, from one seed."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    from sonic_ep.integrations.megatron import use_sonic_ep
+
+    stock_spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
+    built: list[Any] = []
+    for spec in (stock_spec, use_sonic_ep(stock_spec, options)):
+        torch.manual_seed(5)
+        layer: Any = build_module(spec, config=config)
+        layer.set_layer_number(1)
+        for bias in (parameter for name, parameter in layer.named_parameters() if "bias" in name):
+            torch.nn.init.normal_(bias, std=0.1, generator=torch.Generator().manual_seed(bias.numel()))
+        built.append(layer)
+    return built[0], built[1]
+
+
+def expert_weights(layer: Any, values: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """`values` of the experts' parameters, stacked, gate rows first."""
+    experts = layer.experts
+    if not hasattr(experts, "local_experts"):
+        named = {name: values(parameter) for name, parameter in experts.named_parameters()}
+        return {name: concatenate(v) if "1" in name and experts.gated else v for name, v in named.items()}
+    names = {"weight1": "linear_fc1.weight", "weight2": "linear_fc2.weight"}
+    names |= {"bias1": "linear_fc1.bias", "bias2": "linear_fc2.bias"} if experts.config.add_bias_linear else {}
+    return {
+        ours: torch.stack([values(each.get_parameter(name)) for each in experts.local_experts])
+        for ours, name in names.items()
+    }
+
+
+def set_biases(stock: Any, ours: Any) -> None:
+    for name, value in expert_weights(stock, lambda parameter: parameter.data).items():
+        if "bias" in name:
+            interleaved = value.view(value.shape[0], 2, -1).transpose(1, 2).reshape(value.shape)
+            ours.experts.get_parameter(name).data.copy_(interleaved if name == "bias1" else value)
+
+
+def run_layer(layer: Any, x: Tensor, padding_mask: Tensor | None) -> dict[str, Tensor]:
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+
+    initialize_rng_tracker(force_reset=True)
+    model_parallel_cuda_manual_seed(7)  # for the logits of a forced balance
+    x = x.clone().requires_grad_()
+    output, bias = layer(x, padding_mask=padding_mask)
+    assert bias is None
+    output.square().sum().backward()
+    results = {"output": output.detach(), "x": x.grad}
+    results |= {f"d{name}": value for name, value in expert_weights(layer, lambda parameter: parameter.grad).items()}
+    others = [(name, parameter) for name, parameter in layer.named_parameters() if not name.startswith("experts.")]
+    return results | {f"d{name}": parameter.grad for name, parameter in others}
+
+
+def is_close(got: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(got, wanted, rtol=1e-5, atol=1e-6 * max(1.0, float(wanted.abs().max())))
+
+
+def compare_variants(rank: int, groups: dict[str, int], variants: list[str]) -> dict[str, list[str]]:
+    """What differs, by variant."""
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    different: dict[str, list[str]] = {}
+    with parallel_state(**groups):
+        for variant in variants:
+            config = gpt_config(**VARIANTS[variant])
+            x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
+            mask = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < 0.3
+            stock, ours = layers(config)
+            start = [expert_weights(each, lambda parameter: parameter.data) for each in (stock, ours)]
+            different[variant] = [f"initial {n}" for n in start[0] if "w" in n and not start[1][n].equal(start[0][n])]
+            set_biases(stock, ours)
+            wanted, got = run_layer(stock, x, mask), run_layer(ours, x, mask)
+            assert wanted.keys() == got.keys()
+            close = {name: is_close(got[name], value) for name, value in wanted.items()}
+            different[variant] += [name for name, fits in close.items() if not fits]
+    return different
+
+
+@pytest.mark.parametrize("groups", [{"expert": 2}, {"expert": 4, "context": 2}, {"expert": 2, "tensor": 2}], ids=str)
+def test_outputs_and_gradients_are_megatrons(ranks: Ranks, groups: dict[str, int]) -> None:
+    for different in ranks(4).run(compare_variants, groups, list(VARIANTS), timeout=600):
+        assert different == {variant: [] for variant in VARIANTS}
+
+
+def attributes(rank: int, groups: dict[str, int]) -> list[list[list[Any]]]:
+    """Of fc1 and fc2: stock's values, then ours."""
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    names = ("allreduce", "tensor_model_parallel", "partition_dim", "partition_stride")
+    with parallel_state(**groups):
+        stock, ours = layers(gpt_config())
+        assert ours.router.weight.sequence_parallel == (groups.get("tensor", 1) > 1)
+        experts = stock.experts.local_experts[0]
+        pairs = [(experts.linear_fc1.weight, ours.experts.weight1), (experts.linear_fc2.weight, ours.experts.weight2)]
+        return [[[getattr(parameter, name) for name in names] for parameter in pair] for pair in pairs]
+
+
+@pytest.mark.parametrize("groups", [{"expert": 1}, {"expert": 2}, {"expert": 2, "tensor": 2}], ids=str)
+def test_parameters_carry_megatrons_attributes(ranks: Ranks, groups: dict[str, int]) -> None:
+    for (stock, ours), dim in zip(ranks(2).run(attributes, groups)[0], (0, 1), strict=True):
+        assert ours == stock
+        assert ours[2] == dim
+
+
+def test_with_tp_alone_experts_are_reduced_over_all_their_ranks(ranks: Ranks) -> None:
+    for stock, ours in ranks(2).run(attributes, {"expert": 1, "tensor": 2})[0]:
+        assert (stock[0], ours[0]) == (True, False)
+
+
+def misuses(rank: int) -> list[str]:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from sonic_ep.integrations.megatron.layer import SonicEPMoELayer
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    messages = []
+    with parallel_state(tensor=2):
+        _, ours = layers(gpt_config(sequence_parallel=False))
+        assert isinstance(ours, MoELayer)
+        x = torch.randn(S, B, ours.config.hidden_size)
+        calls = (
+            lambda: ours(x),
+            lambda: ours(x, intermediate_tensors=()),
+            lambda: SonicEPMoELayer(gpt_config(moe_token_dispatcher_type="flex")),
+        )
+        for call in calls:
+            with pytest.raises((ValueError, NotImplementedError)) as caught:
+                call()
+            messages.append(str(caught.value))
+        ours.eval()  # every TP rank has all tokens then, and computes them
+        output, _ = ours(x)
+        torch.testing.assert_close(output, ours(x)[0])
+    return messages
+
+
+def test_misuse_is_refused(ranks: Ranks) -> None:
+    no_sequence, half_way, flex = ranks(2).run(misuses)[0]
+    assert "set sequence_parallel=True" in no_sequence
+    assert "half way" in half_way
+    assert "moe_token_dispatcher_type='flex'" in flex
+
+
+def test_a_router_that_cannot_run_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from sonic_ep.integrations.megatron.layer import SonicEPMoELayer
+
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=16,
+        activation_func=squared_relu,
+        expert_tensor_parallel_size=1,
+    )
+    with pytest.raises(RuntimeError, match="set megatron.core.transformer.moe.moe_utils.te_general_gemm = None"):
+        SonicEPMoELayer(config)
+
+
+def fused_and_plain(rank: int, overlap: bool) -> tuple[list[Any], list[Any], bool]:
+    """Two curves over several microbatches: weight gradients in main_grad by DDP's hook, and by the GEMM."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from sonic_ep.integrations.megatron import use_sonic_ep
+    from tests.helpers.megatron_training import Run, gpt_config, parallel_state
+
+    curves, added = [], []
+    for fused in (False, True):
+        with parallel_state(expert=2):
+            spec = use_sonic_ep(get_gpt_layer_local_spec(num_experts=8, normalization="RMSNorm"))
+            run = Run(gpt_config(), spec, overlap=overlap, distributed_optimizer=overlap)
+            # Megatron's own layers have read it by now, and have no fused kernel on the CPU.
+            run.config.gradient_accumulation_fusion = fused
+            curves.append([tuple(step) for step in run.train(4)])
+            named = [(name, p.grad_added_to_main_grad) for name, p in run.models[0].named_parameters()]
+            added.append({is_added for name, is_added in named if "experts.weight" in name})
+    return curves[0], curves[1], added == [{False}, {True}]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_gradient_accumulation_fusion_changes_no_gradient(ranks: Ranks, overlap: bool) -> None:
+    plain, fused, was_used = ranks(2).run(fused_and_plain, overlap, timeout=600)[0]
+    assert was_used
+    for step, wanted in zip(fused, plain, strict=True):
+        assert step[:2] == pytest.approx(wanted[:2], abs=1e-6)

@@ -1,0 +1,85 @@
+"""Plain state dicts: ours takes those of each of Megatron's experts, and `to_layout` writes them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.launch import RankPool
+from tests.helpers.megatron_experts import VARIANTS, module_of, run_with
+
+pytest.importorskip("megatron.core")
+
+from sonic_ep.integrations.megatron.checkpoint import to_layout
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
+
+
+def differences(run: Any, other: Any) -> list[str]:
+    """Names of tensors that are not equal bit by bit."""
+    found, wanted = module_of(run).state_dict(), module_of(other).state_dict()
+    assert found.keys() == wanted.keys()
+    return [name for name, value in found.items() if torch.is_tensor(value) and not torch.equal(value, wanted[name])]
+
+
+def exchange(rank: int, variant: str) -> list[str]:
+    """Whole models through load_state_dict and to_layout, strictly, at EP 2; what came out different."""
+    from tests.helpers.megatron_training import parallel_state
+
+    config = VARIANTS[variant]
+    gated = config.get("gated_linear_unit", True)
+    faults = []
+    with parallel_state(expert=2):
+        ours, sequential = run_with("ours", **config), run_with("sequential", **config)
+        others = {"sequential": run_with("sequential", seed=1, **config)}
+        if variant != "biases":
+            others["grouped"] = run_with("grouped", seed=1, **config)
+        saved: dict[str, dict[str, Any]] = {}
+        for layout, run in others.items():
+            written = to_layout(module_of(ours).state_dict(), layout, gated=gated)  # type: ignore[arg-type]
+            module_of(run).load_state_dict(written)
+            saved[layout] = module_of(run).state_dict()
+        saved["te_grouped"] = to_layout(module_of(ours).state_dict(), "te_grouped", gated=gated)
+        faults += [f"ours -> sequential: {name}" for name in differences(others["sequential"], sequential)]
+        for layout, state in saved.items():
+            back = run_with("ours", seed=1, **config)
+            module_of(back).load_state_dict(state)
+            faults += [f"{layout} -> ours: {name}" for name in differences(back, ours)]
+    return faults
+
+
+@on_cpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_models_of_every_layout(ranks: Callable[[int], RankPool], variant: str) -> None:
+    assert ranks(2).run(exchange, variant) == [[]] * 2
+
+
+@pytest.fixture
+def stacked() -> dict[str, Tensor]:
+    """Two experts, H = 3, I = 2: gate rows are 10e, 10e + 1, up rows 10e + 5, 10e + 6."""
+    rows = torch.tensor([[0.0, 5, 1, 6], [10, 15, 11, 16]])
+    return {"experts.weight1": rows[..., None].expand(2, 4, 3), "experts.weight2": torch.arange(12.0).view(2, 3, 2)}
+
+
+def test_to_layout_by_hand(stacked: dict[str, Tensor]) -> None:
+    sequential = to_layout(stacked, "sequential")
+    assert sequential["experts.local_experts.1.linear_fc1.weight"][:, 0].tolist() == [10, 11, 15, 16]
+    assert sequential["experts.local_experts.1.linear_fc2.weight"].tolist() == [[6, 7], [8, 9], [10, 11]]
+    te_grouped = to_layout(stacked, "te_grouped")
+    assert te_grouped["experts.linear_fc1.weight1"][:, 0].tolist() == [10, 11, 15, 16]
+    assert te_grouped["experts.linear_fc2.weight0"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    # GroupedMLP multiplies by weight1.view(e, H, J) and weight2.view(e, I, H).
+    grouped = to_layout(stacked, "grouped")
+    assert grouped["experts.weight1"].shape == (3, 8)
+    assert grouped["experts.weight1"].view(2, 3, 4)[1, 0].tolist() == [10, 11, 15, 16]
+    assert grouped["experts.weight2"].shape == (4, 3)
+    assert grouped["experts.weight2"].view(2, 2, 3)[1].tolist() == [[6, 8, 10], [7, 9, 11]]
+
+
+def test_to_layout_says_what_it_cannot(stacked: dict[str, Tensor]) -> None:
+    with pytest.raises(ValueError, match="layout='megablocks' is none of"):
+        to_layout(stacked, "megablocks")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="GroupedMLP has none"):
+        to_layout({**stacked, "experts.bias1": torch.zeros(2, 4)}, "grouped")
