@@ -27,7 +27,7 @@ def guard_optimizer_states() -> None:
 
     @functools.wraps(original)
     def load_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-        with _compared(self.basic_optimizer):
+        with _compared(getattr(self, "basic_optimizer", None)):
             return original(self, *args, **kwargs)
 
     setattr(load_checkpoint, _MARK, True)
