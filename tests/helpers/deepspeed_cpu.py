@@ -97,13 +97,15 @@ def train(run: Any, batches: Iterable[Any], loss_of: Callable[[Any, Any], Tensor
         loss = loss_of(run, batch)
         run.backward(loss)
         updates = run.is_gradient_accumulation_boundary()
-        norm = _reduced_norm(run.module) if updates and run.zero_optimization_stage() == 0 else None
+        reduced = _reduced_norm(run.module) if updates and run.zero_optimization_stage() == 0 else None
         run.step()
         if not updates:
             continue
         mean = loss.detach().double()
         dist.all_reduce(mean)
-        norm = run.get_global_grad_norm() if norm is None else norm
+        told = run.get_global_grad_norm()
+        norm = reduced if told is None else told
+        assert norm is not None
         steps.append(Step(float(mean) / dist.get_world_size(), float(norm)))
     return steps
 
@@ -113,15 +115,14 @@ def _reduced_norm(model: nn.Module) -> Tensor:
     from deepspeed.moe.utils import is_moe_param
     from deepspeed.utils import groups
 
-    square = torch.zeros((), dtype=torch.float64)
+    square = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for parameter in model.parameters():
         assert parameter.grad is not None
-        part = parameter.grad.double().square().sum().cpu()
+        part = parameter.grad.double().square().sum()
         copies = dist.get_world_size()
         if is_moe_param(parameter):
             name = parameter.group_name  # type: ignore[attr-defined]
             copies = groups._get_expert_data_parallel_world_size(name)
         square += part / copies
-    square = square.to("cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(square)
     return square.sqrt()

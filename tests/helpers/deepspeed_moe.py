@@ -36,16 +36,22 @@ def moe_class(ours: bool) -> Any:
 
 class Model(nn.Module):
     """Linear, MoE, linear, MoE with residuals. **arguments: of the MoE layers. seed: of all weights, ours and theirs
-    alike; every expert then has values of its own, by its global number."""
+    alike."""
 
     def __init__(
-        self, ours: bool, *, expert: Callable[[], nn.Module] = GatedMLP, seed: int = 0, **arguments: Any
+        self,
+        ours: bool,
+        *,
+        expert: Callable[[], nn.Module] = GatedMLP,
+        hidden: int = H,
+        seed: int = 0,
+        **arguments: Any,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         arguments = {"num_experts": EXPERTS, **DROPLESS, **arguments}
-        self.linears = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
-        self.layers: Any = nn.ModuleList(moe_class(ours)(H, expert(), **arguments) for _ in range(2))
+        self.linears = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(2))
+        self.layers: Any = nn.ModuleList(moe_class(ours)(hidden, expert(), **arguments) for _ in range(2))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         total, counts = x.new_zeros((), dtype=torch.float32), []
@@ -70,6 +76,23 @@ def scatter_experts(model: Model, ep_rank: int) -> None:
                 state[key] = torch.randn(state[key].shape, generator=generator) * 0.25
         state[f"layers.{number}.deepspeed_moe.gate.wg.weight"] *= 4
     model.load_state_dict(state)
+
+
+def gradients(layer: Any) -> dict[str, Tensor]:
+    """By the key of the weight in DeepSpeed's layer."""
+    from sonic_ep.integrations.deepspeed.experts import StackedExperts
+
+    named: dict[str, Any] = {}
+    for prefix, module in layer.named_modules():
+        if isinstance(module, StackedExperts):
+            grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+            for local in range(module.num_local_experts):
+                one: Any = {name: grad[local] for name, grad in grads.items()}
+                entries = module.template.entries(one).items()
+                named |= {f"{prefix}.deepspeed_experts.{local}.{name}": grad for name, grad in entries}
+        else:
+            named |= {f"{prefix}.{name}".lstrip("."): p.grad for name, p in module.named_parameters(recurse=False)}
+    return {key: torch.zeros(()) if grad is None else grad for key, grad in named.items()}
 
 
 def batches(rank: int, steps: int, tokens: int = TOKENS, start: int = 0) -> list[Tensor]:

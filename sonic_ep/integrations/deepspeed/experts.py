@@ -68,6 +68,8 @@ class StackedExperts(nn.Module):
         error_msgs: list[str],
     ) -> None:
         entries = self._entries()
+        if self.w1.is_meta:
+            error_msgs.append(f"the experts of {prefix} have no memory yet: call to_empty(device=...) before loading")
         for key, own in entries.items():
             value = state_dict.get(prefix + key)
             if value is None:

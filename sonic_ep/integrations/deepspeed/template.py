@@ -8,6 +8,7 @@ Legend: H hidden size, I expert width, J = 2I if gated else I.
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -131,12 +132,13 @@ def _problem_with_shapes(first: list[nn.Module], down: nn.Module, width: int, hi
 def _tried_activation(expert: nn.Module, found: Template, hidden: int) -> str | None:
     """The activation with which our formula gives what the module gives."""
     generator = torch.Generator().manual_seed(0)
+    exact: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}  # whatever the default device is
     trial = copy.deepcopy(expert).double().to_empty(device="cpu").eval()
     for parameter in trial.parameters():
         # Pre-activations of a few units, so that clamps and tails tell curves apart.
         spread = 4 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1.0
-        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * spread)
-    x = torch.randn(_TRIAL_ROWS, hidden, generator=generator, dtype=torch.float64)
+        parameter.copy_(torch.randn(parameter.shape, **exact) * spread)
+    x = torch.randn(_TRIAL_ROWS, hidden, **exact)
     try:
         out = trial(x)
     except Exception as error:

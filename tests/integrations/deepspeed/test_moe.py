@@ -26,24 +26,9 @@ def layer_of(ours: bool, rank: int, ep_size: int, **arguments: Any) -> Any:
     return layer
 
 
-def gradients(layer: Any) -> dict[str, Tensor]:
-    """By the key of the weight in DeepSpeed's layer."""
-    from sonic_ep.integrations.deepspeed.experts import StackedExperts
-
-    named: dict[str, Any] = {}
-    for prefix, module in layer.named_modules():
-        if isinstance(module, StackedExperts):
-            grads = {name: parameter.grad for name, parameter in module.named_parameters()}
-            for local in range(module.num_local_experts):
-                one: Any = {name: grad[local] for name, grad in grads.items()}
-                entries = module.template.entries(one).items()
-                named |= {f"{prefix}.deepspeed_experts.{local}.{name}": grad for name, grad in entries}
-        else:
-            named |= {f"{prefix}.{name}".lstrip("."): p.grad for name, p in module.named_parameters(recurse=False)}
-    return {key: torch.zeros(()) if grad is None else grad for key, grad in named.items()}
-
-
 def outcome(layer: Any, x: Tensor, *more: Any) -> dict[str, Tensor]:
+    from tests.helpers.deepspeed_moe import gradients
+
     x = x.clone().requires_grad_()
     y, l_aux, counts = layer(x, *more)
     (y.float().square().sum() + 3 * l_aux).backward()
@@ -355,3 +340,40 @@ def test_it_is_a_module_of_its_own() -> None:
     layer = MoE(16, GatedMLP(), num_experts=4, k=2, **DROPLESS)
     assert sum(parameter.numel() for parameter in layer.parameters()) == 4 * 3 * 16 * 24 + 4 * 16
     assert not any(isinstance(module, nn.Linear) for module in layer.modules())
+
+
+def test_weights_without_memory_are_not_loaded_into() -> None:
+    from tests.helpers.deepspeed_moe import Model
+
+    with torch.device("meta"):
+        layer = Model(True, k=2).layers[0]
+    with pytest.raises(RuntimeError, match="have no memory yet: call to_empty"):
+        layer.load_state_dict(Model(True, k=2).layers[0].state_dict())
+
+
+def engine_around(rank: int) -> str:
+    """An engine with a client optimizer and timers; what ZeRO 3 says."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    from tests.helpers.deepspeed_cpu import deepspeed_world, engine, train
+    from tests.helpers.deepspeed_moe import Model, batches, loss_of
+
+    with deepspeed_world():
+        model = Model(True, ep_size=2, k=2)
+        groups = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(model.parameters()), "name": "all"}
+        )
+        run = engine(model, zero=1, optimizer=torch.optim.AdamW(groups, lr=1e-2), wall_clock_breakdown=True)
+        steps = train(run, batches(rank, 3), loss_of)
+        assert all(step.grad_norm > 0 for step in steps)
+    with deepspeed_world():
+        try:
+            engine(Model(True, ep_size=2, k=2), zero=3)
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+def test_client_optimizers_and_timers_work_and_zero_3_is_deepspeeds_to_refuse(ranks: Ranks) -> None:
+    for message in ranks(2).run(engine_around):
+        assert "not supported with ZeRO Stage 3" in message
