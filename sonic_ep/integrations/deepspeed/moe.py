@@ -116,7 +116,7 @@ class RoutedExperts(nn.Module):
 
     def _set_ep_group(self, ep_group: Any) -> None:
         """What DeepSpeed's layer calls on its own; any number of times."""
-        if self.ep_size > 1 and self.group is None:
+        if self.ep_size > 1 and (self.group is None or self.group.process_group is not ep_group):
             self.group = EPGroup(ep_group)
             _check_alike(self.group, self.gate, self.experts.template)
 
@@ -126,7 +126,7 @@ class RoutedExperts(nn.Module):
                 f"the layer has no expert-parallel group of ep_size={self.ep_size} yet: call deepspeed.initialize, or "
                 "set_deepspeed_parallelism() on every rank"
             )
-        weights = self._weights(x)
+        weights = self._weights()
         x_TH, problem = self._rows(x, weights["w1"])
         used_T, used_problem = self._used(used_token, x_TH)
         gated = self.gate(x_TH, used_T, group=self.group, problem=problem or used_problem)
@@ -144,7 +144,7 @@ class RoutedExperts(nn.Module):
         )
         return y_TH.view_as(x), gated.l_aux, gated.exp_counts_E
 
-    def _weights(self, x: Tensor) -> dict[str, Tensor]:
+    def _weights(self) -> dict[str, Tensor]:
         """The parameters, under autocast cast to its dtype."""
         weights: dict[str, Tensor] = dict(self.experts.named_parameters())
         device_type = weights["w1"].device.type

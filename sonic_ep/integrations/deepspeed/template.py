@@ -133,14 +133,15 @@ def _tried_activation(expert: nn.Module, found: Template, hidden: int) -> str | 
     """The activation with which our formula gives what the module gives."""
     generator = torch.Generator().manual_seed(0)
     exact: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}  # whatever the default device is
-    trial = copy.deepcopy(expert).double().to_empty(device="cpu").eval()
+    trial = copy.deepcopy(expert).double().to_empty(device="cpu").train()  # dropout shall show
     for parameter in trial.parameters():
         # Pre-activations of a few units, so that clamps and tails tell curves apart.
         spread = 4 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1.0
         parameter.copy_(torch.randn(parameter.shape, **exact) * spread)
     x = torch.randn(_TRIAL_ROWS, hidden, **exact)
     try:
-        out = trial(x)
+        with torch.random.fork_rng(devices=[]):
+            out = trial(x)
     except Exception as error:
         raise ValueError(
             f"expert={_name(expert)} cannot be called on (rows, {hidden}): {error}; {_SUPPORTED}"

@@ -346,9 +346,9 @@ def test_weights_without_memory_are_not_loaded_into() -> None:
     from tests.helpers.deepspeed_moe import Model
 
     with torch.device("meta"):
-        layer = Model(True, k=2).layers[0]
+        experts = Model(True, k=2).layers[0].deepspeed_moe.experts
     with pytest.raises(RuntimeError, match="have no memory yet: call to_empty"):
-        layer.load_state_dict(Model(True, k=2).layers[0].state_dict())
+        experts.load_state_dict(Model(True, k=2).layers[0].deepspeed_moe.experts.state_dict())
 
 
 def engine_around(rank: int) -> str:

@@ -104,3 +104,27 @@ def test_it_trains(ranks: Ranks, size: int, zero: int, mode: str) -> None:
     first, *others = ranks(size).run(rounded_curve, zero, mode)
     assert all(other == first for other in others)
     assert sum(first[-4:]) < 0.8 * sum(first[:4])
+
+
+def recomputed(rank: int) -> list[Any]:
+    from torch.utils.checkpoint import checkpoint
+
+    from tests.helpers.deepspeed_cpu import deepspeed_world
+
+    results = []
+    with deepspeed_world():
+        for reentrant in (None, True, False):
+            layer = layer_of(rank, RoundingConfig(mode="stochastic", t=4, G=8), k=2)
+            x = tokens(rank).requires_grad_()
+            torch.manual_seed(11)
+            run = layer if reentrant is None else lambda x, r=reentrant, of=layer: checkpoint(of, x, use_reentrant=r)
+            y, l_aux, _ = run(x)
+            (y.square().sum() + l_aux).backward()
+            results.append([y.detach(), x.grad, layer.deepspeed_moe.experts.w1.grad])
+    return results
+
+
+def test_recomputation_decides_alike(ranks: Ranks) -> None:
+    for kept, *others in ranks(2).run(recomputed):
+        for other in others:
+            torch.testing.assert_close(other, kept, atol=0, rtol=0)

@@ -139,6 +139,12 @@ class OneBias(Gated):
         ),
         (lambda: Gated(LLAMA, F.gelu), r"computes something else .* \(gelu by its tanh approximation"),
         (lambda: Plain(("fc1", "fc2"), torch.tanh), "fc1, fc2 but computes something else"),
+        (
+            lambda: nn.Sequential(
+                nn.Linear(HIDDEN, WIDTH), nn.Sequential(nn.SiLU(), nn.Dropout(0.1)), nn.Linear(WIDTH, HIDDEN)
+            ),
+            "0, 2 but computes something else",
+        ),
         (OneBias, "of gate and up only one has a bias"),
         (
             lambda: nn.Sequential(nn.Linear(HIDDEN + 1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, HIDDEN)),
