@@ -90,13 +90,17 @@ def engine(
 
 
 def train(run: Any, batches: Iterable[Any], loss_of: Callable[[Any, Any], Tensor]) -> list[Step]:
-    """One optimizer step for each batch of this rank; loss_of(engine, batch) is this rank's loss."""
+    """A step for each batch of this rank; loss_of(engine, batch) is this rank's loss. With gradient accumulation only
+    what updates is told, with the loss of its last micro-batch."""
     steps = []
     for batch in batches:
         loss = loss_of(run, batch)
         run.backward(loss)
-        norm = None if run.zero_optimization_stage() else _reduced_norm(run.module)
+        updates = run.is_gradient_accumulation_boundary()
+        norm = _reduced_norm(run.module) if updates and run.zero_optimization_stage() == 0 else None
         run.step()
+        if not updates:
+            continue
         mean = loss.detach().double()
         dist.all_reduce(mean)
         norm = run.get_global_grad_norm() if norm is None else norm

@@ -14,7 +14,7 @@ from deepspeed.module_inject.auto_ep import AutoEP as StockAutoEP
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from sonic_ep.integrations.deepspeed.autoep_layer import SonicEPAutoEPLayer
-from sonic_ep.integrations.deepspeed.options import SonicEPOptions
+from sonic_ep.integrations.options import SonicEPOptions
 
 _WRAPPED: dict[tuple[type, str], Callable[..., Any]] = {}
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig, MoELayerSpec
 
 from sonic_ep.config import MAX_E, MAX_K, MoEConfig, RoundingConfig, RouterConfig
-from sonic_ep.integrations.deepspeed.options import SonicEPOptions
+from sonic_ep.integrations.options import SonicEPOptions
 
 
 @dataclass(frozen=True, slots=True)

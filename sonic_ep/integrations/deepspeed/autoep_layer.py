@@ -18,7 +18,7 @@ from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.deepspeed.autoep_fields import activation_of, check, config_of
 from sonic_ep.integrations.deepspeed.autoep_router import SonicEPRouter
-from sonic_ep.integrations.deepspeed.options import SonicEPOptions
+from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_for
 
