@@ -83,10 +83,8 @@ def loss_of(run: Any, ids: Tensor) -> Tensor:
 
 
 def expert_parallel(ep_size: int, preset: str, **fields: Any) -> dict[str, Any]:
-    """The config section. On a CPU stock AutoEP has its loop alone."""
-    on_gpu = {} if torch.cuda.is_available() else {"use_grouped_mm": False}
-    section = {"enabled": True, "autoep_size": ep_size, "preset_model": preset, **on_gpu, **fields}
-    return {"expert_parallel": section}
+    """The config section."""
+    return {"expert_parallel": {"enabled": True, "autoep_size": ep_size, "preset_model": preset, **fields}}
 
 
 def adam_of(parameters: Any) -> torch.optim.Optimizer:

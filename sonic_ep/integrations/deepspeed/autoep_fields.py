@@ -95,9 +95,7 @@ FIELDS: tuple[Field, ...] = (
         lambda value: value is None,
         "load_balance_coeff=None",
     ),
-    *_without_effect(
-        f"{_GEMM}; without effect here", use_grouped_mm=True, disable_triton_grouped_mm=False, gate_up_impl="separate"
-    ),
+    *_without_effect(_GEMM, use_grouped_mm=True, disable_triton_grouped_mm=False, gate_up_impl="separate"),
     *_without_effect("the combine is one fused sum in fp32", combine_impl="auto"),
     *_without_effect("counts reach the host late as it is", async_split_plan=False),
     *_without_effect(_DEEPEP, row_weighting_impl="auto", comm_num_sm=12, comm_qp_margin=4, comm_max_tokens_per_rank=0),
@@ -119,7 +117,7 @@ def table() -> list[str]:
 
 def check(spec: MoELayerSpec, config: AutoEPConfig) -> None:
     """Raise ValueError, naming field, value and fix, for what the layer does not honour; warn of what does nothing."""
-    known = {field.name: field for field in FIELDS}
+    known, ignored = {field.name: field for field in FIELDS}, []
     for field in dataclasses.fields(config):
         value, ours = getattr(config, field.name), known.get(field.name)
         if ours is None and not field.name.startswith("_") and value != field.default:
@@ -128,7 +126,9 @@ def check(spec: MoELayerSpec, config: AutoEPConfig) -> None:
             continue
         if ours.effect == "refused":
             raise ValueError(f"expert_parallel.{field.name}={value!r} is not supported ({ours.how}); set {ours.set}")
-        warnings.warn(f"expert_parallel.{field.name}={value!r} has no effect: {ours.how}", stacklevel=2)
+        ignored.append(f"{field.name}={value!r} ({ours.how})")
+    if ignored:
+        warnings.warn(f"without effect in sonic_ep's AutoEP layer: {'; '.join(ignored)}", UserWarning, stacklevel=3)
     if config.score_apply == "auto" and spec.score_apply != "post":
         raise ValueError(
             f"preset {spec.model_family!r} weighs the experts' input (score_apply='pre'), and weights act on the "
