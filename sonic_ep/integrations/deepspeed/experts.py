@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sonic_ep.integrations.deepspeed.template import Template
 
-NAMES = ("w1", "w2", "b1", "b2")
+NAMES = ("w1", "b1", "w2", "b2")  # in the order in which a template of two layers has them
 
 
 @final

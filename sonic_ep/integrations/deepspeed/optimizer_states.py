@@ -30,7 +30,7 @@ def guard_optimizer_states() -> None:
     def load_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
         # Not AutoEP's layers, see autoep.py: a universal checkpoint renames their groups, and files tell their ep_size.
         has_experts = any(isinstance(module, StockMoE) for module in self.module.modules())  # type: ignore[union-attr]
-        with _compared(self.basic_optimizer if has_experts else None):
+        with _compared(getattr(self, "basic_optimizer", None) if has_experts else None):
             return original(self, *args, **kwargs)
 
     setattr(load_checkpoint, _MARK, True)
