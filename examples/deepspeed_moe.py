@@ -4,10 +4,14 @@
     deepspeed --num_gpus 4 examples/deepspeed_moe.py            the same; on a host without GPUs 4 CPU processes
     ... examples/deepspeed_moe.py --zero 2 --ep-size 2 --steps 100 --text book.txt
     ... examples/deepspeed_moe.py --rounding                    ours with token rounding: its losses differ
+    ... examples/deepspeed_moe.py --model qwen3-moe --zero 3    a model of Hugging Face, through AutoEP
 
 The model is the byte language model of train.py with deepspeed.moe.layer.MoE in its blocks, residual where train.py has
 a shared expert. One line differs between the two, the class of that layer. Both start from the same weights and see the
 same batches, so without rounding their losses agree to rounding errors.
+
+--model qwen3-moe is a tiny Qwen3-MoE with random weights instead, whose experts DeepSpeed's AutoEP divides among the
+processes; with `AutoEP.install()` before deepspeed.initialize it does so with our layer. It needs transformers as well.
 
 On a host with GPUs it runs on those over NCCL in bf16, else on the CPU over gloo in fp32, where no compiler is needed.
 Needs the extras deepspeed and train.
@@ -18,7 +22,7 @@ import importlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corpus import Corpus, load_corpus
+from corpus import VOCABULARY, Corpus, load_corpus
 from language_model import LanguageModel, ModelConfig, next_byte_loss
 from parallel import choose_device, read_launch
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, load_config
@@ -40,12 +44,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="deepspeed_moe.py", description="DeepSpeed with its MoE layer and with sonic_ep's, side by side."
     )
+    parser.add_argument("--model", default="bytes", choices=sorted(MODELS), help="what to train (default: bytes)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
     parser.add_argument("--batch", type=int, default=32, help="sequences a step over all processes (default: 32)")
     parser.add_argument("--seq", type=int, default=128, help="bytes a sequence (default: 128)")
     parser.add_argument("--layers", type=int, default=2, help="transformer layers (default: 2)")
     parser.add_argument("--config", default="tiny", help="sizes of the MoE layers, as of train.py (default: tiny)")
-    parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2), help="ZeRO stage (default: 1)")
+    parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3), help="ZeRO stage (default: 1)")
     parser.add_argument("--ep-size", type=int, help="processes that divide the experts (default: all)")
     parser.add_argument("--rounding", action="store_true", help="token rounding in sonic_ep's layers")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: 0.003)")
@@ -56,7 +61,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace, world_size: int) -> None:
-    """Raise ValueError for sizes that do not divide each other."""
+    """Raise ValueError for sizes that do not divide each other, and for a stage that DeepSpeed's MoE layer has not."""
+    if options.zero == 3 and options.model == "bytes":
+        raise ValueError("--zero 3 is for AutoEP: take --model qwen3-moe, or --zero 0, 1 or 2")
     ep_size, experts = options.ep_size or world_size, load_config(options.config).E
     if options.batch % world_size:
         raise ValueError(f"--batch {options.batch} is not a multiple of {world_size} processes; take {world_size}")
@@ -73,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         check(options, launch.world_size)
         require_extra("deepspeed", "deepspeed")
+        if options.model == "qwen3-moe":
+            importlib.import_module("transformers")
         device = choose_device("cuda" if torch.cuda.is_available() else "cpu", launch)
         corpus = load_corpus(options.text, seq=options.seq)
     except (ValueError, FileNotFoundError, ImportError) as error:
@@ -100,7 +109,7 @@ def start_deepspeed(device: torch.device) -> None:
 def train(options: argparse.Namespace, device: torch.device, corpus: Corpus) -> None:
     """Train both models in turn, a step each, and print a line a step."""
     say = print if dist.get_rank() == 0 else lambda *_: None
-    trainers = [Trainer(options, device, make) for make in (deepspeed_layer, sonic_ep_layer)]
+    trainers = [Trainer(options, device, ours=ours) for ours in (False, True)]
     say(f"{dist.get_world_size()} processes on {device.type}, experts divided among {ep_size_of(options)}")
     say(f"text: {corpus.source}")
     say("step   loss: stock  sonic_ep   gradient norm: stock  sonic_ep   ms a step: stock  sonic_ep")
@@ -178,16 +187,61 @@ class InBlock(nn.Module):
         return Output(y, AUX_WEIGHT * l_aux)
 
 
-def language_model(
-    options: argparse.Namespace, make: Callable[[MoEConfig, argparse.Namespace], nn.Module]
-) -> LanguageModel:
-    """The model of train.py, its MoE layers replaced by those that `make` makes."""
+def byte_model(options: argparse.Namespace, ours: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of train.py, its MoE layers replaced; nothing to add to the config."""
+    make = sonic_ep_layer if ours else deepspeed_layer
     torch.manual_seed(options.seed + dist.get_rank())  # each rank its own experts; DeepSpeed broadcasts the rest
     config = ModelConfig(moe=load_config(options.config), layers=options.layers, head_dim=32, shared_every=2)
     model = LanguageModel(config, seq=options.seq, group=EPGroup.alone(), seed=options.seed, device=torch.device("cpu"))
     for layer, block in enumerate(model.blocks):
         block.moe = InBlock(make(config.moe_of_layer(layer), options))
-    return model
+    return model, {}
+
+
+def byte_loss(engine: Any, windows: Tensor) -> tuple[Tensor, Tensor]:
+    output = engine(windows[:, :-1])
+    return next_byte_loss(output, windows), output.aux_loss
+
+
+def qwen3_moe(options: argparse.Namespace, ours: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """A Qwen3-MoE over bytes with the sizes of --config, and the section that makes DeepSpeed divide its experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from sonic_ep.integrations.deepspeed import AutoEP, SonicEPOptions
+
+    if ours:
+        AutoEP.install(SonicEPOptions(rounding=RoundingConfig() if options.rounding else None))
+    else:
+        AutoEP.uninstall()
+    sizes = load_config(options.config)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=sizes.d,
+        moe_intermediate_size=sizes.n,
+        num_experts=sizes.E,
+        num_experts_per_tok=sizes.K,
+        norm_topk_prob=True,
+        num_hidden_layers=options.layers,
+        num_attention_heads=sizes.d // 32,
+        num_key_value_heads=sizes.d // 32,
+        head_dim=32,
+        max_position_embeddings=options.seq + 1,
+        output_router_logits=True,
+        router_aux_loss_coef=AUX_WEIGHT,
+    )
+    torch.manual_seed(options.seed)  # whole models, equal on all ranks; AutoEP takes each rank's experts from it
+    section = {"enabled": True, "autoep_size": ep_size_of(options), "preset_model": "qwen3_moe"}
+    return Qwen3MoeForCausalLM(config), {"expert_parallel": section}
+
+
+def hugging_face_loss(engine: Any, windows: Tensor) -> tuple[Tensor, Tensor]:
+    output = engine(input_ids=windows, labels=windows, use_cache=False)
+    aux_loss = AUX_WEIGHT * output.aux_loss
+    return output.loss - aux_loss, aux_loss
+
+
+# A model with what it adds to DeepSpeed's config, for stock or for us; its loss and its weighted auxiliary loss.
+MODELS = {"bytes": (byte_model, byte_loss), "qwen3-moe": (qwen3_moe, hugging_face_loss)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +256,7 @@ class StepResult:
 class Trainer:
     """One model in its engine."""
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        device: torch.device,
-        make: Callable[[MoEConfig, argparse.Namespace], nn.Module],
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, device: torch.device, *, ours: bool) -> None:
         import deepspeed
 
         self.device = device
@@ -220,14 +269,15 @@ class Trainer:
             "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "torch_adam": True}},
             "steps_per_print": 10**9,
         }
-        self.engine, *_ = deepspeed.initialize(model=language_model(options, make), config=config)
+        build, self.loss_of = MODELS[options.model]
+        model, section = build(options, ours)
+        self.engine, *_ = deepspeed.initialize(model=model, config={**config, **section})
 
     def step(self, windows: Tensor) -> StepResult:
         """One training step on this rank's windows."""
         start = time.perf_counter()
-        output = self.engine(windows[:, :-1])
-        loss = next_byte_loss(output, windows)
-        self.engine.backward(loss + output.aux_loss)
+        loss, aux_loss = self.loss_of(self.engine, windows)
+        self.engine.backward(loss + aux_loss)
         self.engine.step()
         mean = loss.detach()
         dist.all_reduce(mean)

@@ -54,9 +54,16 @@ def test_stock_and_ours_side_by_side_under_the_deepspeed_launcher(tmp_path: Path
     check(run(tmp_path, "deepspeed", "--num_gpus", "2", "--master_port", "29731", flags=("--zero", "2")))
 
 
+def test_a_qwen3_moe_of_hugging_face_through_autoep(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    check(run(tmp_path, *torchrun, flags=("--model", "qwen3-moe", "--zero", "3", "--layers", "1")))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (("--zero", "3"), "--zero 3 is for AutoEP: take --model qwen3-moe"),
         (("--ep-size", "3"), "--ep-size 3 divides not both 1 processes and the 16 experts of --config tiny"),
         (("--config", "none"), "none"),
     ],

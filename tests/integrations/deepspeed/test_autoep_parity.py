@@ -1,0 +1,78 @@
+"""Hugging Face models under deepspeed.initialize: our layer trains as stock AutoEP does, at every ZeRO stage."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.launch import RankPool
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+
+from tests.helpers.deepspeed_cpu import Step, deepspeed_world, engine, train
+from tests.helpers.hugging_face import adam_of, batches, expert_parallel, loss_of, model_of
+
+Ranks = Callable[[int], RankPool]
+STEPS = 20
+
+
+def trained(rank: int, preset: str, zero: int, ep_size: int, ours: bool, **config: Any) -> list[Step]:
+    from sonic_ep.integrations.deepspeed import AutoEP
+
+    AutoEP.install() if ours else AutoEP.uninstall()
+    try:
+        with deepspeed_world():
+            # Without ZeRO, DeepSpeed's clipping depends on ep_size: it averages the norms of the ranks.
+            settings = {
+                "optimizer": adam_of,
+                "clip": 0.5 if zero else 0.0,
+                **expert_parallel(ep_size, preset),
+                **config,
+            }
+            run = engine(model_of(preset), zero=zero, **settings)
+            kinds = {type(module).__name__ for module in run.module.modules()}
+            assert ("SonicEPAutoEPLayer" in kinds, "AutoEPMoELayer" in kinds) == (ours, not ours)
+            return train(run, batches(rank, STEPS), loss_of)
+    finally:
+        AutoEP.uninstall()
+
+
+def trained_each_way(rank: int, preset: str, zero: int, ep_sizes: tuple[int, ...]) -> dict[str, list[Step]]:
+    """Stock at the first ep_size, ours at each of them."""
+    runs = {f"ours ep_size={size}": trained(rank, preset, zero, size, True) for size in ep_sizes}
+    return {"stock": trained(rank, preset, zero, ep_sizes[0], False), **runs}
+
+
+def assert_alike(runs: dict[str, list[Step]]) -> None:
+    stock = torch.tensor(runs.pop("stock"))
+    assert stock[-1, 0] < stock[0, 0] - 0.5  # it learns, so that there is something to compare
+    for name, steps in runs.items():
+        losses_and_norms = torch.tensor(steps)
+        torch.testing.assert_close(losses_and_norms[:, 0], stock[:, 0], rtol=0, atol=5e-6, msg=_named(name))
+        torch.testing.assert_close(losses_and_norms[:, 1], stock[:, 1], rtol=2e-5, atol=0, msg=_named(name))
+
+
+def _named(name: str) -> Callable[[str], str]:
+    return lambda text: f"{name}: {text}"
+
+
+@pytest.mark.parametrize(
+    ("preset", "zero"),
+    [
+        *(("qwen3_moe", zero) for zero in range(4)),
+        ("mixtral", 1),
+        ("mixtral", 3),
+        ("deepseek_v3", 0),
+        ("deepseek_v3", 2),
+        ("deepseek_v3", 3),
+    ],
+)
+def test_two_ranks_train_as_stock_and_for_every_ep_size(ranks: Ranks, preset: str, zero: int) -> None:
+    assert_alike(ranks(2).run(trained_each_way, preset, zero, (2, 1))[0])
+
+
+@pytest.mark.parametrize(("zero", "ep_sizes"), [(0, (2,)), (1, (2, 4)), (2, (4,)), (3, (2,))])
+def test_four_ranks_train_as_stock_and_for_every_ep_size(ranks: Ranks, zero: int, ep_sizes: tuple[int, ...]) -> None:
+    assert_alike(ranks(4).run(trained_each_way, "qwen3_moe", zero, ep_sizes)[0])
