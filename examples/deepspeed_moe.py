@@ -214,24 +214,24 @@ def qwen3_moe(options: argparse.Namespace, ours: bool) -> tuple[nn.Module, dict[
     else:
         AutoEP.uninstall()
     sizes = load_config(options.config)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=sizes.d,
-        moe_intermediate_size=sizes.n,
-        num_experts=sizes.E,
-        num_experts_per_tok=sizes.K,
-        norm_topk_prob=True,
-        num_hidden_layers=options.layers,
-        num_attention_heads=sizes.d // 32,
-        num_key_value_heads=sizes.d // 32,
-        head_dim=32,
-        max_position_embeddings=options.seq + 1,
-        output_router_logits=True,
-        router_aux_loss_coef=AUX_WEIGHT,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": sizes.d,
+        "moe_intermediate_size": sizes.n,
+        "num_experts": sizes.E,
+        "num_experts_per_tok": sizes.K,
+        "norm_topk_prob": True,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": sizes.d // 32,
+        "num_key_value_heads": sizes.d // 32,
+        "head_dim": 32,
+        "max_position_embeddings": options.seq + 1,
+        "output_router_logits": True,
+        "router_aux_loss_coef": AUX_WEIGHT,
+    }
     torch.manual_seed(options.seed)  # whole models, equal on all ranks; AutoEP takes each rank's experts from it
     section = {"enabled": True, "autoep_size": ep_size_of(options), "preset_model": "qwen3_moe"}
-    return Qwen3MoeForCausalLM(config), {"expert_parallel": section}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)), {"expert_parallel": section}
 
 
 def hugging_face_loss(engine: Any, windows: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +181,12 @@ def test_gradient_checkpointing_and_auxiliary_loss_are_as_with_stock(ranks: Rank
 def test_what_is_not_supported_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         replaced("qwen3_moe", 1, True, **fields)
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    layer: Any = last_layer("qwen3_moe", 1, True)
+    with pytest.raises(ValueError, match="autotp_size=2 with expert_parallel is not supported"):
+        layer.set_deepspeed_parallelism(folding_group_handles=SimpleNamespace(spec=SimpleNamespace(tp_size=2)))
 
 
 def test_group_scores_of_deepseek_v2_are_refused() -> None:
