@@ -76,3 +76,32 @@ def test_two_ranks_train_as_stock_and_for_every_ep_size(ranks: Ranks, preset: st
 @pytest.mark.parametrize(("zero", "ep_sizes"), [(0, (2,)), (1, (2, 4)), (2, (4,)), (3, (2,))])
 def test_four_ranks_train_as_stock_and_for_every_ep_size(ranks: Ranks, zero: int, ep_sizes: tuple[int, ...]) -> None:
     assert_alike(ranks(4).run(trained_each_way, "qwen3_moe", zero, ep_sizes)[0])
+
+
+def trained_from_partitions(rank: int) -> tuple[list[Step], list[Step]]:
+    """Stock and ours at ZeRO 3, of a model that is partitioned as soon as it is made."""
+    import deepspeed
+    from transformers import Qwen3MoeForCausalLM  # noqa: F401 - torch's own imports fail inside of zero.Init
+
+    from sonic_ep.integrations.deepspeed import AutoEP
+
+    curves = []
+    for ours in (False, True):
+        AutoEP.install() if ours else AutoEP.uninstall()
+        with deepspeed_world():
+            config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                model = model_of("qwen3_moe")
+            # Hugging Face does not initialise the experts of such a model.
+            for weight in model.parameters():
+                with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+                    weight.copy_(torch.linspace(-1, 1, weight.numel()).sin().view(weight.shape) / weight.shape[-1])
+            run = engine(model, zero=3, optimizer=adam_of, **expert_parallel(2, "qwen3_moe"))
+            curves.append(train(run, batches(rank, 4), loss_of))
+    AutoEP.uninstall()
+    return curves[0], curves[1]
+
+
+def test_a_model_made_under_zero_init_trains_as_stock(ranks: Ranks) -> None:
+    stock, ours = ranks(2).run(trained_from_partitions)[0]
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=0, atol=5e-6)
