@@ -78,6 +78,17 @@ def test_four_ranks_train_as_stock_and_for_every_ep_size(ranks: Ranks, zero: int
     assert_alike(ranks(4).run(trained_each_way, "qwen3_moe", zero, ep_sizes)[0])
 
 
+def trained_across(rank: int) -> dict[str, list[Step]]:
+    """With EP groups of ranks that are not neighbours."""
+    config = {"use_data_before_expert_parallelism": True}
+    kinds = {"stock": False, "ours": True}
+    return {name: trained(rank, "qwen3_moe", 1, 2, ours, **config) for name, ours in kinds.items()}
+
+
+def test_groups_that_go_across(ranks: Ranks) -> None:
+    assert_alike(ranks(4).run(trained_across)[0])
+
+
 def trained_from_partitions(rank: int) -> tuple[list[Step], list[Step]]:
     """Stock and ours at ZeRO 3, of a model that is partitioned as soon as it is made."""
     import deepspeed
