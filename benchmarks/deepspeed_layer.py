@@ -238,7 +238,7 @@ def main() -> None:
         for name, figures in results["contestants"].items():
             print(name, {key: round(value, 3) for key, value in figures.items()}, flush=True)
         options.out.write_text(json.dumps(results, indent=1) + "\n")
-    dist.destroy_process_group()
+    deepspeed.comm.destroy_process_group()
 
 
 if __name__ == "__main__":

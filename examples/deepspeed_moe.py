@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore")  # DeepSpeed uses names that torch has renewed
     start_deepspeed(device)
     train(options, device, corpus)
-    dist.destroy_process_group()
+    importlib.import_module("deepspeed.comm").destroy_process_group()  # torch's leaves DeepSpeed holding groups
 
 
 def start_deepspeed(device: torch.device) -> None:
