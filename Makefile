@@ -45,8 +45,8 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone: any other package could pull in a newer one. A torch built for CUDA brings the Triton it
-# needs; the CPU build has none and gets the oldest that we support. The build backend is installed from the constraints
-# too, so that nothing is resolved outside of them.
+# needs; the CPU build has none and gets the oldest that we support. The build backends, ours and DeepSpeed's, are
+# installed from the constraints too, so that nothing is resolved outside of them.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "sonic_ep needs Python >= 3.11, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
@@ -55,7 +55,7 @@ $(STAMP):
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(RUN) -m pip --quiet show triton >/dev/null 2>&1 || $(PIP) --quiet 'triton==3.6.0; sys_platform == "linux"'
-	$(PIP) --quiet hatchling
+	$(PIP) --quiet hatchling setuptools wheel
 	$(PIP) --quiet --no-build-isolation --editable '.[dev,train]'
 	@rm -f $(VENV)/.installed-*
 	@touch $@

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sonic_ep.checks import problem_with_weights
+from sonic_ep.checks import problem_with_up, problem_with_weights
 from sonic_ep.compiled import moe_in_graph
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
@@ -34,6 +34,7 @@ def moe(
     b1_eJ: Tensor | None = None,
     b2_eH: Tensor | None = None,
     *,
+    up_eIH: Tensor | None = None,
     transport: Transport,
     group: EPGroup,
     activation: str = "swiglu",
@@ -46,7 +47,8 @@ def moe(
     Shapes:  x_TH (T, H); w1_eJH (e, J, H), w2_eHI (e, H, I), b1_eJ (e, J), b2_eH (e, H) of this rank's e = E / ep_size
              experts, in the dtype of x; result (T, H) in the dtype of x.
     Layout:  for gated activations, rows of w1 (and b1) are gate and up in turn; "concatenated" takes [gate; up] halves
-             and costs a copy of w1 a call.
+             and costs a copy of w1 a call. With `up_eIH` w1_eJH is the gate alone, (e, I, H), and b1 is None:
+             weights kept apart elsewhere. Forward and backward each copy the two into one, and keep nothing of it.
     Keeps:   x_TH, or with `keep_dispatched` the received rows, which saves one dispatch in backward.
     Adds:    with `accumulate_into_main_grad` backward adds dW1 and dW2 to `w.main_grad`, of any floating dtype, where a
              weight (a leaf) has one, and sets `w.grad_added_to_main_grad = True`, as Megatron-Core's layers do. The
@@ -62,10 +64,13 @@ def moe(
     if routing.num_tokens != x_TH.shape[0]:
         raise ValueError(f"the routing is of {routing.num_tokens} tokens, x has {x_TH.shape[0]}")
     E = routing.counts.rows_SE.shape[1]
-    problem = problem_with_weights(x_TH, w1_eJH, w2_eHI, b1_eJ, b2_eH, gated=act.gated, local_experts=E // group.size)
+    gated = act.gated and up_eIH is None
+    problem = problem_with_weights(x_TH, w1_eJH, w2_eHI, b1_eJ, b2_eH, gated=gated, local_experts=E // group.size)
+    if problem is None and up_eIH is not None:
+        problem = problem_with_up(w1_eJH, up_eIH, gated=act.gated, b1=b1_eJ)
     if problem is not None:
         raise ValueError(problem)
-    if act.gated and layout == "concatenated":
+    if gated and layout == "concatenated":
         w1_eJH, b1_eJ = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ)
     gates_N = routing.gates_N.to(torch.promote_types(routing.gates_N.dtype, torch.float32))
     routing = replace(routing, gates_N=gates_N)
@@ -74,13 +79,18 @@ def moe(
             raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
         if type(transport) is not transport_type(group):
             raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
-        weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
+        weights = ExpertWeights(_interleaved(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH)
         keeps_received = keep_dispatched and group.size > 1
         return moe_in_graph(x_TH, routing, weights, group=group, activation=activation, keeps_received=keeps_received)
     plan = plan_for(routing.counts, group.rank)
     call = Call(transport, act, keep_dispatched)
     owners = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
-    return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, owners)
+    return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, owners)
+
+
+def _interleaved(w1: Tensor, up_eIH: Tensor | None) -> Tensor:
+    """(e, J, H) as the kernels take it."""
+    return w1 if up_eIH is None else torch.stack([w1, up_eIH], 2).flatten(1, 2)
 
 
 class _ExpertParallelMLP(torch.autograd.Function):
@@ -89,7 +99,8 @@ class _ExpertParallelMLP(torch.autograd.Function):
         ctx: Any,
         x_TH: Tensor,
         gates_N: Tensor,
-        w1_eJH: Tensor,
+        w1: Tensor,
+        up_eIH: Tensor | None,
         w2_eHI: Tensor,
         b1_eJ: Tensor | None,
         b2_eH: Tensor | None,
@@ -99,8 +110,9 @@ class _ExpertParallelMLP(torch.autograd.Function):
         owners: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
         opened = call.transport.open(routing, plan)
-        out_TH, kept = forward(x_TH, opened, ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH), call)
-        ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *kept.receipt.lists())
+        out_TH, kept = forward(x_TH, opened, ExpertWeights(_interleaved(w1, up_eIH), w2_eHI, b1_eJ, b2_eH), call)
+        weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)
+        ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, *weights, *kept.receipt.lists())
         # Not from saved_tensors: what hooks on them give back may have no attributes.
         ctx.sizes, ctx.call, ctx.owners = kept.receipt.without_lists(), call, owners
         return out_TH
@@ -108,18 +120,22 @@ class _ExpertParallelMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows, h_PJ, gates_P, w1_eJH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
+        rows, h_PJ, gates_P, w1, up_eIH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
         # Unless the graph is kept for another backward, H lives on in `kept` alone.
         ctx.maybe_clear_saved_tensors()
         kept = Kept(rows, h_PJ, gates_P, ctx.sizes.with_lists(tuple(lists)))
         del h_PJ
-        weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
-        needs, (owner1, owner2) = ctx.needs_input_grad[2:6], ctx.owners
+        weights = ExpertWeights(_interleaved(w1, up_eIH), w2_eHI, b1_eJ, b2_eH)
+        needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
+        needs, (owner1, owner2) = (needs_gate or needs_up, *needs), ctx.owners
         into = _main_grad(owner1) if needs[0] else None, _main_grad(owner2) if needs[1] else None
         dx_TH, dgates_N, dw1, dw2, *dbiases = backward(grad_outputs[0], kept, weights, ctx.call, needs, into)
         dw1 = dw1 if into[0] is None else _placeholder(owner1)
         dw2 = dw2 if into[1] is None else _placeholder(owner2)
-        return dx_TH, dgates_N, dw1, dw2, *dbiases, None, None, None, None
+        dup = None
+        if up_eIH is not None and dw1 is not None:
+            dw1, dup = dw1.unflatten(1, (-1, 2)).unbind(2)
+        return dx_TH, dgates_N, dw1, dup, dw2, *dbiases, None, None, None, None
 
 
 def _main_grad(weight: Tensor | None) -> Tensor | None:

@@ -167,6 +167,38 @@ def test_both_weight_layouts_give_one_result() -> None:
     assert arguments["w1_eJH"].grad.shape == arguments["w1_eJH"].shape
 
 
+def test_gate_and_up_apart_give_the_same_and_keep_no_copy() -> None:
+    arguments = layer_arguments()
+    w1, w2, x = (arguments[name].requires_grad_(True) for name in ("w1_eJH", "w2_eHI", "x_TH"))
+    gate, up = (half.detach().clone().requires_grad_(True) for half in w1.unflatten(1, (-1, 2)).unbind(2))
+    apart = {**arguments, "w1_eJH": gate, "up_eIH": up}
+    assert saved_bytes(lambda: moe(**apart), [gate, up, w2]) == saved_bytes(lambda: moe(**arguments), [w1, w2])
+    wanted, got = moe(**arguments), moe(**apart)
+    assert torch.equal(got, wanted)
+    wanted_grads = torch.autograd.grad(wanted.square().sum(), [w1, w2, x])
+    dgate, dup, *grads = torch.autograd.grad(got.square().sum(), [gate, up, w2, x])
+    assert torch.equal(torch.stack([dgate, dup], 2).flatten(1, 2), wanted_grads[0])
+    assert all(map(torch.equal, grads, wanted_grads[1:]))
+    moe(**{**apart, "w1_eJH": gate.detach()}).sum().backward()  # a frozen gate
+    assert up.grad.is_contiguous()
+    assert gate.grad is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"up_eIH": torch.zeros(4, 5, D)}, r"up is \(4, 5, 32\) .*, w1 \(the gate\) is \(4, 6, 32\)"),
+        ({"up_eIH": torch.zeros(4, 6, D), "activation": "gelu"}, "up goes with a gated activation and without b1"),
+        ({"up_eIH": torch.zeros(4, 6, D), "b1_eJ": torch.zeros(4, 6)}, "without b1; pass w1 with gate and up"),
+        ({}, r"w2 has shape \(4, 32, 6\), wanted \(4, 32, 3\)"),
+    ],
+)
+def test_a_wrong_up_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments = {**layer_arguments(), "w1_eJH": torch.zeros(4, 6, D), **change}
+    with pytest.raises(ValueError, match=message):
+        moe(**arguments)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

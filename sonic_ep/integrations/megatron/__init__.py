@@ -4,7 +4,7 @@ docs/megatron.md says what every MoE field of TransformerConfig does here. Tried
 """
 
 from sonic_ep.integrations.megatron.layer import SonicEPMoELayer
-from sonic_ep.integrations.megatron.options import SonicEPOptions
 from sonic_ep.integrations.megatron.spec import get_sonic_ep_moe_spec, use_sonic_ep
+from sonic_ep.integrations.options import SonicEPOptions
 
 __all__ = ["SonicEPMoELayer", "SonicEPOptions", "get_sonic_ep_moe_spec", "use_sonic_ep"]

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from sonic_ep.config import MAX_E, MAX_K
 from sonic_ep.integrations.megatron.activation import activation_of
-from sonic_ep.integrations.megatron.options import SonicEPOptions
+from sonic_ep.integrations.options import SonicEPOptions
 
 _GRAPHED = {CudaGraphScope.moe, CudaGraphScope.moe_router, CudaGraphScope.moe_preprocess, CudaGraphScope.full_iteration}
 _OFFLOADED = {"expert_fc1", "moe_act"}

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from sonic_ep.integrations.megatron.experts import SonicEPExperts
 from sonic_ep.integrations.megatron.fields import check
-from sonic_ep.integrations.megatron.options import SonicEPOptions
 from sonic_ep.integrations.megatron.rounding import RoundedRouter
 from sonic_ep.integrations.megatron.routing_map import routing_of_map
+from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.routing import Routing
 
 

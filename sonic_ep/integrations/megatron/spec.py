@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
 from sonic_ep.integrations.megatron.layer import SonicEPMoELayer
-from sonic_ep.integrations.megatron.options import SonicEPOptions
+from sonic_ep.integrations.options import SonicEPOptions
 
 Spec = TypeVar("Spec")
 

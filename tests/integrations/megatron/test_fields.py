@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from sonic_ep import RoundingConfig
 from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.megatron.fields import FIELDS, check
-from sonic_ep.integrations.megatron.options import SonicEPOptions
+from sonic_ep.integrations.options import SonicEPOptions
 
 # Fields of 0.16.1 that a MoE layer never meets: attention, embedding, norms, pipeline schedule, Mamba, dense layers.
 OTHERS = """

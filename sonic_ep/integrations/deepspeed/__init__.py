@@ -1,0 +1,11 @@
+"""sonic_ep in DeepSpeed: `MoE` stands in for deepspeed.moe.layer.MoE; `AutoEP.install()`, called before
+deepspeed.initialize, puts our layer into Hugging Face models with an `expert_parallel` config.
+
+docs/deepspeed.md says what every argument and field does here. Tried with deepspeed 0.19.8.
+"""
+
+from sonic_ep.integrations.deepspeed.autoep import AutoEP
+from sonic_ep.integrations.deepspeed.moe import MoE
+from sonic_ep.integrations.options import SonicEPOptions
+
+__all__ = ["AutoEP", "MoE", "SonicEPOptions"]

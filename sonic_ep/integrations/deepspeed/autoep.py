@@ -1,0 +1,105 @@
+"""`AutoEP.install()`: from then on DeepSpeed's AutoEP builds our layer wherever it would build its own.
+
+Two functions of DeepSpeed are wrapped: the one that puts a layer in the place of a Hugging Face block, and the one that
+loads checkpoints, which would take optimizer state of another ep_size for its own without a word. Written for 0.19.8.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.checkpoint.constants import AUTOEP_LAYERS_KEY, AUTOEP_LAYERS_KEY_LEGACY
+from deepspeed.module_inject import auto_ep_layer
+from deepspeed.module_inject.auto_ep import AutoEP as StockAutoEP
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from sonic_ep.integrations.deepspeed.autoep_layer import SonicEPAutoEPLayer
+from sonic_ep.integrations.options import SonicEPOptions
+
+_WRAPPED: dict[tuple[type, str], Callable[..., Any]] = {}
+
+
+class AutoEP:
+    """The switch, for this process. Engines that exist when it is turned keep the layers they have."""
+
+    @staticmethod
+    def install(options: SonicEPOptions | None = None) -> None:
+        """Call it before `deepspeed.initialize`, on every rank alike; again to change the options.
+
+        Example: AutoEP.install(); engine, *_ = deepspeed.initialize(model=hf_model, config={"expert_parallel": ...})
+        """
+        AutoEP.uninstall()
+        layer = functools.partial(SonicEPAutoEPLayer, options=options or SonicEPOptions())
+        _wrap(StockAutoEP, "_replace_moe_layer_without_retarget", functools.partial(_replace, layer=layer))
+        _wrap(DeepSpeedEngine, "_load_checkpoint", _load_checkpoint)
+
+    @staticmethod
+    def uninstall() -> None:
+        """Give DeepSpeed its own layer back."""
+        for (owner, name), stock in _WRAPPED.items():
+            setattr(owner, name, stock)
+        _WRAPPED.clear()
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Let `owner.name(self, ...)` be `wrapper(stock, self, ...)`."""
+    stock = _WRAPPED[owner, name] = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(stock, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _replace(stock: Callable[..., Any], *args: Any, layer: Callable[..., Any], **kwargs: Any) -> Any:
+    # Only while it builds: the engine tells AutoEP layers by this name, and ours is a subclass.
+    built_otherwise = auto_ep_layer.AutoEPMoELayer
+    auto_ep_layer.AutoEPMoELayer = layer  # type: ignore[misc, assignment]
+    try:
+        return stock(*args, **kwargs)
+    finally:
+        auto_ep_layer.AutoEPMoELayer = built_otherwise
+
+
+def _load_checkpoint(
+    stock: Callable[..., Any],
+    engine: Any,
+    load_dir: str,
+    tag: str,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Callable[..., Any] | None = None,
+) -> Any:
+    if load_optimizer_states and not load_module_only and not engine.load_universal_checkpoint():
+        _refuse_other_ep_size(engine, load_dir, tag)
+    return stock(
+        engine,
+        load_dir,
+        tag,
+        load_module_strict=load_module_strict,
+        load_optimizer_states=load_optimizer_states,
+        load_lr_scheduler_states=load_lr_scheduler_states,
+        load_module_only=load_module_only,
+        custom_load_fn=custom_load_fn,
+    )
+
+
+def _refuse_other_ep_size(engine: Any, load_dir: str, tag: str) -> None:
+    """Raise ValueError if the optimizer state of a checkpoint is of another ep_size than the engine's layers."""
+    ours = [module for module in engine.module.modules() if isinstance(module, SonicEPAutoEPLayer)]
+    files = engine._get_all_ckpt_names(load_dir, tag)
+    if not ours or not files:
+        return  # without a file DeepSpeed has something to say
+    saved = engine.checkpoint_engine.load(files[0], map_location="cpu")
+    entries = saved.get(AUTOEP_LAYERS_KEY) or saved.get(AUTOEP_LAYERS_KEY_LEGACY) or ()
+    sizes = {entry["ep_size"] for entry in entries}
+    if sizes - {ours[0].ep_size}:
+        raise ValueError(
+            f"the checkpoint {load_dir}/{tag} was saved at autoep_size={sizes.pop()}, this engine has "
+            f"autoep_size={ours[0].ep_size}: its optimizer state belongs to other experts. Convert it with "
+            'deepspeed/checkpoint/ds_to_universal.py and load it with {"checkpoint": {"load_universal": true}}, or '
+            "take the weights alone: load_checkpoint(..., load_module_only=True)"
+        )

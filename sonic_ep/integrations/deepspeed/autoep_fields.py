@@ -1,0 +1,172 @@
+"""What every field of `expert_parallel` does under our layer: honoured, without effect, or refused.
+
+docs/deepspeed_autoep.md prints this table. A field that DeepSpeed adds must be entered here.
+"""
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deepspeed.module_inject.auto_ep_config import AutoEPConfig, MoELayerSpec
+
+from sonic_ep.config import MAX_E, MAX_K, MoEConfig, RoundingConfig, RouterConfig
+from sonic_ep.integrations.options import SonicEPOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field. accepts: of which values `effect` is said; set: what to set instead of others, which are refused, or,
+    where the field has no effect, warned of."""
+
+    name: str
+    effect: Literal["honoured", "no effect", "refused"]
+    how: str
+    accepts: Callable[[Any], bool] | None = None
+    set: str = ""
+
+
+def _honoured(how: str, *names: str) -> tuple[Field, ...]:
+    return tuple(Field(name, "honoured", how) for name in names)
+
+
+def _without_effect(how: str, **defaults: Any) -> tuple[Field, ...]:
+    """Fields that are told of, once, when they are not at their default."""
+    return tuple(
+        Field(name, "no effect", how, lambda value, default=default: value == default, f"{name}={default!r}")
+        for name, default in defaults.items()
+    )
+
+
+_DETECTION = "by AutoEP, which finds the blocks and copies their weights"
+_GEMM = "which grouped GEMM AutoEP would run"
+_DEEPEP = "of the DeepEP backend"
+
+FIELDS: tuple[Field, ...] = (
+    *_honoured("", "enabled"),
+    *_honoured("ep_size; a divisor of the number of experts", "autoep_size"),
+    *_honoured(
+        _DETECTION,
+        "preset_model",
+        "moe_layer_pattern",
+        "expert_pattern",
+        "router_pattern",
+        "expert_w1",
+        "expert_w2",
+        "expert_w3",
+        "num_experts_attr",
+        "has_shared_experts",
+        "shared_experts_pattern",
+        "shared_experts_gate_pattern",
+    ),
+    *_honoured(f"1 to {MAX_K} of at most {MAX_E} experts", "top_k", "top_k_attr"),
+    *_honoured("softmax or sigmoid, in fp32", "score_func"),
+    *_honoured("the K scores divided by their sum", "route_norm"),
+    *_honoured("factor on every combine weight", "route_scale", "routed_scaling_factor"),
+    *_honoured("groups scored by their two best experts", "num_expert_groups", "num_limited_groups"),
+    *_honoured("swiglu, geglu_tanh, swiglu_oai (alpha 1.702, limit 7); swiglu_clamped is refused", "expert_activation"),
+    Field(
+        "score_apply",
+        "refused",
+        "weights act on the experts' output",
+        lambda value: value in ("auto", "post"),
+        "score_apply='post'",
+    ),
+    Field(
+        "comm_backend",
+        "refused",
+        "the layer brings its own transport",
+        lambda value: value == "comm",
+        "comm_backend='comm'",
+    ),
+    Field(
+        "expert_tensor_parallel_size",
+        "refused",
+        "experts are dealt to ranks whole; nor is tensor_parallel.autotp_size > 1 taken",
+        lambda value: value == 1,
+        "expert_tensor_parallel_size=1",
+    ),
+    Field(
+        "load_balance_coeff",
+        "refused",
+        "by DeepSpeed itself",
+        lambda value: value is None,
+        "load_balance_coeff=None",
+    ),
+    *_without_effect(_GEMM, use_grouped_mm=True, disable_triton_grouped_mm=False, gate_up_impl="separate"),
+    *_without_effect("the combine is one fused sum in fp32", combine_impl="auto"),
+    *_without_effect("counts reach the host late as it is", async_split_plan=False),
+    *_without_effect(_DEEPEP, row_weighting_impl="auto", comm_num_sm=12, comm_qp_margin=4, comm_max_tokens_per_rank=0),
+    *_without_effect("of expert and tensor parallelism together", validate_folding_routing=False),
+)
+
+_ACTIVATIONS = {"swiglu": "swiglu", "geglu_tanh": "geglu", "swiglu_oai": "swiglu_oai"}
+
+
+def table() -> list[str]:
+    """FIELDS as Markdown, one row for neighbours that have all but the name in common."""
+    lines = ["| field of `expert_parallel` | here | how, or why not |", "|---|---|---|"]
+    for (effect, how), fields in itertools.groupby(FIELDS, lambda each: (each.effect, each.how)):
+        group = list(fields)
+        only = "".join(f"; set {field.set}" for field in group if effect == "refused")
+        lines.append(f"| {', '.join(f'`{field.name}`' for field in group)} | {effect} | {how}{only} |")
+    return lines
+
+
+def check(spec: MoELayerSpec, config: AutoEPConfig) -> None:
+    """Raise ValueError, naming field, value and fix, for what the layer does not honour; warn of what does nothing."""
+    known, ignored = {field.name: field for field in FIELDS}, []
+    for field in dataclasses.fields(config):
+        value, ours = getattr(config, field.name), known.get(field.name)
+        if ours is None and not field.name.startswith("_") and value != field.default:
+            raise ValueError(f"expert_parallel.{field.name}={value!r} is not known to this version of sonic_ep")
+        if ours is None or ours.accepts is None or ours.accepts(value):
+            continue
+        if ours.effect == "refused":
+            raise ValueError(f"expert_parallel.{field.name}={value!r} is not supported ({ours.how}); set {ours.set}")
+        ignored.append(f"{field.name}={value!r} ({ours.how})")
+    if ignored:
+        warnings.warn(f"without effect in sonic_ep's AutoEP layer: {'; '.join(ignored)}", UserWarning, stacklevel=3)
+    if config.score_apply == "auto" and spec.score_apply != "post":
+        raise ValueError(
+            f"preset {spec.model_family!r} weighs the experts' input (score_apply='pre'), and weights act on the "
+            "output here; if that is the same for the model, set expert_parallel.score_apply='post'"
+        )
+    if (spec.num_expert_groups or 1) > 1 and spec.group_score_func != "top2_sum":
+        raise ValueError(
+            f"preset {spec.model_family!r} scores groups of experts by {spec.group_score_func!r}, which is not "
+            "supported; only the sum of a group's two best experts ('top2_sum', as in DeepSeek-V3) is"
+        )
+    activation_of(spec)
+
+
+def activation_of(spec: MoELayerSpec) -> str:
+    """The name that the experts' activation has here. Raises ValueError for one that has none."""
+    name = spec.expert_activation
+    numbers = (spec.expert_activation_alpha, spec.expert_activation_limit)
+    if name not in _ACTIVATIONS or (name == "swiglu_oai" and numbers != (1.702, 7.0)):
+        raise ValueError(
+            f"expert_activation={name!r} with alpha {numbers[0]}, limit {numbers[1]} has no kernel here; supported are "
+            f"{', '.join(_ACTIVATIONS)}, the last with alpha 1.702 and limit 7"
+        )
+    return _ACTIVATIONS[name]
+
+
+def config_of(spec: MoELayerSpec, config: AutoEPConfig, options: SonicEPOptions) -> MoEConfig:
+    """What the router is, as our router's operations take it."""
+    return MoEConfig(
+        d=spec.hidden_size,
+        n=spec.ffn_hidden_size,
+        E=spec.num_experts,
+        K=spec.top_k,
+        router=RouterConfig(
+            score=spec.score_func,
+            renormalize=spec.route_norm if config.route_norm is None else config.route_norm,
+            scale=spec.route_scale,
+            num_groups=spec.num_expert_groups or 1,
+            groups_per_token=(spec.num_limited_groups or 1) if spec.num_expert_groups else 1,
+        ),
+        rounding=options.rounding or RoundingConfig(mode="off"),
+    )

@@ -1,0 +1,100 @@
+"""`SonicEPAutoEPLayer`: AutoEP's layer with our routing, transport and experts; everything else of it stays.
+
+Parameters, their names, marks and order, the shared expert, checkpoints and groups are DeepSpeed's, so that the engine,
+ZeRO and the checkpoint code find what they look for.
+
+Legend: T tokens and H hidden size on this rank, e local experts, I expert width.
+"""
+
+from typing import Any
+
+import torch
+from deepspeed.module_inject.auto_ep_config import AutoEPConfig, MoELayerSpec
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.ep_experts import GroupedExperts
+from torch import Tensor, nn
+
+from sonic_ep.functional import moe
+from sonic_ep.groups import EPGroup
+from sonic_ep.integrations.deepspeed.autoep_fields import activation_of, check, config_of
+from sonic_ep.integrations.deepspeed.autoep_router import SonicEPRouter
+from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.routing import Routing
+from sonic_ep.transports import transport_for
+
+
+class SonicEPAutoEPLayer(AutoEPMoELayer):
+    """What `AutoEP.install()` lets DeepSpeed build, with DeepSpeed's own arguments.
+
+    Raises ValueError for what `expert_parallel` asks and this layer has not: see autoep_fields.py.
+    """
+
+    router: Any
+    experts: Any
+    tokens_per_expert: Tensor
+
+    def __init__(
+        self,
+        spec: MoELayerSpec,
+        source_module: nn.Module,
+        ep_size: int,
+        ep_rank: int,
+        config: AutoEPConfig,
+        deepep_scope: int | None = None,
+        *,
+        options: SonicEPOptions,
+    ) -> None:
+        check(spec, config)
+        super().__init__(spec, source_module, ep_size, ep_rank, config, deepep_scope)
+        # Another forward for modules that DeepSpeed has filled: parameters, buffers and aliases stay where they are.
+        self.router.__class__ = SonicEPRouter
+        self.router.bind(config_of(spec, config, options))
+        self.experts.__class__ = SonicEPGroupedExperts
+        self.experts.bind(activation_of(spec), options.keep_dispatched)
+        self.ep = EPGroup.alone()
+
+    def set_deepspeed_parallelism(
+        self, use_data_before_expert_parallel_: bool = False, folding_group_handles: Any = None
+    ) -> None:
+        """Called by the engine: take the group that DeepSpeed has made, or makes, for `ep_group_name`."""
+        if folding_group_handles is not None and folding_group_handles.spec.tp_size > 1:
+            raise ValueError(
+                f"tensor_parallel.autotp_size={folding_group_handles.spec.tp_size} with expert_parallel is not "
+                "supported: tokens would be routed once for every TP rank; set tensor_parallel.autotp_size to 1"
+            )
+        super().set_deepspeed_parallelism(use_data_before_expert_parallel_, folding_group_handles)
+        self.ep = EPGroup(self.ep_group) if self.ep_size > 1 else EPGroup.alone()
+
+    def _forward(self, hidden_states: Tensor) -> Any:
+        H = hidden_states.shape[-1]
+        x_TH = hidden_states.reshape(-1, H)
+        routing, counts_E = self.router(x_TH, self.ep)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts_E)
+        output = self.experts(x_TH, routing, self.ep).view_as(hidden_states)
+        return self._finalize_output(output, x_TH, hidden_states, H)
+
+
+class SonicEPGroupedExperts(GroupedExperts):
+    """w1 (e, I, H) the gate, w3 (e, I, H) up, w2 (e, H, I) down, as DeepSpeed's checkpoints, ZeRO and Muon know them.
+
+    ZeRO gathers and frees parameters around the forward of the module that owns them, so that is where they are used.
+    """
+
+    def bind(self, our_activation: str, keep_dispatched: bool) -> None:
+        self.our_activation, self.keep_dispatched = our_activation, keep_dispatched
+
+    def forward(self, x_TH: Tensor, routing: Routing, group: EPGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
+        gate_eIH, up_eIH, down_eHI = (weight.to(x_TH.dtype) for weight in (self.w1, self.w3, self.w2))
+        return moe(
+            x_TH,
+            routing,
+            gate_eIH,
+            down_eHI,
+            up_eIH=up_eIH,
+            transport=transport_for(group),
+            group=group,
+            activation=self.our_activation,
+            keep_dispatched=self.keep_dispatched,
+        )

@@ -1,0 +1,86 @@
+"""`StackedExperts`: the local experts' weights as the kernels take them, under DeepSpeed's names in every state dict.
+
+DeepSpeed keeps one module per local expert and writes one file per global expert; engine and files know experts by the
+keys of a state dict, `deepspeed_experts.{local}.<name in the template>`. So those are what the module saves and loads,
+while the parameters that the optimizer sees are stacked and no step copies them.
+
+Legend: e local experts, H hidden size, I expert width, J = 2I if gated else I.
+"""
+
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from sonic_ep.integrations.deepspeed.template import Template
+
+NAMES = ("w1", "b1", "w2", "b2")  # in the order in which a template of two layers has them
+
+
+@final
+class StackedExperts(nn.Module):
+    """w1 (e, J, H), gate and up rows in turn; w2 (e, H, I); b1 (e, J) and b2 (e, H) where the template has biases.
+
+    All experts start as the template does, as DeepSpeed's copies. Every parameter is marked as DeepSpeed marks an
+    expert's: `allreduce = False` and `group_name`, by which its optimizers sort, reduce and divide the gradients.
+    """
+
+    w1: nn.Parameter
+    w2: nn.Parameter
+    b1: nn.Parameter | None
+    b2: nn.Parameter | None
+
+    def __init__(self, expert: nn.Module, template: Template, num_local_experts: int, group_name: str) -> None:
+        super().__init__()
+        self.template, self.num_local_experts = template, num_local_experts
+        values = template.values(expert)
+        for name in NAMES:
+            parameter = None
+            if name in values:
+                stacked = values[name].detach().expand(num_local_experts, *values[name].shape).clone()
+                parameter = nn.Parameter(stacked.contiguous())
+                parameter.allreduce = False  # type: ignore[attr-defined]
+                parameter.group_name = group_name  # type: ignore[attr-defined]
+            self.register_parameter(name, parameter)
+
+    def _entries(self, keep_vars: bool = False) -> dict[str, Tensor]:
+        """Views of the parameters under the keys of DeepSpeed's Experts."""
+        stacked = {name: value if keep_vars else value.detach() for name, value in self.named_parameters()}
+        return {
+            f"deepspeed_experts.{local}.{name}": value
+            for local in range(self.num_local_experts)
+            for name, value in self.template.entries({key: all_[local] for key, all_ in stacked.items()}).items()
+        }
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for key, value in self._entries(keep_vars).items():
+            destination[prefix + key] = value
+
+    @torch.no_grad()
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        entries = self._entries()
+        if self.w1.is_meta:
+            error_msgs.append(f"the experts of {prefix} have no memory yet: call to_empty(device=...) before loading")
+        for key, own in entries.items():
+            value = state_dict.get(prefix + key)
+            if value is None:
+                missing_keys.append(prefix + key)
+            elif value.shape != own.shape:
+                error_msgs.append(
+                    f"size mismatch for {prefix}{key}: {tuple(value.shape)} in the checkpoint, {tuple(own.shape)} here"
+                )
+            else:
+                own.copy_(value)
+        if strict:
+            unexpected_keys += [
+                key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in entries
+            ]

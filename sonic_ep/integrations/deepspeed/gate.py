@@ -1,0 +1,90 @@
+"""`Gate`: DeepSpeed's TopKGate with drop_tokens=False, by our router: the same choice, weights, counts and loss.
+
+softmax over all experts in fp32. k = 1: the weight is the probability itself; k > 1: the k probabilities over their
+sum. k = 2: the second expert is the second best, as with top2_2nd_expert_sampling=False. The loss is, over this rank's
+tokens before any rounding,
+
+    l_aux = E * sum_e mean_t(probability of e) * (share of the tokens' choices that are e)
+
+of first choices alone for k = 2, of all k otherwise. Source: top1gating, top2gating, topkgating in deepspeed 0.19.8,
+moe/sharded_moe.py.
+
+Legend: T tokens on this rank, H hidden size, E experts, k experts per token, N pairs.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
+from sonic_ep.groups import EPGroup
+from sonic_ep.routers.router import Routed, Router
+from sonic_ep.routing import Routing
+
+_JITTER = 1e-2
+_OFF = RoundingConfig(mode="off")
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """routing; l_aux () unweighted; exp_counts_E (E,) int64, this rank's choices before any rounding."""
+
+    routing: Routing
+    l_aux: Tensor
+    exp_counts_E: Tensor
+
+
+@final
+class Gate(nn.Module):
+    """wg.weight (E, H). jitter: training noise on the gate's input. rounding: in training; None is plain top-k."""
+
+    def __init__(self, hidden_size: int, width: int, E: int, k: int, *, jitter: bool, rounding: RoundingConfig | None):
+        super().__init__()
+        self.k = k
+        router = RouterConfig(
+            renormalize=k > 1,
+            balance="none" if k == 2 else "batch",
+            balance_coef=0.0 if k == 2 else 1.0,
+            jitter=_JITTER if jitter else 0.0,
+        )
+        self.wg = Router(MoEConfig(d=hidden_size, n=width, E=E, K=k, router=router, rounding=rounding or _OFF))
+        nn.init.kaiming_uniform_(self.wg.weight, a=math.sqrt(5))  # as nn.Linear, which DeepSpeed has here
+
+    def forward(
+        self, x_TH: Tensor, used_T: Tensor | None = None, *, group: EPGroup, problem: str | None = None
+    ) -> Gated:
+        """Route this rank's tokens. A collective of the EP group.
+
+        used_T: for k = 1, bool; a token that is not used counts nowhere and gets no expert's output. It is computed
+        with weight zero, so that the host need not know how many there are.
+        Raises ValueError on every rank, see Router; `problem`: why this rank cannot go on.
+        """
+        routed = self.wg(x_TH, group=group, sequence_length=x_TH.shape[0], problem=problem)
+        routing, l_aux, counts_E = routed.routing, routed.aux_loss, routed.choice.counts_E()
+        if used_T is not None:
+            routing = _of_used(routing, used_T)
+            counts_E = _first_choices(routed, used_T)
+        if used_T is not None or self.k == 2:
+            l_aux = _loss(routed, _first_choices(routed, used_T))
+        return Gated(routing, l_aux, counts_E)
+
+
+def _of_used(routing: Routing, used_T: Tensor) -> Routing:
+    tokens_N = routing.token_ids_N.long().clamp(min=0)  # a spare entry has token -1
+    return replace(routing, gates_N=routing.gates_N * used_T.index_select(0, tokens_N))
+
+
+def _first_choices(routed: Routed, used_T: Tensor | None) -> Tensor:
+    """(E,) int64: how many (used) tokens have each expert as their best."""
+    E, ids_T = routed.choice.scores_TE.shape[1], routed.choice.topk_ids_TK[:, 0]
+    ones_T = torch.ones_like(ids_T) if used_T is None else used_T.long()
+    return torch.zeros(E, dtype=torch.int64, device=ids_T.device).scatter_add_(0, ids_T, ones_T)
+
+
+def _loss(routed: Routed, counts_E: Tensor) -> Tensor:
+    scores_TE = routed.choice.scores_TE
+    T, E = scores_TE.shape
+    return (scores_TE.sum(0) * counts_E).sum() * (E / max(T, 1) ** 2)

@@ -1,0 +1,181 @@
+"""`MoE`: deepspeed.moe.layer.MoE with our gate, dispatch, experts and combine.
+
+A subclass, because the engine asks isinstance(module, MoE) before it makes groups, sorts parameters and writes experts;
+thin, because it is all that the engine needs: attributes, `deepspeed_moe` and the keys of its state dict. None of the
+parent's own modules is built.
+
+Legend: T tokens on this rank, H hidden size, E experts in all.
+"""
+
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from deepspeed.moe.layer import MoE as StockMoE
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from torch import Tensor, nn
+
+from sonic_ep.checks import problem_with_input
+from sonic_ep.functional import moe
+from sonic_ep.groups import EPGroup
+from sonic_ep.integrations.deepspeed.experts import StackedExperts
+from sonic_ep.integrations.deepspeed.gate import Gate
+from sonic_ep.integrations.deepspeed.moe_options import check
+from sonic_ep.integrations.deepspeed.optimizer_states import guard_optimizer_states
+from sonic_ep.integrations.deepspeed.template import Template, read_template
+from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.transports import transport_for
+
+
+@final
+class MoE(StockMoE):
+    """The arguments of deepspeed.moe.layer.MoE, whose table is in moe_options.py, and `options`, see SonicEPOptions.
+
+    Raises ValueError for arguments that cannot be honoured and for a template that is not recognised; warns once of
+    arguments without effect, among them DeepSpeed's default drop_tokens=True.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+        *,
+        options: SonicEPOptions | None = None,
+    ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        nn.Module.__init__(self)
+        check(arguments)
+        self.use_residual, self.enable_expert_tensor_parallelism = use_residual, enable_expert_tensor_parallelism
+        self.num_experts, self.ep_size, self.num_local_experts = num_experts, ep_size, num_experts // ep_size
+        self.expert_group_name = f"ep_size_{ep_size}"  # DeepSpeed reads the number back
+        options, template = options or SonicEPOptions(), read_template(expert, hidden_size)
+        experts = StackedExperts(expert, template, self.num_local_experts, self.expert_group_name)
+        jitter = noisy_gate_policy == "Jitter"
+        gate = Gate(hidden_size, template.width, num_experts, k, jitter=jitter, rounding=options.rounding)
+        self.deepspeed_moe = RoutedExperts(gate, experts, ep_size, keep_dispatched=options.keep_dispatched)
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+        guard_optimizer_states()
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Take DeepSpeed's groups, made by it if no layer has asked before. Called by the engine; a collective.
+
+        Raises ValueError under tensor parallelism, and on every rank when ranks have built the layer differently.
+        """
+        size = bwc_tensor_model_parallel_world_size(groups.mpu)
+        if size > 1:
+            raise ValueError(
+                f"mpu has tensor parallel size {size}, with which every tensor parallel rank would route the same "
+                "tokens; set it to 1 and raise ep_size"
+            )
+        super().set_deepspeed_parallelism(use_data_before_expert_parallel_)
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply the layer. A collective of the EP group: every rank of it calls, in the same order and mode.
+
+        Shapes:  hidden_states (..., H) in the dtype of the experts (any floating dtype under autocast); used_token, for
+                 k = 1, one entry a token, 0 for tokens that no expert shall see. T may be 0 and differ between ranks.
+        Returns: the output like hidden_states; l_aux (), unweighted, of this rank's tokens; exp_counts (E,) int64, this
+                 rank's choices. Both are those of plain top-k, before token rounding.
+        Raises:  ValueError on every rank when on any rank shape, dtype or device are wrong or the mode differs;
+                 RuntimeError before deepspeed.initialize for ep_size > 1.
+        """
+        output, l_aux, exp_counts = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            beside: Any = self.mlp(hidden_states)
+            beside = beside[0] if isinstance(beside, tuple) else beside
+            shares = F.softmax(self.coefficient(hidden_states), dim=-1)
+            output = output * shares[..., 0:1] + beside * shares[..., 1:]
+        return output, l_aux, exp_counts
+
+
+@final
+class RoutedExperts(nn.Module):
+    """Gate and experts, and the group that they share. Its name in the layer, `deepspeed_moe`, is in every key."""
+
+    def __init__(self, gate: Gate, experts: StackedExperts, ep_size: int, *, keep_dispatched: bool) -> None:
+        super().__init__()
+        self.gate, self.experts, self.keep_dispatched = gate, experts, keep_dispatched
+        self.ep_size = ep_size
+        self.group: EPGroup | None = EPGroup.alone() if ep_size == 1 else None
+
+    def _set_ep_group(self, ep_group: Any) -> None:
+        """What DeepSpeed's layer calls on its own; any number of times."""
+        if self.ep_size > 1 and (self.group is None or self.group.process_group is not ep_group):
+            self.group = EPGroup(ep_group)
+            _check_alike(self.group, self.gate, self.experts.template)
+
+    def forward(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if self.group is None:
+            raise RuntimeError(
+                f"the layer has no expert-parallel group of ep_size={self.ep_size} yet: call deepspeed.initialize, or "
+                "set_deepspeed_parallelism() on every rank"
+            )
+        weights = self._weights()
+        x_TH, problem = self._rows(x, weights["w1"])
+        used_T, used_problem = self._used(used_token, x_TH)
+        gated = self.gate(x_TH, used_T, group=self.group, problem=problem or used_problem)
+        y_TH = moe(
+            x_TH,
+            gated.routing,
+            weights["w1"],
+            weights["w2"],
+            weights.get("b1"),
+            weights.get("b2"),
+            transport=transport_for(self.group),
+            group=self.group,
+            activation=self.experts.template.activation,
+            keep_dispatched=self.keep_dispatched,
+        )
+        return y_TH.view_as(x), gated.l_aux, gated.exp_counts_E
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The parameters, under autocast cast to its dtype."""
+        weights: dict[str, Tensor] = dict(self.experts.named_parameters())
+        device_type = weights["w1"].device.type
+        if not torch.is_autocast_enabled(device_type):
+            return weights
+        return {name: value.to(torch.get_autocast_dtype(device_type)) for name, value in weights.items()}
+
+    def _rows(self, x: object, w1: Tensor) -> tuple[Tensor, str | None]:
+        """x as (T, H), or no rows and why it is none; the gate tells the other ranks."""
+        rows = x.flatten(0, -2) if isinstance(x, Tensor) and x.dim() > 2 else x
+        if isinstance(rows, Tensor) and rows.is_floating_point() and torch.is_autocast_enabled(w1.device.type):
+            rows = rows.to(w1.dtype)
+        problem = problem_with_input(rows, d=w1.shape[2], dtype=w1.dtype, device=w1.device, sequences=False)
+        if problem is None and isinstance(rows, Tensor):
+            return rows, None
+        return w1.new_empty(0, w1.shape[2]), problem
+
+    def _used(self, used_token: Tensor | None, x_TH: Tensor) -> tuple[Tensor | None, str | None]:
+        """(T,) bool; as in DeepSpeed only k = 1 knows unused tokens."""
+        if used_token is None or self.gate.k > 1:
+            return None, None
+        if used_token.numel() != x_TH.shape[0]:
+            return None, f"used_token has shape {tuple(used_token.shape)}, wanted one entry for each of the tokens"
+        return used_token.reshape(-1).to(x_TH.device) != 0, None
+
+
+def _check_alike(group: EPGroup, gate: Gate, template: Template) -> None:
+    """Once for each layer: ranks that differ would wait for each other, or mix up experts."""
+    described = group.all_gather_object(f"{gate.wg.config}, {template}")
+    if len(set(described)) > 1:
+        lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(described))
+        raise ValueError(
+            f"the ranks of the EP group disagree about a MoE layer; build it alike on every rank ({lines})"
+        )

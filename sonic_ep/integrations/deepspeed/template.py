@@ -1,0 +1,171 @@
+"""Which of our experts a template module is. DeepSpeed takes any module and copies it; our kernels know certain MLPs.
+
+Linear layers are found by their names, the activation by trying: a copy of the template with random weights is run, in
+float64 on the CPU, beside each activation that there is. So the module's own code decides, not what it calls things.
+
+Legend: H hidden size, I expert width, J = 2I if gated else I.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sonic_ep.kernels.activations import ACTIVATIONS
+
+# down last; of three, gate first. Llama and its kin, Mixtral; then MLPs of two layers, nn.Sequential among them.
+_NAMES = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("up_proj", "down_proj"),
+    ("fc1", "fc2"),
+    ("w1", "w2"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+    ("0", "2"),
+)
+_SUPPORTED = (
+    "supported are down(act(gate(x)) * up(x)) with linear layers named gate_proj, up_proj, down_proj or w1, w3, w2, "
+    "and fc2(act(fc1(x))) with linear layers named up_proj, down_proj or fc1, fc2 or w1, w2 or dense_h_to_4h, "
+    "dense_4h_to_h or nn.Sequential(linear, act, linear); with or without biases, nothing else that has parameters "
+    f"or buffers; act * up one of {', '.join(n for n, a in ACTIVATIONS.items() if a.gated)}, act one of "
+    f"{', '.join(n for n, a in ACTIVATIONS.items() if not a.gated)} (gelu by its tanh approximation)"
+)
+_TRIAL_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """first: names of the linear layers before the activation, (gate, up) or (up,). down: of the one behind it.
+
+    bias1, bias2: have those of the first, has the last a bias? width: I.
+    """
+
+    first: tuple[str, ...]
+    down: str
+    activation: str
+    bias1: bool
+    bias2: bool
+    width: int
+
+    @property
+    def gated(self) -> bool:
+        return len(self.first) == 2
+
+    def values(self, expert: nn.Module) -> dict[str, Tensor]:
+        """w1 (J, H), w2 (H, I) and, where there are any, b1 (J,), b2 (H,) of an expert, as the kernels take them."""
+        first, down = [expert.get_submodule(name) for name in self.first], expert.get_submodule(self.down)
+        values = {"w1": _in_turn([_tensor(each.weight) for each in first]), "w2": _tensor(down.weight)}
+        if self.bias1:
+            values["b1"] = _in_turn([_tensor(each.bias) for each in first])
+        if self.bias2:
+            values["b2"] = _tensor(down.bias)
+        return values
+
+    def entries(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The reverse: views of the tensors of `values`, under the names of the expert's state dict."""
+        step, entries = len(self.first), {}
+        for kind, first, down in (("weight", "w1", "w2"), ("bias", "b1", "b2")):
+            if first in values:
+                entries |= {f"{name}.{kind}": values[first][at::step] for at, name in enumerate(self.first)}
+            if down in values:
+                entries[f"{self.down}.{kind}"] = values[down]
+        return entries
+
+
+def read_template(expert: nn.Module, hidden_size: int) -> Template:
+    """Raises ValueError, saying what is supported, for a module that is none of it."""
+    names = _linear_names(expert)
+    if names is None:
+        raise ValueError(f"expert={_name(expert)} is not an MLP that this layer can compute: {_SUPPORTED}")
+    *first, down = (expert.get_submodule(name) for name in names)
+    width, hidden = _tensor(first[0].weight).shape
+    problem = _problem_with_shapes(first, down, width, hidden_size)
+    if problem is not None:
+        raise ValueError(f"expert={_name(expert)}: {problem}")
+    biases = [each.bias is not None for each in first]
+    found = Template(tuple(names[:-1]), names[-1], "", biases[0], down.bias is not None, width)
+    activation = _tried_activation(expert, found, hidden)
+    if activation is None:
+        raise ValueError(
+            f"expert={_name(expert)} has linear layers {', '.join(names)} but computes something else with them; "
+            f"{_SUPPORTED}"
+        )
+    return Template(found.first, found.down, activation, found.bias1, found.bias2, width)
+
+
+def _linear_names(expert: nn.Module) -> tuple[str, ...] | None:
+    """The names that cover all parameters of the module."""
+    owned = {name for name, _ in expert.named_parameters()}
+    if any(True for _ in expert.buffers()):
+        return None
+    modules = dict(expert.named_modules())
+    for names in _NAMES:
+        wanted = {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
+        found = all(_is_linear(modules.get(name)) for name in names)
+        if found and owned <= wanted:
+            return names
+    return None
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and hasattr(module, "bias")
+
+
+def _problem_with_shapes(first: list[nn.Module], down: nn.Module, width: int, hidden_size: int) -> str | None:
+    for each in first:
+        shape = tuple(_tensor(each.weight).shape)
+        if shape != (width, hidden_size):
+            return f"a first linear layer has weight {shape}, wanted (width, hidden_size={hidden_size}), all alike"
+    shape = tuple(_tensor(down.weight).shape)
+    if shape != (hidden_size, width):
+        return f"the last linear layer has weight {shape}, wanted {(hidden_size, width)}"
+    if len({each.bias is None for each in first}) > 1:
+        return "of gate and up only one has a bias; give both one or none"
+    return None
+
+
+@torch.no_grad()
+def _tried_activation(expert: nn.Module, found: Template, hidden: int) -> str | None:
+    """The activation with which our formula gives what the module gives."""
+    generator = torch.Generator().manual_seed(0)
+    exact: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}  # whatever the default device is
+    trial = copy.deepcopy(expert).double().to_empty(device="cpu").train()  # dropout shall show
+    for parameter in trial.parameters():
+        # Pre-activations of a few units, so that clamps and tails tell curves apart.
+        spread = 4 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1.0
+        parameter.copy_(torch.randn(parameter.shape, **exact) * spread)
+    x = torch.randn(_TRIAL_ROWS, hidden, **exact)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            out = trial(x)
+    except Exception as error:
+        raise ValueError(
+            f"expert={_name(expert)} cannot be called on (rows, {hidden}): {error}; {_SUPPORTED}"
+        ) from error
+    out = out[0] if isinstance(out, tuple) else out  # DeepSpeed takes the first of a tuple too
+    values = found.values(trial)
+    for name, activation in ACTIVATIONS.items():
+        if activation.gated == found.gated:
+            h = activation.forward(F.linear(x, values["w1"], values.get("b1")))
+            y = F.linear(h, values["w2"], values.get("b2"))
+            if out.shape == y.shape and torch.allclose(out, y, rtol=1e-7, atol=1e-7):
+                return name
+    return None
+
+
+def _in_turn(parts: list[Tensor]) -> Tensor:
+    """Rows of the parts in turn; a single part as it is."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts, 1).flatten(0, 1)
+
+
+def _tensor(value: object) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _name(expert: nn.Module) -> str:
+    return type(expert).__name__
