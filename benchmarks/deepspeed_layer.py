@@ -115,7 +115,7 @@ def autoep_model() -> Any:
     def make() -> nn.Module:
         block = Qwen3MoeSparseMoeBlock(config)
         for parameter in block.parameters():  # some of Hugging Face's are made empty
-            nn.init.normal_(parameter, std=0.02)
+            parameter.data.copy_(0.02 * torch.randn(parameter.shape, device="cuda"))
         return block
 
     section = {"enabled": True, "autoep_size": dist.get_world_size(), "preset_model": "qwen3_moe"}
