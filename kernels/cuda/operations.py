@@ -136,7 +136,8 @@ def up_projection(
     if b1_eJ is not None:
         arguments["mRowVecBroadcast"] = b1_eJ
     key = (*_class_key("up", x_RH, w1_eJH, b1_eJ), activation.name)
-    _run(key, mod, lambda: _config("up", J, x_RH), x_RH, w1_eJH.mT, **arguments)
+    operation: Operation = "up_clamped" if activation.name == gpt_oss.NAME and b1_eJ is not None else "up"
+    _run(key, mod, lambda: _config(operation, J, x_RH), x_RH, w1_eJH.mT, **arguments)
     return h_PJ, a_PI
 
 

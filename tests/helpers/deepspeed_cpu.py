@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from tests.helpers.process_groups import passing_groups
 
 
 class Step(NamedTuple):
@@ -47,6 +50,7 @@ def deepspeed_world() -> Iterator[None]:
         backend = importlib.import_module("deepspeed.comm.torch")
         groups = importlib.import_module("deepspeed.utils.groups")
         stack.enter_context(patch.object(backend, "build_shm_op", lambda: None))
+        stack.enter_context(passing_groups())
         logger = importlib.import_module("deepspeed.utils").logger
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)
@@ -58,6 +62,19 @@ def deepspeed_world() -> Iterator[None]:
         finally:
             groups._release_process_group_references(None)
             comm.cdb = None
+            _take_apart(_ENGINES)
+
+
+_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # of this world
+
+
+def _take_apart(engines: weakref.WeakSet[Any]) -> None:
+    """A model that has been trained refers to itself through autograd's nodes, where Python's collector does not look,
+    and an engine to the groups."""
+    for each in engines:
+        for part in [*each.module.parameters(), *each.module.modules(), each.optimizer, each]:
+            vars(part).clear()
+    engines.clear()
 
 
 def engine(
@@ -86,6 +103,7 @@ def engine(
         # Without torch_adam, FusedAdam would be compiled.
         settings["optimizer"] = {"type": "Adam", "params": {"lr": lr, "torch_adam": True}}
     built, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**settings, **config})
+    _ENGINES.add(built)
     return built
 
 
