@@ -1,7 +1,9 @@
 """Where Triton kernels run in tests: on the GPU, else on the CPU under TRITON_INTERPRET=1."""
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -16,3 +18,15 @@ def triton_device() -> str:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
     return "cuda"
+
+
+def let_scalars_be_range_bounds(patch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter takes int() of arrays of one element, which NumPy 2.4 refuses."""
+    interpreter = import_module("triton.runtime.interpreter")
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    patch.setattr(interpreter, "_patch_lang_tensor", patched)

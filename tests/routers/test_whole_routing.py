@@ -1,0 +1,149 @@
+"""A whole routing on the kernels, from logits to index lists, is the plain one, bit for bit: many random cases.
+
+The kernels have tests of their own; here they meet. Scores are the fused kernel's on both sides, since its softmax may
+differ from torch's in the last bit.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, get_args
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep.config import MoEConfig, RoundingConfig, RoundingMode, RouterConfig
+from sonic_ep.dispatch.local import LocalTransport
+from sonic_ep.dispatch.plan import plan_for
+from sonic_ep.groups import EPGroup
+from sonic_ep.kernels import pair_lists
+from sonic_ep.routers.decision import Situation, decide_selection
+from sonic_ep.routers.outputs import weights_and_losses
+from sonic_ep.routers.selection import top_experts
+from sonic_ep.routers.topk import Choice, choose
+from sonic_ep.routing import Routing
+from tests.helpers.triton_device import let_scalars_be_range_bounds, triton_device
+
+DEVICE = triton_device()
+CASES = 1000 if DEVICE == "cuda" else 24
+# The interpreter computes in numpy, which warns of inf - inf.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        let_scalars_be_range_bounds(monkeypatch)
+
+
+@contextmanager
+def routing_by(*, kernels: bool) -> Iterator[None]:
+    """Every choice between plain torch and a kernel, made for all of them."""
+
+    def kernel(name: str) -> Any:
+        return import_module(f"sonic_ep.kernels.cuda.{name}") if kernels else None
+
+    lists = kernel("pair_lists") or pair_lists
+    made = {
+        "routers.topk.router_operations": lambda *_: kernel("router"),
+        "routers.outputs.router_operations": lambda *_: kernel("router"),
+        "routers.rounding.decision_kernel": lambda _: kernel("decision"),
+        "routers.selection.selection_kernels": lambda _: kernel("selection"),
+        "routers.decision.lists_take_room": lambda _: kernels,
+        "dispatch.plan.plan_kernel": lambda _: kernel("plan"),
+        "dispatch.local.lists_take_room": lambda _: kernels,
+        "dispatch.local.pair_lists": lists.pair_lists,
+    }
+    with ExitStack() as stack:
+        for name, value in made.items():
+            stack.enter_context(patch(f"sonic_ep.{name}", value))
+        yield
+
+
+@dataclass(frozen=True)
+class Case:
+    config: MoEConfig
+    logits_TE: Tensor
+    bias_E: Tensor | None
+
+    @classmethod
+    def draw(cls, seed: int) -> "Case":
+        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        E = draw.choice([1, 2, 5, 8, 16, 33, 128] if DEVICE == "cuda" else [1, 2, 5, 8, 16])
+        K = min(E, 16) if draw.random() < 0.2 else draw.randint(1, min(E, 16))
+        T = draw.choice([1, 2, 31, 32, 33, 100, 257, 700] if DEVICE == "cuda" else [1, 2, 31, 33, 70])
+        G = draw.choice([8, 16, 32, 128])
+        rounding = RoundingConfig(
+            mode=draw.choice(get_args(RoundingMode)),
+            t=draw.choice(["auto", G, G // 2, 1]),
+            G=G,
+            capacity_factor=draw.choice([None, None, 1.0, 1.25]),
+        )
+        groups = draw.choice(
+            [number for number in (1, 1, 2, 4) if number == 1 or (E % number == 0 and E >= 2 * number)]
+        )
+        router = RouterConfig(
+            score=draw.choice(["softmax", "sigmoid"]),
+            renormalize=draw.random() < 0.5,
+            expert_bias=draw.random() < 0.5,
+            num_groups=groups,
+            groups_per_token=draw.choice([each for each in range(1, groups + 1) if K <= each * (E // groups)]),
+        )
+        logits_TE = torch.randn(T, E, generator=generator)
+        match draw.randrange(4):
+            case 0:  # everything ties
+                logits_TE = torch.full((T, E), 0.5)
+            case 1:  # many do
+                logits_TE = logits_TE.round()
+            case 2:  # one expert gets nobody
+                logits_TE[:, draw.randrange(E)] = -30.0
+        bias_E = torch.randn(E, generator=generator).mul(0.01).to(DEVICE) if router.expert_bias else None
+        config = MoEConfig(d=8, n=8, E=E, K=K, router=router, rounding=rounding)
+        return cls(config, logits_TE.to(DEVICE), bias_E)
+
+    def routed(self, choice: Choice) -> dict[str, Tensor]:
+        """Every integer and weight of the routing that follows from a choice, and of its lists."""
+        counter_E = torch.zeros(self.config.E, dtype=torch.int64, device=DEVICE)
+        situation = Situation(config=self.config, group=EPGroup.alone(), dtype=torch.bfloat16, training=True)
+        torch.manual_seed(1)  # what stochastic rounding draws
+        chosen = decide_selection(self, choice, counter_E, situation)
+        T = self.logits_TE.shape[0]
+        gates_N, _ = weights_and_losses(self.logits_TE, choice, chosen, T, self.config.router)
+        plan = plan_for(chosen.counts, 0)
+        opened = LocalTransport().open(Routing(gates_N, chosen.token_ids_N, chosen.counts, T, chosen.most_rows), plan)
+        N = int(chosen.counts.pairs_SE.sum())
+        counts, receipt = chosen.counts, opened.receipt
+        return {
+            "counter": counter_E,
+            **{f"counts.{name}": getattr(counts, name) for name in ("chosen_SE", "rows_SE", "pairs_SE", "cut_S", "t")},
+            "tokens": chosen.token_ids_N[:N],
+            "experts": chosen.expert_ids_N[:N],
+            "chosen": chosen.chosen_N[:N],
+            "gates": gates_N[:N],
+            **{f"plan.{name}": value for name, value in plan._asdict().items()},
+            "gates of rows": opened.gates_P,
+            "row_of_pair": receipt.row_of_pair_P,
+            "pairs_by_row": receipt.pairs_by_row_V,
+            "pair_starts": receipt.pair_starts_R,
+            "slots": receipt.slot_V,
+            "expert_starts": receipt.expert_starts_e,
+        }
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_the_kernels_route_as_plain_torch(seed: int) -> None:
+    case = Case.draw(seed)
+    with routing_by(kernels=True):
+        choice = choose(case.logits_TE, case.bias_E, case.config.K, case.config.router)
+        by_kernels = case.routed(choice)
+    assert torch.equal(choice.topk_ids_TK, top_experts(choice.ranking_TE, choice.allowed_TE, case.config.K))
+    with routing_by(kernels=False):
+        plainly = case.routed(replace(choice, plain_counts_E=None, plain_entropy_T=None))
+    for name, wanted in plainly.items():
+        # Weights are quotients, whose last bit is the compiler's.
+        tolerance = {"rtol": 1e-6, "atol": 1e-7} if name.startswith("gates") else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(by_kernels[name], wanted, **tolerance, msg=f"{name} differ")
