@@ -13,22 +13,22 @@ import argparse
 import json
 import logging
 import os
-import statistics
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from across_ranks import measure_layer, measure_step, summary
 from torch import Tensor, nn
 
 from sonic_ep import RoundingConfig, load_config
 
 SHAPE, LAYERS, SEQ, BATCH = "qwen3_30b_a3b", 2, 2048, 4
 AUX_WEIGHT = 0.001
-MIB = 2**20
 ROUNDING = RoundingConfig(mode="apportion")
 
 
@@ -154,45 +154,13 @@ def contestants() -> dict[str, Any]:
     return built
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    dist.barrier()
-    torch.cuda.synchronize()
-    start.record()
-    result = call()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop), result
+def rows_of(layer: Any, x: Tensor) -> Tensor:
+    return first(layer(x))
 
 
-def measure_layer(layer: Any, x: Tensor, dout: Tensor) -> dict[str, float]:
-    """One forward and backward."""
-    parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    forward_ms, out = timed(lambda: first(layer(x)))
-    kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
-    backward_ms, _ = timed(lambda: torch.autograd.grad(out, [x, *parameters], dout, allow_unused=True))
-    return {"forward_ms": forward_ms, "backward_ms": backward_ms, "kept_mib": kept / MIB}
-
-
-def measure_step(run: Any, x: Tensor) -> dict[str, float]:
-    def step() -> None:
-        run.backward(run(x))
-        run.step()
-
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    ms, _ = timed(step)
-    return {"step_ms": ms, "peak_mib": (torch.cuda.max_memory_allocated() - before) / MIB}
-
-
-def summary(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over samples, then the largest of all ranks."""
-    names = list(samples[0])
-    values = torch.tensor([statistics.median(sample[name] for sample in samples) for name in names], device="cuda")
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return dict(zip(names, values.tolist(), strict=True))
+def training_step(run: Any, x: Tensor) -> None:
+    run.backward(run(x))
+    run.step()
 
 
 def race(rounds: int) -> dict[str, dict[str, float]]:
@@ -203,8 +171,9 @@ def race(rounds: int) -> dict[str, dict[str, float]]:
         x = torch.randn(BATCH, SEQ, moe.d, device="cuda").bfloat16().requires_grad_()
         dout = torch.randn(BATCH, SEQ, moe.d, device="cuda").bfloat16()
         for name, run in models.items():
-            layer = measure_layer(run.module.model.layers[0].mlp, x, dout)
-            sample = {**layer, **measure_step(run, x.detach())}
+            mlp = run.module.model.layers[0].mlp
+            sample = measure_layer(partial(rows_of, mlp), mlp.parameters(), x, dout)
+            sample |= measure_step(partial(training_step, run, x.detach()))
             if number >= 2:  # the first rounds compile and allocate
                 samples[name].append(sample)
     operations = 18 * BATCH * SEQ * moe.K * moe.d * moe.n

@@ -14,9 +14,9 @@ import argparse
 import json
 import logging
 import os
-import statistics
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from across_ranks import measure_layer, measure_step, summary
 from torch import Tensor
 
 from sonic_ep import RoundingConfig, load_config
@@ -31,7 +32,6 @@ from sonic_ep import RoundingConfig, load_config
 SHAPE, LAYERS, SEQ, BATCH, VOCABULARY = "qwen3_30b_a3b", 4, 2048, 4, 32768
 HEADS, KEY_VALUE_HEADS, HEAD_WIDTH = 32, 4, 128
 PEAK_TFLOPS = 989
-MIB = 2**20
 
 
 class Contestant:
@@ -54,7 +54,7 @@ class Contestant:
         model = GPTModel(
             config, spec, vocab_size=VOCABULARY, max_sequence_length=SEQ, position_embedding_type="rope"
         ).cuda()
-        self.layers = [layer.mlp for layer in model.decoder.layers]
+        self.layers: list[Any] = [layer.mlp for layer in model.decoder.layers]
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True, overlap_grad_reduce=True, grad_reduce_in_fp32=True
         )
@@ -138,41 +138,8 @@ def random_batch() -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions, "mask": mask}
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    dist.barrier()
-    torch.cuda.synchronize()
-    start.record()
-    result = call()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop), result
-
-
-def measure_layer(layer: Any, x: Tensor, dout: Tensor) -> dict[str, float]:
-    """One forward and backward."""
-    parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    forward_ms, (out, _) = timed(lambda: layer(x))
-    kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
-    backward_ms, _ = timed(lambda: torch.autograd.grad(out, [x, *parameters], dout, allow_unused=True))
-    return {"forward_ms": forward_ms, "backward_ms": backward_ms, "kept_mib": kept / MIB}
-
-
-def measure_step(contestant: Contestant, batch: dict[str, Tensor]) -> dict[str, float]:
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    ms, _ = timed(lambda: contestant.step(batch))
-    return {"step_ms": ms, "peak_mib": (torch.cuda.max_memory_allocated() - before) / MIB}
-
-
-def summary(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over samples, then the largest of all ranks."""
-    names = list(samples[0])
-    values = torch.tensor([statistics.median(sample[name] for sample in samples) for name in names], device="cuda")
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return dict(zip(names, values.tolist(), strict=True))
+def rows_of(layer: Any, x: Tensor) -> Tensor:
+    return layer(x)[0]
 
 
 def tflops_of_step() -> float:
@@ -216,17 +183,16 @@ def main() -> None:
     model_parallel_cuda_manual_seed(1)
     moe, models = load_config(SHAPE), contestants()
     torch.manual_seed(dist.get_rank())
-    layer_samples: dict[str, list[dict[str, float]]] = {name: [] for name in models}
-    step_samples: dict[str, list[dict[str, float]]] = {name: [] for name in models}
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in models}
     for number in range(options.rounds + 2):
         x = torch.randn(SEQ, BATCH, moe.d, device="cuda").bfloat16().requires_grad_()
         dout, batch = torch.randn(SEQ, BATCH, moe.d, device="cuda").bfloat16(), random_batch()
         for name, model in models.items():
             # The step first: it sets the scale of the auxiliary loss, whose shape Megatron then expects for good.
-            step, layer = measure_step(model, batch), measure_layer(model.layers[0], x, dout)
+            sample = measure_step(partial(model.step, batch))
+            sample |= measure_layer(partial(rows_of, model.layers[0]), model.layers[0].parameters(), x, dout)
             if number >= 2:  # the first rounds compile and allocate
-                layer_samples[name].append(layer)
-                step_samples[name].append(step)
+                samples[name].append(sample)
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -235,7 +201,7 @@ def main() -> None:
         "contestants": {},
     }
     for name in models:
-        figures = {**summary(layer_samples[name]), **summary(step_samples[name])}
+        figures = summary(samples[name])
         figures["mfu"] = tflops_of_step() / (figures["step_ms"] / 1000) / PEAK_TFLOPS
         results["contestants"][name] = figures
         if dist.get_rank() == 0:

@@ -8,13 +8,13 @@ cache, as between the operations of a step. `bf16_parts_mm` is the linear layer 
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from graph_timing import captured
 from torch import Tensor
 
 from sonic_ep import RouterConfig, load_config
@@ -23,27 +23,6 @@ from sonic_ep.kernels.router import LossGradient, PairGradients
 from sonic_ep.routers.selection import pairs_of_choice, top_experts
 
 TOKENS = {"sonic_7b": 24576, "qwen3_30b_a3b": 16384, "qwen3_next_80b_a3b": 16384, "deepseek_v3": 8192}  # by config
-CALLS, ROUNDS = 10, 20
-
-
-def microseconds(call: Callable[[], Any]) -> float:
-    """Median device time of one call."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    times = []
-    for _ in range(ROUNDS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(1000 * start.elapsed_time(stop) / CALLS)
-    return statistics.median(times)
 
 
 def bf16_parts_mm(x_TH: Tensor, parts_3EH: Tensor) -> Tensor:
@@ -106,7 +85,7 @@ def main() -> None:
     for shape in options.shape:
         torch.manual_seed(0)
         calls, errors = operations(shape)
-        times = {name: round(microseconds(call), 2) for name, call in calls.items()}
+        times = {name: round(captured(call), 2) for name, call in calls.items()}
         results["shapes"][shape] = {"microseconds": times, "errors": errors}
         print(shape, "T", TOKENS[shape], "errors of the logits", {name: f"{e:.2e}" for name, e in errors.items()})
         for name, time in times.items():

@@ -12,7 +12,6 @@ it reads sizes), sonic-moe's top-K and index lists, and Megatron-Core's choice w
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from graph_timing import captured, eager
 from torch import Tensor
 
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, load_config
@@ -36,7 +36,6 @@ from sonic_ep.routing import Routing
 TOKENS = {"sonic_7b": 24576, "qwen3_30b_a3b": 16384, "qwen3_next_80b_a3b": 16384, "deepseek_v3": 8192}
 SMALL = ("qwen3_30b_a3b", 8192)
 MODES = ("off", "nearest", "apportion")
-CALLS, ROUNDS = 10, 20
 
 
 class Case:
@@ -102,38 +101,6 @@ class Case:
         return lambda: topk_routing_with_score_function(
             self.logits_TE, self.config.K, score_function=router.score, expert_bias=self.bias_E
         )
-
-
-def captured(call: Callable[[], Any]) -> float:
-    """Median microseconds of device time of one call."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    return _median(graph.replay) / CALLS
-
-
-def eager(call: Callable[[], Any]) -> float:
-    """Median microseconds of one call, launches and waits included."""
-    for _ in range(3):
-        call()
-    return _median(call)
-
-
-def _median(call: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(ROUNDS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        call()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(1000 * start.elapsed_time(stop))
-    return statistics.median(times)
 
 
 def in_plain_torch(call: Callable[[], Any]) -> float:

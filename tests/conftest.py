@@ -41,6 +41,21 @@ def poison() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Callable[[int], RankPool]]:
+    """As `ranks`, over NCCL and with a GPU each; skips where there are too few."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        if torch.cuda.device_count() < world_size:
+            pytest.skip(f"needs {world_size} CUDA devices, there are {torch.cuda.device_count()}")
+        return pools.setdefault(world_size, RankPool(world_size, "cpu:gloo,cuda:nccl"))
+
+    yield pool
+    for each in pools.values():
+        each.close()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """`ranks(4).run(worker, *args)`: warm pools, one for each world size, started on first use."""

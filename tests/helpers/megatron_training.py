@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 
 from tests.helpers.megatron_cpu import CPU_CONFIG, megatron_on_cpu
 from tests.helpers.megatron_weights import fill_weights
+from tests.helpers.process_groups import passing_groups
 
 VOCABULARY = 64
 SEQUENCE = 16
@@ -104,12 +104,10 @@ def _own_groups() -> Iterator[None]:
     """
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    before = set(distributed_c10d._world.pg_map)
     try:
-        yield
+        with passing_groups():
+            yield
     finally:
-        for group in [each for each in distributed_c10d._world.pg_map if each not in before]:
-            dist.destroy_process_group(group)
         for wrapped in _WRAPPED:
             for parameter in wrapped.parameters():
                 vars(parameter).clear()

@@ -1,6 +1,6 @@
 """AutoEP on GPUs in bfloat16: our layer beside stock's, training at every ZeRO stage, resuming, rounding."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,6 @@ Ranks = Callable[[int], RankPool]
 # Sizes that the GPU kernels take.
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "max_position_embeddings": 256, "initializer_range": 0.05}
 LENGTH = 128
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Callable[[int], RankPool]]:
-    """As `ranks`, one GPU each."""
-    pools: dict[int, RankPool] = {}
-
-    def pool(count: int) -> RankPool:
-        if torch.cuda.device_count() < count:
-            pytest.skip(f"needs {count} CUDA devices, there are {torch.cuda.device_count()}")
-        return pools.setdefault(count, RankPool(count, "cpu:gloo,cuda:nccl"))
-
-    yield pool
-    for each in pools.values():
-        each.close()
 
 
 def fresh_engine(zero: int, ep_size: int, *, ours: bool, rounding: RoundingConfig | None = None, **model: Any) -> Any:

@@ -1,6 +1,6 @@
 """The MoE layer on GPUs in bfloat16, beside DeepSpeed's own: outputs, gradients, training, resuming, rounding."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +39,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"k": 3, "expert": gated_with_biases},
     "plain": {"k": 2, "expert": plain},
 }
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Callable[[int], RankPool]]:
-    """As `ranks`, one GPU each."""
-    pools: dict[int, RankPool] = {}
-
-    def pool(count: int) -> RankPool:
-        if torch.cuda.device_count() < count:
-            pytest.skip(f"needs {count} CUDA devices, there are {torch.cuda.device_count()}")
-        return pools.setdefault(count, RankPool(count, "cpu:gloo,cuda:nccl"))
-
-    yield pool
-    for each in pools.values():
-        each.close()
 
 
 def model_of(rank: int, ours: bool, ep_size: int, **arguments: Any) -> Any:

@@ -1,6 +1,6 @@
 """The layer on GPUs in bfloat16, beside Megatron's own: outputs, gradients, main_grad, the shared expert's stream."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -100,21 +100,6 @@ def beside_stock(rank: int, variant: str, ep_size: int) -> tuple[bool, list[floa
         same_start = all(map(torch.equal, *starts))
         x = hidden_states(rank, config)
         return same_start, distances(run_layer(ours, x), run_layer(stock, x))
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Callable[[int], RankPool]]:
-    """As `ranks`, one GPU each."""
-    pools: dict[int, RankPool] = {}
-
-    def pool(count: int) -> RankPool:
-        if torch.cuda.device_count() < count:
-            pytest.skip(f"needs {count} CUDA devices, there are {torch.cuda.device_count()}")
-        return pools.setdefault(count, RankPool(count, "cpu:gloo,cuda:nccl"))
-
-    yield pool
-    for each in pools.values():
-        each.close()
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])

@@ -1,0 +1,51 @@
+"""Times and memory of a layer and of a training step on several GPUs: each rank measures, the slowest counts."""
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_MIB = 2**20
+
+
+def measure_layer(
+    layer: Callable[[Tensor], Tensor], parameters: Iterable[Tensor], x: Tensor, dout: Tensor
+) -> dict[str, float]:
+    """One forward and backward, and what is kept between the two beside the output."""
+    inputs = [x, *(parameter for parameter in parameters if parameter.requires_grad)]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    forward_ms, out = _timed(lambda: layer(x))
+    kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+    backward_ms, _ = _timed(lambda: torch.autograd.grad(out, inputs, dout, allow_unused=True))
+    return {"forward_ms": forward_ms, "backward_ms": backward_ms, "kept_mib": kept / _MIB}
+
+
+def measure_step(step: Callable[[], Any]) -> dict[str, float]:
+    """One training step, and the most that it allocates."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ms, _ = _timed(step)
+    return {"step_ms": ms, "peak_mib": (torch.cuda.max_memory_allocated() - before) / _MIB}
+
+
+def summary(samples: list[dict[str, float]]) -> dict[str, float]:
+    """Medians over samples, then the largest of all ranks."""
+    names = list(samples[0])
+    values = torch.tensor([statistics.median(sample[name] for sample in samples) for name in names], device="cuda")
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    dist.barrier()
+    torch.cuda.synchronize()
+    start.record()
+    result = call()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop), result
