@@ -98,6 +98,8 @@ class MoE(nn.Module):
         x_TH = x.reshape(-1, self.config.d)
         sequence_length = x.shape[1] if x.dim() == 3 else x.shape[0]
         routed = self.router(x_TH, group=self.group, sequence_length=sequence_length, problem=problem)
+        # Before the experts: the device has this to do while the host waits for the sizes of the dispatch.
+        shared_TH = None if self.shared is None else self.shared(x_TH)
         y_TH = moe(
             x_TH,
             routed.routing,
@@ -110,8 +112,8 @@ class MoE(nn.Module):
             activation=self.config.activation,
             keep_dispatched=self.config.keep_dispatched,
         )
-        if self.shared is not None:
-            y_TH = y_TH + self.shared(x_TH)
+        if shared_TH is not None:
+            y_TH = y_TH + shared_TH
         return MoEOutput(y_TH.view_as(x), routed.aux_loss, routed.stats())
 
     def update_expert_bias(self, group: EPGroup | None = None) -> None:
