@@ -32,7 +32,7 @@ import train as example  # noqa: E402
 from language_model import LanguageModel, ModelConfig  # noqa: E402
 from run_folder import read_metrics  # noqa: E402
 from sonic_ep import EPGroup, load_config  # noqa: E402
-from sonic_ep.routers.decision import Situation, select  # noqa: E402
+from sonic_ep.routers.decision import Situation, decide_selection, select  # noqa: E402
 from sonic_ep.routers.rounding import decide  # noqa: E402
 from sonic_ep.routers.topk import Choice  # noqa: E402
 from sonic_ep.routing import Counts, Selection  # noqa: E402
@@ -81,10 +81,10 @@ def parameters(config: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def decide_as_ranks(_router: object, choice: Choice, counter_E: Tensor, situation: Situation) -> Selection:
+def decide_as_ranks(router: object, choice: Choice, counter_E: Tensor, situation: Situation) -> Selection:
     """In the place of `decide_selection`: RANKS ranks with equal parts of the tokens, in training."""
     if not situation.training:
-        return select(choice, _plain_counts(choice), 0, situation.config.rounding, training=False)
+        return decide_selection(router, choice, counter_E, situation)
     (T, E), rounding = choice.scores_TE.shape, situation.config.rounding
     parts = [_part(choice, slice(rank * T // RANKS, (rank + 1) * T // RANKS)) for rank in range(RANKS)]
     chosen_SE = torch.stack([part.counts_E() for part in parts])
@@ -108,11 +108,6 @@ def _part(choice: Choice, tokens: slice) -> Choice:
     fields = ("scores_TE", "ranking_TE", "topk_ids_TK")
     parts: dict[str, Any] = {name: getattr(choice, name)[tokens].contiguous() for name in fields}
     return dataclasses.replace(choice, **parts, plain_counts_E=None, plain_entropy_T=None)
-
-
-def _plain_counts(choice: Choice) -> Counts:
-    counts_1E, tokens_S = choice.counts_E()[None], choice.topk_ids_TK.new_full((1,), choice.topk_ids_TK.shape[0])
-    return Counts(counts_1E, counts_1E, counts_1E, tokens_S, torch.zeros_like(tokens_S), tokens_S.new_ones(()))
 
 
 def train(config: Path, mode: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:

@@ -27,9 +27,8 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.functional import moe
 from sonic_ep.kernels import operations
-from sonic_ep.routers.decision import Situation, decide_selection
-from sonic_ep.routers.outputs import weights_and_losses
-from sonic_ep.routers.topk import choose
+from sonic_ep.routers.decision import Situation
+from sonic_ep.routers.router import route
 from sonic_ep.routing import Routing
 
 # By config: tokens of a rank.
@@ -59,10 +58,7 @@ class Case:
         self.situation = Situation(config=self.config, group=group, dtype=torch.bfloat16, training=True)
 
     def route(self) -> Routing:
-        choice = choose(self.logits_TE, self.bias_E, self.config.K, self.config.router)
-        selection = decide_selection(self, choice, self.counter_E, self.situation)
-        gates_N, _ = weights_and_losses(self.logits_TE, choice, selection, self.T, self.config.router)
-        return Routing(gates_N, selection.token_ids_N, selection.counts, self.T, selection.most_rows)
+        return route(self, self.logits_TE, self.bias_E, self.counter_E, self.situation, sequence_length=self.T).routing
 
     def to_lists(self) -> Any:
         routing = self.route()

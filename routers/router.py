@@ -37,6 +37,31 @@ class Routed:
         return RoutingStats(self.choice.entropy_T(), self.selection.token_ids_N, self.selection.counts)
 
 
+def route(
+    router: object,
+    logits_TE: Tensor,
+    expert_bias_E: Tensor | None,
+    counter_E: Tensor,
+    situation: Situation,
+    *,
+    sequence_length: int,
+) -> Routed:
+    """From a rank's logits to its routing, outside of compiled graphs. A collective; see decide_selection."""
+    config = situation.config
+    choice = choose(logits_TE, expert_bias_E, config.K, config.router)
+    selection = decide_selection(router, choice, counter_E, situation)
+    if selection.topk_ids_TK is not choice.topk_ids_TK:  # replayed
+        choice = dataclasses.replace(choice, topk_ids_TK=selection.topk_ids_TK, plain_counts_E=None)
+    return _routed(logits_TE, choice, selection, config, sequence_length)
+
+
+def _routed(logits_TE: Tensor, choice: Choice, selection: Selection, config: MoEConfig, sequence_length: int) -> Routed:
+    gates_N, loss = weights_and_losses(logits_TE, choice, selection, sequence_length, config.router)
+    T = logits_TE.shape[0]
+    routing = Routing(gates_N, selection.token_ids_N, selection.counts, T, selection.most_rows)
+    return Routed(routing, loss, choice, selection)
+
+
 @final
 class Router(nn.Module):
     """Linear router with token rounding.
@@ -94,18 +119,11 @@ class Router(nn.Module):
         config = self._settings()
         logits_TE = self.logits(x_TH)
         situation = Situation(config=config, group=group, dtype=x_TH.dtype, training=self.training, problem=problem)
+        counter_E = self._counts_since_update_E
         if torch.compiler.is_compiling():
-            choice, selection = decide_in_graph(
-                logits_TE, self.expert_bias, self._counts_since_update_E, self._config_text, situation
-            )
-        else:
-            choice = choose(logits_TE, self.expert_bias, config.K, config.router)
-            selection = decide_selection(self, choice, self._counts_since_update_E, situation)
-            if selection.topk_ids_TK is not choice.topk_ids_TK:
-                choice = dataclasses.replace(choice, topk_ids_TK=selection.topk_ids_TK, plain_counts_E=None)
-        gates_N, loss = weights_and_losses(logits_TE, choice, selection, sequence_length, config.router)
-        routing = Routing(gates_N, selection.token_ids_N, selection.counts, x_TH.shape[0], selection.most_rows)
-        return Routed(routing, loss, choice, selection)
+            choice, selection = decide_in_graph(logits_TE, self.expert_bias, counter_E, self._config_text, situation)
+            return _routed(logits_TE, choice, selection, config, sequence_length)
+        return route(self, logits_TE, self.expert_bias, counter_E, situation, sequence_length=sequence_length)
 
     def _settings(self) -> MoEConfig:
         return constant_config_of(self._config_text) if torch.compiler.is_compiling() else self.config

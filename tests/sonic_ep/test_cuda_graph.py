@@ -1,6 +1,6 @@
 """CUDA graphs: a captured step does what the eager one does, whatever its inputs, though they change every size."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,12 +30,6 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def gpu_ranks() -> Iterator[RankPool]:
-    with RankPool(min(4, torch.cuda.device_count()), backend="cpu:gloo,cuda:nccl") as pool:
-        yield pool
-
-
 def inputs(step: int) -> Tensor:
     """Tokens that lean to some experts, more so every step."""
     torch.manual_seed(step)
@@ -52,6 +46,15 @@ def warm_up(call: Any) -> None:
     torch.cuda.current_stream().wait_stream(aside)
 
 
+def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of the step, and where its replays put the results."""
+    warm_up(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_captured_layer_computes_what_the_eager_one_does(name: str) -> None:
     layer = MoE(CONFIGS[name], seed=1, device="cuda", dtype=torch.bfloat16)
@@ -63,10 +66,7 @@ def test_a_captured_layer_computes_what_the_eager_one_does(name: str) -> None:
         gradients = torch.autograd.grad((y * dy).sum() + aux, [x, *layer.parameters()])
         return y.detach(), stats.counts.rows_SE, *gradients
 
-    warm_up(step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     rows = []
     for number in range(3):
         with torch.no_grad():
@@ -86,10 +86,7 @@ def test_a_captured_router_draws_anew_at_every_replay() -> None:
         with torch.no_grad():
             return layer(x).stats.counts.rows_SE
 
-    warm_up(step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows_SE = step()
+    graph, rows_SE = capture(step)
     seen = set()
     for _ in range(8):
         graph.replay()
@@ -119,10 +116,7 @@ def captured_routing(rank: int) -> list[bool]:
             plan = plan_for(routing.counts, group.rank)
         return routing.counts.rows_SE, plan.table_FC, plan.sizes, routing.token_ids_N, routing.gates_N
 
-    warm_up(step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     equal = []
     for number in range(3):
         x.copy_(inputs(number + 3 * rank))
@@ -134,7 +128,7 @@ def captured_routing(rank: int) -> list[bool]:
     return equal
 
 
-def test_routing_across_ranks_is_captured(gpu_ranks: RankPool) -> None:
-    for equal in gpu_ranks.run(captured_routing):
+def test_routing_across_ranks_is_captured(gpus: Callable[[int], RankPool]) -> None:
+    for equal in gpus(min(4, torch.cuda.device_count())).run(captured_routing):
         assert all(equal)
         assert len(equal) == 15

@@ -1,6 +1,6 @@
 """The same layer on GPUs over NCCL: against the dense oracle, against the CPU, and where it reads back to the host."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,15 +22,10 @@ GPU_CASES = (
 )
 
 
-@pytest.fixture(scope="module")
-def gpu_ranks() -> Iterator[RankPool]:
-    with RankPool(min(4, torch.cuda.device_count()), backend="cpu:gloo,cuda:nccl") as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("case", [*GPU_CASES, "one-rank-empty", "all-on-one-expert", "fewer-tokens-than-t"])
-def test_output_and_gradients_match_the_dense_oracle(gpu_ranks: RankPool, case: str) -> None:
-    for rank, errors in enumerate(gpu_ranks.run(errors_against_oracle, *CASES[case], "cuda")):
+def test_output_and_gradients_match_the_dense_oracle(gpus: Callable[[int], RankPool], case: str) -> None:
+    pool = gpus(min(4, torch.cuda.device_count()))
+    for rank, errors in enumerate(pool.run(errors_against_oracle, *CASES[case], "cuda")):
         wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
         assert not wrong, f"rank {rank}: {wrong}"
 

@@ -6,30 +6,13 @@ docs/deepspeed_autoep.md prints this table. A field that DeepSpeed adds must be 
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig, MoELayerSpec
 
 from sonic_ep.config import MAX_E, MAX_K, MoEConfig, RoundingConfig, RouterConfig
+from sonic_ep.integrations.fields import Field, honoured
 from sonic_ep.integrations.options import SonicEPOptions
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One field. accepts: of which values `effect` is said; set: what to set instead of others, which are refused, or,
-    where the field has no effect, warned of."""
-
-    name: str
-    effect: Literal["honoured", "no effect", "refused"]
-    how: str
-    accepts: Callable[[Any], bool] | None = None
-    set: str = ""
-
-
-def _honoured(how: str, *names: str) -> tuple[Field, ...]:
-    return tuple(Field(name, "honoured", how) for name in names)
 
 
 def _without_effect(how: str, **defaults: Any) -> tuple[Field, ...]:
@@ -45,9 +28,9 @@ _GEMM = "which grouped GEMM AutoEP would run"
 _DEEPEP = "of the DeepEP backend"
 
 FIELDS: tuple[Field, ...] = (
-    *_honoured("", "enabled"),
-    *_honoured("ep_size; a divisor of the number of experts", "autoep_size"),
-    *_honoured(
+    *honoured("", "enabled"),
+    *honoured("ep_size; a divisor of the number of experts", "autoep_size"),
+    *honoured(
         _DETECTION,
         "preset_model",
         "moe_layer_pattern",
@@ -61,12 +44,12 @@ FIELDS: tuple[Field, ...] = (
         "shared_experts_pattern",
         "shared_experts_gate_pattern",
     ),
-    *_honoured(f"1 to {MAX_K} of at most {MAX_E} experts", "top_k", "top_k_attr"),
-    *_honoured("softmax or sigmoid, in fp32", "score_func"),
-    *_honoured("the K scores divided by their sum", "route_norm"),
-    *_honoured("factor on every combine weight", "route_scale", "routed_scaling_factor"),
-    *_honoured("groups scored by their two best experts", "num_expert_groups", "num_limited_groups"),
-    *_honoured("swiglu, geglu_tanh, swiglu_oai (alpha 1.702, limit 7); swiglu_clamped is refused", "expert_activation"),
+    *honoured(f"1 to {MAX_K} of at most {MAX_E} experts", "top_k", "top_k_attr"),
+    *honoured("softmax or sigmoid, in fp32", "score_func"),
+    *honoured("the K scores divided by their sum", "route_norm"),
+    *honoured("factor on every combine weight", "route_scale", "routed_scaling_factor"),
+    *honoured("groups scored by their two best experts", "num_expert_groups", "num_limited_groups"),
+    *honoured("swiglu, geglu_tanh, swiglu_oai (alpha 1.702, limit 7); swiglu_clamped is refused", "expert_activation"),
     Field(
         "score_apply",
         "refused",

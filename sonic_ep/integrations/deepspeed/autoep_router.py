@@ -6,14 +6,14 @@ number, where torch.topk takes any. With token rounding, the group's decision fo
 Legend: T tokens and H hidden size on this rank, E experts.
 """
 
+import torch
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import Tensor
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup
-from sonic_ep.routers.decision import Situation, decide_selection
-from sonic_ep.routers.outputs import weights_and_losses
-from sonic_ep.routers.topk import Choice, choose
+from sonic_ep.routers.decision import Situation
+from sonic_ep.routers.router import route
 from sonic_ep.routing import Routing
 
 
@@ -28,12 +28,7 @@ class SonicEPRouter(TokenChoiceTopKRouter):
         logits_TE = self.gate(x_TH).float()
         bias_E = self.e_score_correction_bias
         bias_E = None if bias_E is None else bias_E.detach().float()
-        choice = choose(logits_TE, bias_E, self.config.K, self.config.router)
-        counts_E = choice.counts_E()
+        unread_E = logits_TE.new_zeros(logits_TE.shape[1], dtype=torch.int64)
         situation = Situation(config=self.config, group=group, dtype=x_TH.dtype, training=self.training)
-        selection = decide_selection(self, choice, counts_E.new_zeros(counts_E.shape), situation)
-        if selection.topk_ids_TK is not choice.topk_ids_TK:  # replayed
-            choice = Choice(choice.scores_TE, choice.ranking_TE, choice.allowed_TE, selection.topk_ids_TK)
-        gates_N, _ = weights_and_losses(logits_TE, choice, selection, x_TH.shape[0], self.config.router)
-        routing = Routing(gates_N, selection.token_ids_N, selection.counts, x_TH.shape[0], selection.most_rows)
-        return routing, counts_E
+        routed = route(self, logits_TE, bias_E, unread_E, situation, sequence_length=x_TH.shape[0])
+        return routed.routing, routed.choice.counts_E()

@@ -6,35 +6,19 @@ tests/integrations/megatron/test_fields.py.
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from sonic_ep.config import MAX_E, MAX_K
+from sonic_ep.integrations.fields import Field, honoured
 from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.options import SonicEPOptions
 
 _GRAPHED = {CudaGraphScope.moe, CudaGraphScope.moe_router, CudaGraphScope.moe_preprocess, CudaGraphScope.full_iteration}
 _OFFLOADED = {"expert_fc1", "moe_act"}
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One field. accepts: which of its values the layer takes; set: what to set instead of any other."""
-
-    name: str
-    effect: Literal["honoured", "no effect", "refused"]
-    how: str
-    accepts: Callable[[Any], bool] | None = None
-    set: str = ""
-
-
-def _honoured(how: str, *names: str) -> tuple[Field, ...]:
-    return tuple(Field(name, "honoured", how) for name in names)
 
 
 def _without_effect(how: str, *names: str) -> tuple[Field, ...]:
@@ -60,11 +44,11 @@ FIELDS: tuple[Field, ...] = (
         lambda value: value is not None and 1 <= value <= MAX_E,
         f"1 to {MAX_E} experts",
     ),
-    *_honoured("width n of an expert", "moe_ffn_hidden_size"),
-    *_honoured("d", "hidden_size"),
-    *_honoured("by the block spec: use_sonic_ep leaves dense layers alone", "moe_layer_freq"),
-    *_honoured("a multi-token-prediction block takes the layer spec", "mtp_num_layers"),
-    *_honoured("the EP group of pg_collection; TP ranks fold into it", "expert_model_parallel_size"),
+    *honoured("width n of an expert", "moe_ffn_hidden_size"),
+    *honoured("d", "hidden_size"),
+    *honoured("by the block spec: use_sonic_ep leaves dense layers alone", "moe_layer_freq"),
+    *honoured("a multi-token-prediction block takes the layer spec", "mtp_num_layers"),
+    *honoured("the EP group of pg_collection; TP ranks fold into it", "expert_model_parallel_size"),
     Field(
         "expert_tensor_parallel_size",
         "honoured",
@@ -72,16 +56,16 @@ FIELDS: tuple[Field, ...] = (
         lambda value: value == 1,
         "expert_tensor_parallel_size=1 and expert_model_parallel_size to spread experts",
     ),
-    *_honoured("in training with sequence_parallel, as Megatron wants it", "tensor_model_parallel_size"),
-    *_honoured("every TP rank routes its slice of the sequence", "sequence_parallel"),
-    *_honoured("the layer keeps nothing between calls", "pipeline_model_parallel_size", "context_parallel_size"),
+    *honoured("in training with sequence_parallel, as Megatron wants it", "tensor_model_parallel_size"),
+    *honoured("every TP rank routes its slice of the sequence", "sequence_parallel"),
+    *honoured("the layer keeps nothing between calls", "pipeline_model_parallel_size", "context_parallel_size"),
     _refused("moe_extended_tp", False, "expert tensor parallelism"),
     _refused("overlap_moe_expert_parallel_comm", False, "wants a layer in seven steps of Megatron's dispatcher"),
     _refused("ep_overlap_early_attn_memory_release", False, "part of overlap_moe_expert_parallel_comm"),
     _refused("delay_wgrad_compute", False, "part of overlap_moe_expert_parallel_comm"),
-    *_honoured(_SHARED, "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "use_te_activation_func"),
-    *_honoured("on its stream beside routing, dispatch and experts", "moe_shared_expert_overlap"),
-    *_honoured(
+    *honoured(_SHARED, "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "use_te_activation_func"),
+    *honoured("on its stream beside routing, dispatch and experts", "moe_shared_expert_overlap"),
+    *honoured(
         _ROUTER,
         "moe_router_load_balancing_type",
         "moe_aux_loss_coeff",
@@ -102,8 +86,8 @@ FIELDS: tuple[Field, ...] = (
         "calculate_per_token_loss",
     ),
     Field("moe_router_topk", "honoured", "K", lambda value: 1 <= value <= MAX_K, f"1 to {MAX_K}"),
-    *_honoured(f"{_ROUTER}; weights of pairs are fp32 at least", "moe_router_dtype"),
-    *_honoured(
+    *honoured(f"{_ROUTER}; weights of pairs are fp32 at least", "moe_router_dtype"),
+    *honoured(
         f"{_ROUTER} drops, the experts see what is left; not together with token rounding",
         "moe_expert_capacity_factor",
         "moe_token_drop_policy",
@@ -130,8 +114,8 @@ FIELDS: tuple[Field, ...] = (
     *_without_effect("the layer permutes no rows", "moe_permute_fusion"),
     _refused("moe_apply_probs_on_input", False, "weights act on the experts' output"),
     _refused("moe_latent_size", None, "experts work at the hidden size"),
-    *_honoured(_ACTIVATION, "activation_func", "gated_linear_unit", "activation_func_clamp_value", "glu_linear_offset"),
-    *_honoured("b1 and b2 of every expert", "add_bias_linear"),
+    *honoured(_ACTIVATION, "activation_func", "gated_linear_unit", "activation_func_clamp_value", "glu_linear_offset"),
+    *honoured("b1 and b2 of every expert", "add_bias_linear"),
     *_without_effect("always fused", "bias_activation_fusion", "use_fused_weighted_squared_relu"),
     _refused("activation_func_fp8_input_store", False, _QUANTISED),
     _refused("fp8", None, _QUANTISED),
@@ -145,9 +129,9 @@ FIELDS: tuple[Field, ...] = (
         lambda value: value in (torch.float32, torch.bfloat16, torch.float16),
         "params_dtype=torch.bfloat16",
     ),
-    *_honoured("see params_dtype", "bf16", "fp16"),
+    *honoured("see params_dtype", "bf16", "fp16"),
     _refused("enable_autocast", False, "hidden states come in params_dtype"),
-    *_honoured(
+    *honoured(
         "as SequentialMLP draws",
         "init_method",
         "output_layer_init_method",
@@ -156,12 +140,12 @@ FIELDS: tuple[Field, ...] = (
         "use_cpu_initialization",
     ),
     _refused("init_model_with_meta_device", False, "weights are made where they stay"),
-    *_honoured("weight gradients accumulate in main_grad inside the GEMM", "gradient_accumulation_fusion"),
-    *_honoured("the layer is deterministic", "deterministic_mode"),
+    *honoured("weight gradients accumulate in main_grad inside the GEMM", "gradient_accumulation_fusion"),
+    *honoured("the layer is deterministic", "deterministic_mode"),
     _refused("batch_invariant_mode", False, "a token's bits may depend on the batch"),
-    *_honoured("by the transformer block", "recompute_granularity", "recompute_method", "recompute_num_layers"),
-    *_honoured("moe, shared_experts; moe_act for nothing: activations are never kept", "recompute_modules"),
-    *_honoured("the same as recompute_modules=['moe']", "moe_layer_recompute"),
+    *honoured("by the transformer block", "recompute_granularity", "recompute_method", "recompute_num_layers"),
+    *honoured("moe, shared_experts; moe_act for nothing: activations are never kept", "recompute_modules"),
+    *honoured("the same as recompute_modules=['moe']", "moe_layer_recompute"),
     Field("cuda_graph_impl", "honoured", "for graphs that leave the MoE out; see cuda_graph_scope"),
     Field(
         "cuda_graph_scope",
@@ -177,7 +161,7 @@ FIELDS: tuple[Field, ...] = (
         lambda value: not _OFFLOADED & set(value or ()),
         "offload_modules without expert_fc1 and moe_act",
     ),
-    *_honoured("see offload_modules", "fine_grained_activation_offloading"),
+    *honoured("see offload_modules", "fine_grained_activation_offloading"),
     _refused("cpu_offloading", False, "its hooks would part the weights from their main_grad"),
     Field(
         "transformer_impl",
@@ -188,7 +172,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     _refused("use_inference_optimized_layers", False, "for training"),
     _refused("inference_fuse_tp_communication", False, "for training"),
-    *_honoured("the layer is called for each chunk", "mlp_chunks_for_prefill"),
+    *honoured("the layer is called for each chunk", "mlp_chunks_for_prefill"),
 )
 
 

@@ -13,12 +13,12 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from sonic_ep.config import MoEConfig, RoundingConfig
+from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.megatron.routing_map import topk_ids
 from sonic_ep.routers.decision import Situation, decide_selection
 from sonic_ep.routers.selection import choice_mask
-from sonic_ep.routers.topk import Choice
+from sonic_ep.routers.topk import Choice, gates_of_pairs, scores_of
 from sonic_ep.routing import Routing
 
 
@@ -31,7 +31,9 @@ class RoundedRouter:
         assert E is not None
         assert n is not None
         self.router, self.config, self.group = router, config, group
-        self.moe_config = MoEConfig(d=config.hidden_size, n=n, E=E, K=config.moe_router_topk, rounding=rounding)
+        score, K = config.moe_router_score_function, config.moe_router_topk
+        router_config = RouterConfig(score=score, renormalize=score == "sigmoid" and K > 1)  # of added pairs
+        self.moe_config = MoEConfig(d=config.hidden_size, n=n, E=E, K=K, router=router_config, rounding=rounding)
         self._logits: Tensor | None = None
         routing = router.routing
 
@@ -51,7 +53,7 @@ class RoundedRouter:
         assert logits is not None
         (T, E), K = routing_map_TE.shape, self.config.moe_router_topk
         ids_TK = topk_ids(routing_map_TE, K)
-        scores_TE = self._scores(logits.reshape(T, E))
+        scores_TE = scores_of(logits.reshape(T, E).float(), self.moe_config.router)
         ranking_TE = scores_TE.detach()
         if self.router.expert_bias is not None:
             ranking_TE = ranking_TE + self.router.expert_bias
@@ -63,19 +65,11 @@ class RoundedRouter:
         pairs_N = (selection.token_ids_N.long() * E + selection.expert_ids_N).clamp(min=0)
         # The router's probability is 0 where it did not choose.
         gates_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
-        added_N = self._weights(scores_TE, ids_TK).reshape(-1).index_select(0, pairs_N)
+        lists = (selection.token_ids_N, selection.expert_ids_N, selection.chosen_N)
+        added_N = gates_of_pairs(choice, *lists, self.moe_config.router)
+        added_N = added_N * (self.config.moe_router_topk_scaling_factor or 1)
         gates_N = gates_N + torch.where(selection.chosen_N, 0, added_N)
         return Routing(gates_N, selection.token_ids_N, selection.counts, T, selection.most_rows)
-
-    def _scores(self, logits_TE: Tensor) -> Tensor:
-        logits_TE = logits_TE.float()
-        return logits_TE.softmax(1) if self.config.moe_router_score_function == "softmax" else logits_TE.sigmoid()
-
-    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """What every pair weighs if it is added."""
-        if self.config.moe_router_score_function == "sigmoid" and ids_TK.shape[1] > 1:
-            scores_TE = scores_TE / (scores_TE.gather(1, ids_TK).sum(1, keepdim=True) + 1e-20)
-        return scores_TE * (self.config.moe_router_topk_scaling_factor or 1)
 
     def _allowed(self, ranking_TE: Tensor) -> Tensor | None:
         """(T, E) bool: the experts of each token's best groups, by the rule of Megatron's group_limited_topk."""
