@@ -41,7 +41,7 @@ class AllToAllTransport:
                 f"the all-to-all of ep_size={self.group.size} needs its sizes on the host, which a CUDA graph cannot "
                 "capture; leave the layer out of the graph, or use ep_size=1"
             )
-        sizes = PlanSizes.read(HostCopy(plan.sizes))
+        sizes = PlanSizes.read(HostCopy(plan.sizes), self.group.rank)
         splits, num_pairs = (sizes.pairs_out, sizes.pairs_in), sum(sizes.pairs_out)
         sent = sent_rows(routing.token_ids_N[:num_pairs], plan.pair_starts_Q, routing.num_tokens)
         received = self._exchange("lists", _pack(sent.row_of_pair_N, routing.gates_N[:num_pairs]), *splits)
@@ -59,9 +59,7 @@ class AllToAllTransport:
             pair_starts_R=buffer.pair_starts_R,
             slot_V=buffer.slot_V,
             expert_starts_e=chunks.expert_starts_e,
-            token_of_sent_U=tokens.token_of_sent_U,
-            sent_by_token_U=tokens.sent_by_token_U,
-            sent_starts_T=tokens.sent_starts_T,
+            own_lists=(tokens.token_of_sent_U, tokens.sent_by_token_U, tokens.sent_starts_T),
             splits=Splits(tuple(rows_out), tuple(rows_in), *splits),
             num_tokens=routing.num_tokens,
             num_rows=num_rows,
@@ -70,15 +68,20 @@ class AllToAllTransport:
         return Opened(receipt, buffer.gates_P)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
-        assert receipt.token_of_sent_U is not None
-        packed_UH = x_TH.index_select(0, receipt.token_of_sent_U)
+        token_of_sent_U, _, _ = receipt.own_lists
+        packed_UH = x_TH.index_select(0, token_of_sent_U)
         return self._exchange("dispatch", packed_UH, receipt.splits.rows_out, receipt.splits.rows_in)
 
+    def keep(self, rows_RH: Tensor) -> Tensor:
+        return rows_RH
+
     def combine(self, rows_RH: Tensor, receipt: Receipt) -> Tensor:
-        assert receipt.sent_starts_T is not None
-        assert receipt.sent_by_token_U is not None
+        _, sent_by_token_U, sent_starts_T = receipt.own_lists
         back_UH = self._exchange("combine", rows_RH, receipt.splits.rows_in, receipt.splits.rows_out)
-        return gather_sum(back_UH, receipt.sent_by_token_U, receipt.sent_starts_T)
+        return gather_sum(back_UH, sent_by_token_U, sent_starts_T)
+
+    def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
+        return self.combine(gather_sum(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P), receipt)
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         values_V = values_P.index_select(0, receipt.slot_V)

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from sonic_ep.dispatch.plan import PlanSizes
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.host_copy import HostCopy, host_may_wait
-from sonic_ep.kernels.operations import lists_take_room, pair_lists
+from sonic_ep.kernels.operations import gather_sum, lists_take_room, pair_lists
 from sonic_ep.kernels.pair_lists import PairBuffer, RankPlan
 from sonic_ep.routing import Routing
 
@@ -46,9 +46,7 @@ class LocalTransport:
             pair_starts_R=buffer.pair_starts_R,
             slot_V=buffer.slot_V[:V],
             expert_starts_e=plan.expert_starts_e,
-            token_of_sent_U=None,
-            sent_by_token_U=None,
-            sent_starts_T=None,
+            own_lists=(),
             splits=Splits((T,), (T,), (V,), (V,)),
             num_tokens=T,
             num_rows=T,
@@ -59,8 +57,14 @@ class LocalTransport:
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         return x_TH
 
+    def keep(self, rows_RH: Tensor) -> Tensor:
+        return rows_RH
+
     def combine(self, rows_RH: Tensor, receipt: Receipt) -> Tensor:
         return rows_RH
+
+    def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
+        return gather_sum(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P)
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         values_V = values_P.index_select(0, receipt.slot_V)
@@ -81,5 +85,5 @@ def _with_harmless_spares(buffer: PairBuffer, plan: RankPlan) -> PairBuffer:
 
 
 def _rows_and_pairs(arriving: HostCopy) -> tuple[int, int]:
-    sizes = PlanSizes.read(arriving)
+    sizes = PlanSizes.read(arriving, 0)
     return sizes.num_rows, sizes.pairs_in[0]

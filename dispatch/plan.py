@@ -13,6 +13,7 @@ Legend: S source ranks, Q owner ranks (both ep_size), E experts, e experts of on
 """
 
 from dataclasses import dataclass
+from math import isqrt
 from typing import Self
 
 import torch
@@ -65,7 +66,7 @@ class Plan:
         lists = (self.rows_SE, self.pairs_SE, self.head_rows_SE, self.head_starts_SE, self.tail_starts_SE)
         table = torch.stack([values[:, own] for values in lists]).view(len(lists), S * e)
         first_pair_C = table[1].cumsum(0) - table[1]
-        sizes = torch.cat([self.expert_starts_Qe[rank, -1:], self.pairs_SQ[rank], self.pairs_SQ[:, rank]])
+        sizes = torch.cat([self.expert_starts_Qe[rank, -1:], self.pairs_SQ.flatten()])
         return RankPlan(
             table_FC=torch.cat([table, first_pair_C[None]]).to(INDEX_DTYPE),
             expert_starts_e=self.expert_starts_Qe[rank].to(INDEX_DTYPE),
@@ -84,15 +85,23 @@ def plan_for(counts: Counts, rank: int) -> RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanSizes:
-    """What the host must know of a rank's plan: num_rows, P; pairs_out, pairs_in: real pairs to and from each rank."""
+    """What the host must know of a rank's plan: num_rows, P; pairs_SQ: real pairs from each rank to each owner."""
 
+    rank: int
     num_rows: int
-    pairs_out: tuple[int, ...]
-    pairs_in: tuple[int, ...]
+    pairs_SQ: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def read(cls, sizes: HostCopy) -> Self:
-        """Of the copy of a plan's `sizes`, waiting for it."""
+    def read(cls, sizes: HostCopy, rank: int) -> Self:
+        """Of the copy of `sizes` of the plan of `rank`, waiting for it."""
         num_rows, *pairs = sizes.read().tolist()
-        S = len(pairs) // 2
-        return cls(num_rows, tuple(pairs[:S]), tuple(pairs[S:]))
+        S = isqrt(len(pairs))
+        return cls(rank, num_rows, tuple(tuple(pairs[s * S : (s + 1) * S]) for s in range(S)))
+
+    @property
+    def pairs_out(self) -> tuple[int, ...]:
+        return self.pairs_SQ[self.rank]
+
+    @property
+    def pairs_in(self) -> tuple[int, ...]:
+        return tuple(pairs_Q[self.rank] for pairs_Q in self.pairs_SQ)

@@ -2,16 +2,17 @@
 
     opened = transport.open(routing, plan)             index lists and weights out        (forward only)
     rows   = transport.dispatch(x, opened.receipt)     rows out: each distinct (token, owner rank) row once
-    out    = transport.combine(rows, receipt)          rows back, summed per token
+    out    = transport.combine_pairs(y, gates, receipt)  rows back: pairs summed per received row, then per token
     values = transport.return_pairs(values, receipt)   one number per pair back
 
 Combine weights are applied on the owner's rank, so dispatch and combine are plain data movers and each other's
-backward. All four are collectives of the EP group.
+backward. All are collectives of the EP group.
 
 Legend: T tokens and H hidden size on the token's rank, N pairs it lists, U rows it sends; on the owner's rank R
 received rows, V received pairs, P rows of the pair buffer (V and padding), e local experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -39,8 +40,7 @@ class Receipt:
     pairs_by_row_V, pair_starts_R: real pairs grouped by received row, ascending, and (R + 1) exclusive prefix sums.
     slot_V: pair-buffer row of each received pair, in arrival order.
     expert_starts_e: (e + 1) exclusive prefix sums of pair-buffer rows per local expert.
-    token_of_sent_U: token of each sent row, by owner rank, then token; None where x itself is the received rows.
-    sent_by_token_U, sent_starts_T: sent rows grouped by token, by owner rank, and (T + 1) prefix sums; likewise.
+    own_lists: what the transport that made the receipt knows of the rows that it sends, and nobody else reads.
     num_tokens, num_rows: T and R. num_listed: N.
     """
 
@@ -49,17 +49,15 @@ class Receipt:
     pair_starts_R: Tensor
     slot_V: Tensor
     expert_starts_e: Tensor
-    token_of_sent_U: Tensor | None
-    sent_by_token_U: Tensor | None
-    sent_starts_T: Tensor | None
+    own_lists: tuple[Tensor, ...]
     splits: Splits
     num_tokens: int
     num_rows: int
     num_listed: int
 
-    def lists(self) -> tuple[Tensor | None, ...]:
+    def lists(self) -> tuple[Tensor, ...]:
         """The tensors, for saving; `with_lists` puts them back."""
-        return tuple(getattr(self, name) for name in _LISTS)
+        return *(getattr(self, name) for name in _LISTS), *self.own_lists
 
     def without_lists(self) -> "ReceiptSizes":
         """The host-side part alone, which holds no tensor."""
@@ -75,12 +73,23 @@ class ReceiptSizes:
     num_rows: int
     num_listed: int
 
-    def with_lists(self, lists: tuple[Tensor | None, ...]) -> Receipt:
-        sizes = (self.splits, self.num_tokens, self.num_rows, self.num_listed)
-        return Receipt(*lists, *sizes)  # type: ignore[arg-type]
+    def with_lists(self, lists: Sequence[Tensor]) -> Receipt:
+        row_of_pair_P, pairs_by_row_V, pair_starts_R, slot_V, expert_starts_e, *own = lists
+        return Receipt(
+            row_of_pair_P,
+            pairs_by_row_V,
+            pair_starts_R,
+            slot_V,
+            expert_starts_e,
+            tuple(own),
+            self.splits,
+            self.num_tokens,
+            self.num_rows,
+            self.num_listed,
+        )
 
 
-_LISTS = tuple(f.name for f in fields(Receipt) if f.type == Tensor or f.type == Tensor | None)
+_LISTS = tuple(f.name for f in fields(Receipt) if f.type is Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +112,16 @@ class Transport(Protocol):
         """Rows (R, H) as received: by source rank, then token. x_TH (T, H), any dtype. Backward: `combine`."""
         ...
 
+    def keep(self, rows_RH: Tensor) -> Tensor:
+        """The rows of a dispatch, so that they last; otherwise they do until the second dispatch after it."""
+        ...
+
     def combine(self, rows_RH: Tensor, receipt: Receipt) -> Tensor:
         """Sum over ranks of each token's row (T, H), accumulated in fp32 at least. Backward: `dispatch`."""
+        ...
+
+    def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
+        """`combine` of the (weighted) sums of each received row's pairs; these are rounded too. values_PH (P, H)."""
         ...
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:

@@ -45,11 +45,18 @@ def forward(
     activation: Activation,
 ) -> tuple[Tensor, Tensor]:
     """out_RH, the weighted sum of a received row's expert outputs, and h_PJ, all that backward needs besides x."""
+    y_PH, h_PJ = forward_pairs(ops, x_RH, weights, lists, activation)
+    return ops.gather_sum(y_PH, lists.pairs_by_row_V, lists.pair_starts_R, gates_P), h_PJ
+
+
+def forward_pairs(
+    ops: Operations, x_RH: Tensor, weights: ExpertWeights, lists: PairLists, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """y_PH, the expert output of every pair, before weights and sum, and h_PJ."""
     h_PJ, a_PI = ops.up_projection(
         x_RH, weights.w1_eJH, weights.b1_eJ, lists.row_of_pair_P, lists.expert_starts_e, activation
     )
-    y_PH = ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, lists.expert_starts_e)
-    return ops.gather_sum(y_PH, lists.pairs_by_row_V, lists.pair_starts_R, gates_P), h_PJ
+    return ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, lists.expert_starts_e), h_PJ
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +86,13 @@ def backward_hidden(
 
 def backward_rows(ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists: PairLists) -> Tensor:
     """dx_RH."""
-    dx_PH = ops.up_projection_backward(dh_PJ, weights.w1_eJH, lists.expert_starts_e)
+    dx_PH = backward_pairs(ops, dh_PJ, weights, lists)
     return ops.gather_sum(dx_PH, lists.pairs_by_row_V, lists.pair_starts_R)
+
+
+def backward_pairs(ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists: PairLists) -> Tensor:
+    """dx_PH, the gradient of the row of every pair, before their sum."""
+    return ops.up_projection_backward(dh_PJ, weights.w1_eJH, lists.expert_starts_e)
 
 
 def backward_down_weights(

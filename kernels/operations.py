@@ -195,6 +195,21 @@ def decision_kernel(device: torch.device) -> DecisionKernel | None:
     return cast(DecisionKernel, _lists("decision", on_gpu=True)) if lists_take_room(device) else None
 
 
+class PeerKernels(Protocol):
+    """Kernels that write into the memory of other ranks; see kernels/cuda/peer_pairs.py, peer_rows.py."""
+
+    push_lists: Callable[..., None]
+    push_values: Callable[..., None]
+    push_rows: Callable[..., None]
+    push_sums: Callable[..., None]
+    sum_sent: Callable[..., Tensor]
+
+
+@functools.cache
+def peer_kernels() -> PeerKernels:
+    return cast(PeerKernels, import_module("sonic_ep.kernels.cuda.peer_kernels"))
+
+
 class SelectionKernels(Protocol):
     """The lists of a selection, with the contract of the functions of the same names in routers/selection.py."""
 

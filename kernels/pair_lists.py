@@ -46,8 +46,8 @@ class Chunks:
 class RankPlan(NamedTuple):
     """What one rank needs of a plan, int32. table_FC, expert_starts_e: see Chunks.
 
-    pair_starts_Q: (Q + 1,), the first pair that it sends to each owner, and how many it sends. sizes: (1 + 2S,): P,
-    the pairs that it sends to each rank, and those that it receives from each.
+    pair_starts_Q: (Q + 1,), the first pair that it sends to each owner, and how many it sends. sizes: (1 + S * Q,): P,
+    and the pairs that each rank sends to each owner, the same on all ranks.
     """
 
     table_FC: Tensor

@@ -68,14 +68,13 @@ def _open_routing(
     group_name: str,
     ep_size: int,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """gates_P and the receipt: its lists, empty where it has none, and its splits."""
+    """gates_P and the receipt: its lists and its splits."""
     group = EPGroup.named(group_name)
     routing = Routing(gates_N, token_ids_N, Counts(*counts), num_tokens, most_rows)
     opened = transport_for(group).open(routing, plan_for(routing.counts, group.rank))
-    lists = [token_ids_N.new_empty(0) if values is None else values for values in opened.receipt.lists()]
     splits = opened.receipt.splits
     splits_4S = torch.tensor([splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in])
-    return opened.gates_P, lists, splits_4S
+    return opened.gates_P, list(opened.receipt.lists()), splits_4S
 
 
 @_open_routing.register_fake
@@ -92,7 +91,7 @@ def _(
     new_size = torch.library.get_ctx().new_dynamic_size
     P, V = new_size(), new_size()
     if ep_size == 1:
-        sizes = (P, V, T + 1, V, e + 1, 0, 0, 0)
+        sizes = (P, V, T + 1, V, e + 1)
     else:
         num_starts, U = new_size(), new_size()
         sizes = (P, V, num_starts, V, e + 1, U, U, T + 1)
@@ -106,8 +105,7 @@ def _(
 def _receipt_of(lists: list[Tensor], splits_4S: Tensor, num_tokens: int, num_listed: int) -> Receipt:
     splits = Splits(*map(tuple, splits_4S.tolist()))
     sizes = ReceiptSizes(splits, num_tokens, lists[_PAIR_STARTS].shape[0] - 1, num_listed)
-    alone = splits_4S.shape[1] == 1
-    return sizes.with_lists((*lists[:5], *([None] * 3 if alone else lists[5:])))
+    return sizes.with_lists(lists)
 
 
 def _call(group_name: str, activation: str, keeps_received: bool) -> Call:

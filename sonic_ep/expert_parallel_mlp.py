@@ -55,9 +55,9 @@ def forward(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) ->
     x_TH = x_TH.contiguous()
     rows_RH = call.transport.dispatch(x_TH, receipt)
     ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
-    partial_RH, h_PJ = expert_mlp.forward(ops, rows_RH, gates_P, weights, _pair_lists(receipt), call.activation)
-    kept = Kept(rows_RH if call.keeps_received else x_TH, h_PJ, gates_P, receipt)
-    return call.transport.combine(partial_RH, receipt), kept
+    y_PH, h_PJ = expert_mlp.forward_pairs(ops, rows_RH, weights, _pair_lists(receipt), call.activation)
+    kept = Kept(call.transport.keep(rows_RH) if call.keeps_received else x_TH, h_PJ, gates_P, receipt)
+    return call.transport.combine_pairs(y_PH, gates_P, receipt), kept
 
 
 def backward(
@@ -82,7 +82,7 @@ def backward(
     rows_RH = kept.rows if call.keeps_received else transport.dispatch(kept.rows, receipt)
     grads = expert_mlp.backward_hidden(ops, do_RH, kept.take_h(), kept.gates_P, weights, pairs, call.activation)
     dh_PJ, scaled_a_PI = grads.dh_PJ, grads.scaled_a_PI
-    dx_TH = transport.combine(expert_mlp.backward_rows(ops, dh_PJ, weights, pairs), receipt)
+    dx_TH = transport.combine_pairs(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, receipt)
     dgates_N = transport.return_pairs(grads.ds_P, receipt)
     del grads
     dw2 = expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None

@@ -1,7 +1,7 @@
 """`EPGroup`: the ranks that share one set of experts, and the few collectives that the layer needs of them.
 
-The only file that talks to torch.distributed. With one rank no collective is ever called, and torch.distributed need
-not be initialised.
+With peer_memory.py the only file that talks to torch.distributed. With one rank no collective is ever called, and
+torch.distributed need not be initialised.
 """
 
 from collections.abc import Sequence

@@ -10,8 +10,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MAX_BLOCK = 512
-_UNROLL = 4
+MAX_BLOCK = 512
+UNROLL = 4
+
+
+@triton.jit
+def row_sum(
+    values_ptr,
+    items_ptr,
+    weights_ptr,
+    position,
+    last,
+    H,
+    columns,
+    inside,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    """(BLOCK,) sum of the columns of the items from `position` to `last`, in that order."""
+    total = tl.zeros([BLOCK], dtype=ACCUMULATOR)
+    while position < last:  # numpy refuses loaded bounds of a range, so Triton's interpreter does too
+        for step in tl.static_range(UNROLL):
+            real = position + step < last
+            item = tl.load(items_ptr + position + step, mask=real, other=0).to(tl.int64)
+            value = tl.load(
+                values_ptr + item * H + columns, mask=inside & real, other=0.0, eviction_policy="evict_first"
+            )
+            value = value.to(ACCUMULATOR)
+            if HAS_WEIGHTS:
+                value = value * tl.load(weights_ptr + item, mask=real, other=0.0).to(ACCUMULATOR)
+            total += value
+        position += UNROLL
+    return total
 
 
 @triton.jit
@@ -31,21 +63,21 @@ def _gather_sum(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H
-    position = tl.load(starts_ptr + row)
-    last = tl.load(starts_ptr + row + 1)
-    total = tl.zeros([BLOCK], dtype=ACCUMULATOR)
-    while position < last:  # numpy refuses loaded bounds of a range, so Triton's interpreter does too
-        for step in tl.static_range(UNROLL):
-            real = position + step < last
-            item = tl.load(items_ptr + position + step, mask=real, other=0).to(tl.int64)
-            value = tl.load(
-                values_ptr + item * H + columns, mask=inside & real, other=0.0, eviction_policy="evict_first"
-            )
-            value = value.to(ACCUMULATOR)
-            if HAS_WEIGHTS:
-                value = value * tl.load(weights_ptr + item, mask=real, other=0.0).to(ACCUMULATOR)
-            total += value
-        position += UNROLL
+    first, last = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+    total = row_sum(
+        values_ptr,
+        items_ptr,
+        weights_ptr,
+        first,
+        last,
+        H,
+        columns,
+        inside,
+        HAS_WEIGHTS,
+        BLOCK,
+        UNROLL,
+        ACCUMULATOR,
+    )
     tl.store(out_ptr + row * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -56,7 +88,7 @@ def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tens
     if out.numel() == 0:
         return out
     values_PH = values_PH.contiguous()
-    block = min(_MAX_BLOCK, triton.next_power_of_2(H))
+    block = min(MAX_BLOCK, triton.next_power_of_2(H))
     exact = values_PH.dtype == torch.float64 or (weights_P is not None and weights_P.dtype == torch.float64)
     _gather_sum[(rows * triton.cdiv(H, block),)](
         values_PH,
@@ -67,7 +99,7 @@ def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tens
         H,
         HAS_WEIGHTS=weights_P is not None,
         BLOCK=block,
-        UNROLL=_UNROLL,
+        UNROLL=UNROLL,
         ACCUMULATOR=tl.float64 if exact else tl.float32,
         num_warps=1,
     )

@@ -1,4 +1,4 @@
-"""One rank's part of the plan as one Triton program: there are never more chunks than experts.
+"""One rank's part of the plan as a Triton program, and one more for each owner, which sums what it receives.
 
 Legend: S source ranks (= Q owner ranks), E experts, e experts of one rank, C = S * e chunks, F fields of a chunk.
 """
@@ -29,6 +29,12 @@ def _plan(
 ):
     source, expert = tl.arange(0, SOURCES), tl.arange(0, EXPERTS)
     is_source, is_expert = source < S, expert < e
+    owner = tl.program_id(0) - 1
+    if owner >= 0:
+        to_owner = source[:, None] * (S * e) + owner * e + expert[None, :]
+        pairs = tl.load(pairs_ptr + to_owner, mask=is_source[:, None] & is_expert[None, :], other=0).to(tl.int32)
+        tl.store(sizes_ptr + 1 + source * S + owner, tl.sum(pairs, axis=1), mask=is_source)
+        return
     inside = is_source[:, None] & is_expert[None, :]
     arriving = source[:, None] * (S * e) + rank * e + expert[None, :]
     rows = tl.load(rows_ptr + arriving, mask=inside, other=0).to(tl.int32)
@@ -56,8 +62,6 @@ def _plan(
     tl.store(pair_starts_ptr + source, tl.cumsum(sent_Q, axis=0) - sent_Q, mask=is_source)
     tl.store(pair_starts_ptr + S, tl.sum(sent_Q, axis=0))
     tl.store(sizes_ptr, tl.sum(rows_e, axis=0))
-    tl.store(sizes_ptr + 1 + source, sent_Q, mask=is_source)
-    tl.store(sizes_ptr + 1 + S + source, pairs_S, mask=is_source)
 
 
 def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> RankPlan:
@@ -68,8 +72,8 @@ def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> R
     def empty(*size: int) -> Tensor:
         return torch.empty(size, dtype=INDEX_DTYPE, device=rows_SE.device)
 
-    plan = RankPlan(empty(6, E), empty(e + 1), empty(S + 1), empty(1 + 2 * S))
-    _plan[(1,)](
+    plan = RankPlan(empty(6, E), empty(e + 1), empty(S + 1), empty(1 + S * S))
+    _plan[(1 + S,)](
         rows_SE.contiguous(),
         pairs_SE.contiguous(),
         *plan,

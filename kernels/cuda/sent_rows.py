@@ -32,7 +32,7 @@ def _owners(pair, pair_starts_ptr, OWNERS: tl.constexpr):
 def _mark(token_ids_ptr, pair_starts_ptr, needed_ptr, copies_ptr, N, T, OWNERS: tl.constexpr, BLOCK: tl.constexpr):
     """needed_QT[owner, token] = 1, and copies_T[token] counts the owners; both stand behind a leading zero."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = pair < N
+    inside = (pair < N) & (pair < tl.load(pair_starts_ptr + OWNERS))  # what is spare stands behind the pairs
     token = tl.load(token_ids_ptr + pair, mask=inside, other=0)
     cell = _owners(pair, pair_starts_ptr, OWNERS) * T + token
     before = tl.atomic_xchg(needed_ptr + cell + 1, 1, mask=inside, sem="relaxed")
@@ -45,7 +45,7 @@ def _look_up(
 ):
     """row_of_pair_N: the number of its (owner, token), counted from the owner's first."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = pair < N
+    inside = (pair < N) & (pair < tl.load(pair_starts_ptr + OWNERS))  # what is spare stands behind the pairs
     token = tl.load(token_ids_ptr + pair, mask=inside, other=0)
     first_cell = _owners(pair, pair_starts_ptr, OWNERS) * T
     row = tl.load(sent_before_ptr + first_cell + token, mask=inside, other=0)

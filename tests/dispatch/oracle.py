@@ -128,7 +128,8 @@ class Outcome:
     """All that one rank saw of one exchange."""
 
     rows: Tensor  # dispatch(random bits)
-    lists: dict[str, Tensor | None]  # of the receipt
+    lists: dict[str, Tensor]  # of the receipt
+    own_lists: tuple[Tensor, ...]
     splits: Splits
     num_tokens: int
     num_rows: int
@@ -166,6 +167,7 @@ def use(transport: Transport, rank: int, case: Case, dtype: torch.dtype, gates: 
     return Outcome(
         rows=rows,
         lists=receipt_lists(receipt),
+        own_lists=receipt.own_lists,
         splits=receipt.splits,
         num_tokens=receipt.num_tokens,
         num_rows=receipt.num_rows,
@@ -178,9 +180,9 @@ def use(transport: Transport, rank: int, case: Case, dtype: torch.dtype, gates: 
     )
 
 
-def receipt_lists(receipt: Receipt) -> dict[str, Tensor | None]:
+def receipt_lists(receipt: Receipt) -> dict[str, Tensor]:
     values = {f.name: getattr(receipt, f.name) for f in fields(Receipt)}
-    return {name: v for name, v in values.items() if v is None or isinstance(v, Tensor)}
+    return {name: v for name, v in values.items() if isinstance(v, Tensor)}
 
 
 def dot(left: Tensor, right: Tensor) -> float:

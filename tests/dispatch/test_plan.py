@@ -117,7 +117,7 @@ def test_chunks_as_they_arrive(load: Load) -> None:
     for owner in range(load.size):
         slot_of = {row: slot for slot, row in enumerate(pair_buffer(load.rows, owner, load.tile))}
         rank_plan = plan.of_rank(owner)
-        sizes = PlanSizes.read(HostCopy(rank_plan.sizes))
+        sizes = PlanSizes.read(HostCopy(rank_plan.sizes), owner)
         chunks = rank_plan.chunks(sizes.num_rows, sum(sizes.pairs_in))
         arriving = [(s, expert) for s in range(load.size) for expert in load.own(owner)]
         before = 0
@@ -143,7 +143,8 @@ def test_pairs_between_ranks(load: Load) -> None:
         rank_plan = plan.of_rank(source)
         starts = rank_plan.pair_starts_Q
         assert (starts.dtype, starts.tolist()) == (torch.int32, [sum(pairs[:q]) for q in range(load.size + 1)])
-        sizes = PlanSizes.read(HostCopy(rank_plan.sizes))
+        sizes = PlanSizes.read(HostCopy(rank_plan.sizes), source)
+        assert sizes.pairs_SQ == tuple(map(tuple, expected))
         assert sizes.pairs_out == tuple(pairs)
         assert sizes.pairs_in == tuple(row[source] for row in expected)
 
@@ -159,7 +160,7 @@ def test_example_of_the_docstring() -> None:
     assert plan.expert_starts_Qe.tolist() == [[0, 430], [0, 0]]
     assert plan.pairs_SQ.tolist() == [[300, 0], [130, 0]]
     assert plan.of_rank(0).table_FC.T.tolist() == [[300, 300, 256, 0, 384, 0], [130, 130, 128, 256, 428, 300]]
-    assert plan.of_rank(1).sizes.tolist() == [0, 130, 0, 0, 0]
+    assert plan.of_rank(1).sizes.tolist() == [0, 300, 0, 130, 0]
 
 
 def test_example_with_padding_by_hand() -> None:

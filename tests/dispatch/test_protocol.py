@@ -88,18 +88,18 @@ def check_owner_lists(case: Case, rank: int, outcome: Outcome, gates: torch.dtyp
 
 def check_token_lists(case: Case, rank: int, outcome: Outcome) -> None:
     if case.size == 1:
-        assert [outcome.lists[n] for n in ("token_of_sent_U", "sent_by_token_U", "sent_starts_T")] == [None] * 3
+        assert outcome.own_lists == ()
         return
     sent = [token for owner in range(case.size) for token in case.tokens_needed(rank, owner)]
     by_token = [[u for u, token in enumerate(sent) if token == t] for t in range(case.tokens[rank])]
-    check_list(outcome, "token_of_sent_U", sent)
-    check_list(outcome, "sent_by_token_U", [u for rows in by_token for u in rows])
-    check_list(outcome, "sent_starts_T", [sum(map(len, by_token[:t])) for t in range(len(by_token) + 1)])
+    starts = [sum(map(len, by_token[:t])) for t in range(len(by_token) + 1)]
+    expected = [sent, [u for rows in by_token for u in rows], starts]
+    assert [values.tolist() for values in outcome.own_lists] == expected
+    assert {values.dtype for values in outcome.own_lists} == {torch.int32}
 
 
 def check_list(outcome: Outcome, name: str, expected: list[int]) -> None:
     values = outcome.lists[name]
-    assert values is not None, name
     assert (values.dtype, values.tolist()) == (torch.int32, expected), name
 
 

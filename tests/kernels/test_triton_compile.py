@@ -78,6 +78,52 @@ KERNELS = [
     TritonKernel("sent_rows", "_mark", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "BLOCK": 256}),
     TritonKernel("sent_rows", "_look_up", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "BLOCK": 256}),
     TritonKernel("sent_rows", "_by_token", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "TOKENS": 256}),
+    *(
+        TritonKernel(
+            "peer_rows",
+            "_push_rows",
+            f"{rows} *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32 i32",
+            {"STAGE": 1, "S": ranks, "TOKENS": 8, "COLUMNS": 2048},
+            num_warps=16,
+        )
+        for rows, ranks in (("*bf16", 2), ("*bf16", 8), ("*fp32", 4))
+    ),
+    *(
+        TritonKernel(
+            "peer_rows",
+            "_push_sums",
+            "*bf16 *i32 *i32 *fp32 *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32",
+            {
+                "STAGE": 2,
+                "S": 8,
+                "HAS_WEIGHTS": weighted,
+                "BLOCK": 512,
+                "UNROLL": 4,
+                "ACCUMULATOR": "tl.float32",
+            },
+            num_warps=1,
+        )
+        for weighted in (True, False)
+    ),
+    TritonKernel(
+        "peer_rows",
+        "_sum_sent",
+        "*bf16 *i32 *i64 *bf16 i32 i32 i32",
+        {"S": 8, "BLOCK": 512, "ACCUMULATOR": "tl.float32"},
+        num_warps=1,
+    ),
+    TritonKernel(
+        "peer_pairs",
+        "_push_lists",
+        "*i32 *fp32 *i32 *i32 *i64 *i64 *i64 *i64 *i64 *i64 i64 i32 i32",
+        {"STAGE": 0, "S": 8, "RANKS": 8, "BLOCK": 512},
+    ),
+    TritonKernel(
+        "peer_pairs",
+        "_push_values",
+        "*fp32 *i32 *i32 *i64 *i64 *i64 *i64 i64 i32",
+        {"STAGE": 3, "S": 8, "RANKS": 8, "BLOCK": 512},
+    ),
 ]
 
 

@@ -1,0 +1,106 @@
+"""The expert-parallel layer over several GPUs: forward and backward of dispatch, experts and combine, by transport.
+
+    torchrun --nproc-per-node 4 benchmarks/ep_layer.py --out results.json [--shape qwen3_30b_a3b ...] [--tokens 8192]
+
+Contestants alternate in one run; medians over rounds, the slowest rank counts. A layer starts from a routing (plain
+top-K of random scores) and waits for whatever its transport waits for, launches included. TFLOP/s are of useful work:
+6 T K d n forward and 12 backward, a GPU.
+"""
+
+import argparse
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from across_ranks import measure_layer, summary
+from torch import Tensor
+
+from sonic_ep import EPGroup, MoEConfig, load_config
+from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.dispatch.protocol import Transport
+from sonic_ep.dispatch.symmetric import SymmetricTransport
+from sonic_ep.functional import moe
+from sonic_ep.peer_memory import symmetric_memory
+from sonic_ep.routing import Routing
+
+SHAPES = ("qwen3_30b_a3b", "qwen3_next_80b_a3b", "sonic_7b")
+WARM_UP, ROUNDS = 3, 15
+
+
+class Problem:
+    def __init__(self, config: MoEConfig, T: int, group: EPGroup) -> None:
+        self.group = group
+        generator = torch.Generator("cuda").manual_seed(group.rank)
+        bf16 = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+        e = config.E // group.size
+        self.x, self.dout = (torch.randn(T, config.d, **bf16) for _ in range(2))  # type: ignore[call-overload]
+        self.w1 = torch.randn(e, 2 * config.n, config.d, **bf16) * 0.02  # type: ignore[call-overload]
+        self.w2 = torch.randn(e, config.d, config.n, **bf16) * 0.02  # type: ignore[call-overload]
+        for leaf in (self.x, self.w1, self.w2):
+            leaf.requires_grad_()
+        scores_TE = torch.randn(T, config.E, device="cuda", generator=generator)
+        gates_TK, ids_TK = scores_TE.softmax(1).topk(config.K)
+        tokens = torch.arange(T, device="cuda").repeat_interleave(config.K)
+        self.routing = Routing.from_pairs(
+            tokens, ids_TK.flatten(), gates_TK.flatten(), num_tokens=T, E=config.E, group=group
+        )
+
+    def layer(self, transport: Transport) -> Callable[[Tensor], Tensor]:
+        return lambda x: moe(x, self.routing, self.w1, self.w2, transport=transport, group=self.group)
+
+
+def measure(problem: Problem, transports: dict[str, Transport]) -> dict[str, dict[str, float]]:
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in transports}
+    for number in range(WARM_UP + ROUNDS):
+        for name, transport in transports.items():
+            weights = [problem.w1, problem.w2]
+            sample = measure_layer(problem.layer(transport), weights, problem.x, problem.dout)
+            if number >= WARM_UP:
+                samples[name].append(sample)
+    return {name: summary(each) for name, each in samples.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", default=list(SHAPES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    group = EPGroup()
+    transports: dict[str, Transport] = {
+        "all_to_all": AllToAllTransport(group),
+        "symmetric": SymmetricTransport(group, functools.partial(symmetric_memory, group)),
+    }
+    results: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "ranks": group.size,
+        "cases": [],
+    }
+    for name in options.shape:
+        config = load_config(name)
+        for T in options.tokens:
+            times = measure(Problem(config, T, group), transports)
+            useful = 6 * T * config.K * config.d * config.n / 1e9
+            for each in times.values():
+                each["forward_tflops"] = useful / each["forward_ms"]
+                each["backward_tflops"] = 2 * useful / each["backward_ms"]
+            results["cases"].append({"shape": name, "T": T, "times": times})
+            if group.rank == 0:
+                for transport, each in times.items():
+                    rounded = {key: round(value, 3) for key, value in each.items()}
+                    print(f"{name:20} T={T} {transport:12} {rounded}", flush=True)
+                if options.out is not None:
+                    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Numbers of pairs into the memory of other ranks: index lists and weights out, one value a pair back.
+
+Where a source's pairs stand in an owner's lists, and their values in the source's, follows from how many pairs each
+rank sends to each owner, which all ranks know.
+
+Legend: S source ranks, Q owner ranks, N pairs that this rank sends, V that it receives.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sonic_ep.kernels.cuda.peers import begin, finish
+from sonic_ep.kernels.peers import Meeting, Stage
+
+_BLOCK = 512
+_PROGRAMS = 64
+
+
+@triton.jit
+def _before(pairs_ptr, source, owner, S: tl.constexpr, RANKS: tl.constexpr, OF_OWNER: tl.constexpr):
+    """How many pairs stand before those of (source, owner): among the owner's, or among the source's."""
+    other = tl.arange(0, RANKS)
+    if OF_OWNER:
+        return tl.sum(tl.load(pairs_ptr + other * S + owner, mask=other < source, other=0), axis=0)
+    return tl.sum(tl.load(pairs_ptr + source * S + other, mask=other < owner, other=0), axis=0)
+
+
+@triton.jit(do_not_specialize=["patience", "rank", "T"])
+def _push_lists(
+    row_of_pair_ptr,
+    gates_ptr,
+    sent_before_ptr,
+    pairs_ptr,
+    rows_ptr,
+    weights_ptr,
+    counts_ptr,
+    flags_ptr,
+    state_ptr,
+    report_ptr,
+    patience,
+    rank,
+    T,
+    STAGE: tl.constexpr,
+    S: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    for owner in tl.static_range(S):
+        num_pairs = tl.load(pairs_ptr + rank * S + owner)
+        first = _before(pairs_ptr, rank, owner, S, RANKS, False)
+        place = _before(pairs_ptr, rank, owner, S, RANKS, True)
+        rows_there = tl.load(rows_ptr + owner).to(tl.pointer_type(tl.int32)) + place
+        weights_there = tl.load(weights_ptr + owner).to(tl.pointer_type(gates_ptr.dtype.element_ty)) + place
+        offset = tl.program_id(0) * BLOCK
+        while offset < num_pairs:
+            index = offset + tl.arange(0, BLOCK)
+            real = index < num_pairs
+            tl.store(rows_there + index, tl.load(row_of_pair_ptr + first + index, mask=real), mask=real)
+            tl.store(weights_there + index, tl.load(gates_ptr + first + index, mask=real), mask=real)
+            offset += tl.num_programs(0) * BLOCK
+        if tl.program_id(0) == 0:
+            num_rows = tl.load(sent_before_ptr + (owner + 1) * T) - tl.load(sent_before_ptr + owner * T)
+            tl.store(tl.load(counts_ptr + owner).to(tl.pointer_type(tl.int32)) + rank, num_rows)
+    finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+
+
+@triton.jit(do_not_specialize=["patience", "rank"])
+def _push_values(
+    values_ptr,
+    slot_ptr,
+    pairs_ptr,
+    buffers_ptr,
+    flags_ptr,
+    state_ptr,
+    report_ptr,
+    patience,
+    rank,
+    STAGE: tl.constexpr,
+    S: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    for source in tl.static_range(S):
+        num_pairs = tl.load(pairs_ptr + source * S + rank)
+        first = _before(pairs_ptr, source, rank, S, RANKS, True)
+        place = _before(pairs_ptr, source, rank, S, RANKS, False)
+        there = tl.load(buffers_ptr + source).to(tl.pointer_type(values_ptr.dtype.element_ty)) + place
+        offset = tl.program_id(0) * BLOCK
+        while offset < num_pairs:
+            index = offset + tl.arange(0, BLOCK)
+            real = index < num_pairs
+            slot = tl.load(slot_ptr + first + index, mask=real, other=0)
+            tl.store(there + index, tl.load(values_ptr + slot, mask=real), mask=real)
+            offset += tl.num_programs(0) * BLOCK
+    finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+
+
+def push_lists(
+    meeting: Meeting,
+    row_of_pair_N: Tensor,
+    gates_N: Tensor,
+    sent_before: Tensor,
+    num_tokens: int,
+    pairs_SQ: Tensor,
+    rows_S: Tensor,
+    weights_S: Tensor,
+    counts_S: Tensor,
+) -> None:
+    """Tell every owner the row and the weight of each of its pairs, and how many rows this rank sends it.
+
+    pairs_SQ: (S * Q,) int32 pairs that each rank sends to each owner. rows_S, weights_S, counts_S: (S,) int64
+    addresses, 16-byte aligned, of each rank's int32 rows, weights in the dtype of gates_N, and (S,) int32 row counts.
+    """
+    _push_lists[(_PROGRAMS,)](
+        row_of_pair_N,
+        gates_N,
+        sent_before,
+        pairs_SQ,
+        rows_S,
+        weights_S,
+        counts_S,
+        meeting.flags_S,
+        meeting.state,
+        meeting.report,
+        meeting.patience,
+        meeting.rank,
+        num_tokens,
+        STAGE=Stage.LISTS.value,
+        S=meeting.size,
+        RANKS=triton.next_power_of_2(meeting.size),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+def push_values(meeting: Meeting, values_P: Tensor, slot_V: Tensor, pairs_SQ: Tensor, buffers_S: Tensor) -> None:
+    """Send the value of each received pair to its token's rank, into the order in which that rank lists its pairs.
+
+    slot_V: (V,) int32, the place of each received pair in values_P. buffers_S: (S,) int64 addresses of each
+    rank's values.
+    """
+    _push_values[(_PROGRAMS,)](
+        values_P,
+        slot_V,
+        pairs_SQ,
+        buffers_S,
+        meeting.flags_S,
+        meeting.state,
+        meeting.report,
+        meeting.patience,
+        meeting.rank,
+        STAGE=Stage.RETURN_PAIRS.value,
+        S=meeting.size,
+        RANKS=triton.next_power_of_2(meeting.size),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )

@@ -1,0 +1,256 @@
+"""Rows into the memory of other ranks and back: dispatch, and combine with its sum on the experts' rank.
+
+A source's rows have a region of `stride` rows in every owner's buffer, in its own order, so no rank needs to know how
+many rows the others send. The way back has the same numbering: row i that this rank was sent by source s goes to row i
+of this rank's region at s.
+
+`push_rows` reads a token's row once and writes it to every rank that needs it. `push_sums` sums as gather_sum does, in
+the same order, and writes the sum where it belongs instead of here. `sum_sent` is the last sum, over owners.
+
+Legend: S ranks of the group, sources and owners alike; T tokens and H hidden size on this rank.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sonic_ep.kernels.cuda.gather_sum import MAX_BLOCK, UNROLL, row_sum
+from sonic_ep.kernels.cuda.peers import begin, finish
+from sonic_ep.kernels.peers import Meeting, Stage
+
+_PUSHED = 16384  # values of a tile of tokens and columns
+_MAX_COLUMNS = 2048
+_PUSH_WARPS = 16
+_SUM_PROGRAMS = 24  # of one warp, on each SM
+
+
+@triton.jit(do_not_specialize=["patience", "rank", "T", "stride"])
+def _push_rows(
+    x_ptr,
+    sent_before_ptr,
+    buffers_ptr,
+    flags_ptr,
+    state_ptr,
+    report_ptr,
+    patience,
+    rank,
+    T,
+    stride,
+    H,
+    STAGE: tl.constexpr,
+    S: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    blocks = tl.cdiv(H, COLUMNS)
+    tiles = tl.cdiv(T, TOKENS) * blocks
+    tile = tl.program_id(0)
+    while tile < tiles:
+        token = tile // blocks * TOKENS + tl.arange(0, TOKENS)
+        columns = tile % blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        there = token < T
+        inside = there[:, None] & (columns < H)
+        x = tl.load(x_ptr + token.to(tl.int64)[:, None] * H + columns, mask=inside, other=0)
+        for owner in tl.static_range(S):
+            cell_ptr = sent_before_ptr + owner * T + token
+            row = tl.load(cell_ptr, mask=there, other=0)
+            needed = tl.load(cell_ptr + 1, mask=there, other=0) > row
+            place = (rank * stride + row - tl.load(sent_before_ptr + owner * T)).to(tl.int64)
+            buffer_ptr = tl.load(buffers_ptr + owner).to(tl.pointer_type(x_ptr.dtype.element_ty))
+            buffer_ptr = tl.multiple_of(buffer_ptr, 16)
+            tl.store(buffer_ptr + place[:, None] * H + columns, x, mask=inside & needed[:, None])
+        tile += tl.num_programs(0)
+    finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+
+
+@triton.jit(do_not_specialize=["patience", "rank", "stride"])
+def _push_sums(
+    values_ptr,
+    items_ptr,
+    starts_ptr,
+    weights_ptr,
+    rows_in_ptr,
+    buffers_ptr,
+    flags_ptr,
+    state_ptr,
+    report_ptr,
+    patience,
+    rank,
+    stride,
+    H,
+    STAGE: tl.constexpr,
+    S: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    blocks = tl.cdiv(H, BLOCK)
+    most = tl.load(rows_in_ptr)
+    for other in tl.static_range(1, S):
+        most = tl.maximum(most, tl.load(rows_in_ptr + other))
+    # The sources take turns, so that all links are busy.
+    pieces = most.to(tl.int64) * (S * blocks)
+    piece = tl.program_id(0).to(tl.int64)
+    while piece < pieces:
+        columns = (piece % blocks * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
+        source = piece // blocks % S
+        index = piece // blocks // S
+        if index < tl.load(rows_in_ptr + source):
+            inside = columns < H
+            row = source * stride + index
+            total = row_sum(
+                values_ptr,
+                items_ptr,
+                weights_ptr,
+                tl.load(starts_ptr + row),
+                tl.load(starts_ptr + row + 1),
+                H,
+                columns,
+                inside,
+                HAS_WEIGHTS,
+                BLOCK,
+                UNROLL,
+                ACCUMULATOR,
+            )
+            buffer_ptr = tl.load(buffers_ptr + source).to(tl.pointer_type(values_ptr.dtype.element_ty))
+            buffer_ptr = tl.multiple_of(buffer_ptr, 16)
+            place = rank.to(tl.int64) * stride + index
+            tl.store(buffer_ptr + place * H + columns, total.to(values_ptr.dtype.element_ty), mask=inside)
+        piece += tl.num_programs(0)
+    finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+
+
+@triton.jit(do_not_specialize=["T", "stride"])
+def _sum_sent(
+    buffer_ptr,
+    sent_before_ptr,
+    given_up_ptr,
+    out_ptr,
+    T,
+    stride,
+    H,
+    S: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    blocks = tl.cdiv(H, BLOCK)
+    token = tl.program_id(0) // blocks
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < H
+    total = tl.zeros([BLOCK], dtype=ACCUMULATOR)
+    for owner in tl.static_range(S):
+        row = tl.load(sent_before_ptr + owner * T + token)
+        needed = tl.load(sent_before_ptr + owner * T + token + 1) > row
+        place = (owner * stride + row - tl.load(sent_before_ptr + owner * T)).to(tl.int64)
+        value = tl.load(
+            buffer_ptr + place * H + columns, mask=inside & needed, other=0.0, eviction_policy="evict_first"
+        )
+        total += value.to(ACCUMULATOR)
+    if tl.load(given_up_ptr) != 0:
+        total += float("nan")  # nothing that a rank did not send may pass for a sum
+    tl.store(out_ptr + token.to(tl.int64) * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def push_rows(
+    meeting: Meeting, x_TH: Tensor, sent_before: Tensor, buffers_S: Tensor, stride: int, programs: int
+) -> None:
+    """Write each row of x to every rank that needs it, into this rank's region there.
+
+    Shapes:  x_TH (T, H) contiguous; sent_before of kernels/sent_rows.py; buffers_S (S,) int64 addresses of the ranks'
+             buffers (S * stride, H) in the dtype of x; stride >= T of any rank.
+    """
+    T, H = x_TH.shape
+    columns = min(_MAX_COLUMNS, triton.next_power_of_2(H))
+    _push_rows[(programs,)](
+        x_TH,
+        sent_before,
+        buffers_S,
+        meeting.flags_S,
+        meeting.state,
+        meeting.report,
+        meeting.patience,
+        meeting.rank,
+        T,
+        stride,
+        H,
+        STAGE=Stage.DISPATCH.value,
+        S=meeting.size,
+        TOKENS=max(1, _PUSHED // columns),
+        COLUMNS=columns,
+        num_warps=_PUSH_WARPS,
+    )
+
+
+def push_sums(
+    meeting: Meeting,
+    values_PH: Tensor,
+    items: Tensor,
+    starts: Tensor,
+    weights_P: Tensor | None,
+    rows_in_S: Tensor,
+    buffers_S: Tensor,
+    stride: int,
+    programs: int,
+) -> None:
+    """gather_sum (kernels/reference.py), each sum written to the rank its row came from.
+
+    rows_in_S: (S,) int32, how many rows each rank has sent. starts: (S * stride + 1,). buffers_S, stride: as in
+    push_rows.
+    """
+    H = values_PH.shape[1]
+    _push_sums[(programs * _SUM_PROGRAMS,)](
+        values_PH.contiguous(),
+        items,
+        starts,
+        weights_P if weights_P is not None else values_PH,
+        rows_in_S,
+        buffers_S,
+        meeting.flags_S,
+        meeting.state,
+        meeting.report,
+        meeting.patience,
+        meeting.rank,
+        stride,
+        H,
+        STAGE=Stage.COMBINE.value,
+        S=meeting.size,
+        HAS_WEIGHTS=weights_P is not None,
+        BLOCK=min(MAX_BLOCK, triton.next_power_of_2(H)),
+        UNROLL=UNROLL,
+        ACCUMULATOR=_accumulator(values_PH, weights_P),
+        num_warps=1,
+    )
+
+
+def sum_sent(meeting: Meeting, buffer: Tensor, sent_before: Tensor, num_tokens: int, stride: int) -> Tensor:
+    """(T, H) the sum over owners of what they sent back for each token, in fp32 at least, rounded once.
+
+    buffer: (S * stride, H) of this rank. NaN everywhere if a rank was waited for in vain.
+    """
+    H = buffer.shape[1]
+    out_TH = torch.empty(num_tokens, H, dtype=buffer.dtype, device=buffer.device)
+    block = min(MAX_BLOCK, triton.next_power_of_2(H))
+    if out_TH.numel():
+        _sum_sent[(num_tokens * triton.cdiv(H, block),)](
+            buffer,
+            sent_before,
+            meeting.state[-1:],
+            out_TH,
+            num_tokens,
+            stride,
+            H,
+            S=meeting.size,
+            BLOCK=block,
+            ACCUMULATOR=_accumulator(buffer, None),
+            num_warps=1,
+        )
+    return out_TH
+
+
+def _accumulator(values: Tensor, weights: Tensor | None) -> tl.dtype:
+    exact = values.dtype == torch.float64 or (weights is not None and weights.dtype == torch.float64)
+    return tl.float64 if exact else tl.float32

@@ -1,0 +1,64 @@
+"""What kernels need to write into the memory of other ranks, and how they meet: the host's side of cuda/peers.py.
+
+Ranks that reach each other's memory work in *stages*: every rank launches the same kernel, tells the others that its
+own buffers are free, waits for theirs to be, writes into them, tells them so, and waits to be told. No collective and
+no host takes part.
+
+Legend: S ranks.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+class Stage(IntEnum):
+    """The kernels at which ranks meet. Each has flags of its own, so that a late rank can be told by its stage."""
+
+    LISTS = 0
+    DISPATCH = 1
+    COMBINE = 2
+    RETURN_PAIRS = 3
+
+
+_RANKS = 1 << 16  # more than there can be: a report is stage * _RANKS + rank + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a group meet.
+
+    flags_S: (S,) int64 addresses of each rank's flags, `flags_of(S)` int64, zero at the start. state: (9,) int64 of
+    this rank alone: the number of meetings and of programs that are done, by stage, and what it reports of a rank that
+    it waited for in vain, after which it waits for nobody. report: (1,) int64, the same where the host can read it
+    while kernels run. patience: nanoseconds to wait for a rank.
+    """
+
+    rank: int
+    flags_S: Tensor
+    state: Tensor
+    report: Tensor
+    patience: int
+
+    @classmethod
+    def of(cls, rank: int, flags_S: Tensor, patience: int) -> Self:
+        state = torch.zeros(2 * len(Stage) + 1, dtype=torch.int64, device=flags_S.device)
+        report = torch.zeros(1, dtype=torch.int64, pin_memory=flags_S.is_cuda)
+        return cls(rank, flags_S, state, report, patience)
+
+    @property
+    def size(self) -> int:
+        return self.flags_S.shape[0]
+
+    def missing(self) -> tuple[Stage, int] | None:
+        """The stage at which a rank was waited for in vain, and that rank; None while all is well. Does not wait."""
+        report = int(self.report.numpy()[0])
+        return (Stage(report // _RANKS), report % _RANKS - 1) if report else None
+
+
+def flags_of(size: int) -> int:
+    """int64 flags of each rank of `size`: by stage, ready or arrived, and source rank."""
+    return 2 * len(Stage) * size

@@ -1,0 +1,140 @@
+"""Ranks that write into each other's memory over NVLink: bit for bit what the all-to-all brings."""
+
+import functools
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep import EPGroup
+from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.dispatch.protocol import Transport
+from sonic_ep.dispatch.symmetric import SymmetricTransport
+from sonic_ep.functional import moe
+from sonic_ep.peer_memory import problem_with_peers, symmetric_memory
+from sonic_ep.routing import Routing
+from tests.helpers.launch import RankPool
+
+pytestmark = pytest.mark.gpu
+Gpus = Callable[[int], RankPool]
+# d, n, E, K, T of each rank (in turn)
+SHAPES = [
+    (256, 128, 8, 2, (300, 300)),
+    (2048, 768, 32, 8, (1024, 777)),
+    (7168, 256, 16, 4, (513, 0)),
+    (72, 40, 8, 3, (5,)),
+]
+
+
+def symmetric(group: EPGroup, patience: float = 20) -> SymmetricTransport:
+    return SymmetricTransport(group, functools.partial(symmetric_memory, group), patience=patience)
+
+
+def routing_of(rank: int, group: EPGroup, T: int, E: int, K: int, seed: int) -> Routing:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    scores_TE = torch.randn(T, E, generator=generator) + torch.linspace(0, 2, E)
+    gates_TK, ids_TK = scores_TE.softmax(1).topk(K)
+    token_ids = torch.arange(T).repeat_interleave(K)
+    return Routing.from_pairs(
+        token_ids.cuda(), ids_TK.flatten().cuda(), gates_TK.flatten().cuda(), num_tokens=T, E=E, group=group
+    )
+
+
+def step(
+    transport: Transport, group: EPGroup, routing: Routing, shape: tuple[int, int, int], *, kept: bool, seed: int
+) -> list[Tensor]:
+    """Output and gradients of one layer."""
+    d, n, e = shape
+    generator = torch.Generator("cuda").manual_seed(seed + 10 * group.rank)
+    bf16 = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    x, dout = (torch.randn(routing.num_tokens, d, **bf16) for _ in range(2))  # type: ignore[call-overload]
+    w1 = torch.randn(e, 2 * n, d, **bf16) / d**0.5  # type: ignore[call-overload]
+    w2 = torch.randn(e, d, n, **bf16) / n**0.5  # type: ignore[call-overload]
+    gates = routing.gates_N.detach().requires_grad_()
+    leaves = [x.requires_grad_(), gates, w1.requires_grad_(), w2.requires_grad_()]
+    trained = Routing(gates, routing.token_ids_N, routing.counts, routing.num_tokens, routing.most_rows)
+    y = moe(x, trained, w1, w2, transport=transport, group=group, keep_dispatched=kept)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dout)]
+
+
+def same_as_all_to_all(rank: int, shape: tuple[int, int, int, int, tuple[int, ...]]) -> list[str]:
+    d, n, E, K, tokens = shape
+    group = EPGroup()
+    assert problem_with_peers(group) is None
+    transport, expected = symmetric(group), AllToAllTransport(group)
+    differing = []
+    for seed in range(4):
+        T = tokens[(rank + seed) % len(tokens)]
+        routing = routing_of(rank, group, T, E, K, seed)
+        for kept in (False, True):
+            ours, theirs = (
+                step(t, group, routing, (d, n, E // group.size), kept=kept, seed=seed) for t in (transport, expected)
+            )
+            names = ("y", "dx", "dgates", "dw1", "dw2")
+            differing += [
+                f"{seed} {kept} {name}" for name, a, b in zip(names, ours, theirs, strict=True) if not torch.equal(a, b)
+            ]
+    return differing
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_same_bits_as_all_to_all(gpus: Gpus, size: int, shape: tuple[int, int, int, int, tuple[int, ...]]) -> None:
+    assert gpus(size).run(same_as_all_to_all, shape) == [[]] * size
+
+
+def many_steps(rank: int) -> bool:
+    """100 steps of changing routing and token numbers, two microbatches in flight; ranks are late in turn."""
+    group = EPGroup()
+    transport, expected = symmetric(group), AllToAllTransport(group)
+    equal = True
+    for number in range(50):
+        if number % 7 == rank:
+            time.sleep(0.02)
+        routings = [routing_of(rank, group, 64 + 37 * ((number + rank + i) % 5), 16, 4, 2 * number + i) for i in (0, 1)]
+        x = [torch.randn(r.num_tokens, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for r in routings]
+        torch.manual_seed(number)
+        w1, w2 = (
+            torch.randn(16 // group.size, *s, device="cuda", dtype=torch.bfloat16) / 8 for s in ((128, 128), (128, 64))
+        )
+        results = []
+        for each in (transport, expected):
+            ys = [moe(a, r, w1, w2, transport=each, group=group) for a, r in zip(x, routings, strict=True)]
+            grads = [torch.autograd.grad(y.float().square().sum(), a)[0] for y, a in zip(ys, x, strict=True)]
+            results.append([*ys, *grads])
+        equal &= all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    return equal
+
+
+def test_many_steps_with_late_ranks_and_two_microbatches(gpus: Gpus) -> None:
+    pool = gpus(min(4, torch.cuda.device_count()))
+    assert all(pool.run(many_steps))
+
+
+def one_rank_stays_away(rank: int) -> str:
+    group = EPGroup()
+    transport = symmetric(group, patience=2)
+    routing = routing_of(rank, group, 64, 8, 2, 0)
+    step(transport, group, routing, (64, 64, 8 // group.size), kept=False, seed=0)
+    if rank == group.size - 1:
+        time.sleep(8)
+        return ""
+    start = time.monotonic()
+    try:
+        y = step(transport, group, routing, (64, 64, 8 // group.size), kept=False, seed=0)[0]
+        torch.cuda.synchronize()
+        assert y.isnan().all()
+        step(transport, group, routing, (64, 64, 8 // group.size), kept=False, seed=0)
+    except RuntimeError as error:
+        assert time.monotonic() - start < 6
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_stays_away_is_named(gpus: Gpus) -> None:
+    size = min(4, torch.cuda.device_count())
+    messages = gpus(size).run(one_rank_stays_away)
+    for message in messages[:-1]:
+        assert message.startswith(f"rank {size - 1} of the EP group did not come to lists within 2 s")
