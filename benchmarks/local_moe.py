@@ -6,9 +6,10 @@ All contestants get the same tokens and weights and take turns in one run, in tw
 gate) pairs of a top-K routing are given, their index lists are not: `sonic_ep` is `sonic_ep.functional.moe`,
 `sonic_moe` is `moe_general_routing_inputs` of the sonic-moe 0.1.2 wheel, whose GEMMs quack autotunes before the clock
 starts. *Layer*: with a softmax top-K router and its gradients: `sonic_ep_layer` is `sonic_ep.MoE`, rounding off, fp32
-router; `sonic_moe_layer` is `moe_TC_softmax_topk_layer`, bf16 router. `sonic_ep_kernels`, timed right after them, is
-our work once its lists exist. Times are medians over CUDA events; kept is what autograd holds after forward beside
-inputs, weights and output; peak is the most that backward holds beside those, the gradients it returns left out.
+router; `sonic_ep_layer_bf16_router` is it with `router.linear_dtype="input"`; `sonic_moe_layer` is
+`moe_TC_softmax_topk_layer`, bf16 router. `sonic_ep_kernels`, timed right after them, is our work once its lists exist.
+Times are medians over CUDA events; kept is what autograd holds after forward beside inputs, weights and output; peak is
+the most that backward holds beside those, the gradients it returns left out.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from local_problem import LocalProblem, topk_pairs
 from torch import Tensor
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, load_config
+from sonic_ep.config import LinearDtype
 from sonic_ep.functional import moe
 from sonic_ep.transports import transport_for
 
@@ -63,7 +65,10 @@ class Problem(LocalProblem):
         return steps
 
     def layers(self) -> dict[str, Step]:
-        steps = {"sonic_ep_layer": self.sonic_ep_layer()}
+        steps = {
+            "sonic_ep_layer": self.sonic_ep_layer("float32"),
+            "sonic_ep_layer_bf16_router": self.sonic_ep_layer("input"),
+        }
         if find_spec("sonicmoe") is not None:
             steps["sonic_moe_layer"] = self.sonic_moe_layer()
         return steps
@@ -76,9 +81,10 @@ class Problem(LocalProblem):
         inputs = [self.x, self.w1, self.w2, gates]
         return lambda: (moe(self.x, routing, self.w1, self.w2, transport=transport, group=group), inputs)
 
-    def sonic_ep_layer(self) -> Step:
+    def sonic_ep_layer(self, linear_dtype: LinearDtype) -> Step:
         c = self.config
-        config = MoEConfig(d=c.d, n=c.n, E=c.E, K=c.K, router=RouterConfig(), rounding=RoundingConfig(mode="off"))
+        router = RouterConfig(linear_dtype=linear_dtype)
+        config = MoEConfig(d=c.d, n=c.n, E=c.E, K=c.K, router=router, rounding=RoundingConfig(mode="off"))
         layer = MoE(config, seed=0, device="cuda", dtype=torch.bfloat16)
         layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
         inputs = [self.x, layer.experts.w1, layer.experts.w2, layer.router.weight]
@@ -206,7 +212,7 @@ def main() -> None:
             total = row["forward_ms"] + row["backward_ms"]
             rate = 3 * problem.flops / total / 1e9
             text = " ".join(f"{key} {value:.3f}" for key, value in row.items())
-            print(f"  {name:18} {text} both {total:.3f} ms ({rate:.0f} TFLOP/s)", flush=True)
+            print(f"  {name:26} {text} both {total:.3f} ms ({rate:.0f} TFLOP/s)", flush=True)
         results["shapes"][shape] = {"sizes": sizes, "errors": errors, "contestants": record}
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         del problem, steps

@@ -1,6 +1,7 @@
 """The router's linear layer: logits in fp32 at least, without TF32, on tensor cores where they can be that exact.
 
-A bf16 row times fp32 weights needs no fp32 arithmetic: kernels/router.py states how it is done and the error.
+A bf16 row times fp32 weights needs no fp32 arithmetic: kernels/router.py states how it is done and the error. Whoever
+wants one bf16 product instead says so (`router.linear_dtype`).
 
 Legend: T tokens, H hidden size, E experts.
 """
@@ -12,13 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sonic_ep.config import LinearDtype
 from sonic_ep.kernels.operations import router_linear
 from sonic_ep.kernels.router import RouterLinear
 
 
-def linear(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
-    """(T, E) x weight^T + bias in fp32, or in float64 for float64 x, whatever autocast says."""
+def linear(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, linear_dtype: LinearDtype = "float32") -> Tensor:
+    """(T, E) x weight^T + bias in fp32, or in float64 for float64 x, whatever autocast says.
+
+    linear_dtype: "input" computes them, and their gradients, in the dtype of x before they become fp32.
+    """
     dtype = torch.promote_types(x_TH.dtype, torch.float32)
+    if linear_dtype == "input":
+        with torch.autocast(x_TH.device.type, enabled=False):
+            bias_E = None if bias_E is None else bias_E.to(x_TH.dtype)
+            return F.linear(x_TH, weight_EH.to(x_TH.dtype), bias_E).to(dtype)
     weight_EH, bias_E = weight_EH.to(dtype), None if bias_E is None else bias_E.to(dtype)
     if torch.compiler.is_compiling() and x_TH.is_cuda and x_TH.dtype == torch.bfloat16:
         logits_TE = torch.ops.sonic_ep.router_linear(x_TH, weight_EH)

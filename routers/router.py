@@ -67,7 +67,7 @@ class Router(nn.Module):
     """Linear router with token rounding.
 
     weight: (E, d); bias: (E,) if configured; expert_bias: (E,) fp32 buffer of auxiliary-loss-free balancing. Logits are
-    computed in fp32 at least, whatever the dtype of x and weights.
+    computed in fp32 at least, whatever the dtype of x and weights, unless config.router.linear_dtype says otherwise.
     """
 
     def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
@@ -103,11 +103,13 @@ class Router(nn.Module):
 
     def logits(self, x_TH: Tensor) -> Tensor:
         """(T, E) logits in fp32, or in float64 for float64 x; with jitter in training."""
-        jitter = self._settings().router.jitter
+        settings = self._settings().router
+        jitter, dtype = settings.jitter, x_TH.dtype
         if self.training and jitter:
-            x_TH = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
+            x_TH = x_TH.to(torch.promote_types(dtype, torch.float32))
             x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - jitter, 1 + jitter)
-        return linear(x_TH, self.weight, self.bias)
+            x_TH = x_TH.to(dtype) if settings.linear_dtype == "input" else x_TH
+        return linear(x_TH, self.weight, self.bias, settings.linear_dtype)
 
     def forward(self, x_TH: Tensor, *, group: EPGroup, sequence_length: int, problem: str | None = None) -> Routed:
         """Route this rank's tokens. A collective: every rank of the group calls it.

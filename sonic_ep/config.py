@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, get_args
 
 Activation = Literal["swiglu", "geglu", "reglu", "swiglu_oai", "gelu", "silu", "relu2"]
 ScoreFunction = Literal["softmax", "sigmoid"]
+LinearDtype = Literal["float32", "input"]
 Balance = Literal["none", "sequence", "batch", "global"]
 RoundingMode = Literal["apportion", "nearest", "up", "down", "stochastic", "pad", "off"]
 
@@ -52,6 +53,9 @@ class RouterConfig:
 
     score: softmax or sigmoid over the E logits. renormalize: divide a token's K scores by their sum. scale: factor on
     every combine weight (DeepSeek's routed_scaling_factor). linear_bias: bias of the router's linear layer.
+    linear_dtype: of its arithmetic. "float32": fp32 at least, whatever the dtype of x. "input": the dtype of x (under
+    autocast that to which the layer casts x), which is faster for bf16 x on a GPU; such logits tie more often, and ties
+    go to the smaller expert id. Scores, weights of pairs and losses are fp32 at least either way.
     num_groups, groups_per_token: group-limited routing; a token's experts come from its best `groups_per_token` of
     `num_groups` groups, a group scored by the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
     expert_bias, expert_bias_rate: auxiliary-loss-free balancing (arXiv 2408.15664).
@@ -65,6 +69,7 @@ class RouterConfig:
     renormalize: bool = True
     scale: float = 1.0
     linear_bias: bool = False
+    linear_dtype: LinearDtype = "float32"
     num_groups: int = 1
     groups_per_token: int = 1
     expert_bias: bool = False
@@ -77,6 +82,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         _check_choice("router.score", self.score, get_args(ScoreFunction))
+        _check_choice("router.linear_dtype", self.linear_dtype, get_args(LinearDtype))
         _check_choice("router.balance", self.balance, get_args(Balance))
         _check_flags(
             **{

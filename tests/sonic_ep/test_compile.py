@@ -382,6 +382,21 @@ def test_the_routers_linear_layer_as_operations() -> None:
         torch.testing.assert_close(mine, other)
 
 
+def test_the_routers_linear_layer_in_the_dtype_of_x() -> None:
+    config = small(replace(LOSSES, linear_dtype="input", linear_bias=True, jitter=0.1))
+    layer, x = MoE(config, seed=0, dtype=torch.bfloat16), torch.randn(50, config.d).bfloat16()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+    def step(run: Callable[[Tensor], Any]) -> Step:
+        return train_step(lambda x: (*run(x)[:2], []), layer, x)
+
+    assert_same_step(step(compiled), step(layer), 1e-6)
+    router = layer.router.eval()
+    with torch.autocast("cpu", dtype=torch.float16):
+        cast = torch.compile(router.logits, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(cast, router.logits(x))
+
+
 # --- GPU -----------------------------------------------------------------------------------------------------------
 
 

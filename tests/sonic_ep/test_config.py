@@ -39,6 +39,7 @@ def test_limits_of_the_layer(changes: dict[str, Any], message: str) -> None:
     ("arguments", "message"),
     [
         ({"score": "relu"}, "router.score='relu' is not one of softmax, sigmoid"),
+        ({"linear_dtype": "bfloat16"}, "router.linear_dtype='bfloat16' is not one of float32, input"),
         ({"balance": "global"}, "router.balance='global' with router.balance_coef=0.0: set both"),
         ({"balance_coef": 0.1}, "router.balance='none' with router.balance_coef=0.1: set both"),
         ({"jitter": 1.0}, "router.jitter=1.0 must be below 1"),

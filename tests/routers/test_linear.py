@@ -1,0 +1,123 @@
+"""The router's linear layer in the dtype of x: what is rounded, what is not, and nothing by autocast.
+
+tests/kernels/test_router_linear.py has the one in fp32 on tensor cores. Legend: T tokens, H hidden size, E experts.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sonic_ep.config import LinearDtype, MoEConfig, RouterConfig
+from sonic_ep.groups import EPGroup
+from sonic_ep.routers.linear import linear
+from sonic_ep.routers.router import Router
+
+T, H, E = 70, 48, 16
+HALVES = [torch.bfloat16, torch.float16]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Case:
+    """fp32 weights and bias for rows of `dtype`, and a gradient of the logits."""
+
+    def __init__(self, dtype: torch.dtype, device: str = "cpu", T: int = T) -> None:
+        self.x_TH = torch.randn(T, H, device=device).to(dtype)
+        self.weight_EH, self.bias_E = torch.randn(E, H, device=device) * 0.1, torch.randn(E, device=device)
+        self.dlogits_TE = torch.randn(T, E, device=device)
+
+    def results(self, linear_dtype: LinearDtype, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Logits and gradients, the forward under that autocast."""
+        leaves = {"dx": self.x_TH, "dweight": self.weight_EH, "dbias": self.bias_E}
+        leaves = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
+        with torch.autocast(self.x_TH.device.type, dtype=autocast, enabled=autocast is not None):
+            logits_TE = linear(*leaves.values(), linear_dtype=linear_dtype)
+        return self._with_gradients(logits_TE, leaves)
+
+    def textbook(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """F.linear of everything in that dtype, the logits' gradient too."""
+        leaves = {"dx": self.x_TH, "dweight": self.weight_EH, "dbias": self.bias_E}
+        leaves = {name: leaf.to(dtype, copy=True).requires_grad_() for name, leaf in leaves.items()}
+        return self._with_gradients(F.linear(*leaves.values()), leaves)
+
+    def _with_gradients(self, logits_TE: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        grads = torch.autograd.grad(logits_TE, list(leaves.values()), self.dlogits_TE.to(logits_TE.dtype))
+        return {"logits": logits_TE.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # first cuBLAS call of autograd's own thread
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_is_that_of_one_gemm(dtype: torch.dtype, device: str) -> None:
+    case = Case(dtype, device)
+    ours, exact, plain = case.results("input"), case.textbook(torch.float64), case.textbook(dtype)
+    fp32 = case.results("float32")
+    eps = torch.finfo(dtype).eps
+    for name, mine in ours.items():
+        assert mine.dtype == (dtype if name == "dx" else torch.float32), name
+        assert torch.equal(mine.to(dtype), plain[name]), name
+        assert error(mine, exact[name]) < eps, name
+        if name != "dx":
+            assert error(mine, exact[name]) > 10 * error(fp32[name], exact[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wider_rows_have_the_arithmetic_of_float32(dtype: torch.dtype) -> None:
+    case = Case(dtype)
+    ours, theirs = case.results("input"), case.results("float32")
+    for name, mine in ours.items():
+        assert mine.dtype == (dtype if name in ("logits", "dx") else torch.float32)
+        assert torch.equal(mine, theirs[name]), name
+
+
+@pytest.mark.parametrize("cast", HALVES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_changes_nothing(dtype: torch.dtype, cast: torch.dtype) -> None:
+    case = Case(dtype)
+    plain, inside = case.results("input"), case.results("input", autocast=cast)
+    for name, wanted in plain.items():
+        assert inside[name].dtype == wanted.dtype, name
+        assert torch.equal(inside[name], wanted), name
+
+
+def test_no_rows() -> None:
+    results = Case(torch.bfloat16, T=0).results("input")
+    assert results["logits"].shape == (0, E)
+    assert torch.equal(results["dweight"], torch.zeros(E, H))
+
+
+def make_router(**options: Any) -> Router:
+    router = Router(MoEConfig(d=H, n=4, E=E, K=2, router=RouterConfig(linear_dtype="input", **options)))
+    torch.nn.init.normal_(router.weight, std=0.1)
+    return router
+
+
+def test_behind_the_logits_everything_is_fp32() -> None:
+    router = make_router(linear_bias=True, balance="batch", balance_coef=0.1, z_loss_coef=0.1)
+    x_TH = torch.randn(T, H).bfloat16()
+    logits_TE = router.logits(x_TH)
+    assert logits_TE.dtype == torch.float32
+    assert torch.equal(logits_TE, logits_TE.bfloat16().float())
+    routed = router(x_TH, group=EPGroup.alone(), sequence_length=T)
+    gates_N = routed.routing.gates_N
+    assert gates_N.dtype == routed.aux_loss.dtype == torch.float32
+    assert not torch.equal(gates_N, gates_N.bfloat16().float())
+    (gates_N.square().sum() + routed.aux_loss).backward()
+    for parameter in router.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+
+
+def test_jittered_rows_are_rounded_to_the_dtype_of_x() -> None:
+    router, x_TH = make_router(jitter=0.25), torch.randn(T, H).bfloat16()
+    torch.manual_seed(1)
+    logits_TE = router.logits(x_TH)
+    torch.manual_seed(1)
+    jittered_TH = x_TH.float() * torch.empty(T, H).uniform_(0.75, 1.25)
+    assert torch.equal(logits_TE, F.linear(jittered_TH.bfloat16(), router.weight.bfloat16()).float())
