@@ -18,9 +18,9 @@ def measure_layer(
     inputs = [x, *(parameter for parameter in parameters if parameter.requires_grad)]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    forward_ms, out = _timed(lambda: layer(x))
+    forward_ms, out = timed(lambda: layer(x))
     kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
-    backward_ms, _ = _timed(lambda: torch.autograd.grad(out, inputs, dout, allow_unused=True))
+    backward_ms, _ = timed(lambda: torch.autograd.grad(out, inputs, dout, allow_unused=True))
     return {"forward_ms": forward_ms, "backward_ms": backward_ms, "kept_mib": kept / _MIB}
 
 
@@ -28,7 +28,7 @@ def measure_step(step: Callable[[], Any]) -> dict[str, float]:
     """One training step, and the most that it allocates."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    ms, _ = _timed(step)
+    ms, _ = timed(step)
     return {"step_ms": ms, "peak_mib": (torch.cuda.max_memory_allocated() - before) / _MIB}
 
 
@@ -40,7 +40,8 @@ def summary(samples: list[dict[str, float]]) -> dict[str, float]:
     return dict(zip(names, values.tolist(), strict=True))
 
 
-def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Milliseconds from when all ranks are ready to when this one's device is done, and the result."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     dist.barrier()
     torch.cuda.synchronize()

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 benchmarks/ep_layer.py --out results.json [--shape qwen3_30b_a3b ...] [--tokens 8192]
 
 Contestants alternate in one run; medians over rounds, the slowest rank counts. A layer starts from a routing (plain
-top-K of random scores) and waits for whatever its transport waits for, launches included. TFLOP/s are of useful work:
-6 T K d n forward and 12 backward, a GPU.
+top-K of random scores) and waits for whatever its transport waits for, launches included; "symmetric, graph" replays
+a CUDA graph of forward, or of forward and backward, whose difference is its backward. TFLOP/s are of useful work: 6 T K
+d n forward and 12 backward, a GPU.
 """
 
 import argparse
@@ -12,12 +13,13 @@ import functools
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from across_ranks import measure_layer, summary
+from across_ranks import measure_layer, summary, timed
 from torch import Tensor
 
 from sonic_ep import EPGroup, MoEConfig, load_config
@@ -30,6 +32,7 @@ from sonic_ep.routing import Routing
 
 SHAPES = ("qwen3_30b_a3b", "qwen3_next_80b_a3b", "sonic_7b")
 WARM_UP, ROUNDS = 3, 15
+CAPACITY = 1.25  # of static buffers
 
 
 class Problem:
@@ -49,19 +52,44 @@ class Problem:
         self.routing = Routing.from_pairs(
             tokens, ids_TK.flatten(), gates_TK.flatten(), num_tokens=T, E=config.E, group=group
         )
+        received_Q = self.routing.counts.rows_SE.sum(0).view(group.size, e).sum(1)
+        self.bounded = replace(self.routing, most_received=round(CAPACITY * T * config.K))
+        assert int(received_Q.max()) <= self.bounded.most_received  # type: ignore[operator]
 
     def layer(self, transport: Transport) -> Callable[[Tensor], Tensor]:
-        return lambda x: moe(x, self.routing, self.w1, self.w2, transport=transport, group=self.group)
+        return lambda x: moe(x, self.bounded, self.w1, self.w2, transport=transport, group=self.group)
+
+    def step(self, transport: Transport) -> tuple[Tensor, ...]:
+        y = self.layer(transport)(self.x)
+        return torch.autograd.grad(y, [self.x, self.w1, self.w2], self.dout)
 
 
-def measure(problem: Problem, transports: dict[str, Transport]) -> dict[str, dict[str, float]]:
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in transports}
+def captured(call: Callable[[], Any]) -> Callable[[], None]:
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def measure(problem: Problem, transports: dict[str, Transport], static: Transport) -> dict[str, dict[str, float]]:
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in (*transports, "symmetric, graph")}
+    forward = captured(lambda: problem.layer(static)(problem.x))
+    both = captured(lambda: problem.step(static))
     for number in range(WARM_UP + ROUNDS):
+        sample = {}
         for name, transport in transports.items():
             weights = [problem.w1, problem.w2]
-            sample = measure_layer(problem.layer(transport), weights, problem.x, problem.dout)
-            if number >= WARM_UP:
-                samples[name].append(sample)
+            sample[name] = measure_layer(problem.layer(transport), weights, problem.x, problem.dout)
+        forward_ms, both_ms = timed(forward)[0], timed(both)[0]
+        sample["symmetric, graph"] = {"forward_ms": forward_ms, "backward_ms": both_ms - forward_ms}
+        if number >= WARM_UP:
+            for name, each in sample.items():
+                samples[name].append(each)
     return {name: summary(each) for name, each in samples.items()}
 
 
@@ -74,9 +102,10 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     group = EPGroup()
-    transports: dict[str, Transport] = {
+    allocate = functools.partial(symmetric_memory, group)
+    exact: dict[str, Transport] = {
         "all_to_all": AllToAllTransport(group),
-        "symmetric": SymmetricTransport(group, functools.partial(symmetric_memory, group)),
+        "symmetric": SymmetricTransport(group, allocate, patience=60),
     }
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
@@ -87,7 +116,11 @@ def main() -> None:
     for name in options.shape:
         config = load_config(name)
         for T in options.tokens:
-            times = measure(Problem(config, T, group), transports)
+            static = SymmetricTransport(group, allocate, patience=60, static=True)
+            problem = Problem(config, T, group)
+            times = measure(problem, {**exact, "symmetric, static": static}, static)
+            del problem, static
+            torch.cuda.empty_cache()
             useful = 6 * T * config.K * config.d * config.n / 1e9
             for each in times.values():
                 each["forward_tflops"] = useful / each["forward_ms"]
@@ -96,7 +129,7 @@ def main() -> None:
             if group.rank == 0:
                 for transport, each in times.items():
                     rounded = {key: round(value, 3) for key, value in each.items()}
-                    print(f"{name:20} T={T} {transport:12} {rounded}", flush=True)
+                    print(f"{name:20} T={T} {transport:18} {rounded}", flush=True)
                 if options.out is not None:
                     options.out.write_text(json.dumps(results, indent=1) + "\n")
     dist.destroy_process_group()

@@ -35,6 +35,9 @@ class AllToAllTransport:
         self.group = group
         self.wire_bytes: Counter[str] = Counter()
 
+    def problem_with(self, num_tokens: int) -> str | None:
+        return None
+
     def open(self, routing: Routing, plan: RankPlan) -> Opened:
         if not host_may_wait(plan.sizes):
             raise RuntimeError(

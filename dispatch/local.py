@@ -3,10 +3,8 @@
 Legend: see protocol.py.
 """
 
-import dataclasses
 from typing import final
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -14,7 +12,7 @@ from sonic_ep.dispatch.plan import PlanSizes
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.host_copy import HostCopy, host_may_wait
 from sonic_ep.kernels.operations import gather_sum, lists_take_room, pair_lists
-from sonic_ep.kernels.pair_lists import PairBuffer, RankPlan
+from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
 
 
@@ -26,6 +24,9 @@ class LocalTransport:
     While a CUDA graph is captured it cannot wait: rows and lists keep the most room that they can need.
     """
 
+    def problem_with(self, num_tokens: int) -> str | None:
+        return None
+
     def open(self, routing: Routing, plan: RankPlan) -> Opened:
         token_ids_N, T = routing.token_ids_N, routing.num_tokens
         P = V = N = token_ids_N.shape[0]
@@ -35,11 +36,10 @@ class LocalTransport:
             arriving = HostCopy(plan.sizes) if host_may_wait(token_ids_N) else None
             if arriving is not None and not lists_take_room(token_ids_N.device):
                 P, V = _rows_and_pairs(arriving)
-        buffer = pair_lists(plan.chunks(P, V), token_ids_N, routing.gates_N, None, T)
+        spare = routing.most_rows is not None and arriving is None
+        buffer = pair_lists(plan.chunks(P, V, zeroed=spare), token_ids_N, routing.gates_N, None, T)
         if arriving is not None:
             P, V = _rows_and_pairs(arriving)
-        elif routing.most_rows is not None:
-            buffer = _with_harmless_spares(buffer, plan)
         receipt = Receipt(
             row_of_pair_P=buffer.row_of_pair_P[:P],
             pairs_by_row_V=buffer.pairs_by_row_V[:V],
@@ -70,18 +70,6 @@ class LocalTransport:
         values_V = values_P.index_select(0, receipt.slot_V)
         spare = receipt.num_listed - values_V.shape[0]
         return pad(values_V, (0, spare)) if spare else values_V
-
-
-def _with_harmless_spares(buffer: PairBuffer, plan: RankPlan) -> PairBuffer:
-    """Entries of room to spare made valid: row 0 with weight 0, slot 0."""
-    is_row_P = torch.arange(buffer.gates_P.shape[0], device=buffer.gates_P.device) < plan.sizes[0]
-    is_pair_V = torch.arange(buffer.slot_V.shape[0], device=buffer.slot_V.device) < plan.sizes[1]
-    return dataclasses.replace(
-        buffer,
-        row_of_pair_P=torch.where(is_row_P, buffer.row_of_pair_P, 0),
-        gates_P=torch.where(is_row_P, buffer.gates_P, 0),
-        slot_V=torch.where(is_pair_V, buffer.slot_V, 0),
-    )
 
 
 def _rows_and_pairs(arriving: HostCopy) -> tuple[int, int]:

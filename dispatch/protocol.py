@@ -14,7 +14,7 @@ received rows, V received pairs, P rows of the pair buffer (V and padding), e lo
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -24,12 +24,17 @@ from sonic_ep.routing import Routing
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Rows and pairs exchanged with each rank, in rank order (host integers)."""
+    """Rows and pairs exchanged with each rank, in rank order (host integers); zeros where a transport needs none."""
 
     rows_out: tuple[int, ...]
     rows_in: tuple[int, ...]
     pairs_out: tuple[int, ...]
     pairs_in: tuple[int, ...]
+
+    @classmethod
+    def none(cls, size: int) -> Self:
+        zeros = (0,) * size
+        return cls(zeros, zeros, zeros, zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +106,11 @@ class Opened:
 
 
 class Transport(Protocol):
-    """Moves rows and pair values between the ranks of one EP group. Holds no state between calls but its byte
-    counts."""
+    """Moves rows and pair values between the ranks of one EP group. Between calls it holds buffers and byte counts."""
+
+    def problem_with(self, num_tokens: int) -> str | None:
+        """Why it cannot move the rows of so many tokens, which all ranks must be told before it is asked to."""
+        ...
 
     def open(self, routing: Routing, plan: RankPlan) -> Opened:
         """Tell every owner which rows its pairs need and how they weigh. plan: this rank's, of the routing's counts."""

@@ -1,13 +1,16 @@
 """The transport of ranks that write into each other's memory: NVLink, no collective of a library, one wait of the host.
 
 Every stage is one kernel (kernels/peers.py): it meets the other ranks, writes where they read, and ends when theirs
-have ended. The host waits once in a forward, for the sizes of the plan, which are those of the buffers too.
+have ended.
 
 Buffers are shared by all that use the transport: index lists and returned values once, rows by the width of a row. A
 source owns a region of `stride` rows in each of them, stride being the most tokens of any rank: rows are received with
 gaps, `num_rows` is S * stride, and nobody needs to know how many rows the others send.
 
     bytes of a rank  =  3 * S * stride * row_bytes, for each row width, + 20 a pair, + flags
+
+Sizes are *exact*, when the host waits once in a forward for the plan, or *static*: lists have room for the most rows
+that the router's capacity allows, the host waits for nothing, and a CUDA graph can be captured.
 
 A dispatch alternates between two row buffers, so what it returns stays valid until the second dispatch after it. All
 kernels must be launched on streams that wait for each other, as autograd does.
@@ -17,7 +20,7 @@ Legend: see protocol.py; S ranks of the group.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, Self, final
 
 import torch
 from torch import Tensor
@@ -33,117 +36,133 @@ from sonic_ep.peer_memory import PeerMemory
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
 _ALIGNMENT = 256  # bytes, of everything in a buffer
+_WIDEST = 8  # bytes of a weight or a value
 _ROOM = 5 / 4  # lists grow by it, since their lengths change from step to step
-DEFAULT_PATIENCE = 600.0
+
+
+class _Sizes(NamedTuple):
+    """What a step needs room for: stride, P and V of this rank, and the most pairs that any rank sends or receives."""
+
+    stride: int
+    num_rows: int
+    num_pairs: int
+    most_pairs: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Three buffers of rows of one width: two that dispatches take turns at, and one for combine."""
+    """Three buffers of rows of one width: two that dispatches take turns at, and one for combine. addresses: of each
+    buffer, (S,)."""
 
     memory: PeerMemory
     buffer_bytes: int
+    addresses: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(cls, allocate: Callable[[int], PeerMemory], buffer_bytes: int) -> Self:
+        memory = allocate(3 * buffer_bytes)
+        return cls(memory, buffer_bytes, tuple(memory.at(i * buffer_bytes) for i in range(3)))
+
+    def view(self, buffer: int, like: Tensor, num_rows: int) -> Tensor:
+        return self.memory.view(buffer * self.buffer_bytes, (num_rows, like.shape[1]), like.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """Index lists and returned values. capacity: pairs. The widest values that weights may have."""
+    """Room for the index lists that arrive and the values that come back. starts, addresses: of the row of each pair,
+    its weight, the values, and the number of rows that each source sends."""
 
     memory: PeerMemory
     capacity: int
+    starts: tuple[int, int, int, int]
+    addresses: tuple[Tensor, ...]
 
-    @property
-    def rows_at(self) -> int:
-        return 0
-
-    @property
-    def gates_at(self) -> int:
-        return _aligned(self.capacity * INDEX_DTYPE.itemsize)
-
-    @property
-    def values_at(self) -> int:
-        return self.gates_at + _aligned(self.capacity * 8)
-
-    @property
-    def counts_at(self) -> int:
-        return self.values_at + _aligned(self.capacity * 8)
-
-    @staticmethod
-    def num_bytes(capacity: int, size: int) -> int:
-        return _aligned(capacity * INDEX_DTYPE.itemsize) + 2 * _aligned(capacity * 8) + _aligned(4 * size)
+    @classmethod
+    def allocate(cls, allocate: Callable[[int], PeerMemory], capacity: int, size: int) -> Self:
+        rows, wide = _aligned(capacity * INDEX_DTYPE.itemsize), _aligned(capacity * _WIDEST)
+        starts = (0, rows, rows + wide, rows + 2 * wide)
+        memory = allocate(starts[3] + _aligned(size * INDEX_DTYPE.itemsize))
+        return cls(memory, capacity, starts, tuple(map(memory.at, starts)))
 
 
 @final
 class SymmetricTransport:
     """Writes into the other ranks' memory. `allocate` gives that memory; patience: seconds to wait for a rank.
 
+    static: routings that say what no rank can exceed (Routing.most_received) are opened without a wait of the host.
+    Every rank must then have as many tokens as all had at the first one.
+
     Every call raises RuntimeError, with rank and stage, once a rank has been waited for in vain.
     """
 
     def __init__(
-        self, group: EPGroup, allocate: Callable[[int], PeerMemory], *, patience: float = DEFAULT_PATIENCE
+        self, group: EPGroup, allocate: Callable[[int], PeerMemory], *, patience: float, static: bool = False
     ) -> None:
         self.group = group
         self._allocate = allocate
         self._patience = patience
+        self._static = static
+        self._tokens: int | None = None  # of every rank, if static
         self._flags: PeerMemory | None = None
         self._meeting: Meeting | None = None
         self._pairs: _Pairs | None = None
         self._rows: dict[int, _Rows] = {}
+        self._regions: tuple[int, Tensor] | None = None
         self._turn = 0
-        self._programs = 2
+
+    def problem_with(self, num_tokens: int) -> str | None:
+        if self._tokens is None or num_tokens == self._tokens:
+            return None
+        return (
+            f"T={num_tokens} tokens, but transport.buffers='static' keeps to the first step's {self._tokens}; "
+            "pad the batch, or use buffers='exact'"
+        )
 
     def open(self, routing: Routing, plan: RankPlan) -> Opened:
-        if not host_may_wait(plan.sizes):
-            raise RuntimeError("sizes of buffers are read on the host, which a CUDA graph cannot capture")
         meeting, S, T = self._meet(), self.group.size, routing.num_tokens
-        kernels = peer_kernels()
-        arriving = HostCopy(torch.cat([plan.sizes, routing.counts.tokens_S.to(INDEX_DTYPE)]))
+        static = self._static and routing.most_received is not None
+        arriving = None if static else self._copy_of_sizes(routing, plan)
         sent = sent_rows(routing.token_ids_N, plan.pair_starts_Q, T)
-        values = arriving.read()
-        stride = max(1, int(values[-S:].max()))
-        sizes = PlanSizes.read(HostCopy(values[:-S]), self.group.rank)
-        pairs = self._room_for_pairs(max(map(sum, (*sizes.pairs_SQ, *zip(*sizes.pairs_SQ, strict=True)))))
-        pairs_SQ = plan.sizes[1:].clone()  # its start is aligned
-        kernels.push_lists(
+        sizes = self._static_sizes(routing) if arriving is None else self._exact_sizes(arriving)
+        pairs, pairs_SQ = self._room_for_pairs(sizes.most_pairs), plan.sizes[1:]
+        rows_at, gates_at, _, counts_at = pairs.addresses
+        peer_kernels().push_lists(
             meeting,
             sent.row_of_pair_N,
             routing.gates_N.contiguous(),
             sent.sent_before,
             T,
             pairs_SQ,
-            pairs.memory.at(pairs.rows_at),
-            pairs.memory.at(pairs.gates_at),
-            pairs.memory.at(pairs.counts_at),
+            rows_at,
+            gates_at,
+            counts_at,
         )
-        V = sum(sizes.pairs_in)
-        row_in_source_V = pairs.memory.view(pairs.rows_at, (V,), INDEX_DTYPE)
-        gates_V = pairs.memory.view(pairs.gates_at, (V,), routing.gates_N.dtype)
-        row_starts_S = torch.arange(0, (S + 1) * stride, stride, dtype=INDEX_DTYPE, device=gates_V.device)
-        buffer = pair_lists(plan.chunks(sizes.num_rows, V), row_in_source_V, gates_V, row_starts_S, S * stride)
+        row_in_source_V = pairs.memory.view(pairs.starts[0], (sizes.num_pairs,), INDEX_DTYPE)
+        gates_V = pairs.memory.view(pairs.starts[1], (sizes.num_pairs,), routing.gates_N.dtype)
+        chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=static)
+        row_starts_S = self._starts_of_regions(sizes.stride, gates_V)
+        buffer = pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, S * sizes.stride)
+        rows_in_S = pairs.memory.view(pairs.starts[3], (S,), INDEX_DTYPE).clone()
         receipt = Receipt(
             row_of_pair_P=buffer.row_of_pair_P,
             pairs_by_row_V=buffer.pairs_by_row_V,
             pair_starts_R=buffer.pair_starts_R,
             slot_V=buffer.slot_V,
             expert_starts_e=plan.expert_starts_e,
-            own_lists=(sent.sent_before, pairs.memory.view(pairs.counts_at, (S,), INDEX_DTYPE).clone(), pairs_SQ),
-            splits=Splits((stride,) * S, (stride,) * S, sizes.pairs_out, sizes.pairs_in),
+            own_lists=(sent.sent_before, rows_in_S, pairs_SQ),
+            splits=Splits.none(S),
             num_tokens=T,
-            num_rows=S * stride,
+            num_rows=S * sizes.stride,
             num_listed=routing.token_ids_N.shape[0],
         )
         return Opened(receipt, buffer.gates_P)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         sent_before, _, _ = receipt.own_lists
-        rows = self._room_for_rows(x_TH, receipt)
+        rows, stride = self._room_for_rows(x_TH, receipt), receipt.num_rows // self.group.size
         self._turn = 1 - self._turn
-        offset = self._turn * rows.buffer_bytes
-        stride = receipt.num_rows // self.group.size
-        buffers_S = rows.memory.at(offset)
-        peer_kernels().push_rows(self._meet(), x_TH.contiguous(), sent_before, buffers_S, stride, self._programs)
-        return rows.memory.view(offset, (receipt.num_rows, x_TH.shape[1]), x_TH.dtype)
+        peer_kernels().push_rows(self._meet(), x_TH.contiguous(), sent_before, rows.addresses[self._turn], stride)
+        return rows.view(self._turn, x_TH, receipt.num_rows)
 
     def keep(self, rows_RH: Tensor) -> Tensor:
         return rows_RH.clone()
@@ -159,50 +178,76 @@ class SymmetricTransport:
         self, values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None, receipt: Receipt
     ) -> Tensor:
         sent_before, rows_in_S, _ = receipt.own_lists
-        rows = self._room_for_rows(values_PH, receipt)
-        offset = 2 * rows.buffer_bytes
-        stride = receipt.num_rows // self.group.size
+        rows, stride = self._room_for_rows(values_PH, receipt), receipt.num_rows // self.group.size
         meeting, kernels = self._meet(), peer_kernels()
-        buffers_S, programs = rows.memory.at(offset), self._programs
-        kernels.push_sums(meeting, values_PH, items, starts, weights_P, rows_in_S, buffers_S, stride, programs)
-        back = rows.memory.view(offset, (receipt.num_rows, values_PH.shape[1]), values_PH.dtype)
+        kernels.push_sums(meeting, values_PH, items, starts, weights_P, rows_in_S, rows.addresses[2], stride)
+        back = rows.view(2, values_PH, receipt.num_rows)
         return kernels.sum_sent(meeting, back, sent_before, receipt.num_tokens, stride)
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         _, _, pairs_SQ = receipt.own_lists
-        meeting, pairs, N = self._meet(), self._pairs, receipt.num_listed
+        meeting, pairs, kernels = self._meet(), self._pairs, peer_kernels()
         assert pairs is not None
-        buffers_S = pairs.memory.at(pairs.values_at)
-        peer_kernels().push_values(meeting, values_P.contiguous(), receipt.slot_V, pairs_SQ, buffers_S)
-        num_pairs = sum(receipt.splits.pairs_out)
-        values_N = values_P.new_zeros(N)
-        values_N[:num_pairs] = pairs.memory.view(pairs.values_at, (num_pairs,), values_P.dtype)
-        return values_N
+        kernels.push_values(meeting, values_P.contiguous(), receipt.slot_V, pairs_SQ, pairs.addresses[2])
+        buffer = pairs.memory.view(pairs.starts[2], (pairs.capacity,), values_P.dtype)
+        return kernels.take_values(meeting, buffer, pairs_SQ, receipt.num_listed)
+
+    def _copy_of_sizes(self, routing: Routing, plan: RankPlan) -> HostCopy:
+        if not host_may_wait(plan.sizes):
+            raise RuntimeError(
+                "sizes of buffers are read on the host, which a CUDA graph cannot capture; set "
+                "transport.buffers='static' and rounding.capacity_factor, and capture training steps"
+            )
+        return HostCopy(torch.cat([plan.sizes, routing.counts.tokens_S.to(INDEX_DTYPE)]))
+
+    def _exact_sizes(self, arriving: HostCopy) -> _Sizes:
+        S = self.group.size
+        values = arriving.read()
+        sizes = PlanSizes.read(HostCopy(values[:-S]), self.group.rank)
+        most_pairs = max(map(sum, (*sizes.pairs_SQ, *zip(*sizes.pairs_SQ, strict=True))))
+        return _Sizes(max(1, int(values[-S:].max())), sizes.num_rows, sum(sizes.pairs_in), most_pairs)
+
+    def _static_sizes(self, routing: Routing) -> _Sizes:
+        assert routing.most_received is not None
+        if self._tokens is None:
+            everyones = self.group.all_gather_object(routing.num_tokens)
+            if len(set(everyones)) > 1:
+                raise ValueError(
+                    f"transport.buffers='static' wants as many tokens on every rank, not {everyones}; use 'exact'"
+                )
+            self._tokens = routing.num_tokens
+        problem = self.problem_with(routing.num_tokens)
+        if problem is not None:
+            raise ValueError(problem)
+        most = routing.most_received
+        return _Sizes(max(1, self._tokens), most, most, max(most, routing.token_ids_N.shape[0]))
+
+    def _starts_of_regions(self, stride: int, like: Tensor) -> Tensor:
+        if self._regions is None or self._regions[0] != stride:
+            ends = (self.group.size + 1) * stride
+            self._regions = stride, torch.arange(0, ends, stride, dtype=INDEX_DTYPE, device=like.device)
+        return self._regions[1]
 
     def _meet(self) -> Meeting:
         """The meeting of this group, made at its first use. Raises RuntimeError if a rank is missing."""
         if self._meeting is None:
             self._flags = self._allocate(_aligned(8 * flags_of(self.group.size)))
             self._meeting = Meeting.of(self.group.rank, self._flags.addresses_S, round(self._patience * 1e9))
-            device = self._flags.own.device
-            if device.type == "cuda":
-                self._programs = torch.cuda.get_device_properties(device).multi_processor_count
         missing = self._meeting.missing()
         if missing is not None:
             stage, rank = missing
             raise RuntimeError(
                 f"rank {rank} of the EP group did not come to {stage.name.lower()} within {self._patience:g} s: it "
-                "died, it is stuck, or it is slower than that; look at its log, or raise the timeout"
+                "died, it is stuck, or it is slower than that; look at its log, or raise transport.timeout"
             )
         return self._meeting
 
     def _room_for_pairs(self, needed: int) -> _Pairs:
         """Every rank asks for as much at the same time."""
         if self._pairs is None or self._pairs.capacity < needed:
-            capacity = max(1, round(needed * _ROOM))
-            self._let_go(self._pairs is not None)
+            self._let_go(in_use=self._pairs is not None)
             self._pairs = None
-            self._pairs = _Pairs(self._allocate(_Pairs.num_bytes(capacity, self.group.size)), capacity)
+            self._pairs = _Pairs.allocate(self._allocate, max(1, round(needed * _ROOM)), self.group.size)
         return self._pairs
 
     def _room_for_rows(self, like: Tensor, receipt: Receipt) -> _Rows:
@@ -210,13 +255,13 @@ class SymmetricTransport:
         row_bytes = like.shape[1] * like.element_size()
         rows, needed = self._rows.get(row_bytes), _aligned(receipt.num_rows * row_bytes)
         if rows is None or rows.buffer_bytes < needed:
-            self._let_go(rows is not None)
+            self._let_go(in_use=rows is not None)
             self._rows.pop(row_bytes, None)
             del rows
-            rows = self._rows[row_bytes] = _Rows(self._allocate(3 * needed), needed)
+            rows = self._rows[row_bytes] = _Rows.allocate(self._allocate, needed)
         return rows
 
-    def _let_go(self, in_use: bool) -> None:
+    def _let_go(self, *, in_use: bool) -> None:
         """Before memory is given back: nobody may be writing to it."""
         if in_use:
             if torch.cuda.is_available():

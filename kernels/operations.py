@@ -203,6 +203,7 @@ class PeerKernels(Protocol):
     push_rows: Callable[..., None]
     push_sums: Callable[..., None]
     sum_sent: Callable[..., Tensor]
+    take_values: Callable[..., Tensor]
 
 
 @functools.cache

@@ -36,6 +36,7 @@ class Chunks:
     num_sources: int
     num_rows: int  # P; the GPU's lists may have room to spare behind it
     num_pairs: int  # V; likewise
+    zeroed: bool = False  # is that room zero: harmless to whoever reads row 0 with weight 0
 
     @property
     def num_experts(self) -> int:
@@ -55,9 +56,10 @@ class RankPlan(NamedTuple):
     pair_starts_Q: Tensor
     sizes: Tensor
 
-    def chunks(self, num_rows: int, num_pairs: int) -> Chunks:
+    def chunks(self, num_rows: int, num_pairs: int, *, zeroed: bool = False) -> Chunks:
         """The chunks that it receives, with lists of these sizes."""
-        return Chunks(self.table_FC, self.expert_starts_e, self.pair_starts_Q.shape[0] - 1, num_rows, num_pairs)
+        num_sources = self.pair_starts_Q.shape[0] - 1
+        return Chunks(self.table_FC, self.expert_starts_e, num_sources, num_rows, num_pairs, zeroed)
 
 
 @dataclass(frozen=True, slots=True)

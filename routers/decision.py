@@ -13,7 +13,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.operations import lists_take_room
 from sonic_ep.routers.agreement import Report, agree
 from sonic_ep.routers.replay import record_selection, replayed_selection
-from sonic_ep.routers.rounding import keeps_choice, most_rows
+from sonic_ep.routers.rounding import keeps_choice, most_received, most_rows
 from sonic_ep.routers.selection import chosen_pairs, selected_pairs
 from sonic_ep.routers.topk import Choice
 from sonic_ep.routing import Counts, Selection
@@ -84,4 +84,5 @@ def select(choice: Choice, counts: Counts, rank: int, rounding: RoundingConfig, 
         pairs_E = counts.pairs_SE[rank]
         room = min(most, T * E) if lists_take_room(pairs_E.device) else int(pairs_E.sum())
         lists = selected_pairs(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_E, room)
-    return Selection(choice.topk_ids_TK, *lists, counts, most)
+    received = most_received(rounding, T, K, training=training)
+    return Selection(choice.topk_ids_TK, *lists, counts, most, received)

@@ -97,6 +97,14 @@ def most_rows(rounding: RoundingConfig, num_tokens: int, K: int, E: int, ep_size
     return num_tokens * K + E * unit
 
 
+def most_received(rounding: RoundingConfig, num_tokens: int, K: int, *, training: bool) -> int | None:
+    """What the rows of any owner rank cannot exceed if no rank has more than `num_tokens`; None without capacity."""
+    if not training or rounding.capacity_factor is None:
+        return None
+    numerator, denominator = _ratio(rounding.capacity_factor)
+    return max(num_tokens * K * numerator // denominator, rounding.G)  # one unit always fits
+
+
 def decide(
     chosen_SE: Tensor,
     tokens_S: Tensor,
@@ -194,11 +202,12 @@ def rule_of(rounding: RoundingConfig, ep_size: int, E: int) -> RoundingRule:
         t = chunk_multiples(G)[-1]
         thresholds = tuple((least, t) for t, least in _auto_thresholds(ep_size, E, G))
         pads_below = min(least for least, _ in thresholds)
-    capacity = None
-    if rounding.capacity_factor is not None:
-        factor = Fraction(rounding.capacity_factor).limit_denominator(10**6)
-        capacity = (factor.numerator, factor.denominator)
+    capacity = None if rounding.capacity_factor is None else _ratio(rounding.capacity_factor)
     return RoundingRule(rounding.mode, G, t, thresholds, pads_below, capacity)
+
+
+def _ratio(factor: float) -> tuple[int, int]:
+    return Fraction(factor).limit_denominator(10**6).as_integer_ratio()
 
 
 def _noise(like: Tensor, below: Tensor, draw: Tensor | int) -> Tensor:

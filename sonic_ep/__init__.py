@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sonic_ep.config import MoEConfig as MoEConfig
     from sonic_ep.config import RoundingConfig as RoundingConfig
     from sonic_ep.config import RouterConfig as RouterConfig
+    from sonic_ep.config import TransportConfig as TransportConfig
     from sonic_ep.config import load_config as load_config
     from sonic_ep.groups import EPGroup as EPGroup
     from sonic_ep.layer import MoE as MoE
@@ -30,6 +31,7 @@ _HOMES = {
     "Routing": "sonic_ep.routing",
     "RoutingStats": "sonic_ep.routers.statistics",
     "RoundingConfig": "sonic_ep.config",
+    "TransportConfig": "sonic_ep.config",
     "load_config": "sonic_ep.config",
     "replay_contexts": "sonic_ep.routers.replay",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "Routing",
     "RoutingStats",
     "RoundingConfig",
+    "TransportConfig",
     "checkpoint",
     "load_config",
     "replay_contexts",

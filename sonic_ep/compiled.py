@@ -8,14 +8,16 @@ Legend: T tokens and H hidden size on this rank, N pairs sent, U rows sent, R re
 pair-buffer rows, S ranks of the group, E experts, e local experts, I expert width, J = 2I if gated else I.
 """
 
+import json
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sonic_ep.config import TransportConfig
 from sonic_ep.dispatch.plan import plan_for
-from sonic_ep.dispatch.protocol import Opened, Receipt, ReceiptSizes, Splits
+from sonic_ep.dispatch.protocol import Opened, Receipt, ReceiptSizes, Splits, Transport
 from sonic_ep.expert_parallel_mlp import Call, Kept, backward, forward
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.activations import activation_named
@@ -29,9 +31,16 @@ _PAIR_STARTS = [field.name for field in fields(Receipt)].index("pair_starts_R")
 
 
 def moe_in_graph(
-    x_TH: Tensor, routing: Routing, weights: ExpertWeights, *, group: EPGroup, activation: str, keeps_received: bool
+    x_TH: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    *,
+    group: EPGroup,
+    transport: str,
+    activation: str,
+    keeps_received: bool,
 ) -> Tensor:
-    """`moe` without its checks."""
+    """`moe` without its checks. transport: its `text`; nothing for one rank."""
     gates_P, lists, splits = torch.ops.sonic_ep.open_routing(
         routing.gates_N.detach(),
         routing.token_ids_N,
@@ -40,6 +49,7 @@ def moe_in_graph(
         routing.most_rows,
         group.name,
         group.size,
+        transport,
     )
     return torch.ops.sonic_ep.expert_parallel_mlp(
         x_TH,
@@ -53,6 +63,7 @@ def moe_in_graph(
         weights.b2_eH,
         group.name,
         group.size,
+        transport,
         activation,
         keeps_received,
     )[0]
@@ -67,11 +78,12 @@ def _open_routing(
     most_rows: int | None,
     group_name: str,
     ep_size: int,
+    transport: str,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """gates_P and the receipt: its lists and its splits."""
     group = EPGroup.named(group_name)
     routing = Routing(gates_N, token_ids_N, Counts(*counts), num_tokens, most_rows)
-    opened = transport_for(group).open(routing, plan_for(routing.counts, group.rank))
+    opened = _transport(group, transport).open(routing, plan_for(routing.counts, group.rank))
     splits = opened.receipt.splits
     splits_4S = torch.tensor([splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in])
     return opened.gates_P, list(opened.receipt.lists()), splits_4S
@@ -86,6 +98,7 @@ def _(
     most_rows: int | None,
     group_name: str,
     ep_size: int,
+    transport: str,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     T, e = num_tokens, counts[0].shape[1] // ep_size
     new_size = torch.library.get_ctx().new_dynamic_size
@@ -93,8 +106,8 @@ def _(
     if ep_size == 1:
         sizes = (P, V, T + 1, V, e + 1)
     else:
-        num_starts, U = new_size(), new_size()
-        sizes = (P, V, num_starts, V, e + 1, U, U, T + 1)
+        num_starts, *own = (new_size() for _ in range(4))  # each transport has three lists of its own
+        sizes = (P, V, num_starts, V, e + 1, *own)
     return (
         gates_N.new_empty(P),
         [gates_N.new_empty(size, dtype=INDEX_DTYPE) for size in sizes],
@@ -108,8 +121,13 @@ def _receipt_of(lists: list[Tensor], splits_4S: Tensor, num_tokens: int, num_lis
     return sizes.with_lists(lists)
 
 
-def _call(group_name: str, activation: str, keeps_received: bool) -> Call:
-    return Call(transport_for(EPGroup.named(group_name)), activation_named(activation), keeps_received)
+def _transport(group: EPGroup, text: str) -> Transport:
+    return transport_for(group, TransportConfig(**json.loads(text)) if text else None)
+
+
+def _call(group_name: str, transport: str, activation: str, keeps_received: bool) -> Call:
+    group = EPGroup.named(group_name)
+    return Call(_transport(group, transport), activation_named(activation), keeps_received)
 
 
 @torch.library.custom_op("sonic_ep::expert_parallel_mlp", mutates_args=(), tags=_TAGS)
@@ -125,13 +143,14 @@ def _forward(
     b2_eH: Tensor | None,
     group_name: str,
     ep_size: int,
+    transport: str,
     activation: str,
     keeps_received: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out_TH, the received rows if kept, else nothing, and h_PJ. gates_N is here for its gradient alone."""
     opened = Opened(_receipt_of(lists, splits_4S, x_TH.shape[0], gates_N.shape[0]), gates_P)
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
-    out_TH, kept = forward(x_TH, opened, weights, _call(group_name, activation, keeps_received))
+    out_TH, kept = forward(x_TH, opened, weights, _call(group_name, transport, activation, keeps_received))
     return out_TH, kept.rows if keeps_received else x_TH.new_empty(0), kept.take_h()
 
 
@@ -148,6 +167,7 @@ def _(
     b2_eH: Tensor | None,
     group_name: str,
     ep_size: int,
+    transport: str,
     activation: str,
     keeps_received: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,6 +194,7 @@ def _backward(
     num_pairs: int,
     group_name: str,
     ep_size: int,
+    transport: str,
     activation: str,
     keeps_received: bool,
     needs: list[bool],
@@ -181,7 +202,7 @@ def _backward(
     """dx_TH, dgates_N and the gradients of the weights, empty where not needed."""
     kept = Kept(rows.contiguous(), h_PJ, gates_P, _receipt_of(lists, splits_4S, dout_TH.shape[0], num_pairs))
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
-    grads = backward(dout_TH, kept, weights, _call(group_name, activation, keeps_received), needs)
+    grads = backward(dout_TH, kept, weights, _call(group_name, transport, activation, keeps_received), needs)
     dx_TH, dgates_N, dw1, dw2, db1, db2 = (dout_TH.new_empty(0) if grad is None else grad for grad in grads)
     return dx_TH, dgates_N, dw1, dw2, db1, db2
 
@@ -201,6 +222,7 @@ def _(
     num_pairs: int,
     group_name: str,
     ep_size: int,
+    transport: str,
     activation: str,
     keeps_received: bool,
     needs: list[bool],
@@ -211,12 +233,14 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x_TH, gates_N, gates_P, lists, splits_4S, *weights, group_name, ep_size, activation, keeps_received = inputs
+    x_TH, gates_N, gates_P, lists, splits_4S, *weights, group_name, ep_size, transport, activation, keeps_received = (
+        inputs
+    )
     _, rows, h_PJ = output
     ctx.save_for_backward(rows if keeps_received else x_TH, h_PJ, gates_P, splits_4S, *weights, *lists)
     ctx.mark_non_differentiable(rows, h_PJ)
     ctx.set_materialize_grads(False)
-    ctx.constants = (gates_N.shape[0], group_name, ep_size, activation, keeps_received)
+    ctx.constants = (gates_N.shape[0], group_name, ep_size, transport, activation, keeps_received)
 
 
 def _differentiate(ctx: Any, dout_TH: Tensor, *_: None) -> tuple[Any, ...]:
@@ -226,7 +250,7 @@ def _differentiate(ctx: Any, dout_TH: Tensor, *_: None) -> tuple[Any, ...]:
         dout_TH, rows, h_PJ, gates_P, lists, splits_4S, w1, w2, b1, b2, *ctx.constants, needs
     )
     grads = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    return dx_TH, dgates_N, None, [None] * len(lists), None, *grads, None, None, None, None
+    return dx_TH, dgates_N, None, [None] * len(lists), None, *grads, None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)

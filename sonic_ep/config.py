@@ -1,4 +1,4 @@
-"""What a MoE layer is: its sizes, its router, its rounding. Frozen, validated once, loaded from TOML.
+"""What a MoE layer is: its sizes, its router, its rounding, its transport. Frozen, validated once, loaded from TOML.
 
 Nothing here depends on how many tokens or ranks there are; `MoE` checks the config against its EP group.
 Symbols are the paper's (docs/design.md): d hidden size, n expert width, E experts, K experts per token, G and t the two
@@ -16,6 +16,8 @@ Activation = Literal["swiglu", "geglu", "reglu", "swiglu_oai", "gelu", "silu", "
 ScoreFunction = Literal["softmax", "sigmoid"]
 LinearDtype = Literal["float32", "input"]
 Balance = Literal["none", "sequence", "batch", "global"]
+TransportKind = Literal["auto", "symmetric", "all_to_all"]
+Buffers = Literal["exact", "static"]
 RoundingMode = Literal["apportion", "nearest", "up", "down", "stochastic", "pad", "off"]
 
 MAX_K = 16
@@ -141,6 +143,34 @@ class RoundingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TransportConfig:
+    """How rows travel between ranks (docs/transports.md). With one rank none of it matters.
+
+    kind: "symmetric" writes into the other GPUs' memory over NVLink, "all_to_all" uses torch.distributed; "auto" takes
+    the first where every rank can reach every other, and says in the log which it took.
+    buffers: "exact" reads sizes on the host once a forward; "static" never does, and can be captured in a CUDA graph:
+    it needs rounding.capacity_factor, and as many tokens on every rank and in every training step.
+    timeout: seconds after which "symmetric" reports a rank that does not come.
+    """
+
+    kind: TransportKind = "auto"
+    buffers: Buffers = "exact"
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        _check_choice("transport.kind", self.kind, get_args(TransportKind))
+        _check_choice("transport.buffers", self.buffers, get_args(Buffers))
+        _check_non_negative(**{"transport.timeout": self.timeout})
+        if self.timeout == 0:
+            raise ValueError("transport.timeout=0 would give up on every rank; give it seconds")
+        if self.kind == "all_to_all" and self.buffers == "static":
+            raise ValueError(
+                "transport.buffers='static' is the symmetric transport's; set transport.kind='symmetric', or "
+                "buffers='exact'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
     """One MoE layer.
 
@@ -167,6 +197,7 @@ class MoEConfig:
     keep_dispatched: bool = False
     router: RouterConfig = field(default_factory=RouterConfig)
     rounding: RoundingConfig = field(default_factory=RoundingConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
 
     def __post_init__(self) -> None:
         _check_int("d", self.d, 1)
@@ -183,6 +214,8 @@ class MoEConfig:
             )
         if self.shared_gate and not self.shared_n:
             raise ValueError("shared_gate=True needs a shared expert: set shared_n to its width")
+        if self.transport.buffers == "static" and self.rounding.capacity_factor is None:
+            raise ValueError("transport.buffers='static' needs a bound: set rounding.capacity_factor (1.25, say)")
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -214,7 +247,8 @@ class MoEConfig:
         values = dict(values)
         router = _build(RouterConfig, values.pop("router", {}), "router.")
         rounding = _build(RoundingConfig, values.pop("rounding", {}), "rounding.")
-        return _build(cls, {**values, "router": router, "rounding": rounding}, "")
+        transport = _build(TransportConfig, values.pop("transport", {}), "transport.")
+        return _build(cls, {**values, "router": router, "rounding": rounding, "transport": transport}, "")
 
 
 def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
@@ -237,7 +271,7 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
 def load_config(name_or_path: str | Path) -> MoEConfig:
     """Load a MoEConfig from a TOML file, or from the shapes that ship with the package ("tiny", "qwen3_30b_a3b", ...).
 
-    Tables: [moe] holds MoEConfig's scalars, [router] RouterConfig's, [rounding] RoundingConfig's.
+    Tables: [moe] holds MoEConfig's scalars, [router], [rounding] and [transport] those of the config of that name.
     Raises FileNotFoundError (with the known names) and ValueError (unknown keys, values outside their limits).
     """
     path = Path(name_or_path)
@@ -249,8 +283,10 @@ def load_config(name_or_path: str | Path) -> MoEConfig:
         raise FileNotFoundError(f"no config {str(name_or_path)!r}: give a path that ends in .toml or one of {names}")
     with path.open("rb") as file:
         tables = tomllib.load(file)
+    parts = ("router", "rounding", "transport")
     for table in tables:
-        if table not in ("moe", "router", "rounding"):
-            raise ValueError(f"unknown table [{table}] in {path}; known tables: [moe], [router], [rounding]")
+        if table not in ("moe", *parts):
+            known = ", ".join(f"[{name}]" for name in ("moe", *parts))
+            raise ValueError(f"unknown table [{table}] in {path}; known tables: {known}")
     moe = {"name": path.stem, **tables.get("moe", {})}
-    return MoEConfig.from_dict({**moe, "router": tables.get("router", {}), "rounding": tables.get("rounding", {})})
+    return MoEConfig.from_dict({**moe, **{part: tables.get(part, {}) for part in parts}})

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from sonic_ep.checks import problem_with_up, problem_with_weights
 from sonic_ep.compiled import moe_in_graph
+from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.expert_parallel_mlp import Call, Kept, backward, forward
@@ -77,11 +78,19 @@ def moe(
     if torch.compiler.is_compiling():
         if accumulate_into_main_grad:
             raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
-        if type(transport) is not transport_type(group):
+        if not isinstance(transport, transport_type(group)):
             raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
         weights = ExpertWeights(_interleaved(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH)
         keeps_received = keep_dispatched and group.size > 1
-        return moe_in_graph(x_TH, routing, weights, group=group, activation=activation, keeps_received=keeps_received)
+        return moe_in_graph(
+            x_TH,
+            routing,
+            weights,
+            group=group,
+            transport="" if isinstance(transport, LocalTransport) else transport.text,
+            activation=activation,
+            keeps_received=keeps_received,
+        )
     plan = plan_for(routing.counts, group.rank)
     call = Call(transport, act, keep_dispatched)
     owners = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)

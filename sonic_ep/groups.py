@@ -20,6 +20,7 @@ class EPGroup:
 
     EPGroup(process_group) wraps any torch.distributed group that this rank is in (None: the default group).
     EPGroup.alone() is one rank without torch.distributed.
+    held: what lives as long as this object does: transports and their buffers.
     EPGroup.named(name) is the group whose `name` that is: operations of a compiled graph take strings, not objects.
 
     Raises RuntimeError when torch.distributed is not initialised, ValueError when this process is not a member.
@@ -39,13 +40,14 @@ class EPGroup:
         self.size: int = dist.get_world_size(members)
         self.rank: int = dist.get_rank(members)
         self.name: str = members.group_name
+        self.held: dict[object, object] = {}
         _PROCESS_GROUPS[self.name] = members
 
     @classmethod
     def alone(cls) -> "EPGroup":
         """The group of one rank: takes no collective at all."""
         group = cls.__new__(cls)
-        group.process_group, group.size, group.rank, group.name = None, 1, 0, ""
+        group.process_group, group.size, group.rank, group.name, group.held = None, 1, 0, "", {}
         return group
 
     @classmethod

@@ -61,7 +61,7 @@ class MoE(nn.Module):
         self.router = Router(config, device=device)
         self.experts = Experts(config, self.group, device=device, dtype=dtype)
         self.shared = SharedExpert(config, device=device, dtype=dtype) if config.shared_n else None
-        self.transport = transport_for(self.group)
+        self.transport = transport_for(self.group, config.transport)
         self.initialize(seed)
 
     @torch.no_grad()
@@ -92,6 +92,8 @@ class MoE(nn.Module):
             device=weights.w1_eJH.device,
             sequences=self.config.router.balance == "sequence",
         )
+        if problem is None and self.training and not torch.compiler.is_compiling():  # there sizes are read
+            problem = self.transport.problem_with(x.shape[:-1].numel())
         if problem is not None:
             # Told to all ranks by the router, which raises there as here.
             x = weights.w1_eJH.new_empty(0, self.config.d)

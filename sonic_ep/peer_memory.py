@@ -44,13 +44,20 @@ def symmetric_memory(group: EPGroup, num_bytes: int) -> PeerMemory:
     return PeerMemory(own, addresses_S)
 
 
-def problem_with_peers(group: EPGroup) -> str | None:
-    """Why these ranks cannot write to each other's GPU memory, or None. A collective; the same on every rank."""
+def problem_with_peers(group: EPGroup, own_problem: str | None = None) -> str | None:
+    """Why these ranks cannot write to each other's GPU memory, or None. A collective; the same on every rank.
+
+    own_problem: why this rank cannot.
+    """
     index = torch.cuda.current_device() if torch.cuda.is_available() else None
+    if index is None:
+        own_problem = "has no CUDA device"
     uuid = None if index is None else str(torch.cuda.get_device_properties(index).uuid)
-    places = group.all_gather_object((socket.gethostname(), uuid))
-    if None in {device for _, device in places}:
-        return "a rank of the group has no CUDA device"
+    reports = group.all_gather_object((socket.gethostname(), uuid, own_problem))
+    for rank, (*_, text) in enumerate(reports):
+        if text is not None:
+            return f"rank {rank}: {text}"
+    places = [report[:2] for report in reports]
     if len({host for host, _ in places}) > 1:
         return f"the ranks of the group are on several hosts: {', '.join(sorted({host for host, _ in places}))}"
     if len(set(places)) < group.size:

@@ -39,7 +39,7 @@ class Selection:
 
     topk_ids_TK: int64, the plain top-K choice. token_ids_N: int32, the tokens of each expert's pairs, by expert, then
     token; -1 where an entry is spare, see Routing. expert_ids_N: int64. chosen_N: bool, False for pairs that rounding
-    added. counts: see Counts. most_rows: see Routing.
+    added. counts: see Counts. most_rows, most_received: see Routing.
     """
 
     topk_ids_TK: Tensor
@@ -48,6 +48,7 @@ class Selection:
     chosen_N: Tensor
     counts: Counts
     most_rows: int | None
+    most_received: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Routing:
     gates_N: (N,) combine weights, floating point, differentiable. token_ids_N: (N,) int32; behind the pairs that the
     counts tell there may be spare entries, whose weights count for nothing. num_tokens: T. most_rows: what the rows of
     this rank's chunks cannot exceed; None if nothing is spare and no row is padding, so that there are N of both.
+    most_received: what the rows for the experts of any rank cannot exceed, if no rank has more than T tokens; None if
+    only the counts tell.
     """
 
     gates_N: Tensor
@@ -64,6 +67,7 @@ class Routing:
     counts: Counts
     num_tokens: int
     most_rows: int | None = None
+    most_received: int | None = None
 
     @classmethod
     def from_pairs(

@@ -1,26 +1,109 @@
-"""Which transport an EP group has."""
+"""Which transport an EP group has: chosen once, when it is first used, by what the group's ranks can reach."""
 
+import dataclasses
+import functools
+import json
+import logging
+from typing import final
 from weakref import WeakValueDictionary
 
+import torch
+from torch import Tensor
+
+from sonic_ep.config import TransportConfig
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.dispatch.protocol import Transport
+from sonic_ep.dispatch.protocol import Opened, Receipt
+from sonic_ep.dispatch.symmetric import SymmetricTransport
+from sonic_ep.extras import missing_extra
 from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.pair_lists import RankPlan
+from sonic_ep.peer_memory import problem_with_peers, symmetric_memory
+from sonic_ep.routing import Routing
 
-_IN_USE: WeakValueDictionary[str, AllToAllTransport] = WeakValueDictionary()
-
-
-def transport_type(group: EPGroup) -> type[LocalTransport] | type[AllToAllTransport]:
-    """None for one rank, all-to-all for more."""
-    return LocalTransport if group.size == 1 else AllToAllTransport
+_LOG = logging.getLogger("sonic_ep.transports")
 
 
-def transport_for(group: EPGroup) -> Transport:
-    """The transport of a group, one object for all who use the group's ranks."""
-    if transport_type(group) is LocalTransport:
+@final
+class GroupTransport:
+    """The transport of several ranks: that of `config`, or the best that they have. Chosen at the first `open` for
+    rows on that kind of device, which is a collective then.
+
+    Raises ValueError, on every rank, where `config` asks for what the ranks do not have.
+    """
+
+    def __init__(self, group: EPGroup, config: TransportConfig) -> None:
+        self.group = group
+        self.config = config
+        self.text = json.dumps(dataclasses.asdict(config))  # as an operation of a compiled graph takes it
+        self._chosen: dict[str, AllToAllTransport | SymmetricTransport] = {}
+
+    def problem_with(self, num_tokens: int) -> str | None:
+        problems = (transport.problem_with(num_tokens) for transport in self._chosen.values())
+        return next((problem for problem in problems if problem is not None), None)
+
+    def open(self, routing: Routing, plan: RankPlan) -> Opened:
+        return self.on(routing.gates_N).open(routing, plan)
+
+    def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
+        return self.on(x_TH).dispatch(x_TH, receipt)
+
+    def keep(self, rows_RH: Tensor) -> Tensor:
+        return self.on(rows_RH).keep(rows_RH)
+
+    def combine(self, rows_RH: Tensor, receipt: Receipt) -> Tensor:
+        return self.on(rows_RH).combine(rows_RH, receipt)
+
+    def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
+        return self.on(values_PH).combine_pairs(values_PH, weights_P, receipt)
+
+    def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
+        return self.on(values_P).return_pairs(values_P, receipt)
+
+    def on(self, values: Tensor) -> AllToAllTransport | SymmetricTransport:
+        """The transport of rows where `values` are."""
+        kind = values.device.type
+        if kind not in self._chosen:
+            self._chosen[kind] = _choose(self.group, self.config, values.device)
+        return self._chosen[kind]
+
+
+def transport_type(group: EPGroup) -> type[LocalTransport] | type[GroupTransport]:
+    """Of `transport_for`."""
+    return LocalTransport if group.size == 1 else GroupTransport
+
+
+_IN_USE: WeakValueDictionary[tuple[str, TransportConfig], GroupTransport] = WeakValueDictionary()
+
+
+def transport_for(group: EPGroup, config: TransportConfig | None = None) -> LocalTransport | GroupTransport:
+    """The transport of a group, one object for all who use its ranks in the same way: they share its buffers.
+
+    It lives as long as one of the EPGroups that asked for it: making buffers anew takes tens of milliseconds.
+    """
+    if group.size == 1:
         return LocalTransport()
-    transport = _IN_USE.get(group.name)
+    key = (group.name, config or TransportConfig())
+    transport = _IN_USE.get(key)
     # A name can come back after torch.distributed has been initialised anew.
     if transport is None or transport.group.process_group is not group.process_group:
-        transport = _IN_USE[group.name] = AllToAllTransport(group)
+        transport = _IN_USE[key] = GroupTransport(group, key[1])
+    group.held[key] = transport
     return transport
+
+
+def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> AllToAllTransport | SymmetricTransport:
+    if config.kind == "all_to_all":
+        return AllToAllTransport(group)
+    if device.type == "cuda":
+        problem = problem_with_peers(group, missing_extra("cuda", "triton"))
+    else:
+        problem = f"the rows are on a {device.type} device"
+    if problem is None:
+        _LOG.info("rows travel through symmetric memory (%d ranks)", group.size)
+        allocate = functools.partial(symmetric_memory, group)
+        return SymmetricTransport(group, allocate, patience=config.timeout, static=config.buffers == "static")
+    if config.kind == "symmetric" or config.buffers == "static":
+        raise ValueError(f"transport.kind={config.kind!r} with {config.buffers} buffers cannot be had: {problem}")
+    _LOG.info("rows travel by all-to-all over %s: %s", group.backend, problem)
+    return AllToAllTransport(group)

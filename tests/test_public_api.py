@@ -16,6 +16,7 @@ NAMES = {
     "Routing",
     "RoutingStats",
     "RoundingConfig",
+    "TransportConfig",
     "checkpoint",
     "load_config",
     "replay_contexts",

@@ -122,11 +122,12 @@ def pair_lists(
     C = table_FC.shape[1]
     W = triton.next_power_of_2(triton.cdiv(e, 32))
 
-    def empty(size: int) -> Tensor:
-        return torch.empty(size, dtype=INDEX_DTYPE, device=gates_V.device)
-
-    row_of_pair_P, slot_V, pairs_by_row_V = empty(chunks.num_rows), empty(chunks.num_pairs), empty(chunks.num_pairs)
-    gates_P = gates_V.new_empty(chunks.num_rows)
+    make = torch.zeros if chunks.zeroed else torch.empty
+    row_of_pair_P, slot_V = (
+        make(size, dtype=INDEX_DTYPE, device=gates_V.device) for size in (chunks.num_rows, chunks.num_pairs)
+    )
+    pairs_by_row_V = torch.empty_like(slot_V)
+    gates_P = make(chunks.num_rows, dtype=gates_V.dtype, device=gates_V.device)
     scratch = torch.zeros(num_rows * W + num_rows + 1, dtype=INDEX_DTYPE, device=gates_V.device)
     bits_RW, counts_R = scratch.split((num_rows * W, num_rows + 1))
     # Twice as many programs as chunks of one size would keep busy.

@@ -6,6 +6,7 @@ rank sends to each owner, which all ranks know.
 Legend: S source ranks, Q owner ranks, N pairs that this rank sends, V that it receives.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +15,7 @@ from sonic_ep.kernels.cuda.peers import begin, finish
 from sonic_ep.kernels.peers import Meeting, Stage
 
 _BLOCK = 512
-_PROGRAMS = 64
+PAIR_PROGRAMS = 64
 
 
 @triton.jit
@@ -98,6 +99,14 @@ def _push_values(
     finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
+@triton.jit(do_not_specialize=["rank", "N"])
+def _take_values(buffer_ptr, pairs_ptr, out_ptr, rank, N, S: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    sent = _before(pairs_ptr, rank, S, S, RANKS, False)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(buffer_ptr + index, mask=index < sent, other=0)
+    tl.store(out_ptr + index, values, mask=index < N)
+
+
 def push_lists(
     meeting: Meeting,
     row_of_pair_N: Tensor,
@@ -114,7 +123,7 @@ def push_lists(
     pairs_SQ: (S * Q,) int32 pairs that each rank sends to each owner. rows_S, weights_S, counts_S: (S,) int64
     addresses, 16-byte aligned, of each rank's int32 rows, weights in the dtype of gates_N, and (S,) int32 row counts.
     """
-    _push_lists[(_PROGRAMS,)](
+    _push_lists[(PAIR_PROGRAMS,)](
         row_of_pair_N,
         gates_N,
         sent_before,
@@ -136,13 +145,31 @@ def push_lists(
     )
 
 
+def take_values(meeting: Meeting, buffer: Tensor, pairs_SQ: Tensor, num_listed: int) -> Tensor:
+    """(N,) what the owners sent, from this rank's buffer; zero behind its pairs."""
+    values_N = torch.empty(num_listed, dtype=buffer.dtype, device=buffer.device)
+    if num_listed:
+        _take_values[(triton.cdiv(num_listed, _BLOCK),)](
+            buffer,
+            pairs_SQ,
+            values_N,
+            meeting.rank,
+            num_listed,
+            S=meeting.size,
+            RANKS=triton.next_power_of_2(meeting.size),
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+    return values_N
+
+
 def push_values(meeting: Meeting, values_P: Tensor, slot_V: Tensor, pairs_SQ: Tensor, buffers_S: Tensor) -> None:
     """Send the value of each received pair to its token's rank, into the order in which that rank lists its pairs.
 
     slot_V: (V,) int32, the place of each received pair in values_P. buffers_S: (S,) int64 addresses of each
     rank's values.
     """
-    _push_values[(_PROGRAMS,)](
+    _push_values[(PAIR_PROGRAMS,)](
         values_P,
         slot_V,
         pairs_SQ,

@@ -22,7 +22,8 @@ from sonic_ep.kernels.peers import Meeting, Stage
 _PUSHED = 16384  # values of a tile of tokens and columns
 _MAX_COLUMNS = 2048
 _PUSH_WARPS = 16
-_SUM_PROGRAMS = 24  # of one warp, on each SM
+PUSH_PROGRAMS = 64  # more do not help, and other kernels find room beside them
+SUM_PROGRAMS = 16 * 132  # of one warp; fewer than there is room for at once, so that all of them run together
 
 
 @triton.jit(do_not_specialize=["patience", "rank", "T", "stride"])
@@ -155,9 +156,7 @@ def _sum_sent(
     tl.store(out_ptr + token.to(tl.int64) * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def push_rows(
-    meeting: Meeting, x_TH: Tensor, sent_before: Tensor, buffers_S: Tensor, stride: int, programs: int
-) -> None:
+def push_rows(meeting: Meeting, x_TH: Tensor, sent_before: Tensor, buffers_S: Tensor, stride: int) -> None:
     """Write each row of x to every rank that needs it, into this rank's region there.
 
     Shapes:  x_TH (T, H) contiguous; sent_before of kernels/sent_rows.py; buffers_S (S,) int64 addresses of the ranks'
@@ -165,7 +164,7 @@ def push_rows(
     """
     T, H = x_TH.shape
     columns = min(_MAX_COLUMNS, triton.next_power_of_2(H))
-    _push_rows[(programs,)](
+    _push_rows[(PUSH_PROGRAMS,)](
         x_TH,
         sent_before,
         buffers_S,
@@ -194,7 +193,6 @@ def push_sums(
     rows_in_S: Tensor,
     buffers_S: Tensor,
     stride: int,
-    programs: int,
 ) -> None:
     """gather_sum (kernels/reference.py), each sum written to the rank its row came from.
 
@@ -202,7 +200,7 @@ def push_sums(
     push_rows.
     """
     H = values_PH.shape[1]
-    _push_sums[(programs * _SUM_PROGRAMS,)](
+    _push_sums[(SUM_PROGRAMS,)](
         values_PH.contiguous(),
         items,
         starts,

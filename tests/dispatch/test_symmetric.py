@@ -3,25 +3,36 @@
 Processes share files here and the kernels are interpreted; tests/dispatch/test_symmetric_gpu.py has GPUs.
 """
 
+import random
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import Receipt, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
+from sonic_ep.kernels import operations
+from sonic_ep.peer_memory import PeerMemory
 from tests.dispatch.oracle import Case
-from tests.helpers.launch import RankPool
+from tests.helpers.launch import RankPool, run_ranks
 from tests.helpers.shared_files import shared_files
 from tests.helpers.triton_device import triton_device
 
 if triton_device() != "cpu":
     pytest.skip("interprets its kernels; see test_symmetric_gpu.py", allow_module_level=True)
 
+peers, peer_rows, peer_pairs = (
+    import_module(f"sonic_ep.kernels.cuda.{name}") for name in ("peers", "peer_rows", "peer_pairs")
+)
 Ranks = Callable[[int], RankPool]
 CASES = [
     Case((13, 9), 5, 4, multiple=8),
@@ -58,16 +69,177 @@ def used(receipt: Receipt) -> Tensor:
     return receipt.pair_starts_R.diff() > 0
 
 
-def same_as_all_to_all(rank: int, case: Case, dtype: torch.dtype, folder: str) -> None:
+def same_as_all_to_all(rank: int, cases: list[Case], folder: str) -> None:
     group = EPGroup()
-    expected = everything(AllToAllTransport(group), rank, case, dtype)
     transport = SymmetricTransport(group, shared_files(group, folder), patience=60)
-    for _ in range(2):
-        actual = everything(transport, rank, case, dtype)
-        for name, values in expected.items():
-            assert torch.equal(actual[name], values), f"{name}: {actual[name]} {values}"
+    for case in cases:
+        expected = everything(AllToAllTransport(group), rank, case, torch.float32)
+        assert_equal(everything(transport, rank, case, torch.float32), expected)
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, values in expected.items():
+        assert torch.equal(actual[name], values), f"{name}: {actual[name]} {values}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_same_as_all_to_all(ranks: Ranks, case: Case, tmp_path: Path) -> None:
-    ranks(case.size).run(same_as_all_to_all, case, torch.float32, str(tmp_path))
+    ranks(case.size).run(same_as_all_to_all, [case, case], str(tmp_path))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_buffers_grow_and_are_shared_by_rows_of_any_width(ranks: Ranks, size: int, tmp_path: Path) -> None:
+    """Tokens, experts and widths change from step to step, on each rank in its own way."""
+    rng = random.Random(size)
+    cases = [
+        Case(tuple(rng.randint(0, 30) for _ in range(size)), rng.randint(1, 6), size * rng.randint(1, 3), seed=seed)
+        for seed in range(8)
+    ]
+    ranks(size).run(same_as_all_to_all, cases, str(tmp_path))
+
+
+def bytes_asked_for(rank: int, case: Case, folder: str) -> list[int]:
+    group, asked = EPGroup(), []
+    files = shared_files(group, folder)
+
+    def allocate(num_bytes: int) -> PeerMemory:
+        asked.append(num_bytes)
+        return files(num_bytes)
+
+    everything(SymmetricTransport(group, allocate, patience=60), rank, case, torch.float32)
+    return asked
+
+
+def test_memory_is_what_the_module_says(ranks: Ranks, tmp_path: Path) -> None:
+    """Flags, lists with a quarter of room, three buffers of rows; each part of them rounded up to 256 bytes."""
+    case = Case((13, 9), 5, 4, "all")
+    most_pairs = max(sum(map(len, (case.pairs(0),))), 2 * sum(case.tokens))
+    capacity, row_bytes = round(most_pairs * 5 / 4), 5 * 4
+
+    def rounded(size: int) -> int:
+        return -(-size // 256) * 256
+
+    expected = [256, rounded(4 * capacity) + 2 * rounded(8 * capacity) + 256, 3 * rounded(2 * 13 * row_bytes)]
+    assert ranks(2).run(bytes_asked_for, case, str(tmp_path)) == [expected] * 2
+
+
+def with_room(rank: int, case: Case, folder: str) -> None:
+    """Static buffers: lists with room to spare, whose entries read row 0 with weight 0; no sizes are read."""
+    group = EPGroup()
+    expected = everything(AllToAllTransport(group), rank, case, torch.float32)
+    use_kernels_for_lists()
+    transport = SymmetricTransport(group, shared_files(group, folder), patience=60, static=True)
+    routing, plan = case.routing(rank), case.plan().of_rank(rank)
+    spare, most = 7, max(sum(rows) for rows in zip(*case.rows_SE(), strict=True)) * case.E + 9
+    roomy = replace(
+        routing,
+        gates_N=pad(routing.gates_N, (0, spare), value=9.0),
+        token_ids_N=pad(routing.token_ids_N, (0, spare), value=-1),
+        most_received=most,
+    )
+    opened = transport.open(roomy, plan)
+    receipt, P, V = opened.receipt, expected["gates"].shape[0], expected["slots"].shape[0]
+    assert opened.gates_P.shape[0] == most
+    for values, size in ((opened.gates_P, P), (receipt.row_of_pair_P, P), (receipt.slot_V, V)):
+        assert not values[size:].any()
+    assert torch.equal(opened.gates_P[:P], expected["gates"])
+    assert torch.equal(receipt.slot_V[:V], expected["slots"])
+    x_TH = torch.randn(case.tokens[rank], case.H, generator=torch.Generator().manual_seed(rank))
+    rows = transport.dispatch(x_TH, receipt)
+    assert torch.equal(rows[receipt.row_of_pair_P[:P].long()], expected["rows of pairs"])
+    values_PH = torch.randn(P, case.H, generator=torch.Generator().manual_seed(rank + 9))
+    values_PH = pad(values_PH, (0, 0, 0, most - P), value=float("nan"))
+    assert torch.equal(transport.combine_pairs(values_PH, opened.gates_P, receipt), expected["weighted"])
+    returned = transport.return_pairs(opened.gates_P, receipt)
+    assert torch.equal(returned[:-spare], expected["returned"])
+    assert not returned[-spare:].any()
+    problem = transport.problem_with(case.tokens[rank] + 1)
+    assert problem is not None
+    assert f"T={case.tokens[rank] + 1} tokens, but transport.buffers='static' keeps to" in problem
+
+
+def use_kernels_for_lists() -> None:
+    """Those of plain torch give lists no room."""
+    operations._lists = lambda module, on_gpu: import_module(f"sonic_ep.kernels.cuda.{module}")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("case", [Case((9, 9), 5, 4, multiple=8), Case((5, 5, 5, 5), 3, 8)], ids=str)
+def test_static_buffers(case: Case, tmp_path: Path) -> None:
+    run_ranks(with_room, case.size, case, str(tmp_path))
+
+
+def different_tokens(rank: int, folder: str) -> None:
+    group, case = EPGroup(), Case((3, 4), 2, 2)
+    transport = SymmetricTransport(group, shared_files(group, folder), patience=60, static=True)
+    routing = replace(case.routing(rank), most_received=99)
+    with pytest.raises(ValueError, match=r"wants as many tokens on every rank, not \[3, 4\]; use 'exact'"):
+        transport.open(routing, case.plan().of_rank(rank))
+
+
+def test_static_buffers_want_as_many_tokens_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(different_tokens, str(tmp_path))
+
+
+def in_any_order(rank: int, case: Case, folder: str, seed: int) -> None:
+    """Every rank dawdles before each kernel, between meeting and writing, and before it tells that it is done."""
+    rng = random.Random(f"{seed} {rank}")
+    group = EPGroup()
+    expected = everything(AllToAllTransport(group), rank, case, torch.float32)
+    transport = SymmetricTransport(group, shared_files(group, folder), patience=60)
+    for module in (peer_rows, peer_pairs):
+        for name in ("begin", "finish"):
+            original = getattr(module, name)
+
+            def late(*args: Any, original: Any = original) -> Any:
+                time.sleep(rng.choice([0, 0, 0, 0.01]))
+                return original(*args)
+
+            setattr(module, name, late)
+    try:
+        for _ in range(3):
+            assert_equal(everything(transport, rank, case, torch.float32), expected)
+    finally:
+        for module in (peer_rows, peer_pairs):
+            for name in ("begin", "finish"):
+                setattr(module, name, getattr(peers, name))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_late_ranks_in_any_order(ranks: Ranks, seed: int, tmp_path: Path) -> None:
+    ranks(4).run(in_any_order, Case((5, 1, 0, 7), 3, 4, seed=seed), str(tmp_path), seed)
+
+
+def stays_away(rank: int, case: Case, folder: str, stage: str) -> str:
+    """The last rank leaves before `stage`; what the others are told."""
+    group = EPGroup()
+    transport = SymmetricTransport(group, shared_files(group, folder), patience=1)
+    everything(transport, rank, case, torch.float32)
+    opened = (
+        None
+        if stage == "lists" and rank == group.size - 1
+        else transport.open(case.routing(rank), case.plan().of_rank(rank))
+    )
+    if rank == group.size - 1:
+        group.all_gather_object(None)
+        return ""
+    start = time.monotonic()
+    assert opened is not None
+    x_TH = torch.ones(case.tokens[rank], case.H)
+    try:
+        for _ in range(2):
+            rows = transport.dispatch(x_TH, opened.receipt)
+            out_TH = transport.combine(rows, opened.receipt)
+            assert bool(out_TH.isnan().all())
+    except RuntimeError as error:
+        assert time.monotonic() - start < 20
+        return str(error)
+    finally:
+        group.all_gather_object(None)
+    return "no error"
+
+
+@pytest.mark.parametrize("stage", ["lists", "dispatch"])
+def test_a_rank_that_stays_away_is_named(ranks: Ranks, stage: str, tmp_path: Path) -> None:
+    *told, _ = ranks(3).run(stays_away, Case((5, 4, 3), 3, 3, "all"), str(tmp_path), stage)
+    for message in told:
+        assert message.startswith(f"rank 2 of the EP group did not come to {stage} within 1 s")

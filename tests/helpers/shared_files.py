@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.cuda import peers
+from sonic_ep.kernels.cuda import peer_pairs, peer_rows, peers
 from sonic_ep.peer_memory import PeerMemory
 
 
 def shared_files(group: EPGroup, folder: str) -> Callable[[int], PeerMemory]:
-    """An `allocate` for SymmetricTransport. Kernels are interpreted here, with a clock of the host."""
+    """An `allocate` for SymmetricTransport. Kernels are interpreted here, by few programs, with a clock of the host."""
     peers.now = time.monotonic_ns
+    peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS, peer_pairs.PAIR_PROGRAMS = 2, 3, 2
     mapped: list[torch.Tensor] = []  # a mapping lasts as long as its tensor
 
     def allocate(num_bytes: int) -> PeerMemory:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.routers.rounding import deal_units, decide, most_rows
+from sonic_ep.routers.rounding import deal_units, decide, most_received, most_rows
 from tests.routers.rounding_cases import MODES, Case, assert_same, cases
 
 PER_RANK_MODES = ("nearest", "up", "down", "stochastic")
@@ -103,6 +103,17 @@ def test_no_rank_has_more_rows_than_most_rows_says(case: Case, mode: str, factor
     decision = case.decide(mode, capacity_factor=factor, draw=draw)
     for chosen, rows in zip(case.chosen, decision.rows_SE.sum(1).tolist(), strict=True):
         assert rows <= sum(chosen) + most if most is not None else rows == sum(chosen)
+
+
+@given(case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([1.0, 1.25, 3.0]), draw=st.integers(0, 99))
+def test_no_owner_has_more_rows_than_most_received_says(case: Case, mode: str, factor: float, draw: int) -> None:
+    """With as many experts a token as the counts have, if every rank had the tokens of the one with most."""
+    S, E = len(case.chosen), len(case.chosen[0])
+    rounding = RoundingConfig(mode=mode, t=case.t, G=case.G, capacity_factor=factor)  # type: ignore[arg-type]
+    most = most_received(rounding, max(map(sum, case.chosen)), 1, training=True)
+    assert most is not None
+    rows_SE = case.decide(mode, capacity_factor=factor, draw=draw).rows_SE
+    assert int(rows_SE.view(S, S, E // S).sum((0, 2)).max()) <= most
 
 
 @given(case=aligned_cases(), mode=st.sampled_from(MODES), draw=st.integers(0, 2**31 - 2))

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.initialization import stream
 from sonic_ep.routers.router import Router
 from tests.helpers.launch import RankPool
+from tests.helpers.waiting import assert_nothing_waits
 
 pytestmark = pytest.mark.gpu
 T, D = 700, 256
@@ -129,6 +130,79 @@ def captured_routing(rank: int) -> list[bool]:
 
 
 def test_routing_across_ranks_is_captured(gpus: Callable[[int], RankPool]) -> None:
-    for equal in gpus(min(4, torch.cuda.device_count())).run(captured_routing):
+    for equal in gpus(4 if torch.cuda.device_count() >= 4 else 2).run(captured_routing):
         assert all(equal)
         assert len(equal) == 15
+
+
+STEPS = 100
+STATIC = TransportConfig(kind="symmetric", buffers="static", timeout=30)
+ACROSS = {
+    "apportion": RoundingConfig(mode="apportion", t=64, capacity_factor=1.25),
+    "nearest": RoundingConfig(mode="nearest", capacity_factor=1.0),
+    "pad": RoundingConfig(mode="pad", t=16, capacity_factor=4.0),
+    "off": RoundingConfig(mode="off", capacity_factor=1.5),
+}
+
+
+def captured_layer(rank: int, rounding: RoundingConfig, keeps: bool) -> tuple[list[str], int]:
+    """Names of what differs between a replay and the eager step with exact buffers, over steps of changing routing; and
+    how many numbers of rows this rank has had."""
+    torch.manual_seed(rank)
+    config = MoEConfig(**SHAPE, rounding=rounding, router=LOSSES, transport=STATIC, keep_dispatched=keeps)
+    group, x, dy = EPGroup(), inputs(rank).requires_grad_(), torch.randn(T, D, device="cuda").bfloat16()
+    layer = MoE(config, group, seed=1, device="cuda", dtype=torch.bfloat16)
+    other = config.replace(transport=TransportConfig(kind="all_to_all"))
+    exact = MoE(other, group, seed=1, device="cuda", dtype=torch.bfloat16)
+
+    def step(layer: MoE) -> tuple[Tensor, ...]:
+        y, aux, stats = layer(x)
+        gradients = torch.autograd.grad((y * dy).sum() + aux, [x, *layer.parameters()])
+        return y.detach(), stats.counts.rows_SE, *gradients
+
+    graph, captured = capture(lambda: step(layer))
+    names = ("y", "rows", "dx", *(name for name, _ in layer.named_parameters()))
+    differing, sizes = [], set()
+    for number in range(STEPS):
+        with torch.no_grad():
+            x.copy_(inputs(number % 9 + 10 * rank))
+        graph.replay()
+        same = [torch.equal(a, b) for a, b in zip(captured, step(exact), strict=True)]
+        differing += [f"step {number}: {name}" for name, equal in zip(names, same, strict=True) if not equal]
+        sizes.add(str(captured[1].tolist()))
+    return differing, len(sizes)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["sends x again", "keeps rows"])
+@pytest.mark.parametrize("mode", ACROSS)
+def test_a_layer_across_ranks_is_captured(gpus: Callable[[int], RankPool], mode: str, keeps: bool) -> None:
+    for differing, sizes in gpus(4 if torch.cuda.device_count() >= 4 else 2).run(captured_layer, ACROSS[mode], keeps):
+        assert differing == []
+        assert sizes > 5
+
+
+def static_step_without_a_wait(rank: int) -> None:
+    config = MoEConfig(**SHAPE, rounding=ACROSS["apportion"], transport=STATIC)
+    group = EPGroup()
+    layer = MoE(config, group, seed=1, device="cuda", dtype=torch.bfloat16)
+    x = inputs(rank).requires_grad_()
+    assert_nothing_waits(lambda: layer(x).y.sum().backward())
+
+
+def test_a_static_step_never_waits(gpus: Callable[[int], RankPool]) -> None:
+    gpus(4 if torch.cuda.device_count() >= 4 else 2).run(static_step_without_a_wait)
+
+
+def other_number_of_tokens(rank: int) -> None:
+    config = MoEConfig(**SHAPE, rounding=ACROSS["apportion"], transport=STATIC)
+    layer = MoE(config, EPGroup(), seed=1, device="cuda", dtype=torch.bfloat16)
+    x = inputs(rank)
+    layer(x)
+    with pytest.raises(ValueError, match="rank 1: T=5 tokens, but transport.buffers='static' keeps to the first step"):
+        layer(x[: 5 if rank == 1 else None])
+    layer.eval()
+    layer(x[: 5 if rank == 1 else None])  # plain top-K knows no bound: sizes are read
+
+
+def test_static_buffers_keep_to_their_number_of_tokens(gpus: Callable[[int], RankPool]) -> None:
+    gpus(2).run(other_number_of_tokens)

@@ -1,20 +1,23 @@
 """Which transport a group has: one object for all who share the ranks, and a new one for new ranks."""
 
 import gc
+import weakref
 from collections.abc import Callable
 
+import pytest
+import torch
 import torch.distributed as dist
 
-from sonic_ep import EPGroup
+from sonic_ep import EPGroup, TransportConfig
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.transports import transport_for, transport_type
+from sonic_ep.transports import GroupTransport, transport_for, transport_type
 from tests.helpers.launch import RankPool
 
 
 def shared_and_renewed(rank: int) -> None:
     first, second = transport_for(EPGroup()), transport_for(EPGroup())
-    assert isinstance(first, AllToAllTransport)
+    assert isinstance(first, GroupTransport)
     assert first is second
     other = EPGroup(dist.new_group([0, 1]))
     assert transport_for(other) is not first
@@ -22,9 +25,41 @@ def shared_and_renewed(rank: int) -> None:
     stranger = EPGroup()
     stranger.process_group = other.process_group
     assert transport_for(stranger) is not first
-    del first, second
+
+
+def lasts_as_long_as_a_group_that_asked(rank: int) -> None:
+    first, second = EPGroup(), EPGroup()
+    transport = weakref.ref(transport_for(first))
+    assert transport_for(second) is transport()
+    del first
     gc.collect()
-    assert transport_for(EPGroup()).wire_bytes == {}  # type: ignore[attr-defined]
+    assert transport_for(second) is transport()
+    del second
+    gc.collect()
+    assert transport() is None
+
+
+def chosen_by_config(rank: int) -> None:
+    group, rows = EPGroup(), torch.zeros(1)
+    auto = transport_for(group)
+    assert isinstance(auto, GroupTransport)
+    assert isinstance(auto.on(rows), AllToAllTransport)
+    asked = transport_for(group, TransportConfig(kind="all_to_all"))
+    assert isinstance(asked, GroupTransport)
+    assert asked is not auto
+    assert isinstance(asked.on(rows), AllToAllTransport)
+    symmetric = transport_for(group, TransportConfig(kind="symmetric"))
+    assert isinstance(symmetric, GroupTransport)
+    with pytest.raises(ValueError, match="kind='symmetric' with exact buffers cannot be had: the rows are on a cpu"):
+        symmetric.on(rows)
+
+
+def test_its_life(ranks: Callable[[int], RankPool]) -> None:
+    ranks(2).run(lasts_as_long_as_a_group_that_asked)
+
+
+def test_what_is_chosen_on_a_cpu(ranks: Callable[[int], RankPool]) -> None:
+    ranks(2).run(chosen_by_config)
 
 
 def test_a_group_has_one_transport(ranks: Callable[[int], RankPool]) -> None:

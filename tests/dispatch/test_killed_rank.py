@@ -1,0 +1,79 @@
+"""A rank dies in mid-step: the others are told which one and where, in time, and exit cleanly."""
+
+import functools
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sonic_ep.dispatch.symmetric import SymmetricTransport
+from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.pair_lists import RankPlan
+from sonic_ep.peer_memory import symmetric_memory
+from sonic_ep.routing import Routing
+from tests.dispatch.oracle import Case
+from tests.helpers.shared_files import shared_files
+from tests.helpers.triton_device import triton_device
+
+DEVICE = triton_device()
+SIZE, PATIENCE = 3, 2.0
+CASE = Case((5, 4, 3), 16, 3, "all")
+
+
+def live(rank: int, folder: str, device: str) -> None:
+    """Two steps; the last rank is killed between the second one's dispatch and combine."""
+    store = dist.FileStore(f"{folder}/store", SIZE)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
+    group = EPGroup()
+    allocate = shared_files(group, folder) if device == "cpu" else functools.partial(symmetric_memory, group)
+    transport = SymmetricTransport(group, allocate, patience=PATIENCE)
+    told = Path(folder) / f"told-{rank}"
+    try:
+        for step in range(5):
+            opened = transport.open(*on(device, CASE.routing(rank), CASE.plan().of_rank(rank)))
+            rows = transport.dispatch(torch.ones(CASE.tokens[rank], CASE.H, device=device), opened.receipt)
+            if step == 1 and rank == SIZE - 1:
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                os.kill(os.getpid(), signal.SIGKILL)
+            transport.combine(rows, opened.receipt)
+            if device == "cuda":
+                torch.cuda.synchronize()
+    except RuntimeError as error:
+        told.write_text(str(error))
+
+
+def on(device: str, routing: Routing, plan: RankPlan) -> tuple[Routing, RankPlan]:
+    moved = replace(
+        routing,
+        gates_N=routing.gates_N.to(device),
+        token_ids_N=routing.token_ids_N.to(device),
+        counts=replace(routing.counts, tokens_S=routing.counts.tokens_S.to(device)),
+    )
+    return moved, RankPlan(*(values.to(device) for values in plan))
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < SIZE, reason=f"needs {SIZE} CUDA devices")
+def test_the_others_are_told_and_exit(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=live, args=(rank, str(tmp_path), DEVICE)) for rank in range(SIZE)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 90
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0, 0, -signal.SIGKILL]
+    for rank in range(SIZE - 1):
+        told = (tmp_path / f"told-{rank}").read_text()
+        assert told.startswith(f"rank {SIZE - 1} of the EP group did not come to combine within {PATIENCE:g} s")
