@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sonic_ep.dispatch.plan import PlanSizes
+from sonic_ep.dispatch.plan import ArrivingSizes
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.groups import EPGroup
-from sonic_ep.host_copy import HostCopy, host_may_wait
+from sonic_ep.host_copy import host_may_wait
 from sonic_ep.kernels.operations import gather_sum, pair_lists, row_starts, sent_rows, token_lists
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import INDEX_DTYPE, Routing
@@ -44,7 +44,7 @@ class AllToAllTransport:
                 f"the all-to-all of ep_size={self.group.size} needs its sizes on the host, which a CUDA graph cannot "
                 "capture; leave the layer out of the graph, or use ep_size=1"
             )
-        sizes = PlanSizes.read(HostCopy(plan.sizes), self.group.rank)
+        sizes = ArrivingSizes(routing, plan, self.group.rank).read()
         splits, num_pairs = (sizes.pairs_out, sizes.pairs_in), sum(sizes.pairs_out)
         sent = sent_rows(routing.token_ids_N[:num_pairs], plan.pair_starts_Q, routing.num_tokens)
         received = self._exchange("lists", _pack(sent.row_of_pair_N, routing.gates_N[:num_pairs]), *splits)

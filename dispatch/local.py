@@ -8,9 +8,9 @@ from typing import final
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sonic_ep.dispatch.plan import PlanSizes
+from sonic_ep.dispatch.plan import ArrivingSizes
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
-from sonic_ep.host_copy import HostCopy, host_may_wait
+from sonic_ep.host_copy import host_may_wait
 from sonic_ep.kernels.operations import gather_sum, lists_take_room, pair_lists
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
@@ -33,7 +33,7 @@ class LocalTransport:
         arriving = None
         if routing.most_rows is not None:
             P = routing.most_rows
-            arriving = HostCopy(plan.sizes) if host_may_wait(token_ids_N) else None
+            arriving = ArrivingSizes(routing, plan, 0) if host_may_wait(token_ids_N) else None
             if arriving is not None and not lists_take_room(token_ids_N.device):
                 P, V = _rows_and_pairs(arriving)
         spare = routing.most_rows is not None and arriving is None
@@ -72,6 +72,6 @@ class LocalTransport:
         return pad(values_V, (0, spare)) if spare else values_V
 
 
-def _rows_and_pairs(arriving: HostCopy) -> tuple[int, int]:
-    sizes = PlanSizes.read(arriving, 0)
+def _rows_and_pairs(arriving: ArrivingSizes) -> tuple[int, int]:
+    sizes = arriving.read()
     return sizes.num_rows, sizes.pairs_in[0]

@@ -14,7 +14,7 @@ Legend: S source ranks, Q owner ranks (both ep_size), E experts, e experts of on
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import Self
+from typing import Self, final
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from sonic_ep.host_copy import HostCopy
 from sonic_ep.kernels.operations import plan_kernel
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.kernels.tiles import TILE_ROWS
-from sonic_ep.routing import INDEX_DTYPE, Counts
+from sonic_ep.routing import INDEX_DTYPE, Counts, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +85,13 @@ def plan_for(counts: Counts, rank: int) -> RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanSizes:
-    """What the host must know of a rank's plan: num_rows, P; pairs_SQ: real pairs from each rank to each owner."""
+    """What the host must know of a rank's plan: num_rows, P; pairs_SQ: real pairs from each rank to each owner;
+    most_tokens: of any rank."""
 
     rank: int
     num_rows: int
     pairs_SQ: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def read(cls, sizes: HostCopy, rank: int) -> Self:
-        """Of the copy of `sizes` of the plan of `rank`, waiting for it."""
-        num_rows, *pairs = sizes.read().tolist()
-        S = isqrt(len(pairs))
-        return cls(rank, num_rows, tuple(tuple(pairs[s * S : (s + 1) * S]) for s in range(S)))
+    most_tokens: int
 
     @property
     def pairs_out(self) -> tuple[int, ...]:
@@ -105,3 +100,31 @@ class PlanSizes:
     @property
     def pairs_in(self) -> tuple[int, ...]:
         return tuple(pairs_Q[self.rank] for pairs_Q in self.pairs_SQ)
+
+
+@final
+class ArrivingSizes:
+    """The sizes of the plan of `rank` on their way to the host; `read` waits for them.
+
+    They follow from the counts, where the router has sent these ahead; else from a copy of the plan's that starts now.
+    """
+
+    def __init__(self, routing: Routing, plan: RankPlan, rank: int) -> None:
+        self._rank = rank
+        self._counts = routing.on_host
+        self._copy = None
+        if self._counts is None:
+            self._copy = HostCopy(torch.cat([plan.sizes, routing.counts.tokens_S.to(INDEX_DTYPE)]))
+
+    def read(self) -> PlanSizes:
+        if self._counts is not None:
+            tokens_S, rows_SE, pairs_SE, _ = self._counts.read()
+            S, e = rows_SE.shape[0], rows_SE.shape[1] // rows_SE.shape[0]
+            own_rows = rows_SE[:, self._rank * e : (self._rank + 1) * e]
+            num_rows, pairs_SQ = int(own_rows.sum()), pairs_SE.view(S, S, e).sum(2)
+        else:
+            assert self._copy is not None
+            values = self._copy.read()
+            S = isqrt(values.shape[0] - 1)  # of 1 + S * S + S integers
+            num_rows, pairs_SQ, tokens_S = int(values[0]), values[1 : 1 + S * S].view(S, S), values[1 + S * S :]
+        return PlanSizes(self._rank, num_rows, tuple(map(tuple, pairs_SQ.tolist())), int(tokens_S.max()))

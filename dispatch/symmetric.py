@@ -25,10 +25,10 @@ from typing import NamedTuple, Self, final
 import torch
 from torch import Tensor
 
-from sonic_ep.dispatch.plan import PlanSizes
+from sonic_ep.dispatch.plan import ArrivingSizes, PlanSizes
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.groups import EPGroup
-from sonic_ep.host_copy import HostCopy, host_may_wait
+from sonic_ep.host_copy import host_may_wait
 from sonic_ep.kernels.operations import pair_lists, peer_kernels, sent_rows
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.kernels.peers import Meeting, flags_of
@@ -121,9 +121,9 @@ class SymmetricTransport:
     def open(self, routing: Routing, plan: RankPlan) -> Opened:
         meeting, S, T = self._meet(), self.group.size, routing.num_tokens
         static = self._static and routing.most_received is not None
-        arriving = None if static else self._copy_of_sizes(routing, plan)
+        arriving = None if static else self._arriving_sizes(routing, plan)
         sent = sent_rows(routing.token_ids_N, plan.pair_starts_Q, T)
-        sizes = self._static_sizes(routing) if arriving is None else self._exact_sizes(arriving)
+        sizes = self._static_sizes(routing) if arriving is None else self._exact_sizes(arriving.read())
         pairs, pairs_SQ = self._room_for_pairs(sizes.most_pairs), plan.sizes[1:]
         rows_at, gates_at, _, counts_at = pairs.addresses
         peer_kernels().push_lists(
@@ -192,20 +192,17 @@ class SymmetricTransport:
         buffer = pairs.memory.view(pairs.starts[2], (pairs.capacity,), values_P.dtype)
         return kernels.take_values(meeting, buffer, pairs_SQ, receipt.num_listed)
 
-    def _copy_of_sizes(self, routing: Routing, plan: RankPlan) -> HostCopy:
+    def _arriving_sizes(self, routing: Routing, plan: RankPlan) -> ArrivingSizes:
         if not host_may_wait(plan.sizes):
             raise RuntimeError(
                 "sizes of buffers are read on the host, which a CUDA graph cannot capture; set "
                 "transport.buffers='static' and rounding.capacity_factor, and capture training steps"
             )
-        return HostCopy(torch.cat([plan.sizes, routing.counts.tokens_S.to(INDEX_DTYPE)]))
+        return ArrivingSizes(routing, plan, self.group.rank)
 
-    def _exact_sizes(self, arriving: HostCopy) -> _Sizes:
-        S = self.group.size
-        values = arriving.read()
-        sizes = PlanSizes.read(HostCopy(values[:-S]), self.group.rank)
+    def _exact_sizes(self, sizes: PlanSizes) -> _Sizes:
         most_pairs = max(map(sum, (*sizes.pairs_SQ, *zip(*sizes.pairs_SQ, strict=True))))
-        return _Sizes(max(1, int(values[-S:].max())), sizes.num_rows, sum(sizes.pairs_in), most_pairs)
+        return _Sizes(max(1, sizes.most_tokens), sizes.num_rows, sum(sizes.pairs_in), most_pairs)
 
     def _static_sizes(self, routing: Routing) -> _Sizes:
         assert routing.most_received is not None

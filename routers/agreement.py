@@ -8,16 +8,17 @@ Legend: S ranks of the EP group, E experts, F fields of a header.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup
-from sonic_ep.host_copy import HostCopy, host_may_wait
-from sonic_ep.routers.rounding import decide
+from sonic_ep.host_copy import host_may_wait
+from sonic_ep.routers.rounding import decide, leaves_sizes_open
 from sonic_ep.routers.selection import MAX_TOKENS
-from sonic_ep.routing import Counts
+from sonic_ep.routing import Counts, CountsOnHost
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 5  # integers of a header, and their places
@@ -42,12 +43,20 @@ class Report:
     problem: str | None = None
 
 
-def agree(report: Report, rounding: RoundingConfig, group: EPGroup) -> tuple[Counts, Callable[[], None]]:
-    """Gather every rank's report and decide n[R, E], identically everywhere. The second result must be called before
-    anything else is exchanged: it waits for the reports, where there is anything to learn from them.
+class Agreement(NamedTuple):
+    """What the ranks agreed on. on_host: the counts on their way there, if somebody will ask for them. raise_problems
+    must be called before anything else is exchanged: it waits for the reports, where there is anything to learn."""
 
-    It raises:  ValueError, on every rank, with the rank named: its problem, non-finite logits, or a training flag or
-                dtype that differs between ranks. Nothing while a CUDA graph is captured: the steps before it told.
+    counts: Counts
+    on_host: CountsOnHost | None
+    raise_problems: Callable[[], None]
+
+
+def agree(report: Report, rounding: RoundingConfig, group: EPGroup) -> Agreement:
+    """Gather every rank's report and decide n[R, E], identically everywhere.
+
+    raise_problems raises ValueError, on every rank, with the rank named: its problem, non-finite logits, or a training
+    flag or dtype that differs between ranks. Nothing while a CUDA graph is captured: the steps before it told.
     """
     problem = report.problem
     if problem is None and report.num_tokens >= MAX_TOKENS:
@@ -68,10 +77,16 @@ def agree(report: Report, rounding: RoundingConfig, group: EPGroup) -> tuple[Cou
             "router.check_logits=True makes the host wait for the device, which a CUDA graph cannot capture; "
             "set router.check_logits=False"
         )
-    if not readable or (group.size == 1 and report.bad_logits is None):
-        return counts, lambda: None
-    arriving = HostCopy(reports_SF)
-    return counts, lambda: _raise_problems(arriving.read(), problem, group)
+    reads_reports = group.size > 1 or report.bad_logits is not None
+    if not readable or not (reads_reports or leaves_sizes_open(rounding, training=report.training)):
+        return Agreement(counts, None, lambda: None)
+    on_host = CountsOnHost(counts, beside=reports_SF.flatten() if reads_reports else None)
+
+    def raise_problems() -> None:
+        if reads_reports:
+            _raise_problems(on_host.read()[3].view(reports_SF.shape), problem, group)
+
+    return Agreement(counts, on_host, raise_problems)
 
 
 def _header(report: Report, kind: int, *, has_problem: bool) -> Tensor:

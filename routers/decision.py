@@ -3,7 +3,7 @@
 Legend: T tokens on this rank, E experts, N selected pairs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,9 +43,10 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
         if situation.problem is not None:
             raise ValueError(situation.problem)
     else:
-        counts, raise_problems = agree(_report(choice, draw, situation), situation.config.rounding, situation.group)
         rounding, training = situation.config.rounding, situation.training
+        counts, on_host, raise_problems = agree(_report(choice, draw, situation), rounding, situation.group)
         selection = select(choice, counts, situation.group.rank, rounding, training=training)
+        selection = replace(selection, on_host=on_host)
         raise_problems()
         if training:
             counter_E += counts.chosen_SE.sum(0)

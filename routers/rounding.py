@@ -79,13 +79,18 @@ def keeps_choice(rounding: RoundingConfig, *, training: bool) -> bool:
     return not training or (rounding.mode in ("off", "pad") and rounding.capacity_factor is None)
 
 
+def leaves_sizes_open(rounding: RoundingConfig, *, training: bool) -> bool:
+    """Do only the counts tell how many rows a rank has?"""
+    return training and not (rounding.mode == "off" and rounding.capacity_factor is None)
+
+
 def most_rows(rounding: RoundingConfig, num_tokens: int, K: int, E: int, ep_size: int, *, training: bool) -> int | None:
     """What the rows of a rank with `num_tokens` cannot exceed; None where they are its T K pairs exactly.
 
     Alone, a rank rounds each count by less than a unit. Apportionment moves a total by G/2 at most, and a rank's count
     by less than 2t more: were it higher, no rank would be below its own count, and the total too high.
     """
-    if not training or (rounding.mode == "off" and rounding.capacity_factor is None):
+    if not leaves_sizes_open(rounding, training=training):
         return None
     t = rounding.G if rounding.t == "auto" else rounding.t
     if rounding.mode == "off":

@@ -6,12 +6,13 @@ Legend: S source ranks (= ep_size), T tokens on this rank, E experts, K experts 
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, final
 
 import torch
 from torch import Tensor
 
 from sonic_ep.groups import EPGroup
+from sonic_ep.host_copy import HostCopy
 
 INDEX_DTYPE = torch.int32  # of every per-pair and per-row index list
 
@@ -33,13 +34,31 @@ class Counts:
     t: Tensor
 
 
+@final
+class CountsOnHost:
+    """Counts on their way to the host from the moment they are decided: whoever needs sizes there does not wait for
+    what was launched since. beside: more integers on the same way, (n,) int64."""
+
+    def __init__(self, counts: Counts, beside: Tensor | None = None) -> None:
+        self._shape = counts.rows_SE.shape
+        parts = [counts.tokens_S, counts.rows_SE.flatten(), counts.pairs_SE.flatten()]
+        self._copy = HostCopy(torch.cat(parts if beside is None else [*parts, beside]))
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """tokens_S, rows_SE, pairs_SE and what came beside them, on the CPU."""
+        S, E = self._shape
+        values = self._copy.read()
+        tokens_S, rows, pairs, beside = values.split((S, S * E, S * E, values.shape[0] - S - 2 * S * E))
+        return tokens_S, rows.view(S, E), pairs.view(S, E), beside
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The decided integers of one routing on this rank. Replaying it reproduces the routing exactly.
 
     topk_ids_TK: int64, the plain top-K choice. token_ids_N: int32, the tokens of each expert's pairs, by expert, then
     token; -1 where an entry is spare, see Routing. expert_ids_N: int64. chosen_N: bool, False for pairs that rounding
-    added. counts: see Counts. most_rows, most_received: see Routing.
+    added. counts: see Counts. most_rows, most_received, on_host: see Routing.
     """
 
     topk_ids_TK: Tensor
@@ -49,6 +68,7 @@ class Selection:
     counts: Counts
     most_rows: int | None
     most_received: int | None = None
+    on_host: CountsOnHost | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +79,7 @@ class Routing:
     counts tell there may be spare entries, whose weights count for nothing. num_tokens: T. most_rows: what the rows of
     this rank's chunks cannot exceed; None if nothing is spare and no row is padding, so that there are N of both.
     most_received: what the rows for the experts of any rank cannot exceed, if no rank has more than T tokens; None if
-    only the counts tell.
+    only the counts tell. on_host: the counts, where they were sent to the host ahead of the rest.
     """
 
     gates_N: Tensor
@@ -68,6 +88,7 @@ class Routing:
     num_tokens: int
     most_rows: int | None = None
     most_received: int | None = None
+    on_host: CountsOnHost | None = None
 
     @classmethod
     def from_pairs(

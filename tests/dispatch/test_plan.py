@@ -1,17 +1,18 @@
 """The plan against loops: chunks tile each pair buffer, heads are full tiles, chunks arrive where they should."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sonic_ep.dispatch.plan import Plan, PlanSizes
+from sonic_ep.dispatch.plan import ArrivingSizes, Plan, PlanSizes
 from sonic_ep.groups import EPGroup
-from sonic_ep.host_copy import HostCopy
+from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.kernels.tiles import TILE_ROWS
+from sonic_ep.routing import Counts, CountsOnHost, Routing
 from tests.dispatch.oracle import pair_buffer
 from tests.helpers.launch import RankPool
 
@@ -109,6 +110,19 @@ def test_heads_are_full_tiles_before_one_partial_piece_of_each_source(load: Load
             assert in_order == sorted(in_order)
 
 
+def arriving_sizes(load: Load, plan: RankPlan, rank: int) -> PlanSizes:
+    """With the counts sent ahead, and without: the same."""
+    rows_SE, pairs_SE = torch.tensor(load.rows), torch.tensor(load.pairs)
+    tokens_S = torch.arange(load.size) + 3
+    counts = Counts(pairs_SE, rows_SE, pairs_SE, tokens_S, torch.zeros_like(tokens_S), torch.ones(()))
+    routing = Routing(torch.zeros(0), torch.zeros(0, dtype=torch.int32), counts, 3 + rank)
+    ahead = replace(routing, on_host=CountsOnHost(counts, beside=torch.tensor([7, 8])))
+    sizes = ArrivingSizes(routing, plan, rank).read()
+    assert ArrivingSizes(ahead, plan, rank).read() == sizes
+    assert sizes.most_tokens == load.size + 2
+    return sizes
+
+
 @with_examples
 @given(loads())
 def test_chunks_as_they_arrive(load: Load) -> None:
@@ -117,7 +131,7 @@ def test_chunks_as_they_arrive(load: Load) -> None:
     for owner in range(load.size):
         slot_of = {row: slot for slot, row in enumerate(pair_buffer(load.rows, owner, load.tile))}
         rank_plan = plan.of_rank(owner)
-        sizes = PlanSizes.read(HostCopy(rank_plan.sizes), owner)
+        sizes = arriving_sizes(load, rank_plan, owner)
         chunks = rank_plan.chunks(sizes.num_rows, sum(sizes.pairs_in))
         arriving = [(s, expert) for s in range(load.size) for expert in load.own(owner)]
         before = 0
@@ -143,7 +157,7 @@ def test_pairs_between_ranks(load: Load) -> None:
         rank_plan = plan.of_rank(source)
         starts = rank_plan.pair_starts_Q
         assert (starts.dtype, starts.tolist()) == (torch.int32, [sum(pairs[:q]) for q in range(load.size + 1)])
-        sizes = PlanSizes.read(HostCopy(rank_plan.sizes), source)
+        sizes = arriving_sizes(load, rank_plan, source)
         assert sizes.pairs_SQ == tuple(map(tuple, expected))
         assert sizes.pairs_out == tuple(pairs)
         assert sizes.pairs_in == tuple(row[source] for row in expected)

@@ -188,7 +188,7 @@ def report_of(counts: list[int], **changes: Any) -> Report:
 
 
 def test_alone_the_counts_are_the_reports() -> None:
-    counts, raise_problems = agree(report_of([5, 12, 0]), RoundingConfig(mode="up", t=8, G=8), EPGroup.alone())
+    counts, _, raise_problems = agree(report_of([5, 12, 0]), RoundingConfig(mode="up", t=8, G=8), EPGroup.alone())
     raise_problems()
     assert counts.chosen_SE.tolist() == [[5, 12, 0]]
     assert counts.rows_SE.tolist() == counts.pairs_SE.tolist() == [[8, 16, 0]]
@@ -199,14 +199,16 @@ def test_alone_the_counts_are_the_reports() -> None:
 @pytest.mark.parametrize("bad", [1, 2**31 - 1, 2**31, 2**32], ids=str)
 def test_any_number_of_bad_logits_is_an_error(bad: int) -> None:
     # A million tokens times 4096 experts, all NaN, is 2^32.
-    _, raise_problems = agree(report_of([5, 12, 0], bad_logits=torch.tensor(bad)), ROUNDINGS["off"], EPGroup.alone())
+    *_, raise_problems = agree(report_of([5, 12, 0], bad_logits=torch.tensor(bad)), ROUNDINGS["off"], EPGroup.alone())
     with pytest.raises(ValueError, match=r"NaN or inf \(rank 0: [1-9]"):
         raise_problems()
 
 
 def test_the_largest_batch_is_let_through_and_one_more_token_is_not() -> None:
     large = [MAX_TOKENS - 1, 3]
-    counts, raise_problems = agree(report_of(large, num_tokens=MAX_TOKENS - 1), ROUNDINGS["nearest"], EPGroup.alone())
+    counts, _, raise_problems = agree(
+        report_of(large, num_tokens=MAX_TOKENS - 1), ROUNDINGS["nearest"], EPGroup.alone()
+    )
     raise_problems()
     assert counts.chosen_SE.tolist() == [large]
     assert counts.rows_SE.tolist() == [[MAX_TOKENS, 0]]
