@@ -68,7 +68,7 @@ class Case:
         saved = peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS
         if blocks is not None:
             peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS = blocks, 16 * blocks
-        allocate = functools.partial(symmetric_memory, self.group)
+        allocate = functools.partial(symmetric_memory, self.group, self.x.device)
         transport = SymmetricTransport(self.group, allocate, patience=60, static=True)
         plan = plan_for(self.routing.counts, self.group.rank)
         opened = transport.open(self.routing, plan)

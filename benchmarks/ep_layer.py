@@ -102,7 +102,7 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     group = EPGroup()
-    allocate = functools.partial(symmetric_memory, group)
+    allocate = functools.partial(symmetric_memory, group, torch.device("cuda", torch.cuda.current_device()))
     exact: dict[str, Transport] = {
         "all_to_all": AllToAllTransport(group),
         "symmetric": SymmetricTransport(group, allocate, patience=60),

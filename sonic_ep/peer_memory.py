@@ -5,12 +5,16 @@ With groups.py the only file that talks to torch.distributed. Multicast is not u
 
 import socket
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sonic_ep.groups import EPGroup
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # containers of several hosts may share a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,43 +34,76 @@ class PeerMemory:
         return self.own[offset : offset + count].view(dtype).view(size)
 
 
-def symmetric_memory(group: EPGroup, num_bytes: int) -> PeerMemory:
-    """Zeros on the current CUDA device of every rank of the group. A collective; every rank asks for as much."""
+def symmetric_memory(group: EPGroup, device: torch.device, num_bytes: int) -> PeerMemory:
+    """Zeros on every rank's CUDA device. A collective; every rank asks for as much.
+
+    Raises RuntimeError, on every rank, where torch cannot map the ranks' memory.
+    """
     from torch.distributed import _symmetric_memory as symmetric
 
     assert group.process_group is not None
-    own = symmetric.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+    own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     own.zero_()
     handle = symmetric.rendezvous(own, group.process_group)
-    addresses_S = torch.tensor(handle.buffer_ptrs, dtype=torch.int64).to(own.device)
-    torch.cuda.synchronize()
-    dist.barrier(group.process_group, device_ids=[own.device.index] if group.backend == "nccl" else None)
+    addresses_S = torch.tensor(handle.buffer_ptrs, dtype=torch.int64).to(device)
+    torch.cuda.synchronize(device)
+    dist.barrier(group.process_group, device_ids=[device.index] if group.backend == "nccl" else None)
     return PeerMemory(own, addresses_S)
 
 
-def problem_with_peers(group: EPGroup, own_problem: str | None = None) -> str | None:
+class Place(NamedTuple):
+    """Where a rank is. gpu: its identity, None without one. unreachable: GPUs of the host that its own cannot reach.
+    problem: why its memory cannot be written to, beside that."""
+
+    host: str
+    gpu: str | None
+    unreachable: frozenset[str]
+    problem: str | None
+
+    @classmethod
+    def here(cls, device: torch.device, problem: str | None) -> "Place":
+        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+        host = f"{socket.gethostname()} {boot}".strip()
+        if device.type != "cuda":
+            return cls(host, None, frozenset(), problem)
+        gpus = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        own = torch.cuda.current_device() if device.index is None else device.index
+        reaches = torch.cuda.can_device_access_peer
+        far = frozenset(gpu for i, gpu in enumerate(gpus) if i != own and not reaches(own, i))
+        return cls(host, gpus[own], far, problem)
+
+
+def problem_between(places: list[Place]) -> str | None:
+    """Why ranks in these places cannot write to each other's GPU memory, as far as places tell; or None."""
+    for rank, place in enumerate(places):
+        if place.gpu is None:
+            return f"the rows of rank {rank} are not on a CUDA device"
+        if place.problem is not None:
+            return f"rank {rank}: {place.problem}"
+    if len(hosts := {place.host for place in places}) > 1:
+        return f"the ranks of the group are on several hosts: {', '.join(sorted(hosts))}"
+    if len({place.gpu for place in places}) < len(places):
+        return "two ranks of the group share a GPU"
+    for rank, place in enumerate(places):
+        for other, there in enumerate(places):
+            if there.gpu in place.unreachable:
+                return f"the GPU of rank {rank} has no peer access to that of rank {other}"
+    return None
+
+
+def problem_with_peers(group: EPGroup, device: torch.device, own_problem: str | None = None) -> str | None:
     """Why these ranks cannot write to each other's GPU memory, or None. A collective; the same on every rank.
 
-    own_problem: why this rank cannot.
+    own_problem: why this rank cannot. Where nothing speaks against it a little memory is mapped, to see if it works:
+    a container may forbid it.
     """
-    index = torch.cuda.current_device() if torch.cuda.is_available() else None
-    if index is None:
-        own_problem = "has no CUDA device"
-    uuid = None if index is None else str(torch.cuda.get_device_properties(index).uuid)
-    reports = group.all_gather_object((socket.gethostname(), uuid, own_problem))
-    for rank, (*_, text) in enumerate(reports):
-        if text is not None:
-            return f"rank {rank}: {text}"
-    places = [report[:2] for report in reports]
-    if len({host for host, _ in places}) > 1:
-        return f"the ranks of the group are on several hosts: {', '.join(sorted({host for host, _ in places}))}"
-    if len(set(places)) < group.size:
-        return "two ranks of the group share a GPU"
-    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    hidden = [
-        rank
-        for rank, (_, device) in enumerate(places)
-        if device != uuid and device in visible and not torch.cuda.can_device_access_peer(index, visible[device])
-    ]
-    problems = group.all_gather_object(f"has no peer access to rank {hidden[0]}" if hidden else None)
-    return next((f"rank {rank} {text}" for rank, text in enumerate(problems) if text), None)
+    problem = problem_between(group.all_gather_object(Place.here(device, own_problem)))
+    if problem is not None:
+        return problem
+    failure = None
+    try:
+        symmetric_memory(group, device, 256)
+    except RuntimeError as error:
+        failure = str(error).strip().splitlines()[0]
+    failures = group.all_gather_object(failure)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None), None)

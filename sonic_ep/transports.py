@@ -96,12 +96,12 @@ def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> Al
     if config.kind == "all_to_all":
         return AllToAllTransport(group)
     if device.type == "cuda":
-        problem = problem_with_peers(group, missing_extra("cuda", "triton"))
+        problem = problem_with_peers(group, device, missing_extra("cuda", "triton"))
     else:
         problem = f"the rows are on a {device.type} device"
     if problem is None:
         _LOG.info("rows travel through symmetric memory (%d ranks)", group.size)
-        allocate = functools.partial(symmetric_memory, group)
+        allocate = functools.partial(symmetric_memory, group, device)
         return SymmetricTransport(group, allocate, patience=config.timeout, static=config.buffers == "static")
     if config.kind == "symmetric" or config.buffers == "static":
         raise ValueError(f"transport.kind={config.kind!r} with {config.buffers} buffers cannot be had: {problem}")

@@ -33,7 +33,11 @@ def live(rank: int, folder: str, device: str) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
     group = EPGroup()
-    allocate = shared_files(group, folder) if device == "cpu" else functools.partial(symmetric_memory, group)
+    allocate = (
+        shared_files(group, folder)
+        if device == "cpu"
+        else functools.partial(symmetric_memory, group, torch.device("cuda", rank))
+    )
     transport = SymmetricTransport(group, allocate, patience=PATIENCE)
     told = Path(folder) / f"told-{rank}"
     try:

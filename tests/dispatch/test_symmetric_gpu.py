@@ -28,8 +28,12 @@ SHAPES = [
 ]
 
 
+def here() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def symmetric(group: EPGroup, patience: float = 20) -> SymmetricTransport:
-    return SymmetricTransport(group, functools.partial(symmetric_memory, group), patience=patience)
+    return SymmetricTransport(group, functools.partial(symmetric_memory, group, here()), patience=patience)
 
 
 def routing_of(rank: int, group: EPGroup, T: int, E: int, K: int, seed: int) -> Routing:
@@ -62,7 +66,7 @@ def step(
 def same_as_all_to_all(rank: int, shape: tuple[int, int, int, int, tuple[int, ...]]) -> list[str]:
     d, n, E, K, tokens = shape
     group = EPGroup()
-    assert problem_with_peers(group) is None
+    assert problem_with_peers(group, here()) is None
     transport, expected = symmetric(group), AllToAllTransport(group)
     differing = []
     for seed in range(4):

@@ -1,0 +1,49 @@
+"""When ranks can write into each other's memory, by where they are. What maps it is tested on GPUs."""
+
+import pytest
+import torch
+
+from sonic_ep.peer_memory import PeerMemory, Place, problem_between
+
+NOBODY: frozenset[str] = frozenset()
+
+
+def place(
+    gpu: str | None, host: str = "one", unreachable: frozenset[str] = NOBODY, problem: str | None = None
+) -> Place:
+    return Place(host, gpu, unreachable, problem)
+
+
+@pytest.mark.parametrize(
+    ("places", "problem"),
+    [
+        ([place("a"), place("b")], None),
+        ([place("a", unreachable=frozenset("x")), place("b")], None),
+        ([place("a"), place(None)], "the rows of rank 1 are not on a CUDA device"),
+        ([place("a"), place("b", problem="triton not found")], "rank 1: triton not found"),
+        ([place("a", "two"), place("b", "one")], "the ranks of the group are on several hosts: one, two"),
+        ([place("a"), place("b"), place("a")], "two ranks of the group share a GPU"),
+        (
+            [place("a"), place("b", unreachable=frozenset("ac")), place("c")],
+            "the GPU of rank 1 has no peer access to that of rank 0",
+        ),
+    ],
+    ids=str,
+)
+def test_problem_between_places(places: list[Place], problem: str | None) -> None:
+    assert problem_between(places) == problem
+
+
+def test_a_place_without_a_gpu() -> None:
+    here = Place.here(torch.device("cpu"), None)
+    assert here == Place.here(torch.device("cpu"), None)
+    assert here.host
+    assert here.gpu is None
+
+
+def test_views_and_addresses() -> None:
+    own = torch.zeros(64, dtype=torch.uint8)
+    memory = PeerMemory(own, torch.tensor([1000, 2000]))
+    memory.view(16, (2, 3), torch.int32)[1, 2] = -1
+    assert own.nonzero().flatten().tolist() == [36, 37, 38, 39]
+    assert memory.at(16).tolist() == [1016, 2016]
