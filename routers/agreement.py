@@ -52,8 +52,10 @@ class Agreement(NamedTuple):
     raise_problems: Callable[[], None]
 
 
-def agree(report: Report, rounding: RoundingConfig, group: EPGroup) -> Agreement:
-    """Gather every rank's report and decide n[R, E], identically everywhere.
+def agree(
+    report: Report, rounding: RoundingConfig, group: EPGroup, meanwhile: Callable[[], None] | None = None
+) -> Agreement:
+    """Gather every rank's report, doing something else meanwhile, and decide n[R, E], identically everywhere.
 
     raise_problems raises ValueError, on every rank, with the rank named: its problem, non-finite logits, or a training
     flag or dtype that differs between ranks. Nothing while a CUDA graph is captured: the steps before it told.
@@ -64,7 +66,8 @@ def agree(report: Report, rounding: RoundingConfig, group: EPGroup) -> Agreement
     if problem is None and report.dtype not in _DTYPES:
         problem = f"x has dtype {report.dtype}; supported are {', '.join(map(str, _DTYPES))}"
     kind = 2 * _DTYPES.index(report.dtype) + report.training if report.dtype in _DTYPES else -1
-    reports_SF, chosen_SE = _gather(_header(report, kind, has_problem=problem is not None), report.counts_E, group)
+    header_F = _header(report, kind, has_problem=problem is not None)
+    reports_SF, chosen_SE = _gather(header_F, report.counts_E, group, meanwhile)
     if problem is not None:
         # What was counted need not make sense. The others raise when they read the reports.
         _raise_problems(reports_SF.cpu(), problem, group)
@@ -103,11 +106,15 @@ def _header(report: Report, kind: int, *, has_problem: bool) -> Tensor:
     return header_F
 
 
-def _gather(header_F: Tensor, counts_E: Tensor, group: EPGroup) -> tuple[Tensor, Tensor]:
+def _gather(
+    header_F: Tensor, counts_E: Tensor, group: EPGroup, meanwhile: Callable[[], None] | None
+) -> tuple[Tensor, Tensor]:
     """Every rank's header and counts, int64."""
     if group.size == 1:
+        if meanwhile is not None:
+            meanwhile()
         return header_F[None], counts_E[None]
-    gathered = group.all_gather(torch.cat([header_F, counts_E]).to(torch.int32)).long()
+    gathered = group.all_gather(torch.cat([header_F, counts_E]).to(torch.int32), meanwhile).long()
     return gathered[:, :_HEADER], gathered[:, _HEADER:]
 
 

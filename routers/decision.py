@@ -3,6 +3,7 @@
 Legend: T tokens on this rank, E experts, N selected pairs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,13 +22,15 @@ from sonic_ep.routing import Counts, Selection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What a decision depends on beside the logits. dtype: of x. problem: why this rank cannot go on, if it cannot."""
+    """What a decision depends on beside the logits. dtype: of x. problem: why this rank cannot go on, if it cannot.
+    meanwhile: what is done once, needs nothing of the decision, and hides the way of the counts."""
 
     config: MoEConfig
     group: EPGroup
     dtype: torch.dtype
     training: bool
     problem: str | None = None
+    meanwhile: Callable[[], None] | None = None
 
 
 def decide_selection(router: object, choice: Choice, counter_E: Tensor, situation: Situation) -> Selection:
@@ -42,9 +45,12 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
     if selection is not None:
         if situation.problem is not None:
             raise ValueError(situation.problem)
+        if situation.meanwhile is not None:
+            situation.meanwhile()
     else:
         rounding, training = situation.config.rounding, situation.training
-        counts, on_host, raise_problems = agree(_report(choice, draw, situation), rounding, situation.group)
+        report, group = _report(choice, draw, situation), situation.group
+        counts, on_host, raise_problems = agree(report, rounding, group, situation.meanwhile)
         selection = select(choice, counts, situation.group.rank, rounding, training=training)
         selection = replace(selection, on_host=on_host)
         raise_problems()

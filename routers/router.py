@@ -5,6 +5,7 @@ Legend: T tokens on this rank, H hidden size, E experts, N selected pairs.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self, final
 
@@ -119,18 +120,36 @@ class Router(nn.Module):
             x_TH = x_TH.to(dtype) if settings.linear_dtype == "input" else x_TH
         return linear(x_TH, self.weight, self.bias, settings.linear_dtype)
 
-    def forward(self, x_TH: Tensor, *, group: EPGroup, sequence_length: int, problem: str | None = None) -> Routed:
+    def forward(
+        self,
+        x_TH: Tensor,
+        *,
+        group: EPGroup,
+        sequence_length: int,
+        problem: str | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Routed:
         """Route this rank's tokens. A collective: every rank of the group calls it.
 
         Shapes:  x_TH (T, d); T may be 0 and may differ between ranks. sequence_length: tokens per sequence, for the
                  "sequence" balance loss. problem: why this rank cannot route; all ranks are told and raise it.
+                 meanwhile: what to launch while the counts travel; a compiled graph finds the order by itself.
         Raises:  ValueError on every rank, see `agreement.agree`.
         """
         config = self._settings()
         logits_TE = self.logits(x_TH)
-        situation = Situation(config=config, group=group, dtype=x_TH.dtype, training=self.training, problem=problem)
+        situation = Situation(
+            config=config,
+            group=group,
+            dtype=x_TH.dtype,
+            training=self.training,
+            problem=problem,
+            meanwhile=meanwhile,
+        )
         counter_E = self._counts_since_update_E
         if torch.compiler.is_compiling():
+            if meanwhile is not None:
+                meanwhile()
             choice, selection = decide_in_graph(logits_TE, self.expert_bias, counter_E, self._config_text, situation)
             return _routed(logits_TE, choice, selection, config, sequence_length)
         return route(self, logits_TE, self.expert_bias, counter_E, situation, sequence_length=sequence_length)

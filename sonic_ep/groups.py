@@ -4,12 +4,14 @@ With peer_memory.py the only file that talks to torch.distributed. With one rank
 torch.distributed need not be initialised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor
+
+from sonic_ep.host_copy import host_may_wait
 
 _PROCESS_GROUPS: "WeakValueDictionary[str, dist.ProcessGroup]" = WeakValueDictionary()
 
@@ -60,12 +62,24 @@ class EPGroup:
         """Name of the torch.distributed backend ("none" alone)."""
         return "none" if self.process_group is None else dist.get_backend(self.process_group)
 
-    def all_gather(self, values: Tensor) -> Tensor:
-        """Stack every rank's `values` (equal shape and dtype): result (size, *values.shape)."""
+    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Stack every rank's `values` (equal shape and dtype): result (size, *values.shape).
+
+        meanwhile: what to do, or to launch, while they travel.
+        """
         if self.size == 1:
+            if meanwhile is not None:
+                meanwhile()
             return values.unsqueeze(0)
         gathered = values.new_empty((self.size, *values.shape))
-        dist.all_gather(list(gathered.unbind(0)), values.contiguous(), group=self.process_group)
+        parts = list(gathered.unbind(0))
+        # What a CUDA graph captures stays on one stream.
+        aside = meanwhile is not None and host_may_wait(values)
+        work = dist.all_gather(parts, values.contiguous(), group=self.process_group, async_op=aside)
+        if meanwhile is not None:
+            meanwhile()
+        if work is not None:
+            work.wait()
         return gathered
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:

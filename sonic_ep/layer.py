@@ -99,9 +99,20 @@ class MoE(nn.Module):
             x = weights.w1_eJH.new_empty(0, self.config.d)
         x_TH = x.reshape(-1, self.config.d)
         sequence_length = x.shape[1] if x.dim() == 3 else x.shape[0]
-        routed = self.router(x_TH, group=self.group, sequence_length=sequence_length, problem=problem)
-        # Before the experts: the device has this to do while the host waits for the sizes of the dispatch.
-        shared_TH = None if self.shared is None else self.shared(x_TH)
+        shared_TH: Tensor | None = None
+
+        def compute_shared() -> None:
+            nonlocal shared_TH
+            assert self.shared is not None
+            shared_TH = self.shared(x_TH)
+
+        routed = self.router(
+            x_TH,
+            group=self.group,
+            sequence_length=sequence_length,
+            problem=problem,
+            meanwhile=None if self.shared is None else compute_shared,
+        )
         y_TH = moe(
             x_TH,
             routed.routing,

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup
+from sonic_ep.routers.replay import replay_contexts
 from sonic_ep.routers.router import Routed, Router
 
 H = 5
@@ -221,6 +223,25 @@ def test_gradient_of_gates_and_losses_is_the_dense_formulas() -> None:
         torch.testing.assert_close(
             mine, expected, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@pytest.mark.parametrize("mode", ["off", "apportion"])
+def test_what_is_to_be_done_meanwhile_is_done_once(mode: str) -> None:
+    """In training, in eval, and again where the decision is replayed; with gradients, whatever the router needs."""
+    router, x_TH = make_router(rounding=RoundingConfig(mode=mode)), torch.randn(9, H, requires_grad=True)  # type: ignore[arg-type]
+    done: list[bool] = []
+
+    def run(x_TH: Tensor) -> Tensor:
+        routed = router(x_TH, group=ALONE, sequence_length=9, meanwhile=lambda: done.append((2 * x_TH).requires_grad))
+        return routed.routing.gates_N
+
+    run(x_TH)
+    router.eval()
+    run(x_TH)
+    assert done == [True, True]
+    router.train()
+    checkpoint(run, x_TH, use_reentrant=False, context_fn=replay_contexts).sum().backward()
+    assert done == [True] * 4
 
 
 def test_no_tokens_give_a_gradient_of_zero() -> None:

@@ -16,6 +16,9 @@ def collectives(rank: int) -> None:
     group = EPGroup()
     assert (group.rank, group.size, group.backend) == (rank, 4, "gloo")
     assert group.all_gather(torch.tensor([rank, 10 * rank])).tolist() == [[r, 10 * r] for r in range(4)]
+    done: list[int] = []
+    assert group.all_gather(torch.tensor([rank]), lambda: done.append(rank)).tolist() == [[0], [1], [2], [3]]
+    assert done == [rank]
     assert group.all_gather_object({"rank": rank}) == [{"rank": r} for r in range(4)]
     assert group.all_reduce(torch.tensor([rank])).item() == 6
     # rank r sends r rows to every rank: (r, destination)
@@ -79,6 +82,9 @@ def test_one_rank_alone_takes_no_collective(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(dist, name, forbidden)
     group = EPGroup.alone()
     assert group.all_gather(torch.tensor([1, 2])).tolist() == [[1, 2]]
+    done: list[int] = []
+    assert group.all_gather(torch.tensor([1]), lambda: done.append(1)).tolist() == [[1]]
+    assert done == [1]
     assert group.all_gather_object(3) == [3]
     assert group.all_reduce(torch.tensor(4)).item() == 4
     group.raise_together(None)
