@@ -169,6 +169,11 @@ class TransportConfig:
                 "buffers='exact'"
             )
 
+    def check_bound(self, rounding: RoundingConfig | None) -> None:
+        """Raise ValueError for static buffers whose size nothing bounds. rounding: of the layer, None for none."""
+        if self.buffers == "static" and (rounding is None or rounding.capacity_factor is None):
+            raise ValueError("transport.buffers='static' needs a bound: set rounding.capacity_factor (1.25, say)")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
@@ -214,8 +219,7 @@ class MoEConfig:
             )
         if self.shared_gate and not self.shared_n:
             raise ValueError("shared_gate=True needs a shared expert: set shared_n to its width")
-        if self.transport.buffers == "static" and self.rounding.capacity_factor is None:
-            raise ValueError("transport.buffers='static' needs a bound: set rounding.capacity_factor (1.25, say)")
+        self.transport.check_bound(self.rounding)
         self._check_groups()
 
     def _check_groups(self) -> None:

@@ -1,8 +1,8 @@
 """What no framework's own configuration has a field for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from sonic_ep.config import RoundingConfig
+from sonic_ep.config import RoundingConfig, TransportConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -10,8 +10,14 @@ class SonicEPOptions:
     """rounding: token rounding in training; None keeps exactly the pairs that the framework's router chose.
 
     keep_dispatched: keep the received rows for backward instead of sending x a second time (2*U*d bytes more a layer,
-    one dispatch less).
+    one dispatch less). transport: how rows travel between ranks; static buffers need rounding with a capacity_factor.
+
+    Raises ValueError for static buffers without it.
     """
 
     rounding: RoundingConfig | None = None
     keep_dispatched: bool = False
+    transport: TransportConfig = field(default_factory=TransportConfig)
+
+    def __post_init__(self) -> None:
+        self.transport.check_bound(self.rounding)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sonic_ep import MoEConfig, RoundingConfig, RouterConfig, load_config
+from sonic_ep import MoEConfig, RoundingConfig, RouterConfig, TransportConfig, load_config
 
 SIZES: dict[str, Any] = {"d": 64, "n": 32, "E": 16, "K": 4}
 
@@ -65,6 +65,13 @@ def test_limits_of_the_router(arguments: dict[str, Any], message: str) -> None:
 def test_limits_of_rounding(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RoundingConfig(**arguments)
+
+
+def test_static_buffers_need_a_bound() -> None:
+    static = TransportConfig(buffers="static")
+    MoEConfig(**SIZES, transport=static, rounding=RoundingConfig(capacity_factor=1.25))
+    with pytest.raises(ValueError, match=r"^transport.buffers='static' needs a bound: set rounding.capacity_factor"):
+        MoEConfig(**SIZES, transport=static)
 
 
 def write(folder: Path, text: str) -> Path:

@@ -50,7 +50,7 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
         self.router.__class__ = SonicEPRouter
         self.router.bind(config_of(spec, config, options))
         self.experts.__class__ = SonicEPGroupedExperts
-        self.experts.bind(activation_of(spec), options.keep_dispatched)
+        self.experts.bind(activation_of(spec), options)
         self.ep = EPGroup.alone()
 
     def set_deepspeed_parallelism(
@@ -68,7 +68,9 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
     def _forward(self, hidden_states: Tensor) -> Any:
         H = hidden_states.shape[-1]
         x_TH = hidden_states.reshape(-1, H)
-        routing, counts_E = self.router(x_TH, self.ep)
+        transport = transport_for(self.ep, self.experts.options.transport)
+        problem = transport.problem_with(x_TH.shape[0]) if self.training else None
+        routing, counts_E = self.router(x_TH, self.ep, problem)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts_E)
         output = self.experts(x_TH, routing, self.ep).view_as(hidden_states)
@@ -81,8 +83,8 @@ class SonicEPGroupedExperts(GroupedExperts):
     ZeRO gathers and frees parameters around the forward of the module that owns them, so that is where they are used.
     """
 
-    def bind(self, our_activation: str, keep_dispatched: bool) -> None:
-        self.our_activation, self.keep_dispatched = our_activation, keep_dispatched
+    def bind(self, our_activation: str, options: SonicEPOptions) -> None:
+        self.our_activation, self.options = our_activation, options
 
     def forward(self, x_TH: Tensor, routing: Routing, group: EPGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
@@ -93,8 +95,8 @@ class SonicEPGroupedExperts(GroupedExperts):
             gate_eIH,
             down_eHI,
             up_eIH=up_eIH,
-            transport=transport_for(group),
+            transport=transport_for(group, self.options.transport),
             group=group,
             activation=self.our_activation,
-            keep_dispatched=self.keep_dispatched,
+            keep_dispatched=self.options.keep_dispatched,
         )

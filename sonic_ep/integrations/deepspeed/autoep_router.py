@@ -23,12 +23,19 @@ class SonicEPRouter(TokenChoiceTopKRouter):
     def bind(self, config: MoEConfig) -> None:
         self.config = config
 
-    def forward(self, x_TH: Tensor, group: EPGroup) -> tuple[Routing, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The routing, and this rank's (E,) int64 counts of plain top-K. A collective of `group`; T may differ."""
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x_TH: Tensor, group: EPGroup, problem: str | None = None
+    ) -> tuple[Routing, Tensor]:
+        """The routing, and this rank's (E,) int64 counts of plain top-K. A collective of `group`; T may differ.
+
+        problem: why this rank cannot go on; all ranks are told and raise it as a ValueError.
+        """
         logits_TE = self.gate(x_TH).float()
         bias_E = self.e_score_correction_bias
         bias_E = None if bias_E is None else bias_E.detach().float()
         unread_E = logits_TE.new_zeros(logits_TE.shape[1], dtype=torch.int64)
-        situation = Situation(config=self.config, group=group, dtype=x_TH.dtype, training=self.training)
+        situation = Situation(
+            config=self.config, group=group, dtype=x_TH.dtype, training=self.training, problem=problem
+        )
         routed = route(self, logits_TE, bias_E, unread_E, situation, sequence_length=x_TH.shape[0])
         return routed.routing, routed.choice.counts_E()

@@ -66,7 +66,7 @@ class MoE(StockMoE):
         experts = StackedExperts(expert, template, self.num_local_experts, self.expert_group_name)
         jitter = noisy_gate_policy == "Jitter"
         gate = Gate(hidden_size, template.width, num_experts, k, jitter=jitter, rounding=options.rounding)
-        self.deepspeed_moe = RoutedExperts(gate, experts, ep_size, keep_dispatched=options.keep_dispatched)
+        self.deepspeed_moe = RoutedExperts(gate, experts, ep_size, options)
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -108,9 +108,9 @@ class MoE(StockMoE):
 class RoutedExperts(nn.Module):
     """Gate and experts, and the group that they share. Its name in the layer, `deepspeed_moe`, is in every key."""
 
-    def __init__(self, gate: Gate, experts: StackedExperts, ep_size: int, *, keep_dispatched: bool) -> None:
+    def __init__(self, gate: Gate, experts: StackedExperts, ep_size: int, options: SonicEPOptions) -> None:
         super().__init__()
-        self.gate, self.experts, self.keep_dispatched = gate, experts, keep_dispatched
+        self.gate, self.experts, self.options = gate, experts, options
         self.ep_size = ep_size
         self.group: EPGroup | None = EPGroup.alone() if ep_size == 1 else None
 
@@ -118,7 +118,7 @@ class RoutedExperts(nn.Module):
         """What DeepSpeed's layer calls on its own; any number of times."""
         if self.ep_size > 1 and (self.group is None or self.group.process_group is not ep_group):
             self.group = EPGroup(ep_group)
-            _check_alike(self.group, self.gate, self.experts.template)
+            _check_alike(self.group, self.gate, self.experts.template, self.options)
 
     def forward(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.group is None:
@@ -129,7 +129,10 @@ class RoutedExperts(nn.Module):
         weights = self._weights()
         x_TH, problem = self._rows(x, weights["w1"])
         used_T, used_problem = self._used(used_token, x_TH)
-        gated = self.gate(x_TH, used_T, group=self.group, problem=problem or used_problem)
+        problem, transport = problem or used_problem, transport_for(self.group, self.options.transport)
+        if problem is None and self.training:
+            problem = transport.problem_with(x_TH.shape[0])
+        gated = self.gate(x_TH, used_T, group=self.group, problem=problem)
         y_TH = moe(
             x_TH,
             gated.routing,
@@ -137,10 +140,10 @@ class RoutedExperts(nn.Module):
             weights["w2"],
             weights.get("b1"),
             weights.get("b2"),
-            transport=transport_for(self.group),
+            transport=transport,
             group=self.group,
             activation=self.experts.template.activation,
-            keep_dispatched=self.keep_dispatched,
+            keep_dispatched=self.options.keep_dispatched,
         )
         return y_TH.view_as(x), gated.l_aux, gated.exp_counts_E
 
@@ -171,9 +174,9 @@ class RoutedExperts(nn.Module):
         return used_token.reshape(-1).to(x_TH.device) != 0, None
 
 
-def _check_alike(group: EPGroup, gate: Gate, template: Template) -> None:
+def _check_alike(group: EPGroup, gate: Gate, template: Template, options: SonicEPOptions) -> None:
     """Once for each layer: ranks that differ would wait for each other, or mix up experts."""
-    described = group.all_gather_object(f"{gate.wg.config}, {template}")
+    described = group.all_gather_object(f"{gate.wg.config}, {template}, {options}")
     if len(set(described)) > 1:
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(described))
         raise ValueError(

@@ -49,6 +49,7 @@ class SonicEPExperts(MegatronModule):
         self.num_local_experts = num_local_experts
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         self.group = EPGroup(self.ep_group) if self.ep_group.size() > 1 else EPGroup.alone()
+        self.transport = transport_for(self.group, options.transport)
         self.activation = activation_of(config)
         self.gated = activation_named(self.activation).gated
         self.keep_dispatched = options.keep_dispatched
@@ -107,7 +108,7 @@ class SonicEPExperts(MegatronModule):
             self.weight2,
             self.bias1,
             self.bias2,
-            transport=transport_for(self.group),
+            transport=self.transport,
             group=self.group,
             activation=self.activation,
             keep_dispatched=self.keep_dispatched,

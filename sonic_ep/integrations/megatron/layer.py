@@ -112,7 +112,8 @@ class SonicEPMoELayer(MoELayer):
     def _routing(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Routing:
         probs_TE, routing_map_TE = self.route(hidden_states, padding_mask)
         if self.rounded is not None and self.training:
-            return self.rounded.routing(probs_TE, routing_map_TE, hidden_states.dtype)
+            problem = self.experts.transport.problem_with(routing_map_TE.shape[0])
+            return self.rounded.routing(probs_TE, routing_map_TE, hidden_states.dtype, problem)
         drops = self.config.moe_expert_capacity_factor is not None
         return routing_of_map(
             probs_TE,

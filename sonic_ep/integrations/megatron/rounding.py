@@ -44,10 +44,13 @@ class RoundedRouter:
 
         router.routing = routing_with_logits
 
-    def routing(self, probs_TE: Tensor, routing_map_TE: Tensor, dtype: torch.dtype) -> Routing:
+    def routing(
+        self, probs_TE: Tensor, routing_map_TE: Tensor, dtype: torch.dtype, problem: str | None = None
+    ) -> Routing:
         """The rounded routing of the router's last (probs, routing_map). A collective of the EP group; for training.
 
-        Differentiable in probs and, for added pairs, in the logits. dtype: of the experts' input.
+        Differentiable in probs and, for added pairs, in the logits. dtype: of the experts' input. problem: why this
+        rank cannot go on; all ranks are told and raise it as a ValueError.
         """
         logits, self._logits = self._logits, None
         assert logits is not None
@@ -58,7 +61,7 @@ class RoundedRouter:
         if self.router.expert_bias is not None:
             ranking_TE = ranking_TE + self.router.expert_bias
         choice = Choice(scores_TE, ranking_TE, self._allowed(ranking_TE), ids_TK, routing_map_TE.sum(0))
-        situation = Situation(config=self.moe_config, group=self.group, dtype=dtype, training=True)
+        situation = Situation(config=self.moe_config, group=self.group, dtype=dtype, training=True, problem=problem)
         unread_E = torch.zeros(E, dtype=torch.int64, device=ids_TK.device)  # Megatron's router counts by itself
         selection = decide_selection(self.router, choice, unread_E, situation)
         # A spare entry has token -1; its weight is never used.
@@ -69,7 +72,8 @@ class RoundedRouter:
         added_N = gates_of_pairs(choice, *lists, self.moe_config.router)
         added_N = added_N * (self.config.moe_router_topk_scaling_factor or 1)
         gates_N = gates_N + torch.where(selection.chosen_N, 0, added_N)
-        return Routing(gates_N, selection.token_ids_N, selection.counts, T, selection.most_rows)
+        most = (selection.most_rows, selection.most_received)
+        return Routing(gates_N, selection.token_ids_N, selection.counts, T, *most)
 
     def _allowed(self, ranking_TE: Tensor) -> Tensor | None:
         """(T, E) bool: the experts of each token's best groups, by the rule of Megatron's group_limited_topk."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonic_ep import RoundingConfig
+from sonic_ep import RoundingConfig, TransportConfig
 from tests.helpers.launch import RankPool
 
 pytest.importorskip("deepspeed")
@@ -26,14 +26,14 @@ H = 32
 ROUNDING = RoundingConfig(t=4, G=8)
 
 
-def replaced(preset: str, ep_size: int, ours: bool, rounding: RoundingConfig | None = None, **fields: Any) -> nn.Module:
+def replaced(preset: str, ep_size: int, ours: bool, options: Any = None, **fields: Any) -> nn.Module:
     """A model whose MoE blocks DeepSpeed has replaced, without an engine."""
     from deepspeed.module_inject.auto_ep import AutoEP as Replacer
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 
-    from sonic_ep.integrations.deepspeed import AutoEP, SonicEPOptions
+    from sonic_ep.integrations.deepspeed import AutoEP
 
-    AutoEP.install(SonicEPOptions(rounding=rounding)) if ours else AutoEP.uninstall()
+    AutoEP.install(options) if ours else AutoEP.uninstall()
     try:
         model = model_of(preset)
         replacer = Replacer(model, parse_autoep_config(expert_parallel(ep_size, preset, **fields)["expert_parallel"]))
@@ -144,6 +144,57 @@ def test_token_rounding_trains_and_leaves_eval_alone(ranks: Ranks, zero: int) ->
         assert losses[-1] < losses[0] - 0.5
         assert all(total % ROUNDING.G == 0 for expert in totals for total in expert)
         assert plain_in_eval
+
+
+def layer_with(transport: TransportConfig) -> Any:
+    from sonic_ep.integrations.deepspeed import SonicEPOptions
+
+    rounding = RoundingConfig(t=4, G=8, capacity_factor=1.25)
+    return last_layer("qwen3_moe", 2, True, SonicEPOptions(rounding=rounding, transport=transport))
+
+
+def transport_asked_for(rank: int) -> tuple[bool, str]:
+    from sonic_ep.transports import transport_for
+
+    all_to_all = TransportConfig(kind="all_to_all", timeout=5)
+    with deepspeed_world():
+        layer = layer_with(all_to_all)
+        run_layer(layer, 24)
+        (held,) = layer.ep.held.values()
+        with pytest.raises(ValueError, match="cannot be had") as caught:
+            run_layer(layer_with(TransportConfig(kind="symmetric")), 24)
+        return held is transport_for(layer.ep, all_to_all), str(caught.value)
+
+
+def test_the_transport_is_the_one_asked_for(ranks: Ranks) -> None:
+    for is_asked_for, message in ranks(2).run(transport_asked_for):
+        assert is_asked_for
+        assert "kind='symmetric' with exact buffers cannot be had: the rows are on a cpu device" in message
+
+
+def static_and_exact(rank: int, folder: str) -> tuple[list[dict[str, Tensor]], str]:
+    from sonic_ep.transports import transport_for
+    from tests.helpers.static_buffers import static_buffers
+
+    config = TransportConfig(kind="symmetric", buffers="static")
+    with deepspeed_world():
+        exact, static = layer_with(TransportConfig()), layer_with(config)
+        results = [run_layer(exact, 24)]
+        transport: Any = transport_for(static.ep, config)
+        with static_buffers(transport, folder):
+            results.append(run_layer(static, 24))
+            with pytest.raises(ValueError, match="buffers='static'") as caught:
+                run_layer(static, 24 + rank)
+            static.eval()(torch.randn(1, 24 + rank, H))  # plain top-K knows no bound: sizes are read
+    return results, str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels: runs with CUDA_VISIBLE_DEVICES=")
+def test_static_buffers(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    for (exact, static), message in ranks(2).run(static_and_exact, str(tmp_path)):
+        torch.testing.assert_close(static, exact)
+        assert "rank 1: T=25 tokens, but transport.buffers='static' keeps to the first step's 24" in message
 
 
 def recomputed(rank: int, zero: int) -> list[Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sonic_ep import TransportConfig
 from tests.helpers.launch import RankPool
 
 pytest.importorskip("deepspeed")
@@ -242,19 +243,22 @@ def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks, fault: str, messa
         assert message in raised
 
 
-def built_differently(rank: int) -> str:
+def built_differently(rank: int, what: str) -> str:
+    from sonic_ep.integrations.deepspeed import SonicEPOptions
     from tests.helpers.deepspeed_cpu import deepspeed_world
 
+    options = SonicEPOptions(transport=TransportConfig(kind=("auto", "all_to_all")[rank]))
     with deepspeed_world():
         try:
-            layer_of(True, rank, 2, k=1 + rank)
+            layer_of(True, rank, 2, **({"k": 1 + rank} if what == "k" else {"options": options}))
         except ValueError as error:
             return str(error)
     return ""
 
 
-def test_layers_built_differently_are_found_before_the_first_step(ranks: Ranks) -> None:
-    for raised in ranks(2).run(built_differently):
+@pytest.mark.parametrize("what", ["k", "transport"])
+def test_layers_built_differently_are_found_before_the_first_step(ranks: Ranks, what: str) -> None:
+    for raised in ranks(2).run(built_differently, what):
         assert "the ranks of the EP group disagree about a MoE layer" in raised
 
 
