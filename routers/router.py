@@ -58,16 +58,7 @@ def route(
 
 def _routed(logits_TE: Tensor, choice: Choice, selection: Selection, config: MoEConfig, sequence_length: int) -> Routed:
     gates_N, loss = weights_and_losses(logits_TE, choice, selection, sequence_length, config.router)
-    T = logits_TE.shape[0]
-    routing = Routing(
-        gates_N,
-        selection.token_ids_N,
-        selection.counts,
-        T,
-        selection.most_rows,
-        selection.most_received,
-        selection.on_host,
-    )
+    routing = Routing.of(selection, gates_N, logits_TE.shape[0])
     return Routed(routing, loss, choice, selection)
 
 

@@ -91,6 +91,12 @@ class Routing:
     on_host: CountsOnHost | None = None
 
     @classmethod
+    def of(cls, selection: Selection, gates_N: Tensor, num_tokens: int) -> Self:
+        """The pairs of a selection with their weights."""
+        s = selection
+        return cls(gates_N, s.token_ids_N, s.counts, num_tokens, s.most_rows, s.most_received, s.on_host)
+
+    @classmethod
     def from_pairs(
         cls,
         token_ids_N: Tensor,

@@ -72,8 +72,7 @@ class RoundedRouter:
         added_N = gates_of_pairs(choice, *lists, self.moe_config.router)
         added_N = added_N * (self.config.moe_router_topk_scaling_factor or 1)
         gates_N = gates_N + torch.where(selection.chosen_N, 0, added_N)
-        most = (selection.most_rows, selection.most_received)
-        return Routing(gates_N, selection.token_ids_N, selection.counts, T, *most)
+        return Routing.of(selection, gates_N, T)
 
     def _allowed(self, ranking_TE: Tensor) -> Tensor | None:
         """(T, E) bool: the experts of each token's best groups, by the rule of Megatron's group_limited_topk."""
