@@ -14,7 +14,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
 from torch.utils.checkpoint import checkpoint
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, Routing, RoutingStats, replay_contexts
+from sonic_ep import (
+    EPGroup,
+    MoE,
+    MoEConfig,
+    RoundingConfig,
+    RouterConfig,
+    Routing,
+    RoutingStats,
+    TransportConfig,
+    replay_contexts,
+)
 from sonic_ep import compiled as layer_operations
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.functional import moe
@@ -308,7 +318,7 @@ def ranks_step(rank: int, config: MoEConfig, options: dict[str, Any], device: st
 
 
 RANK_CASES: dict[str, tuple[MoEConfig, dict[str, Any]]] = {
-    "resend": (small(LOSSES, bias=True), {}),
+    "resend": (small(LOSSES, bias=True, transport=TransportConfig(kind="all_to_all")), {}),
     "keep-and-checkpoint": (small(LOSSES, STOCHASTIC, keep_dispatched=True), {"context_fn": replay_contexts}),
 }
 
