@@ -1,4 +1,7 @@
-"""Times and memory of a layer and of a training step on several GPUs: each rank measures, the slowest counts."""
+"""What benchmarks on several GPUs share: a random routing; times and memory of a layer and of a training step.
+
+Each rank measures, the slowest counts.
+"""
 
 import statistics
 from collections.abc import Callable, Iterable
@@ -7,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from sonic_ep import EPGroup, Routing
 
 _MIB = 2**20
 
@@ -50,3 +55,29 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     stop.record()
     torch.cuda.synchronize()
     return start.elapsed_time(stop), result
+
+
+def slowest(time: float, group: EPGroup) -> float:
+    """The largest of all ranks."""
+    return float(group.all_gather(torch.tensor([time], dtype=torch.float64, device="cuda")).max())
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], None]:
+    """Replays a CUDA graph of the call."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def topk_routing(T: int, E: int, K: int, group: EPGroup, generator: torch.Generator, skew: float = 0.0) -> Routing:
+    """Plain top-K of random scores. skew: how much likelier the last expert is than the first, in logits."""
+    scores_TE = torch.randn(T, E, device="cuda", generator=generator) + torch.linspace(0, skew, E, device="cuda")
+    gates_TK, ids_TK = scores_TE.softmax(1).topk(K)
+    tokens = torch.arange(T, device="cuda").repeat_interleave(K)
+    return Routing.from_pairs(tokens, ids_TK.flatten(), gates_TK.flatten(), num_tokens=T, E=E, group=group)

@@ -9,8 +9,8 @@ Microseconds of the device, calls back to back, the median over rounds of the sl
 * all_to_all, dedup: the exchange of rows alone, packing and final sum included: each (token, owner) row once;
 * all_to_all, pairs: the same for a row a pair. Both without their index lists, which the host must wait for.
 
-Wire: bytes that leave a GPU for others (of the busiest), over the time. Logical: T K rows, over the time, which is what
-others quote. Blocks: of 512 threads for dispatch, and as many threads for combine.
+Wire: bytes of rows that leave a GPU for others (of the busiest), over the time. Logical: T K rows, over the time, which
+is what others quote. Blocks: of 512 threads for dispatch, and as many threads for combine.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ep_layer import captured
+from across_ranks import captured, slowest, topk_routing
 
 from sonic_ep import EPGroup
 from sonic_ep.dispatch.plan import Plan, plan_for
@@ -33,7 +33,6 @@ from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.kernels.cuda import peer_rows
 from sonic_ep.kernels.operations import gather_sum, sent_rows, token_lists
 from sonic_ep.peer_memory import symmetric_memory
-from sonic_ep.routing import Routing
 
 E, K = 128, 8
 BLOCKS = (8, 16, 24, 32, 48, 64)
@@ -41,17 +40,12 @@ CALLS, ROUNDS = 5, 7
 
 
 class Case:
-    """skew: how much likelier the last expert is than the first, in logits of unit noise."""
-
     def __init__(self, T: int, d: int, skew: float, group: EPGroup) -> None:
         self.T, self.d, self.group = T, d, group
         generator = torch.Generator("cuda").manual_seed(group.rank)
         bf16 = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
         self.x = torch.randn(T, d, **bf16)  # type: ignore[call-overload]
-        scores_TE = torch.randn(T, E, device="cuda", generator=generator) + torch.linspace(0, skew, E, device="cuda")
-        gates_TK, ids_TK = scores_TE.softmax(1).topk(K)
-        tokens = torch.arange(T, device="cuda").repeat_interleave(K)
-        routing = Routing.from_pairs(tokens, ids_TK.flatten(), gates_TK.flatten(), num_tokens=T, E=E, group=group)
+        routing = topk_routing(T, E, K, group, generator, skew)
         counts = routing.counts
         self.pairs_SQ = Plan.from_counts(counts.rows_SE, counts.pairs_SE).pairs_SQ
         self.routing = replace(routing, most_received=int(self.pairs_SQ.sum(0).max()))
@@ -60,9 +54,9 @@ class Case:
         self.rows_in = group.all_to_all(torch.tensor(self.rows_out, device="cuda"), [1] * group.size, [1] * group.size)
 
     def wire_bytes(self, rows: list[int]) -> int:
-        """Of rows to other ranks, each with its index lists: the busiest rank's."""
+        """Of rows to other ranks: the busiest rank's."""
         leaving = (sum(rows) - rows[self.group.rank]) * self.d * 2
-        return int(_slowest(leaving, self.group))
+        return int(slowest(leaving, self.group))
 
     def symmetric(self, blocks: int | None) -> dict[str, float]:
         saved = peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS
@@ -122,11 +116,7 @@ def time_of(call: Callable[[], Any], group: EPGroup) -> float:
         stop.record()
         torch.cuda.synchronize()
         times.append(1000 * start.elapsed_time(stop) / CALLS)
-    return _slowest(statistics.median(times), group)
-
-
-def _slowest(value: float, group: EPGroup) -> float:
-    return float(group.all_gather(torch.tensor([value], dtype=torch.float64, device="cuda")).max())
+    return slowest(statistics.median(times), group)
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from across_ranks import measure_layer, summary, timed
+from across_ranks import captured, measure_layer, summary, timed, topk_routing
 from torch import Tensor
 
 from sonic_ep import EPGroup, MoEConfig, load_config
@@ -28,7 +28,6 @@ from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
 from sonic_ep.peer_memory import symmetric_memory
-from sonic_ep.routing import Routing
 
 SHAPES = ("qwen3_30b_a3b", "qwen3_next_80b_a3b", "sonic_7b")
 WARM_UP, ROUNDS = 3, 15
@@ -46,34 +45,18 @@ class Problem:
         self.w2 = torch.randn(e, config.d, config.n, **bf16) * 0.02  # type: ignore[call-overload]
         for leaf in (self.x, self.w1, self.w2):
             leaf.requires_grad_()
-        scores_TE = torch.randn(T, config.E, device="cuda", generator=generator)
-        gates_TK, ids_TK = scores_TE.softmax(1).topk(config.K)
-        tokens = torch.arange(T, device="cuda").repeat_interleave(config.K)
-        self.routing = Routing.from_pairs(
-            tokens, ids_TK.flatten(), gates_TK.flatten(), num_tokens=T, E=config.E, group=group
-        )
-        received_Q = self.routing.counts.rows_SE.sum(0).view(group.size, e).sum(1)
-        self.bounded = replace(self.routing, most_received=round(CAPACITY * T * config.K))
-        assert int(received_Q.max()) <= self.bounded.most_received  # type: ignore[operator]
+        routing = topk_routing(T, config.E, config.K, group, generator)
+        received_Q = routing.counts.rows_SE.sum(0).view(group.size, e).sum(1)
+        most = round(CAPACITY * T * config.K)
+        assert int(received_Q.max()) <= most
+        self.routing = replace(routing, most_received=most)
 
     def layer(self, transport: Transport) -> Callable[[Tensor], Tensor]:
-        return lambda x: moe(x, self.bounded, self.w1, self.w2, transport=transport, group=self.group)
+        return lambda x: moe(x, self.routing, self.w1, self.w2, transport=transport, group=self.group)
 
     def step(self, transport: Transport) -> tuple[Tensor, ...]:
         y = self.layer(transport)(self.x)
         return torch.autograd.grad(y, [self.x, self.w1, self.w2], self.dout)
-
-
-def captured(call: Callable[[], Any]) -> Callable[[], None]:
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        call()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def measure(problem: Problem, transports: dict[str, Transport], static: Transport) -> dict[str, dict[str, float]]:

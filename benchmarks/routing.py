@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from across_ranks import slowest
 from graph_timing import captured, eager
 from torch import Tensor
 
@@ -122,11 +123,7 @@ def times_of(case: Case) -> dict[str, float]:
                 times["sonic-moe, top-K and lists"] = captured(case.sonic_moe())
             if find_spec("megatron") is not None:
                 times["Megatron-Core, choice, eager"] = eager(case.megatron())
-    return {name: round(_slowest(time, case.group), 1) for name, time in times.items()}
-
-
-def _slowest(time: float, group: EPGroup) -> float:
-    return float(group.all_gather(torch.tensor([time], device="cuda")).max())
+    return {name: round(slowest(time, case.group), 1) for name, time in times.items()}
 
 
 def main() -> None:

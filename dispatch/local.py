@@ -24,6 +24,8 @@ class LocalTransport:
     While a CUDA graph is captured it cannot wait: rows and lists keep the most room that they can need.
     """
 
+    text = ""  # as an operation of a compiled graph takes it
+
     def problem_with(self, num_tokens: int) -> str | None:
         return None
 

@@ -24,7 +24,7 @@ class Stage(IntEnum):
     RETURN_PAIRS = 3
 
 
-_RANKS = 1 << 16  # more than there can be: a report is stage * _RANKS + rank + 1
+MOST_RANKS = 1 << 16  # a report is stage * MOST_RANKS + rank + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,15 @@ class Meeting:
     def size(self) -> int:
         return self.flags_S.shape[0]
 
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        """What every kernel of a stage takes, in its order."""
+        return self.flags_S, self.state, self.report, self.patience, self.rank
+
     def missing(self) -> tuple[Stage, int] | None:
         """The stage at which a rank was waited for in vain, and that rank; None while all is well. Does not wait."""
         report = int(self.report.numpy()[0])
-        return (Stage(report // _RANKS), report % _RANKS - 1) if report else None
+        return (Stage(report // MOST_RANKS), report % MOST_RANKS - 1) if report else None
 
 
 def flags_of(size: int) -> int:

@@ -111,9 +111,7 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """Every rank's header and counts, int64."""
     if group.size == 1:
-        if meanwhile is not None:
-            meanwhile()
-        return header_F[None], counts_E[None]
+        return group.all_gather(header_F, meanwhile), counts_E[None]
     gathered = group.all_gather(torch.cat([header_F, counts_E]).to(torch.int32), meanwhile).long()
     return gathered[:, :_HEADER], gathered[:, _HEADER:]
 

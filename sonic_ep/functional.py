@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 
 from sonic_ep.checks import problem_with_up, problem_with_weights
 from sonic_ep.compiled import moe_in_graph
-from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.expert_parallel_mlp import Call, Kept, backward, forward
@@ -87,7 +86,7 @@ def moe(
             routing,
             weights,
             group=group,
-            transport="" if isinstance(transport, LocalTransport) else transport.text,
+            transport=transport.text,
             activation=activation,
             keeps_received=keeps_received,
         )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_BLOCK = 512
+_MAX_BLOCK = 512
 UNROLL = 4
 
 
@@ -81,6 +81,16 @@ def _gather_sum(
     tl.store(out_ptr + row * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def block_of(H: int) -> int:
+    """Columns that one program sums."""
+    return min(_MAX_BLOCK, triton.next_power_of_2(H))
+
+
+def accumulator_of(values: Tensor, weights: Tensor | None = None) -> tl.dtype:
+    exact = values.dtype == torch.float64 or (weights is not None and weights.dtype == torch.float64)
+    return tl.float64 if exact else tl.float32
+
+
 def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None = None) -> Tensor:
     """See kernels/reference.py."""
     rows, H = starts.shape[0] - 1, values_PH.shape[1]
@@ -88,8 +98,7 @@ def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tens
     if out.numel() == 0:
         return out
     values_PH = values_PH.contiguous()
-    block = min(MAX_BLOCK, triton.next_power_of_2(H))
-    exact = values_PH.dtype == torch.float64 or (weights_P is not None and weights_P.dtype == torch.float64)
+    block = block_of(H)
     _gather_sum[(rows * triton.cdiv(H, block),)](
         values_PH,
         items,
@@ -100,7 +109,7 @@ def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tens
         HAS_WEIGHTS=weights_P is not None,
         BLOCK=block,
         UNROLL=UNROLL,
-        ACCUMULATOR=tl.float64 if exact else tl.float32,
+        ACCUMULATOR=accumulator_of(values_PH, weights_P),
         num_warps=1,
     )
     return out

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.gather_sum import MAX_BLOCK, UNROLL, row_sum
+from sonic_ep.kernels.cuda.gather_sum import UNROLL, accumulator_of, block_of, row_sum
 from sonic_ep.kernels.cuda.peers import begin, finish
 from sonic_ep.kernels.peers import Meeting, Stage
 
@@ -168,11 +168,7 @@ def push_rows(meeting: Meeting, x_TH: Tensor, sent_before: Tensor, buffers_S: Te
         x_TH,
         sent_before,
         buffers_S,
-        meeting.flags_S,
-        meeting.state,
-        meeting.report,
-        meeting.patience,
-        meeting.rank,
+        *meeting.arguments,
         T,
         stride,
         H,
@@ -207,19 +203,15 @@ def push_sums(
         weights_P if weights_P is not None else values_PH,
         rows_in_S,
         buffers_S,
-        meeting.flags_S,
-        meeting.state,
-        meeting.report,
-        meeting.patience,
-        meeting.rank,
+        *meeting.arguments,
         stride,
         H,
         STAGE=Stage.COMBINE.value,
         S=meeting.size,
         HAS_WEIGHTS=weights_P is not None,
-        BLOCK=min(MAX_BLOCK, triton.next_power_of_2(H)),
+        BLOCK=block_of(H),
         UNROLL=UNROLL,
-        ACCUMULATOR=_accumulator(values_PH, weights_P),
+        ACCUMULATOR=accumulator_of(values_PH, weights_P),
         num_warps=1,
     )
 
@@ -231,7 +223,7 @@ def sum_sent(meeting: Meeting, buffer: Tensor, sent_before: Tensor, num_tokens: 
     """
     H = buffer.shape[1]
     out_TH = torch.empty(num_tokens, H, dtype=buffer.dtype, device=buffer.device)
-    block = min(MAX_BLOCK, triton.next_power_of_2(H))
+    block = block_of(H)
     if out_TH.numel():
         _sum_sent[(num_tokens * triton.cdiv(H, block),)](
             buffer,
@@ -243,12 +235,7 @@ def sum_sent(meeting: Meeting, buffer: Tensor, sent_before: Tensor, num_tokens: 
             H,
             S=meeting.size,
             BLOCK=block,
-            ACCUMULATOR=_accumulator(buffer, None),
+            ACCUMULATOR=accumulator_of(buffer),
             num_warps=1,
         )
     return out_TH
-
-
-def _accumulator(values: Tensor, weights: Tensor | None) -> tl.dtype:
-    exact = values.dtype == torch.float64 or (weights is not None and weights.dtype == torch.float64)
-    return tl.float64 if exact else tl.float32

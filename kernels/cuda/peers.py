@@ -14,8 +14,9 @@ Legend: S ranks.
 import triton
 import triton.language as tl
 
-_STAGES = tl.constexpr(4)
-_RANKS = tl.constexpr(1 << 16)  # as in kernels/peers.py
+from sonic_ep.kernels.peers import MOST_RANKS, Stage
+
+_STAGES, _RANKS = tl.constexpr(len(Stage)), tl.constexpr(MOST_RANKS)
 _READY, _ARRIVED = tl.constexpr(0), tl.constexpr(1)
 
 

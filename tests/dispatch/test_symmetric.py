@@ -20,11 +20,11 @@ from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import Receipt, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels import operations
 from sonic_ep.peer_memory import PeerMemory
 from tests.dispatch.oracle import Case
-from tests.helpers.launch import RankPool, run_ranks
+from tests.helpers.launch import RankPool
 from tests.helpers.shared_files import shared_files
+from tests.helpers.static_buffers import lists_with_room
 from tests.helpers.triton_device import triton_device
 
 if triton_device() != "cpu":
@@ -113,7 +113,7 @@ def bytes_asked_for(rank: int, case: Case, folder: str) -> list[int]:
 def test_memory_is_what_the_module_says(ranks: Ranks, tmp_path: Path) -> None:
     """Flags, lists with a quarter of room, three buffers of rows; each part of them rounded up to 256 bytes."""
     case = Case((13, 9), 5, 4, "all")
-    most_pairs = max(sum(map(len, (case.pairs(0),))), 2 * sum(case.tokens))
+    most_pairs = max(len(case.pairs(0)), 2 * sum(case.tokens))
     capacity, row_bytes = round(most_pairs * 5 / 4), 5 * 4
 
     def rounded(size: int) -> int:
@@ -127,8 +127,6 @@ def with_room(rank: int, case: Case, folder: str) -> None:
     """Static buffers: lists with room to spare, whose entries read row 0 with weight 0; no sizes are read."""
     group = EPGroup()
     expected = everything(AllToAllTransport(group), rank, case, torch.float32)
-    # Lists of plain torch have no room to spare.
-    operations._lists = lambda module, on_gpu: import_module(f"sonic_ep.kernels.cuda.{module}")  # type: ignore[assignment]
     transport = SymmetricTransport(group, shared_files(group, folder), patience=60, static=True)
     routing, plan = case.routing(rank), case.plan().of_rank(rank)
     spare, most = 7, max(sum(rows) for rows in zip(*case.rows_SE(), strict=True)) * case.E + 9
@@ -138,7 +136,8 @@ def with_room(rank: int, case: Case, folder: str) -> None:
         token_ids_N=pad(routing.token_ids_N, (0, spare), value=-1),
         most_received=most,
     )
-    opened = transport.open(roomy, plan)
+    with lists_with_room():
+        opened = transport.open(roomy, plan)
     receipt, P, V = opened.receipt, expected["gates"].shape[0], expected["slots"].shape[0]
     assert opened.gates_P.shape[0] == most
     for values, size in ((opened.gates_P, P), (receipt.row_of_pair_P, P), (receipt.slot_V, V)):
@@ -160,8 +159,8 @@ def with_room(rank: int, case: Case, folder: str) -> None:
 
 
 @pytest.mark.parametrize("case", [Case((9, 9), 5, 4, multiple=8), Case((5, 5, 5, 5), 3, 8)], ids=str)
-def test_static_buffers(case: Case, tmp_path: Path) -> None:
-    run_ranks(with_room, case.size, case, str(tmp_path))
+def test_static_buffers(ranks: Ranks, case: Case, tmp_path: Path) -> None:
+    ranks(case.size).run(with_room, case, str(tmp_path))
 
 
 def different_tokens(rank: int, folder: str) -> None:

@@ -13,9 +13,16 @@ from tests.helpers.shared_files import shared_files
 @contextmanager
 def static_buffers(transport: GroupTransport, folder: str) -> Iterator[None]:
     """Let `transport` move rows of CPU tensors through static buffers."""
-    group, stock = transport.group, operations._lists
+    group = transport.group
     transport._chosen["cpu"] = SymmetricTransport(group, shared_files(group, folder), patience=60, static=True)
-    # Those of plain torch give lists no room.
+    with lists_with_room():
+        yield
+
+
+@contextmanager
+def lists_with_room() -> Iterator[None]:
+    """Index lists by the kernels: those of plain torch have no room to spare."""
+    stock = operations._lists
     operations._lists = lambda module, on_gpu: import_module(f"sonic_ep.kernels.cuda.{module}")  # type: ignore[assignment]
     try:
         yield
