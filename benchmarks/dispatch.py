@@ -69,7 +69,7 @@ class Case:
         y_PH = torch.randn(opened.gates_P.shape[0], self.d, device="cuda", dtype=torch.bfloat16)
 
         def dispatch() -> Any:
-            return transport.dispatch(self.x, transport.open(self.routing, plan).receipt)
+            return transport.open(self.routing, plan, self.x)
 
         def combine() -> Any:
             return transport.combine_pairs(y_PH, opened.gates_P, opened.receipt)

@@ -31,6 +31,7 @@ from sonic_ep.kernels import operations
 from sonic_ep.routers.decision import Situation
 from sonic_ep.routers.router import route
 from sonic_ep.routing import Routing
+from sonic_ep.transports import transport_for
 
 # By config: tokens of a rank.
 TOKENS = {"sonic_7b": 24576, "qwen3_30b_a3b": 16384, "qwen3_next_80b_a3b": 16384, "deepseek_v3": 8192}
@@ -56,7 +57,13 @@ class Case:
         self.logits_TE = torch.randn(T, config.E, device="cuda")
         self.bias_E = torch.zeros(config.E, device="cuda") if config.router.expert_bias else None
         self.counter_E = torch.zeros(config.E, dtype=torch.int64, device="cuda")
-        self.situation = Situation(config=self.config, group=group, dtype=torch.bfloat16, training=True)
+        self.situation = Situation(
+            config=self.config,
+            group=group,
+            dtype=torch.bfloat16,
+            training=True,
+            gather=transport_for(group).all_gather,
+        )
 
     def route(self) -> Routing:
         return route(self, self.logits_TE, self.bias_E, self.counter_E, self.situation, sequence_length=self.T).routing

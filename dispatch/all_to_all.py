@@ -9,6 +9,7 @@ Legend: see protocol.py; S source ranks.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -38,7 +39,10 @@ class AllToAllTransport:
     def problem_with(self, num_tokens: int) -> str | None:
         return None
 
-    def open(self, routing: Routing, plan: RankPlan) -> Opened:
+    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        return self.group.all_gather(values, meanwhile)
+
+    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
         if not host_may_wait(plan.sizes):
             raise RuntimeError(
                 f"the all-to-all of ep_size={self.group.size} needs its sizes on the host, which a CUDA graph cannot "

@@ -3,6 +3,7 @@
 Legend: see protocol.py.
 """
 
+from collections.abc import Callable
 from typing import final
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn.functional import pad
 
 from sonic_ep.dispatch.plan import ArrivingSizes
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
+from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
 from sonic_ep.kernels.operations import gather_sum, lists_take_room, pair_lists
 from sonic_ep.kernels.pair_lists import RankPlan
@@ -29,7 +31,10 @@ class LocalTransport:
     def problem_with(self, num_tokens: int) -> str | None:
         return None
 
-    def open(self, routing: Routing, plan: RankPlan) -> Opened:
+    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        return EPGroup.alone().all_gather(values, meanwhile)
+
+    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
         token_ids_N, T = routing.token_ids_N, routing.num_tokens
         P = V = N = token_ids_N.shape[0]
         arriving = None

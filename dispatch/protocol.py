@@ -1,6 +1,6 @@
 """The transport contract: what any way of moving token rows between ranks must do, and the receipt it works from.
 
-    opened = transport.open(routing, plan)             index lists and weights out        (forward only)
+    opened = transport.open(routing, plan, x)          index lists and weights out        (forward only)
     rows   = transport.dispatch(x, opened.receipt)     rows out: each distinct (token, owner rank) row once
     out    = transport.combine_pairs(y, gates, receipt)  rows back: pairs summed per received row, then per token
     values = transport.return_pairs(values, receipt)   one number per pair back
@@ -12,7 +12,7 @@ Legend: T tokens and H hidden size on the token's rank, N pairs it lists, U rows
 received rows, V received pairs, P rows of the pair buffer (V and padding), e local experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol, Self
 
@@ -99,10 +99,14 @@ _LISTS = tuple(f.name for f in fields(Receipt) if f.type is Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What `open` brings: the receipt and gates_P (P,), the weight of each pair-buffer row, zero on padding."""
+    """What `open` brings: the receipt and gates_P (P,), the weight of each pair-buffer row, zero on padding.
+
+    rows_RH: what `dispatch` of the rows that it was given would bring, if they are on their way already.
+    """
 
     receipt: Receipt
     gates_P: Tensor
+    rows_RH: Tensor | None = None
 
 
 class Transport(Protocol):
@@ -112,8 +116,15 @@ class Transport(Protocol):
         """Why it cannot move the rows of so many tokens, which all ranks must be told before it is asked to."""
         ...
 
-    def open(self, routing: Routing, plan: RankPlan) -> Opened:
-        """Tell every owner which rows its pairs need and how they weigh. plan: this rank's, of the routing's counts."""
+    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """A few int64 of every rank, as the router asks for them: see sonic_ep.groups.Gather."""
+        ...
+
+    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
+        """Tell every owner which rows its pairs need and how they weigh. plan: this rank's, of the routing's counts.
+
+        x_TH: rows to dispatch next, which need not wait for the lists. Every rank gives some, or none does.
+        """
         ...
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:

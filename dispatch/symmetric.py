@@ -7,7 +7,7 @@ Buffers are shared by all that use the transport: index lists and returned value
 source owns a region of `stride` rows in each of them, stride being the most tokens of any rank: rows are received with
 gaps, `num_rows` is S * stride, and nobody needs to know how many rows the others send.
 
-    bytes of a rank  =  3 * S * stride * row_bytes, for each row width, + 20 a pair, + flags
+    bytes of a rank  =  3 * S * stride * row_bytes, for each row width, + 20 a pair, + flags and counts
 
 Sizes are *exact*, when the host waits once in a forward for the plan, or *static*: lists have room for the most rows
 that the router's capacity allows, the host waits for nothing, and a CUDA graph can be captured.
@@ -19,6 +19,7 @@ Legend: see protocol.py; S ranks of the group.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Self, final
 
@@ -104,11 +105,13 @@ class SymmetricTransport:
         self._static = static
         self._tokens: int | None = None  # of every rank, if static
         self._flags: PeerMemory | None = None
+        self._counts: tuple[int, PeerMemory] | None = None
         self._meeting: Meeting | None = None
         self._pairs: _Pairs | None = None
         self._rows: dict[int, _Rows] = {}
         self._regions: tuple[int, Tensor] | None = None
         self._turn = 0
+        self._stream: torch.cuda.Stream | None = None
 
     def problem_with(self, num_tokens: int) -> str | None:
         if self._tokens is None or num_tokens == self._tokens:
@@ -118,13 +121,28 @@ class SymmetricTransport:
             "pad the batch, or use buffers='exact'"
         )
 
-    def open(self, routing: Routing, plan: RankPlan) -> Opened:
+    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        meeting, kernels, count = self._meet(), peer_kernels(), values.numel()
+        room, memory = self._room_for_counts(count)
+        kernels.announce(meeting, values.contiguous(), memory.addresses_S, room)
+        if meanwhile is not None:
+            meanwhile()
+        return kernels.take_all(meeting, memory.addresses_S, count, room)
+
+    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
         meeting, S, T = self._meet(), self.group.size, routing.num_tokens
         static = self._static and routing.most_received is not None
         arriving = None if static else self._arriving_sizes(routing, plan)
         sent = sent_rows(routing.token_ids_N, plan.pair_starts_Q, T)
         sizes = self._static_sizes(routing) if arriving is None else self._exact_sizes(arriving.read())
         pairs, pairs_SQ = self._room_for_pairs(sizes.most_pairs), plan.sizes[1:]
+        rows_RH = None
+        if x_TH is not None:
+            x_TH = x_TH.contiguous()
+            # Beside the lists, which it does not need. It allocates nothing, and is waited for before this returns:
+            # no tensor of one stream is freed while the other uses it.
+            with self._aside(x_TH):
+                rows_RH = self._push_rows(x_TH, sent.sent_before, sizes.stride)
         rows_at, gates_at, _, counts_at = pairs.addresses
         peer_kernels().push_lists(
             meeting,
@@ -155,14 +173,13 @@ class SymmetricTransport:
             num_rows=S * sizes.stride,
             num_listed=routing.token_ids_N.shape[0],
         )
-        return Opened(receipt, buffer.gates_P)
+        if x_TH is not None:
+            self._join(x_TH)
+        return Opened(receipt, buffer.gates_P, rows_RH)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         sent_before, _, _ = receipt.own_lists
-        rows, stride = self._room_for_rows(x_TH, receipt), receipt.num_rows // self.group.size
-        self._turn = 1 - self._turn
-        peer_kernels().push_rows(self._meet(), x_TH.contiguous(), sent_before, rows.addresses[self._turn], stride)
-        return rows.view(self._turn, x_TH, receipt.num_rows)
+        return self._push_rows(x_TH.contiguous(), sent_before, receipt.num_rows // self.group.size)
 
     def keep(self, rows_RH: Tensor) -> Tensor:
         return rows_RH.clone()
@@ -178,7 +195,8 @@ class SymmetricTransport:
         self, values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None, receipt: Receipt
     ) -> Tensor:
         sent_before, rows_in_S, _ = receipt.own_lists
-        rows, stride = self._room_for_rows(values_PH, receipt), receipt.num_rows // self.group.size
+        stride = receipt.num_rows // self.group.size
+        rows = self._room_for_rows(values_PH, stride)
         meeting, kernels = self._meet(), peer_kernels()
         kernels.push_sums(meeting, values_PH, items, starts, weights_P, rows_in_S, rows.addresses[2], stride)
         back = rows.view(2, values_PH, receipt.num_rows)
@@ -191,6 +209,25 @@ class SymmetricTransport:
         kernels.push_values(meeting, values_P.contiguous(), receipt.slot_V, pairs_SQ, pairs.addresses[2])
         buffer = pairs.memory.view(pairs.starts[2], (pairs.capacity,), values_P.dtype)
         return kernels.take_values(meeting, buffer, pairs_SQ, receipt.num_listed)
+
+    def _push_rows(self, x_TH: Tensor, sent_before: Tensor, stride: int) -> Tensor:
+        rows = self._room_for_rows(x_TH, stride)
+        self._turn = 1 - self._turn
+        peer_kernels().push_rows(self._meet(), x_TH, sent_before, rows.addresses[self._turn], stride)
+        return rows.view(self._turn, x_TH, self.group.size * stride)
+
+    def _aside(self, like: Tensor) -> AbstractContextManager[object]:
+        """Launches beside the current stream, behind what is on it so far; `_join` makes it wait."""
+        if not like.is_cuda:
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(like.device)
+        self._stream.wait_stream(torch.cuda.current_stream(like.device))
+        return torch.cuda.stream(self._stream)
+
+    def _join(self, like: Tensor) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(like.device).wait_stream(self._stream)
 
     def _arriving_sizes(self, routing: Routing, plan: RankPlan) -> ArrivingSizes:
         if not host_may_wait(plan.sizes):
@@ -239,18 +276,27 @@ class SymmetricTransport:
             )
         return self._meeting
 
+    def _room_for_counts(self, needed: int) -> tuple[int, PeerMemory]:
+        """How many integers a rank may tell, and where. Every rank asks for as much at the same time."""
+        if self._counts is None or self._counts[0] < needed:
+            self._let_go(in_use=self._counts is not None)
+            self._counts = None
+            num_bytes = peer_kernels().PLACES * self.group.size * needed * torch.int64.itemsize
+            self._counts = needed, self._allocate(_aligned(num_bytes))
+        return self._counts
+
     def _room_for_pairs(self, needed: int) -> _Pairs:
-        """Every rank asks for as much at the same time."""
+        """Likewise."""
         if self._pairs is None or self._pairs.capacity < needed:
             self._let_go(in_use=self._pairs is not None)
             self._pairs = None
             self._pairs = _Pairs.allocate(self._allocate, max(1, round(needed * _ROOM)), self.group.size)
         return self._pairs
 
-    def _room_for_rows(self, like: Tensor, receipt: Receipt) -> _Rows:
+    def _room_for_rows(self, like: Tensor, stride: int) -> _Rows:
         """Likewise."""
         row_bytes = like.shape[1] * like.element_size()
-        rows, needed = self._rows.get(row_bytes), _aligned(receipt.num_rows * row_bytes)
+        rows, needed = self._rows.get(row_bytes), _aligned(self.group.size * stride * row_bytes)
         if rows is None or rows.buffer_bytes < needed:
             self._let_go(in_use=rows is not None)
             self._rows.pop(row_bytes, None)

@@ -196,8 +196,11 @@ def decision_kernel(device: torch.device) -> DecisionKernel | None:
 
 
 class PeerKernels(Protocol):
-    """Kernels that write into the memory of other ranks; see kernels/cuda/peer_pairs.py, peer_rows.py."""
+    """Kernels that write into the memory of other ranks; see kernels/cuda/peer_{gather,pairs,rows}.py."""
 
+    PLACES: int
+    announce: Callable[..., None]
+    take_all: Callable[..., Tensor]
     push_lists: Callable[..., None]
     push_values: Callable[..., None]
     push_rows: Callable[..., None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig
-from sonic_ep.groups import EPGroup
+from sonic_ep.groups import EPGroup, Gather
 from sonic_ep.kernels.operations import lists_take_room
 from sonic_ep.routers.agreement import Report, agree
 from sonic_ep.routers.replay import record_selection, replayed_selection
@@ -23,13 +23,15 @@ from sonic_ep.routing import Counts, Selection
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """What a decision depends on beside the logits. dtype: of x. problem: why this rank cannot go on, if it cannot.
-    meanwhile: what is done once, needs nothing of the decision, and hides the way of the counts."""
+    gather: how the ranks tell each other, if not by the group's own all-gather. meanwhile: what is done once, needs
+    nothing of the decision, and hides the way of the counts."""
 
     config: MoEConfig
     group: EPGroup
     dtype: torch.dtype
     training: bool
     problem: str | None = None
+    gather: Gather | None = None
     meanwhile: Callable[[], None] | None = None
 
 
@@ -50,7 +52,7 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
     else:
         rounding, training = situation.config.rounding, situation.training
         report, group = _report(choice, draw, situation), situation.group
-        counts, on_host, raise_problems = agree(report, rounding, group, situation.meanwhile)
+        counts, on_host, raise_problems = agree(report, rounding, group, situation.gather, situation.meanwhile)
         selection = select(choice, counts, situation.group.rank, rounding, training=training)
         selection = replace(selection, on_host=on_host)
         raise_problems()

@@ -150,7 +150,7 @@ def _forward(
     """out_TH, the received rows if kept, else nothing, and h_PJ. gates_N is here for its gradient alone."""
     opened = Opened(_receipt_of(lists, splits_4S, x_TH.shape[0], gates_N.shape[0]), gates_P)
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
-    out_TH, kept = forward(x_TH, opened, weights, _call(group_name, transport, activation, keeps_received))
+    out_TH, kept = forward(x_TH.contiguous(), opened, weights, _call(group_name, transport, activation, keeps_received))
     return out_TH, kept.rows if keeps_received else x_TH.new_empty(0), kept.take_h()
 
 

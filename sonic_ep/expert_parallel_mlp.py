@@ -50,10 +50,13 @@ class Kept:
 
 
 def forward(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) -> tuple[Tensor, Kept]:
-    """out_TH, and what backward needs. opened: what the call's transport has opened for the routing. A collective."""
-    receipt, gates_P = opened.receipt, opened.gates_P
-    x_TH = x_TH.contiguous()
-    rows_RH = call.transport.dispatch(x_TH, receipt)
+    """out_TH, and what backward needs. opened: what the call's transport has opened for the routing. A collective.
+
+    x_TH is contiguous; if `open` was given rows, it was given these.
+    """
+    receipt, gates_P, rows_RH = opened.receipt, opened.gates_P, opened.rows_RH
+    if rows_RH is None:
+        rows_RH = call.transport.dispatch(x_TH, receipt)
     ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
     y_PH, h_PJ = expert_mlp.forward_pairs(ops, rows_RH, weights, _pair_lists(receipt), call.activation)
     kept = Kept(call.transport.keep(rows_RH) if call.keeps_received else x_TH, h_PJ, gates_P, receipt)

@@ -117,7 +117,8 @@ class _ExpertParallelMLP(torch.autograd.Function):
         call: Call,
         owners: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
-        opened = call.transport.open(routing, plan)
+        x_TH = x_TH.contiguous()
+        opened = call.transport.open(routing, plan, x_TH)
         out_TH, kept = forward(x_TH, opened, ExpertWeights(_interleaved(w1, up_eIH), w2_eHI, b1_eJ, b2_eH), call)
         weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)
         ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, *weights, *kept.receipt.lists())

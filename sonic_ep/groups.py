@@ -5,13 +5,22 @@ torch.distributed need not be initialised.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor
 
 from sonic_ep.host_copy import host_may_wait
+
+
+class Gather(Protocol):
+    """An all-gather: every rank's `values` (equal shape and dtype) stacked, (size, *values.shape)."""
+
+    def __call__(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """meanwhile: what to do, or to launch, while they travel."""
+        ...
+
 
 _PROCESS_GROUPS: "WeakValueDictionary[str, dist.ProcessGroup]" = WeakValueDictionary()
 
@@ -63,10 +72,7 @@ class EPGroup:
         return "none" if self.process_group is None else dist.get_backend(self.process_group)
 
     def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """Stack every rank's `values` (equal shape and dtype): result (size, *values.shape).
-
-        meanwhile: what to do, or to launch, while they travel.
-        """
+        """See Gather."""
         if self.size == 1:
             if meanwhile is not None:
                 meanwhile()

@@ -111,6 +111,7 @@ class MoE(nn.Module):
             group=self.group,
             sequence_length=sequence_length,
             problem=problem,
+            gather=self.transport.all_gather,
             meanwhile=None if self.shared is None else compute_shared,
         )
         y_TH = moe(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+from collections.abc import Callable
 from typing import final
 from weakref import WeakValueDictionary
 
@@ -26,8 +27,8 @@ _LOG = logging.getLogger("sonic_ep.transports")
 
 @final
 class GroupTransport:
-    """The transport of several ranks: that of `config`, or the best that they have. Chosen at the first `open` for
-    rows on that kind of device, which is a collective then.
+    """The transport of several ranks: that of `config`, or the best that they have. Chosen when it is first used
+    for that kind of device, which is a collective then.
 
     Raises ValueError, on every rank, where `config` asks for what the ranks do not have.
     """
@@ -42,8 +43,11 @@ class GroupTransport:
         problems = (transport.problem_with(num_tokens) for transport in self._chosen.values())
         return next((problem for problem in problems if problem is not None), None)
 
-    def open(self, routing: Routing, plan: RankPlan) -> Opened:
-        return self.on(routing.gates_N).open(routing, plan)
+    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        return self.on(values).all_gather(values, meanwhile)
+
+    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
+        return self.on(routing.gates_N).open(routing, plan, x_TH)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         return self.on(x_TH).dispatch(x_TH, receipt)

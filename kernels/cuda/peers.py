@@ -1,4 +1,4 @@
-"""The two ends of a kernel that writes into the memory of other ranks: `begin` and `finish`. See kernels/peers.py.
+"""The ends of kernels that write into the memory of other ranks, `begin` and `finish` above all. See kernels/peers.py.
 
 A flag holds how many meetings of its stage its source has come to, so it only grows: nothing is reset, a rank may be
 several meetings ahead in another stage, and a captured CUDA graph can be replayed. Every rank has, by stage and source,
@@ -61,14 +61,39 @@ def begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.constexpr,
 
 
 @triton.jit
+def arrive(meeting, flags_ptr, peer, rank, STAGE: tl.constexpr, S: tl.constexpr):
+    """Tell a peer that this rank's writes there are complete: those of this program, after a barrier."""
+    tl.atomic_xchg(flag(flags_ptr, peer, rank, _ARRIVED, STAGE, S), meeting, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, source, STAGE: tl.constexpr, S: tl.constexpr):
+    """Until what `source` writes here is complete."""
+    wait(flag(flags_ptr, rank, source, _ARRIVED, STAGE, S), meeting, source, state_ptr, report_ptr, patience, STAGE)
+
+
+@triton.jit
+def _end(meeting, state_ptr, STAGE: tl.constexpr):
+    tl.store(state_ptr + _STAGES + STAGE, 0)
+    tl.store(state_ptr + STAGE, meeting)
+
+
+@triton.jit
+def leave(meeting, state_ptr, STAGE: tl.constexpr):
+    """The end of every program of a kernel: the last of them ends the meeting."""
+    ticket = tl.atomic_add(state_ptr + _STAGES + STAGE, 1, sem="acq_rel", scope="gpu")
+    if ticket == tl.num_programs(0) - 1:
+        _end(meeting, state_ptr, STAGE)
+
+
+@triton.jit
 def finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.constexpr, S: tl.constexpr):
     """Tell all ranks that this one's writes are complete, and wait for theirs. The end of a kernel."""
     tl.debug_barrier()
     ticket = tl.atomic_add(state_ptr + _STAGES + STAGE, 1, sem="acq_rel", scope="gpu")
     if ticket == tl.num_programs(0) - 1:
         for peer in tl.static_range(S):
-            tl.atomic_xchg(flag(flags_ptr, peer, rank, _ARRIVED, STAGE, S), meeting, sem="release", scope="sys")
+            arrive(meeting, flags_ptr, peer, rank, STAGE, S)
         for peer in tl.static_range(S):
-            wait(flag(flags_ptr, rank, peer, _ARRIVED, STAGE, S), meeting, peer, state_ptr, report_ptr, patience, STAGE)
-        tl.store(state_ptr + _STAGES + STAGE, 0)
-        tl.store(state_ptr + STAGE, meeting)
+            wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, peer, STAGE, S)
+        _end(meeting, state_ptr, STAGE)

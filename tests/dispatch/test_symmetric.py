@@ -47,11 +47,14 @@ CASES = [
 
 def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a rank sees of one exchange; received rows by source and token, without gaps."""
-    opened = transport.open(case.routing(rank), case.plan().of_rank(rank))
-    receipt, P = opened.receipt, opened.gates_P.shape[0]
     x_TH = torch.randn(case.tokens[rank], case.H, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    opened = transport.open(case.routing(rank), case.plan().of_rank(rank), x_TH)
+    receipt, P = opened.receipt, opened.gates_P.shape[0]
+    early = opened.rows_RH
     values_PH = torch.randn(P, case.H, generator=torch.Generator().manual_seed(rank + 9)).to(dtype)
     rows = transport.dispatch(x_TH, receipt).clone()
+    if early is not None:
+        assert torch.equal(early[used(receipt)], rows[used(receipt)])
     return {
         "rows": rows[used(receipt)],
         "rows of pairs": rows[receipt.row_of_pair_P.long()],
@@ -63,6 +66,33 @@ def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) 
         "back": transport.combine(rows, receipt),
         "returned": transport.return_pairs(opened.gates_P, receipt),
     }
+
+
+def counts_of(rank: int, step: int, F: int) -> Tensor:
+    return torch.randint(-(2**62), 2**62, (F,), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def gathered(rank: int, folder: str, lengths: list[int], seed: int) -> None:
+    """Ranks come early and late, and do something else between telling and listening."""
+    rng = random.Random(f"{seed} {rank}")
+    group = EPGroup()
+    transport = SymmetricTransport(group, shared_files(group, folder), patience=60)
+    for step, F in enumerate(lengths):
+        time.sleep(rng.choice([0, 0, 0.01]))
+        done: list[float] = []
+
+        def meanwhile(done: list[float] = done) -> None:
+            done.append(rng.choice([0, 0, 0.01]))
+            time.sleep(done[0])
+
+        values_SF = transport.all_gather(counts_of(rank, step, F), meanwhile)
+        assert len(done) == 1
+        assert torch.equal(values_SF, torch.stack([counts_of(source, step, F) for source in range(group.size)]))
+
+
+@pytest.mark.parametrize(("size", "seed"), [(2, 0), (4, 1), (4, 2)])
+def test_all_gather_of_any_length_by_ranks_in_any_order(ranks: Ranks, size: int, seed: int, tmp_path: Path) -> None:
+    ranks(size).run(gathered, str(tmp_path), [5, 5, 5, 1, 130, 130, 7, 5, 5, 513], seed)
 
 
 def used(receipt: Receipt) -> Tensor:
@@ -207,7 +237,8 @@ def test_late_ranks_in_any_order(ranks: Ranks, seed: int, tmp_path: Path) -> Non
 def stays_away(rank: int, case: Case, folder: str, stage: str) -> str:
     """The last rank leaves before `stage`; what the others are told."""
     group = EPGroup()
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=1)
+    transport, counts_F = SymmetricTransport(group, shared_files(group, folder), patience=1), counts_of(rank, 0, 3)
+    transport.all_gather(counts_F)
     everything(transport, rank, case, torch.float32)
     opened = (
         None
@@ -222,6 +253,8 @@ def stays_away(rank: int, case: Case, folder: str, stage: str) -> str:
     x_TH = torch.ones(case.tokens[rank], case.H)
     try:
         for _ in range(2):
+            if stage == "counts":
+                transport.all_gather(counts_F)
             rows = transport.dispatch(x_TH, opened.receipt)
             out_TH = transport.combine(rows, opened.receipt)
             assert bool(out_TH.isnan().all())
@@ -233,7 +266,7 @@ def stays_away(rank: int, case: Case, folder: str, stage: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("stage", ["lists", "dispatch"])
+@pytest.mark.parametrize("stage", ["lists", "dispatch", "counts"])
 def test_a_rank_that_stays_away_is_named(ranks: Ranks, stage: str, tmp_path: Path) -> None:
     *told, _ = ranks(3).run(stays_away, Case((5, 4, 3), 3, 3, "all"), str(tmp_path), stage)
     for message in told:

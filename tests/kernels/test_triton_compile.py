@@ -124,6 +124,15 @@ KERNELS = [
         "*fp32 *i32 *i32 *i64 *i64 *i64 *i64 i64 i32",
         {"STAGE": 3, "S": 8, "RANKS": 8, "BLOCK": 512},
     ),
+    *(
+        TritonKernel(
+            "peer_gather",
+            name,
+            "*i64 *i64 *i64 *i64 *i64 i64 i32 i32 i32",
+            {"STAGE": 4, "S": 8, "PLACES": 2, "BLOCK": 512},
+        )
+        for name in ("_announce", "_take_all")
+    ),
 ]
 
 

@@ -14,6 +14,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
 from torch import Tensor, nn
 
+from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.deepspeed.autoep_fields import activation_of, check, config_of
@@ -70,10 +71,10 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
         x_TH = hidden_states.reshape(-1, H)
         transport = transport_for(self.ep, self.experts.options.transport)
         problem = transport.problem_with(x_TH.shape[0]) if self.training else None
-        routing, counts_E = self.router(x_TH, self.ep, problem)
+        routing, counts_E = self.router(x_TH, self.ep, problem, transport.all_gather)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts_E)
-        output = self.experts(x_TH, routing, self.ep).view_as(hidden_states)
+        output = self.experts(x_TH, routing, self.ep, transport).view_as(hidden_states)
         return self._finalize_output(output, x_TH, hidden_states, H)
 
 
@@ -86,7 +87,7 @@ class SonicEPGroupedExperts(GroupedExperts):
     def bind(self, our_activation: str, options: SonicEPOptions) -> None:
         self.our_activation, self.options = our_activation, options
 
-    def forward(self, x_TH: Tensor, routing: Routing, group: EPGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x_TH: Tensor, routing: Routing, group: EPGroup, transport: Transport) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
         gate_eIH, up_eIH, down_eHI = (weight.to(x_TH.dtype) for weight in (self.w1, self.w3, self.w2))
         return moe(
@@ -95,7 +96,7 @@ class SonicEPGroupedExperts(GroupedExperts):
             gate_eIH,
             down_eHI,
             up_eIH=up_eIH,
-            transport=transport_for(group, self.options.transport),
+            transport=transport,
             group=group,
             activation=self.our_activation,
             keep_dispatched=self.options.keep_dispatched,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
-from sonic_ep.groups import EPGroup
+from sonic_ep.groups import EPGroup, Gather
 from sonic_ep.routers.router import Routed, Router
 from sonic_ep.routing import Routing
 
@@ -54,15 +54,21 @@ class Gate(nn.Module):
         nn.init.kaiming_uniform_(self.wg.weight, a=math.sqrt(5))  # as nn.Linear, which DeepSpeed has here
 
     def forward(
-        self, x_TH: Tensor, used_T: Tensor | None = None, *, group: EPGroup, problem: str | None = None
+        self,
+        x_TH: Tensor,
+        used_T: Tensor | None = None,
+        *,
+        group: EPGroup,
+        problem: str | None = None,
+        gather: Gather | None = None,
     ) -> Gated:
         """Route this rank's tokens. A collective of the EP group.
 
         used_T: for k = 1, bool; a token that is not used counts nowhere and gets no expert's output. It is computed
         with weight zero, so that the host need not know how many there are.
-        Raises ValueError on every rank, see Router; `problem`: why this rank cannot go on.
+        Raises ValueError on every rank, see Router, also for `gather`; `problem`: why this rank cannot go on.
         """
-        routed = self.wg(x_TH, group=group, sequence_length=x_TH.shape[0], problem=problem)
+        routed = self.wg(x_TH, group=group, sequence_length=x_TH.shape[0], problem=problem, gather=gather)
         routing, l_aux, counts_E = routed.routing, routed.aux_loss, routed.choice.counts_E()
         if used_T is not None:
             routing = _of_used(routing, used_T)

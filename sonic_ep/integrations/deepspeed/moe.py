@@ -132,7 +132,7 @@ class RoutedExperts(nn.Module):
         problem, transport = problem or used_problem, transport_for(self.group, self.options.transport)
         if problem is None and self.training:
             problem = transport.problem_with(x_TH.shape[0])
-        gated = self.gate(x_TH, used_T, group=self.group, problem=problem)
+        gated = self.gate(x_TH, used_T, group=self.group, problem=problem, gather=transport.all_gather)
         y_TH = moe(
             x_TH,
             gated.routing,

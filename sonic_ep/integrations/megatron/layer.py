@@ -111,14 +111,18 @@ class SonicEPMoELayer(MoELayer):
 
     def _routing(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Routing:
         probs_TE, routing_map_TE = self.route(hidden_states, padding_mask)
+        transport = self.experts.transport
         if self.rounded is not None and self.training:
-            problem = self.experts.transport.problem_with(routing_map_TE.shape[0])
-            return self.rounded.routing(probs_TE, routing_map_TE, hidden_states.dtype, problem)
+            problem = transport.problem_with(routing_map_TE.shape[0])
+            return self.rounded.routing(
+                probs_TE, routing_map_TE, hidden_states.dtype, problem, gather=transport.all_gather
+            )
         drops = self.config.moe_expert_capacity_factor is not None
         return routing_of_map(
             probs_TE,
             routing_map_TE,
             group=self.experts.group,
+            gather=transport.all_gather,
             dtype=hidden_states.dtype,
             training=self.training,
             K=None if drops else self.config.moe_router_topk,
