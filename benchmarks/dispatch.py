@@ -1,16 +1,22 @@
 """What it costs to move rows between GPUs: dispatch and combine, by transport, size, skew and number of blocks.
 
-    torchrun --nproc-per-node 4 benchmarks/dispatch.py --out results.json [--d 2048 7168] [--tokens 8192]
+    torchrun --nproc-per-node 4 benchmarks/dispatch.py --out results.json [--hidden 2048 7168] [--tokens 8192]
+    torchrun --nproc-per-node 4 benchmarks/dispatch.py --nvshmem --out results.json
 
 Microseconds of the device, calls back to back, the median over rounds of the slowest rank:
 
-* symmetric: a CUDA graph of everything between a routing and rows to compute on (numbering of rows, index lists and
-  weights to their owners, the owner's lists, rows), and of everything from pair values to sums per token;
+* symmetric, by push or copy (every row to every rank, by copy engines): a CUDA graph of everything between a routing
+  and rows to compute on (numbering of rows, index lists and weights to their owners, the owner's lists, rows), and of
+  everything from pair values to sums per token;
 * all_to_all, dedup: the exchange of rows alone, packing and final sum included: each (token, owner) row once;
-* all_to_all, pairs: the same for a row a pair. Both without their index lists, which the host must wait for.
+* all_to_all, pairs: the same for a row a pair. Both without their index lists, which the host must wait for;
+* all_to_all_vdev_2d, with --nvshmem and in a run of its own, since a process has one backend of symmetric memory:
+  torch's exchange of a row a pair with splits on the device, each expert's rows together from a multiple of 128 on;
+  packing and final sum included.
 
-Wire: bytes of rows that leave a GPU for others (of the busiest), over the time. Logical: T K rows, over the time, which
-is what others quote. Blocks: of 512 threads for dispatch, and as many threads for combine.
+Wire: bytes of rows that others need of a GPU (of the busiest), over the time; "copy" sends more than these. Logical:
+T K rows, over the time, which is what others quote. Blocks: of 512 threads for pushing, and as many threads for
+combine.
 """
 
 import argparse
@@ -25,9 +31,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 from across_ranks import captured, slowest, topk_routing
+from torch import Tensor
 
 from sonic_ep import EPGroup
+from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.plan import Plan, plan_for
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.kernels.cuda import peer_rows
@@ -37,6 +46,7 @@ from sonic_ep.peer_memory import symmetric_memory
 E, K = 128, 8
 BLOCKS = (8, 16, 24, 32, 48, 64)
 CALLS, ROUNDS = 5, 7
+ALIGN = 128  # of the rows of an expert
 
 
 class Case:
@@ -58,17 +68,17 @@ class Case:
         leaving = (sum(rows) - rows[self.group.rank]) * self.d * 2
         return int(slowest(leaving, self.group))
 
-    def symmetric(self, blocks: int | None) -> dict[str, float]:
+    def symmetric(self, dispatch: Dispatch, blocks: int | None = None) -> dict[str, float]:
         saved = peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS
         if blocks is not None:
             peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS = blocks, 16 * blocks
         allocate = functools.partial(symmetric_memory, self.group, self.x.device)
-        transport = SymmetricTransport(self.group, allocate, patience=60, static=True)
+        transport = SymmetricTransport(self.group, allocate, patience=60, static=True, dispatch=dispatch)
         plan = plan_for(self.routing.counts, self.group.rank)
         opened = transport.open(self.routing, plan)
         y_PH = torch.randn(opened.gates_P.shape[0], self.d, device="cuda", dtype=torch.bfloat16)
 
-        def dispatch() -> Any:
+        def start() -> Any:
             return transport.open(self.routing, plan, self.x)
 
         def combine() -> Any:
@@ -76,14 +86,14 @@ class Case:
 
         try:
             return {
-                "dispatch": time_of(captured(dispatch), self.group),
+                "dispatch": time_of(captured(start), self.group),
                 "combine": time_of(captured(combine), self.group),
             }
         finally:
             peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS = saved
 
     def all_to_all(self, *, dedup: bool) -> dict[str, float]:
-        group, T = self.group, self.T
+        group = self.group
         if dedup:
             lists = token_lists(self.sent, sum(self.rows_out))
             tokens, out, into = lists.token_of_sent_U, self.rows_out, self.rows_in.tolist()
@@ -91,13 +101,46 @@ class Case:
         else:
             tokens = self.routing.token_ids_N
             out, into = self.pairs_SQ[group.rank].tolist(), self.pairs_SQ[:, group.rank].tolist()
-            by_token = tokens.argsort(stable=True).int()
-            starts = torch.arange(0, (T + 1) * K, K, dtype=torch.int32, device="cuda")
+            by_token, starts = self.pairs_by_token()
         back = torch.randn(sum(into), self.d, device="cuda", dtype=torch.bfloat16)
         return {
             "dispatch": time_of(lambda: group.all_to_all(self.x.index_select(0, tokens), out, into), group),
             "combine": time_of(lambda: gather_sum(group.all_to_all(back, into, out), by_token, starts), group),
         }
+
+    def vdev_2d(self) -> dict[str, float]:
+        group, tokens, counts = self.group, self.routing.token_ids_N, self.routing.counts
+        N, room = tokens.shape[0], int(self.pairs_SQ.sum(0).max()) + E // group.size * ALIGN
+        packed, rows, back = (_shared(n, self.d, dtype=torch.bfloat16) for n in (N, room, N))
+        splits, arrived, returned = (_shared(*size, dtype=torch.int64) for size in ((E,), (2, E), (2, E)))
+        splits.copy_(counts.pairs_SE[group.rank])
+        by_token, starts = self.pairs_by_token()
+        operations: Any = torch.ops.symm_mem
+
+        def start() -> None:
+            torch.index_select(self.x, 0, tokens, out=packed)
+            operations.all_to_all_vdev_2d(packed, rows, splits, arrived, group.name, ALIGN)
+
+        def combine() -> Tensor:
+            operations.all_to_all_vdev_2d_offset(rows, back, arrived, returned, group.name)
+            return gather_sum(back, by_token, starts)
+
+        start()
+        combine()
+        torch.cuda.synchronize()
+        assert torch.equal(back, packed)
+        return {"dispatch": time_of(start, group), "combine": time_of(combine, group)}
+
+    def pairs_by_token(self) -> tuple[Tensor, Tensor]:
+        starts = torch.arange(0, (self.T + 1) * K, K, dtype=torch.int32, device="cuda")
+        return self.routing.token_ids_N.argsort(stable=True).int(), starts
+
+
+def _shared(*size: int, dtype: torch.dtype) -> Tensor:
+    assert dist.group.WORLD is not None
+    values = symmetric.empty(*size, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
+    symmetric.rendezvous(values, dist.group.WORLD)
+    return values
 
 
 def time_of(call: Callable[[], Any], group: EPGroup) -> float:
@@ -119,16 +162,24 @@ def time_of(call: Callable[[], Any], group: EPGroup) -> float:
     return slowest(statistics.median(times), group)
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, *, nvshmem: bool) -> dict[str, Any]:
     rows, pairs = case.rows_out, case.pairs_SQ[case.group.rank].tolist()
     wire, undedup = case.wire_bytes(rows), case.wire_bytes(pairs)
+    if nvshmem:
+        return described(case, {"all_to_all_vdev_2d": (undedup, case.vdev_2d())})
     contestants: dict[str, tuple[int, dict[str, float]]] = {
         "all_to_all, pairs": (undedup, case.all_to_all(dedup=False)),
         "all_to_all, dedup": (wire, case.all_to_all(dedup=True)),
-        "symmetric": (wire, case.symmetric(None)),
+        "symmetric, push": (wire, case.symmetric("push")),
+        "symmetric, copy": (wire, case.symmetric("copy")),
     }
     if case.T == 8192:
-        contestants |= {f"symmetric, {blocks} blocks": (wire, case.symmetric(blocks)) for blocks in BLOCKS}
+        contestants |= {f"symmetric, {blocks} blocks": (wire, case.symmetric("push", blocks)) for blocks in BLOCKS}
+    return described(case, contestants)
+
+
+def described(case: Case, contestants: dict[str, tuple[int, dict[str, float]]]) -> dict[str, Any]:
+    """By contestant: its times, and rates by the bytes that it needs to send."""
     logical = case.T * K * case.d * 2
     return {
         name: {
@@ -142,20 +193,24 @@ def measure(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--d", type=int, nargs="+", default=[2048, 4096, 7168])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[2048, 4096, 7168])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--skew", type=float, nargs="+", default=[0.0, 2.0])
+    parser.add_argument("--nvshmem", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
+    if options.nvshmem:
+        os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "16G")
+        symmetric.set_backend("NVSHMEM")
     group = EPGroup()
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "ranks": group.size}
     results |= {"E": E, "K": K, "cases": []}
-    for d in options.d:
+    for d in options.hidden:
         for T in options.tokens:
             for skew in options.skew if T == 8192 else options.skew[:1]:
-                times = measure(Case(T, d, skew, group))
+                times = measure(Case(T, d, skew, group), nvshmem=options.nvshmem)
                 results["cases"].append({"d": d, "T": T, "skew": skew, "times": times})
                 torch.cuda.empty_cache()
                 if group.rank == 0:

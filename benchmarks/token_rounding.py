@@ -4,8 +4,9 @@
 
 The same layer, tokens and weights with rounding "off" and "nearest" (every expert's count to the nearest multiple of
 128), taking turns in one run. `router` is the router's forward alone: scores, choice, decision, selection, weights.
-`experts` is `sonic_ep.functional.moe` on either routing. Times are medians over CUDA events that include waiting for
-the host; changed_share is the share of pairs that rounding changed.
+`experts` is `sonic_ep.functional.moe` on either routing. Times are medians over CUDA events. The device has a backlog
+when the host begins, as in the middle of a model; where rounding makes the host wait for sizes, the time that the
+device then waits for launches is in. changed_share is the share of pairs that rounding changed.
 """
 
 import argparse
@@ -36,6 +37,7 @@ def between(begin: Callable[[], Any], end: Callable[[Any], Any]) -> Timed:
     """Milliseconds of the two halves of a step: forward, and backward of what it returned."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     torch.cuda.synchronize()
+    torch.cuda._sleep(10_000_000)  # a backlog, as in the middle of a model: the host is ahead until it waits
     marks[0].record()
     result = begin()
     marks[1].record()

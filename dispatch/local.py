@@ -64,6 +64,9 @@ class LocalTransport:
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         return x_TH
 
+    def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+        return lambda: x_TH
+
     def keep(self, rows_RH: Tensor) -> Tensor:
         return rows_RH
 

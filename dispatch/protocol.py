@@ -131,6 +131,11 @@ class Transport(Protocol):
         """Rows (R, H) as received: by source rank, then token. x_TH (T, H), any dtype. Backward: `combine`."""
         ...
 
+    def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+        """`dispatch` of rows that are not needed yet: they travel beside what is launched next. What it returns gives
+        them, must be called, and keeps x until then."""
+        ...
+
     def keep(self, rows_RH: Tensor) -> Tensor:
         """The rows of a dispatch, so that they last; otherwise they do until the second dispatch after it."""
         ...

@@ -4,8 +4,8 @@ Every stage is one kernel (kernels/peers.py): it meets the other ranks, writes w
 have ended.
 
 Buffers are shared by all that use the transport: index lists and returned values once, rows by the width of a row. A
-source owns a region of `stride` rows in each of them, stride being the most tokens of any rank: rows are received with
-gaps, `num_rows` is S * stride, and nobody needs to know how many rows the others send.
+source owns a region of `stride` rows in each of them, stride being the most tokens of any rank, where the row of its
+token t is t: rows are received with gaps, `num_rows` is S * stride, and nobody numbers rows or counts them.
 
     bytes of a rank  =  3 * S * stride * row_bytes, for each row width, + 20 a pair, + flags and counts
 
@@ -26,13 +26,14 @@ from typing import NamedTuple, Self, final
 import torch
 from torch import Tensor
 
+from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.plan import ArrivingSizes, PlanSizes
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
-from sonic_ep.kernels.operations import pair_lists, peer_kernels, sent_rows
+from sonic_ep.kernels.operations import needed_rows, pair_lists, peer_kernels
 from sonic_ep.kernels.pair_lists import RankPlan
-from sonic_ep.kernels.peers import Meeting, flags_of
+from sonic_ep.kernels.peers import Meeting, Stage, flags_of
 from sonic_ep.peer_memory import PeerMemory
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
@@ -67,22 +68,29 @@ class _Rows:
     def view(self, buffer: int, like: Tensor, num_rows: int) -> Tensor:
         return self.memory.view(buffer * self.buffer_bytes, (num_rows, like.shape[1]), like.dtype)
 
+    def copy_to_all(self, buffer: int, x_TH: Tensor, group: EPGroup, stride: int) -> None:
+        """By copy engines, to this rank's region in each rank's buffer."""
+        offset = buffer * self.buffer_bytes + group.rank * stride * x_TH.shape[1] * x_TH.element_size()
+        for turn in range(1, group.size + 1):  # from the next rank on, so that no rank is sent to by all at once
+            rank = (group.rank + turn) % group.size
+            self.memory.view_of(rank, offset, x_TH.shape, x_TH.dtype).copy_(x_TH)
+
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
     """Room for the index lists that arrive and the values that come back. starts, addresses: of the row of each pair,
-    its weight, the values, and the number of rows that each source sends."""
+    its weight, and the values."""
 
     memory: PeerMemory
     capacity: int
-    starts: tuple[int, int, int, int]
+    starts: tuple[int, int, int]
     addresses: tuple[Tensor, ...]
 
     @classmethod
-    def allocate(cls, allocate: Callable[[int], PeerMemory], capacity: int, size: int) -> Self:
+    def allocate(cls, allocate: Callable[[int], PeerMemory], capacity: int) -> Self:
         rows, wide = _aligned(capacity * INDEX_DTYPE.itemsize), _aligned(capacity * _WIDEST)
-        starts = (0, rows, rows + wide, rows + 2 * wide)
-        memory = allocate(starts[3] + _aligned(size * INDEX_DTYPE.itemsize))
+        starts = (0, rows, rows + wide)
+        memory = allocate(rows + 2 * wide)
         return cls(memory, capacity, starts, tuple(map(memory.at, starts)))
 
 
@@ -97,12 +105,19 @@ class SymmetricTransport:
     """
 
     def __init__(
-        self, group: EPGroup, allocate: Callable[[int], PeerMemory], *, patience: float, static: bool = False
+        self,
+        group: EPGroup,
+        allocate: Callable[[int], PeerMemory],
+        *,
+        patience: float,
+        static: bool = False,
+        dispatch: Dispatch = "auto",
     ) -> None:
         self.group = group
         self._allocate = allocate
         self._patience = patience
         self._static = static
+        self._dispatch = dispatch
         self._tokens: int | None = None  # of every rank, if static
         self._flags: PeerMemory | None = None
         self._counts: tuple[int, PeerMemory] | None = None
@@ -133,7 +148,8 @@ class SymmetricTransport:
         meeting, S, T = self._meet(), self.group.size, routing.num_tokens
         static = self._static and routing.most_received is not None
         arriving = None if static else self._arriving_sizes(routing, plan)
-        sent = sent_rows(routing.token_ids_N, plan.pair_starts_Q, T)
+        token_ids_N = routing.token_ids_N.contiguous()
+        needed = needed_rows(token_ids_N, plan.pair_starts_Q, T)
         sizes = self._static_sizes(routing) if arriving is None else self._exact_sizes(arriving.read())
         pairs, pairs_SQ = self._room_for_pairs(sizes.most_pairs), plan.sizes[1:]
         rows_RH = None
@@ -142,44 +158,51 @@ class SymmetricTransport:
             # Beside the lists, which it does not need. It allocates nothing, and is waited for before this returns:
             # no tensor of one stream is freed while the other uses it.
             with self._aside(x_TH):
-                rows_RH = self._push_rows(x_TH, sent.sent_before, sizes.stride)
-        rows_at, gates_at, _, counts_at = pairs.addresses
-        peer_kernels().push_lists(
-            meeting,
-            sent.row_of_pair_N,
-            routing.gates_N.contiguous(),
-            sent.sent_before,
-            T,
-            pairs_SQ,
-            rows_at,
-            gates_at,
-            counts_at,
-        )
+                rows_RH = self._send(x_TH, needed, sizes.stride)
+        rows_at, gates_at, _ = pairs.addresses
+        peer_kernels().push_lists(meeting, token_ids_N, routing.gates_N.contiguous(), pairs_SQ, rows_at, gates_at)
         row_in_source_V = pairs.memory.view(pairs.starts[0], (sizes.num_pairs,), INDEX_DTYPE)
         gates_V = pairs.memory.view(pairs.starts[1], (sizes.num_pairs,), routing.gates_N.dtype)
         chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=static)
         row_starts_S = self._starts_of_regions(sizes.stride, gates_V)
         buffer = pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, S * sizes.stride)
-        rows_in_S = pairs.memory.view(pairs.starts[3], (S,), INDEX_DTYPE).clone()
         receipt = Receipt(
             row_of_pair_P=buffer.row_of_pair_P,
             pairs_by_row_V=buffer.pairs_by_row_V,
             pair_starts_R=buffer.pair_starts_R,
             slot_V=buffer.slot_V,
             expert_starts_e=plan.expert_starts_e,
-            own_lists=(sent.sent_before, rows_in_S, pairs_SQ),
+            own_lists=(needed, routing.counts.tokens_S.to(INDEX_DTYPE), pairs_SQ),
             splits=Splits.none(S),
             num_tokens=T,
             num_rows=S * sizes.stride,
-            num_listed=routing.token_ids_N.shape[0],
+            num_listed=token_ids_N.shape[0],
         )
         if x_TH is not None:
             self._join(x_TH)
         return Opened(receipt, buffer.gates_P, rows_RH)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
-        sent_before, _, _ = receipt.own_lists
-        return self._push_rows(x_TH.contiguous(), sent_before, receipt.num_rows // self.group.size)
+        needed, _, _ = receipt.own_lists
+        return self._send(x_TH.contiguous(), needed, receipt.num_rows // self.group.size)
+
+    def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+        if self._dispatch == "push":
+            rows_RH = self.dispatch(x_TH, receipt)
+            return lambda: rows_RH
+        x_TH, stride = x_TH.contiguous(), receipt.num_rows // self.group.size
+        meeting, kernels, rows = self._meet(), peer_kernels(), self._next_rows(x_TH, stride)
+        kernels.come(meeting, Stage.DISPATCH)
+        with self._aside(x_TH):
+            rows.copy_to_all(self._turn, x_TH, self.group, stride)
+        turn = self._turn
+
+        def wait() -> Tensor:
+            self._join(x_TH)  # which lives until then
+            kernels.go(meeting, Stage.DISPATCH)
+            return rows.view(turn, x_TH, receipt.num_rows)
+
+        return wait
 
     def keep(self, rows_RH: Tensor) -> Tensor:
         return rows_RH.clone()
@@ -194,13 +217,13 @@ class SymmetricTransport:
     def _combine(
         self, values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None, receipt: Receipt
     ) -> Tensor:
-        sent_before, rows_in_S, _ = receipt.own_lists
+        needed, tokens_S, _ = receipt.own_lists
         stride = receipt.num_rows // self.group.size
         rows = self._room_for_rows(values_PH, stride)
         meeting, kernels = self._meet(), peer_kernels()
-        kernels.push_sums(meeting, values_PH, items, starts, weights_P, rows_in_S, rows.addresses[2], stride)
+        kernels.push_sums(meeting, values_PH, items, starts, weights_P, tokens_S, rows.addresses[2], stride)
         back = rows.view(2, values_PH, receipt.num_rows)
-        return kernels.sum_sent(meeting, back, sent_before, receipt.num_tokens, stride)
+        return kernels.sum_sent(meeting, back, needed, receipt.num_tokens, stride)
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         _, _, pairs_SQ = receipt.own_lists
@@ -210,11 +233,20 @@ class SymmetricTransport:
         buffer = pairs.memory.view(pairs.starts[2], (pairs.capacity,), values_P.dtype)
         return kernels.take_values(meeting, buffer, pairs_SQ, receipt.num_listed)
 
-    def _push_rows(self, x_TH: Tensor, sent_before: Tensor, stride: int) -> Tensor:
-        rows = self._room_for_rows(x_TH, stride)
-        self._turn = 1 - self._turn
-        peer_kernels().push_rows(self._meet(), x_TH, sent_before, rows.addresses[self._turn], stride)
+    def _send(self, x_TH: Tensor, needed: Tensor, stride: int) -> Tensor:
+        meeting, kernels, rows = self._meet(), peer_kernels(), self._next_rows(x_TH, stride)
+        if self._dispatch == "copy":
+            kernels.come(meeting, Stage.DISPATCH)
+            rows.copy_to_all(self._turn, x_TH, self.group, stride)
+            kernels.go(meeting, Stage.DISPATCH)
+        else:
+            kernels.push_rows(meeting, x_TH, needed, rows.addresses[self._turn], stride)
         return rows.view(self._turn, x_TH, self.group.size * stride)
+
+    def _next_rows(self, x_TH: Tensor, stride: int) -> _Rows:
+        """Where to send x: the buffer whose turn it is."""
+        self._turn = 1 - self._turn
+        return self._room_for_rows(x_TH, stride)
 
     def _aside(self, like: Tensor) -> AbstractContextManager[object]:
         """Launches beside the current stream, behind what is on it so far; `_join` makes it wait."""
@@ -290,7 +322,7 @@ class SymmetricTransport:
         if self._pairs is None or self._pairs.capacity < needed:
             self._let_go(in_use=self._pairs is not None)
             self._pairs = None
-            self._pairs = _Pairs.allocate(self._allocate, max(1, round(needed * _ROOM)), self.group.size)
+            self._pairs = _Pairs.allocate(self._allocate, max(1, round(needed * _ROOM)))
         return self._pairs
 
     def _room_for_rows(self, like: Tensor, stride: int) -> _Rows:

@@ -138,6 +138,11 @@ def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Se
     return _lists("sent_rows", token_ids_N.is_cuda).sent_rows(token_ids_N, pair_starts_Q, num_tokens)
 
 
+def needed_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
+    """`needed_rows` of kernels/sent_rows.py, likewise."""
+    return _lists("sent_rows", token_ids_N.is_cuda).needed_rows(token_ids_N, pair_starts_Q, num_tokens)
+
+
 def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
     """`token_lists` of kernels/sent_rows.py, likewise."""
     return _lists("sent_rows", sent.sent_before.is_cuda).token_lists(sent, num_sent)
@@ -196,7 +201,7 @@ def decision_kernel(device: torch.device) -> DecisionKernel | None:
 
 
 class PeerKernels(Protocol):
-    """Kernels that write into the memory of other ranks; see kernels/cuda/peer_{gather,pairs,rows}.py."""
+    """Kernels that write into the memory of other ranks; see kernels/cuda/peer_{gather,meeting,pairs,rows}.py."""
 
     PLACES: int
     announce: Callable[..., None]
@@ -204,6 +209,8 @@ class PeerKernels(Protocol):
     push_lists: Callable[..., None]
     push_values: Callable[..., None]
     push_rows: Callable[..., None]
+    come: Callable[..., None]
+    go: Callable[..., None]
     push_sums: Callable[..., None]
     sum_sent: Callable[..., Tensor]
     take_values: Callable[..., Tensor]

@@ -53,19 +53,30 @@ class TokenLists:
     sent_starts_T: Tensor
 
 
+def needed_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
+    """(Q * T,) int32: does owner q need the row of token t, 1 or 0 at q * T + t? See `sent_rows`."""
+    Q, tokens_N = pair_starts_Q.shape[0] - 1, token_ids_N.long()
+    needed_QT = torch.zeros(Q, num_tokens, dtype=INDEX_DTYPE, device=tokens_N.device)
+    needed_QT[_owner_of_pair(tokens_N, pair_starts_Q), tokens_N] = 1
+    return needed_QT.flatten()
+
+
 def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> SentRows:
     """Number the rows that leave.
 
     token_ids_N: (N,) int32, pairs by owner. pair_starts_Q: (Q + 1,) int32, the first pair of each owner, and N.
     """
     Q, tokens_N = pair_starts_Q.shape[0] - 1, token_ids_N.long()
-    owner_N = torch.repeat_interleave(pair_starts_Q.diff(), output_size=tokens_N.shape[0])
-    needed_QT = torch.zeros(Q, num_tokens, dtype=INDEX_DTYPE, device=tokens_N.device)
-    needed_QT[owner_N, tokens_N] = 1
+    owner_N = _owner_of_pair(tokens_N, pair_starts_Q)
+    needed_QT = needed_rows(token_ids_N, pair_starts_Q, num_tokens).view(Q, num_tokens)
     row_QT = needed_QT.cumsum(1) - 1
     sent_before = torch.nn.functional.pad(needed_QT.flatten().cumsum(0), (1, 0))
     copies_T = torch.nn.functional.pad(needed_QT.sum(0), (1, 0))
     return SentRows(*(v.to(INDEX_DTYPE) for v in (row_QT[owner_N, tokens_N], sent_before, copies_T)), num_owners=Q)
+
+
+def _owner_of_pair(tokens_N: Tensor, pair_starts_Q: Tensor) -> Tensor:
+    return torch.repeat_interleave(pair_starts_Q.diff(), output_size=tokens_N.shape[0])
 
 
 def token_lists(sent: SentRows, num_sent: int) -> TokenLists:

@@ -18,6 +18,7 @@ LinearDtype = Literal["float32", "input"]
 Balance = Literal["none", "sequence", "batch", "global"]
 TransportKind = Literal["auto", "symmetric", "all_to_all"]
 Buffers = Literal["exact", "static"]
+Dispatch = Literal["auto", "push", "copy"]
 RoundingMode = Literal["apportion", "nearest", "up", "down", "stochastic", "pad", "off"]
 
 MAX_K = 16
@@ -150,24 +151,30 @@ class TransportConfig:
     the first where every rank can reach every other, and says in the log which it took.
     buffers: "exact" reads sizes on the host once a forward; "static" never does, and can be captured in a CUDA graph:
     it needs rounding.capacity_factor, and as many tokens on every rank and in every training step.
+    dispatch: for "symmetric": "push" sends each row to the ranks that need it, by SMs; "copy" sends every row to every
+    rank, by copy engines, while SMs compute; "auto" copies the rows that nobody waits for, x in backward.
     timeout: seconds after which "symmetric" reports a rank that does not come.
     """
 
     kind: TransportKind = "auto"
     buffers: Buffers = "exact"
+    dispatch: Dispatch = "auto"
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
         _check_choice("transport.kind", self.kind, get_args(TransportKind))
         _check_choice("transport.buffers", self.buffers, get_args(Buffers))
+        _check_choice("transport.dispatch", self.dispatch, get_args(Dispatch))
         _check_non_negative(**{"transport.timeout": self.timeout})
         if self.timeout == 0:
             raise ValueError("transport.timeout=0 would give up on every rank; give it seconds")
-        if self.kind == "all_to_all" and self.buffers == "static":
-            raise ValueError(
-                "transport.buffers='static' is the symmetric transport's; set transport.kind='symmetric', or "
-                "buffers='exact'"
-            )
+        if self.kind == "all_to_all":
+            for name, value, other in (("buffers", self.buffers, "exact"), ("dispatch", self.dispatch, "auto")):
+                if value != other:
+                    raise ValueError(
+                        f"transport.{name}={value!r} is the symmetric transport's; set transport.kind='symmetric', or "
+                        f"{name}={other!r}"
+                    )
 
     def check_bound(self, rounding: RoundingConfig | None) -> None:
         """Raise ValueError for static buffers whose size nothing bounds. rounding: of the layer, None for none."""

@@ -82,7 +82,7 @@ def backward(
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
     needs_w1, needs_w2, needs_b1, needs_b2 = needs
     do_RH = transport.dispatch(dout_TH.contiguous(), receipt)
-    rows_RH = kept.rows if call.keeps_received else transport.dispatch(kept.rows, receipt)
+    rows = (lambda: kept.rows) if call.keeps_received else transport.prefetch(kept.rows, receipt)
     grads = expert_mlp.backward_hidden(ops, do_RH, kept.take_h(), kept.gates_P, weights, pairs, call.activation)
     dh_PJ, scaled_a_PI = grads.dh_PJ, grads.scaled_a_PI
     dx_TH = transport.combine_pairs(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, receipt)
@@ -90,6 +90,7 @@ def backward(
     del grads
     dw2 = expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
     del scaled_a_PI
+    rows_RH = rows()
     dw1 = expert_mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs, into[0]) if needs_w1 else None
     db1, db2 = None, None
     if needs_b1 or needs_b2:

@@ -4,6 +4,7 @@ With groups.py the only file that talks to torch.distributed. Multicast is not u
 """
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +20,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # containers of several host
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """own: (bytes,) uint8 of this rank. addresses_S: (S,) int64 on its device, where this process finds each rank's."""
+    """own: (bytes,) uint8 of this rank. addresses_S: (S,) int64 on its device, where this process finds each rank's.
+    everyones: the memory there, by rank, for whoever copies."""
 
     own: Tensor
     addresses_S: Tensor
+    everyones: Sequence[Tensor]
 
     def at(self, offset: int) -> Tensor:
         """(S,) addresses of what stands `offset` bytes behind the start of each rank's memory."""
@@ -30,8 +33,16 @@ class PeerMemory:
 
     def view(self, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """This rank's own values there."""
-        count = torch.Size(size).numel() * dtype.itemsize
-        return self.own[offset : offset + count].view(dtype).view(size)
+        return _part(self.own, offset, size, dtype)
+
+    def view_of(self, rank: int, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Those of another."""
+        return _part(self.everyones[rank], offset, size, dtype)
+
+
+def _part(memory: Tensor, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    count = torch.Size(size).numel() * dtype.itemsize
+    return memory[offset : offset + count].view(dtype).view(size)
 
 
 def symmetric_memory(group: EPGroup, device: torch.device, num_bytes: int) -> PeerMemory:
@@ -48,7 +59,8 @@ def symmetric_memory(group: EPGroup, device: torch.device, num_bytes: int) -> Pe
     addresses_S = torch.tensor(handle.buffer_ptrs, dtype=torch.int64).to(device)
     torch.cuda.synchronize(device)
     dist.barrier(group.process_group, device_ids=[device.index] if group.backend == "nccl" else None)
-    return PeerMemory(own, addresses_S)
+    everyones = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size)]
+    return PeerMemory(own, addresses_S, everyones)
 
 
 class Place(NamedTuple):

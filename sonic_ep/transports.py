@@ -52,6 +52,9 @@ class GroupTransport:
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         return self.on(x_TH).dispatch(x_TH, receipt)
 
+    def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+        return self.on(x_TH).prefetch(x_TH, receipt)
+
     def keep(self, rows_RH: Tensor) -> Tensor:
         return self.on(rows_RH).keep(rows_RH)
 
@@ -106,8 +109,12 @@ def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> Al
     if problem is None:
         _LOG.info("rows travel through symmetric memory (%d ranks)", group.size)
         allocate = functools.partial(symmetric_memory, group, device)
-        return SymmetricTransport(group, allocate, patience=config.timeout, static=config.buffers == "static")
-    if config.kind == "symmetric" or config.buffers == "static":
-        raise ValueError(f"transport.kind={config.kind!r} with {config.buffers} buffers cannot be had: {problem}")
+        static = config.buffers == "static"
+        return SymmetricTransport(group, allocate, patience=config.timeout, static=static, dispatch=config.dispatch)
+    if config.kind == "symmetric" or config.buffers == "static" or config.dispatch != "auto":
+        dispatch = "" if config.dispatch == "auto" else f" and dispatch={config.dispatch!r}"
+        raise ValueError(
+            f"transport.kind={config.kind!r} with {config.buffers} buffers{dispatch} cannot be had: {problem}"
+        )
     _LOG.info("rows travel by all-to-all over %s: %s", group.backend, problem)
     return AllToAllTransport(group)

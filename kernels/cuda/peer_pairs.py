@@ -27,21 +27,18 @@ def _before(pairs_ptr, source, owner, S: tl.constexpr, RANKS: tl.constexpr, OF_O
     return tl.sum(tl.load(pairs_ptr + source * S + other, mask=other < owner, other=0), axis=0)
 
 
-@triton.jit(do_not_specialize=["patience", "rank", "T"])
+@triton.jit(do_not_specialize=["patience", "rank"])
 def _push_lists(
-    row_of_pair_ptr,
+    tokens_ptr,
     gates_ptr,
-    sent_before_ptr,
     pairs_ptr,
     rows_ptr,
     weights_ptr,
-    counts_ptr,
     flags_ptr,
     state_ptr,
     report_ptr,
     patience,
     rank,
-    T,
     STAGE: tl.constexpr,
     S: tl.constexpr,
     RANKS: tl.constexpr,
@@ -58,12 +55,9 @@ def _push_lists(
         while offset < num_pairs:
             index = offset + tl.arange(0, BLOCK)
             real = index < num_pairs
-            tl.store(rows_there + index, tl.load(row_of_pair_ptr + first + index, mask=real), mask=real)
+            tl.store(rows_there + index, tl.load(tokens_ptr + first + index, mask=real), mask=real)
             tl.store(weights_there + index, tl.load(gates_ptr + first + index, mask=real), mask=real)
             offset += tl.num_programs(0) * BLOCK
-        if tl.program_id(0) == 0:
-            num_rows = tl.load(sent_before_ptr + (owner + 1) * T) - tl.load(sent_before_ptr + owner * T)
-            tl.store(tl.load(counts_ptr + owner).to(tl.pointer_type(tl.int32)) + rank, num_rows)
     finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
@@ -109,30 +103,24 @@ def _take_values(buffer_ptr, pairs_ptr, out_ptr, rank, N, S: tl.constexpr, RANKS
 
 def push_lists(
     meeting: Meeting,
-    row_of_pair_N: Tensor,
+    token_ids_N: Tensor,
     gates_N: Tensor,
-    sent_before: Tensor,
-    num_tokens: int,
     pairs_SQ: Tensor,
     rows_S: Tensor,
     weights_S: Tensor,
-    counts_S: Tensor,
 ) -> None:
-    """Tell every owner the row and the weight of each of its pairs, and how many rows this rank sends it.
+    """Tell every owner the token and the weight of each of its pairs.
 
-    pairs_SQ: (S * Q,) int32 pairs that each rank sends to each owner. rows_S, weights_S, counts_S: (S,) int64
-    addresses, 16-byte aligned, of each rank's int32 rows, weights in the dtype of gates_N, and (S,) int32 row counts.
+    pairs_SQ: (S * Q,) int32 pairs that each rank sends to each owner. rows_S, weights_S: (S,) int64 addresses, 16-byte
+    aligned, of each rank's int32 rows and weights in the dtype of gates_N.
     """
     _push_lists[(PAIR_PROGRAMS,)](
-        row_of_pair_N,
+        token_ids_N,
         gates_N,
-        sent_before,
         pairs_SQ,
         rows_S,
         weights_S,
-        counts_S,
         *meeting.arguments,
-        num_tokens,
         STAGE=Stage.LISTS.value,
         S=meeting.size,
         RANKS=triton.next_power_of_2(meeting.size),

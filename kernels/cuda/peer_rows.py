@@ -1,8 +1,8 @@
 """Rows into the memory of other ranks and back: dispatch, and combine with its sum on the experts' rank.
 
-A source's rows have a region of `stride` rows in every owner's buffer, in its own order, so no rank needs to know how
-many rows the others send. The way back has the same numbering: row i that this rank was sent by source s goes to row i
-of this rank's region at s.
+A source has a region of `stride` rows in every owner's buffer, in which the row of token t is t, so nobody numbers the
+rows that are sent, or asks how many they are; rows that an owner does not need are gaps. The way back has the same
+numbering: the row of token t of source s goes to row t of this rank's region at s.
 
 `push_rows` reads a token's row once and writes it to every rank that needs it. `push_sums` sums as gather_sum does, in
 the same order, and writes the sum where it belongs instead of here. `sum_sent` is the last sum, over owners.
@@ -29,7 +29,7 @@ SUM_PROGRAMS = 16 * 132  # of one warp; fewer than there is room for at once, so
 @triton.jit(do_not_specialize=["patience", "rank", "T", "stride"])
 def _push_rows(
     x_ptr,
-    sent_before_ptr,
+    needed_ptr,
     buffers_ptr,
     flags_ptr,
     state_ptr,
@@ -54,11 +54,9 @@ def _push_rows(
         there = token < T
         inside = there[:, None] & (columns < H)
         x = tl.load(x_ptr + token.to(tl.int64)[:, None] * H + columns, mask=inside, other=0)
+        place = (rank * stride + token).to(tl.int64)
         for owner in tl.static_range(S):
-            cell_ptr = sent_before_ptr + owner * T + token
-            row = tl.load(cell_ptr, mask=there, other=0)
-            needed = tl.load(cell_ptr + 1, mask=there, other=0) > row
-            place = (rank * stride + row - tl.load(sent_before_ptr + owner * T)).to(tl.int64)
+            needed = tl.load(needed_ptr + owner * T + token, mask=there, other=0) > 0
             buffer_ptr = tl.load(buffers_ptr + owner).to(tl.pointer_type(x_ptr.dtype.element_ty))
             buffer_ptr = tl.multiple_of(buffer_ptr, 16)
             tl.store(buffer_ptr + place[:, None] * H + columns, x, mask=inside & needed[:, None])
@@ -72,7 +70,7 @@ def _push_sums(
     items_ptr,
     starts_ptr,
     weights_ptr,
-    rows_in_ptr,
+    tokens_ptr,
     buffers_ptr,
     flags_ptr,
     state_ptr,
@@ -90,9 +88,9 @@ def _push_sums(
 ):
     meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
     blocks = tl.cdiv(H, BLOCK)
-    most = tl.load(rows_in_ptr)
+    most = tl.load(tokens_ptr)
     for other in tl.static_range(1, S):
-        most = tl.maximum(most, tl.load(rows_in_ptr + other))
+        most = tl.maximum(most, tl.load(tokens_ptr + other))
     # The sources take turns, so that all links are busy.
     pieces = most.to(tl.int64) * (S * blocks)
     piece = tl.program_id(0).to(tl.int64)
@@ -100,27 +98,29 @@ def _push_sums(
         columns = (piece % blocks * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
         source = piece // blocks % S
         index = piece // blocks // S
-        if index < tl.load(rows_in_ptr + source):
+        if index < tl.load(tokens_ptr + source):
             inside = columns < H
             row = source * stride + index
-            total = row_sum(
-                values_ptr,
-                items_ptr,
-                weights_ptr,
-                tl.load(starts_ptr + row),
-                tl.load(starts_ptr + row + 1),
-                H,
-                columns,
-                inside,
-                HAS_WEIGHTS,
-                BLOCK,
-                UNROLL,
-                ACCUMULATOR,
-            )
-            buffer_ptr = tl.load(buffers_ptr + source).to(tl.pointer_type(values_ptr.dtype.element_ty))
-            buffer_ptr = tl.multiple_of(buffer_ptr, 16)
-            place = rank.to(tl.int64) * stride + index
-            tl.store(buffer_ptr + place * H + columns, total.to(values_ptr.dtype.element_ty), mask=inside)
+            start, stop = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+            if start < stop:
+                total = row_sum(
+                    values_ptr,
+                    items_ptr,
+                    weights_ptr,
+                    start,
+                    stop,
+                    H,
+                    columns,
+                    inside,
+                    HAS_WEIGHTS,
+                    BLOCK,
+                    UNROLL,
+                    ACCUMULATOR,
+                )
+                buffer_ptr = tl.load(buffers_ptr + source).to(tl.pointer_type(values_ptr.dtype.element_ty))
+                buffer_ptr = tl.multiple_of(buffer_ptr, 16)
+                place = rank.to(tl.int64) * stride + index
+                tl.store(buffer_ptr + place * H + columns, total.to(values_ptr.dtype.element_ty), mask=inside)
         piece += tl.num_programs(0)
     finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
@@ -128,7 +128,7 @@ def _push_sums(
 @triton.jit(do_not_specialize=["T", "stride"])
 def _sum_sent(
     buffer_ptr,
-    sent_before_ptr,
+    needed_ptr,
     given_up_ptr,
     out_ptr,
     T,
@@ -144,9 +144,8 @@ def _sum_sent(
     inside = columns < H
     total = tl.zeros([BLOCK], dtype=ACCUMULATOR)
     for owner in tl.static_range(S):
-        row = tl.load(sent_before_ptr + owner * T + token)
-        needed = tl.load(sent_before_ptr + owner * T + token + 1) > row
-        place = (owner * stride + row - tl.load(sent_before_ptr + owner * T)).to(tl.int64)
+        needed = tl.load(needed_ptr + owner * T + token) > 0
+        place = (owner * stride + token).to(tl.int64)
         value = tl.load(
             buffer_ptr + place * H + columns, mask=inside & needed, other=0.0, eviction_policy="evict_first"
         )
@@ -156,17 +155,17 @@ def _sum_sent(
     tl.store(out_ptr + token.to(tl.int64) * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def push_rows(meeting: Meeting, x_TH: Tensor, sent_before: Tensor, buffers_S: Tensor, stride: int) -> None:
+def push_rows(meeting: Meeting, x_TH: Tensor, needed: Tensor, buffers_S: Tensor, stride: int) -> None:
     """Write each row of x to every rank that needs it, into this rank's region there.
 
-    Shapes:  x_TH (T, H) contiguous; sent_before of kernels/sent_rows.py; buffers_S (S,) int64 addresses of the ranks'
-             buffers (S * stride, H) in the dtype of x; stride >= T of any rank.
+    Shapes:  x_TH (T, H) contiguous; needed of `needed_rows`, kernels/sent_rows.py; buffers_S (S,) int64 addresses of
+             the ranks' buffers (S * stride, H) in the dtype of x; stride >= T of any rank.
     """
     T, H = x_TH.shape
     columns = min(_MAX_COLUMNS, triton.next_power_of_2(H))
     _push_rows[(PUSH_PROGRAMS,)](
         x_TH,
-        sent_before,
+        needed,
         buffers_S,
         *meeting.arguments,
         T,
@@ -186,14 +185,14 @@ def push_sums(
     items: Tensor,
     starts: Tensor,
     weights_P: Tensor | None,
-    rows_in_S: Tensor,
+    tokens_S: Tensor,
     buffers_S: Tensor,
     stride: int,
 ) -> None:
     """gather_sum (kernels/reference.py), each sum written to the rank its row came from.
 
-    rows_in_S: (S,) int32, how many rows each rank has sent. starts: (S * stride + 1,). buffers_S, stride: as in
-    push_rows.
+    Rows without an item are left out. tokens_S: (S,) int32, T of each rank. starts:
+    (S * stride + 1,). buffers_S, stride: as in push_rows.
     """
     H = values_PH.shape[1]
     _push_sums[(SUM_PROGRAMS,)](
@@ -201,7 +200,7 @@ def push_sums(
         items,
         starts,
         weights_P if weights_P is not None else values_PH,
-        rows_in_S,
+        tokens_S,
         buffers_S,
         *meeting.arguments,
         stride,
@@ -216,10 +215,10 @@ def push_sums(
     )
 
 
-def sum_sent(meeting: Meeting, buffer: Tensor, sent_before: Tensor, num_tokens: int, stride: int) -> Tensor:
+def sum_sent(meeting: Meeting, buffer: Tensor, needed: Tensor, num_tokens: int, stride: int) -> Tensor:
     """(T, H) the sum over owners of what they sent back for each token, in fp32 at least, rounded once.
 
-    buffer: (S * stride, H) of this rank. NaN everywhere if a rank was waited for in vain.
+    buffer: (S * stride, H) of this rank. needed: as in push_rows. NaN everywhere if a rank was waited for in vain.
     """
     H = buffer.shape[1]
     out_TH = torch.empty(num_tokens, H, dtype=buffer.dtype, device=buffer.device)
@@ -227,7 +226,7 @@ def sum_sent(meeting: Meeting, buffer: Tensor, sent_before: Tensor, num_tokens: 
     if out_TH.numel():
         _sum_sent[(num_tokens * triton.cdiv(H, block),)](
             buffer,
-            sent_before,
+            needed,
             meeting.state[-1:],
             out_TH,
             num_tokens,

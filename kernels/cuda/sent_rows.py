@@ -76,17 +76,32 @@ def _by_token(
     tl.store(sent_by_token_ptr + position, row, mask=needed > 0)
 
 
+def needed_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
+    """See kernels/sent_rows.py."""
+    return _marked(token_ids_N.contiguous(), pair_starts_Q, num_tokens)[0][1:]
+
+
+def _marked(token_ids_N: Tensor, pair_starts_Q: Tensor, T: int) -> tuple[Tensor, Tensor]:
+    """needed_QT and copies_T, each behind a zero."""
+    N, Q = token_ids_N.shape[0], pair_starts_Q.shape[0] - 1
+    scratch = torch.zeros(Q * T + 1 + T + 1, dtype=INDEX_DTYPE, device=token_ids_N.device)
+    needed_QT, copies_T = scratch.split((Q * T + 1, T + 1))
+    _mark[(triton.cdiv(N, _BLOCK),)](
+        token_ids_N, pair_starts_Q, needed_QT, copies_T, N, T, OWNERS=Q, BLOCK=_BLOCK, num_warps=4
+    )
+    return needed_QT, copies_T
+
+
 def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> SentRows:
     """See kernels/sent_rows.py."""
     token_ids_N = token_ids_N.contiguous()
     N, Q, T = token_ids_N.shape[0], pair_starts_Q.shape[0] - 1, num_tokens
-    scratch = torch.zeros(Q * T + 1 + T + 1, dtype=INDEX_DTYPE, device=token_ids_N.device)
-    needed_QT, copies_T = scratch.split((Q * T + 1, T + 1))
-    grid, sizes = (triton.cdiv(N, _BLOCK),), {"OWNERS": Q, "BLOCK": _BLOCK, "num_warps": 4}
-    _mark[grid](token_ids_N, pair_starts_Q, needed_QT, copies_T, N, T, **sizes)
+    needed_QT, copies_T = _marked(token_ids_N, pair_starts_Q, T)
     sent_before = needed_QT.cumsum(0, dtype=INDEX_DTYPE)
     row_of_pair_N = torch.empty_like(token_ids_N)
-    _look_up[grid](token_ids_N, pair_starts_Q, sent_before, row_of_pair_N, N, T, **sizes)
+    _look_up[(triton.cdiv(N, _BLOCK),)](
+        token_ids_N, pair_starts_Q, sent_before, row_of_pair_N, N, T, OWNERS=Q, BLOCK=_BLOCK, num_warps=4
+    )
     return SentRows(row_of_pair_N, sent_before, copies_T, Q)
 
 

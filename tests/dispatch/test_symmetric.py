@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import Receipt, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
@@ -30,8 +31,8 @@ from tests.helpers.triton_device import triton_device
 if triton_device() != "cpu":
     pytest.skip("interprets its kernels; see test_symmetric_gpu.py", allow_module_level=True)
 
-peers, peer_rows, peer_pairs = (
-    import_module(f"sonic_ep.kernels.cuda.{name}") for name in ("peers", "peer_rows", "peer_pairs")
+peers, peer_rows, peer_pairs, peer_meeting = (
+    import_module(f"sonic_ep.kernels.cuda.{name}") for name in ("peers", "peer_rows", "peer_pairs", "peer_meeting")
 )
 Ranks = Callable[[int], RankPool]
 CASES = [
@@ -51,10 +52,13 @@ def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) 
     opened = transport.open(case.routing(rank), case.plan().of_rank(rank), x_TH)
     receipt, P = opened.receipt, opened.gates_P.shape[0]
     early = opened.rows_RH
+    early = None if early is None else early[used(receipt)]
     values_PH = torch.randn(P, case.H, generator=torch.Generator().manual_seed(rank + 9)).to(dtype)
     rows = transport.dispatch(x_TH, receipt).clone()
-    if early is not None:
-        assert torch.equal(early[used(receipt)], rows[used(receipt)])
+    later = transport.prefetch(x_TH, receipt)
+    plain = transport.combine_pairs(values_PH, None, receipt)
+    for other in (early, later()[used(receipt)]):
+        assert other is None or torch.equal(other, rows[used(receipt)])
     return {
         "rows": rows[used(receipt)],
         "rows of pairs": rows[receipt.row_of_pair_P.long()],
@@ -62,7 +66,7 @@ def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) 
         "slots": receipt.slot_V,
         "starts": receipt.expert_starts_e,
         "weighted": transport.combine_pairs(values_PH, opened.gates_P, receipt),
-        "plain": transport.combine_pairs(values_PH, None, receipt),
+        "plain": plain,
         "back": transport.combine(rows, receipt),
         "returned": transport.return_pairs(opened.gates_P, receipt),
     }
@@ -99,9 +103,9 @@ def used(receipt: Receipt) -> Tensor:
     return receipt.pair_starts_R.diff() > 0
 
 
-def same_as_all_to_all(rank: int, cases: list[Case], folder: str) -> None:
+def same_as_all_to_all(rank: int, cases: list[Case], folder: str, dispatch: Dispatch = "auto") -> None:
     group = EPGroup()
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=60)
+    transport = SymmetricTransport(group, shared_files(group, folder), patience=60, dispatch=dispatch)
     for case in cases:
         expected = everything(AllToAllTransport(group), rank, case, torch.float32)
         assert_equal(everything(transport, rank, case, torch.float32), expected)
@@ -112,9 +116,10 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert torch.equal(actual[name], values), f"{name}: {actual[name]} {values}"
 
 
+@pytest.mark.parametrize("dispatch", ["push", "copy", "auto"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_same_as_all_to_all(ranks: Ranks, case: Case, tmp_path: Path) -> None:
-    ranks(case.size).run(same_as_all_to_all, [case, case], str(tmp_path))
+def test_the_same_as_all_to_all(ranks: Ranks, case: Case, dispatch: Dispatch, tmp_path: Path) -> None:
+    ranks(case.size).run(same_as_all_to_all, [case, case], str(tmp_path), dispatch)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -149,15 +154,15 @@ def test_memory_is_what_the_module_says(ranks: Ranks, tmp_path: Path) -> None:
     def rounded(size: int) -> int:
         return -(-size // 256) * 256
 
-    expected = [256, rounded(4 * capacity) + 2 * rounded(8 * capacity) + 256, 3 * rounded(2 * 13 * row_bytes)]
+    expected = [256, rounded(4 * capacity) + 2 * rounded(8 * capacity), 3 * rounded(2 * 13 * row_bytes)]
     assert ranks(2).run(bytes_asked_for, case, str(tmp_path)) == [expected] * 2
 
 
-def with_room(rank: int, case: Case, folder: str) -> None:
+def with_room(rank: int, case: Case, folder: str, dispatch: Dispatch) -> None:
     """Static buffers: lists with room to spare, whose entries read row 0 with weight 0; no sizes are read."""
     group = EPGroup()
     expected = everything(AllToAllTransport(group), rank, case, torch.float32)
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=60, static=True)
+    transport = SymmetricTransport(group, shared_files(group, folder), patience=60, static=True, dispatch=dispatch)
     routing, plan = case.routing(rank), case.plan().of_rank(rank)
     spare, most = 7, max(sum(rows) for rows in zip(*case.rows_SE(), strict=True)) * case.E + 9
     roomy = replace(
@@ -188,9 +193,10 @@ def with_room(rank: int, case: Case, folder: str) -> None:
     assert f"T={case.tokens[rank] + 1} tokens, but transport.buffers='static' keeps to" in problem
 
 
+@pytest.mark.parametrize("dispatch", ["push", "copy"])
 @pytest.mark.parametrize("case", [Case((9, 9), 5, 4, multiple=8), Case((5, 5, 5, 5), 3, 8)], ids=str)
-def test_static_buffers(ranks: Ranks, case: Case, tmp_path: Path) -> None:
-    ranks(case.size).run(with_room, case, str(tmp_path))
+def test_static_buffers(ranks: Ranks, case: Case, dispatch: Dispatch, tmp_path: Path) -> None:
+    ranks(case.size).run(with_room, case, str(tmp_path), dispatch)
 
 
 def different_tokens(rank: int, folder: str) -> None:
@@ -205,13 +211,13 @@ def test_static_buffers_want_as_many_tokens_on_every_rank(ranks: Ranks, tmp_path
     ranks(2).run(different_tokens, str(tmp_path))
 
 
-def in_any_order(rank: int, case: Case, folder: str, seed: int) -> None:
+def in_any_order(rank: int, case: Case, folder: str, seed: int, dispatch: Dispatch) -> None:
     """Every rank dawdles before each kernel, between meeting and writing, and before it tells that it is done."""
     rng = random.Random(f"{seed} {rank}")
     group = EPGroup()
     expected = everything(AllToAllTransport(group), rank, case, torch.float32)
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=60)
-    for module in (peer_rows, peer_pairs):
+    transport = SymmetricTransport(group, shared_files(group, folder), patience=60, dispatch=dispatch)
+    for module in (peer_rows, peer_pairs, peer_meeting):
         for name in ("begin", "finish"):
             original = getattr(module, name)
 
@@ -224,14 +230,14 @@ def in_any_order(rank: int, case: Case, folder: str, seed: int) -> None:
         for _ in range(3):
             assert_equal(everything(transport, rank, case, torch.float32), expected)
     finally:
-        for module in (peer_rows, peer_pairs):
+        for module in (peer_rows, peer_pairs, peer_meeting):
             for name in ("begin", "finish"):
                 setattr(module, name, getattr(peers, name))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_late_ranks_in_any_order(ranks: Ranks, seed: int, tmp_path: Path) -> None:
-    ranks(4).run(in_any_order, Case((5, 1, 0, 7), 3, 4, seed=seed), str(tmp_path), seed)
+@pytest.mark.parametrize(("seed", "dispatch"), [(0, "push"), (1, "auto"), (2, "auto"), (3, "copy")])
+def test_late_ranks_in_any_order(ranks: Ranks, seed: int, dispatch: Dispatch, tmp_path: Path) -> None:
+    ranks(4).run(in_any_order, Case((5, 1, 0, 7), 3, 4, seed=seed), str(tmp_path), seed, dispatch)
 
 
 def stays_away(rank: int, case: Case, folder: str, stage: str) -> str:

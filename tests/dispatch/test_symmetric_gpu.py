@@ -1,6 +1,7 @@
 """Ranks that write into each other's memory over NVLink: bit for bit what the all-to-all brings."""
 
 import functools
+import re
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep import EPGroup
+from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
@@ -32,8 +34,9 @@ def here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def symmetric(group: EPGroup, patience: float = 20) -> SymmetricTransport:
-    return SymmetricTransport(group, functools.partial(symmetric_memory, group, here()), patience=patience)
+def symmetric(group: EPGroup, patience: float = 20, dispatch: Dispatch = "auto") -> SymmetricTransport:
+    allocate = functools.partial(symmetric_memory, group, here())
+    return SymmetricTransport(group, allocate, patience=patience, dispatch=dispatch)
 
 
 def routing_of(rank: int, group: EPGroup, T: int, E: int, K: int, seed: int) -> Routing:
@@ -63,11 +66,11 @@ def step(
     return [y.detach(), *torch.autograd.grad(y, leaves, dout)]
 
 
-def same_as_all_to_all(rank: int, shape: tuple[int, int, int, int, tuple[int, ...]]) -> list[str]:
+def same_as_all_to_all(rank: int, shape: tuple[int, int, int, int, tuple[int, ...]], dispatch: Dispatch) -> list[str]:
     d, n, E, K, tokens = shape
     group = EPGroup()
     assert problem_with_peers(group, here()) is None
-    transport, expected = symmetric(group), AllToAllTransport(group)
+    transport, expected = symmetric(group, dispatch=dispatch), AllToAllTransport(group)
     differing = []
     for seed in range(4):
         T = tokens[(rank + seed) % len(tokens)]
@@ -85,8 +88,33 @@ def same_as_all_to_all(rank: int, shape: tuple[int, int, int, int, tuple[int, ..
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_same_bits_as_all_to_all(gpus: Gpus, size: int, shape: tuple[int, int, int, int, tuple[int, ...]]) -> None:
-    assert gpus(size).run(same_as_all_to_all, shape) == [[]] * size
+@pytest.mark.parametrize("dispatch", ["push", "copy"])
+def test_the_same_bits_as_all_to_all(
+    gpus: Gpus, size: int, shape: tuple[int, int, int, int, tuple[int, ...]], dispatch: Dispatch
+) -> None:
+    assert gpus(size).run(same_as_all_to_all, shape, dispatch) == [[]] * size
+
+
+def counts_of_all(rank: int) -> bool:
+    """All-gathers of changing lengths, ranks late in turn, and something on the device between telling and asking."""
+    group = EPGroup()
+    transport, busy = symmetric(group), torch.ones(1, device="cuda")
+    equal = True
+    for step in range(200):
+        values_SF = torch.stack(
+            [
+                torch.randint(-(2**62), 2**62, (1 + step % 7 * 90,), generator=torch.Generator().manual_seed(seed))
+                for seed in range(10 * step, 10 * step + group.size)
+            ]
+        )
+        if step % 9 == rank:
+            time.sleep(0.005)
+        equal &= torch.equal(transport.all_gather(values_SF[rank].cuda(), lambda: busy.add_(1)).cpu(), values_SF)
+    return equal and float(busy) == 201
+
+
+def test_all_gather(gpus: Gpus) -> None:
+    assert all(gpus(min(4, torch.cuda.device_count())).run(counts_of_all))
 
 
 def many_steps(rank: int) -> bool:
@@ -140,5 +168,6 @@ def one_rank_stays_away(rank: int) -> str:
 def test_a_rank_that_stays_away_is_named(gpus: Gpus) -> None:
     size = min(4, torch.cuda.device_count())
     messages = gpus(size).run(one_rank_stays_away)
-    for message in messages[:-1]:
-        assert message.startswith(f"rank {size - 1} of the EP group did not come to lists within 2 s")
+    for message in messages[:-1]:  # lists and rows are waited for side by side
+        told = rf"rank {size - 1} of the EP group did not come to (lists|dispatch) within 2 s"
+        assert re.match(told, message), message

@@ -27,7 +27,7 @@ def shared_files(group: EPGroup, folder: str) -> Callable[[int], PeerMemory]:
         group.all_gather_object(None)
         views = [torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
         mapped.extend(views)
-        return PeerMemory(views[group.rank], torch.tensor([view.data_ptr() for view in views]))
+        return PeerMemory(views[group.rank], torch.tensor([view.data_ptr() for view in views]), views)
 
     return allocate
 

@@ -25,6 +25,9 @@ def lists_of(implementation: Implementation, needs: Needs, num_tokens: int) -> t
     num_sent = sum(len(set(tokens)) for tokens in needs)
     with poisoned_empty():
         sent = module.sent_rows(token_ids_N.to(device), pair_starts_Q, num_tokens)
+        needed = module.needed_rows(token_ids_N.to(device), pair_starts_Q, num_tokens)
+        assert torch.equal(needed, sent.sent_before.diff())
+        assert needed.dtype == torch.int32
         return sent, module.token_lists(sent, num_sent)
 
 

@@ -112,10 +112,14 @@ KERNELS = [
         {"S": 8, "BLOCK": 512, "ACCUMULATOR": "tl.float32"},
         num_warps=1,
     ),
+    *(
+        TritonKernel("peer_meeting", name, "*i64 *i64 *i64 i64 i32", {"STAGE": 1, "S": 4}, num_warps=1)
+        for name in ("_come", "_go")
+    ),
     TritonKernel(
         "peer_pairs",
         "_push_lists",
-        "*i32 *fp32 *i32 *i32 *i64 *i64 *i64 *i64 *i64 *i64 i64 i32 i32",
+        "*i32 *fp32 *i32 *i64 *i64 *i64 *i64 *i64 i64 i32",
         {"STAGE": 0, "S": 8, "RANKS": 8, "BLOCK": 512},
     ),
     TritonKernel(

@@ -42,8 +42,10 @@ def test_a_place_without_a_gpu() -> None:
 
 
 def test_views_and_addresses() -> None:
-    own = torch.zeros(64, dtype=torch.uint8)
-    memory = PeerMemory(own, torch.tensor([1000, 2000]))
+    own, other = torch.zeros(2, 64, dtype=torch.uint8)
+    memory = PeerMemory(own, torch.tensor([1000, 2000]), [own, other])
+    memory.view_of(1, 8, (1,), torch.int16).fill_(-1)
+    assert other.nonzero().flatten().tolist() == [8, 9]
     memory.view(16, (2, 3), torch.int32)[1, 2] = -1
     assert own.nonzero().flatten().tolist() == [36, 37, 38, 39]
     assert memory.at(16).tolist() == [1016, 2016]
