@@ -11,8 +11,8 @@ Microseconds of the device, calls back to back, the median over rounds of the sl
 * all_to_all, dedup: the exchange of rows alone, packing and final sum included: each (token, owner) row once;
 * all_to_all, pairs: the same for a row a pair. Both without their index lists, which the host must wait for;
 * all_to_all_vdev_2d, with --nvshmem and in a run of its own, since a process has one backend of symmetric memory:
-  torch's exchange of a row a pair with splits on the device, each expert's rows together from a multiple of 128 on;
-  packing and final sum included.
+  torch's exchange of a row a pair with splits on the device, packing and final sum included. It groups the rows of at
+  most 16 experts a rank: where there are more, neighbours count as one here.
 
 Wire: bytes of rows that others need of a GPU (of the busiest), over the time; "copy" sends more than these. Logical:
 T K rows, over the time, which is what others quote. Blocks: of 512 threads for pushing, and as many threads for
@@ -46,7 +46,7 @@ from sonic_ep.peer_memory import symmetric_memory
 E, K = 128, 8
 BLOCKS = (8, 16, 24, 32, 48, 64)
 CALLS, ROUNDS = 5, 7
-ALIGN = 128  # of the rows of an expert
+ALIGN, MOST_BINS = 128, 16  # of all_to_all_vdev_2d: rows of an expert start at a multiple; experts of a rank
 
 
 class Case:
@@ -112,8 +112,9 @@ class Case:
         group, tokens, counts = self.group, self.routing.token_ids_N, self.routing.counts
         N, room = tokens.shape[0], int(self.pairs_SQ.sum(0).max()) + E // group.size * ALIGN
         packed, rows, back = (_shared(n, self.d, dtype=torch.bfloat16) for n in (N, room, N))
-        splits, arrived, returned = (_shared(*size, dtype=torch.int64) for size in ((E,), (2, E), (2, E)))
-        splits.copy_(counts.pairs_SE[group.rank])
+        bins = min(E, MOST_BINS * group.size)
+        splits, arrived, returned = (_shared(*size, dtype=torch.int64) for size in ((bins,), (2, bins), (2, bins)))
+        splits.copy_(counts.pairs_SE[group.rank].view(bins, E // bins).sum(1))
         by_token, starts = self.pairs_by_token()
         operations: Any = torch.ops.symm_mem
 

@@ -3,7 +3,8 @@
     python benchmarks/token_rounding.py --out results.json [--shape sparse_256]
 
 The same layer, tokens and weights with rounding "off" and "nearest" (every expert's count to the nearest multiple of
-128), taking turns in one run. `router` is the router's forward alone: scores, choice, decision, selection, weights.
+128), the latter with exact and with static buffers, taking turns in one run. `router` is the router's forward alone:
+scores, choice, decision, selection, weights.
 `experts` is `sonic_ep.functional.moe` on either routing. Times are medians over CUDA events. The device has a backlog
 when the host begins, as in the middle of a model; where rounding makes the host wait for sizes, the time that the
 device then waits for launches is in. changed_share is the share of pairs that rounding changed.
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
+from sonic_ep.config import Buffers, RoundingMode
 from sonic_ep.functional import moe
 from sonic_ep.transports import transport_for
 
@@ -29,7 +31,12 @@ SHAPES = {
     "sparse_256": (16384, 256, 4, 2048, 1024),
     "qwen3_next_80b_a3b": (16384, 512, 10, 2048, 512),
 }
-MODES = ("off", "nearest")
+MODES: dict[str, tuple[RoundingMode, Buffers]] = {
+    "off": ("off", "exact"),
+    "nearest": ("nearest", "exact"),
+    "nearest, static": ("nearest", "static"),
+}
+CAPACITY = 1.25  # of static buffers; rounding to the nearest tile stays far below it
 Timed = tuple[float, float]
 
 
@@ -50,15 +57,18 @@ def between(begin: Callable[[], Any], end: Callable[[Any], Any]) -> Timed:
 class Contestant:
     """One layer and its steps. Every contestant of a race has the same weights."""
 
-    def __init__(self, config: MoEConfig, mode: Any, T: int) -> None:
-        rounding = dataclasses.replace(config.rounding, mode=mode)
-        self.layer = MoE(dataclasses.replace(config, rounding=rounding), seed=0, device="cuda", dtype=torch.bfloat16)
+    def __init__(self, config: MoEConfig, mode: str, T: int) -> None:
+        rounding_mode, buffers = MODES[mode]
+        capacity = CAPACITY if buffers == "static" else None
+        rounding = dataclasses.replace(config.rounding, mode=rounding_mode, capacity_factor=capacity)
+        config = dataclasses.replace(config, rounding=rounding, transport=TransportConfig(buffers=buffers))
+        self.layer = MoE(config, seed=0, device="cuda", dtype=torch.bfloat16)
         self.layer.router.weight.data.mul_(config.d**-0.5 / config.init_std)  # logits of unit scale
         generator = torch.Generator("cuda").manual_seed(0)
         self.x = torch.randn(T, config.d, device="cuda", generator=generator).bfloat16().requires_grad_()
         self.dy = torch.randn(T, config.d, device="cuda", generator=generator).bfloat16()
         self.group = EPGroup.alone()
-        self.transport = transport_for(self.group)
+        self.transport = transport_for(self.group, config.transport)
         with torch.no_grad():
             self.routed = self.layer.router(self.x, group=self.group, sequence_length=T)
 

@@ -22,11 +22,14 @@ from sonic_ep.routing import Routing
 class LocalTransport:
     """The transport of ep_size = 1.
 
-    The host waits for the plan only where rounding leaves sizes open, and where it can, not before the lists are made.
-    While a CUDA graph is captured it cannot wait: rows and lists keep the most room that they can need.
+    The host waits for the plan only where rounding leaves sizes open, and not before the lists are made. If `static`,
+    and while a CUDA graph is captured, it does not wait: rows and lists keep the most room that they can need.
     """
 
     text = ""  # as an operation of a compiled graph takes it
+
+    def __init__(self, *, static: bool = False) -> None:
+        self._static = static
 
     def problem_with(self, num_tokens: int) -> str | None:
         return None
@@ -40,8 +43,10 @@ class LocalTransport:
         arriving = None
         if routing.most_rows is not None:
             P = routing.most_rows
-            arriving = ArrivingSizes(routing, plan, 0) if host_may_wait(token_ids_N) else None
-            if arriving is not None and not lists_take_room(token_ids_N.device):
+            takes_room = lists_take_room(token_ids_N.device)
+            waits = not (takes_room and self._static) and host_may_wait(token_ids_N)
+            arriving = ArrivingSizes(routing, plan, 0) if waits else None
+            if arriving is not None and not takes_room:
                 P, V = _rows_and_pairs(arriving)
         spare = routing.most_rows is not None and arriving is None
         buffer = pair_lists(plan.chunks(P, V, zeroed=spare), token_ids_N, routing.gates_N, None, T)

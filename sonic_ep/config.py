@@ -145,7 +145,7 @@ class RoundingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportConfig:
-    """How rows travel between ranks (docs/transports.md). With one rank none of it matters.
+    """How rows travel between ranks (docs/transports.md). With one rank only `buffers` matters.
 
     kind: "symmetric" writes into the other GPUs' memory over NVLink, "all_to_all" uses torch.distributed; "auto" takes
     the first where every rank can reach every other, and says in the log which it took.

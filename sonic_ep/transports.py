@@ -88,9 +88,10 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
 
     It lives as long as one of the EPGroups that asked for it: making buffers anew takes tens of milliseconds.
     """
+    config = config or TransportConfig()
     if group.size == 1:
-        return LocalTransport()
-    key = (group.name, config or TransportConfig())
+        return LocalTransport(static=config.buffers == "static")
+    key = (group.name, config)
     transport = _IN_USE.get(key)
     # A name can come back after torch.distributed has been initialised anew.
     if transport is None or transport.group.process_group is not group.process_group:

@@ -1,7 +1,7 @@
 """`begin` and `finish` as kernels of their own: for what copy engines write between the two, while the SMs compute.
 
-Both run on one warp of the stream that computes, not beside it: a kernel that fills every SM would keep them out, and
-they, waiting for other ranks, would keep one of its programs out.
+Both are one warp and never run beside a GEMM: a kernel that fills every SM would keep them out, and they, waiting for
+other ranks, would keep one of its programs out.
 """
 
 import triton

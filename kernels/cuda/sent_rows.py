@@ -29,14 +29,27 @@ def _owners(pair, pair_starts_ptr, OWNERS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N", "T"])
-def _mark(token_ids_ptr, pair_starts_ptr, needed_ptr, copies_ptr, N, T, OWNERS: tl.constexpr, BLOCK: tl.constexpr):
-    """needed_QT[owner, token] = 1, and copies_T[token] counts the owners; both stand behind a leading zero."""
+def _mark(
+    token_ids_ptr,
+    pair_starts_ptr,
+    needed_ptr,
+    copies_ptr,
+    N,
+    T,
+    OWNERS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """needed_QT[owner, token] = 1, and copies_T[token] counts the owners if COUNTS."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (pair < N) & (pair < tl.load(pair_starts_ptr + OWNERS))  # what is spare stands behind the pairs
     token = tl.load(token_ids_ptr + pair, mask=inside, other=0)
     cell = _owners(pair, pair_starts_ptr, OWNERS) * T + token
-    before = tl.atomic_xchg(needed_ptr + cell + 1, 1, mask=inside, sem="relaxed")
-    tl.atomic_add(copies_ptr + token + 1, 1, mask=inside & (before == 0), sem="relaxed")
+    if COUNTS:
+        before = tl.atomic_xchg(needed_ptr + cell, 1, mask=inside, sem="relaxed")
+        tl.atomic_add(copies_ptr + token, 1, mask=inside & (before == 0), sem="relaxed")
+    else:
+        tl.store(needed_ptr + cell, 1, mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -78,25 +91,37 @@ def _by_token(
 
 def needed_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
     """See kernels/sent_rows.py."""
-    return _marked(token_ids_N.contiguous(), pair_starts_Q, num_tokens)[0][1:]
+    Q = pair_starts_Q.shape[0] - 1
+    needed_QT = torch.zeros(Q * num_tokens, dtype=INDEX_DTYPE, device=token_ids_N.device)
+    _mark_needed(token_ids_N.contiguous(), pair_starts_Q, needed_QT, None, num_tokens)
+    return needed_QT
 
 
-def _marked(token_ids_N: Tensor, pair_starts_Q: Tensor, T: int) -> tuple[Tensor, Tensor]:
-    """needed_QT and copies_T, each behind a zero."""
-    N, Q = token_ids_N.shape[0], pair_starts_Q.shape[0] - 1
-    scratch = torch.zeros(Q * T + 1 + T + 1, dtype=INDEX_DTYPE, device=token_ids_N.device)
-    needed_QT, copies_T = scratch.split((Q * T + 1, T + 1))
+def _mark_needed(
+    token_ids_N: Tensor, pair_starts_Q: Tensor, needed_QT: Tensor, copies_T: Tensor | None, T: int
+) -> None:
+    N = token_ids_N.shape[0]
     _mark[(triton.cdiv(N, _BLOCK),)](
-        token_ids_N, pair_starts_Q, needed_QT, copies_T, N, T, OWNERS=Q, BLOCK=_BLOCK, num_warps=4
+        token_ids_N,
+        pair_starts_Q,
+        needed_QT,
+        copies_T if copies_T is not None else needed_QT,
+        N,
+        T,
+        OWNERS=pair_starts_Q.shape[0] - 1,
+        COUNTS=copies_T is not None,
+        BLOCK=_BLOCK,
+        num_warps=4,
     )
-    return needed_QT, copies_T
 
 
 def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> SentRows:
     """See kernels/sent_rows.py."""
     token_ids_N = token_ids_N.contiguous()
     N, Q, T = token_ids_N.shape[0], pair_starts_Q.shape[0] - 1, num_tokens
-    needed_QT, copies_T = _marked(token_ids_N, pair_starts_Q, T)
+    scratch = torch.zeros(Q * T + 1 + T + 1, dtype=INDEX_DTYPE, device=token_ids_N.device)
+    needed_QT, copies_T = scratch.split((Q * T + 1, T + 1))  # each behind a zero
+    _mark_needed(token_ids_N, pair_starts_Q, needed_QT[1:], copies_T[1:], T)
     sent_before = needed_QT.cumsum(0, dtype=INDEX_DTYPE)
     row_of_pair_N = torch.empty_like(token_ids_N)
     _look_up[(triton.cdiv(N, _BLOCK),)](

@@ -1,20 +1,26 @@
 """One rank takes no collective and copies no row."""
 
+import os
 from dataclasses import replace
+from importlib.util import find_spec
 from types import BuiltinFunctionType, FunctionType
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
+from sonic_ep.dispatch import local
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
 from tests.dispatch.oracle import Case, receipt_lists
+from tests.helpers.static_buffers import lists_with_room
 from tests.helpers.waiting import assert_nothing_waits
 
+INTERPRETS = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 CASE = Case((13,), 5, 4, multiple=8)
 
 
@@ -73,6 +79,33 @@ def test_values_of_padding_do_not_return() -> None:
     values_P[slots] = torch.arange(slots.shape[0], dtype=values_P.dtype)
     assert slots.shape[0] < values_P.shape[0]
     assert transport.return_pairs(values_P, opened.receipt).tolist() == list(range(slots.shape[0]))
+
+
+@pytest.mark.skipif(not INTERPRETS, reason="interprets Triton kernels, with TRITON_INTERPRET=1")
+def test_static_lists_ask_for_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have room to spare, whose entries read row 0 with weight 0."""
+    routing, plan, spare = CASE.routing(0), CASE.plan().of_rank(0), 7
+    expected = LocalTransport().open(routing, plan)
+    P, V = expected.gates_P.shape[0], expected.receipt.slot_V.shape[0]
+    roomy = replace(
+        routing,
+        gates_N=pad(routing.gates_N, (0, spare), value=9.0),
+        token_ids_N=pad(routing.token_ids_N, (0, spare), value=-1),
+        most_rows=P + 11,
+    )
+    monkeypatch.setattr(local, "lists_take_room", lambda _: True)
+    monkeypatch.setattr(local, "ArrivingSizes", None)
+    with lists_with_room():
+        opened = LocalTransport(static=True).open(roomy, plan)
+    assert opened.gates_P.shape[0] == P + 11
+    for name, values in receipt_lists(expected.receipt).items():
+        got, size = getattr(opened.receipt, name), values.shape[0]
+        assert torch.equal(got[:size], values), name
+        assert name == "pairs_by_row_V" or not got[size:].any(), name  # nobody reads that one behind its rows
+    assert torch.equal(opened.gates_P[:P], expected.gates_P)
+    assert not opened.gates_P[P:].any()
+    returned = LocalTransport().return_pairs(opened.gates_P, opened.receipt)
+    assert torch.equal(returned[:V], routing.gates_N)
 
 
 @pytest.mark.gpu

@@ -75,7 +75,10 @@ KERNELS = [
         )
         for sources, experts in ((1, 512), (8, 64), (64, 64))
     ),
-    TritonKernel("sent_rows", "_mark", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "BLOCK": 256}),
+    *(
+        TritonKernel("sent_rows", "_mark", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "COUNTS": counts, "BLOCK": 256})
+        for counts in (True, False)
+    ),
     TritonKernel("sent_rows", "_look_up", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "BLOCK": 256}),
     TritonKernel("sent_rows", "_by_token", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "TOKENS": 256}),
     *(
