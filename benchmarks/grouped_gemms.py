@@ -20,6 +20,7 @@ from torch import Tensor
 from sonic_ep import load_config
 from sonic_ep.kernels.cuda import operations
 from sonic_ep.kernels.cuda.tiles import Operation, TileConfig
+from sonic_ep.kernels.operations import gather_sum
 
 # name: (config, ep_size, T received rows, pairs of experts with full tiles; None: ragged top-K)
 SHAPES: dict[str, tuple[str, int, int, int | None]] = {
@@ -135,8 +136,9 @@ def time_layer(problem: Problem) -> dict[str, float]:
     p, lists = problem, problem.lists
     y = OPERATIONS.down_projection(p.a, p.w2.detach(), None, lists.expert_starts_e)
     forward, backward = p.kernels()
+    by_row = (p.receipt.pairs_by_row_V, p.receipt.pair_starts_R)
     contestants: dict[str, Callable[[], Any]] = {name: call for name, (call, _) in p.calls().items()}
-    contestants["gather_sum"] = lambda: OPERATIONS.gather_sum(y, lists.pairs_by_row_V, lists.pair_starts_R, p.gates)
+    contestants["gather_sum"] = lambda: gather_sum(y, *by_row, p.gates)
     contestants["forward"], contestants["backward"] = forward, backward
     times = median_ms(contestants, rounds=20)
     unit = 6 * p.P * p.d * p.n

@@ -14,6 +14,7 @@ from sonic_ep.kernels import expert_mlp
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.cuda import operations
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
+from sonic_ep.kernels.operations import gather_sum
 
 TILE = 128
 OPERATIONS: Any = operations
@@ -64,21 +65,24 @@ class LocalProblem:
             pairs.tokens, pairs.experts, pairs.gates, num_tokens=T, E=E, group=EPGroup.alone()
         )
         opened = LocalTransport().open(self.routing, plan_for(self.routing.counts, 0))
-        receipt, self.gates = opened.receipt, opened.gates_P
-        self.lists = PairLists(
-            receipt.row_of_pair_P, receipt.pairs_by_row_V, receipt.pair_starts_R, receipt.expert_starts_e
-        )
+        self.receipt, self.gates = opened.receipt, opened.gates_P
+        self.lists = PairLists(self.receipt.row_of_pair_P, self.receipt.expert_starts_e)
 
     def kernels(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Forward and backward of the local experts, their lists given."""
         x, weights = self.x.detach(), ExpertWeights(self.w1.detach(), self.w2.detach())
         common = (weights, self.lists, self.activation)
-        _, h = expert_mlp.forward(OPERATIONS, x, self.gates, *common)
+        by_row = (self.receipt.pairs_by_row_V, self.receipt.pair_starts_R)
+        _, h = expert_mlp.forward(OPERATIONS, x, *common)
+
+        def forward() -> None:
+            y, _ = expert_mlp.forward(OPERATIONS, x, *common)
+            gather_sum(y, *by_row, self.gates)
 
         def backward() -> None:
             grads = expert_mlp.backward_hidden(OPERATIONS, self.dout, h, self.gates, *common)
-            expert_mlp.backward_rows(OPERATIONS, grads.dh_PJ, weights, self.lists)
+            gather_sum(expert_mlp.backward_pairs(OPERATIONS, grads.dh_PJ, weights, self.lists), *by_row)
             expert_mlp.backward_down_weights(OPERATIONS, self.dout, grads.scaled_a_PI, self.lists)
             expert_mlp.backward_up_weights(OPERATIONS, x, grads.dh_PJ, self.lists)
 
-        return lambda: expert_mlp.forward(OPERATIONS, x, self.gates, *common), backward
+        return forward, backward

@@ -1,10 +1,10 @@
 """The local experts over received rows: SonicMoE's layer, forward and backward, as a chain of fused operations.
 
+From received rows to values of pairs: their (weighted) sums are the transport's, which may fuse them with the way back.
 Nothing is kept but H (the caller keeps it with its rows and lists): A and A' are made and dropped, Y lives only until
 it is summed, gathered rows exist only inside a GEMM. Source: SonicMoE, arXiv 2512.14080, algorithms 1 to 3.
 
-Legend: R received rows, H hidden size, P pair-buffer rows, V real pairs, e local experts, I expert width, J = 2I if
-gated.
+Legend: R received rows, H hidden size, P pair-buffer rows, e local experts, I expert width, J = 2I if gated.
 """
 
 from dataclasses import dataclass
@@ -27,29 +27,13 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class PairLists:
-    """Index lists, int32: the received row of each pair-buffer row, the pairs of each received row (CSR), the rows of
-    each expert (prefix sums)."""
+    """Index lists, int32: the received row of each pair-buffer row, and the rows of each expert (prefix sums)."""
 
     row_of_pair_P: Tensor
-    pairs_by_row_V: Tensor
-    pair_starts_R: Tensor
     expert_starts_e: Tensor
 
 
 def forward(
-    ops: Operations,
-    x_RH: Tensor,
-    gates_P: Tensor,
-    weights: ExpertWeights,
-    lists: PairLists,
-    activation: Activation,
-) -> tuple[Tensor, Tensor]:
-    """out_RH, the weighted sum of a received row's expert outputs, and h_PJ, all that backward needs besides x."""
-    y_PH, h_PJ = forward_pairs(ops, x_RH, weights, lists, activation)
-    return ops.gather_sum(y_PH, lists.pairs_by_row_V, lists.pair_starts_R, gates_P), h_PJ
-
-
-def forward_pairs(
     ops: Operations, x_RH: Tensor, weights: ExpertWeights, lists: PairLists, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """y_PH, the expert output of every pair, before weights and sum, and h_PJ."""
@@ -82,12 +66,6 @@ def backward_hidden(
         do_RH, weights.w2_eHI, weights.b2_eH, h_PJ, gates_P, lists.row_of_pair_P, lists.expert_starts_e, activation
     )
     return HiddenGrads(*grads)
-
-
-def backward_rows(ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists: PairLists) -> Tensor:
-    """dx_RH."""
-    dx_PH = backward_pairs(ops, dh_PJ, weights, lists)
-    return ops.gather_sum(dx_PH, lists.pairs_by_row_V, lists.pair_starts_R)
 
 
 def backward_pairs(ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists: PairLists) -> Tensor:

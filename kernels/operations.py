@@ -84,10 +84,6 @@ class Operations(Protocol):
         self, do_RH: Tensor, gates_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor
     ) -> Tensor: ...
 
-    def gather_sum(
-        self, values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None = None
-    ) -> Tensor: ...
-
 
 def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Operations:
     """The operations for rows like x_RH and experts like w2_eHI."""

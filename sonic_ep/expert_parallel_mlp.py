@@ -58,7 +58,7 @@ def forward(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) ->
     if rows_RH is None:
         rows_RH = call.transport.dispatch(x_TH, receipt)
     ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
-    y_PH, h_PJ = expert_mlp.forward_pairs(ops, rows_RH, weights, _pair_lists(receipt), call.activation)
+    y_PH, h_PJ = expert_mlp.forward(ops, rows_RH, weights, _pair_lists(receipt), call.activation)
     kept = Kept(call.transport.keep(rows_RH) if call.keeps_received else x_TH, h_PJ, gates_P, receipt)
     return call.transport.combine_pairs(y_PH, gates_P, receipt), kept
 
@@ -99,4 +99,4 @@ def backward(
 
 
 def _pair_lists(receipt: Receipt) -> PairLists:
-    return PairLists(receipt.row_of_pair_P, receipt.pairs_by_row_V, receipt.pair_starts_R, receipt.expert_starts_e)
+    return PairLists(receipt.row_of_pair_P, receipt.expert_starts_e)

@@ -30,7 +30,6 @@ __all__ = [
     "bias_grad",
     "down_projection",
     "down_projection_backward",
-    "gather_sum",
     "gathered_bias_grad",
     "up_projection",
     "up_projection_backward",

@@ -13,7 +13,7 @@ from torch import Tensor
 from sonic_ep.kernels import expert_mlp, reference
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
-from sonic_ep.kernels.operations import Operations, operations_for
+from sonic_ep.kernels.operations import Operations, gather_sum, operations_for
 from tests.helpers.waiting import assert_nothing_waits
 
 pytestmark = pytest.mark.gpu
@@ -181,8 +181,6 @@ def test_weight_and_bias_grads(case: Case, poison: None) -> None:
 @pytest.mark.parametrize("H", [1, 7, 256, 2880, 7168])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gather_sum(dtype: torch.dtype, H: int, weighted: bool, poison: None) -> None:
-    from sonic_ep.kernels.cuda.gather_sum import gather_sum
-
     values = torch.randn(300, H, device="cuda").to(dtype)
     counts = torch.randint(0, 9, (200,), device="cuda")
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
@@ -205,15 +203,16 @@ def test_no_rows_at_all() -> None:
 def test_nothing_waits_for_the_device() -> None:
     o = Operands(CASES[0])
     operations = gpu_operations(o)
+    lists, weights = PairLists(o.rows, o.starts), ExpertWeights(o.w1, o.w2)
     rows_by_pair = o.rows.long().sort(stable=True)
     row_starts = torch.searchsorted(rows_by_pair.values, torch.arange(CASES[0].R + 1, device="cuda")).int()
-    lists = PairLists(o.rows, rows_by_pair.indices.int(), row_starts, o.starts)
-    weights = ExpertWeights(o.w1, o.w2)
+    pairs = rows_by_pair.indices.int()
 
     def forward_and_backward() -> None:
-        _, h = expert_mlp.forward(operations, o.x, o.gates, weights, lists, o.activation)
+        y, h = expert_mlp.forward(operations, o.x, weights, lists, o.activation)
+        gather_sum(y, pairs, row_starts, o.gates)
         grads = expert_mlp.backward_hidden(operations, o.do, h, o.gates, weights, lists, o.activation)
-        expert_mlp.backward_rows(operations, grads.dh_PJ, weights, lists)
+        expert_mlp.backward_pairs(operations, grads.dh_PJ, weights, lists)
         expert_mlp.backward_up_weights(operations, o.x, grads.dh_PJ, lists)
         expert_mlp.backward_down_weights(operations, o.do, grads.scaled_a_PI, lists)
 
@@ -235,5 +234,5 @@ def test_more_elements_than_31_bits_count() -> None:
         half = torch.stack([o.w2[e] @ a for e, a in zip(expert[rows].tolist(), o.a[rows], strict=True)])
         assert_quack_rule("Y", y[rows], exact, half)
     last = torch.tensor([y.shape[0] - 1, 0], device="cuda", dtype=torch.int32)
-    total = operations.gather_sum(y, last, torch.tensor([0, 2], device="cuda", dtype=torch.int32))
+    total = gather_sum(y, last, torch.tensor([0, 2], device="cuda", dtype=torch.int32))
     torch.testing.assert_close(total[0].float(), y[-1].float() + y[0].float(), rtol=1e-2, atol=1e-2)

@@ -68,6 +68,7 @@ class Problem:
     gates_P: Tensor
     weights: dict[str, Tensor]
     lists: PairLists
+    pairs_by_row: tuple[Tensor, Tensor]
     real_slots: list[int]
 
     @classmethod
@@ -84,18 +85,18 @@ class Problem:
         weights = {"w1": draw(e, J, H, scale=3 / H**0.5), "w2": draw(e, H, I)}
         if bias:
             weights |= {"b1": draw(e, J), "b2": draw(e, H)}
-        lists, real_slots = lists_of(case)
+        lists, pairs_by_row, real_slots = lists_of(case)
         x_RH, do_RH = draw(R, H), draw(R, H)
         gates_P = torch.zeros(lists.row_of_pair_P.shape[0], dtype=torch.float64)
         gates_P[real_slots] = draw(len(real_slots))
-        return cls(x_RH, do_RH, gates_P, weights, lists, real_slots)
+        return cls(x_RH, do_RH, gates_P, weights, lists, pairs_by_row, real_slots)
 
     def expert_weights(self) -> ExpertWeights:
         return ExpertWeights(*(self.weights.get(name) for name in WEIGHTS))  # type: ignore[arg-type]
 
 
-def lists_of(case: Case) -> tuple[PairLists, list[int]]:
-    """The index lists, padding behind each expert's pairs, and the slots of real pairs."""
+def lists_of(case: Case) -> tuple[PairLists, tuple[Tensor, Tensor], list[int]]:
+    """The index lists, padding behind each expert's pairs; the pairs of each row (CSR); and the slots of real pairs."""
     padding = dict(case.padding)
     row_of_pair: list[int] = []
     real_slots: list[int] = []
@@ -109,8 +110,9 @@ def lists_of(case: Case) -> tuple[PairLists, list[int]]:
         row_of_pair += rows[-1:] * padding.get(expert, 0)
         starts.append(len(row_of_pair))
     pair_starts = [sum(map(len, pairs_of_row[:r])) for r in range(len(pairs_of_row) + 1)]
-    columns = (row_of_pair, [pair for pairs in pairs_of_row for pair in pairs], pair_starts, starts)
-    return PairLists(*(torch.tensor(values, dtype=torch.int32) for values in columns)), real_slots
+    columns = (row_of_pair, starts, [pair for pairs in pairs_of_row for pair in pairs], pair_starts)
+    rows, expert_starts, pairs, row_starts = (torch.tensor(values, dtype=torch.int32) for values in columns)
+    return PairLists(rows, expert_starts), (pairs, row_starts), real_slots
 
 
 def dense(case: Case, problem: Problem, activation: str) -> dict[str, Tensor]:
@@ -142,9 +144,11 @@ def computed(problem: Problem, activation: str) -> dict[str, Tensor]:
     """The same from expert_mlp. dS of padding is left out, as return_pairs leaves it out."""
     act, lists, weights = activation_named(activation), problem.lists, problem.expert_weights()
     x_RH, do_RH, gates_P = problem.x_RH, problem.do_RH, problem.gates_P
-    out_RH, h_PJ = expert_mlp.forward(reference, x_RH, gates_P, weights, lists, act)
+    y_PH, h_PJ = expert_mlp.forward(reference, x_RH, weights, lists, act)
+    out_RH = reference.gather_sum(y_PH, *problem.pairs_by_row, gates_P)
     grads = expert_mlp.backward_hidden(reference, do_RH, h_PJ, gates_P, weights, lists, act)
-    dx_RH = expert_mlp.backward_rows(reference, grads.dh_PJ, weights, lists)
+    dx_PH = expert_mlp.backward_pairs(reference, grads.dh_PJ, weights, lists)
+    dx_RH = reference.gather_sum(dx_PH, *problem.pairs_by_row)
     results = {"out": out_RH, "H": h_PJ[problem.real_slots], "dx": dx_RH, "ds": grads.ds_P[problem.real_slots]}
     results["dw1"] = expert_mlp.backward_up_weights(reference, x_RH, grads.dh_PJ, lists)
     results["dw2"] = expert_mlp.backward_down_weights(reference, do_RH, grads.scaled_a_PI, lists)
@@ -192,7 +196,7 @@ def test_padding_changes_no_bit(case: Case, activation: str) -> None:
 def test_padding_rows_carry_exact_zeros_into_the_gradients(case: Case, activation: str) -> None:
     problem = Problem.draw(case, activation, bias=True)
     act, weights, lists = activation_named(activation), problem.expert_weights(), problem.lists
-    _, h_PJ = expert_mlp.forward(reference, problem.x_RH, problem.gates_P, weights, lists, act)
+    _, h_PJ = expert_mlp.forward(reference, problem.x_RH, weights, lists, act)
     grads = expert_mlp.backward_hidden(reference, problem.do_RH, h_PJ, problem.gates_P, weights, lists, act)
     padding = torch.ones(h_PJ.shape[0], dtype=torch.bool)
     padding[problem.real_slots] = False
