@@ -17,9 +17,10 @@ from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup
 from sonic_ep.routers.decision import Situation, decide_selection
 from sonic_ep.routers.replay import DECIDING_OPERATION, in_region, replaying
-from sonic_ep.routers.rounding import most_rows
+from sonic_ep.routers.rounding import most_received, most_rows
 from sonic_ep.routers.topk import Choice, choose, scores_of
 from sonic_ep.routing import INDEX_DTYPE, Counts, Selection
+from sonic_ep.transports import transport_for
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _COUNTS = tuple(field.name for field in dataclasses.fields(Counts))
@@ -64,7 +65,8 @@ def decide_in_graph(
         torch.ops.sonic_ep.add_counts(counter_E, new_counts_E)
     T, E = logits_TE.shape
     most = most_rows(config.rounding, T, config.K, E, group.size, training=training)
-    selection = Selection(topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, Counts(*counts), most)
+    received = most_received(config.rounding, T, config.K, training=training)
+    selection = Selection(topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, Counts(*counts), most, received)
     scores_TE = scores_of(logits_TE, config.router)
     return Choice(scores_TE, scores_TE.detach(), None, topk_ids_TK), selection
 
@@ -86,7 +88,12 @@ def _decide_selection(
             "give its checkpoint context_fn=sonic_ep.replay_contexts"
         )
     config, group = config_of(config_text), EPGroup.named(group_name)
-    situation = Situation(config=config, group=group, dtype=dtype, training=training, problem=problem)
+    transport = transport_for(group, config.transport)
+    if problem is None and training:
+        problem = transport.problem_with(logits_TE.shape[0])
+    situation = Situation(
+        config=config, group=group, dtype=dtype, training=training, problem=problem, gather=transport.all_gather
+    )
     choice = choose(logits_TE, expert_bias_E, config.K, config.router)
     new_counts_E = torch.zeros(config.E, dtype=torch.int64, device=logits_TE.device)
     selection = decide_selection(config, choice, new_counts_E, situation)

@@ -125,9 +125,9 @@ class Router(nn.Module):
 
         Shapes:  x_TH (T, d); T may be 0 and may differ between ranks. sequence_length: tokens per sequence, for the
                  "sequence" balance loss. problem: why this rank cannot route; all ranks are told and raise it.
-                 gather: how the ranks tell each other their counts; default the group's all-gather, as a compiled
-                 graph always does. meanwhile: what to launch while the counts travel; a compiled graph finds the order
-                 by itself.
+                 gather: how the ranks tell each other their counts; default the group's all-gather. A compiled graph
+                 asks the transport of config.transport. meanwhile: what to launch while the counts travel; a compiled
+                 graph finds the order by itself.
         Raises:  ValueError on every rank, see `agreement.agree`.
         """
         config = self._settings()

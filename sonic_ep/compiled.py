@@ -40,13 +40,14 @@ def moe_in_graph(
     activation: str,
     keeps_received: bool,
 ) -> Tensor:
-    """`moe` without its checks. transport: its `text`; nothing for one rank."""
+    """`moe` without its checks. transport: its `text`."""
     gates_P, lists, splits = torch.ops.sonic_ep.open_routing(
         routing.gates_N.detach(),
         routing.token_ids_N,
         [getattr(routing.counts, name) for name in _COUNTS],
         routing.num_tokens,
         routing.most_rows,
+        routing.most_received,
         group.name,
         group.size,
         transport,
@@ -76,13 +77,14 @@ def _open_routing(
     counts: list[Tensor],
     num_tokens: int,
     most_rows: int | None,
+    most_received: int | None,
     group_name: str,
     ep_size: int,
     transport: str,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """gates_P and the receipt: its lists and its splits."""
     group = EPGroup.named(group_name)
-    routing = Routing(gates_N, token_ids_N, Counts(*counts), num_tokens, most_rows)
+    routing = Routing(gates_N, token_ids_N, Counts(*counts), num_tokens, most_rows, most_received)
     opened = _transport(group, transport).open(routing, plan_for(routing.counts, group.rank))
     splits = opened.receipt.splits
     splits_4S = torch.tensor([splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in])
@@ -96,6 +98,7 @@ def _(
     counts: list[Tensor],
     num_tokens: int,
     most_rows: int | None,
+    most_received: int | None,
     group_name: str,
     ep_size: int,
     transport: str,

@@ -105,6 +105,20 @@ def test_no_rank_has_more_rows_than_most_rows_says(case: Case, mode: str, factor
         assert rows <= sum(chosen) + most if most is not None else rows == sum(chosen)
 
 
+@given(
+    counts=st.lists(st.lists(st.integers(0, 4000), min_size=4, max_size=4), min_size=1, max_size=2),
+    divisor=st.sampled_from([1, 50]),
+    mode=st.sampled_from(MODES),
+)
+def test_nor_where_t_is_chosen_automatically(counts: list[list[int]], divisor: int, mode: str) -> None:
+    """Many pairs, or so few that some modes pad."""
+    chosen_SE = torch.tensor(counts) // divisor
+    rounding = RoundingConfig(mode=mode)  # type: ignore[arg-type]
+    most = most_rows(rounding, 0, 1, 4, len(counts), training=True)
+    rows_S = decide(chosen_SE, chosen_SE.amax(1), rounding).rows_SE.sum(1)
+    assert most is None or (rows_S <= chosen_SE.sum(1) + most).all()
+
+
 @given(case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([1.0, 1.25, 3.0]), draw=st.integers(0, 99))
 def test_no_owner_has_more_rows_than_most_received_says(case: Case, mode: str, factor: float, draw: int) -> None:
     """With as many experts a token as the counts have, if every rank had the tokens of the one with most."""

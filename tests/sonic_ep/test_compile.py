@@ -4,6 +4,7 @@ import copy
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,11 +28,12 @@ from sonic_ep import (
 )
 from sonic_ep import compiled as layer_operations
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.dispatch.protocol import Opened
 from sonic_ep.functional import moe
 from sonic_ep.routers import compiled as router_operations
 from sonic_ep.routers.compiled import text_of
 from sonic_ep.routers.linear import linear
-from sonic_ep.transports import transport_for
+from sonic_ep.transports import GroupTransport, transport_for
 from tests.helpers.launch import RankPool
 from tests.sonic_ep.test_layer import TINY, relative, small
 
@@ -328,6 +330,44 @@ def test_steps_across_ranks_are_the_eager_ones(ranks: Ranks, case: str) -> None:
     for rank, errors in enumerate(ranks(2).run(ranks_step, *RANK_CASES[case])):
         assert max(errors.values()) < 1e-6, (rank, errors)
         assert {"y", "dx", "eval"} <= errors.keys()
+
+
+def ranks_static(rank: int, folder: str) -> tuple[list[float], list[bool], str]:
+    """Errors of compiled steps through static buffers against eager ones through exact ones; does a routing tell what
+    no rank exceeds, wherever one is opened; and what is raised for another number of tokens on rank 1."""
+    from tests.helpers.static_buffers import static_buffers
+
+    torch._dynamo.reset()
+    group, rounding = EPGroup(), replace(TINY, mode="nearest", capacity_factor=1.5)
+    config = small(LOSSES, rounding, transport=TransportConfig(kind="symmetric", buffers="static"))
+    model, eager = Model(config, group), Model(config.replace(transport=TransportConfig(kind="all_to_all")), group)
+    compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    transport = transport_for(group, config.transport)
+    assert isinstance(transport, GroupTransport)
+    errors, bounded, stock = [], [], transport.open
+
+    def opening(routing: Routing, *arguments: Any) -> Opened:
+        bounded.append(routing.most_received is not None)
+        return stock(routing, *arguments)
+
+    transport.open = opening  # type: ignore[method-assign]
+    with static_buffers(transport, folder):
+        for seed in range(3):
+            x = torch.randn(24, config.d, generator=torch.Generator().manual_seed(10 * seed + rank))
+            ours, theirs = train_step(compiled, model, x), train_step(eager, eager, x)
+            errors += [relative(ours[0][name], wanted) for name, wanted in theirs[0].items()]
+        with pytest.raises(ValueError, match="static") as caught:
+            compiled(torch.randn(24 + rank, config.d))
+    return errors, bounded, str(caught.value)
+
+
+def test_static_buffers_across_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    for errors, bounded, message in ranks(2).run(ranks_static, str(tmp_path), timeout=600):
+        assert max(errors) < 1e-6
+        assert len(bounded) == 6
+        assert all(bounded)
+        assert "rank 1: T=25 tokens, but transport.buffers='static' keeps to the first step's 24" in message
 
 
 def ranks_errors(rank: int) -> list[str]:
