@@ -62,7 +62,7 @@ class Case:
             group=group,
             dtype=torch.bfloat16,
             training=True,
-            gather=transport_for(group).all_gather,
+            exchange=transport_for(group),
         )
 
     def route(self) -> Routing:

@@ -34,6 +34,7 @@ class AllToAllTransport:
 
     def __init__(self, group: EPGroup) -> None:
         self.group = group
+        self.name = f"{group.name} all-to-all"
         self.wire_bytes: Counter[str] = Counter()
 
     def problem_with(self, num_tokens: int) -> str | None:

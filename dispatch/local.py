@@ -26,6 +26,8 @@ class LocalTransport:
     and while a CUDA graph is captured, it does not wait: rows and lists keep the most room that they can need.
     """
 
+    name = ""
+
     def __init__(self, *, static: bool = False) -> None:
         self._static = static
         self.text = '{"buffers": "static"}' if static else ""  # as an operation of a compiled graph takes it

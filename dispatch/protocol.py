@@ -18,6 +18,7 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
+from sonic_ep.groups import Exchange
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
 
@@ -109,16 +110,8 @@ class Opened:
     rows_RH: Tensor | None = None
 
 
-class Transport(Protocol):
+class Transport(Exchange, Protocol):
     """Moves rows and pair values between the ranks of one EP group. Between calls it holds buffers and byte counts."""
-
-    def problem_with(self, num_tokens: int) -> str | None:
-        """Why it cannot move the rows of so many tokens, which all ranks must be told before it is asked to."""
-        ...
-
-    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """A few int64 of every rank, as the router asks for them: see sonic_ep.groups.Gather."""
-        ...
 
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
         """Tell every owner which rows its pairs need and how they weigh. plan: this rank's, of the routing's counts.

@@ -114,6 +114,7 @@ class SymmetricTransport:
         dispatch: Dispatch = "auto",
     ) -> None:
         self.group = group
+        self.name = f"{group.name} symmetric"
         self._allocate = allocate
         self._patience = patience
         self._static = static

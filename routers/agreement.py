@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.groups import EPGroup, Gather
+from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.host_copy import host_may_wait
 from sonic_ep.routers.rounding import decide, leaves_sizes_open
 from sonic_ep.routers.selection import MAX_TOKENS
@@ -56,12 +56,12 @@ def agree(
     report: Report,
     rounding: RoundingConfig,
     group: EPGroup,
-    gather: Gather | None = None,
+    exchange: Exchange | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Agreement:
     """Gather every rank's report, doing something else meanwhile, and decide n[R, E], identically everywhere.
 
-    gather: by what way; default the group's own.
+    exchange: by what way; default the group's own.
 
     raise_problems raises ValueError, on every rank, with the rank named: its problem, non-finite logits, or a training
     flag or dtype that differs between ranks. Nothing while a CUDA graph is captured: the steps before it told.
@@ -73,7 +73,7 @@ def agree(
         problem = f"x has dtype {report.dtype}; supported are {', '.join(map(str, _DTYPES))}"
     kind = 2 * _DTYPES.index(report.dtype) + report.training if report.dtype in _DTYPES else -1
     header_F = _header(report, kind, has_problem=problem is not None)
-    reports_SF, chosen_SE = _gather(header_F, report.counts_E, group, gather, meanwhile)
+    reports_SF, chosen_SE = _gather(header_F, report.counts_E, group, exchange, meanwhile)
     if problem is not None:
         # What was counted need not make sense. The others raise when they read the reports.
         _raise_problems(reports_SF.cpu(), problem, group)
@@ -116,13 +116,13 @@ def _gather(
     header_F: Tensor,
     counts_E: Tensor,
     group: EPGroup,
-    gather: Gather | None,
+    exchange: Exchange | None,
     meanwhile: Callable[[], None] | None,
 ) -> tuple[Tensor, Tensor]:
     """Every rank's header and counts, int64."""
     if group.size == 1:
         return group.all_gather(header_F, meanwhile), counts_E[None]
-    gathered = (gather or group.all_gather)(torch.cat([header_F, counts_E]), meanwhile)
+    gathered = (exchange or group).all_gather(torch.cat([header_F, counts_E]), meanwhile)
     return gathered[:, :_HEADER], gathered[:, _HEADER:]
 
 

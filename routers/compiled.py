@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import MoEConfig
-from sonic_ep.groups import EPGroup
+from sonic_ep.groups import EPGroup, exchange_named
 from sonic_ep.routers.decision import Situation, decide_selection
 from sonic_ep.routers.replay import DECIDING_OPERATION, in_region, replaying
 from sonic_ep.routers.rounding import most_received, most_rows
 from sonic_ep.routers.topk import Choice, choose, scores_of
 from sonic_ep.routing import INDEX_DTYPE, Counts, Selection
-from sonic_ep.transports import transport_for
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _COUNTS = tuple(field.name for field in dataclasses.fields(Counts))
@@ -60,6 +59,7 @@ def decide_in_graph(
         situation.dtype,
         training,
         situation.problem,
+        "" if situation.exchange is None else situation.exchange.name,
     )
     if training:
         torch.ops.sonic_ep.add_counts(counter_E, new_counts_E)
@@ -81,6 +81,7 @@ def _decide_selection(
     dtype: torch.dtype,
     training: bool,
     problem: str | None,
+    exchange_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor]:
     if torch._C._current_graph_task_id() != -1 and not replaying():
         raise RuntimeError(
@@ -88,11 +89,13 @@ def _decide_selection(
             "give its checkpoint context_fn=sonic_ep.replay_contexts"
         )
     config, group = config_of(config_text), EPGroup.named(group_name)
-    transport = transport_for(group, config.transport)
-    if problem is None and training:
-        problem = transport.problem_with(logits_TE.shape[0])
     situation = Situation(
-        config=config, group=group, dtype=dtype, training=training, problem=problem, gather=transport.all_gather
+        config=config,
+        group=group,
+        dtype=dtype,
+        training=training,
+        problem=problem,
+        exchange=exchange_named(exchange_name),
     )
     choice = choose(logits_TE, expert_bias_E, config.K, config.router)
     new_counts_E = torch.zeros(config.E, dtype=torch.int64, device=logits_TE.device)
@@ -120,6 +123,7 @@ def _(
     dtype: torch.dtype,
     training: bool,
     problem: str | None,
+    exchange_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor]:
     (T, E), S = logits_TE.shape, ep_size
     N = torch.library.get_ctx().new_dynamic_size()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig
-from sonic_ep.groups import EPGroup, Gather
+from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.kernels.operations import lists_take_room
 from sonic_ep.routers.agreement import Report, agree
 from sonic_ep.routers.replay import record_selection, replayed_selection
@@ -23,7 +23,7 @@ from sonic_ep.routing import Counts, Selection
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """What a decision depends on beside the logits. dtype: of x. problem: why this rank cannot go on, if it cannot.
-    gather: how the ranks tell each other, if not by the group's own all-gather. meanwhile: what is done once, needs
+    exchange: how the ranks tell each other, if not by the group's own all-gather. meanwhile: what is done once, needs
     nothing of the decision, and hides the way of the counts."""
 
     config: MoEConfig
@@ -31,7 +31,7 @@ class Situation:
     dtype: torch.dtype
     training: bool
     problem: str | None = None
-    gather: Gather | None = None
+    exchange: Exchange | None = None
     meanwhile: Callable[[], None] | None = None
 
 
@@ -52,7 +52,7 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
     else:
         rounding, training = situation.config.rounding, situation.training
         report, group = _report(choice, draw, situation), situation.group
-        counts, on_host, raise_problems = agree(report, rounding, group, situation.gather, situation.meanwhile)
+        counts, on_host, raise_problems = agree(report, rounding, group, situation.exchange, situation.meanwhile)
         selection = select(choice, counts, situation.group.rank, rounding, training=training)
         selection = replace(selection, on_host=on_host)
         raise_problems()
@@ -68,14 +68,17 @@ def _draw(situation: Situation, device: torch.device) -> Tensor | None:
 
 
 def _report(choice: Choice, draw: Tensor | None, situation: Situation) -> Report:
+    num_tokens, problem = choice.topk_ids_TK.shape[0], situation.problem
+    if problem is None and situation.training and situation.exchange is not None:
+        problem = situation.exchange.problem_with(num_tokens)
     return Report(
         counts_E=choice.counts_E(),
-        num_tokens=choice.topk_ids_TK.shape[0],
+        num_tokens=num_tokens,
         dtype=situation.dtype,
         training=situation.training,
         draw=draw,
         bad_logits=choice.bad_logits,
-        problem=situation.problem,
+        problem=problem,
     )
 
 

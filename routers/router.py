@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sonic_ep.config import MoEConfig
-from sonic_ep.groups import EPGroup, Gather
+from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.initialization import fill_normal
 from sonic_ep.routers.balance import updated_bias
 from sonic_ep.routers.compiled import constant_config_of, decide_in_graph, text_of
@@ -118,16 +118,15 @@ class Router(nn.Module):
         group: EPGroup,
         sequence_length: int,
         problem: str | None = None,
-        gather: Gather | None = None,
+        exchange: Exchange | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Routed:
         """Route this rank's tokens. A collective: every rank of the group calls it.
 
         Shapes:  x_TH (T, d); T may be 0 and may differ between ranks. sequence_length: tokens per sequence, for the
                  "sequence" balance loss. problem: why this rank cannot route; all ranks are told and raise it.
-                 gather: how the ranks tell each other their counts; default the group's all-gather. A compiled graph
-                 asks the transport of config.transport. meanwhile: what to launch while the counts travel; a compiled
-                 graph finds the order by itself.
+                 exchange: how the ranks tell each other their counts; default the group's all-gather. meanwhile: what
+                 to launch while the counts travel; a compiled graph finds the order by itself.
         Raises:  ValueError on every rank, see `agreement.agree`.
         """
         config = self._settings()
@@ -138,7 +137,7 @@ class Router(nn.Module):
             dtype=x_TH.dtype,
             training=self.training,
             problem=problem,
-            gather=gather,
+            exchange=exchange,
             meanwhile=meanwhile,
         )
         counter_E = self._counts_since_update_E

@@ -14,15 +14,37 @@ from torch import Tensor
 from sonic_ep.host_copy import host_may_wait
 
 
-class Gather(Protocol):
-    """An all-gather: every rank's `values` (equal shape and dtype) stacked, (size, *values.shape)."""
+class Exchange(Protocol):
+    """By what way ranks tell each other a few integers before they exchange rows: a transport. name: of
+    `exchange_named`; empty for one rank."""
 
-    def __call__(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """meanwhile: what to do, or to launch, while they travel."""
+    @property
+    def name(self) -> str: ...
+
+    def problem_with(self, num_tokens: int) -> str | None:
+        """Why rows of so many tokens cannot be exchanged, which all ranks must be told before anybody tries."""
+        ...
+
+    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Every rank's `values` (equal shape and dtype) stacked, (size, *values.shape).
+
+        meanwhile: what to do, or to launch, while they travel.
+        """
         ...
 
 
 _PROCESS_GROUPS: "WeakValueDictionary[str, dist.ProcessGroup]" = WeakValueDictionary()
+_EXCHANGES: "WeakValueDictionary[str, Exchange]" = WeakValueDictionary()
+
+
+def let_be_named(exchange: Exchange) -> None:
+    """Let `exchange_named` find it, as long as somebody holds it."""
+    _EXCHANGES[exchange.name] = exchange
+
+
+def exchange_named(name: str) -> Exchange | None:
+    """The exchange of that name: operations of a compiled graph take strings, not objects. None for an empty name."""
+    return _EXCHANGES[name] if name else None
 
 
 @final
@@ -72,7 +94,7 @@ class EPGroup:
         return "none" if self.process_group is None else dist.get_backend(self.process_group)
 
     def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """See Gather."""
+        """As Exchange has it, by the group's backend."""
         if self.size == 1:
             if meanwhile is not None:
                 meanwhile()

@@ -92,8 +92,6 @@ class MoE(nn.Module):
             device=weights.w1_eJH.device,
             sequences=self.config.router.balance == "sequence",
         )
-        if problem is None and self.training and not torch.compiler.is_compiling():  # there sizes are read
-            problem = self.transport.problem_with(x.shape[:-1].numel())
         if problem is not None:
             # Told to all ranks by the router, which raises there as here.
             x = weights.w1_eJH.new_empty(0, self.config.d)
@@ -111,7 +109,7 @@ class MoE(nn.Module):
             group=self.group,
             sequence_length=sequence_length,
             problem=problem,
-            gather=self.transport.all_gather,
+            exchange=self.transport,
             meanwhile=None if self.shared is None else compute_shared,
         )
         y_TH = moe(

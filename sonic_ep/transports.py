@@ -17,7 +17,7 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.protocol import Opened, Receipt
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.extras import missing_extra
-from sonic_ep.groups import EPGroup
+from sonic_ep.groups import EPGroup, let_be_named
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.peer_memory import problem_with_peers, symmetric_memory
 from sonic_ep.routing import Routing
@@ -37,6 +37,7 @@ class GroupTransport:
         self.group = group
         self.config = config
         self.text = json.dumps(dataclasses.asdict(config))  # as an operation of a compiled graph takes it
+        self.name = f"{group.name} {self.text}"
         self._chosen: dict[str, AllToAllTransport | SymmetricTransport] = {}
 
     def problem_with(self, num_tokens: int) -> str | None:
@@ -95,7 +96,8 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
     transport = _IN_USE.get(key)
     # A name can come back after torch.distributed has been initialised anew.
     if transport is None or transport.group.process_group is not group.process_group:
-        transport = _IN_USE[key] = GroupTransport(group, key[1])
+        transport = _IN_USE[key] = GroupTransport(group, config)
+        let_be_named(transport)
     group.held[key] = transport
     return transport
 

@@ -70,8 +70,7 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
         H = hidden_states.shape[-1]
         x_TH = hidden_states.reshape(-1, H)
         transport = transport_for(self.ep, self.experts.options.transport)
-        problem = transport.problem_with(x_TH.shape[0]) if self.training else None
-        routing, counts_E = self.router(x_TH, self.ep, problem, transport.all_gather)
+        routing, counts_E = self.router(x_TH, self.ep, transport)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts_E)
         output = self.experts(x_TH, routing, self.ep, transport).view_as(hidden_states)

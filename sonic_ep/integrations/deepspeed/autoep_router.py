@@ -11,7 +11,7 @@ from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import Tensor
 
 from sonic_ep.config import MoEConfig
-from sonic_ep.groups import EPGroup, Gather
+from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.routers.decision import Situation
 from sonic_ep.routers.router import route
 from sonic_ep.routing import Routing
@@ -24,11 +24,11 @@ class SonicEPRouter(TokenChoiceTopKRouter):
         self.config = config
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x_TH: Tensor, group: EPGroup, problem: str | None = None, gather: Gather | None = None
+        self, x_TH: Tensor, group: EPGroup, exchange: Exchange
     ) -> tuple[Routing, Tensor]:
         """The routing, and this rank's (E,) int64 counts of plain top-K. A collective of `group`; T may differ.
 
-        problem: why this rank cannot go on; all ranks are told and raise it as a ValueError. gather: see Situation.
+        exchange: see Situation.
         """
         logits_TE = self.gate(x_TH).float()
         bias_E = self.e_score_correction_bias
@@ -39,8 +39,7 @@ class SonicEPRouter(TokenChoiceTopKRouter):
             group=group,
             dtype=x_TH.dtype,
             training=self.training,
-            problem=problem,
-            gather=gather,
+            exchange=exchange,
         )
         routed = route(self, logits_TE, bias_E, unread_E, situation, sequence_length=x_TH.shape[0])
         return routed.routing, routed.choice.counts_E()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
-from sonic_ep.groups import EPGroup, Gather
+from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.routers.router import Routed, Router
 from sonic_ep.routing import Routing
 
@@ -60,15 +60,15 @@ class Gate(nn.Module):
         *,
         group: EPGroup,
         problem: str | None = None,
-        gather: Gather | None = None,
+        exchange: Exchange | None = None,
     ) -> Gated:
         """Route this rank's tokens. A collective of the EP group.
 
         used_T: for k = 1, bool; a token that is not used counts nowhere and gets no expert's output. It is computed
         with weight zero, so that the host need not know how many there are.
-        Raises ValueError on every rank, see Router, also for `gather`; `problem`: why this rank cannot go on.
+        Raises ValueError on every rank, see Router, also for `exchange`; `problem`: why this rank cannot go on.
         """
-        routed = self.wg(x_TH, group=group, sequence_length=x_TH.shape[0], problem=problem, gather=gather)
+        routed = self.wg(x_TH, group=group, sequence_length=x_TH.shape[0], problem=problem, exchange=exchange)
         routing, l_aux, counts_E = routed.routing, routed.aux_loss, routed.choice.counts_E()
         if used_T is not None:
             routing = _of_used(routing, used_T)

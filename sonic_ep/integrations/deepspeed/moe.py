@@ -129,10 +129,8 @@ class RoutedExperts(nn.Module):
         weights = self._weights()
         x_TH, problem = self._rows(x, weights["w1"])
         used_T, used_problem = self._used(used_token, x_TH)
-        problem, transport = problem or used_problem, transport_for(self.group, self.options.transport)
-        if problem is None and self.training:
-            problem = transport.problem_with(x_TH.shape[0])
-        gated = self.gate(x_TH, used_T, group=self.group, problem=problem, gather=transport.all_gather)
+        transport = transport_for(self.group, self.options.transport)
+        gated = self.gate(x_TH, used_T, group=self.group, problem=problem or used_problem, exchange=transport)
         y_TH = moe(
             x_TH,
             gated.routing,

@@ -113,16 +113,13 @@ class SonicEPMoELayer(MoELayer):
         probs_TE, routing_map_TE = self.route(hidden_states, padding_mask)
         transport = self.experts.transport
         if self.rounded is not None and self.training:
-            problem = transport.problem_with(routing_map_TE.shape[0])
-            return self.rounded.routing(
-                probs_TE, routing_map_TE, hidden_states.dtype, problem, gather=transport.all_gather
-            )
+            return self.rounded.routing(probs_TE, routing_map_TE, hidden_states.dtype, transport)
         drops = self.config.moe_expert_capacity_factor is not None
         return routing_of_map(
             probs_TE,
             routing_map_TE,
             group=self.experts.group,
-            gather=transport.all_gather,
+            exchange=transport,
             dtype=hidden_states.dtype,
             training=self.training,
             K=None if drops else self.config.moe_router_topk,

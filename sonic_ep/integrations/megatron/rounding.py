@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
-from sonic_ep.groups import EPGroup, Gather
+from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.integrations.megatron.routing_map import topk_ids
 from sonic_ep.routers.decision import Situation, decide_selection
 from sonic_ep.routers.selection import choice_mask
@@ -49,13 +49,12 @@ class RoundedRouter:
         probs_TE: Tensor,
         routing_map_TE: Tensor,
         dtype: torch.dtype,
-        problem: str | None = None,
-        gather: Gather | None = None,
+        exchange: Exchange,
     ) -> Routing:
         """The rounded routing of the router's last (probs, routing_map). A collective of the EP group; for training.
 
-        Differentiable in probs and, for added pairs, in the logits. dtype: of the experts' input. problem: why this
-        rank cannot go on; all ranks are told and raise it as a ValueError. gather: see Situation.
+        Differentiable in probs and, for added pairs, in the logits. dtype: of the experts' input. exchange: see
+        Situation.
         """
         logits, self._logits = self._logits, None
         assert logits is not None
@@ -66,9 +65,7 @@ class RoundedRouter:
         if self.router.expert_bias is not None:
             ranking_TE = ranking_TE + self.router.expert_bias
         choice = Choice(scores_TE, ranking_TE, self._allowed(ranking_TE), ids_TK, routing_map_TE.sum(0))
-        situation = Situation(
-            config=self.moe_config, group=self.group, dtype=dtype, training=True, problem=problem, gather=gather
-        )
+        situation = Situation(config=self.moe_config, group=self.group, dtype=dtype, training=True, exchange=exchange)
         unread_E = torch.zeros(E, dtype=torch.int64, device=ids_TK.device)  # Megatron's router counts by itself
         selection = decide_selection(self.router, choice, unread_E, situation)
         # A spare entry has token -1; its weight is never used.

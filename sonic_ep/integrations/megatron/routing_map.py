@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.groups import EPGroup, Gather
+from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.routers.agreement import Report, agree
 from sonic_ep.routers.selection import chosen_pairs, pairs_of_mask
 from sonic_ep.routing import INDEX_DTYPE, Routing
@@ -25,7 +25,7 @@ def routing_of_map(
     routing_map_TE: Tensor,
     *,
     group: EPGroup,
-    gather: Gather | None = None,
+    exchange: Exchange,
     dtype: torch.dtype,
     training: bool,
     K: int | None,
@@ -34,12 +34,12 @@ def routing_of_map(
 
     Shapes:  probs_TE (T, E) floating point; routing_map_TE (T, E) bool. K: how many experts every token is mapped to,
              where all have as many; None where tokens were dropped, which takes one host sync more. dtype, training: of
-             the experts' input and of the layer, which must agree over the ranks. gather: see `agree`.
+             the experts' input and of the layer, which must agree over the ranks. exchange: see `agree`.
     """
     T, E = routing_map_TE.shape
     counts_E = routing_map_TE.sum(0)
     report = Report(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
-    counts, on_host, raise_problems = agree(report, _OFF, group, gather)
+    counts, on_host, raise_problems = agree(report, _OFF, group, exchange)
     if K is None:
         token_ids_N, expert_ids_N = pairs_of_mask(routing_map_TE, int(counts.pairs_SE[group.rank].sum()))
     else:
