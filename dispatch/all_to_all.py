@@ -43,6 +43,9 @@ class AllToAllTransport:
     def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         return self.group.all_gather(values, meanwhile)
 
+    def raise_if_lost(self) -> None:
+        pass
+
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
         if not host_may_wait(plan.sizes):
             raise RuntimeError(

@@ -6,6 +6,7 @@ Legend: see protocol.py.
 from collections.abc import Callable
 from typing import final
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -37,6 +38,9 @@ class LocalTransport:
 
     def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         return EPGroup.alone().all_gather(values, meanwhile)
+
+    def raise_if_lost(self) -> None:
+        pass
 
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
         token_ids_N, T = routing.token_ids_N, routing.num_tokens
@@ -84,6 +88,9 @@ class LocalTransport:
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         values_V = values_P.index_select(0, receipt.slot_V)
+        if self._static or not host_may_wait(values_P):  # then there may be spare slots, which are those of nobody
+            places_V = torch.arange(values_V.shape[0], device=values_V.device)
+            values_V = values_V.where(places_V < receipt.pair_starts_R[-1], 0)
         spare = receipt.num_listed - values_V.shape[0]
         return pad(values_V, (0, spare)) if spare else values_V
 

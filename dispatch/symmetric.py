@@ -127,6 +127,8 @@ class SymmetricTransport:
         self._rows: dict[int, _Rows] = {}
         self._regions: tuple[int, Tensor] | None = None
         self._turn = 0
+        self._captured = False  # has a CUDA graph captured a stage?
+        self._of_graphs: list[object] = []
         self._stream: torch.cuda.Stream | None = None
 
     def problem_with(self, num_tokens: int) -> str | None:
@@ -145,6 +147,15 @@ class SymmetricTransport:
             meanwhile()
         return kernels.take_all(meeting, memory.addresses_S, count, room)
 
+    def raise_if_lost(self) -> None:
+        missing = None if self._meeting is None else self._meeting.missing()
+        if missing is not None:
+            stage, rank = missing
+            raise RuntimeError(
+                f"rank {rank} of the EP group did not come to {stage.name.lower()} within {self._patience:g} s: it "
+                "died, it is stuck, or it is slower than that; look at its log, or raise transport.timeout"
+            )
+
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
         meeting, S, T = self._meet(), self.group.size, routing.num_tokens
         static = self._static and routing.most_received is not None
@@ -156,8 +167,8 @@ class SymmetricTransport:
         rows_RH = None
         if x_TH is not None:
             x_TH = x_TH.contiguous()
-            # Beside the lists, which it does not need. It allocates nothing, and is waited for before this returns:
-            # no tensor of one stream is freed while the other uses it.
+            # Beside the lists, which it does not need. It allocates no tensor that lives on, and is waited for before
+            # this returns: no tensor of one stream is freed while the other uses it.
             with self._aside(x_TH):
                 rows_RH = self._send(x_TH, needed, sizes.stride)
         rows_at, gates_at, _ = pairs.addresses
@@ -300,19 +311,14 @@ class SymmetricTransport:
         if self._meeting is None:
             self._flags = self._allocate(_aligned(8 * flags_of(self.group.size)))
             self._meeting = Meeting.of(self.group.rank, self._flags.addresses_S, round(self._patience * 1e9))
-        missing = self._meeting.missing()
-        if missing is not None:
-            stage, rank = missing
-            raise RuntimeError(
-                f"rank {rank} of the EP group did not come to {stage.name.lower()} within {self._patience:g} s: it "
-                "died, it is stuck, or it is slower than that; look at its log, or raise transport.timeout"
-            )
+        self.raise_if_lost()
+        self._captured |= not host_may_wait(self._meeting.state)
         return self._meeting
 
     def _room_for_counts(self, needed: int) -> tuple[int, PeerMemory]:
         """How many integers a rank may tell, and where. Every rank asks for as much at the same time."""
         if self._counts is None or self._counts[0] < needed:
-            self._let_go(in_use=self._counts is not None)
+            self._let_go(self._counts)
             self._counts = None
             num_bytes = peer_kernels().PLACES * self.group.size * needed * torch.int64.itemsize
             self._counts = needed, self._allocate(_aligned(num_bytes))
@@ -321,7 +327,7 @@ class SymmetricTransport:
     def _room_for_pairs(self, needed: int) -> _Pairs:
         """Likewise."""
         if self._pairs is None or self._pairs.capacity < needed:
-            self._let_go(in_use=self._pairs is not None)
+            self._let_go(self._pairs)
             self._pairs = None
             self._pairs = _Pairs.allocate(self._allocate, max(1, round(needed * _ROOM)))
         return self._pairs
@@ -331,15 +337,18 @@ class SymmetricTransport:
         row_bytes = like.shape[1] * like.element_size()
         rows, needed = self._rows.get(row_bytes), _aligned(self.group.size * stride * row_bytes)
         if rows is None or rows.buffer_bytes < needed:
-            self._let_go(in_use=rows is not None)
+            self._let_go(rows)
             self._rows.pop(row_bytes, None)
             del rows
             rows = self._rows[row_bytes] = _Rows.allocate(self._allocate, needed)
         return rows
 
-    def _let_go(self, *, in_use: bool) -> None:
-        """Before memory is given back: nobody may be writing to it."""
-        if in_use:
+    def _let_go(self, memory: object | None) -> None:
+        """Before memory is replaced: nobody may be writing to it. What a graph may have captured is kept for its
+        replays."""
+        if self._captured:
+            self._of_graphs.append(memory)
+        if memory is not None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.group.all_gather_object(None)

@@ -64,7 +64,8 @@ def agree(
     exchange: by what way; default the group's own.
 
     raise_problems raises ValueError, on every rank, with the rank named: its problem, non-finite logits, or a training
-    flag or dtype that differs between ranks. Nothing while a CUDA graph is captured: the steps before it told.
+    flag or dtype that differs between ranks; and RuntimeError if a rank was waited for in vain. Nothing while a CUDA
+    graph is captured: the steps before it told.
     """
     problem = report.problem
     if problem is None and report.num_tokens >= MAX_TOKENS:
@@ -76,7 +77,7 @@ def agree(
     reports_SF, chosen_SE = _gather(header_F, report.counts_E, group, exchange, meanwhile)
     if problem is not None:
         # What was counted need not make sense. The others raise when they read the reports.
-        _raise_problems(reports_SF.cpu(), problem, group)
+        _raise_problems(reports_SF.cpu(), problem, group, exchange)
     tokens_S = reports_SF[:, _TOKENS]
     decision = decide(chosen_SE, tokens_S, rounding, training=report.training, draw=reports_SF[0, _DRAW])
     counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
@@ -93,7 +94,7 @@ def agree(
 
     def raise_problems() -> None:
         if reads_reports:
-            _raise_problems(on_host.read()[3].view(reports_SF.shape), problem, group)
+            _raise_problems(on_host.read()[3].view(reports_SF.shape), problem, group, exchange)
 
     return Agreement(counts, on_host, raise_problems)
 
@@ -126,7 +127,10 @@ def _gather(
     return gathered[:, :_HEADER], gathered[:, _HEADER:]
 
 
-def _raise_problems(reports_SF: Tensor, problem: str | None, group: EPGroup) -> None:
+def _raise_problems(reports_SF: Tensor, problem: str | None, group: EPGroup, exchange: Exchange | None) -> None:
+    """reports_SF: on the host, so that they have come, if they were to come."""
+    if exchange is not None:
+        exchange.raise_if_lost()
     if reports_SF[:, _HAS_PROBLEM].any():
         group.raise_together(problem)
     kinds_S = reports_SF[:, _KIND].tolist()

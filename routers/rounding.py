@@ -87,9 +87,9 @@ def leaves_sizes_open(rounding: RoundingConfig, *, training: bool) -> bool:
 def most_rows(rounding: RoundingConfig, num_tokens: int, K: int, E: int, ep_size: int, *, training: bool) -> int | None:
     """What the rows of a rank with `num_tokens` cannot exceed; None where they are its T K pairs exactly.
 
-    Alone, a rank rounds each count by less than a unit; to the nearest multiple by half of one at most, unless there
-    are so few pairs that "auto" pads. Apportionment moves a total by G/2 at most, and a rank's count by less than 2t
-    more: were it higher, no rank would be below its own count, and the total too high.
+    Alone, a rank rounds each count by less than a unit, to the nearest multiple by half of one at most. Apportionment
+    moves a total by G/2 at most, and a rank's count by less than 2t more: were it higher, no rank would be below its
+    own count, and the total too high.
     """
     if not leaves_sizes_open(rounding, training=training):
         return None
@@ -99,7 +99,7 @@ def most_rows(rounding: RoundingConfig, num_tokens: int, K: int, E: int, ep_size
     elif rounding.mode == "apportion" and ep_size > 1:
         unit = rounding.G // 2 + 2 * t
     elif rounding.mode == "nearest":
-        unit = max(t // 2, chunk_multiples(rounding.G)[-1]) if rounding.t == "auto" else t // 2
+        unit = t // 2
     else:
         unit = max(t, rounding.G)
     return num_tokens * K + E * unit

@@ -32,6 +32,10 @@ class Exchange(Protocol):
         """
         ...
 
+    def raise_if_lost(self) -> None:
+        """RuntimeError if, as far as the host knows, a rank was waited for in vain: what came is not to be believed."""
+        ...
+
 
 _PROCESS_GROUPS: "WeakValueDictionary[str, dist.ProcessGroup]" = WeakValueDictionary()
 _EXCHANGES: "WeakValueDictionary[str, Exchange]" = WeakValueDictionary()

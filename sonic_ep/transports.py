@@ -47,6 +47,10 @@ class GroupTransport:
     def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         return self.on(values).all_gather(values, meanwhile)
 
+    def raise_if_lost(self) -> None:
+        for transport in self._chosen.values():
+            transport.raise_if_lost()
+
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
         return self.on(routing.gates_N).open(routing, plan, x_TH)
 

@@ -104,8 +104,9 @@ def test_static_lists_ask_for_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert name == "pairs_by_row_V" or not got[size:].any(), name  # nobody reads that one behind its rows
     assert torch.equal(opened.gates_P[:P], expected.gates_P)
     assert not opened.gates_P[P:].any()
-    returned = LocalTransport().return_pairs(opened.gates_P, opened.receipt)
-    assert torch.equal(returned[:V], routing.gates_N)
+    returned = LocalTransport(static=True).return_pairs(opened.gates_P + 1, opened.receipt)
+    assert torch.equal(returned[:V], routing.gates_N + 1)
+    assert not returned[V:].any()
 
 
 @pytest.mark.gpu

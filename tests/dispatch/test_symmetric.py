@@ -5,6 +5,7 @@ Processes share files here and the kernels are interpreted; tests/dispatch/test_
 
 import random
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -16,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sonic_ep.config import Dispatch
+from sonic_ep.config import Dispatch, RoundingConfig
+from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import Receipt, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.peer_memory import PeerMemory
+from sonic_ep.routers.agreement import Report, agree
 from tests.dispatch.oracle import Case
 from tests.helpers.launch import RankPool
 from tests.helpers.shared_files import shared_files
@@ -156,6 +159,59 @@ def test_memory_is_what_the_module_says(ranks: Ranks, tmp_path: Path) -> None:
 
     expected = [256, rounded(4 * capacity) + 2 * rounded(8 * capacity), 3 * rounded(2 * 13 * row_bytes)]
     assert ranks(2).run(bytes_asked_for, case, str(tmp_path)) == [expected] * 2
+
+
+def tell(rank: int, group: EPGroup, transport: SymmetricTransport) -> None:
+    report = Report(counts_E=torch.full((6,), rank), num_tokens=9, dtype=torch.float32, training=True)
+    agree(report, RoundingConfig(mode="off"), group, transport).raise_problems()
+
+
+def tells_nothing(rank: int, folder: str) -> str:
+    """The last rank leaves before the second agreement; what the others are told, instead of what it said before."""
+    group = EPGroup()
+    transport = SymmetricTransport(group, shared_files(group, folder), patience=1)
+    tell(rank, group, transport)
+    try:
+        if rank < group.size - 1:
+            tell(rank, group, transport)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        group.all_gather_object(None)
+    return ""
+
+
+def test_an_agreement_without_a_rank_is_none(ranks: Ranks, tmp_path: Path) -> None:
+    *told, _ = ranks(3).run(tells_nothing, str(tmp_path))
+    for message in told:
+        assert message.startswith("rank 2 of the EP group did not come to counts within 1 s")
+
+
+def grown_after_capture(rank: int, folder: str) -> tuple[int, int]:
+    """How much memory is given back when buffers grow, before a graph has captured them and after."""
+    group, given, mappings = EPGroup(), [], []
+    files = shared_files(group, folder)
+
+    def allocate(num_bytes: int) -> PeerMemory:
+        memory = files(num_bytes)
+        mappings.append(weakref.ref(memory.addresses_S, lambda _: given.append(num_bytes)))
+        return memory
+
+    transport, before = SymmetricTransport(group, allocate, patience=60), 0
+    for factor in (1, 3, 9):
+        case = Case((5 * factor, 4 * factor), 3, 4, "all")
+        everything(transport, rank, case, torch.float32)
+        transport.all_gather(counts_of(rank, 0, 5 * factor))
+        if factor == 3:
+            before = len(given)
+            may_wait, symmetric.host_may_wait = symmetric.host_may_wait, lambda _: False
+            transport.all_gather(counts_of(rank, 0, 5 * factor))
+            symmetric.host_may_wait = may_wait
+    return before, len(given) - before
+
+
+def test_what_a_graph_has_captured_is_kept(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(grown_after_capture, str(tmp_path)) == [(3, 0)] * 2
 
 
 def with_room(rank: int, case: Case, folder: str, dispatch: Dispatch) -> None:

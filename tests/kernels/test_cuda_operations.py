@@ -200,6 +200,17 @@ def test_no_rows_at_all() -> None:
     assert operations.weight_grad(o.dh, o.x, o.rows, o.starts).abs().max() == 0
 
 
+def test_rows_that_nobody_needs_may_hold_anything() -> None:
+    """As the gaps between received rows do."""
+    o = Operands(Case((100, 28), 600, 64, 32, bias=True))
+    expected = gpu_operations(o).gathered_bias_grad(o.do, o.gates, o.rows, o.starts)
+    unread = torch.ones(600, dtype=torch.bool, device="cuda")
+    unread[o.rows.long()] = False
+    assert unread.any()
+    o.do[unread] = torch.inf
+    assert torch.equal(gpu_operations(o).gathered_bias_grad(o.do, o.gates, o.rows, o.starts), expected)
+
+
 def test_nothing_waits_for_the_device() -> None:
     o = Operands(CASES[0])
     operations = gpu_operations(o)
