@@ -30,7 +30,7 @@ def contestants(T: int, E: int, K: int) -> dict[str, Callable[[], object]]:
     return {
         "choice, kernels": lambda: kernels.chosen_pairs(ids_TK, counts_E),
         "choice, torch": lambda: pairs_of_choice(ids_TK),
-        "selection, kernels": lambda: kernels.selected_pairs(scores_TE, ids_TK, None, pairs_E, num_pairs),
+        "selection, kernels": lambda: kernels.begin_selection(scores_TE, ids_TK, None)(pairs_E, num_pairs),
         "selection, torch": lambda: pairs_of_mask(select_tokens(scores_TE, ids_TK, None, pairs_E), num_pairs),
     }
 

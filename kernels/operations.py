@@ -222,14 +222,9 @@ class SelectionKernels(Protocol):
 
     def chosen_pairs(self, topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def selected_pairs(
-        self,
-        scores_TE: Tensor,
-        topk_ids_TK: Tensor,
-        allowed_TE: Tensor | None,
-        pairs_E: Tensor,
-        num_pairs: int,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def begin_selection(
+        self, scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
+    ) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]: ...
 
 
 def selection_kernels(device: torch.device) -> SelectionKernels | None:

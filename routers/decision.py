@@ -15,9 +15,12 @@ from sonic_ep.kernels.operations import lists_take_room
 from sonic_ep.routers.agreement import Report, agree
 from sonic_ep.routers.replay import record_selection, replayed_selection
 from sonic_ep.routers.rounding import keeps_choice, most_received, most_rows
-from sonic_ep.routers.selection import chosen_pairs, selected_pairs
+from sonic_ep.routers.selection import begin_selection, chosen_pairs
 from sonic_ep.routers.topk import Choice
 from sonic_ep.routing import Counts, Selection
+
+# Given (E,) pairs of each expert and their number: token ids, expert ids and whether the token chose the expert.
+FinishLists = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +55,16 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
     else:
         rounding, training = situation.config.rounding, situation.training
         report, group = _report(choice, draw, situation), situation.group
-        counts, on_host, raise_problems = agree(report, rounding, group, situation.exchange, situation.meanwhile)
-        selection = select(choice, counts, situation.group.rank, rounding, training=training)
+        finish: FinishLists | None = None
+
+        def beside() -> None:
+            nonlocal finish
+            finish = begin_lists(choice, rounding, training=training)
+            if situation.meanwhile is not None:
+                situation.meanwhile()
+
+        counts, on_host, raise_problems = agree(report, rounding, group, situation.exchange, beside)
+        selection = select(choice, counts, situation.group.rank, rounding, training=training, finish=finish)
         selection = replace(selection, on_host=on_host)
         raise_problems()
         if training:
@@ -82,19 +93,33 @@ def _report(choice: Choice, draw: Tensor | None, situation: Situation) -> Report
     )
 
 
-def select(choice: Choice, counts: Counts, rank: int, rounding: RoundingConfig, *, training: bool) -> Selection:
+def begin_lists(choice: Choice, rounding: RoundingConfig, *, training: bool) -> FinishLists:
+    """What of this rank's lists of pairs needs no other rank: all of it, where the plain choice is kept."""
+    if keeps_choice(rounding, training=training):
+        lists = chosen_pairs(choice.topk_ids_TK, choice.counts_E())
+        return lambda *_: lists
+    return begin_selection(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE)
+
+
+def select(
+    choice: Choice,
+    counts: Counts,
+    rank: int,
+    rounding: RoundingConfig,
+    *,
+    training: bool,
+    finish: FinishLists | None = None,
+) -> Selection:
     """The pairs of this rank: for each expert exactly `counts.pairs_SE[rank]` tokens, chosen ones first.
 
-    rounding, training: what the counts were decided by.
+    rounding, training: what the counts were decided by. finish: of `begin_lists`, if it was called before.
     """
     (T, K), (S, E) = choice.topk_ids_TK.shape, counts.pairs_SE.shape
     most = most_rows(rounding, T, K, E, S, training=training)
-    if keeps_choice(rounding, training=training):
-        lists = chosen_pairs(choice.topk_ids_TK, choice.counts_E())
-    else:
+    pairs_E, room = counts.pairs_SE[rank], T * K
+    if not keeps_choice(rounding, training=training):
         assert most is not None
-        pairs_E = counts.pairs_SE[rank]
         room = min(most, T * E) if lists_take_room(pairs_E.device) else int(pairs_E.sum())
-        lists = selected_pairs(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_E, room)
+    lists = (finish or begin_lists(choice, rounding, training=training))(pairs_E, room)
     received = most_received(rounding, T, K, training=training)
     return Selection(choice.topk_ids_TK, *lists, counts, most, received)

@@ -6,6 +6,8 @@ smaller id wins. float64 scores are ordered by their float32 value, then by id. 
 Legend: T tokens, E experts, K experts per token, N selected pairs.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -51,21 +53,26 @@ def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor,
     return token_ids_N.to(INDEX_DTYPE), expert_ids_N, torch.ones_like(token_ids_N, dtype=torch.bool)
 
 
-def selected_pairs(
-    scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None, pairs_E: Tensor, num_pairs: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For each expert its `pairs_E` best tokens, by the rule of `select_tokens`, without a host sync.
+def begin_selection(
+    scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
+) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
+    """What can be done before it is known how many pairs an expert gets; the result, given pairs_E and num_pairs, does
+    the rest: for each expert its `pairs_E` best tokens, by the rule of `select_tokens`, without a host sync.
 
     Shapes:  as there and in `chosen_pairs`; every pairs_E in 0..T, num_pairs their sum. The (N,) bool says which pairs
              the tokens chose; the others were added. On a GPU num_pairs may be larger: token -1 and
              expert 0 then fill the end.
     """
     if (kernels := selection_kernels(scores_TE.device)) is not None:
-        return kernels.selected_pairs(scores_TE, topk_ids_TK, allowed_TE, pairs_E, num_pairs)
-    mask_TE = select_tokens(scores_TE, topk_ids_TK, allowed_TE, pairs_E)
-    token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, num_pairs)
-    chosen_N = choice_mask(topk_ids_TK, mask_TE.shape[1])[token_ids_N, expert_ids_N]
-    return token_ids_N.to(INDEX_DTYPE), expert_ids_N, chosen_N
+        return kernels.begin_selection(scores_TE, topk_ids_TK, allowed_TE)
+
+    def selected_pairs(pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
+        mask_TE = select_tokens(scores_TE, topk_ids_TK, allowed_TE, pairs_E)
+        token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, num_pairs)
+        chosen_N = choice_mask(topk_ids_TK, mask_TE.shape[1])[token_ids_N, expert_ids_N]
+        return token_ids_N.to(INDEX_DTYPE), expert_ids_N, chosen_N
+
+    return selected_pairs
 
 
 def select_tokens(scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None, pairs_E: Tensor) -> Tensor:

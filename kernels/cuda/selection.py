@@ -8,6 +8,10 @@ selected bits.
 Legend: T tokens, E experts, K experts per token, N selected pairs, W words of 32 tokens.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -162,31 +166,31 @@ def _list(
         tl.store(is_choice_ptr + start + slots, ((choice >> bit) & 1).to(tl.int8), mask=listed)
 
 
+class _Turned(NamedTuple):
+    """(E, W) bits of who chose and of who may be chosen, (E, 32 W) keys, and which of them are there."""
+
+    chosen_EW: Tensor
+    open_EW: Tensor
+    keys_ET: Tensor
+    num_tokens: int
+    flags: dict[str, bool]
+
+
 def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See routers/selection.py."""
-    return _lists(topk_ids_TK, None, None, counts_E, topk_ids_TK.numel())
+    turned = _turned(topk_ids_TK, None, None, counts_E.shape[0])
+    return _listed(turned, counts_E, topk_ids_TK.numel())
 
 
-def selected_pairs(
-    scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None, pairs_E: Tensor, num_pairs: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def begin_selection(
+    scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
+) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
     """See routers/selection.py."""
-    return _lists(topk_ids_TK, scores_TE, allowed_TE, pairs_E, num_pairs)
+    return partial(_listed, _turned(topk_ids_TK, scores_TE, allowed_TE, scores_TE.shape[1]))
 
 
-def _lists(
-    topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | None, pairs_E: Tensor, num_pairs: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    (T, K), E, device = topk_ids_TK.shape, pairs_E.shape[0], topk_ids_TK.device
-    chosen_N = torch.empty(num_pairs, dtype=torch.bool, device=device)
-    if scores_TE is None:
-        token_ids_N = torch.empty(num_pairs, dtype=torch.int32, device=device)
-        expert_ids_N = torch.empty(num_pairs, dtype=torch.int64, device=device)
-    else:  # the end may be spare
-        token_ids_N = torch.full((num_pairs,), -1, dtype=torch.int32, device=device)
-        expert_ids_N = torch.zeros(num_pairs, dtype=torch.int64, device=device)
-    if num_pairs == 0:
-        return token_ids_N, expert_ids_N, chosen_N
+def _turned(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | None, E: int) -> _Turned:
+    (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
     tiles = triton.cdiv(T, 32 * _TILE_WORDS)
     W = tiles * _TILE_WORDS
     chosen_EW = torch.empty(E, W, dtype=torch.int32, device=device)
@@ -194,32 +198,47 @@ def _lists(
     open_EW = chosen_EW if allowed_TE is None else torch.empty_like(chosen_EW)
     keys_ET = chosen_EW if scores_TE is None else torch.empty(E, 32 * W, dtype=torch.int32, device=device)
     flags = {"HAS_SCORES": scores_TE is not None, "HAS_ALLOWED": allowed_TE is not None}
-    _turn[(tiles, triton.cdiv(E, 32))](
-        topk_ids_TK.contiguous(),
-        chosen_EW if scores_TE is None else scores_TE.contiguous(),
-        chosen_EW if allowed_TE is None else allowed_TE.contiguous().view(torch.uint8),
-        chosen_EW,
-        open_EW,
-        keys_ET,
-        T,
-        E,
-        W,
-        K=K,
-        BLOCK_K=triton.next_power_of_2(K),
-        WORDS=_TILE_WORDS,
-        num_warps=4,
-        **flags,
-    )
+    if T:
+        _turn[(tiles, triton.cdiv(E, 32))](
+            topk_ids_TK.contiguous(),
+            chosen_EW if scores_TE is None else scores_TE.contiguous(),
+            chosen_EW if allowed_TE is None else allowed_TE.contiguous().view(torch.uint8),
+            chosen_EW,
+            open_EW,
+            keys_ET,
+            T,
+            E,
+            W,
+            K=K,
+            BLOCK_K=triton.next_power_of_2(K),
+            WORDS=_TILE_WORDS,
+            num_warps=4,
+            **flags,
+        )
+    return _Turned(chosen_EW, open_EW, keys_ET, T, flags)
+
+
+def _listed(turned: _Turned, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
+    (E, W), device = turned.chosen_EW.shape, turned.chosen_EW.device
+    chosen_N = torch.empty(num_pairs, dtype=torch.bool, device=device)
+    if not turned.flags["HAS_SCORES"]:
+        token_ids_N = torch.empty(num_pairs, dtype=torch.int32, device=device)
+        expert_ids_N = torch.empty(num_pairs, dtype=torch.int64, device=device)
+    else:  # the end may be spare
+        token_ids_N = torch.full((num_pairs,), -1, dtype=torch.int32, device=device)
+        expert_ids_N = torch.zeros(num_pairs, dtype=torch.int64, device=device)
+    if num_pairs == 0:
+        return token_ids_N, expert_ids_N, chosen_N
     _list[(E,)](
-        chosen_EW,
-        open_EW,
-        keys_ET,
+        turned.chosen_EW,
+        turned.open_EW,
+        turned.keys_ET,
         torch.empty(E, 3, W, dtype=torch.int32, device=device),
         pairs_E.contiguous(),
         token_ids_N,
         expert_ids_N,
         chosen_N.view(torch.uint8),
-        T,
+        turned.num_tokens,
         W,
         triton.next_power_of_2(W + 1) // 2,
         BLOCK_E=triton.next_power_of_2(E),
@@ -227,6 +246,6 @@ def _lists(
         STEP_WORDS=_STEP_WORDS,
         SLOTS=_SLOTS,
         num_warps=16,
-        **flags,
+        **turned.flags,
     )
     return token_ids_N, expert_ids_N, chosen_N

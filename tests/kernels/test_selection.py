@@ -72,7 +72,8 @@ class Case(NamedTuple):
         return token_ids_N.int(), expert_ids_N, chosen_TE[token_ids_N, expert_ids_N]
 
     def by_kernel(self) -> Lists:
-        return KERNELS.selected_pairs(*self, num_pairs=int(self.pairs_E.sum()))
+        operands = (self.scores_TE, self.topk_ids_TK, self.allowed_TE)
+        return KERNELS.begin_selection(*operands)(self.pairs_E, int(self.pairs_E.sum()))
 
     def counts_E(self) -> Tensor:
         return choice_mask(self.topk_ids_TK.long(), self.pairs_E.shape[0]).sum(0)

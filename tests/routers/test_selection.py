@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.routers.selection import (
+    begin_selection,
     choice_mask,
     chosen_pairs,
     ordered_bits,
     pairs_of_choice,
     pairs_of_mask,
     select_tokens,
-    selected_pairs,
     top_experts,
 )
 from sonic_ep.routers.topk import choose
@@ -214,7 +214,7 @@ def test_lists_of_the_docstrings_example() -> None:
 def test_lists_say_which_pairs_were_chosen(case: Case) -> None:
     topk_ids_TK = torch.tensor(case.topk_ids(), dtype=torch.int64).view(-1, case.K)
     pairs_E = torch.tensor(case.pairs)
-    lists = selected_pairs(case.scores_TE(), topk_ids_TK, case.allowed_TE(), pairs_E, sum(case.pairs))
+    lists = begin_selection(case.scores_TE(), topk_ids_TK, case.allowed_TE())(pairs_E, sum(case.pairs))
     selected = case.select().T.nonzero().tolist()
     expected = [(token, expert, expert in case.topk_ids()[token]) for expert, token in selected]
     assert list(zip(*(each.tolist() for each in lists), strict=True)) == expected
@@ -229,7 +229,7 @@ def test_choosing_and_selecting_reads_nothing_on_the_host(score: str, groups: in
     with FakeTensorMode():
         choice = choose(torch.empty(10, 8), torch.empty(8), 3, config)
         pairs_E = torch.empty(8, dtype=torch.int64)
-        lists = selected_pairs(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_E, 24)
+        lists = begin_selection(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE)(pairs_E, 24)
         assert [each.shape for each in lists] == [(24,)] * 3
         counts_E = choice.counts_E()
         assert counts_E.shape == (8,)
