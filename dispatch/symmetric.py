@@ -125,9 +125,8 @@ class SymmetricTransport:
         self._meeting: Meeting | None = None
         self._pairs: _Pairs | None = None
         self._rows: dict[int, _Rows] = {}
-        self._regions: tuple[int, Tensor] | None = None
+        self._regions: dict[bool, tuple[int, Tensor]] = {}
         self._turn = 0
-        self._captured = False  # has a CUDA graph captured a stage?
         self._of_graphs: list[object] = []
         self._stream: torch.cuda.Stream | None = None
 
@@ -176,7 +175,7 @@ class SymmetricTransport:
         row_in_source_V = pairs.memory.view(pairs.starts[0], (sizes.num_pairs,), INDEX_DTYPE)
         gates_V = pairs.memory.view(pairs.starts[1], (sizes.num_pairs,), routing.gates_N.dtype)
         chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=static)
-        row_starts_S = self._starts_of_regions(sizes.stride, gates_V)
+        row_starts_S = self._starts_of_regions(sizes.stride, gates_V, static=static)
         buffer = pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, S * sizes.stride)
         receipt = Receipt(
             row_of_pair_P=buffer.row_of_pair_P,
@@ -300,11 +299,14 @@ class SymmetricTransport:
         most = routing.most_received
         return _Sizes(max(1, self._tokens), most, most, max(most, routing.token_ids_N.shape[0]))
 
-    def _starts_of_regions(self, stride: int, like: Tensor) -> Tensor:
-        if self._regions is None or self._regions[0] != stride:
+    def _starts_of_regions(self, stride: int, like: Tensor, *, static: bool) -> Tensor:
+        """(S + 1,). That of static buffers never changes, so a graph may have it."""
+        stride_before, starts_S = self._regions.get(static, (None, like))
+        if stride_before != stride:
             ends = (self.group.size + 1) * stride
-            self._regions = stride, torch.arange(0, ends, stride, dtype=INDEX_DTYPE, device=like.device)
-        return self._regions[1]
+            starts_S = torch.arange(0, ends, stride, dtype=INDEX_DTYPE, device=like.device)
+            self._regions[static] = stride, starts_S
+        return starts_S
 
     def _meet(self) -> Meeting:
         """The meeting of this group, made at its first use. Raises RuntimeError if a rank is missing."""
@@ -312,8 +314,15 @@ class SymmetricTransport:
             self._flags = self._allocate(_aligned(8 * flags_of(self.group.size)))
             self._meeting = Meeting.of(self.group.rank, self._flags.addresses_S, round(self._patience * 1e9))
         self.raise_if_lost()
-        self._captured |= not host_may_wait(self._meeting.state)
+        if not host_may_wait(self._meeting.state):
+            self._keep_for_graphs()
         return self._meeting
+
+    def _keep_for_graphs(self) -> None:
+        """What a CUDA graph that is being captured may write to lasts, whatever replaces it later."""
+        for memory in (self._counts, self._pairs, *self._rows.values()):
+            if memory is not None and all(memory is not kept for kept in self._of_graphs):
+                self._of_graphs.append(memory)
 
     def _room_for_counts(self, needed: int) -> tuple[int, PeerMemory]:
         """How many integers a rank may tell, and where. Every rank asks for as much at the same time."""
@@ -344,10 +353,7 @@ class SymmetricTransport:
         return rows
 
     def _let_go(self, memory: object | None) -> None:
-        """Before memory is replaced: nobody may be writing to it. What a graph may have captured is kept for its
-        replays."""
-        if self._captured:
-            self._of_graphs.append(memory)
+        """Before memory is replaced: nobody may be writing to it."""
         if memory is not None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

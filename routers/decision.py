@@ -42,7 +42,7 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
     """The pairs of this rank. A collective, except under replay of the selections of `router`, see replay.py.
 
     counter_E: (E,) int64 on the device; in training the group's top-K counts are added to it, once for each decision.
-    Raises ValueError on every rank, see `agree`; RuntimeError, see replay.py.
+    Raises ValueError on every rank, and RuntimeError for a lost one, see `agree`; RuntimeError, see replay.py.
     """
     # Drawn under replay too, so that whatever draws after this layer repeats as well.
     draw = _draw(situation, counter_E.device)

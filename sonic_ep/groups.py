@@ -47,8 +47,18 @@ def let_be_named(exchange: Exchange) -> None:
 
 
 def exchange_named(name: str) -> Exchange | None:
-    """The exchange of that name: operations of a compiled graph take strings, not objects. None for an empty name."""
-    return _EXCHANGES[name] if name else None
+    """The exchange of that name: operations of a compiled graph take strings, not objects. None for an empty name.
+
+    Raises RuntimeError if nobody holds one.
+    """
+    if not name:
+        return None
+    exchange = _EXCHANGES.get(name)
+    if exchange is None:
+        raise RuntimeError(
+            f"nobody holds the exchange {name!r}: keep what transport_for(group, config) gave, and pass it"
+        )
+    return exchange
 
 
 @final

@@ -275,4 +275,4 @@ def gathered_bias_grad(do_RH: Tensor, gates_P: Tensor, row_of_pair_P: Tensor, ex
     table_eR.index_put_((expert_P, row_of_pair_P.long()), gates_P.float(), accumulate=True)
     # Rows that no expert needs may hold anything, and 0 times infinity is not 0.
     unread_R = (table_eR == 0).all(0)
-    return (table_eR @ do_RH.float().masked_fill_(unread_R[:, None], 0)).to(do_RH.dtype)
+    return (table_eR @ do_RH.to(torch.float32, copy=True).masked_fill_(unread_R[:, None], 0)).to(do_RH.dtype)

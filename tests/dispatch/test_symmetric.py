@@ -187,8 +187,9 @@ def test_an_agreement_without_a_rank_is_none(ranks: Ranks, tmp_path: Path) -> No
         assert message.startswith("rank 2 of the EP group did not come to counts within 1 s")
 
 
-def grown_after_capture(rank: int, folder: str) -> tuple[int, int]:
-    """How much memory is given back when buffers grow, before a graph has captured them and after."""
+def grown_after_capture(rank: int, folder: str) -> list[int]:
+    """How many buffers are given back as they grow: before a graph has captured them, then those that it has captured,
+    and then those that have replaced these."""
     group, given, mappings = EPGroup(), [], []
     files = shared_files(group, folder)
 
@@ -197,21 +198,35 @@ def grown_after_capture(rank: int, folder: str) -> tuple[int, int]:
         mappings.append(weakref.ref(memory.addresses_S, lambda _: given.append(num_bytes)))
         return memory
 
-    transport, before = SymmetricTransport(group, allocate, patience=60), 0
-    for factor in (1, 3, 9):
+    transport, counts = SymmetricTransport(group, allocate, patience=60), []
+    for factor in (1, 3, 9, 27):
         case = Case((5 * factor, 4 * factor), 3, 4, "all")
         everything(transport, rank, case, torch.float32)
         transport.all_gather(counts_of(rank, 0, 5 * factor))
         if factor == 3:
-            before = len(given)
             may_wait, symmetric.host_may_wait = symmetric.host_may_wait, lambda _: False
             transport.all_gather(counts_of(rank, 0, 5 * factor))
             symmetric.host_may_wait = may_wait
-    return before, len(given) - before
+        if factor > 1:
+            counts.append(len(given))
+            given.clear()
+    return counts
 
 
 def test_what_a_graph_has_captured_is_kept(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(grown_after_capture, str(tmp_path)) == [(3, 0)] * 2
+    assert ranks(2).run(grown_after_capture, str(tmp_path)) == [[3, 0, 3]] * 2
+
+
+def test_exact_steps_leave_the_regions_of_static_ones_alone() -> None:
+    transport = SymmetricTransport(
+        EPGroup.alone(), lambda _: pytest.fail("no memory is needed"), patience=1, static=True
+    )
+    like = torch.empty(0)
+    static = transport._starts_of_regions(4, like, static=True)
+    assert static.tolist() == [0, 4]
+    assert transport._starts_of_regions(7, like, static=False).tolist() == [0, 7]
+    assert transport._starts_of_regions(9, like, static=False).tolist() == [0, 9]
+    assert transport._starts_of_regions(4, like, static=True) is static
 
 
 def with_room(rank: int, case: Case, folder: str, dispatch: Dispatch) -> None:
