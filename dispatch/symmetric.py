@@ -206,12 +206,12 @@ class SymmetricTransport:
         kernels.come(meeting, Stage.DISPATCH)
         with self._aside(x_TH):
             rows.copy_to_all(self._turn, x_TH, self.group, stride)
-        turn = self._turn
+        rows_RH = rows.view(self._turn, x_TH, receipt.num_rows)
 
         def wait() -> Tensor:
             self._join(x_TH)  # which lives until then
             kernels.go(meeting, Stage.DISPATCH)
-            return rows.view(turn, x_TH, receipt.num_rows)
+            return rows_RH
 
         return wait
 

@@ -32,10 +32,10 @@ MOST_RANKS = 1 << 16  # a report is stage * MOST_RANKS + rank + 1
 class Meeting:
     """Where the ranks of a group meet.
 
-    flags_S: (S,) int64 addresses of each rank's flags, `flags_of(S)` int64, zero at the start. state: int64 of
-    this rank alone: the number of meetings and of programs that are done, by stage, and what it reports of a rank that
-    it waited for in vain, after which it waits for nobody. report: (1,) int64, the same where the host can read it
-    while kernels run. patience: nanoseconds to wait for a rank.
+    flags_S: (S,) int64 addresses of each rank's flags, `flags_of(S)` int64, zero at the start. state: int64 of this
+    rank alone: the number of meetings and of programs that are done, by stage, and what it reports of a rank that it
+    waited for in vain, after which it waits for nobody. report: (1,) int64, the same where the host can read it while
+    kernels run. patience: nanoseconds to wait for a rank.
     """
 
     rank: int

@@ -55,10 +55,8 @@ class TokenLists:
 
 def needed_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
     """(Q * T,) int32: does owner q need the row of token t, 1 or 0 at q * T + t? See `sent_rows`."""
-    Q, tokens_N = pair_starts_Q.shape[0] - 1, token_ids_N.long()
-    needed_QT = torch.zeros(Q, num_tokens, dtype=INDEX_DTYPE, device=tokens_N.device)
-    needed_QT[_owner_of_pair(tokens_N, pair_starts_Q), tokens_N] = 1
-    return needed_QT.flatten()
+    tokens_N = token_ids_N.long()
+    return _needed(_owner_of_pair(tokens_N, pair_starts_Q), tokens_N, pair_starts_Q.shape[0] - 1, num_tokens).flatten()
 
 
 def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> SentRows:
@@ -68,7 +66,7 @@ def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Se
     """
     Q, tokens_N = pair_starts_Q.shape[0] - 1, token_ids_N.long()
     owner_N = _owner_of_pair(tokens_N, pair_starts_Q)
-    needed_QT = needed_rows(token_ids_N, pair_starts_Q, num_tokens).view(Q, num_tokens)
+    needed_QT = _needed(owner_N, tokens_N, Q, num_tokens)
     row_QT = needed_QT.cumsum(1) - 1
     sent_before = torch.nn.functional.pad(needed_QT.flatten().cumsum(0), (1, 0))
     copies_T = torch.nn.functional.pad(needed_QT.sum(0), (1, 0))
@@ -77,6 +75,13 @@ def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Se
 
 def _owner_of_pair(tokens_N: Tensor, pair_starts_Q: Tensor) -> Tensor:
     return torch.repeat_interleave(pair_starts_Q.diff(), output_size=tokens_N.shape[0])
+
+
+def _needed(owner_N: Tensor, tokens_N: Tensor, Q: int, T: int) -> Tensor:
+    """(Q, T) int32."""
+    needed_QT = torch.zeros(Q, T, dtype=INDEX_DTYPE, device=tokens_N.device)
+    needed_QT[owner_N, tokens_N] = 1
+    return needed_QT
 
 
 def token_lists(sent: SentRows, num_sent: int) -> TokenLists:

@@ -89,13 +89,13 @@ def _decide_selection(
             "give its checkpoint context_fn=sonic_ep.replay_contexts"
         )
     config, group = config_of(config_text), EPGroup.named(group_name)
+    exchange = exchange_named(exchange_name)
+    if exchange is None and exchange_name:
+        raise RuntimeError(
+            f"nobody holds the exchange {exchange_name!r}: keep what transport_for(group, config) gave, and pass it"
+        )
     situation = Situation(
-        config=config,
-        group=group,
-        dtype=dtype,
-        training=training,
-        problem=problem,
-        exchange=exchange_named(exchange_name),
+        config=config, group=group, dtype=dtype, training=training, problem=problem, exchange=exchange
     )
     choice = choose(logits_TE, expert_bias_E, config.K, config.router)
     new_counts_E = torch.zeros(config.E, dtype=torch.int64, device=logits_TE.device)

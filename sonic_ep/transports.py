@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable
 from typing import final
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.protocol import Opened, Receipt
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.extras import missing_extra
-from sonic_ep.groups import EPGroup, let_be_named
+from sonic_ep.groups import EPGroup, exchange_named, let_be_named
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.peer_memory import problem_with_peers, symmetric_memory
 from sonic_ep.routing import Routing
@@ -36,8 +35,7 @@ class GroupTransport:
     def __init__(self, group: EPGroup, config: TransportConfig) -> None:
         self.group = group
         self.config = config
-        self.text = json.dumps(dataclasses.asdict(config))  # as an operation of a compiled graph takes it
-        self.name = f"{group.name} {self.text}"
+        self.text, self.name = _text_of(config), _name_of(group, config)
         self._chosen: dict[str, AllToAllTransport | SymmetricTransport] = {}
 
     def problem_with(self, num_tokens: int) -> str | None:
@@ -85,9 +83,6 @@ def transport_type(group: EPGroup) -> type[LocalTransport] | type[GroupTransport
     return LocalTransport if group.size == 1 else GroupTransport
 
 
-_IN_USE: WeakValueDictionary[tuple[str, TransportConfig], GroupTransport] = WeakValueDictionary()
-
-
 def transport_for(group: EPGroup, config: TransportConfig | None = None) -> LocalTransport | GroupTransport:
     """The transport of a group, one object for all who use its ranks in the same way: they share its buffers.
 
@@ -96,14 +91,24 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
     config = config or TransportConfig()
     if group.size == 1:
         return LocalTransport(static=config.buffers == "static")
-    key = (group.name, config)
-    transport = _IN_USE.get(key)
+    name = _name_of(group, config)
+    transport = exchange_named(name)
     # A name can come back after torch.distributed has been initialised anew.
-    if transport is None or transport.group.process_group is not group.process_group:
-        transport = _IN_USE[key] = GroupTransport(group, config)
+    if not isinstance(transport, GroupTransport) or transport.group.process_group is not group.process_group:
+        transport = GroupTransport(group, config)
         let_be_named(transport)
-    group.held[key] = transport
+    group.held[name] = transport
     return transport
+
+
+@functools.cache
+def _text_of(config: TransportConfig) -> str:
+    """As an operation of a compiled graph takes it."""
+    return json.dumps(dataclasses.asdict(config))
+
+
+def _name_of(group: EPGroup, config: TransportConfig) -> str:
+    return f"{group.name} {_text_of(config)}"
 
 
 def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> AllToAllTransport | SymmetricTransport:

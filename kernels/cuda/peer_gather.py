@@ -19,6 +19,23 @@ PLACES = 2
 _BLOCK = 512
 
 
+@triton.jit
+def _place(places_ptr, owner, source, meeting, room, S: tl.constexpr, PLACES: tl.constexpr):
+    """Where `owner` keeps what `source` says at this meeting."""
+    return tl.load(places_ptr + owner).to(tl.pointer_type(tl.int64)) + (meeting % PLACES * S + source) * room
+
+
+@triton.jit
+def _copy(from_ptr, to_ptr, F, BLOCK: tl.constexpr):
+    """Past the first-level cache, which knows nothing of what others write."""
+    offset = 0
+    while offset < F:
+        index = offset + tl.arange(0, BLOCK)
+        values = tl.load(from_ptr + index, mask=index < F, cache_modifier=".cg")
+        tl.store(to_ptr + index, values, mask=index < F)
+        offset += BLOCK
+
+
 @triton.jit(do_not_specialize=["patience", "rank", "F", "room"])
 def _announce(
     values_ptr,
@@ -37,12 +54,7 @@ def _announce(
 ):
     """One program a peer."""
     meeting, peer = tl.load(state_ptr + STAGE) + 1, tl.program_id(0)
-    there = tl.load(places_ptr + peer).to(tl.pointer_type(tl.int64)) + (meeting % PLACES * S + rank) * room
-    offset = 0
-    while offset < F:
-        index = offset + tl.arange(0, BLOCK)
-        tl.store(there + index, tl.load(values_ptr + index, mask=index < F), mask=index < F)
-        offset += BLOCK
+    _copy(values_ptr, _place(places_ptr, peer, rank, meeting, room, S, PLACES), F, BLOCK)
     tl.debug_barrier()
     arrive(meeting, flags_ptr, peer, rank, STAGE, S)
 
@@ -67,14 +79,7 @@ def _take_all(
     meeting, source = tl.load(state_ptr + STAGE) + 1, tl.program_id(0)
     wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, source, STAGE, S)
     tl.debug_barrier()
-    here = tl.load(places_ptr + rank).to(tl.pointer_type(tl.int64)) + (meeting % PLACES * S + source) * room
-    offset = 0
-    while offset < F:
-        index = offset + tl.arange(0, BLOCK)
-        # Past the first-level cache, which knows nothing of what others write.
-        values = tl.load(here + index, mask=index < F, cache_modifier=".cg")
-        tl.store(out_ptr + source * F + index, values, mask=index < F)
-        offset += BLOCK
+    _copy(_place(places_ptr, rank, source, meeting, room, S, PLACES), out_ptr + source * F, F, BLOCK)
     leave(meeting, state_ptr, STAGE)
 
 

@@ -191,8 +191,8 @@ def push_sums(
 ) -> None:
     """gather_sum (kernels/reference.py), each sum written to the rank its row came from.
 
-    Rows without an item are left out. tokens_S: (S,) int32, T of each rank. starts:
-    (S * stride + 1,). buffers_S, stride: as in push_rows.
+    Rows without an item are left out. tokens_S: (S,) int32, T of each rank. starts: (S * stride + 1,). buffers_S,
+    stride: as in push_rows.
     """
     H = values_PH.shape[1]
     _push_sums[(SUM_PROGRAMS,)](

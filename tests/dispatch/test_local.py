@@ -8,7 +8,6 @@ from types import BuiltinFunctionType, FunctionType
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad
 
 from sonic_ep.dispatch import local
 from sonic_ep.dispatch.local import LocalTransport
@@ -17,7 +16,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
 from tests.dispatch.oracle import Case, receipt_lists
-from tests.helpers.static_buffers import lists_with_room
+from tests.helpers.static_buffers import lists_with_room, with_spare
 from tests.helpers.waiting import assert_nothing_waits
 
 INTERPRETS = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -87,12 +86,7 @@ def test_static_lists_ask_for_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     routing, plan, spare = CASE.routing(0), CASE.plan().of_rank(0), 7
     expected = LocalTransport().open(routing, plan)
     P, V = expected.gates_P.shape[0], expected.receipt.slot_V.shape[0]
-    roomy = replace(
-        routing,
-        gates_N=pad(routing.gates_N, (0, spare), value=9.0),
-        token_ids_N=pad(routing.token_ids_N, (0, spare), value=-1),
-        most_rows=P + 11,
-    )
+    roomy = with_spare(routing, spare, most_rows=P + 11)
     monkeypatch.setattr(local, "lists_take_room", lambda _: True)
     monkeypatch.setattr(local, "ArrivingSizes", None)
     with lists_with_room():

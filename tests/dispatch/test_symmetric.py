@@ -28,7 +28,7 @@ from sonic_ep.routers.agreement import Report, agree
 from tests.dispatch.oracle import Case
 from tests.helpers.launch import RankPool
 from tests.helpers.shared_files import shared_files
-from tests.helpers.static_buffers import lists_with_room
+from tests.helpers.static_buffers import lists_with_room, with_spare
 from tests.helpers.triton_device import triton_device
 
 if triton_device() != "cpu":
@@ -236,12 +236,7 @@ def with_room(rank: int, case: Case, folder: str, dispatch: Dispatch) -> None:
     transport = SymmetricTransport(group, shared_files(group, folder), patience=60, static=True, dispatch=dispatch)
     routing, plan = case.routing(rank), case.plan().of_rank(rank)
     spare, most = 7, max(sum(rows) for rows in zip(*case.rows_SE(), strict=True)) * case.E + 9
-    roomy = replace(
-        routing,
-        gates_N=pad(routing.gates_N, (0, spare), value=9.0),
-        token_ids_N=pad(routing.token_ids_N, (0, spare), value=-1),
-        most_received=most,
-    )
+    roomy = with_spare(routing, spare, most_received=most)
     with lists_with_room():
         opened = transport.open(roomy, plan)
     receipt, P, V = opened.receipt, expected["gates"].shape[0], expected["slots"].shape[0]

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
+
+from torch.nn.functional import pad
 
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.kernels import operations
+from sonic_ep.routing import Routing
 from sonic_ep.transports import GroupTransport
 from tests.helpers.shared_files import shared_files
 
@@ -17,6 +21,16 @@ def static_buffers(transport: GroupTransport, folder: str) -> Iterator[None]:
     transport._chosen["cpu"] = SymmetricTransport(group, shared_files(group, folder), patience=60, static=True)
     with lists_with_room():
         yield
+
+
+def with_spare(routing: Routing, spare: int, **bounds: int) -> Routing:
+    """The same with entries behind its pairs, which must count for nothing. bounds: what it then tells of its rows."""
+    return replace(
+        routing,
+        gates_N=pad(routing.gates_N, (0, spare), value=9.0),
+        token_ids_N=pad(routing.token_ids_N, (0, spare), value=-1),
+        **bounds,  # type: ignore[arg-type]
+    )
 
 
 @contextmanager
