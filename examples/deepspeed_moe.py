@@ -89,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore")  # DeepSpeed uses names that torch has renewed
     start_deepspeed(device)
     train(options, device, corpus)
+    if device.type == "cpu":
+        # gloo's threads take the GIL to let go of the last collective's tensors, and a process that ends before aborts.
+        time.sleep(0.1)
     importlib.import_module("deepspeed.comm").destroy_process_group()  # torch's leaves DeepSpeed holding groups
 
 

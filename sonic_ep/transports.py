@@ -33,7 +33,8 @@ class GroupTransport:
     """
 
     def __init__(self, group: EPGroup, config: TransportConfig) -> None:
-        self.group = group
+        # Its own: an EPGroup that holds this transport must not be held by it, or both live until garbage is collected.
+        self.group = EPGroup(group.process_group)
         self.config = config
         self.text, self.name = _text_of(config), _name_of(group, config)
         self._chosen: dict[str, AllToAllTransport | SymmetricTransport] = {}
