@@ -52,13 +52,18 @@ def problem_with_weights(
     return None
 
 
-def problem_with_up(gate: Tensor, up: Tensor, *, gated: bool, b1: Tensor | None) -> str | None:
+def problem_with_up(gate: Tensor, up: Tensor, *, gated: bool, b1: Tensor | None, accumulates: bool) -> str | None:
     """What is wrong with `up` beside the `gate` in a tensor of its own."""
-    if not gated or b1 is not None:
-        return "up goes with a gated activation and without b1; pass w1 with gate and up interleaved"
+    if not gated or b1 is not None or accumulates:
+        return (
+            "up goes with a gated activation, without b1 and without accumulate_into_main_grad; "
+            "pass w1 with gate and up interleaved"
+        )
     if up.shape != gate.shape or up.dtype != gate.dtype or up.device != gate.device:
         return (
             f"up is {tuple(up.shape)} {up.dtype} on {up.device}, w1 (the gate) is {tuple(gate.shape)} {gate.dtype} on "
             f"{gate.device}; they must agree"
         )
+    if not up.is_contiguous():
+        return f"up is not contiguous (strides {up.stride()}); pass up.contiguous()"
     return None

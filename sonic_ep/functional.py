@@ -52,7 +52,8 @@ def moe(
     Keeps:   x_TH, or with `keep_dispatched` the received rows, which saves one dispatch in backward.
     Adds:    with `accumulate_into_main_grad` backward adds dW1 and dW2 to `w.main_grad`, of any floating dtype, where a
              weight (a leaf) has one, and sets `w.grad_added_to_main_grad = True`, as Megatron-Core's layers do. The
-             gradient that autograd hands on then means nothing: zeros if `w.zero_out_wgrad`, else garbage.
+             gradient that autograd hands on then means nothing: zeros if `w.zero_out_wgrad`, else garbage. Not with
+             `up_eIH`.
     Raises:  ValueError, before any collective, for weights of the wrong shape, dtype, device or strides and for a
              routing of another number of tokens. Nothing is exchanged to check this: a mistake that only one rank makes
              leaves the others waiting for it. `MoE` and `Routing.from_pairs` check across ranks.
@@ -67,7 +68,7 @@ def moe(
     gated = act.gated and up_eIH is None
     problem = problem_with_weights(x_TH, w1_eJH, w2_eHI, b1_eJ, b2_eH, gated=gated, local_experts=E // group.size)
     if problem is None and up_eIH is not None:
-        problem = problem_with_up(w1_eJH, up_eIH, gated=act.gated, b1=b1_eJ)
+        problem = problem_with_up(w1_eJH, up_eIH, gated=act.gated, b1=b1_eJ, accumulates=accumulate_into_main_grad)
     if problem is not None:
         raise ValueError(problem)
     if gated and layout == "concatenated":

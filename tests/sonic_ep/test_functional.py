@@ -188,8 +188,10 @@ def test_gate_and_up_apart_give_the_same_and_keep_no_copy() -> None:
     ("change", "message"),
     [
         ({"up_eIH": torch.zeros(4, 5, D)}, r"up is \(4, 5, 32\) .*, w1 \(the gate\) is \(4, 6, 32\)"),
-        ({"up_eIH": torch.zeros(4, 6, D), "activation": "gelu"}, "up goes with a gated activation and without b1"),
-        ({"up_eIH": torch.zeros(4, 6, D), "b1_eJ": torch.zeros(4, 6)}, "without b1; pass w1 with gate and up"),
+        ({"up_eIH": torch.zeros(4, 6, D), "activation": "gelu"}, "up goes with a gated activation, without b1"),
+        ({"up_eIH": torch.zeros(4, 6, D), "b1_eJ": torch.zeros(4, 6)}, "without b1 .*; pass w1 with gate and up"),
+        ({"up_eIH": torch.zeros(4, 6, D), "accumulate_into_main_grad": True}, "without accumulate_into_main_grad"),
+        ({"up_eIH": torch.zeros(4, D, 6).mT}, r"up is not contiguous \(strides \(192, 1, 6\)\)"),
         ({}, r"w2 has shape \(4, 32, 6\), wanted \(4, 32, 3\)"),
     ],
 )
