@@ -14,18 +14,24 @@ from torch import Tensor
 from sonic_ep import EPGroup, Routing
 
 _MIB = 2**20
+_BACKLOG = 10_000_000  # cycles, some milliseconds
 
 
 def measure_layer(
-    layer: Callable[[Tensor], Tensor], parameters: Iterable[Tensor], x: Tensor, dout: Tensor
+    layer: Callable[[Tensor], Tensor],
+    parameters: Iterable[Tensor],
+    x: Tensor,
+    dout: Tensor,
+    *,
+    backlog: bool = False,
 ) -> dict[str, float]:
     """One forward and backward, and what is kept between the two beside the output."""
     inputs = [x, *(parameter for parameter in parameters if parameter.requires_grad)]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    forward_ms, out = timed(lambda: layer(x))
+    forward_ms, out = timed(lambda: layer(x), backlog=backlog)
     kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
-    backward_ms, _ = timed(lambda: torch.autograd.grad(out, inputs, dout, allow_unused=True))
+    backward_ms, _ = timed(lambda: torch.autograd.grad(out, inputs, dout, allow_unused=True), backlog=backlog)
     return {"forward_ms": forward_ms, "backward_ms": backward_ms, "kept_mib": kept / _MIB}
 
 
@@ -45,11 +51,17 @@ def summary(samples: list[dict[str, float]]) -> dict[str, float]:
     return dict(zip(names, values.tolist(), strict=True))
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Milliseconds from when all ranks are ready to when this one's device is done, and the result."""
+def timed(call: Callable[[], Any], *, backlog: bool = False) -> tuple[float, Any]:
+    """Milliseconds from when all ranks are ready to when this one's device is done, and the result.
+
+    backlog: the devices are busy for some milliseconds first, so that the host is ahead, as in the middle of a model.
+    """
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     dist.barrier()
     torch.cuda.synchronize()
+    if backlog:
+        torch.cuda._sleep(_BACKLOG)
+        dist.all_reduce(torch.zeros(1, device="cuda"))  # devices do not sleep equally long
     start.record()
     result = call()
     stop.record()

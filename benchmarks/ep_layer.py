@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 4 benchmarks/ep_layer.py --out results.json [--shape qwen3_30b_a3b ...] [--tokens 8192]
 
 Contestants alternate in one run; medians over rounds, the slowest rank counts. A layer starts from a routing (plain
-top-K of random scores) and waits for whatever its transport waits for, launches included; "symmetric, graph" replays
-a CUDA graph of forward, or of forward and backward, whose difference is its backward. TFLOP/s are of useful work: 6 T K
-d n forward and 12 backward, a GPU.
+top-K of random scores) and waits for whatever its transport waits for, launches included; "behind a backlog" the
+devices have been busy and the host is ahead, as in the middle of a model, else they are idle. "symmetric, graph"
+replays a CUDA graph of forward, or of forward and backward, whose difference is its backward. TFLOP/s are of useful
+work: 6 T K d n forward and 12 backward, a GPU.
 """
 
 import argparse
@@ -60,19 +61,21 @@ class Problem:
 
 
 def measure(problem: Problem, transports: dict[str, Transport], static: Transport) -> dict[str, dict[str, float]]:
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in (*transports, "symmetric, graph")}
+    samples: dict[str, list[dict[str, float]]] = {}
     forward = captured(lambda: problem.layer(static)(problem.x))
     both = captured(lambda: problem.step(static))
     for number in range(WARM_UP + ROUNDS):
         sample = {}
         for name, transport in transports.items():
-            weights = [problem.w1, problem.w2]
-            sample[name] = measure_layer(problem.layer(transport), weights, problem.x, problem.dout)
+            layer, weights = problem.layer(transport), [problem.w1, problem.w2]
+            sample[name] = measure_layer(layer, weights, problem.x, problem.dout)
+            behind = measure_layer(layer, weights, problem.x, problem.dout, backlog=True)
+            sample[f"{name}, behind a backlog"] = behind
         forward_ms, both_ms = timed(forward)[0], timed(both)[0]
         sample["symmetric, graph"] = {"forward_ms": forward_ms, "backward_ms": both_ms - forward_ms}
         if number >= WARM_UP:
             for name, each in sample.items():
-                samples[name].append(each)
+                samples.setdefault(name, []).append(each)
     return {name: summary(each) for name, each in samples.items()}
 
 
@@ -112,7 +115,7 @@ def main() -> None:
             if group.rank == 0:
                 for transport, each in times.items():
                     rounded = {key: round(value, 3) for key, value in each.items()}
-                    print(f"{name:20} T={T} {transport:18} {rounded}", flush=True)
+                    print(f"{name:20} T={T} {transport:36} {rounded}", flush=True)
                 if options.out is not None:
                     options.out.write_text(json.dumps(results, indent=1) + "\n")
     dist.destroy_process_group()

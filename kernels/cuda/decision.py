@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.decision import RoundingRule
 
 _MODES = {
@@ -229,9 +230,9 @@ def decide(
     keeps, t, total = torch.empty(3, dtype=torch.int64, device=chosen_SE.device).unbind()
     never = (1 << 62, rule.t)
     thresholds = (*rule.thresholds, *[never] * (_MOST_THRESHOLDS - len(rule.thresholds)))
-    ranks = triton.next_power_of_2(S)
-    experts = min(triton.next_power_of_2(E), max(1, _TILE // ranks))
-    grid = (triton.cdiv(E, experts),)
+    ranks = next_power_of_2(S)
+    experts = min(next_power_of_2(E), max(1, _TILE // ranks))
+    grid = (cdiv(E, experts),)
     _decide[grid](
         chosen_SE.contiguous(),
         tokens_S.contiguous(),
@@ -270,7 +271,7 @@ def decide(
             *rule.capacity,
             MODE=_MODES[rule.mode],
             BITS=_ANY_BITS,
-            EXPERTS=triton.next_power_of_2(E // S),
+            EXPERTS=next_power_of_2(E // S),
             num_warps=4,
         )
         _cut_ranks[grid](

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
+
 _MAX_BLOCK = 512
 UNROLL = 4
 
@@ -83,7 +85,7 @@ def _gather_sum(
 
 def block_of(H: int) -> int:
     """Columns that one program sums."""
-    return min(_MAX_BLOCK, triton.next_power_of_2(H))
+    return min(_MAX_BLOCK, next_power_of_2(H))
 
 
 def accumulator_of(values: Tensor, weights: Tensor | None = None) -> tl.dtype:
@@ -99,7 +101,7 @@ def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tens
         return out
     values_PH = values_PH.contiguous()
     block = block_of(H)
-    _gather_sum[(rows * triton.cdiv(H, block),)](
+    _gather_sum[(rows * cdiv(H, block),)](
         values_PH,
         items,
         starts,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.pair_lists import Chunks, PairBuffer
 from sonic_ep.routing import INDEX_DTYPE
 
@@ -120,7 +121,7 @@ def pair_lists(
     """See kernels/pair_lists.py."""
     table_FC, e = chunks.table_FC, chunks.num_experts
     C = table_FC.shape[1]
-    W = triton.next_power_of_2(triton.cdiv(e, 32))
+    W = next_power_of_2(cdiv(e, 32))
 
     make = torch.zeros if chunks.zeroed else torch.empty
     row_of_pair_P, slot_V = (
@@ -131,7 +132,7 @@ def pair_lists(
     scratch = torch.zeros(num_rows * W + num_rows + 1, dtype=INDEX_DTYPE, device=gates_V.device)
     bits_RW, counts_R = scratch.split((num_rows * W, num_rows + 1))
     # Twice as many programs as chunks of one size would keep busy.
-    grid = (C, triton.cdiv(2 * chunks.num_rows, C * _BLOCK) or 1)
+    grid = (C, cdiv(2 * chunks.num_rows, C * _BLOCK) or 1)
     _fill[grid](
         table_FC,
         C,
@@ -195,7 +196,7 @@ def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
     """See kernels/pair_lists.py."""
     S, e = chunks.num_sources, chunks.num_experts
     row_starts_S = row_in_source_V.new_empty(S + 1)
-    sources = triton.next_power_of_2(S)
+    sources = next_power_of_2(S)
     _row_starts[(1,)](
         chunks.table_FC,
         row_in_source_V.contiguous(),
@@ -204,7 +205,7 @@ def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
         S * e,
         EXPERTS=e,
         SOURCES_BLOCK=sources,
-        EXPERTS_BLOCK=min(triton.next_power_of_2(e), max(1, _TILE // sources)),
+        EXPERTS_BLOCK=min(next_power_of_2(e), max(1, _TILE // sources)),
         num_warps=4,
     )
     return row_starts_S

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sonic_ep.kernels.cuda.peers import begin, finish
+from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.peers import Meeting, Stage
 
 _BLOCK = 512
@@ -123,7 +124,7 @@ def push_lists(
         *meeting.arguments,
         STAGE=Stage.LISTS.value,
         S=meeting.size,
-        RANKS=triton.next_power_of_2(meeting.size),
+        RANKS=next_power_of_2(meeting.size),
         BLOCK=_BLOCK,
         num_warps=4,
     )
@@ -133,14 +134,14 @@ def take_values(meeting: Meeting, buffer: Tensor, pairs_SQ: Tensor, num_listed: 
     """(N,) what the owners sent, from this rank's buffer; zero behind its pairs."""
     values_N = torch.empty(num_listed, dtype=buffer.dtype, device=buffer.device)
     if num_listed:
-        _take_values[(triton.cdiv(num_listed, _BLOCK),)](
+        _take_values[(cdiv(num_listed, _BLOCK),)](
             buffer,
             pairs_SQ,
             values_N,
             meeting.rank,
             num_listed,
             S=meeting.size,
-            RANKS=triton.next_power_of_2(meeting.size),
+            RANKS=next_power_of_2(meeting.size),
             BLOCK=_BLOCK,
             num_warps=4,
         )
@@ -161,7 +162,7 @@ def push_values(meeting: Meeting, values_P: Tensor, slot_V: Tensor, pairs_SQ: Te
         *meeting.arguments,
         STAGE=Stage.RETURN_PAIRS.value,
         S=meeting.size,
-        RANKS=triton.next_power_of_2(meeting.size),
+        RANKS=next_power_of_2(meeting.size),
         BLOCK=_BLOCK,
         num_warps=4,
     )

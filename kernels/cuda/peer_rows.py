@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sonic_ep.kernels.cuda.gather_sum import UNROLL, accumulator_of, block_of, row_sum
 from sonic_ep.kernels.cuda.peers import begin, finish
+from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.peers import Meeting, Stage
 
 _PUSHED = 16384  # values of a tile of tokens and columns
@@ -162,7 +163,7 @@ def push_rows(meeting: Meeting, x_TH: Tensor, needed: Tensor, buffers_S: Tensor,
              the ranks' buffers (S * stride, H) in the dtype of x; stride >= T of any rank.
     """
     T, H = x_TH.shape
-    columns = min(_MAX_COLUMNS, triton.next_power_of_2(H))
+    columns = min(_MAX_COLUMNS, next_power_of_2(H))
     _push_rows[(PUSH_PROGRAMS,)](
         x_TH,
         needed,
@@ -224,7 +225,7 @@ def sum_sent(meeting: Meeting, buffer: Tensor, needed: Tensor, num_tokens: int, 
     out_TH = torch.empty(num_tokens, H, dtype=buffer.dtype, device=buffer.device)
     block = block_of(H)
     if out_TH.numel():
-        _sum_sent[(num_tokens * triton.cdiv(H, block),)](
+        _sum_sent[(num_tokens * cdiv(H, block),)](
             buffer,
             needed,
             meeting.state[-1:],

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.sizes import next_power_of_2
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import INDEX_DTYPE
 
@@ -81,8 +82,8 @@ def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> R
         S,
         e,
         TILE=tile_rows,
-        SOURCES=triton.next_power_of_2(S),
-        EXPERTS=triton.next_power_of_2(e),
+        SOURCES=next_power_of_2(S),
+        EXPERTS=next_power_of_2(e),
         num_warps=8,
     )
     return plan

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.cuda.router_scores import programs_for, sigmoid, softmax, tile_of
+from sonic_ep.kernels.cuda.sizes import next_power_of_2
 from sonic_ep.kernels.router import FusedChoice
 
 _TAKEN = tl.constexpr(-(2**31))  # below every key
@@ -143,8 +144,8 @@ def _choose(
 def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedChoice:
     """See kernels/router.py."""
     T, E = logits_TE.shape
-    width = triton.next_power_of_2(E // config.num_groups)
-    tile = tile_of(triton.next_power_of_2(config.num_groups) * width)
+    width = next_power_of_2(E // config.num_groups)
+    tile = tile_of(next_power_of_2(config.num_groups) * width)
     logits_TE = logits_TE.contiguous()
     scores_TE = torch.empty_like(logits_TE)
     ranking_TE = scores_TE if expert_bias_E is None else torch.empty_like(logits_TE)

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
+
 _ALIGNMENT = 16
 _SPLIT_BLOCK = 1024
 _BLOCK_N, _BLOCK_K = 128, 64
@@ -108,7 +110,7 @@ def _fill(parts: _Parts, values: Tensor) -> _Parts:
     R, C = values.shape
     size = parts.buffer.numel() // 4
     padded_C = parts.row if parts.slot > 0 else -parts.slot
-    _split[(triton.cdiv(size, _SPLIT_BLOCK),)](
+    _split[(cdiv(size, _SPLIT_BLOCK),)](
         values.contiguous(), parts.base, parts.slot, parts.row, size, R, C, PADDED_C=padded_C, BLOCK=_SPLIT_BLOCK
     )
     return parts
@@ -129,7 +131,7 @@ def _parts_of_gradient(dlogits_TE: Tensor) -> _Parts:
 
 
 def _padded(E: int) -> int:
-    return triton.cdiv(E, _ALIGNMENT) * _ALIGNMENT
+    return cdiv(E, _ALIGNMENT) * _ALIGNMENT
 
 
 def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
@@ -138,7 +140,7 @@ def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
     (T, H), E = x_TH.shape, weight_EH.shape[0]
     logits_TE = torch.empty(T, E, dtype=torch.float32, device=x_TH.device)
     block_m = _rows_of_a_tile(E)
-    _multiply[(triton.cdiv(E, block_m) * triton.cdiv(T, _BLOCK_N), 1)](
+    _multiply[(cdiv(E, block_m) * cdiv(T, _BLOCK_N), 1)](
         weight.base,
         x_TH,
         logits_TE if bias_E is None else bias_E.contiguous(),
@@ -148,7 +150,7 @@ def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
         *(H, 1),
         *(0, 1, E),
         HAS_BIAS=bias_E is not None,
-        STEPS=triton.cdiv(H, _BLOCK_K),
+        STEPS=cdiv(H, _BLOCK_K),
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=_BLOCK_K,
@@ -176,11 +178,11 @@ def _gradient_of_x(dlogits: _Parts, weight_EH: Tensor) -> Tensor:
 def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
     T, H = x_TH.shape
     # Powers of two, so that few kernels are compiled over all T.
-    rows = max(_SPLIT_ROWS, triton.next_power_of_2(triton.cdiv(T, _MAX_SPLITS)))
-    splits = triton.cdiv(T, rows)
+    rows = max(_SPLIT_ROWS, next_power_of_2(cdiv(T, _MAX_SPLITS)))
+    splits = cdiv(T, rows)
     sums_SEH = torch.empty(splits, E, H, dtype=torch.float32, device=x_TH.device)
     block_m = _rows_of_a_tile(E)
-    _multiply[(triton.cdiv(E, block_m) * triton.cdiv(H, _BLOCK_N), splits)](
+    _multiply[(cdiv(E, block_m) * cdiv(H, _BLOCK_N), splits)](
         dlogits.base,
         x_TH,
         sums_SEH,

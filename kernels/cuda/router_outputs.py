@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.cuda.router_scores import programs_for, sigmoid, softmax, tile_of
+from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.router import LossGradient, LossTerms, PairGradients
 
 _PAIRS = 256
@@ -203,7 +204,7 @@ def gates_of_pairs(
     N, K = token_ids_N.shape[0], topk_ids_TK.shape[1]
     gates_N = scores_TE.new_empty(N)
     if N > 0:
-        _gates_of_pairs[(triton.cdiv(N, _PAIRS),)](
+        _gates_of_pairs[(cdiv(N, _PAIRS),)](
             scores_TE,
             topk_ids_TK.contiguous(),
             token_ids_N.contiguous(),
@@ -213,7 +214,7 @@ def gates_of_pairs(
             config.scale,
             E=scores_TE.shape[1],
             K=K,
-            K_PADDED=triton.next_power_of_2(K),
+            K_PADDED=next_power_of_2(K),
             SOFTMAX=config.score == "softmax",
             RENORMALIZE=config.renormalize,
             PAIRS=_PAIRS,
@@ -224,7 +225,7 @@ def gates_of_pairs(
 def loss_terms(logits_TE: Tensor, topk_ids_TK: Tensor, num_sequences: int, config: RouterConfig) -> LossTerms:
     """See kernels/router.py."""
     B, E, L = num_sequences, logits_TE.shape[1], logits_TE.shape[0] // num_sequences
-    tile = tile_of(triton.next_power_of_2(E))
+    tile = tile_of(next_power_of_2(E))
     programs = programs_for(L, tile, B)
     balance, squares = config.balance != "none", config.z_loss_coef != 0
     count = config.balance in ("sequence", "batch")
@@ -267,7 +268,7 @@ def logits_gradient(
         _spread(pairs, dlogits_TE.zero_(), config.scale)
     dshares_BE = None if loss is None else loss.dshares_BE
     B = 1 if dshares_BE is None else dshares_BE.shape[0]
-    tile = tile_of(triton.next_power_of_2(E))
+    tile = tile_of(next_power_of_2(E))
     _logits_gradient[(B, programs_for(T // B, tile, B))](
         logits_TE.contiguous(),
         topk_ids_TK.contiguous(),
@@ -292,7 +293,7 @@ def logits_gradient(
 def _spread(pairs: PairGradients, dense_TE: Tensor, scale: float) -> None:
     N = pairs.dgates_N.shape[0]
     if N > 0:
-        _spread_gradients[(triton.cdiv(N, _PAIRS),)](
+        _spread_gradients[(cdiv(N, _PAIRS),)](
             pairs.token_ids_N.contiguous(),
             pairs.expert_ids_N.contiguous(),
             pairs.dgates_N.contiguous(),

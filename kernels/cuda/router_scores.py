@@ -11,6 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from sonic_ep.kernels.cuda.sizes import cdiv
+
 # A program holds so many values, of a row or of several, in its registers; 16 a lane.
 _VALUES = 512
 _MAX_COLUMNS_PER_WARP = 1024
@@ -34,7 +36,7 @@ def tile_of(columns: int) -> dict[str, Any]:
 
 def programs_for(rows: int, tile: dict[str, Any], share: int = 1) -> int:
     """How many programs walk over `rows` rows, where `share` such grids run side by side."""
-    return max(1, min(triton.cdiv(rows, tile["ROWS"]), _MAX_PROGRAMS // share))
+    return max(1, min(cdiv(rows, tile["ROWS"]), _MAX_PROGRAMS // share))
 
 
 @triton.jit

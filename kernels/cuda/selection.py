@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sonic_ep.kernels.cuda.bits import bit_count, first_bits, pack_bits, position_of_bit, store_columns
+from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.cuda.threshold import OUT, keys_of, load_keys, threshold
 
 _TILE_WORDS = 4  # of the first kernel, by 32 experts
@@ -191,7 +192,7 @@ def begin_selection(
 
 def _turned(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | None, E: int) -> _Turned:
     (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
-    tiles = triton.cdiv(T, 32 * _TILE_WORDS)
+    tiles = cdiv(T, 32 * _TILE_WORDS)
     W = tiles * _TILE_WORDS
     chosen_EW = torch.empty(E, W, dtype=torch.int32, device=device)
     # What a variant does without is never touched: any tensor will do.
@@ -199,7 +200,7 @@ def _turned(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | 
     keys_ET = chosen_EW if scores_TE is None else torch.empty(E, 32 * W, dtype=torch.int32, device=device)
     flags = {"HAS_SCORES": scores_TE is not None, "HAS_ALLOWED": allowed_TE is not None}
     if T:
-        _turn[(tiles, triton.cdiv(E, 32))](
+        _turn[(tiles, cdiv(E, 32))](
             topk_ids_TK.contiguous(),
             chosen_EW if scores_TE is None else scores_TE.contiguous(),
             chosen_EW if allowed_TE is None else allowed_TE.contiguous().view(torch.uint8),
@@ -210,7 +211,7 @@ def _turned(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | 
             E,
             W,
             K=K,
-            BLOCK_K=triton.next_power_of_2(K),
+            BLOCK_K=next_power_of_2(K),
             WORDS=_TILE_WORDS,
             num_warps=4,
             **flags,
@@ -240,8 +241,8 @@ def _listed(turned: _Turned, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, T
         chosen_N.view(torch.uint8),
         turned.num_tokens,
         W,
-        triton.next_power_of_2(W + 1) // 2,
-        BLOCK_E=triton.next_power_of_2(E),
+        next_power_of_2(W + 1) // 2,
+        BLOCK_E=next_power_of_2(E),
         COUNT_WORDS=_COUNT_WORDS,
         STEP_WORDS=_STEP_WORDS,
         SLOTS=_SLOTS,

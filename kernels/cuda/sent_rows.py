@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.sent_rows import SentRows, TokenLists
 from sonic_ep.routing import INDEX_DTYPE
 
@@ -101,7 +102,7 @@ def _mark_needed(
     token_ids_N: Tensor, pair_starts_Q: Tensor, needed_QT: Tensor, copies_T: Tensor | None, T: int
 ) -> None:
     N = token_ids_N.shape[0]
-    _mark[(triton.cdiv(N, _BLOCK),)](
+    _mark[(cdiv(N, _BLOCK),)](
         token_ids_N,
         pair_starts_Q,
         needed_QT,
@@ -124,7 +125,7 @@ def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Se
     _mark_needed(token_ids_N, pair_starts_Q, needed_QT[1:], copies_T[1:], T)
     sent_before = needed_QT.cumsum(0, dtype=INDEX_DTYPE)
     row_of_pair_N = torch.empty_like(token_ids_N)
-    _look_up[(triton.cdiv(N, _BLOCK),)](
+    _look_up[(cdiv(N, _BLOCK),)](
         token_ids_N, pair_starts_Q, sent_before, row_of_pair_N, N, T, OWNERS=Q, BLOCK=_BLOCK, num_warps=4
     )
     return SentRows(row_of_pair_N, sent_before, copies_T, Q)
@@ -135,9 +136,9 @@ def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
     T, Q = sent.num_tokens, sent.num_owners
     sent_starts_T = sent.copies_T.cumsum(0, dtype=INDEX_DTYPE)
     token_of_sent_U, sent_by_token_U = (sent_starts_T.new_empty(num_sent) for _ in range(2))
-    owners = triton.next_power_of_2(Q)
+    owners = next_power_of_2(Q)
     tokens = max(1, _TILE // owners)
-    _by_token[(triton.cdiv(T, tokens),)](
+    _by_token[(cdiv(T, tokens),)](
         sent.sent_before,
         sent_starts_T,
         token_of_sent_U,
