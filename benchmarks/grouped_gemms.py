@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from local_problem import OPERATIONS, LocalProblem, tiled_pairs, topk_pairs
+from local_problem import LocalProblem, tiled_pairs, topk_pairs
 from torch import Tensor
 
 from sonic_ep import load_config
@@ -60,7 +60,7 @@ class Problem(LocalProblem):
     def calls(self) -> dict[Operation, tuple[Callable[[], Any], int]]:
         """Each operation and its useful floating-point operations."""
         unit = 2 * self.P * self.d * self.n
-        o, p, lists = OPERATIONS, self, self.lists
+        o, p, lists = operations, self, self.lists
         x, w1, w2 = p.x.detach(), p.w1.detach(), p.w2.detach()
         rows, starts = lists.row_of_pair_P, lists.expert_starts_e
         return {
@@ -134,7 +134,7 @@ def time_tiles(problem: Problem) -> dict[str, dict[str, float]]:
 def time_layer(problem: Problem) -> dict[str, float]:
     """The table's tiles: each operation, gather-sum, the local layer forward and backward."""
     p, lists = problem, problem.lists
-    y = OPERATIONS.down_projection(p.a, p.w2.detach(), None, lists.expert_starts_e)
+    y = operations.down_projection(p.a, p.w2.detach(), None, lists.expert_starts_e)
     forward, backward = p.kernels()
     by_row = (p.receipt.pairs_by_row_V, p.receipt.pair_starts_R)
     contestants: dict[str, Callable[[], Any]] = {name: call for name, (call, _) in p.calls().items()}

@@ -1,6 +1,6 @@
 """The local MoE layer, forward and backward, against sonic-moe and a plain torch grouped_mm layer, on one GPU.
 
-    python benchmarks/local_moe.py --out results.json [--shape sonic_7b ...]
+    python benchmarks/local_moe.py --out results.json [--shape sonic_7b ...] [--only sonic_moe sonic_moe_layer]
 
 All contestants get the same tokens and weights and take turns in one run, in two races. *Experts*: the (token, expert,
 gate) pairs of a top-K routing are given, their index lists are not: `sonic_ep` is `sonic_ep.functional.moe`,
@@ -9,14 +9,16 @@ starts. *Layer*: with a softmax top-K router and its gradients: `sonic_ep_layer`
 router; `sonic_ep_layer_bf16_router` is it with `router.linear_dtype="input"`; `sonic_moe_layer` is
 `moe_TC_softmax_topk_layer`, bf16 router. `sonic_ep_kernels`, timed right after them, is our work once its lists exist.
 Times are medians over CUDA events; kept is what autograd holds after forward beside inputs, weights and output; peak is
-the most that backward holds beside those, the gradients it returns left out.
+the most that backward holds beside those, the gradients it returns left out. With `--only` some of them race:
+sonic-moe on the quack that pip gives it, which is not ours, must be a process of its own, in turns with the others.
 """
 
 import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,9 @@ TOKENS = {
     "kimi_k2": 16384,
 }
 PAPER = ["sonic_7b", "qwen3_30b_a3b", "qwen3_next_80b_a3b"]
+OURS = ("sonic_ep", "sonic_ep_layer", "sonic_ep_layer_bf16_router", "sonic_ep_kernels")
+PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "sonic-moe")
+OTHERS = ("torch_grouped_mm", "sonic_moe", "sonic_moe_layer")
 Step = Callable[[], tuple[Tensor, list[Tensor]]]
 
 
@@ -58,20 +63,17 @@ class Problem(LocalProblem):
         self.config = config
         self.flops = 6 * self.P * self.d * self.n
 
-    def experts(self) -> dict[str, Step]:
-        steps = {"torch_grouped_mm": self.torch_grouped(), "sonic_ep": self.sonic_ep()}
-        if find_spec("sonicmoe") is not None:
-            steps["sonic_moe"] = self.sonic_moe()
-        return steps
+    def experts(self, wanted: Collection[str]) -> dict[str, Step]:
+        makers = {"torch_grouped_mm": self.torch_grouped, "sonic_ep": self.sonic_ep, "sonic_moe": self.sonic_moe}
+        return {name: make() for name, make in makers.items() if name in wanted}
 
-    def layers(self) -> dict[str, Step]:
-        steps = {
-            "sonic_ep_layer": self.sonic_ep_layer("float32"),
-            "sonic_ep_layer_bf16_router": self.sonic_ep_layer("input"),
+    def layers(self, wanted: Collection[str]) -> dict[str, Step]:
+        makers: dict[str, Callable[[], Step]] = {
+            "sonic_ep_layer": lambda: self.sonic_ep_layer("float32"),
+            "sonic_ep_layer_bf16_router": lambda: self.sonic_ep_layer("input"),
+            "sonic_moe_layer": self.sonic_moe_layer,
         }
-        if find_spec("sonicmoe") is not None:
-            steps["sonic_moe_layer"] = self.sonic_moe_layer()
-        return steps
+        return {name: make() for name, make in makers.items() if name in wanted}
 
     def sonic_ep(self) -> Step:
         group = EPGroup.alone()
@@ -186,28 +188,40 @@ def check(problem: Problem, steps: dict[str, Step]) -> dict[str, float]:
     }
 
 
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=TOKENS, nargs="+", default=PAPER)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", choices=(*OURS, *OTHERS), nargs="+", help="default: all that are installed")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
+    installed = find_spec("sonicmoe") is not None
+    wanted = options.only or [name for name in (*OURS, *OTHERS) if installed or not name.startswith("sonic_moe")]
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    results |= {"packages": {name: _version(name) for name in PACKAGES}, "shapes": {}}
     for shape in options.shape:
         torch.manual_seed(0)
         config = load_config(shape)
         problem = Problem(TOKENS[shape], config)
         sizes = (problem.T, config.E, config.K, config.d, config.n)
-        steps = problem.experts()
-        errors = check(problem, steps)
-        record = race(problem, steps, options.rounds) | race(problem, problem.layers(), options.rounds)
-        forward, backward = problem.kernels()
-        alone = [(timed(forward)[0], timed(backward)[0]) for _ in range(options.rounds + 2)][2:]
-        record["sonic_ep_kernels"] = {
-            "forward_ms": statistics.median(a for a, _ in alone),
-            "backward_ms": statistics.median(b for _, b in alone),
-        }
-        print(shape, dict(zip("TEKdn", sizes, strict=True)), "errors to torch", errors, flush=True)
+        steps = problem.experts(wanted)
+        errors = check(problem, steps) if steps else {}
+        record = race(problem, steps, options.rounds) | race(problem, problem.layers(wanted), options.rounds)
+        if "sonic_ep_kernels" in wanted:
+            forward, backward = problem.kernels()
+            alone = [(timed(forward)[0], timed(backward)[0]) for _ in range(options.rounds + 2)][2:]
+            record["sonic_ep_kernels"] = {
+                "forward_ms": statistics.median(a for a, _ in alone),
+                "backward_ms": statistics.median(b for _, b in alone),
+            }
+        print(shape, dict(zip("TEKdn", sizes, strict=True)), "errors to the first", errors, flush=True)
         for name, row in record.items():
             total = row["forward_ms"] + row["backward_ms"]
             rate = 3 * problem.flops / total / 1e9

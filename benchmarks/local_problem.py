@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +11,10 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.kernels import expert_mlp
 from sonic_ep.kernels.activations import activation_named
-from sonic_ep.kernels.cuda import operations
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
-from sonic_ep.kernels.operations import gather_sum
+from sonic_ep.kernels.operations import gather_sum, operations_for
 
 TILE = 128
-OPERATIONS: Any = operations
 
 
 @dataclass(frozen=True)
@@ -73,16 +70,17 @@ class LocalProblem:
         x, weights = self.x.detach(), ExpertWeights(self.w1.detach(), self.w2.detach())
         common = (weights, self.lists, self.activation)
         by_row = (self.receipt.pairs_by_row_V, self.receipt.pair_starts_R)
-        _, h = expert_mlp.forward(OPERATIONS, x, *common)
+        ops = operations_for(self.x, self.w2, self.activation)
+        _, h = expert_mlp.forward(ops, x, *common)
 
         def forward() -> None:
-            y, _ = expert_mlp.forward(OPERATIONS, x, *common)
+            y, _ = expert_mlp.forward(ops, x, *common)
             gather_sum(y, *by_row, self.gates)
 
         def backward() -> None:
-            grads = expert_mlp.backward_hidden(OPERATIONS, self.dout, h, self.gates, *common)
-            gather_sum(expert_mlp.backward_pairs(OPERATIONS, grads.dh_PJ, weights, self.lists), *by_row)
-            expert_mlp.backward_down_weights(OPERATIONS, self.dout, grads.scaled_a_PI, self.lists)
-            expert_mlp.backward_up_weights(OPERATIONS, x, grads.dh_PJ, self.lists)
+            grads = expert_mlp.backward_hidden(ops, self.dout, h, self.gates, *common)
+            gather_sum(expert_mlp.backward_pairs(ops, grads.dh_PJ, weights, self.lists), *by_row)
+            expert_mlp.backward_down_weights(ops, self.dout, grads.scaled_a_PI, self.lists)
+            expert_mlp.backward_up_weights(ops, x, grads.dh_PJ, self.lists)
 
         return forward, backward
