@@ -8,9 +8,11 @@ Legend: R rows, H hidden size, P pair-buffer rows, e local experts, I expert wid
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from quack.cache import EXTRA_SOURCE_DIRS
 from quack.cute_dsl_utils import get_device_capacity
 from quack.epilogue.frontend import EpiMod, gemm_epilogue
 from quack.epilogue.library import dact_mod, dgated_mod, identity_epi, linear_act_mod
@@ -35,6 +37,9 @@ __all__ = [
     "up_projection_backward",
     "weight_grad",
 ]
+
+# A kernel that quack keeps on disk is as old as the sources it was made from: its own, and ours.
+EXTRA_SOURCE_DIRS.append(Path(__file__).parent)
 
 # Ours to quack's.
 _QUACK_NAMES = {

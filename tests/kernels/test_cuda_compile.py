@@ -78,6 +78,13 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futur
         yield {arch: threads.submit(compile_matrix, arch, tmp_path_factory.mktemp(arch)) for arch in ARCHITECTURES}
 
 
+def test_kernels_on_disk_are_as_old_as_our_sources() -> None:
+    program = "import sonic_ep.kernels.cuda.operations, quack.cache; print(*quack.cache.EXTRA_SOURCE_DIRS)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    folder = Path(__file__).parents[2] / "kernels" / "cuda"
+    assert folder.resolve() in [Path(path).resolve() for path in run.stdout.split()]
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles(arch: str, matrix: dict[str, Future[Compiled]]) -> None:
     returncode, lines, errors, kernels = matrix[arch].result()
