@@ -50,8 +50,8 @@ TOKENS = {
 }
 PAPER = ["sonic_7b", "qwen3_30b_a3b", "qwen3_next_80b_a3b"]
 OURS = ("sonic_ep", "sonic_ep_layer", "sonic_ep_layer_bf16_router", "sonic_ep_kernels")
-PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "sonic-moe")
 OTHERS = ("torch_grouped_mm", "sonic_moe", "sonic_moe_layer")
+PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "sonic-moe")  # whose versions are recorded
 Step = Callable[[], tuple[Tensor, list[Tensor]]]
 
 

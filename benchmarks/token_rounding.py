@@ -4,10 +4,10 @@
 
 The same layer, tokens and weights with rounding "off" and "nearest" (every expert's count to the nearest multiple of
 128), the latter with exact and with static buffers, taking turns in one run. `router` is the router's forward alone:
-scores, choice, decision, selection, weights.
-`experts` is `sonic_ep.functional.moe` on either routing. Times are medians over CUDA events. The device has a backlog
-when the host begins, as in the middle of a model; where rounding makes the host wait for sizes, the time that the
-device then waits for launches is in. changed_share is the share of pairs that rounding changed.
+scores, choice, decision, selection, weights. `experts` is `sonic_ep.functional.moe` on either routing. Times are
+medians over CUDA events. The device has a backlog when the host begins, as in the middle of a model; where rounding
+makes the host wait for sizes, the time that the device then waits for launches is in. changed_share is the share of
+pairs that rounding changed.
 """
 
 import argparse

@@ -201,19 +201,7 @@ class SymmetricTransport:
         if self._dispatch == "push":
             rows_RH = self.dispatch(x_TH, receipt)
             return lambda: rows_RH
-        x_TH, stride = x_TH.contiguous(), receipt.num_rows // self.group.size
-        meeting, kernels, rows = self._meet(), peer_kernels(), self._next_rows(x_TH, stride)
-        kernels.come(meeting, Stage.DISPATCH)
-        with self._aside(x_TH):
-            rows.copy_to_all(self._turn, x_TH, self.group, stride)
-        rows_RH = rows.view(self._turn, x_TH, receipt.num_rows)
-
-        def wait() -> Tensor:
-            self._join(x_TH)  # which lives until then
-            kernels.go(meeting, Stage.DISPATCH)
-            return rows_RH
-
-        return wait
+        return self._copy(x_TH.contiguous(), receipt.num_rows // self.group.size)
 
     def keep(self, rows_RH: Tensor) -> Tensor:
         return rows_RH.clone()
@@ -245,14 +233,26 @@ class SymmetricTransport:
         return kernels.take_values(meeting, buffer, pairs_SQ, receipt.num_listed)
 
     def _send(self, x_TH: Tensor, needed: Tensor, stride: int) -> Tensor:
-        meeting, kernels, rows = self._meet(), peer_kernels(), self._next_rows(x_TH, stride)
         if self._dispatch == "copy":
-            kernels.come(meeting, Stage.DISPATCH)
-            rows.copy_to_all(self._turn, x_TH, self.group, stride)
-            kernels.go(meeting, Stage.DISPATCH)
-        else:
-            kernels.push_rows(meeting, x_TH, needed, rows.addresses[self._turn], stride)
+            return self._copy(x_TH, stride)()
+        meeting, rows = self._meet(), self._next_rows(x_TH, stride)
+        peer_kernels().push_rows(meeting, x_TH, needed, rows.addresses[self._turn], stride)
         return rows.view(self._turn, x_TH, self.group.size * stride)
+
+    def _copy(self, x_TH: Tensor, stride: int) -> Callable[[], Tensor]:
+        """Start copies to all ranks, beside what is launched next; what it returns waits for all of theirs."""
+        meeting, kernels, rows = self._meet(), peer_kernels(), self._next_rows(x_TH, stride)
+        kernels.come(meeting, Stage.DISPATCH)
+        with self._aside(x_TH):
+            rows.copy_to_all(self._turn, x_TH, self.group, stride)
+        rows_RH = rows.view(self._turn, x_TH, self.group.size * stride)
+
+        def wait() -> Tensor:
+            self._join(x_TH)  # which lives until then
+            kernels.go(meeting, Stage.DISPATCH)
+            return rows_RH
+
+        return wait
 
     def _next_rows(self, x_TH: Tensor, stride: int) -> _Rows:
         """Where to send x: the buffer whose turn it is."""

@@ -47,8 +47,8 @@ def problem_with_weights(
             return f"{name} has shape {tuple(tensor.shape)}, wanted {shape}"
         if tensor.dtype != x_TH.dtype or tensor.device != x_TH.device:
             return f"{name} is {tensor.dtype} on {tensor.device}, x is {x_TH.dtype} on {x_TH.device}; they must agree"
-        if not tensor.is_contiguous():
-            return f"{name} is not contiguous (strides {tensor.stride()}); pass {name}.contiguous()"
+        if (problem := _problem_with_strides(name, tensor)) is not None:
+            return problem
     return None
 
 
@@ -64,6 +64,10 @@ def problem_with_up(gate: Tensor, up: Tensor, *, gated: bool, b1: Tensor | None,
             f"up is {tuple(up.shape)} {up.dtype} on {up.device}, w1 (the gate) is {tuple(gate.shape)} {gate.dtype} on "
             f"{gate.device}; they must agree"
         )
-    if not up.is_contiguous():
-        return f"up is not contiguous (strides {up.stride()}); pass up.contiguous()"
-    return None
+    return _problem_with_strides("up", up)
+
+
+def _problem_with_strides(name: str, tensor: Tensor) -> str | None:
+    if tensor.is_contiguous():
+        return None
+    return f"{name} is not contiguous (strides {tensor.stride()}); pass {name}.contiguous()"

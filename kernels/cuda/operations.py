@@ -25,6 +25,7 @@ from torch import Tensor
 from sonic_ep.kernels.activations import Activation
 from sonic_ep.kernels.cuda import gpt_oss
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
+from sonic_ep.kernels.cuda.sizes import cdiv
 from sonic_ep.kernels.cuda.tiles import Operation, tile_config
 
 __all__ = [
@@ -191,7 +192,7 @@ def down_projection_backward(
     mod = _down_backward_mod(activation)
     config = _config("down_backward", I, do_RH)
     # One fp32 partial sum of dS per row and column tile.
-    partial_PN = torch.empty(P, -(-I // config.tile_n), dtype=torch.float32, device=h_PJ.device)
+    partial_PN = torch.empty(P, cdiv(I, config.tile_n), dtype=torch.float32, device=h_PJ.device)
     arguments: dict[str, Any] = {
         "out": {"D": dh_PJ, "mAuxOut": scaled_a_PI},
         "cu_seqlens_m": expert_starts_e,
