@@ -17,12 +17,13 @@ from sonic_ep.kernels.operations import Operations
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """w1_eJH, w2_eHI and optional biases b1_eJ, b2_eH of the local experts."""
+    """Of the local experts. w1: (e, J, H), or with `up_eIH` the gate alone, (e, I, H)."""
 
-    w1_eJH: Tensor
+    w1: Tensor
     w2_eHI: Tensor
     b1_eJ: Tensor | None = None
     b2_eH: Tensor | None = None
+    up_eIH: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """y_PH, the expert output of every pair, before weights and sum, and h_PJ."""
     h_PJ, a_PI = ops.up_projection(
-        x_RH, weights.w1_eJH, weights.b1_eJ, lists.row_of_pair_P, lists.expert_starts_e, activation
+        x_RH, weights.w1, weights.b1_eJ, lists.row_of_pair_P, lists.expert_starts_e, activation, weights.up_eIH
     )
     return ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, lists.expert_starts_e), h_PJ
 
@@ -70,7 +71,7 @@ def backward_hidden(
 
 def backward_pairs(ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists: PairLists) -> Tensor:
     """dx_PH, the gradient of the row of every pair, before their sum."""
-    return ops.up_projection_backward(dh_PJ, weights.w1_eJH, lists.expert_starts_e)
+    return ops.up_projection_backward(dh_PJ, weights.w1, lists.expert_starts_e, weights.up_eIH)
 
 
 def backward_down_weights(
@@ -82,10 +83,17 @@ def backward_down_weights(
 
 
 def backward_up_weights(
-    ops: Operations, x_RH: Tensor, dh_PJ: Tensor, lists: PairLists, into_eJH: Tensor | None = None
+    ops: Operations,
+    x_RH: Tensor,
+    dh_PJ: Tensor,
+    lists: PairLists,
+    into_eJH: Tensor | None = None,
+    *,
+    apart: bool = False,
 ) -> Tensor:
-    """dW1 = dH^T X[row_of_pair] per expert; added to `into_eJH` where there is one."""
-    return ops.weight_grad(dh_PJ, x_RH, lists.row_of_pair_P, lists.expert_starts_e, out_eAB=into_eJH)
+    """dW1 = dH^T X[row_of_pair] per expert, or with `apart` dgate above dup; added to `into_eJH` where there is one."""
+    rows, starts = lists.row_of_pair_P, lists.expert_starts_e
+    return ops.weight_grad(dh_PJ, x_RH, rows, starts, halves=apart, out_eAB=into_eJH)
 
 
 def backward_biases(

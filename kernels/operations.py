@@ -42,11 +42,12 @@ class Operations(Protocol):
     def up_projection(
         self,
         x_RH: Tensor,
-        w1_eJH: Tensor,
+        w1: Tensor,
         b1_eJ: Tensor | None,
         row_of_pair_P: Tensor,
         expert_starts_e: Tensor,
         activation: Activation,
+        up_eIH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def down_projection(
@@ -65,7 +66,9 @@ class Operations(Protocol):
         activation: Activation,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def up_projection_backward(self, dh_PJ: Tensor, w1_eJH: Tensor, expert_starts_e: Tensor) -> Tensor: ...
+    def up_projection_backward(
+        self, dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None
+    ) -> Tensor: ...
 
     def weight_grad(
         self,
@@ -75,6 +78,7 @@ class Operations(Protocol):
         expert_starts_e: Tensor,
         *,
         transposed: bool = False,
+        halves: bool = False,
         out_eAB: Tensor | None = None,
     ) -> Tensor: ...
 

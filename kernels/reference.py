@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.activations import Activation
+from sonic_ep.kernels.activations import Activation, concatenate, interleave_apart
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -34,16 +34,19 @@ def _experts(expert_starts_e: Tensor) -> Iterator[tuple[int, slice]]:
 
 def up_projection(
     x_RH: Tensor,
-    w1_eJH: Tensor,
+    w1: Tensor,
     b1_eJ: Tensor | None,
     row_of_pair_P: Tensor,
     expert_starts_e: Tensor,
     activation: Activation,
+    up_eIH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """H = X[row_of_pair] W1^T + b1 and A = act(H): gathered grouped GEMM with the activation in its epilogue.
 
+    w1: (e, J, H), or with `up_eIH` the gate alone, (e, I, H).
     Returns h_PJ and a_PI in the dtype of x. Source: SonicMoE, arXiv 2512.14080, section 4.
     """
+    w1_eJH = w1 if up_eIH is None else interleave_apart(w1, up_eIH)
     P, J = row_of_pair_P.shape[0], w1_eJH.shape[1]
     h_PJ = x_RH.new_empty(P, J)
     a_PI = x_RH.new_empty(P, J // 2 if activation.gated else J)
@@ -95,8 +98,9 @@ def down_projection_backward(
     return dh_PJ, scaled_a_PI, ds_P
 
 
-def up_projection_backward(dh_PJ: Tensor, w1_eJH: Tensor, expert_starts_e: Tensor) -> Tensor:
-    """dx_PH = dH W1: grouped GEMM, one row a pair; `gather_sum` adds a received row's pairs."""
+def up_projection_backward(dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None) -> Tensor:
+    """dx_PH = dH W1: grouped GEMM, one row a pair; `gather_sum` adds a received row's pairs. w1: as above."""
+    w1_eJH = w1 if up_eIH is None else interleave_apart(w1, up_eIH)
     dx_PH = dh_PJ.new_empty(dh_PJ.shape[0], w1_eJH.shape[2])
     for expert, rows in _experts(expert_starts_e):
         dx_PH[rows] = _up(dh_PJ[rows]) @ _up(w1_eJH[expert])
@@ -110,13 +114,18 @@ def weight_grad(
     expert_starts_e: Tensor,
     *,
     transposed: bool = False,
+    halves: bool = False,
     out_eAB: Tensor | None = None,
 ) -> Tensor:
     """Per expert, left^T right[row_of_pair]: (e, A, B), a grouped GEMM over rows (varlen-K) with a gathered operand.
 
     dW1 = weight_grad(dH, X), dW2 = weight_grad(A', dO, transposed=True), which gives (e, B, A).
+    halves: rows of even columns of `left` first, then those of odd ones: [gate; up], not interleaved. Alone.
     out_eAB: accumulate into this buffer instead (a main_grad, usually fp32), and return it.
     """
+    assert not (halves and (transposed or out_eAB is not None))
+    if halves:
+        left_PA = concatenate(left_PA)
     A, B = left_PA.shape[1], right_RB.shape[1]
     e = expert_starts_e.shape[0] - 1
     out = out_eAB if out_eAB is not None else left_PA.new_zeros((e, B, A) if transposed else (e, A, B))

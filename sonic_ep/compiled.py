@@ -58,7 +58,7 @@ def moe_in_graph(
         gates_P,
         lists,
         splits,
-        weights.w1_eJH,
+        weights.w1,
         weights.w2_eHI,
         weights.b1_eJ,
         weights.b2_eH,

@@ -73,6 +73,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """dx_TH, dgates_N, dw1, dw2, db1, db2; the last four only as far as `needs` says. Takes `kept.h_PJ`. A collective.
 
+    dw1 is (e, J, H) as w1 is, and [gate; up] where these lie apart.
     into: buffers to which dw1 and dw2 are added, and which are then returned.
 
     dX comes first, since other ranks wait for it; then dW2, after which A' can go. Every rank takes every collective,
@@ -91,7 +92,10 @@ def backward(
     dw2 = expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
     del scaled_a_PI
     rows_RH = rows()
-    dw1 = expert_mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs, into[0]) if needs_w1 else None
+    dw1 = None
+    if needs_w1:
+        apart = weights.up_eIH is not None
+        dw1 = expert_mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs, into[0], apart=apart)
     db1, db2 = None, None
     if needs_b1 or needs_b2:
         db1, db2 = expert_mlp.backward_biases(ops, do_RH, kept.gates_P, dh_PJ, pairs)

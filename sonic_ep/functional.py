@@ -17,7 +17,7 @@ from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.expert_parallel_mlp import Call, Kept, backward, forward
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.activations import activation_named, interleave
+from sonic_ep.kernels.activations import activation_named, interleave, interleave_apart
 from sonic_ep.kernels.expert_mlp import ExpertWeights
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
@@ -47,8 +47,10 @@ def moe(
     Shapes:  x_TH (T, H); w1_eJH (e, J, H), w2_eHI (e, H, I), b1_eJ (e, J), b2_eH (e, H) of this rank's e = E / ep_size
              experts, in the dtype of x; result (T, H) in the dtype of x.
     Layout:  for gated activations, rows of w1 (and b1) are gate and up in turn; "concatenated" takes [gate; up] halves
-             and costs a copy of w1 a call. With `up_eIH` w1_eJH is the gate alone, (e, I, H), and b1 is None:
-             weights kept apart elsewhere. Forward and backward each copy the two into one, and keep nothing of it.
+             and costs a copy of w1 a call. With `up_eIH` w1_eJH is the gate alone, (e, I, H), and b1 is None: weights
+             kept apart elsewhere. Kernels read both where they lie if up lies behind gate, at a multiple of 16 bytes;
+             else, and under torch.compile, forward and backward each copy the two into one. Their gradients are halves
+             of one tensor.
     Keeps:   x_TH, or with `keep_dispatched` the received rows, which saves one dispatch in backward.
     Adds:    with `accumulate_into_main_grad` backward adds dW1 and dW2 to `w.main_grad`, of any floating dtype, where a
              weight (a leaf) has one, and sets `w.grad_added_to_main_grad = True`, as Megatron-Core's layers do. The
@@ -80,7 +82,8 @@ def moe(
             raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
         if not isinstance(transport, transport_type(group)):
             raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
-        weights = ExpertWeights(_interleaved(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH)
+        w1_eJH = w1_eJH if up_eIH is None else interleave_apart(w1_eJH, up_eIH)
+        weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
         keeps_received = keep_dispatched and group.size > 1
         return moe_in_graph(
             x_TH,
@@ -95,11 +98,6 @@ def moe(
     call = Call(transport, act, keep_dispatched)
     owners = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, owners)
-
-
-def _interleaved(w1: Tensor, up_eIH: Tensor | None) -> Tensor:
-    """(e, J, H) as the kernels take it."""
-    return w1 if up_eIH is None else torch.stack([w1, up_eIH], 2).flatten(1, 2)
 
 
 class _ExpertParallelMLP(torch.autograd.Function):
@@ -120,7 +118,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
     ) -> Tensor:
         x_TH = x_TH.contiguous()
         opened = call.transport.open(routing, plan, x_TH)
-        out_TH, kept = forward(x_TH, opened, ExpertWeights(_interleaved(w1, up_eIH), w2_eHI, b1_eJ, b2_eH), call)
+        out_TH, kept = forward(x_TH, opened, ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH), call)
         weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)
         ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, *weights, *kept.receipt.lists())
         # Not from saved_tensors: what hooks on them give back may have no attributes.
@@ -135,7 +133,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         kept = Kept(rows, h_PJ, gates_P, ctx.sizes.with_lists(tuple(lists)))
         del h_PJ
-        weights = ExpertWeights(_interleaved(w1, up_eIH), w2_eHI, b1_eJ, b2_eH)
+        weights = ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH)
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
         needs, (owner1, owner2) = (needs_gate or needs_up, *needs), ctx.owners
         into = _main_grad(owner1) if needs[0] else None, _main_grad(owner2) if needs[1] else None
@@ -144,7 +142,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         dw2 = dw2 if into[1] is None else _placeholder(owner2)
         dup = None
         if up_eIH is not None and dw1 is not None:
-            dw1, dup = dw1.unflatten(1, (-1, 2)).unbind(2)
+            dw1, dup = dw1.chunk(2, 1)
         return dx_TH, dgates_N, dw1, dup, dw2, *dbiases, None, None, None, None
 
 

@@ -88,13 +88,13 @@ class MoE(nn.Module):
         problem = problem_with_input(
             x,
             d=self.config.d,
-            dtype=weights.w1_eJH.dtype,
-            device=weights.w1_eJH.device,
+            dtype=weights.w1.dtype,
+            device=weights.w1.device,
             sequences=self.config.router.balance == "sequence",
         )
         if problem is not None:
             # Told to all ranks by the router, which raises there as here.
-            x = weights.w1_eJH.new_empty(0, self.config.d)
+            x = weights.w1.new_empty(0, self.config.d)
         x_TH = x.reshape(-1, self.config.d)
         sequence_length = x.shape[1] if x.dim() == 3 else x.shape[0]
         shared_TH: Tensor | None = None
@@ -115,7 +115,7 @@ class MoE(nn.Module):
         y_TH = moe(
             x_TH,
             routed.routing,
-            weights.w1_eJH,
+            weights.w1,
             weights.w2_eHI,
             weights.b1_eJ,
             weights.b2_eH,

@@ -51,6 +51,7 @@ def compile_operations(
         return torch.empty(size, dtype=kind, device="meta")
 
     x, w1, w2 = meta(_ROWS, d), meta(_EXPERTS, J, d), meta(_EXPERTS, d, n)
+    gate, up = meta(_EXPERTS, n, d), meta(_EXPERTS, n, d)
     b1, b2 = (meta(_EXPERTS, J), meta(_EXPERTS, d)) if bias else (None, None)
     h, a, gates = meta(_PAIRS, J), meta(_PAIRS, n), meta(_PAIRS, kind=torch.float32)
     rows, starts = meta(_PAIRS, kind=torch.int32), meta(_EXPERTS + 1, kind=torch.int32)
@@ -69,6 +70,12 @@ def compile_operations(
             a, x, rows, starts, transposed=True, out_eAB=meta(_EXPERTS, d, n, kind=torch.float32)
         ),
     }
+    if act.gated and not bias:  # what `moe` takes apart
+        calls |= {
+            "up_projection of gate and up": lambda: o.up_projection(x, gate, None, rows, starts, act, up),
+            "up_projection_backward of gate and up": lambda: o.up_projection_backward(h, gate, starts, up),
+            "weight_grad of gate and up": lambda: o.weight_grad(h, x, rows, starts, halves=True),
+        }
     with _nothing_launched():
         for name, call in calls.items():
             begun = time.monotonic()

@@ -7,6 +7,8 @@ class, and launched for any number of rows: nothing is compiled, tuned or keyed 
 Legend: R rows, H hidden size, P pair-buffer rows, e local experts, I expert width, J = 2I if gated else I.
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,9 @@ from quack.gemm import run_gemm_plan
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
-from sonic_ep.kernels.activations import Activation
+from sonic_ep.kernels.activations import Activation, interleave_apart
 from sonic_ep.kernels.cuda import gpt_oss
+from sonic_ep.kernels.cuda.apart import ApartMod, apart
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
 from sonic_ep.kernels.cuda.sizes import cdiv
 from sonic_ep.kernels.cuda.tiles import Operation, tile_config
@@ -38,6 +41,8 @@ __all__ = [
     "up_projection_backward",
     "weight_grad",
 ]
+
+_LOG = logging.getLogger("sonic_ep.kernels")
 
 # A kernel that quack keeps on disk is as old as the sources it was made from: its own, and ours.
 EXTRA_SOURCE_DIRS.append(Path(__file__).parent)
@@ -75,6 +80,25 @@ def _bias_epilogue(acc, bias):  # type: ignore[no-untyped-def]  # traced by quac
     return {"D": acc + bias}
 
 
+_apart_mod = functools.cache(ApartMod)
+
+
+def _with_up_weights(mod: EpiMod, w1: Tensor, up_eIH: Tensor | None) -> tuple[EpiMod, Tensor]:
+    """w1_eJH as a GEMM takes it, and the epilogue for that."""
+    if up_eIH is None:
+        return mod, w1
+    operand = apart(w1, up_eIH)
+    if operand is None:
+        _say_that_weights_are_copied()
+        return mod, interleave_apart(w1, up_eIH)
+    return _apart_mod(mod), operand
+
+
+@functools.cache
+def _say_that_weights_are_copied() -> None:
+    _LOG.info("gate and up weights are copied into one, some layers in some passes: up does not lie behind gate")
+
+
 _PLANS: dict[tuple[object, ...], Any] = {}
 
 
@@ -87,7 +111,8 @@ def _run(
     C: Tensor | None = None,
     **arguments: Any,
 ) -> None:
-    """Launch the GEMM of a shape class, planned at its first use."""
+    """Launch the GEMM of an epilogue and a shape class, planned at its first use."""
+    key = (mod, *key)
     plan = _PLANS.get(key)
     if plan is None:
         plan = _PLANS[key] = mod.plan(A, B, C, config=config(), **arguments)
@@ -123,24 +148,25 @@ def _class_key(operation: Operation, *tensors: Tensor | None) -> tuple[object, .
 
 def up_projection(
     x_RH: Tensor,
-    w1_eJH: Tensor,
+    w1: Tensor,
     b1_eJ: Tensor | None,
     row_of_pair_P: Tensor,
     expert_starts_e: Tensor,
     activation: Activation,
+    up_eIH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels/reference.py."""
-    P, J = row_of_pair_P.shape[0], w1_eJH.shape[1]
+    P, J = row_of_pair_P.shape[0], w1.shape[1] if up_eIH is None else 2 * w1.shape[1]
     h_PJ = x_RH.new_empty(P, J)
     a_PI = x_RH.new_empty(P, J // 2 if activation.gated else J)
     if P == 0:
         return h_PJ, a_PI
-    mod = _up_mod(activation, bias=b1_eJ is not None)
+    mod, w1_eJH = _with_up_weights(_up_mod(activation, bias=b1_eJ is not None), w1, up_eIH)
     arguments: dict[str, Any] = {"out": {"D": h_PJ, "mAuxOut": a_PI}, "cu_seqlens_m": expert_starts_e}
     arguments["A_idx"] = row_of_pair_P
     if b1_eJ is not None:
         arguments["mRowVecBroadcast"] = b1_eJ
-    key = (*_class_key("up", x_RH, w1_eJH, b1_eJ), activation.name)
+    key = _class_key("up", x_RH, w1_eJH, b1_eJ)
     operation: Operation = "up_clamped" if activation.name == gpt_oss.NAME and b1_eJ is not None else "up"
     _run(key, mod, lambda: _config(operation, J, x_RH), x_RH, w1_eJH.mT, **arguments)
     return h_PJ, a_PI
@@ -148,28 +174,33 @@ def up_projection(
 
 def down_projection(a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor) -> Tensor:
     """See kernels/reference.py."""
-    return _grouped_rows("down", a_PI, w2_eHI.mT, b2_eH, expert_starts_e)
+    mod, arguments = (identity_epi, {}) if b2_eH is None else (_bias_epilogue, {"bias": b2_eH})
+    return _grouped_rows("down", a_PI, w2_eHI.mT, expert_starts_e, mod, **arguments)
 
 
-def up_projection_backward(dh_PJ: Tensor, w1_eJH: Tensor, expert_starts_e: Tensor) -> Tensor:
+def up_projection_backward(dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None) -> Tensor:
     """See kernels/reference.py."""
-    return _grouped_rows("up_backward", dh_PJ, w1_eJH, None, expert_starts_e)
+    if dh_PJ.shape[0] == 0:
+        return dh_PJ.new_empty(0, w1.shape[2])
+    mod, w1_eJH = _with_up_weights(identity_epi, w1, up_eIH)
+    return _grouped_rows("up_backward", dh_PJ, w1_eJH, expert_starts_e, mod)
 
 
 def _grouped_rows(
-    operation: Operation, rows_PK: Tensor, weights_eKN: Tensor, bias_eN: Tensor | None, expert_starts_e: Tensor
+    operation: Operation,
+    rows_PK: Tensor,
+    weights_eKN: Tensor,
+    expert_starts_e: Tensor,
+    mod: EpiMod,
+    **arguments: Any,
 ) -> Tensor:
-    """rows_PK @ weights (+ bias) of each row's expert."""
+    """rows_PK @ weights of each row's expert, through an epilogue."""
     N = weights_eKN.shape[2]
     out_PN = rows_PK.new_empty(rows_PK.shape[0], N)
     if rows_PK.shape[0] == 0:
         return out_PN
-    arguments: dict[str, Any] = {"out": {"D": out_PN}, "cu_seqlens_m": expert_starts_e}
-    mod = identity_epi
-    if bias_eN is not None:
-        mod = _bias_epilogue
-        arguments["bias"] = bias_eN
-    key = _class_key(operation, rows_PK, weights_eKN, bias_eN)
+    arguments |= {"out": {"D": out_PN}, "cu_seqlens_m": expert_starts_e}
+    key = _class_key(operation, rows_PK, weights_eKN)
     _run(key, mod, lambda: _config(operation, N, rows_PK), rows_PK, weights_eKN, **arguments)
     return out_PN
 
@@ -200,7 +231,7 @@ def down_projection_backward(
         "mColVecBroadcast": gates_P,
         "mColVecReduce": partial_PN,
     }
-    key = (*_class_key("down_backward", do_RH, w2_eHI, h_PJ, gates_P), activation.name)
+    key = _class_key("down_backward", do_RH, w2_eHI, h_PJ, gates_P)
     _run(key, mod, lambda: config, do_RH, w2_eHI, h_PJ, **arguments)
     ds_P = partial_PN.sum(1).to(gates_P.dtype)
     if b2_eH is not None:
@@ -215,12 +246,14 @@ def weight_grad(
     expert_starts_e: Tensor,
     *,
     transposed: bool = False,
+    halves: bool = False,
     out_eAB: Tensor | None = None,
 ) -> Tensor:
     """See kernels/reference.py."""
     A, B = left_PA.shape[1], right_RB.shape[1]
     e = expert_starts_e.shape[0] - 1
     accumulate = out_eAB is not None
+    assert not (halves and (transposed or accumulate))
     out = left_PA.new_empty((e, B, A) if transposed else (e, A, B)) if out_eAB is None else out_eAB
     if left_PA.shape[0] == 0:
         return out if accumulate else out.zero_()
@@ -228,7 +261,7 @@ def weight_grad(
     # The gathered operand must be the GEMM's first one: out (e, B, A) = right^T[:, rows] left.
     D = out if transposed else out.mT
     varlen = {"cu_seqlens_k": expert_starts_e, "A_idx": row_of_pair_P}
-    key = (*_class_key(operation, left_PA, right_RB, out), accumulate)
+    key = (*_class_key(operation, left_PA, right_RB, out), accumulate, halves)
     planned = _PLANS.get(key)
     if planned is not None:
         plan, config = planned
@@ -249,6 +282,7 @@ def weight_grad(
         pingpong=config.pingpong,
         is_dynamic_persistent=config.is_dynamic_persistent,
         add_to_output=accumulate,
+        concat_layout={"out": True} if halves else None,
         **varlen,
     )
     _PLANS[key] = plan, config

@@ -5,13 +5,14 @@ An element may be off by at most twice what torch's own half-precision arithmeti
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import pytest
 import torch
 from torch import Tensor
 
 from sonic_ep.kernels import expert_mlp, reference
-from sonic_ep.kernels.activations import activation_named
+from sonic_ep.kernels.activations import activation_named, concatenate
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
 from sonic_ep.kernels.operations import Operations, gather_sum, operations_for
 from tests.helpers.waiting import assert_nothing_waits
@@ -177,6 +178,50 @@ def test_weight_and_bias_grads(case: Case, poison: None) -> None:
         assert_quack_rule(name, got, exact, exact.to(case.dtype))
 
 
+# Values before gate, and from its end to up; None: up comes first. What TMA cannot read so is copied.
+PLACES = {"behind": (0, 0), "far behind": (8, 1 << 20), "odd": (0, 4), "both odd": (4, 8), "first": (0, None)}
+
+
+def laid_out(gate: Tensor, up: Tensor, before: int, gap: int | None) -> tuple[Tensor, Tensor]:
+    """Both in one allocation."""
+    size = gate.numel()
+    memory = gate.new_zeros(before + 2 * size + (gap or 0))
+    first, last = memory[before : before + size].view(gate.shape), memory[-size:].view(gate.shape)
+    at_gate, at_up = (last, first) if gap is None else (first, last)
+    return at_gate.copy_(gate), at_up.copy_(up)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@of_cases
+def test_gate_and_up_apart_give_the_same_bits(case: Case, place: str, poison: None) -> None:
+    o = Operands(case)
+    if not o.activation.gated or case.bias:
+        pytest.skip("apart are the weights of gated activations without bias")
+    operations = gpu_operations(o)
+    gate, up = o.w1.unflatten(1, (-1, 2)).unbind(2)
+    gate, up = laid_out(gate, up, *PLACES[place])
+    lists = o.rows, o.starts
+    wanted = operations.up_projection(o.x, o.w1, None, *lists, o.activation)
+    assert all(map(torch.equal, operations.up_projection(o.x, gate, None, *lists, o.activation, up), wanted))
+    wanted_dx = operations.up_projection_backward(o.dh, o.w1, o.starts)
+    assert torch.equal(operations.up_projection_backward(o.dh, gate, o.starts, up), wanted_dx)
+    if place == "behind":
+        halves = operations.weight_grad(o.dh, o.x, *lists, halves=True)
+        assert torch.equal(halves, concatenate(operations.weight_grad(o.dh, o.x, *lists)))
+
+
+def test_what_can_be_read_where_it_lies() -> None:
+    apart = import_module("sonic_ep.kernels.cuda.apart").apart
+    gate, up = torch.zeros(2, 3, 8, 16, device="cuda", dtype=torch.bfloat16).unbind(0)
+    operand = apart(gate, up)
+    assert operand is not None
+    assert (operand.shape, operand.stride(), operand.data_ptr()) == ((3, 16, 16), (128, 384, 1), gate.data_ptr())
+    assert apart(up, gate) is None
+    values = gate.flatten()
+    assert apart(values[:128].view(1, 8, 16), values[132:260].view(1, 8, 16)) is None
+    assert apart(values[4:132].view(1, 8, 16), values[132:260].view(1, 8, 16)) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("H", [1, 7, 256, 2880, 7168])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -193,10 +238,14 @@ def test_gather_sum(dtype: torch.dtype, H: int, weighted: bool, poison: None) ->
 
 
 def test_no_rows_at_all() -> None:
+    gate, up = torch.zeros(2, 2, 32, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
     o = Operands(Case((0, 0), 4, 64, 32))
     operations = gpu_operations(o)
     h, a = operations.up_projection(o.x, o.w1, o.b1, o.rows, o.starts, o.activation)
     assert (h.shape, a.shape) == ((0, 64), (0, 32))
+    h, a = operations.up_projection(o.x, gate, None, o.rows, o.starts, o.activation, up)
+    assert (h.shape, a.shape) == ((0, 64), (0, 32))
+    assert operations.up_projection_backward(o.dh, gate, o.starts, up).shape == (0, 64)
     assert operations.weight_grad(o.dh, o.x, o.rows, o.starts).abs().max() == 0
 
 

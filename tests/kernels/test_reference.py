@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.kernels import reference as ops
-from sonic_ep.kernels.activations import activation_named
+from sonic_ep.kernels.activations import activation_named, interleave
 from tests.kernels import oracle
 from tests.kernels.oracle import (
     HALVES,
@@ -61,6 +61,20 @@ def test_up_projection(activation: str, shape: Shape, bias: bool, dtype: torch.d
         return {"H": h_PJ, "A": oracle.activate(activation, h_PJ)}
 
     check({"H": h_PJ, "A": a_PI}, formula, o)
+
+
+@of_every_shape
+def test_gate_and_up_apart_are_as_good_as_interleaved(shape: Shape) -> None:
+    o = Operands.draw(shape, "swiglu", torch.float64)
+    act = activation_named("swiglu")
+    gate, up = o.w1_eJH.unflatten(1, (-1, 2)).unbind(2)
+    lists = o.row_of_pair_P, o.expert_starts_e
+    wanted = ops.up_projection(o.x_RH, o.w1_eJH, None, *lists, act)
+    assert all(map(torch.equal, ops.up_projection(o.x_RH, gate, None, *lists, act, up), wanted))
+    wanted_dx = ops.up_projection_backward(o.dh_PJ, o.w1_eJH, o.expert_starts_e)
+    assert torch.equal(ops.up_projection_backward(o.dh_PJ, gate, o.expert_starts_e, up), wanted_dx)
+    halves = ops.weight_grad(o.dh_PJ, o.x_RH, *lists, halves=True)
+    torch.testing.assert_close(interleave(halves), ops.weight_grad(o.dh_PJ, o.x_RH, *lists), rtol=1e-12, atol=1e-12)
 
 
 @of_every_dtype

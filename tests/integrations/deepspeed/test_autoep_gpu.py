@@ -1,8 +1,10 @@
 """AutoEP on GPUs in bfloat16: our layer beside stock's, training at every ZeRO stage, resuming, rounding."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -92,6 +94,28 @@ def test_it_trains_as_stock(gpus: Ranks, zero: int, ep_size: int) -> None:
     assert ours[0].grad_norm == pytest.approx(stock[0].grad_norm, rel=2e-2)
     for step, wanted in zip(ours, stock, strict=True):
         assert step.loss == pytest.approx(wanted.loss, rel=5e-2, abs=1e-2)
+
+
+def reads_of_weights(rank: int, zero: int, ep_size: int) -> list[bool]:
+    """Whether gate and up were read where they lie, by pass."""
+    operations, reads = import_module("sonic_ep.kernels.cuda.operations"), []
+    real = operations.apart
+
+    def spy(*halves: Tensor) -> Tensor | None:
+        operand = real(*halves)
+        reads.append(operand is not None)
+        return operand
+
+    with deepspeed_world(), patch.object(operations, "apart", spy):
+        steps_of(fresh_engine(zero, ep_size, ours=True), rank, 2)
+    return reads
+
+
+@pytest.mark.parametrize(("zero", "ep_size"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_weights_in_flat_buffers_are_read_where_they_lie(gpus: Ranks, zero: int, ep_size: int) -> None:
+    for reads in gpus(2).run(reads_of_weights, zero, ep_size, timeout=600):
+        assert len(reads) >= 4
+        assert all(reads)
 
 
 def rounded_curve(rank: int, zero: int) -> list[Step]:

@@ -1,0 +1,87 @@
+"""Gate and up weights that lie apart in memory as one GEMM operand whose rows are gate and up in turn, without a copy.
+
+DeepSpeed's AutoEP holds the two in tensors of their own, (e, I, H) each. The rows of the interleaved (e, J, H) operand
+then lie at addresses that two strides describe: H from one gate row to the next, and the distance of the two tensors
+from a gate row to its up row. To TMA that is a stride like any other, so all that is missing is a tensor that says so:
+`apart` makes it, and a kernel of an `ApartMod` knows how to read it. quack has the same for halves of one tensor, where
+the distance follows from the shape (`concat_layout`).
+
+Legend: e local experts, I expert width, J = 2I, H hidden size.
+"""
+
+import functools
+import hashlib
+from typing import Any
+
+import cutlass.cute as cute
+import torch
+from cutlass import Int64, const_expr
+from quack.epilogue.frontend import EpiMod
+from torch import Tensor
+
+_STRIDE_UNIT, _STRIDE_LIMIT = 16, 1 << 40  # bytes: TMA's strides are multiples of the one and below the other
+
+
+def apart(gate_eIH: Tensor, up_eIH: Tensor) -> Tensor | None:
+    """The operand of the kernels of an `ApartMod`: what two contiguous tensors, of one shape and dtype, make together.
+
+    Its shape is (e, J, H) and the stride of its second dimension the distance of the two; it is of no use to anything
+    else. It holds neither of them. None where TMA cannot read them so: up before gate, or one of the two not at a
+    multiple of 16 bytes.
+    """
+    e, I, H = gate_eIH.shape  # noqa: E741
+    start, distance = gate_eIH.data_ptr(), up_eIH.data_ptr() - gate_eIH.data_ptr()
+    if gate_eIH.is_meta:  # nothing will be read
+        distance = _STRIDE_UNIT
+    if not 0 < distance < _STRIDE_LIMIT or start % _STRIDE_UNIT or distance % _STRIDE_UNIT:
+        return None
+    strides = I * H, distance // gate_eIH.element_size(), 1
+    if gate_eIH.is_meta:
+        return torch.empty_strided((e, 2 * I, H), strides, dtype=gate_eIH.dtype, device="meta")
+    return torch.as_tensor(_Memory(gate_eIH, (e, 2 * I, H), strides), device=gate_eIH.device).view(gate_eIH.dtype)
+
+
+class _Memory:
+    """Memory behind a tensor in other shape and strides, of values of 16 bits, for torch to take as it is."""
+
+    def __init__(self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        assert tensor.element_size() == 2
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "typestr": "<i2",
+            "data": (tensor.data_ptr(), False),
+            "shape": shape,
+            "strides": tuple(2 * stride for stride in strides),
+        }
+
+
+class ApartMod(EpiMod):
+    """A quack epilogue whose kernels take a B that `apart` made."""
+
+    def __init__(self, mod: EpiMod) -> None:
+        self.__dict__.update(mod.__getstate__())  # without what was compiled for mod
+        self._call_cache: dict[Any, Any] = {}
+        # quack keeps compiled kernels, in memory and on disk, by this.
+        self.semantic_key = (*mod.semantic_key, "gate and up apart")
+        self.semantic_digest = hashlib.sha256(repr(self.semantic_key).encode()).hexdigest()
+        self._ident = f"{mod.fn.__name__}_{self.semantic_digest[:16]}"
+
+    def _mint(self, *key: Any) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _reading_apart(super()._mint(*key))
+
+
+@functools.cache
+def _reading_apart(kernel: type) -> type:
+    return type(f"{kernel.__name__}_apart", (_ReadsApart, kernel), {})
+
+
+class _ReadsApart:
+    """What a kernel class does differently: the layout of its B."""
+
+    def rotate_batch_last(self, mA: Any, mB: Any, *others: Any, **options: Any) -> tuple[Any, ...]:
+        mA, mB, *others = super().rotate_batch_last(mA, mB, *others, **options)  # type: ignore[misc]  # pyright: ignore
+        rows = const_expr(1 - mB.leading_dim)
+        width = cute.assume(Int64(mB.shape[mB.leading_dim]), divby=_STRIDE_UNIT * 8 // mB.element_type.width)
+        shape, stride = list(mB.shape), list(mB.stride)
+        shape[rows], stride[rows] = (2, cute.size(mB, mode=[rows]) // 2), (mB.stride[rows], width)
+        return mA, cute.make_tensor(mB.iterator, cute.make_layout(tuple(shape), stride=tuple(stride))), *others
