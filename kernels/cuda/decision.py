@@ -186,10 +186,12 @@ def _cut_owners(
         rank += 1
     columns = columns // unit
     capacity = tl.load(total_ptr) * numerator // (denominator * S)
-    allowed = tl.minimum(tl.maximum(capacity // unit, 1), tl.sum(columns, axis=0))
-    wanted = tl.zeros([1], dtype=tl.int64) + allowed
-    kept = _deal(tl.zeros([EXPERTS, 1], dtype=tl.int64), 1, columns[:, None], wanted, BITS)
-    tl.store(kept_ptr + expert, tl.sum(kept, axis=1) * unit, mask=own < e)
+    allowed = tl.maximum(capacity // unit, 1)
+    if allowed < tl.sum(columns, axis=0):  # else the search would find the columns as they are
+        wanted = tl.zeros([1], dtype=tl.int64) + allowed
+        kept = _deal(tl.zeros([EXPERTS, 1], dtype=tl.int64), 1, columns[:, None], wanted, BITS)
+        columns = tl.sum(kept, axis=1)
+    tl.store(kept_ptr + expert, columns * unit, mask=own < e)
 
 
 @triton.jit
@@ -211,14 +213,16 @@ def _cut_ranks(
     index = rank * E + expert[None, :]
     t = tl.load(t_ptr)
     rows = tl.load(rows_ptr + index, mask=inside, other=0)
-    pairs = tl.load(pairs_ptr + index, mask=inside, other=0)
     total = tl.load(kept_ptr + expert, mask=expert < E, other=0)
-    shares = rows * total[None, :] // tl.maximum(tl.sum(rows, axis=0), 1)[None, :]
-    capped = t * _deal(shares, t, rows // t, total // t, BITS)
-    kept = tl.minimum(pairs, capped)
-    tl.store(rows_ptr + index, capped, mask=inside)
-    tl.store(pairs_ptr + index, kept, mask=inside)
-    tl.atomic_add(cut_ptr + expert // (E // S), tl.sum(pairs - kept, axis=0), mask=expert < E, sem="relaxed")
+    columns = tl.sum(rows, axis=0)
+    if tl.max((columns != total).to(tl.int32), axis=0) != 0:  # some column of these is cut
+        pairs = tl.load(pairs_ptr + index, mask=inside, other=0)
+        shares = rows * total[None, :] // tl.maximum(columns, 1)[None, :]
+        capped = t * _deal(shares, t, rows // t, total // t, BITS)
+        kept = tl.minimum(pairs, capped)
+        tl.store(rows_ptr + index, capped, mask=inside)
+        tl.store(pairs_ptr + index, kept, mask=inside)
+        tl.atomic_add(cut_ptr + expert // (E // S), tl.sum(pairs - kept, axis=0), mask=expert < E, sem="relaxed")
 
 
 def decide(
