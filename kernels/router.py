@@ -97,9 +97,18 @@ class RouterLinear(Protocol):
         ...
 
     def gradients(
-        self, dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, *, of_x: bool, of_weight: bool
+        self,
+        dlogits_TE: Tensor,
+        x_TH: Tensor,
+        weight_EH: Tensor,
+        *,
+        of_x: bool,
+        of_weight: bool,
+        others_TH: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """(T, H) bf16 gradient of x, off by about 2^-16 sum |dlogits| |w| before it is rounded; (E, H) fp32 gradient of
         the weight, off as the logits are, with T in place of H.
+
+        others_TH: contiguous, like x; the gradient of x is added to it in place, before it is rounded.
         """
         ...

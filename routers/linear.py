@@ -18,42 +18,90 @@ from sonic_ep.kernels.operations import router_linear
 from sonic_ep.kernels.router import RouterLinear
 
 
-def linear(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, linear_dtype: LinearDtype = "float32") -> Tensor:
-    """(T, E) x weight^T + bias in fp32, or in float64 for float64 x, whatever autocast says.
+def linear(
+    x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, linear_dtype: LinearDtype = "float32"
+) -> tuple[Tensor, Tensor]:
+    """(T, E) x weight^T + bias in fp32, or in float64 for float64 x, whatever autocast says; and x_TH for the experts.
 
     linear_dtype: "input" computes them, and their gradients, in the dtype of x before they become fp32.
+
+    What is read from the second result has its gradient added up by the GEMM that makes the logits' one, instead of by
+    a pass of its own. That GEMM writes to the gradient it is given: nobody else may hold it, as nobody holds the one
+    that `moe` returns.
     """
     dtype = torch.promote_types(x_TH.dtype, torch.float32)
+    compiling = torch.compiler.is_compiling()
     if linear_dtype == "input":
-        with torch.autocast(x_TH.device.type, enabled=False):
-            bias_E = None if bias_E is None else bias_E.to(x_TH.dtype)
-            return F.linear(x_TH, weight_EH.to(x_TH.dtype), bias_E).to(dtype)
+        weight_EH, bias_E = weight_EH.to(x_TH.dtype), None if bias_E is None else bias_E.to(x_TH.dtype)
+        if compiling:
+            with torch.autocast(x_TH.device.type, enabled=False):
+                return F.linear(x_TH, weight_EH, bias_E).to(dtype), x_TH
+        logits_TE, passed_TH = _apply(x_TH, weight_EH, bias_E, _OneGemm())
+        return logits_TE.to(dtype), passed_TH
     weight_EH, bias_E = weight_EH.to(dtype), None if bias_E is None else bias_E.to(dtype)
-    if torch.compiler.is_compiling() and x_TH.is_cuda and x_TH.dtype == torch.bfloat16:
+    if compiling and x_TH.is_cuda and x_TH.dtype == torch.bfloat16:
         logits_TE = torch.ops.sonic_ep.router_linear(x_TH, weight_EH)
-        return logits_TE if bias_E is None else logits_TE + bias_E
+        return logits_TE if bias_E is None else logits_TE + bias_E, x_TH
     operations = router_linear(x_TH)
     if operations is not None:
-        return _SplitLinear.apply(x_TH, weight_EH, bias_E, operations)
+        return _apply(x_TH, weight_EH, bias_E, operations)
     with torch.autocast(x_TH.device.type, enabled=False):
-        return F.linear(x_TH.to(dtype), weight_EH, bias_E)
+        return F.linear(x_TH.to(dtype), weight_EH, bias_E), x_TH
 
 
-class _SplitLinear(torch.autograd.Function):
+def _apply(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, operations: RouterLinear) -> tuple[Tensor, Tensor]:
+    logits_TE, passed_TH = _Linear.apply(x_TH, weight_EH, bias_E, operations)
+    return logits_TE, passed_TH if x_TH.requires_grad else x_TH
+
+
+class _OneGemm:
+    """All in the dtype of x: the plain counterpart of the kernels, with the contract of RouterLinear but its bounds."""
+
+    def logits(self, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
+        return F.linear(x_TH, weight_EH, bias_E)
+
+    def gradients(
+        self,
+        dlogits_TE: Tensor,
+        x_TH: Tensor,
+        weight_EH: Tensor,
+        *,
+        of_x: bool,
+        of_weight: bool,
+        others_TH: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        dx_TH = None
+        if of_x:
+            dx_TH = dlogits_TE @ weight_EH if others_TH is None else others_TH.addmm_(dlogits_TE, weight_EH)
+        return dx_TH, dlogits_TE.T @ x_TH if of_weight else None
+
+
+class _Linear(torch.autograd.Function):
+    """Logits, and x as it is."""
+
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, operations: RouterLinear) -> Tensor:
+    def forward(
+        ctx: Any, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, operations: RouterLinear
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x_TH, weight_EH)
         ctx.operations = operations
-        return operations.logits(x_TH, weight_EH, bias_E)
+        ctx.set_materialize_grads(False)
+        with torch.autocast(x_TH.device.type, enabled=False):
+            return operations.logits(x_TH, weight_EH, bias_E), x_TH
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (dlogits_TE,) = grad_outputs
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dlogits_TE, others_TH = grad_outputs
+        if dlogits_TE is None:
+            return others_TH, None, None, None
         x_TH, weight_EH = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        others_TH = None if others_TH is None else others_TH.contiguous()
         with torch.autocast(x_TH.device.type, enabled=False):
-            dx_TH, dweight_EH = ctx.operations.gradients(dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight)
+            dx_TH, dweight_EH = ctx.operations.gradients(
+                dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight, others_TH=others_TH
+            )
         return dx_TH, dweight_EH, dlogits_TE.sum(0) if of_bias else None, None
 
 

@@ -27,12 +27,13 @@ from sonic_ep.routing import Routing, Selection
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A routing, () auxiliary loss already weighted, and what `stats` follows from."""
+    """A routing, () auxiliary loss already weighted, what `stats` follows from, and x_TH for `moe`, see `linear`."""
 
     routing: Routing
     aux_loss: Tensor
     choice: Choice
     selection: Selection
+    x_TH: Tensor
 
     def stats(self) -> RoutingStats:
         return RoutingStats(self.choice.entropy_T(), self.selection.token_ids_N, self.selection.counts)
@@ -40,6 +41,7 @@ class Routed:
 
 def route(
     router: object,
+    x_TH: Tensor,
     logits_TE: Tensor,
     expert_bias_E: Tensor | None,
     counter_E: Tensor,
@@ -47,19 +49,22 @@ def route(
     *,
     sequence_length: int,
 ) -> Routed:
-    """From a rank's logits to its routing, outside of compiled graphs. A collective; see decide_selection."""
+    """From a rank's logits to its routing, outside of compiled graphs. A collective; see decide_selection. x_TH: what
+    the experts read."""
     config = situation.config
     choice = choose(logits_TE, expert_bias_E, config.K, config.router)
     selection = decide_selection(router, choice, counter_E, situation)
     if selection.topk_ids_TK is not choice.topk_ids_TK:  # replayed
         choice = dataclasses.replace(choice, topk_ids_TK=selection.topk_ids_TK, plain_counts_E=None)
-    return _routed(logits_TE, choice, selection, config, sequence_length)
+    return _routed(x_TH, logits_TE, choice, selection, config, sequence_length)
 
 
-def _routed(logits_TE: Tensor, choice: Choice, selection: Selection, config: MoEConfig, sequence_length: int) -> Routed:
+def _routed(
+    x_TH: Tensor, logits_TE: Tensor, choice: Choice, selection: Selection, config: MoEConfig, sequence_length: int
+) -> Routed:
     gates_N, loss = weights_and_losses(logits_TE, choice, selection, sequence_length, config.router)
     routing = Routing.of(selection, gates_N, logits_TE.shape[0])
-    return Routed(routing, loss, choice, selection)
+    return Routed(routing, loss, choice, selection, x_TH)
 
 
 @final
@@ -101,14 +106,15 @@ class Router(nn.Module):
             if bias is not None:
                 bias.zero_()
 
-    def logits(self, x_TH: Tensor) -> Tensor:
-        """(T, E) logits in fp32, or in float64 for float64 x; with jitter in training."""
+    def logits(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """(T, E) logits in fp32, or in float64 for float64 x, with jitter in training; and x_TH, see `linear`."""
         settings = self._settings().router
         jitter, dtype = settings.jitter, x_TH.dtype
         if self.training and jitter:
-            x_TH = x_TH.to(torch.promote_types(dtype, torch.float32))
-            x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - jitter, 1 + jitter)
-            x_TH = x_TH.to(dtype) if settings.linear_dtype == "input" else x_TH
+            noisy_TH = x_TH.to(torch.promote_types(dtype, torch.float32))
+            noisy_TH = noisy_TH * torch.empty_like(noisy_TH).uniform_(1 - jitter, 1 + jitter)
+            noisy_TH = noisy_TH.to(dtype) if settings.linear_dtype == "input" else noisy_TH
+            return linear(noisy_TH, self.weight, self.bias, settings.linear_dtype)[0], x_TH
         return linear(x_TH, self.weight, self.bias, settings.linear_dtype)
 
     def forward(
@@ -130,7 +136,7 @@ class Router(nn.Module):
         Raises:  ValueError on every rank, or RuntimeError for a lost one, see `agreement.agree`.
         """
         config = self._settings()
-        logits_TE = self.logits(x_TH)
+        logits_TE, x_TH = self.logits(x_TH)
         situation = Situation(
             config=config,
             group=group,
@@ -145,8 +151,8 @@ class Router(nn.Module):
             if meanwhile is not None:
                 meanwhile()
             choice, selection = decide_in_graph(logits_TE, self.expert_bias, counter_E, self._config_text, situation)
-            return _routed(logits_TE, choice, selection, config, sequence_length)
-        return route(self, logits_TE, self.expert_bias, counter_E, situation, sequence_length=sequence_length)
+            return _routed(x_TH, logits_TE, choice, selection, config, sequence_length)
+        return route(self, x_TH, logits_TE, self.expert_bias, counter_E, situation, sequence_length=sequence_length)
 
     def _settings(self) -> MoEConfig:
         return constant_config_of(self._config_text) if torch.compiler.is_compiling() else self.config

@@ -113,7 +113,7 @@ class MoE(nn.Module):
             meanwhile=None if self.shared is None else compute_shared,
         )
         y_TH = moe(
-            x_TH,
+            routed.x_TH,
             routed.routing,
             weights.w1,
             weights.w2_eHI,

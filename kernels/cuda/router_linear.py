@@ -20,13 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
+from sonic_ep.kernels.cuda.sizes import cdiv
 
 _ALIGNMENT = 16
 _SPLIT_BLOCK = 1024
 _BLOCK_N, _BLOCK_K = 128, 64
-# Rows of x that one program sums for the gradient of the weights; more where there would be more than 16 programs.
-_SPLIT_ROWS, _MAX_SPLITS = 2048, 16
+# The gradient of the weights takes as many programs as run at once, or fewer, which then sum so many rows of x each.
+# Constants, so that every device adds the same terms.
+_PROGRAMS, _LEAST_ROWS = 132, 512
 
 
 class _Parts(NamedTuple):
@@ -55,7 +56,7 @@ def _split(values_ptr, base_ptr, slot, row, size, R, C, PADDED_C: tl.constexpr, 
     tl.store(base_ptr + 3 * slot, low, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _multiply(
     left_ptr,
     right_ptr,
@@ -73,8 +74,8 @@ def _multiply(
     out_split,
     out_m,
     out_n,
+    steps,
     HAS_BIAS: tl.constexpr,
-    STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -83,12 +84,12 @@ def _multiply(
     tiles_m = tl.cdiv(PADDED_M, BLOCK_M)
     m = (tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     n = (tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    k = tl.program_id(1).to(tl.int64) * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
+    k = tl.program_id(1).to(tl.int64) * (steps * BLOCK_K) + tl.arange(0, BLOCK_K)
     in_M, in_N = (m < PADDED_M)[:, None], (n < N)[None, :]
     left_ptr += m[:, None] * left_m + k[None, :] * left_k
     right_ptr += n[None, :] * right_n + k[:, None] * right_k
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for _ in range(STEPS):
+    for _ in range(0, steps):
         in_K = k < K
         right = tl.load(right_ptr, mask=in_N & in_K[:, None], other=0.0)
         low = tl.load(left_ptr + 3 * left_slot, mask=in_M & in_K[None, :], other=0.0)
@@ -149,8 +150,8 @@ def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
         *(weight.slot, weight.row, 1),
         *(H, 1),
         *(0, 1, E),
+        cdiv(H, _BLOCK_K),
         HAS_BIAS=bias_E is not None,
-        STEPS=cdiv(H, _BLOCK_K),
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=_BLOCK_K,
@@ -160,29 +161,35 @@ def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
 
 
 def gradients(
-    dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, *, of_x: bool, of_weight: bool
+    dlogits_TE: Tensor,
+    x_TH: Tensor,
+    weight_EH: Tensor,
+    *,
+    of_x: bool,
+    of_weight: bool,
+    others_TH: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """See kernels/router.py."""
     dlogits = _parts_of_gradient(dlogits_TE)
     return (
-        _gradient_of_x(dlogits, weight_EH) if of_x else None,
+        _gradient_of_x(dlogits, weight_EH, others_TH) if of_x else None,
         _gradient_of_weight(dlogits, x_TH.contiguous(), weight_EH.shape[0]) if of_weight else None,
     )
 
 
-def _gradient_of_x(dlogits: _Parts, weight_EH: Tensor) -> Tensor:
-    weight = _parts_of_weight(weight_EH).buffer
-    return dlogits.buffer[:, 1:].flatten(1) @ weight[:3].flatten(0, 1)
+def _gradient_of_x(dlogits: _Parts, weight_EH: Tensor, others_TH: Tensor | None) -> Tensor:
+    left, right = dlogits.buffer[:, 1:].flatten(1), _parts_of_weight(weight_EH).buffer[:3].flatten(0, 1)
+    return left @ right if others_TH is None else others_TH.addmm_(left, right)
 
 
 def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
     T, H = x_TH.shape
-    # Powers of two, so that few kernels are compiled over all T.
-    rows = max(_SPLIT_ROWS, next_power_of_2(cdiv(T, _MAX_SPLITS)))
-    splits = cdiv(T, rows)
-    sums_SEH = torch.empty(splits, E, H, dtype=torch.float32, device=x_TH.device)
     block_m = _rows_of_a_tile(E)
-    _multiply[(cdiv(E, block_m) * cdiv(H, _BLOCK_N), splits)](
+    tiles = cdiv(E, block_m) * cdiv(H, _BLOCK_N)
+    steps = cdiv(max(cdiv(T, max(1, _PROGRAMS // tiles)), _LEAST_ROWS), _BLOCK_K)
+    splits = cdiv(T, steps * _BLOCK_K)
+    sums_SEH = torch.empty(splits, E, H, dtype=torch.float32, device=x_TH.device)
+    _multiply[(tiles, splits)](
         dlogits.base,
         x_TH,
         sums_SEH,
@@ -191,8 +198,8 @@ def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
         *(dlogits.slot, 1, dlogits.row),
         *(1, H),
         *(E * H, H, 1),
+        steps,
         HAS_BIAS=False,
-        STEPS=rows // _BLOCK_K,
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=_BLOCK_K,

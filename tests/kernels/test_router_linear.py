@@ -16,7 +16,7 @@ from torch import Tensor
 from sonic_ep.kernels.operations import router_linear
 from sonic_ep.routers import linear as room
 from sonic_ep.routers.linear import linear
-from tests.helpers.triton_device import triton_device
+from tests.helpers.triton_device import let_scalars_be_range_bounds, triton_device
 
 DEVICE = triton_device()
 KERNELS: Any = import_module("sonic_ep.kernels.cuda.router_linear")
@@ -38,6 +38,11 @@ def bf16_in_the_interpreter() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def range_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_scalars_be_range_bounds(monkeypatch)
+
+
 @pytest.fixture
 def split() -> Iterator[None]:
     """The kernels, also where the interpreter runs them on the CPU."""
@@ -57,7 +62,7 @@ class Case:
         leaves = [self.x_TH.to(dtype), self.weight_EH.to(torch.promote_types(dtype, torch.float32)), self.bias_E]
         leaves[2] = leaves[2].to(leaves[1].dtype)
         leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-        logits_TE = linear(leaves[0], leaves[1], leaves[2])
+        logits_TE, _ = linear(leaves[0], leaves[1], leaves[2])
         gradients = torch.autograd.grad(logits_TE, leaves, self.dlogits_TE.to(logits_TE.dtype))
         return logits_TE.detach(), *gradients  # type: ignore[return-value]
 
@@ -89,7 +94,7 @@ def test_as_good_as_fp32(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.usefixtures("split")
 def test_gradient_of_the_weight_summed_by_several_programs() -> None:
-    with patch.object(KERNELS, "_SPLIT_ROWS", 64):
+    with patch.object(KERNELS, "_LEAST_ROWS", 64):
         check(Case(300, 16, 48))
 
 
@@ -99,10 +104,22 @@ def test_each_gradient_alone(wanted: int) -> None:
     case = Case(9, 8, 32)
     leaves = [case.x_TH, case.weight_EH, case.bias_E]
     leaves[wanted].requires_grad_()
-    (gradient,) = torch.autograd.grad(linear(*leaves), leaves[wanted : wanted + 1], case.dlogits_TE)
+    (gradient,) = torch.autograd.grad(linear(*leaves)[0], leaves[wanted : wanted + 1], case.dlogits_TE)
     for leaf in leaves:
         leaf.requires_grad_(False)
     assert torch.equal(gradient, case.results(torch.bfloat16)[1 + wanted])
+
+
+@pytest.mark.usefixtures("split")
+def test_the_experts_gradient_is_added_before_rounding() -> None:
+    case = Case(40, 24, 48)
+    others_TH = torch.randn_like(case.x_TH)
+    both_TH = others_TH.clone()
+    arguments = case.dlogits_TE, case.x_TH, case.weight_EH
+    dx_TH, _ = KERNELS.gradients(*arguments, of_x=True, of_weight=False, others_TH=both_TH)
+    assert dx_TH is both_TH
+    exact = case.dlogits_TE.double() @ case.weight_EH.double() + others_TH.double()
+    assert error(dx_TH, exact) < 2.0**-8
 
 
 @pytest.mark.usefixtures("split")
@@ -110,7 +127,7 @@ def test_without_a_bias_and_from_columns_of_wider_tensors() -> None:
     case = Case(20, 24, 40)
     x_TH, weight_EH = case.x_TH[:, 3:35], case.weight_EH[:, 3:35]
     exact = F.linear(x_TH.double(), weight_EH.double())
-    assert error(linear(x_TH, weight_EH, None), exact) < 2e-7
+    assert error(linear(x_TH, weight_EH, None)[0], exact) < 2e-7
 
 
 def values_of_every_size() -> Tensor:

@@ -33,7 +33,7 @@ class Case:
         leaves = {"dx": self.x_TH, "dweight": self.weight_EH, "dbias": self.bias_E}
         leaves = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
         with torch.autocast(self.x_TH.device.type, dtype=autocast, enabled=autocast is not None):
-            logits_TE = linear(*leaves.values(), linear_dtype=linear_dtype)
+            logits_TE, _ = linear(*leaves.values(), linear_dtype=linear_dtype)
         return self._with_gradients(logits_TE, leaves)
 
     def textbook(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -86,6 +86,50 @@ def test_autocast_changes_nothing(dtype: torch.dtype, cast: torch.dtype) -> None
         assert torch.equal(inside[name], wanted), name
 
 
+class Handed(torch.autograd.Function):
+    """x, with a gradient that comes as one tensor, whose address is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, gradient_TH: Tensor) -> Tensor:
+        ctx.gradient_TH = gradient_TH
+        return x_TH.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.gradient_TH, None
+
+
+@pytest.mark.parametrize("linear_dtype", ["float32", "input"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_gradients_of_both_results_are_summed(dtype: torch.dtype, linear_dtype: LinearDtype) -> None:
+    case = Case(dtype)
+    x_TH, others_TH = case.x_TH.clone().requires_grad_(), torch.randn_like(case.x_TH)
+    logits_TE, passed_TH = linear(x_TH, case.weight_EH, case.bias_E, linear_dtype)
+    assert torch.equal(passed_TH, x_TH)
+    assert passed_TH.data_ptr() == x_TH.data_ptr()
+    handed_TH = others_TH.clone()
+    loss = (logits_TE * case.dlogits_TE).sum() + Handed.apply(passed_TH, handed_TH)
+    (dx_TH,) = torch.autograd.grad(loss, x_TH)
+    wanted_TH = case.results(linear_dtype)["dx"].double() + others_TH.double()
+    assert error(dx_TH, wanted_TH) < 4 * torch.finfo(dtype).eps
+    if linear_dtype == "input":
+        assert dx_TH.data_ptr() == handed_TH.data_ptr()
+
+
+@pytest.mark.parametrize("linear_dtype", ["float32", "input"])
+def test_either_result_alone(linear_dtype: LinearDtype) -> None:
+    case = Case(torch.bfloat16)
+    x_TH, weight_EH = case.x_TH.clone().requires_grad_(), case.weight_EH.clone().requires_grad_()
+    _, passed_TH = linear(x_TH, weight_EH, None, linear_dtype)
+    dx_TH, dweight_EH = torch.autograd.grad(passed_TH.square().sum(), [x_TH, weight_EH], allow_unused=True)
+    assert torch.equal(dx_TH, 2 * x_TH)
+    assert dweight_EH is None
+    fixed_TH = case.x_TH
+    logits_TE, passed_TH = linear(fixed_TH, weight_EH, None, linear_dtype)
+    assert passed_TH is fixed_TH
+    assert logits_TE.requires_grad
+
+
 def test_no_rows() -> None:
     results = Case(torch.bfloat16, T=0).results("input")
     assert results["logits"].shape == (0, E)
@@ -101,7 +145,7 @@ def make_router(**options: Any) -> Router:
 def test_behind_the_logits_everything_is_fp32() -> None:
     router = make_router(linear_bias=True, balance="batch", balance_coef=0.1, z_loss_coef=0.1)
     x_TH = torch.randn(T, H).bfloat16()
-    logits_TE = router.logits(x_TH)
+    logits_TE, _ = router.logits(x_TH)
     assert logits_TE.dtype == torch.float32
     assert torch.equal(logits_TE, logits_TE.bfloat16().float())
     routed = router(x_TH, group=EPGroup.alone(), sequence_length=T)
@@ -117,7 +161,7 @@ def test_behind_the_logits_everything_is_fp32() -> None:
 def test_jittered_rows_are_rounded_to_the_dtype_of_x() -> None:
     router, x_TH = make_router(jitter=0.25), torch.randn(T, H).bfloat16()
     torch.manual_seed(1)
-    logits_TE = router.logits(x_TH)
+    logits_TE, _ = router.logits(x_TH)
     torch.manual_seed(1)
     jittered_TH = x_TH.float() * torch.empty(T, H).uniform_(0.75, 1.25)
     assert torch.equal(logits_TE, F.linear(jittered_TH.bfloat16(), router.weight.bfloat16()).float())

@@ -41,5 +41,5 @@ class SonicEPRouter(TokenChoiceTopKRouter):
             training=self.training,
             exchange=exchange,
         )
-        routed = route(self, logits_TE, bias_E, unread_E, situation, sequence_length=x_TH.shape[0])
+        routed = route(self, x_TH, logits_TE, bias_E, unread_E, situation, sequence_length=x_TH.shape[0])
         return routed.routing, routed.choice.counts_E()

@@ -30,11 +30,12 @@ _OFF = RoundingConfig(mode="off")
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """routing; l_aux () unweighted; exp_counts_E (E,) int64, this rank's choices before any rounding."""
+    """routing; l_aux () unweighted; exp_counts_E (E,) int64, this rank's choices before rounding; x_TH as in Routed."""
 
     routing: Routing
     l_aux: Tensor
     exp_counts_E: Tensor
+    x_TH: Tensor
 
 
 @final
@@ -75,7 +76,7 @@ class Gate(nn.Module):
             counts_E = _first_choices(routed, used_T)
         if used_T is not None or self.k == 2:
             l_aux = _loss(routed, _first_choices(routed, used_T))
-        return Gated(routing, l_aux, counts_E)
+        return Gated(routing, l_aux, counts_E, routed.x_TH)
 
 
 def _of_used(routing: Routing, used_T: Tensor) -> Routing:

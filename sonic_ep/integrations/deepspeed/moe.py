@@ -132,7 +132,7 @@ class RoutedExperts(nn.Module):
         transport = transport_for(self.group, self.options.transport)
         gated = self.gate(x_TH, used_T, group=self.group, problem=problem or used_problem, exchange=transport)
         y_TH = moe(
-            x_TH,
+            gated.x_TH,
             gated.routing,
             weights["w1"],
             weights["w2"],
