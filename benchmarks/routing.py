@@ -54,6 +54,7 @@ class Case:
         )
         self.group, self.T = group, T
         torch.manual_seed(group.rank)
+        self.x_TH = torch.randn(T, config.d, device="cuda", dtype=torch.bfloat16)
         self.logits_TE = torch.randn(T, config.E, device="cuda")
         self.bias_E = torch.zeros(config.E, device="cuda") if config.router.expert_bias else None
         self.counter_E = torch.zeros(config.E, dtype=torch.int64, device="cuda")
@@ -66,7 +67,8 @@ class Case:
         )
 
     def route(self) -> Routing:
-        return route(self, self.logits_TE, self.bias_E, self.counter_E, self.situation, sequence_length=self.T).routing
+        given = self.x_TH, self.logits_TE, self.bias_E, self.counter_E, self.situation
+        return route(self, *given, sequence_length=self.T).routing
 
     def to_lists(self) -> Any:
         routing = self.route()
@@ -76,11 +78,10 @@ class Case:
     def forward(self) -> Callable[[], Tensor]:
         """The experts' forward on this routing."""
         c, bf16 = self.config, {"dtype": torch.bfloat16, "device": "cuda"}
-        x_TH = torch.randn(self.T, c.d, **bf16)  # type: ignore[call-overload]
         w1_eJH = torch.randn(c.E, 2 * c.n, c.d, **bf16) * 0.02  # type: ignore[call-overload]
         w2_eHI = torch.randn(c.E, c.d, c.n, **bf16) * 0.02  # type: ignore[call-overload]
         transport, routing = LocalTransport(), self.route()
-        return lambda: moe(x_TH, routing, w1_eJH, w2_eHI, transport=transport, group=self.group)
+        return lambda: moe(self.x_TH, routing, w1_eJH, w2_eHI, transport=transport, group=self.group)
 
     def sonic_moe(self) -> Callable[[], Any]:
         """Its softmax top-K and the lists it makes of it; no rounding."""

@@ -6,15 +6,13 @@ Legend: see protocol.py.
 from collections.abc import Callable
 from typing import final
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from sonic_ep.dispatch.plan import ArrivingSizes
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
-from sonic_ep.kernels.operations import gather_sum, lists_take_room, pair_lists
+from sonic_ep.kernels.operations import gather_sum, lists_take_room, pair_lists, values_of_pairs
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing
 
@@ -87,12 +85,7 @@ class LocalTransport:
         return gather_sum(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P)
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
-        values_V = values_P.index_select(0, receipt.slot_V)
-        if self._static or not host_may_wait(values_P):  # then there may be spare slots, which are those of nobody
-            places_V = torch.arange(values_V.shape[0], device=values_V.device)
-            values_V = values_V.where(places_V < receipt.pair_starts_R[-1], 0)
-        spare = receipt.num_listed - values_V.shape[0]
-        return pad(values_V, (0, spare)) if spare else values_V
+        return values_of_pairs(values_P, receipt.slot_V, receipt.pair_starts_R[-1:], receipt.num_listed)
 
 
 def _rows_and_pairs(arriving: ArrivingSizes) -> tuple[int, int]:

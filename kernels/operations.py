@@ -123,6 +123,11 @@ def pair_lists(
     return module.pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, num_rows)
 
 
+def values_of_pairs(values_P: Tensor, slot_V: Tensor, num_pairs: Tensor, room: int) -> Tensor:
+    """`values_of_pairs` of kernels/pair_lists.py, likewise."""
+    return _lists("pair_lists", values_P.is_cuda).values_of_pairs(values_P, slot_V, num_pairs, room)
+
+
 def lists_take_room(device: torch.device) -> bool:
     """May lists be longer than what they hold? Then they can be made before the host knows their sizes."""
     return device.type == "cuda" and _has_triton()

@@ -118,6 +118,15 @@ def pair_lists(
     return PairBuffer(row_of_pair_P, gates_P, *(values.to(INDEX_DTYPE) for values in lists))
 
 
+def values_of_pairs(values_P: Tensor, slot_V: Tensor, num_pairs: Tensor, room: int) -> Tensor:
+    """(room,) the value of each received pair, in arrival order, and zeros behind them.
+
+    slot_V: of a PairBuffer; num_pairs: (1,) how many of its entries count, V and `room` at most.
+    """
+    values = torch.nn.functional.pad(values_P.index_select(0, slot_V[:room]), (0, max(0, room - slot_V.shape[0])))
+    return values.where(torch.arange(room, device=values.device) < num_pairs, 0)
+
+
 def _source_of_pair(chunks: Chunks) -> Tensor:
     pairs_S = chunks.table_FC[1].long().view(chunks.num_sources, chunks.num_experts).sum(1)
     return torch.repeat_interleave(pairs_S, output_size=chunks.num_pairs)

@@ -1,4 +1,5 @@
-"""The owner's index lists as two Triton kernels around a prefix sum, and one more that numbers received rows.
+"""The owner's index lists as two Triton kernels around a prefix sum, one more that numbers received rows, and one that
+reads by them.
 
 `_fill` writes what follows from a pair's place in its chunk alone, and notes the experts of each received row as bits.
 A pair's rank among its row's pairs is then the number of bits below its own expert's, so `_group` can place it without
@@ -209,3 +210,21 @@ def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
         num_warps=4,
     )
     return row_starts_S
+
+
+@triton.jit(do_not_specialize=["room"])
+def _values_of_pairs(values_ptr, slot_ptr, num_pairs_ptr, out_ptr, room, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = index < tl.load(num_pairs_ptr)
+    slot = tl.load(slot_ptr + index, mask=real, other=0)
+    tl.store(out_ptr + index, tl.load(values_ptr + slot, mask=real, other=0.0), mask=index < room)
+
+
+def values_of_pairs(values_P: Tensor, slot_V: Tensor, num_pairs: Tensor, room: int) -> Tensor:
+    """See kernels/pair_lists.py."""
+    values = values_P.new_empty(room)
+    if room:
+        _values_of_pairs[(cdiv(room, _BLOCK),)](
+            values_P.contiguous(), slot_V.contiguous(), num_pairs, values, room, BLOCK=_BLOCK, num_warps=4
+        )
+    return values

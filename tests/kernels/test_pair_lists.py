@@ -117,6 +117,22 @@ def test_example_of_the_docstring(implementation: Implementation) -> None:
     assert buffer.gates_P.tolist() == [1, 2, 3, 4, 5, 6]
 
 
+@of_all
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("V", "num_pairs", "room"), [(0, 0, 0), (3, 3, 3), (700, 700, 900), (700, 300, 500), (5, 0, 300), (900, 600, 600)]
+)
+def test_values_of_pairs(V: int, num_pairs: int, room: int, dtype: torch.dtype, implementation: Implementation) -> None:
+    values_P = torch.arange(1, V + 51).to(dtype)
+    slot_V = torch.randperm(V + 50)[:V].to(torch.int32)
+    expected = [float(values_P[slot]) for slot in slot_V[:num_pairs]] + [0.0] * (room - num_pairs)
+    arguments = [values.to(implementation.device) for values in (values_P, slot_V, torch.tensor([num_pairs]))]
+    with poisoned_empty():
+        got = implementation.module("pair_lists").values_of_pairs(*arguments, room)
+    assert got.dtype == dtype
+    assert got.tolist() == expected
+
+
 LARGE = [
     Draw((24576,), 128, 8 / 128),
     Draw((24576,), 128, 8 / 128, multiple=128, gates=torch.float64),
