@@ -47,10 +47,9 @@ def first_bits(words, count):
 
 
 @triton.jit
-def load_bits(words_ptr, columns, words):
-    """(columns, 32) bits, as int32, of the words at `columns`."""
-    packed = tl.load(words_ptr + columns, mask=columns < words, other=0)
-    return (packed[:, None] >> tl.arange(0, 32)[None, :]) & 1
+def load_words(words_ptr, columns, words):
+    """The uint32 words of a row at `columns`."""
+    return tl.load(words_ptr + columns, mask=columns < words, other=0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit

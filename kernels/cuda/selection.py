@@ -1,9 +1,8 @@
 """Which tokens go to which expert, as two Triton kernels: no sort of T x E, no host sync, no order left to chance.
 
 The first turns the step's (T, E) tables around: for each expert one bit per token that chose it (32 tokens a word), and
-under selection the scores as keys. In the second a program owns an expert: it finds the last key to take
-(threshold.py), gives equal keys to the smaller tokens, and looks every slot of its list up in prefix sums of the
-selected bits.
+under selection the scores as keys. In the second a program owns an expert: it selects the best keys (best_keys.py),
+gives equal ones to the smaller tokens, and looks every slot of its list up in prefix sums of the selected bits.
 
 Legend: T tokens, E experts, K experts per token, N selected pairs, W words of 32 tokens.
 """
@@ -17,15 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.bits import bit_count, first_bits, pack_bits, position_of_bit, store_columns
+from sonic_ep.kernels.cuda.best_keys import keys_of, select
+from sonic_ep.kernels.cuda.bits import bit_count, first_bits, position_of_bit, store_columns
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
-from sonic_ep.kernels.cuda.threshold import OUT, keys_of, load_keys, threshold
 
 _TILE_WORDS = 4  # of the first kernel, by 32 experts
 # One step of the second along an expert's tokens, where it only counts and where it does more; and along its list.
 _COUNT_WORDS = 512
 _STEP_WORDS = 128
 _SLOTS = 1024
+# Warps of a program of the second; fewer where programs of more experts than multiprocessors can share one.
+_WARPS, _NARROW_WARPS, _MANY_EXPERTS = 8, 4, 256
 
 
 @triton.jit(do_not_specialize=["T", "words"])
@@ -62,20 +63,10 @@ def _turn(
         inside = real & (experts < E)[None, :]
         keys = keys_of(tl.load(scores_ptr + rows * E + experts[None, :], mask=inside, other=0.0))
         offsets = experts.to(tl.int64)[None, :] * (words * 32) + tokens[:, None]
-        tl.store(keys_ptr + offsets, tl.where(inside, keys, OUT), mask=(experts < E)[None, :])
+        tl.store(keys_ptr + offsets, keys, mask=(experts < E)[None, :])
         if HAS_ALLOWED:
             allowed = tl.load(allowed_ptr + rows * E + experts[None, :], mask=inside, other=0).to(tl.int32)
             store_columns(open_ptr, allowed & (1 - chosen), tokens, first_expert, E, words, WORDS)
-
-
-@triton.jit
-def _mark(selected_ptr, tied_ptr, keys_ptr, low, high, words, WORDS: tl.constexpr):
-    """One expert's keys from `high` on and those in low..high-1, as bits."""
-    for first in range(0, words, WORDS):
-        columns = first + tl.arange(0, WORDS)
-        keys = load_keys(keys_ptr, columns, words)
-        tl.store(selected_ptr + columns, pack_bits(keys >= high), mask=columns < words)
-        tl.store(tied_ptr + columns, pack_bits((keys >= low) & (keys < high)), mask=columns < words)
 
 
 @triton.jit
@@ -139,18 +130,27 @@ def _list(
     pairs = tl.load(pairs_ptr + expert).to(tl.int32)
     row = expert.to(tl.int64) * words
     chosen_ptr += row
-    ends_ptr = scratch_ptr + row * 3
-    tied_ptr = ends_ptr + words
+    ends_ptr = scratch_ptr + row * 4
+    tied_ptr = ends_ptr + 2 * words
     selected_ptr = chosen_ptr
     quota = 0
     if HAS_SCORES:
         selected_ptr = tied_ptr + words
-        keys_ptr += row * 32
         wanted = tl.minimum(pairs, T)
-        low, high, quota = threshold(
-            keys_ptr, chosen_ptr, open_ptr + row, wanted, T, words, HAS_ALLOWED, COUNT_WORDS, STEP_WORDS
+        quota = select(
+            selected_ptr,
+            tied_ptr,
+            ends_ptr,
+            keys_ptr + row * 32,
+            chosen_ptr,
+            open_ptr + row,
+            wanted,
+            T,
+            words,
+            HAS_ALLOWED,
+            COUNT_WORDS,
+            STEP_WORDS,
         )
-        _mark(selected_ptr, tied_ptr, keys_ptr, low, high, words, STEP_WORDS)
         tl.debug_barrier()
     _index(selected_ptr, tied_ptr, ends_ptr, quota, words, HAS_SCORES, COUNT_WORDS)
     tl.debug_barrier()
@@ -234,7 +234,7 @@ def _listed(turned: _Turned, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, T
         turned.chosen_EW,
         turned.open_EW,
         turned.keys_ET,
-        torch.empty(E, 3, W, dtype=torch.int32, device=device),
+        torch.empty(E, 4, W, dtype=torch.int32, device=device),
         pairs_E.contiguous(),
         token_ids_N,
         expert_ids_N,
@@ -246,7 +246,7 @@ def _listed(turned: _Turned, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, T
         COUNT_WORDS=_COUNT_WORDS,
         STEP_WORDS=_STEP_WORDS,
         SLOTS=_SLOTS,
-        num_warps=16,
+        num_warps=_NARROW_WARPS if E > _MANY_EXPERTS else _WARPS,
         **turned.flags,
     )
     return token_ids_N, expert_ids_N, chosen_N
