@@ -25,6 +25,8 @@ def small(router: RouterConfig | None = None, rounding: RoundingConfig = TINY, *
 
 
 LOSSES = RouterConfig(balance="global", balance_coef=0.3, z_loss_coef=0.05)
+# In float64 the same arithmetic, by the way that the kernels take: the experts' gradient of x goes through the router.
+THROUGH_ROUTER = replace(LOSSES, linear_dtype="input", linear_bias=True)
 CASES: dict[str, tuple[MoEConfig, str]] = {
     **{
         f"mode-{mode}": (small(LOSSES, replace(TINY, mode=mode), bias=True, shared_n=5), "ragged")  # type: ignore[arg-type]
@@ -41,6 +43,9 @@ CASES: dict[str, tuple[MoEConfig, str]] = {
     ),
     "batch-loss": (small(replace(LOSSES, balance="batch")), "ragged"),
     "kept-rows": (small(keep_dispatched=True, bias=True), "ragged"),
+    "through-router": (small(THROUGH_ROUTER, shared_n=5), "ragged"),
+    "through-router-kept-rows": (small(THROUGH_ROUTER, keep_dispatched=True), "ragged"),
+    "through-router-one-rank-empty": (small(THROUGH_ROUTER), "empty"),
     "shared-gate": (small(shared_n=5, shared_gate=True, bias=True, K=1), "ragged"),
     **{f"act-{name}": (small(activation=name, bias=True), "equal") for name in ("geglu", "reglu", "swiglu_oai")},
     **{f"act-{name}": (small(activation=name, shared_n=4), "equal") for name in ("gelu", "silu", "relu2")},
