@@ -31,14 +31,21 @@ SHAPES: dict[str, tuple[str, int, int, int | None]] = {
     "sonic_7b_ragged": ("sonic_7b", 1, 24576, None),
     "qwen3_30b_a3b_ragged": ("qwen3_30b_a3b", 1, 16384, None),
     "qwen3_next_80b_a3b_ragged": ("qwen3_next_80b_a3b", 1, 16384, None),
+    "sonic_30b_ragged": ("sonic_30b", 1, 32768, None),
+    "sonic_120b_ragged": ("sonic_120b", 1, 32768, None),
 }
-_TILES = [(128, 192, True), (128, 128, True), (128, 256, False), (256, 192, False), (256, 128, False)]
+_TILES = [
+    *((128, 192, True), (128, 128, True), (192, 128, True)),
+    *((128, 256, False), (256, 192, False), (256, 128, False)),
+]
 CANDIDATES = [TileConfig(*tile, 1, 1, dynamic) for tile in _TILES for dynamic in (False, True)] + [
     TileConfig(128, 192, True, 2),
     TileConfig(128, 128, True, 2),
     TileConfig(128, 256, False, 2),
     TileConfig(128, 192, True, 1, 2),
     TileConfig(128, 256, False, 1, 2),
+    TileConfig(192, 128, True, 1, 2),
+    TileConfig(192, 128, True, 1, 2, True),
 ]
 
 

@@ -17,7 +17,8 @@ from sonic_ep.kernels.cuda.router_scores import programs_for, sigmoid, softmax, 
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.router import LossGradient, LossTerms, PairGradients
 
-_PAIRS = 256
+# Pairs of a program: few where each reads its token's K scores.
+_PAIRS_OF_GATES, _PAIRS = 64, 256
 # Keeps a division finite, as in routers/topk.py and routers/balance.py.
 _EPSILON = tl.constexpr(1e-20)
 
@@ -204,7 +205,7 @@ def gates_of_pairs(
     N, K = token_ids_N.shape[0], topk_ids_TK.shape[1]
     gates_N = scores_TE.new_empty(N)
     if N > 0:
-        _gates_of_pairs[(cdiv(N, _PAIRS),)](
+        _gates_of_pairs[(cdiv(N, _PAIRS_OF_GATES),)](
             scores_TE,
             topk_ids_TK.contiguous(),
             token_ids_N.contiguous(),
@@ -217,7 +218,7 @@ def gates_of_pairs(
             K_PADDED=next_power_of_2(K),
             SOFTMAX=config.score == "softmax",
             RENORMALIZE=config.renormalize,
-            PAIRS=_PAIRS,
+            PAIRS=_PAIRS_OF_GATES,
         )
     return gates_N
 
