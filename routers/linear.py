@@ -25,9 +25,9 @@ def linear(
 
     linear_dtype: "input" computes them, and their gradients, in the dtype of x before they become fp32.
 
-    What is read from the second result has its gradient added up by the GEMM that makes the logits' one, instead of by
-    a pass of its own. That GEMM writes to the gradient it is given: nobody else may hold it, as nobody holds the one
-    that `moe` returns.
+    Where the logits' gradient is made here (by kernels, or under "input"; not in a compiled graph), the gradient of the
+    second result is added to that of x by the same GEMM, before rounding, instead of by a pass of its own. The GEMM
+    writes to the gradient it is given: nobody else may hold it, as nobody holds the one that `moe` returns.
     """
     dtype = torch.promote_types(x_TH.dtype, torch.float32)
     compiling = torch.compiler.is_compiling()

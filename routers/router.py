@@ -27,7 +27,10 @@ from sonic_ep.routing import Routing, Selection
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A routing, () auxiliary loss already weighted, what `stats` follows from, and x_TH for `moe`, see `linear`."""
+    """A routing, () auxiliary loss already weighted, and what `stats` follows from.
+
+    x_TH: the router's, for `moe` and nobody else: the gradient that comes back for it is overwritten, see `linear`.
+    """
 
     routing: Routing
     aux_loss: Tensor

@@ -13,6 +13,7 @@ padded with zeros to a multiple of 16, so that every row of parts is aligned.
 Legend: T tokens, H hidden size, E experts, e experts with padding, S programs that share a sum.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,9 @@ from sonic_ep.kernels.cuda.sizes import cdiv
 _ALIGNMENT = 16
 _SPLIT_BLOCK = 1024
 _BLOCK_N, _BLOCK_K = 128, 64
-# The gradient of the weights takes as many programs as run at once, or fewer, which then sum so many rows of x each.
-# Constants, so that every device adds the same terms.
-_PROGRAMS, _LEAST_ROWS = 132, 512
+# The gradient of the weights: programs that run at once, rows of x that one sums at least, programs that share a sum at
+# most, and what another one costs, as a share of the GEMM. Constants, so that every device adds the same terms.
+_PROGRAMS, _LEAST_ROWS, _MOST_SPLITS, _SPLIT_COST = 132, 512, 16, 0.03
 
 
 class _Parts(NamedTuple):
@@ -186,7 +187,7 @@ def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
     T, H = x_TH.shape
     block_m = _rows_of_a_tile(E)
     tiles = cdiv(E, block_m) * cdiv(H, _BLOCK_N)
-    steps = cdiv(max(cdiv(T, max(1, _PROGRAMS // tiles)), _LEAST_ROWS), _BLOCK_K)
+    steps = cdiv(cdiv(T, _splits(tiles, min(_MOST_SPLITS, cdiv(T, _LEAST_ROWS)))), _BLOCK_K)
     splits = cdiv(T, steps * _BLOCK_K)
     sums_SEH = torch.empty(splits, E, H, dtype=torch.float32, device=x_TH.device)
     _multiply[(tiles, splits)](
@@ -206,6 +207,14 @@ def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
         num_warps=8,
     )
     return sums_SEH[0] if splits == 1 else sums_SEH.sum(0)
+
+
+@functools.cache
+def _splits(tiles: int, most: int) -> int:
+    """Into how many parts a sum is split, so that few multiprocessors stand idle in the last wave of programs."""
+    return min(
+        range(1, most + 1), key=lambda splits: cdiv(tiles * splits, _PROGRAMS) / splits * (1 + _SPLIT_COST * splits)
+    )
 
 
 def _rows_of_a_tile(E: int) -> int:

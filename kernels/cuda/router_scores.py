@@ -1,7 +1,7 @@
 """What the router's kernels share: the layout of a tile of logits, and scores as torch computes them.
 
-A tile holds some tokens' logits over all experts, padded to a power of two. One warp holds a tile of up to 1024
-columns, so that a row is reduced by lanes alone.
+A tile holds some tokens' logits over all experts, padded to a power of two. Up to 1024 columns no warps share a row, so
+that it is reduced by lanes alone.
 
 Legend: T tokens, E experts.
 """

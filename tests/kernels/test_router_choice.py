@@ -153,7 +153,7 @@ def test_no_tokens(case: Case) -> None:
 
 def test_more_rows_than_programs_take_at_once() -> None:
     with patch("sonic_ep.kernels.cuda.router_scores._MAX_PROGRAMS", 2):
-        assert_as_written(torch.randn(150, 16, device=DEVICE), None, 3, Case(16, 3).config)
+        assert_as_written(torch.randn(600, 16, device=DEVICE), None, 3, Case(16, 3).config)
 
 
 def test_columns_of_a_wider_matrix() -> None:

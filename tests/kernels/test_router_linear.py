@@ -98,6 +98,20 @@ def test_gradient_of_the_weight_summed_by_several_programs() -> None:
         check(Case(300, 16, 48))
 
 
+@pytest.mark.parametrize("tiles", [1, 12, 16, 48, 64, 70, 112, 131, 132, 133, 224, 1000])
+@pytest.mark.parametrize("most", [1, 3, 16])
+def test_splits_fill_waves(tiles: int, most: int) -> None:
+    """No number of parts that is allowed keeps clearly more multiprocessors busy."""
+
+    def busy(splits: int) -> float:
+        waves = -(-tiles * splits // KERNELS._PROGRAMS)
+        return tiles * splits / (waves * KERNELS._PROGRAMS)
+
+    splits = KERNELS._splits(tiles, most)
+    assert 1 <= splits <= most
+    assert busy(splits) * (1 + KERNELS._SPLIT_COST * most) >= max(map(busy, range(1, most + 1)))
+
+
 @pytest.mark.usefixtures("split")
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 def test_each_gradient_alone(wanted: int) -> None:

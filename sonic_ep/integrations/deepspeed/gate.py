@@ -30,7 +30,8 @@ _OFF = RoundingConfig(mode="off")
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """routing; l_aux () unweighted; exp_counts_E (E,) int64, this rank's choices before rounding; x_TH as in Routed."""
+    """routing; l_aux () unweighted; exp_counts_E (E,) int64, this rank's choices before rounding; x_TH for `moe` alone,
+    see Routed."""
 
     routing: Routing
     l_aux: Tensor
