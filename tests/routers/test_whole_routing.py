@@ -31,7 +31,7 @@ from tests.helpers.triton_device import let_scalars_be_range_bounds, triton_devi
 DEVICE = triton_device()
 CASES = 1000 if DEVICE == "cuda" else 24
 # The interpreter computes in numpy, which warns of inf - inf.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), *([pytest.mark.gpu] if DEVICE == "cuda" else [])]
 
 
 @pytest.fixture(autouse=True)
