@@ -46,7 +46,7 @@ def up_projection(
     w1: (e, J, H), or with `up_eIH` the gate alone, (e, I, H).
     Returns h_PJ and a_PI in the dtype of x. Source: SonicMoE, arXiv 2512.14080, section 4.
     """
-    w1_eJH = w1 if up_eIH is None else interleave_apart(w1, up_eIH)
+    w1_eJH = interleave_apart(w1, up_eIH)
     P, J = row_of_pair_P.shape[0], w1_eJH.shape[1]
     h_PJ = x_RH.new_empty(P, J)
     a_PI = x_RH.new_empty(P, J // 2 if activation.gated else J)
@@ -100,7 +100,7 @@ def down_projection_backward(
 
 def up_projection_backward(dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None) -> Tensor:
     """dx_PH = dH W1: grouped GEMM, one row a pair; `gather_sum` adds a received row's pairs. w1: as above."""
-    w1_eJH = w1 if up_eIH is None else interleave_apart(w1, up_eIH)
+    w1_eJH = interleave_apart(w1, up_eIH)
     dx_PH = dh_PJ.new_empty(dh_PJ.shape[0], w1_eJH.shape[2])
     for expert, rows in _experts(expert_starts_e):
         dx_PH[rows] = _up(dh_PJ[rows]) @ _up(w1_eJH[expert])

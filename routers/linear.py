@@ -29,36 +29,28 @@ def linear(
     second result is added to that of x by the same GEMM, before rounding, instead of by a pass of its own. The GEMM
     writes to the gradient it is given: nobody else may hold it, as nobody holds the one that `moe` returns.
     """
-    dtype = torch.promote_types(x_TH.dtype, torch.float32)
-    compiling = torch.compiler.is_compiling()
-    if linear_dtype == "input":
-        weight_EH, bias_E = weight_EH.to(x_TH.dtype), None if bias_E is None else bias_E.to(x_TH.dtype)
-        if compiling:
-            with torch.autocast(x_TH.device.type, enabled=False):
-                return F.linear(x_TH, weight_EH, bias_E).to(dtype), x_TH
-        logits_TE, passed_TH = _apply(x_TH, weight_EH, bias_E, _OneGemm())
-        return logits_TE.to(dtype), passed_TH
-    weight_EH, bias_E = weight_EH.to(dtype), None if bias_E is None else bias_E.to(dtype)
-    if compiling and x_TH.is_cuda and x_TH.dtype == torch.bfloat16:
+    dtype, in_dtype_of_x = torch.promote_types(x_TH.dtype, torch.float32), linear_dtype == "input"
+    inner, compiling = x_TH.dtype if in_dtype_of_x else dtype, torch.compiler.is_compiling()
+    weight_EH, bias_E = weight_EH.to(inner), None if bias_E is None else bias_E.to(inner)
+    if compiling and not in_dtype_of_x and x_TH.is_cuda and x_TH.dtype == torch.bfloat16:
         logits_TE = torch.ops.sonic_ep.router_linear(x_TH, weight_EH)
         return logits_TE if bias_E is None else logits_TE + bias_E, x_TH
-    operations = router_linear(x_TH)
+    operations = None if compiling else _PLAIN if in_dtype_of_x else router_linear(x_TH)
     if operations is not None:
-        return _apply(x_TH, weight_EH, bias_E, operations)
+        logits_TE, passed_TH = _Linear.apply(x_TH, weight_EH, bias_E, operations)
+        return logits_TE.to(dtype), passed_TH if x_TH.requires_grad else x_TH
     with torch.autocast(x_TH.device.type, enabled=False):
-        return F.linear(x_TH.to(dtype), weight_EH, bias_E), x_TH
+        return _PLAIN.logits(x_TH, weight_EH, bias_E).to(dtype), x_TH
 
 
-def _apply(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, operations: RouterLinear) -> tuple[Tensor, Tensor]:
-    logits_TE, passed_TH = _Linear.apply(x_TH, weight_EH, bias_E, operations)
-    return logits_TE, passed_TH if x_TH.requires_grad else x_TH
+class _Plain:
+    """Without kernels: one GEMM in the dtype of the weight, with the contract of RouterLinear but its bounds.
 
-
-class _OneGemm:
-    """All in the dtype of x: the plain counterpart of the kernels, with the contract of RouterLinear but its bounds."""
+    others_TH only where the weight has the dtype of x.
+    """
 
     def logits(self, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
-        return F.linear(x_TH, weight_EH, bias_E)
+        return F.linear(x_TH.to(weight_EH.dtype), weight_EH, bias_E)
 
     def gradients(
         self,
@@ -71,9 +63,14 @@ class _OneGemm:
         others_TH: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         dx_TH = None
-        if of_x:
-            dx_TH = dlogits_TE @ weight_EH if others_TH is None else others_TH.addmm_(dlogits_TE, weight_EH)
-        return dx_TH, dlogits_TE.T @ x_TH if of_weight else None
+        if of_x and others_TH is not None:
+            dx_TH = others_TH.addmm_(dlogits_TE, weight_EH)
+        elif of_x:
+            dx_TH = (dlogits_TE @ weight_EH).to(x_TH.dtype)
+        return dx_TH, dlogits_TE.T @ x_TH.to(dlogits_TE.dtype) if of_weight else None
+
+
+_PLAIN = _Plain()
 
 
 class _Linear(torch.autograd.Function):
@@ -110,11 +107,8 @@ class _Linear(torch.autograd.Function):
 
 @torch.library.custom_op("sonic_ep::router_linear", mutates_args=())
 def _linear(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
-    operations = router_linear(x_TH)
-    if operations is not None:
-        return operations.logits(x_TH, weight_EH, None)
     with torch.autocast(x_TH.device.type, enabled=False):
-        return F.linear(x_TH.to(weight_EH.dtype), weight_EH)
+        return (router_linear(x_TH) or _PLAIN).logits(x_TH, weight_EH, None)
 
 
 @_linear.register_fake
@@ -127,13 +121,9 @@ def _linear_backward(
     dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight, empty where not asked for."""
-    operations, dx_TH, dweight_EH = router_linear(x_TH), None, None
+    operations = router_linear(x_TH) or _PLAIN
     with torch.autocast(x_TH.device.type, enabled=False):
-        if operations is not None:
-            dx_TH, dweight_EH = operations.gradients(dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight)
-        else:
-            dx_TH = (dlogits_TE @ weight_EH).to(x_TH.dtype) if of_x else None
-            dweight_EH = dlogits_TE.T @ x_TH.to(dlogits_TE.dtype) if of_weight else None
+        dx_TH, dweight_EH = operations.gradients(dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight)
     return x_TH.new_empty(0) if dx_TH is None else dx_TH, weight_EH.new_empty(0) if dweight_EH is None else dweight_EH
 
 

@@ -82,8 +82,7 @@ def moe(
             raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
         if not isinstance(transport, transport_type(group)):
             raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
-        w1_eJH = w1_eJH if up_eIH is None else interleave_apart(w1_eJH, up_eIH)
-        weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
+        weights = ExpertWeights(interleave_apart(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH)
         keeps_received = keep_dispatched and group.size > 1
         return moe_in_graph(
             x_TH,

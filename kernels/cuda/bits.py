@@ -16,13 +16,18 @@ def bit_count(words):
 
 
 @triton.jit
+def load_words(words_ptr, columns, words):
+    """The uint32 words of a row at `columns`."""
+    return tl.load(words_ptr + columns, mask=columns < words, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def row_count(words_ptr, words, WORDS: tl.constexpr):
     """Set bits of a row."""
     count = tl.zeros([WORDS], tl.int32)
     for first in range(0, words, WORDS):
         columns = first + tl.arange(0, WORDS)
-        packed = tl.load(words_ptr + columns, mask=columns < words, other=0)
-        count += bit_count(packed.to(tl.uint32, bitcast=True))
+        count += bit_count(load_words(words_ptr, columns, words))
     return tl.sum(count, axis=0)
 
 
@@ -44,12 +49,6 @@ def first_bits(words, count):
     last = position_of_bit(words, tl.maximum(count - 1, 0)).to(tl.uint32)
     up_to_last = (tl.full(words.shape, 2, tl.uint32) << last) - 1
     return tl.where(count > 0, words & up_to_last, 0)
-
-
-@triton.jit
-def load_words(words_ptr, columns, words):
-    """The uint32 words of a row at `columns`."""
-    return tl.load(words_ptr + columns, mask=columns < words, other=0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit

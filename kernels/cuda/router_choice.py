@@ -6,8 +6,6 @@ those scores elsewhere agrees with it exactly. A softmax here and one of torch c
 Legend: T tokens, E experts, K experts per token, g expert groups.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -21,9 +19,9 @@ from sonic_ep.kernels.router import FusedChoice
 _TAKEN = tl.constexpr(-(2**31))  # below every key
 _NAN_KEY = tl.constexpr(-(2**31) + 1)  # below every number's
 _NOWHERE = tl.constexpr(2**31 - 1)
-# Every program adds its counts to each expert's. With few experts, so many values share a program of four warps, since
-# one expert's additions follow each other.
-_FEW_COLUMNS, _SHARED_VALUES = 128, 2048
+# Every program adds its counts to each expert's. With few experts programs are fewer, of four warps, since one expert's
+# additions follow each other.
+_FEW_COLUMNS, _SHARED_WARPS = 128, 4
 
 
 @triton.jit
@@ -146,17 +144,12 @@ def _choose(
         tl.atomic_add(bad_ptr, tl.sum(bad, axis=0).to(tl.int64), sem="relaxed")
 
 
-def _tile(columns: int) -> dict[str, Any]:
-    if columns > _FEW_COLUMNS:
-        return tile_of(columns)
-    return {"COLUMNS": columns, "ROWS": _SHARED_VALUES // columns, "num_warps": 4}
-
-
 def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedChoice:
     """See kernels/router.py."""
     T, E = logits_TE.shape
     width = next_power_of_2(E // config.num_groups)
-    tile = _tile(next_power_of_2(config.num_groups) * width)
+    columns = next_power_of_2(config.num_groups) * width
+    tile = tile_of(columns, _SHARED_WARPS if columns <= _FEW_COLUMNS else 1)
     logits_TE = logits_TE.contiguous()
     scores_TE = torch.empty_like(logits_TE)
     ranking_TE = scores_TE if expert_bias_E is None else torch.empty_like(logits_TE)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from sonic_ep.kernels.cuda.sizes import cdiv
 
-# A program holds so many values, of a row or of several, in its registers; 16 a lane.
+# A warp holds so many values, of a row or of several, in its registers; 16 a lane.
 _VALUES = 512
 _MAX_COLUMNS_PER_WARP = 1024
 # A constant number, so that sums over programs add the same terms on every device.
@@ -25,12 +25,13 @@ _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440e-4)
 
 
-def tile_of(columns: int) -> dict[str, Any]:
-    """Keyword arguments of a launch over rows of so many columns, a power of two."""
+def tile_of(columns: int, warps: int = 1) -> dict[str, Any]:
+    """Keyword arguments of a launch over rows of so many columns, a power of two. warps: of a program, unless a row
+    needs more."""
     return {
         "COLUMNS": columns,
-        "ROWS": max(1, _VALUES // columns),
-        "num_warps": min(16, max(1, columns // _MAX_COLUMNS_PER_WARP)),
+        "ROWS": max(1, warps * _VALUES // columns),
+        "num_warps": min(16, max(warps, columns // _MAX_COLUMNS_PER_WARP)),
     }
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sonic_ep.kernels.cuda.best_keys import keys_of, select
-from sonic_ep.kernels.cuda.bits import bit_count, first_bits, position_of_bit, store_columns
+from sonic_ep.kernels.cuda.bits import bit_count, first_bits, load_words, position_of_bit, store_columns
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 
 _TILE_WORDS = 4  # of the first kernel, by 32 experts
@@ -77,9 +77,9 @@ def _index(selected_ptr, tied_ptr, ends_ptr, quota, words, HAS_TIES: tl.constexp
     for first in range(0, words, WORDS):
         columns = first + tl.arange(0, WORDS)
         inside = columns < words
-        selected = tl.load(selected_ptr + columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
+        selected = load_words(selected_ptr, columns, words)
         if HAS_TIES:
-            tied = tl.load(tied_ptr + columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
+            tied = load_words(tied_ptr, columns, words)
             count = bit_count(tied)
             earlier = ties + tl.cumsum(count, axis=0) - count
             selected |= first_bits(tied, tl.minimum(tl.maximum(quota - earlier, 0), count))
