@@ -127,11 +127,10 @@ def _list_words(listed_ptr, best_ptr, words, level, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _keys_of_listed(
-    first,
+def _gather_words(
+    keys_ptr,
     listed_ptr,
     listed,
-    keys_ptr,
     chosen_ptr,
     open_ptr,
     words,
@@ -141,37 +140,34 @@ def _keys_of_listed(
     HAS_ALLOWED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Columns and keys of the listed words from number `first` on, and the words of the classes above."""
-    places = first + tl.arange(0, WORDS)
-    columns = tl.load(listed_ptr + places, mask=places < listed, other=words)
-    own, above = _classes(chosen_ptr, open_ptr, columns, words, T, divided, HAS_ALLOWED)
-    return columns, _keys_of_words(keys_ptr, own, columns, words, end), above
+    """Move the keys of the listed words, as _keys_of_words gives them, to the front of the row."""
+    for first in range(0, listed, WORDS):
+        places = first + tl.arange(0, WORDS)
+        columns = tl.load(listed_ptr + places, mask=places < listed, other=words)
+        own, _above = _classes(chosen_ptr, open_ptr, columns, words, T, divided, HAS_ALLOWED)
+        keys = _keys_of_words(keys_ptr, own, columns, words, end)
+        # Words are listed in order, so none moves behind its place; but another thread may still be reading there.
+        tl.debug_barrier()
+        to = places[:, None] * 32 + tl.arange(0, 32)[None, :]
+        tl.store(keys_ptr + to, keys, mask=(places < listed)[:, None])
 
 
 @triton.jit
-def _count_listed(
-    keys,
-    level,
-    listed_ptr,
-    listed,
-    keys_ptr,
-    chosen_ptr,
-    open_ptr,
-    words,
-    T,
-    divided,
-    end,
-    HAS_ALLOWED: tl.constexpr,
-    WORDS: tl.constexpr,
-):
+def _gathered(keys_ptr, first, listed, WORDS: tl.constexpr):
+    """(words, 32) keys of the listed words from number `first` on; OUT beyond them."""
+    places = first + tl.arange(0, WORDS)
+    keys_ptr += places[:, None] * 32 + tl.arange(0, 32)[None, :]
+    return tl.load(keys_ptr, mask=(places < listed)[:, None], other=OUT)
+
+
+@triton.jit
+def _count_gathered(keys, level, keys_ptr, listed, WORDS: tl.constexpr):
     """How many keys of the listed words are `level` or more; `keys` are those of the first ones, as a rule of all."""
-    count = tl.sum(tl.sum((keys >= level).to(tl.int32), axis=1), axis=0)
+    count = tl.sum((keys >= level).to(tl.int32), axis=1)
     for first in range(WORDS, listed, WORDS):
-        _columns, others, _above = _keys_of_listed(
-            first, listed_ptr, listed, keys_ptr, chosen_ptr, open_ptr, words, T, divided, end, HAS_ALLOWED, WORDS
-        )
-        count += tl.sum(tl.sum((others >= level).to(tl.int32), axis=1), axis=0)
-    return count
+        others = _gathered(keys_ptr, first, listed, WORDS)
+        count += tl.sum((others >= level).to(tl.int32), axis=1)
+    return tl.sum(count, axis=0)
 
 
 @triton.jit
@@ -192,7 +188,8 @@ def select(
     """Write a row's `wanted` best (at most T) as bits, but for those that are equal to its last one, which become
     `tied`; how many of these are to be taken.
 
-    open_ptr: bits of allowed tokens that did not choose the expert. scratch_ptr: 2 `words` integers.
+    open_ptr: bits of allowed tokens that did not choose the expert. scratch_ptr: 2 `words` integers. The keys are
+    overwritten.
     """
     up_to_2 = row_count(chosen_ptr, words, COUNT_WORDS)
     up_to_1 = up_to_2 + row_count(open_ptr, words, COUNT_WORDS) if HAS_ALLOWED else T
@@ -216,27 +213,15 @@ def select(
         level = _level_of_words(best_ptr, words, k, least, greatest, COUNT_WORDS)
         listed = _list_words(listed_ptr, best_ptr, words, level, COUNT_WORDS)
         tl.debug_barrier()
-        _columns, keys, _above = _keys_of_listed(
-            0, listed_ptr, listed, keys_ptr, chosen_ptr, open_ptr, words, T, divided, end, HAS_ALLOWED, STEP_WORDS
+        _gather_words(
+            keys_ptr, listed_ptr, listed, chosen_ptr, open_ptr, words, T, divided, end, HAS_ALLOWED, STEP_WORDS
         )
+        tl.debug_barrier()
+        keys = _gathered(keys_ptr, 0, listed, STEP_WORDS)
         low, high = level.to(tl.int64), greatest.to(tl.int64) + 1
         middle = level.to(tl.int64)  # not `middle = low`: Triton 3.6 then thinks that the loop leaves `low` as it is
         while middle < high:
-            count = _count_listed(
-                keys,
-                middle.to(tl.int32),
-                listed_ptr,
-                listed,
-                keys_ptr,
-                chosen_ptr,
-                open_ptr,
-                words,
-                T,
-                divided,
-                end,
-                HAS_ALLOWED,
-                STEP_WORDS,
-            )
+            count = _count_gathered(keys, middle.to(tl.int32), keys_ptr, listed, STEP_WORDS)
             if count >= k:
                 low = middle
                 at_low = count
@@ -258,9 +243,10 @@ def select(
         tl.store(selected_ptr + columns, bits.to(tl.int32, bitcast=True), mask=unlisted)
         tl.store(tied_ptr + columns, tl.zeros_like(columns), mask=unlisted)
     for first in range(0, listed, STEP_WORDS):
-        columns, keys, above = _keys_of_listed(
-            first, listed_ptr, listed, keys_ptr, chosen_ptr, open_ptr, words, T, divided, end, HAS_ALLOWED, STEP_WORDS
-        )
+        places = first + tl.arange(0, STEP_WORDS)
+        columns = tl.load(listed_ptr + places, mask=places < listed, other=words)
+        _own, above = _classes(chosen_ptr, open_ptr, columns, words, T, divided, HAS_ALLOWED)
+        keys = _gathered(keys_ptr, first, listed, STEP_WORDS)
         taken_whole = tl.where(end == 0, keys >= sure, (keys < last) & (keys != OUT))
         bits = above | pack_bits(taken_whole).to(tl.uint32, bitcast=True)
         tl.store(selected_ptr + columns, bits.to(tl.int32, bitcast=True), mask=columns < words)
