@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sonic_ep.dispatch.plan import ArrivingSizes
+from sonic_ep.dispatch.plan import sizes_on_host
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
@@ -47,17 +47,18 @@ class AllToAllTransport:
         pass
 
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
-        if not host_may_wait(plan.sizes):
+        if not host_may_wait(plan.pairs_SQ):
             raise RuntimeError(
                 f"the all-to-all of ep_size={self.group.size} needs its sizes on the host, which a CUDA graph cannot "
                 "capture; leave the layer out of the graph, or use ep_size=1"
             )
-        sizes = ArrivingSizes(routing, plan, self.group.rank).read()
-        splits, num_pairs = (sizes.pairs_out, sizes.pairs_in), sum(sizes.pairs_out)
+        sizes, rank = sizes_on_host(routing).read(), self.group.rank
+        pairs_out, pairs_in = sizes.pairs_SQ[rank], tuple(pairs_Q[rank] for pairs_Q in sizes.pairs_SQ)
+        splits, num_pairs = (pairs_out, pairs_in), sum(pairs_out)
         sent = sent_rows(routing.token_ids_N[:num_pairs], plan.pair_starts_Q, routing.num_tokens)
         received = self._exchange("lists", _pack(sent.row_of_pair_N, routing.gates_N[:num_pairs]), *splits)
         row_in_source_V, gates_V = _unpack(received, routing.gates_N.dtype)
-        chunks = plan.chunks(sizes.num_rows, sum(sizes.pairs_in))
+        chunks = plan.chunks(sum(rows_Q[rank] for rows_Q in sizes.rows_SQ), sum(pairs_in))
         row_starts_S = row_starts(chunks, row_in_source_V)
         starts = torch.stack([sent.row_starts_Q, row_starts_S]).cpu()
         num_sent, num_rows = starts[:, -1].tolist()

@@ -8,13 +8,13 @@ from typing import final
 
 from torch import Tensor
 
-from sonic_ep.dispatch.plan import ArrivingSizes
+from sonic_ep.dispatch.plan import sizes_on_host
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
 from sonic_ep.kernels.operations import gather_sum, lists_take_room, pair_lists, values_of_pairs
 from sonic_ep.kernels.pair_lists import RankPlan
-from sonic_ep.routing import Routing
+from sonic_ep.routing import Routing, SizesOnHost
 
 
 @final
@@ -48,13 +48,15 @@ class LocalTransport:
             P = routing.most_rows
             takes_room = lists_take_room(token_ids_N.device)
             waits = not (takes_room and self._static) and host_may_wait(token_ids_N)
-            arriving = ArrivingSizes(routing, plan, 0) if waits else None
+            arriving = sizes_on_host(routing) if waits else None
             if arriving is not None and not takes_room:
                 P, V = _rows_and_pairs(arriving)
         spare = routing.most_rows is not None and arriving is None
         buffer = pair_lists(plan.chunks(P, V, zeroed=spare), token_ids_N, routing.gates_N, None, T)
         if arriving is not None:
             P, V = _rows_and_pairs(arriving)
+        else:
+            routing.check()
         receipt = Receipt(
             row_of_pair_P=buffer.row_of_pair_P[:P],
             pairs_by_row_V=buffer.pairs_by_row_V[:V],
@@ -88,6 +90,6 @@ class LocalTransport:
         return values_of_pairs(values_P, receipt.slot_V, receipt.pair_starts_R[-1:], receipt.num_listed)
 
 
-def _rows_and_pairs(arriving: ArrivingSizes) -> tuple[int, int]:
+def _rows_and_pairs(arriving: SizesOnHost) -> tuple[int, int]:
     sizes = arriving.read()
-    return sizes.num_rows, sizes.pairs_in[0]
+    return sizes.rows_SQ[0][0], sizes.pairs_SQ[0][0]

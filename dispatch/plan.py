@@ -13,17 +13,15 @@ Legend: S source ranks, Q owner ranks (both ep_size), E experts, e experts of on
 """
 
 from dataclasses import dataclass
-from math import isqrt
-from typing import Self, final
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from sonic_ep.host_copy import HostCopy
-from sonic_ep.kernels.operations import plan_kernel
+from sonic_ep.kernels.operations import host_sizes, plan_kernel
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.kernels.tiles import TILE_ROWS
-from sonic_ep.routing import INDEX_DTYPE, Counts, Routing
+from sonic_ep.routing import INDEX_DTYPE, Counts, Routing, SizesOnHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +64,11 @@ class Plan:
         lists = (self.rows_SE, self.pairs_SE, self.head_rows_SE, self.head_starts_SE, self.tail_starts_SE)
         table = torch.stack([values[:, own] for values in lists]).view(len(lists), S * e)
         first_pair_C = table[1].cumsum(0) - table[1]
-        sizes = torch.cat([self.expert_starts_Qe[rank, -1:], self.pairs_SQ.flatten()])
         return RankPlan(
             table_FC=torch.cat([table, first_pair_C[None]]).to(INDEX_DTYPE),
             expert_starts_e=self.expert_starts_Qe[rank].to(INDEX_DTYPE),
             pair_starts_Q=torch.nn.functional.pad(self.pairs_SQ[rank].cumsum(0), (1, 0)).to(INDEX_DTYPE),
-            sizes=sizes.to(INDEX_DTYPE),
+            pairs_SQ=self.pairs_SQ.flatten().to(INDEX_DTYPE),
         )
 
 
@@ -83,48 +80,10 @@ def plan_for(counts: Counts, rank: int) -> RankPlan:
     return Plan.from_counts(counts.rows_SE, counts.pairs_SE).of_rank(rank)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSizes:
-    """What the host must know of a rank's plan: num_rows, P; pairs_SQ: real pairs from each rank to each owner;
-    most_tokens: of any rank."""
-
-    rank: int
-    num_rows: int
-    pairs_SQ: tuple[tuple[int, ...], ...]
-    most_tokens: int
-
-    @property
-    def pairs_out(self) -> tuple[int, ...]:
-        return self.pairs_SQ[self.rank]
-
-    @property
-    def pairs_in(self) -> tuple[int, ...]:
-        return tuple(pairs_Q[self.rank] for pairs_Q in self.pairs_SQ)
-
-
-@final
-class ArrivingSizes:
-    """The sizes of the plan of `rank` on their way to the host; `read` waits for them.
-
-    They follow from the counts, where the router has sent these ahead; else from a copy of the plan's that starts now.
-    """
-
-    def __init__(self, routing: Routing, plan: RankPlan, rank: int) -> None:
-        self._rank = rank
-        self._counts = routing.on_host
-        self._copy = None
-        if self._counts is None:
-            self._copy = HostCopy(torch.cat([plan.sizes, routing.counts.tokens_S.to(INDEX_DTYPE)]))
-
-    def read(self) -> PlanSizes:
-        if self._counts is not None:
-            tokens_S, rows_SE, pairs_SE, _ = self._counts.read()
-            S, e = rows_SE.shape[0], rows_SE.shape[1] // rows_SE.shape[0]
-            own_rows = rows_SE[:, self._rank * e : (self._rank + 1) * e]
-            num_rows, pairs_SQ = int(own_rows.sum()), pairs_SE.view(S, S, e).sum(2)
-        else:
-            assert self._copy is not None
-            values = self._copy.read()
-            S = isqrt(values.shape[0] - 1)  # of 1 + S * S + S integers
-            num_rows, pairs_SQ, tokens_S = int(values[0]), values[1 : 1 + S * S].view(S, S), values[1 + S * S :]
-        return PlanSizes(self._rank, num_rows, tuple(map(tuple, pairs_SQ.tolist())), int(tokens_S.max()))
+def sizes_on_host(routing: Routing) -> SizesOnHost:
+    """The sizes of a routing on their way to the host: sent ahead by its router, or else from now on."""
+    if routing.on_host is not None:
+        return routing.on_host
+    counts = routing.counts
+    values = host_sizes(counts.tokens_S, counts.rows_SE, counts.pairs_SE, None)
+    return SizesOnHost(values, counts.rows_SE.shape[0])

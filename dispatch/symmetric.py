@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import Dispatch
-from sonic_ep.dispatch.plan import ArrivingSizes, PlanSizes
+from sonic_ep.dispatch.plan import sizes_on_host
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
@@ -35,7 +35,7 @@ from sonic_ep.kernels.operations import needed_rows, pair_lists, peer_kernels
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.kernels.peers import Meeting, Stage, flags_of
 from sonic_ep.peer_memory import PeerMemory
-from sonic_ep.routing import INDEX_DTYPE, Routing
+from sonic_ep.routing import INDEX_DTYPE, HostSizes, Routing, SizesOnHost
 
 _ALIGNMENT = 256  # bytes, of everything in a buffer
 _WIDEST = 8  # bytes of a weight or a value
@@ -156,13 +156,14 @@ class SymmetricTransport:
             )
 
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
-        meeting, S, T = self._meet(), self.group.size, routing.num_tokens
+        S, T, pairs_SQ = self.group.size, routing.num_tokens, plan.pairs_SQ
         static = self._static and routing.most_received is not None
-        arriving = None if static else self._arriving_sizes(routing, plan)
+        arriving = None if static else self._arriving_sizes(routing)
         token_ids_N = routing.token_ids_N.contiguous()
         needed = needed_rows(token_ids_N, plan.pair_starts_Q, T)
+        # Here the host waits, and not before: the device goes on with what was launched meanwhile.
         sizes = self._static_sizes(routing) if arriving is None else self._exact_sizes(arriving.read())
-        pairs, pairs_SQ = self._room_for_pairs(sizes.most_pairs), plan.sizes[1:]
+        meeting, pairs = self._meet(), self._room_for_pairs(sizes.most_pairs)
         rows_RH = None
         if x_TH is not None:
             x_TH = x_TH.contiguous()
@@ -272,19 +273,22 @@ class SymmetricTransport:
         if self._stream is not None:
             torch.cuda.current_stream(like.device).wait_stream(self._stream)
 
-    def _arriving_sizes(self, routing: Routing, plan: RankPlan) -> ArrivingSizes:
-        if not host_may_wait(plan.sizes):
+    def _arriving_sizes(self, routing: Routing) -> SizesOnHost:
+        if not host_may_wait(routing.token_ids_N):
             raise RuntimeError(
                 "sizes of buffers are read on the host, which a CUDA graph cannot capture; set "
                 "transport.buffers='static' and rounding.capacity_factor, and capture training steps"
             )
-        return ArrivingSizes(routing, plan, self.group.rank)
+        return sizes_on_host(routing)
 
-    def _exact_sizes(self, sizes: PlanSizes) -> _Sizes:
-        most_pairs = max(map(sum, (*sizes.pairs_SQ, *zip(*sizes.pairs_SQ, strict=True))))
-        return _Sizes(max(1, sizes.most_tokens), sizes.num_rows, sum(sizes.pairs_in), most_pairs)
+    def _exact_sizes(self, sizes: HostSizes) -> _Sizes:
+        rank, pairs_in_Q = self.group.rank, [sum(column) for column in zip(*sizes.pairs_SQ, strict=True)]
+        most_pairs = max(*map(sum, sizes.pairs_SQ), *pairs_in_Q)
+        num_rows = sum(rows_Q[rank] for rows_Q in sizes.rows_SQ)
+        return _Sizes(max(1, *sizes.tokens_S), num_rows, pairs_in_Q[rank], most_pairs)
 
     def _static_sizes(self, routing: Routing) -> _Sizes:
+        routing.check()
         assert routing.most_received is not None
         if self._tokens is None:
             everyones = self.group.all_gather_object(routing.num_tokens)

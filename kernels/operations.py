@@ -153,9 +153,14 @@ def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
     return _lists("sent_rows", sent.sent_before.is_cuda).token_lists(sent, num_sent)
 
 
+def host_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, reports_SF: Tensor | None) -> Tensor:
+    """`host_sizes` of kernels/host_sizes.py, likewise."""
+    return _lists("host_sizes", rows_SE.is_cuda).host_sizes(tokens_S, rows_SE, pairs_SE, reports_SF)
+
+
 @functools.cache
 def _lists(module: str, on_gpu: bool) -> Any:
-    """A module of index lists, or its namesake of the same functions in kernels/cuda/."""
+    """A module of integers, or its namesake of the same functions in kernels/cuda/."""
     folder = "sonic_ep.kernels.cuda" if on_gpu and _has_triton() else "sonic_ep.kernels"
     return import_module(f"{folder}.{module}")
 

@@ -47,14 +47,14 @@ class Chunks:
 class RankPlan(NamedTuple):
     """What one rank needs of a plan, int32. table_FC, expert_starts_e: see Chunks.
 
-    pair_starts_Q: (Q + 1,), the first pair that it sends to each owner, and how many it sends. sizes: (1 + S * Q,): P,
-    and the pairs that each rank sends to each owner, the same on all ranks.
+    pair_starts_Q: (Q + 1,), the first pair that it sends to each owner, and how many it sends. pairs_SQ: (S * Q,), the
+    pairs that each rank sends to each owner, the same on all ranks.
     """
 
     table_FC: Tensor
     expert_starts_e: Tensor
     pair_starts_Q: Tensor
-    sizes: Tensor
+    pairs_SQ: Tensor
 
     def chunks(self, num_rows: int, num_pairs: int, *, zeroed: bool = False) -> Chunks:
         """The chunks that it receives, with lists of these sizes."""

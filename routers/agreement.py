@@ -1,11 +1,12 @@
 """The one small all-gather of a step: every rank's counts, token number and health; then the decision.
 
 A rank whose input is bad still takes part, so that all ranks raise the same error instead of waiting for it. Counts and
-decision stay on the device. The host reads the ranks' health, a few integers each, which it may do late.
+decision stay on the device. The host reads the ranks' health, a few integers each, with the sizes, which it does late.
 
 Legend: S ranks of the EP group, E experts, F fields of a header.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,9 +17,10 @@ from torch import Tensor
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.host_copy import host_may_wait
+from sonic_ep.kernels.operations import host_sizes
 from sonic_ep.routers.rounding import decide, leaves_sizes_open
 from sonic_ep.routers.selection import MAX_TOKENS
-from sonic_ep.routing import Counts, CountsOnHost
+from sonic_ep.routing import Counts, SizesOnHost
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 5  # integers of a header, and their places
@@ -44,12 +46,11 @@ class Report:
 
 
 class Agreement(NamedTuple):
-    """What the ranks agreed on. on_host: the counts on their way there, if somebody will ask for them. raise_problems
-    must be called before anything else is exchanged: it waits for the reports, where there is anything to learn."""
+    """What the ranks agreed on. on_host: the sizes on their way there, if somebody will ask for them, and the reports,
+    which must be checked before anything else is exchanged."""
 
     counts: Counts
-    on_host: CountsOnHost | None
-    raise_problems: Callable[[], None]
+    on_host: SizesOnHost | None
 
 
 def agree(
@@ -63,9 +64,10 @@ def agree(
 
     exchange: by what way; default the group's own.
 
-    raise_problems raises ValueError, on every rank, with the rank named: its problem, non-finite logits, or a training
-    flag or dtype that differs between ranks; and RuntimeError if a rank was waited for in vain. Nothing while a CUDA
-    graph is captured: the steps before it told.
+    A rank with a problem raises ValueError here. `on_host.check` does so on the others, so that the host can go on
+    launching while the reports travel: with the rank named, its problem, non-finite logits, or a training flag or dtype
+    that differs between ranks; and RuntimeError if a rank was waited for in vain. While a CUDA graph is captured nobody
+    checks: the steps before it told.
     """
     problem = report.problem
     if problem is None and report.num_tokens >= MAX_TOKENS:
@@ -77,7 +79,7 @@ def agree(
     reports_SF, chosen_SE = _gather(header_F, report.counts_E, group, exchange, meanwhile)
     if problem is not None:
         # What was counted need not make sense. The others raise when they read the reports.
-        _raise_problems(reports_SF.cpu(), problem, group, exchange)
+        _raise_problems(reports_SF.flatten().tolist(), problem, group, exchange)
     tokens_S = reports_SF[:, _TOKENS]
     decision = decide(chosen_SE, tokens_S, rounding, training=report.training, draw=reports_SF[0, _DRAW])
     counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
@@ -89,14 +91,10 @@ def agree(
         )
     reads_reports = group.size > 1 or report.bad_logits is not None
     if not readable or not (reads_reports or leaves_sizes_open(rounding, training=report.training)):
-        return Agreement(counts, None, lambda: None)
-    on_host = CountsOnHost(counts, beside=reports_SF.flatten() if reads_reports else None)
-
-    def raise_problems() -> None:
-        if reads_reports:
-            _raise_problems(on_host.read()[3].view(reports_SF.shape), problem, group, exchange)
-
-    return Agreement(counts, on_host, raise_problems)
+        return Agreement(counts, None)
+    values = host_sizes(tokens_S, counts.rows_SE, counts.pairs_SE, reports_SF)
+    check = functools.partial(_raise_problems, problem=None, group=group, exchange=exchange)
+    return Agreement(counts, SizesOnHost(values, group.size, check if reads_reports else None))
 
 
 def _header(report: Report, kind: int, *, has_problem: bool) -> Tensor:
@@ -127,22 +125,21 @@ def _gather(
     return gathered[:, :_HEADER], gathered[:, _HEADER:]
 
 
-def _raise_problems(reports_SF: Tensor, problem: str | None, group: EPGroup, exchange: Exchange | None) -> None:
-    """reports_SF: on the host, so that they have come, if they were to come."""
+def _raise_problems(reports: list[int], problem: str | None, group: EPGroup, exchange: Exchange | None) -> None:
+    """reports: of the ranks, in order, on the host, so that they have come, if they were to come."""
     if exchange is not None:
         exchange.raise_if_lost()
-    if reports_SF[:, _HAS_PROBLEM].any():
+    if any(reports[_HAS_PROBLEM::_HEADER]):
         group.raise_together(problem)
-    kinds_S = reports_SF[:, _KIND].tolist()
-    if len(set(kinds_S)) > 1:
+    kinds = reports[_KIND::_HEADER]
+    if len(set(kinds)) > 1:
         described = ", ".join(
-            f"rank {rank}: {_DTYPES[kind // 2]} {'training' if kind % 2 else 'eval'}"
-            for rank, kind in enumerate(kinds_S)
+            f"rank {rank}: {_DTYPES[kind // 2]} {'training' if kind % 2 else 'eval'}" for rank, kind in enumerate(kinds)
         )
         raise ValueError(f"the ranks of the EP group disagree about input dtype or training mode: {described}")
-    if reports_SF[:, _BAD_LOGITS].any():
-        bad_S = reports_SF[:, _BAD_LOGITS].tolist()
-        bad = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(bad_S) if count)
+    bad_logits = reports[_BAD_LOGITS::_HEADER]
+    if any(bad_logits):
+        bad = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(bad_logits) if count)
         raise ValueError(
             f"router logits hold NaN or inf ({bad}); look for the loss or the layer that diverged before this one "
             "(router.check_logits=False skips this check)"

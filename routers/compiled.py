@@ -100,6 +100,8 @@ def _decide_selection(
     choice = choose(logits_TE, expert_bias_E, config.K, config.router)
     new_counts_E = torch.zeros(config.E, dtype=torch.int64, device=logits_TE.device)
     selection = decide_selection(config, choice, new_counts_E, situation)
+    if selection.on_host is not None:
+        selection.on_host.check()
     # Outputs share no memory with each other or with a region's tape: a graph writes into what it is done with.
     own = torch.clone if in_region() else Tensor.contiguous
     counts = [getattr(selection.counts, name).clone() for name in _COUNTS]

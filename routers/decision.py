@@ -42,7 +42,8 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
     """The pairs of this rank. A collective, except under replay of the selections of `router`, see replay.py.
 
     counter_E: (E,) int64 on the device; in training the group's top-K counts are added to it, once for each decision.
-    Raises ValueError on every rank, and RuntimeError for a lost one, see `agree`; RuntimeError, see replay.py.
+    Raises ValueError for this rank's problem; those of others when the selection's `on_host` is checked, see `agree`.
+    RuntimeError, see replay.py.
     """
     # Drawn under replay too, so that whatever draws after this layer repeats as well.
     draw = _draw(situation, counter_E.device)
@@ -63,12 +64,14 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
             if situation.meanwhile is not None:
                 situation.meanwhile()
 
-        counts, on_host, raise_problems = agree(report, rounding, group, situation.exchange, beside)
+        counts, on_host = agree(report, rounding, group, situation.exchange, beside)
         selection = select(choice, counts, situation.group.rank, rounding, training=training, finish=finish)
         selection = replace(selection, on_host=on_host)
-        raise_problems()
         if training:
-            counter_E += counts.chosen_SE.sum(0)
+            chosen_E = counts.chosen_SE.sum(0)
+            counter_E += chosen_E
+            if on_host is not None:
+                on_host.on_failure = lambda: counter_E.sub_(chosen_E)
     record_selection(router, selection)
     return selection
 

@@ -5,8 +5,9 @@ What passes from the router to dispatch. Any number of experts per token, from n
 Legend: S source ranks (= ep_size), T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self, final
+from typing import NamedTuple, Self, final
 
 import torch
 from torch import Tensor
@@ -34,22 +35,58 @@ class Counts:
     t: Tensor
 
 
+class HostSizes(NamedTuple):
+    """What the host knows of counts. tokens_S: of each rank. rows_SQ, pairs_SQ: rows, and the real pairs among them,
+    from each rank to the experts of each owner Q."""
+
+    tokens_S: tuple[int, ...]
+    rows_SQ: tuple[tuple[int, ...], ...]
+    pairs_SQ: tuple[tuple[int, ...], ...]
+
+
 @final
-class CountsOnHost:
-    """Counts on their way to the host from the moment they are decided: whoever needs sizes there does not wait for
-    what was launched since. beside: more integers on the same way, (n,) int64."""
+class SizesOnHost:
+    """Sizes on their way to the host from the moment they are decided, and with them what the ranks report: whoever
+    needs them does not wait for what was launched since.
 
-    def __init__(self, counts: Counts, beside: Tensor | None = None) -> None:
-        self._shape = counts.rows_SE.shape
-        parts = [counts.tokens_S, counts.rows_SE.flatten(), counts.pairs_SE.flatten()]
-        self._copy = HostCopy(torch.cat(parts if beside is None else [*parts, beside]))
+    values: of `host_sizes` (kernels/host_sizes.py), for that many ranks. check: given the reports, rank after rank,
+    raises what is wrong; None if nothing can be. on_failure: what is to be undone then.
+    """
 
-    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """tokens_S, rows_SE, pairs_SE and what came beside them, on the CPU."""
-        S, E = self._shape
-        values = self._copy.read()
-        tokens_S, rows, pairs, beside = values.split((S, S * E, S * E, values.shape[0] - S - 2 * S * E))
-        return tokens_S, rows.view(S, E), pairs.view(S, E), beside
+    def __init__(self, values: Tensor, num_ranks: int, check: Callable[[list[int]], None] | None = None) -> None:
+        self._copy = HostCopy(values)
+        self._num_ranks = num_ranks
+        self._check = check
+        self._known: tuple[HostSizes, list[int]] | None = None
+        self.on_failure: Callable[[], object] | None = None
+
+    def read(self) -> HostSizes:
+        """The sizes; waits for them. Raises what the ranks' reports say is wrong."""
+        sizes, reports = self._arrived()
+        if self._check is not None:
+            try:
+                self._check(reports)
+            except (RuntimeError, ValueError):
+                undo, self.on_failure = self.on_failure, None
+                if undo is not None:
+                    undo()
+                raise
+        return sizes
+
+    def check(self) -> None:
+        """Raises likewise; waits only if there can be something to raise."""
+        if self._check is not None:
+            self.read()
+
+    def _arrived(self) -> tuple[HostSizes, list[int]]:
+        if self._known is None:
+            values, S = self._copy.read().tolist(), self._num_ranks
+            tables = [tuple(values[start : start + S]) for start in range(0, S + 2 * S * S, S)]
+            self._known = (
+                HostSizes(tables[0], tuple(tables[1 : 1 + S]), tuple(tables[1 + S :])),
+                values[S + 2 * S * S :],
+            )
+        return self._known
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +105,7 @@ class Selection:
     counts: Counts
     most_rows: int | None
     most_received: int | None = None
-    on_host: CountsOnHost | None = None
+    on_host: SizesOnHost | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +116,7 @@ class Routing:
     counts tell there may be spare entries, whose weights count for nothing. num_tokens: T. most_rows: what the rows of
     this rank's chunks cannot exceed; None if nothing is spare and no row is padding, so that there are N of both.
     most_received: what the rows for the experts of any rank cannot exceed, if no rank has more than T tokens; None if
-    only the counts tell. on_host: the counts, where they were sent to the host ahead of the rest.
+    only the counts tell. on_host: the sizes, where they were sent to the host ahead of the rest.
     """
 
     gates_N: Tensor
@@ -88,7 +125,16 @@ class Routing:
     num_tokens: int
     most_rows: int | None = None
     most_received: int | None = None
-    on_host: CountsOnHost | None = None
+    on_host: SizesOnHost | None = None
+
+    def check(self) -> None:
+        """Before anything is exchanged by this routing: raises what the ranks reported when it was decided, on all of
+        them alike. Waits for their reports, where there are any.
+
+        Raises:  ValueError or RuntimeError, see `agree` in routers/agreement.py.
+        """
+        if self.on_host is not None:
+            self.on_host.check()
 
     @classmethod
     def of(cls, selection: Selection, gates_N: Tensor, num_tokens: int) -> Self:

@@ -20,7 +20,7 @@ def _plan(
     table_ptr,
     expert_starts_ptr,
     pair_starts_ptr,
-    sizes_ptr,
+    pairs_to_owners_ptr,
     rank,
     S,
     e,
@@ -34,7 +34,7 @@ def _plan(
     if owner >= 0:
         to_owner = source[:, None] * (S * e) + owner * e + expert[None, :]
         pairs = tl.load(pairs_ptr + to_owner, mask=is_source[:, None] & is_expert[None, :], other=0).to(tl.int32)
-        tl.store(sizes_ptr + 1 + source * S + owner, tl.sum(pairs, axis=1), mask=is_source)
+        tl.store(pairs_to_owners_ptr + source * S + owner, tl.sum(pairs, axis=1), mask=is_source)
         return
     inside = is_source[:, None] & is_expert[None, :]
     arriving = source[:, None] * (S * e) + rank * e + expert[None, :]
@@ -62,7 +62,6 @@ def _plan(
     sent_Q = tl.sum(tl.load(pairs_ptr + leaving, mask=inside, other=0).to(tl.int32), axis=1)
     tl.store(pair_starts_ptr + source, tl.cumsum(sent_Q, axis=0) - sent_Q, mask=is_source)
     tl.store(pair_starts_ptr + S, tl.sum(sent_Q, axis=0))
-    tl.store(sizes_ptr, tl.sum(rows_e, axis=0))
 
 
 def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> RankPlan:
@@ -73,7 +72,7 @@ def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> R
     def empty(*size: int) -> Tensor:
         return torch.empty(size, dtype=INDEX_DTYPE, device=rows_SE.device)
 
-    plan = RankPlan(empty(6, E), empty(e + 1), empty(S + 1), empty(1 + S * S))
+    plan = RankPlan(empty(6, E), empty(e + 1), empty(S + 1), empty(S * S))
     _plan[(1 + S,)](
         rows_SE.contiguous(),
         pairs_SE.contiguous(),

@@ -88,7 +88,7 @@ def test_static_lists_ask_for_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     P, V = expected.gates_P.shape[0], expected.receipt.slot_V.shape[0]
     roomy = with_spare(routing, spare, most_rows=P + 11)
     monkeypatch.setattr(local, "lists_take_room", lambda _: True)
-    monkeypatch.setattr(local, "ArrivingSizes", None)
+    monkeypatch.setattr(local, "sizes_on_host", None)
     with lists_with_room():
         opened = LocalTransport(static=True).open(roomy, plan)
     assert opened.gates_P.shape[0] == P + 11

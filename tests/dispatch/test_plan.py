@@ -8,11 +8,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sonic_ep.dispatch.plan import ArrivingSizes, Plan, PlanSizes
+from sonic_ep.dispatch.plan import Plan, sizes_on_host
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.pair_lists import RankPlan
+from sonic_ep.kernels.host_sizes import host_sizes
 from sonic_ep.kernels.tiles import TILE_ROWS
-from sonic_ep.routing import Counts, CountsOnHost, Routing
+from sonic_ep.routing import Counts, HostSizes, Routing, SizesOnHost
 from tests.dispatch.oracle import pair_buffer
 from tests.helpers.launch import RankPool
 
@@ -110,16 +110,19 @@ def test_heads_are_full_tiles_before_one_partial_piece_of_each_source(load: Load
             assert in_order == sorted(in_order)
 
 
-def arriving_sizes(load: Load, plan: RankPlan, rank: int) -> PlanSizes:
-    """With the counts sent ahead, and without: the same."""
+def host_sizes_of(load: Load) -> HostSizes:
+    """With the sizes sent ahead, and without: the same."""
     rows_SE, pairs_SE = torch.tensor(load.rows), torch.tensor(load.pairs)
     tokens_S = torch.arange(load.size) + 3
     counts = Counts(pairs_SE, rows_SE, pairs_SE, tokens_S, torch.zeros_like(tokens_S), torch.ones(()))
-    routing = Routing(torch.zeros(0), torch.zeros(0, dtype=torch.int32), counts, 3 + rank)
-    ahead = replace(routing, on_host=CountsOnHost(counts, beside=torch.tensor([7, 8])))
-    sizes = ArrivingSizes(routing, plan, rank).read()
-    assert ArrivingSizes(ahead, plan, rank).read() == sizes
-    assert sizes.most_tokens == load.size + 2
+    routing = Routing(torch.zeros(0), torch.zeros(0, dtype=torch.int32), counts, 3)
+    reports_SF = torch.arange(2 * load.size).view(load.size, 2)
+    told: list[list[int]] = []
+    ahead = SizesOnHost(host_sizes(tokens_S, rows_SE, pairs_SE, reports_SF), load.size, told.append)
+    sizes = sizes_on_host(routing).read()
+    assert sizes_on_host(replace(routing, on_host=ahead)).read() == sizes
+    assert told == [list(range(2 * load.size))]
+    assert sizes.tokens_S == tuple(range(3, 3 + load.size))
     return sizes
 
 
@@ -127,12 +130,12 @@ def arriving_sizes(load: Load, plan: RankPlan, rank: int) -> PlanSizes:
 @given(loads())
 def test_chunks_as_they_arrive(load: Load) -> None:
     """Against a loop over the pair buffer: by source, then expert, each row of a chunk in its slot."""
-    plan = load.plan()
+    plan, sizes = load.plan(), host_sizes_of(load)
     for owner in range(load.size):
         slot_of = {row: slot for slot, row in enumerate(pair_buffer(load.rows, owner, load.tile))}
         rank_plan = plan.of_rank(owner)
-        sizes = arriving_sizes(load, rank_plan, owner)
-        chunks = rank_plan.chunks(sizes.num_rows, sum(sizes.pairs_in))
+        received = [sum(table_Q[owner] for table_Q in table) for table in (sizes.rows_SQ, sizes.pairs_SQ)]
+        chunks = rank_plan.chunks(*received)
         arriving = [(s, expert) for s in range(load.size) for expert in load.own(owner)]
         before = 0
         for (s, expert), fields_F in zip(arriving, chunks.table_FC.T.tolist(), strict=True):
@@ -157,10 +160,8 @@ def test_pairs_between_ranks(load: Load) -> None:
         rank_plan = plan.of_rank(source)
         starts = rank_plan.pair_starts_Q
         assert (starts.dtype, starts.tolist()) == (torch.int32, [sum(pairs[:q]) for q in range(load.size + 1)])
-        sizes = arriving_sizes(load, rank_plan, source)
-        assert sizes.pairs_SQ == tuple(map(tuple, expected))
-        assert sizes.pairs_out == tuple(pairs)
-        assert sizes.pairs_in == tuple(row[source] for row in expected)
+        assert rank_plan.pairs_SQ.view(load.size, load.size).tolist() == expected
+    assert host_sizes_of(load).pairs_SQ == tuple(map(tuple, expected))
 
 
 def test_example_of_the_docstring() -> None:
@@ -174,7 +175,7 @@ def test_example_of_the_docstring() -> None:
     assert plan.expert_starts_Qe.tolist() == [[0, 430], [0, 0]]
     assert plan.pairs_SQ.tolist() == [[300, 0], [130, 0]]
     assert plan.of_rank(0).table_FC.T.tolist() == [[300, 300, 256, 0, 384, 0], [130, 130, 128, 256, 428, 300]]
-    assert plan.of_rank(1).sizes.tolist() == [0, 300, 0, 130, 0]
+    assert plan.of_rank(1).pairs_SQ.tolist() == [300, 0, 130, 0]
 
 
 def test_example_with_padding_by_hand() -> None:

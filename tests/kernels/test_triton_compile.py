@@ -76,6 +76,15 @@ KERNELS = [
         for sources, experts in ((1, 512), (8, 64), (64, 64))
     ),
     *(
+        TritonKernel(
+            "host_sizes",
+            "_host_sizes",
+            "*i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i32",
+            {"SOURCES": sources, "EXPERTS": experts, "FIELDS": 8},
+        )
+        for sources, experts in ((1, 512), (8, 64), (64, 64))
+    ),
+    *(
         TritonKernel("sent_rows", "_mark", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "COUNTS": counts, "BLOCK": 256})
         for counts in (True, False)
     ),

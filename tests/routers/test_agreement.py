@@ -101,7 +101,7 @@ def test_all_ranks_have_the_same_counts(ranks: Pools, tokens: list[int], roundin
 
 
 def attempt(rank: int, case: str) -> tuple[str | None, list[int]]:
-    """What this rank's forward raises, and the pairs of a healthy forward after it."""
+    """What this rank's forward raises, the tokens counted so far, and the pairs of a healthy forward after it."""
     group = EPGroup()
     router = make_router(ROUNDINGS["apportion"], check_logits=True)
     x_TH = tokens_of(rank, 20)
@@ -127,11 +127,13 @@ def attempt(rank: int, case: str) -> tuple[str | None, list[int]]:
                     training=True,
                 )
                 agree(report, router.config.rounding, group)
-        router(x_TH, group=group, sequence_length=20)
+        router(x_TH, group=group, sequence_length=20).routing.check()
     except ValueError as error:
         message = str(error)
+    counted = router._counts_since_update_E.tolist()
     routed = router.train()(tokens_of(rank, 20), group=group, sequence_length=20)
-    return message, routed.routing.counts.pairs_SE.flatten().tolist()
+    routed.routing.check()
+    return message, [*counted, *routed.routing.counts.pairs_SE.flatten().tolist()]
 
 
 MESSAGES = {
@@ -153,8 +155,9 @@ def test_a_fault_of_one_rank_is_raised_on_all(ranks: Pools, case: str, world_siz
     assert message is not None, "nothing was raised"
     for part in MESSAGES[case]:
         assert part in message
-    # Nobody is left waiting in a collective: the next step works, and alike.
-    assert len({str(pairs) for _, pairs in results}) == 1
+    # Nobody is left waiting in a collective: the next step works, and alike. The failed one has not been counted.
+    assert len({str(integers) for _, integers in results}) == 1
+    assert results[0][1][:E] == [0] * E
 
 
 def test_every_bad_rank_is_named(ranks: Pools) -> None:
@@ -188,8 +191,9 @@ def report_of(counts: list[int], **changes: Any) -> Report:
 
 
 def test_alone_the_counts_are_the_reports() -> None:
-    counts, _, raise_problems = agree(report_of([5, 12, 0]), RoundingConfig(mode="up", t=8, G=8), EPGroup.alone())
-    raise_problems()
+    counts, on_host = agree(report_of([5, 12, 0]), RoundingConfig(mode="up", t=8, G=8), EPGroup.alone())
+    assert on_host is not None
+    assert on_host.read() == ((20,), ((24,),), ((24,),))
     assert counts.chosen_SE.tolist() == [[5, 12, 0]]
     assert counts.rows_SE.tolist() == counts.pairs_SE.tolist() == [[8, 16, 0]]
     assert counts.tokens_S.tolist() == [20]
@@ -199,17 +203,18 @@ def test_alone_the_counts_are_the_reports() -> None:
 @pytest.mark.parametrize("bad", [1, 2**31 - 1, 2**31, 2**32], ids=str)
 def test_any_number_of_bad_logits_is_an_error(bad: int) -> None:
     # A million tokens times 4096 experts, all NaN, is 2^32.
-    *_, raise_problems = agree(report_of([5, 12, 0], bad_logits=torch.tensor(bad)), ROUNDINGS["off"], EPGroup.alone())
-    with pytest.raises(ValueError, match=r"NaN or inf \(rank 0: [1-9]"):
-        raise_problems()
+    _, on_host = agree(report_of([5, 12, 0], bad_logits=torch.tensor(bad)), ROUNDINGS["off"], EPGroup.alone())
+    assert on_host is not None
+    for ask in (on_host.check, on_host.read, on_host.check):
+        with pytest.raises(ValueError, match=r"NaN or inf \(rank 0: [1-9]"):
+            ask()
 
 
 def test_the_largest_batch_is_let_through_and_one_more_token_is_not() -> None:
     large = [MAX_TOKENS - 1, 3]
-    counts, _, raise_problems = agree(
-        report_of(large, num_tokens=MAX_TOKENS - 1), ROUNDINGS["nearest"], EPGroup.alone()
-    )
-    raise_problems()
+    counts, on_host = agree(report_of(large, num_tokens=MAX_TOKENS - 1), ROUNDINGS["nearest"], EPGroup.alone())
+    assert on_host is not None
+    on_host.check()
     assert counts.chosen_SE.tolist() == [large]
     assert counts.rows_SE.tolist() == [[MAX_TOKENS, 0]]
     with pytest.raises(ValueError, match=f"T={MAX_TOKENS}.*{MAX_TOKENS - 1}"):

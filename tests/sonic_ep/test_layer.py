@@ -119,7 +119,7 @@ def errors_against_oracle(rank: int, config: MoEConfig, kind: str, device: str =
     y, aux, selection = run(layer, x)
     ((y * dout).sum() + aux).backward()
 
-    selections = group.all_gather_object(selection)
+    selections = group.all_gather_object(replace(selection, on_host=None))
     experts = {n: whole(getattr(layer.experts, n), group) for n in ("w1", "w2", "b1", "b2")}
     experts = {n: w if w is None else w.requires_grad_(True) for n, w in experts.items()}
     per_rank = []
@@ -218,7 +218,7 @@ def step_difference(rank: int, config: MoEConfig) -> dict[str, float]:
     for parameter in layer.parameters():
         if getattr(parameter, "allreduce", True):
             dist.all_reduce(parameter.grad)
-    selections = group.all_gather_object(selection)
+    selections = group.all_gather_object(replace(selection, on_host=None))
     tokens = [tokens_of("ragged", r) for r in range(group.size)]
     record, replay = replay_contexts()
     record.tape.selections[id(alone.router)] = [merged(selections, tokens)]

@@ -39,12 +39,11 @@ def routing_of_map(
     T, E = routing_map_TE.shape
     counts_E = routing_map_TE.sum(0)
     report = Report(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
-    counts, on_host, raise_problems = agree(report, _OFF, group, exchange)
+    counts, on_host = agree(report, _OFF, group, exchange)
     if K is None:
         token_ids_N, expert_ids_N = pairs_of_mask(routing_map_TE, int(counts.pairs_SE[group.rank].sum()))
     else:
         token_ids_N, expert_ids_N, _ = chosen_pairs(topk_ids(routing_map_TE, K), counts_E)
-    raise_problems()
     pairs_N = token_ids_N.long() * E + expert_ids_N
     gates_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
     return Routing(gates_N, token_ids_N.to(INDEX_DTYPE), counts, T, on_host=on_host)

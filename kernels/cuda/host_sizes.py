@@ -1,0 +1,69 @@
+"""`host_sizes` of kernels/host_sizes.py in Triton: one program for each owner, and for the rank of the same number.
+
+Legend: S source ranks (= Q owner ranks), E experts, e experts of one rank, F fields of a rank's report.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sonic_ep.kernels.cuda.sizes import next_power_of_2
+
+
+@triton.jit
+def _host_sizes(
+    tokens_ptr,
+    rows_ptr,
+    pairs_ptr,
+    reports_ptr,
+    sizes_ptr,
+    tokens_stride,
+    reports_stride,
+    S,
+    e,
+    F,
+    SOURCES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    rank = tl.program_id(0)
+    source, expert, field = tl.arange(0, SOURCES), tl.arange(0, EXPERTS), tl.arange(0, FIELDS)
+    arriving = source[:, None] * (S * e) + rank * e + expert[None, :]
+    inside = (source < S)[:, None] & (expert < e)[None, :]
+    rows_S = tl.sum(tl.load(rows_ptr + arriving, mask=inside, other=0), axis=1)
+    pairs_S = tl.sum(tl.load(pairs_ptr + arriving, mask=inside, other=0), axis=1)
+    tl.store(sizes_ptr + rank, tl.load(tokens_ptr + rank * tokens_stride))
+    sizes_ptr += S
+    tl.store(sizes_ptr + source * S + rank, rows_S, mask=source < S)
+    sizes_ptr += S * S
+    tl.store(sizes_ptr + source * S + rank, pairs_S, mask=source < S)
+    sizes_ptr += S * S
+    report = tl.load(reports_ptr + rank * reports_stride + field, mask=field < F, other=0)
+    tl.store(sizes_ptr + rank * F + field, report, mask=field < F)
+
+
+def host_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, reports_SF: Tensor | None) -> Tensor:
+    """See kernels/host_sizes.py."""
+    S, E = rows_SE.shape
+    reports = tokens_S[:, None][:, :0] if reports_SF is None else reports_SF
+    F = reports.shape[1]
+    assert reports.stride(1) == 1
+    sizes = torch.empty(S * (1 + 2 * S + F), dtype=torch.int64, device=rows_SE.device)
+    _host_sizes[(S,)](
+        tokens_S,
+        rows_SE.contiguous(),
+        pairs_SE.contiguous(),
+        reports,
+        sizes,
+        tokens_S.stride(0),
+        reports.stride(0),
+        S,
+        E // S,
+        F,
+        SOURCES=next_power_of_2(S),
+        EXPERTS=next_power_of_2(E // S),
+        FIELDS=next_power_of_2(max(F, 1)),
+        num_warps=4,
+    )
+    return sizes

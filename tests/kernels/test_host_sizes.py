@@ -1,0 +1,47 @@
+"""The kernel that gathers sizes for the host gives what kernels/host_sizes.py does, and that is what it says."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sonic_ep.kernels.host_sizes import host_sizes
+from tests.helpers.poison import poisoned_empty
+from tests.helpers.triton_device import triton_device
+
+DEVICE = triton_device()
+KERNEL: Any = import_module("sonic_ep.kernels.cuda.host_sizes")
+
+
+def check(size: int, e: int, fields: int | None, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows_SE, pairs_SE = torch.randint(0, 2**40, (2, size, size * e), generator=generator)
+    gathered = torch.randint(0, 2**40, (size, 9), generator=generator)
+    tokens_S, reports_SF = gathered[:, 0], None if fields is None else gathered[:, :fields]  # columns, as agreement's
+    expected = host_sizes(tokens_S, rows_SE, pairs_SE, reports_SF)
+    there = [None if t is None else t.to(DEVICE) for t in (tokens_S, rows_SE, pairs_SE, reports_SF)]
+    if DEVICE == "cuda":  # .to() makes columns contiguous
+        there[0], there[3] = gathered.to(DEVICE)[:, 0], None if fields is None else gathered.to(DEVICE)[:, :fields]
+    with poisoned_empty():
+        got = KERNEL.host_sizes(*there)
+    assert torch.equal(got.cpu(), expected)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(size=st.integers(1, 5), e=st.integers(1, 5), fields=st.sampled_from([None, 1, 5, 8]), seed=st.integers(0, 99))
+def test_any_counts(size: int, e: int, fields: int | None, seed: int) -> None:
+    check(size, e, fields, seed)
+
+
+@pytest.mark.parametrize(("size", "E"), [(1, 512), (1, 4096), (8, 128), (6, 96), (64, 4096)])
+def test_layers(size: int, E: int) -> None:
+    check(size, E // size, 5, 0)
+
+
+def test_an_example_by_hand() -> None:
+    rows = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    got = host_sizes(torch.tensor([9, 8]), rows, rows - 1, torch.tensor([[70, 71], [72, 73]]))
+    assert got.tolist() == [9, 8, *(3, 7), *(11, 15), *(1, 5), *(9, 13), 70, 71, 72, 73]
