@@ -5,8 +5,9 @@
 Contestants alternate in one run; medians over rounds, the slowest rank counts. A layer starts from a routing (plain
 top-K of random scores) and waits for whatever its transport waits for, launches included; "behind a backlog" the
 devices have been busy and the host is ahead, as in the middle of a model, else they are idle. "symmetric, graph"
-replays a CUDA graph of forward, or of forward and backward, whose difference is its backward. TFLOP/s are of useful
-work: 6 T K d n forward and 12 backward, a GPU.
+replays a CUDA graph of forward, or of forward and backward, whose difference is its backward. "with router" is a `MoE`
+with rounded tokens, behind a backlog. TFLOP/s are of useful work of the experts: 6 T K d n forward and 12 backward, a
+GPU.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from across_ranks import captured, measure_layer, summary, timed, topk_routing
 from torch import Tensor
 
-from sonic_ep import EPGroup, MoEConfig, load_config
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, load_config
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
@@ -33,11 +34,16 @@ from sonic_ep.peer_memory import symmetric_memory
 SHAPES = ("qwen3_30b_a3b", "qwen3_next_80b_a3b", "sonic_7b")
 WARM_UP, ROUNDS = 3, 15
 CAPACITY = 1.25  # of static buffers
+WITH_ROUTER = {
+    "all_to_all": TransportConfig(kind="all_to_all"),
+    "symmetric": TransportConfig(kind="symmetric"),
+    "symmetric, static": TransportConfig(kind="symmetric", buffers="static"),
+}
 
 
 class Problem:
     def __init__(self, config: MoEConfig, T: int, group: EPGroup) -> None:
-        self.group = group
+        self.config, self.group = config, group
         generator = torch.Generator("cuda").manual_seed(group.rank)
         bf16 = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
         e = config.E // group.size
@@ -55,6 +61,13 @@ class Problem:
     def layer(self, transport: Transport) -> Callable[[Tensor], Tensor]:
         return lambda x: moe(x, self.routing, self.w1, self.w2, transport=transport, group=self.group)
 
+    def with_router(self, transport: TransportConfig) -> MoE:
+        rounding = RoundingConfig(capacity_factor=CAPACITY)
+        config = replace(self.config, shared_n=0, rounding=rounding, transport=transport)
+        layer = MoE(config, self.group, seed=0, device="cuda", dtype=torch.bfloat16)
+        layer.router.weight.data.mul_(config.d**-0.5 / config.init_std)  # logits of unit scale
+        return layer
+
     def step(self, transport: Transport) -> tuple[Tensor, ...]:
         y = self.layer(transport)(self.x)
         return torch.autograd.grad(y, [self.x, self.w1, self.w2], self.dout)
@@ -62,6 +75,7 @@ class Problem:
 
 def measure(problem: Problem, transports: dict[str, Transport], static: Transport) -> dict[str, dict[str, float]]:
     samples: dict[str, list[dict[str, float]]] = {}
+    models = {name: problem.with_router(config) for name, config in WITH_ROUTER.items()}
     forward = captured(lambda: problem.layer(static)(problem.x))
     both = captured(lambda: problem.step(static))
     for number in range(WARM_UP + ROUNDS):
@@ -71,6 +85,10 @@ def measure(problem: Problem, transports: dict[str, Transport], static: Transpor
             sample[name] = measure_layer(layer, weights, problem.x, problem.dout)
             behind = measure_layer(layer, weights, problem.x, problem.dout, backlog=True)
             sample[f"{name}, behind a backlog"] = behind
+            model = models[name]
+            sample[f"{name}, with router"] = measure_layer(
+                lambda x, model=model: model(x).y, model.parameters(), problem.x, problem.dout, backlog=True
+            )
         forward_ms, both_ms = timed(forward)[0], timed(both)[0]
         sample["symmetric, graph"] = {"forward_ms": forward_ms, "backward_ms": both_ms - forward_ms}
         if number >= WARM_UP:

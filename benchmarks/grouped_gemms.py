@@ -1,6 +1,6 @@
 """Time every grouped GEMM of the local layer over candidate tiles, and the whole layer, on one GPU.
 
-    python benchmarks/grouped_gemms.py --out results.json            [--shape qwen3_30b_a3b_ep8] [--tiles]
+    python benchmarks/grouped_gemms.py --out results.json     [--shape qwen3_30b_a3b_ep8] [--tiles [up_backward ...]]
 
 TFLOP/s counts useful operations only: 6 P d n forward, 12 P d n backward over P pairs. Times are medians over CUDA
 events, candidates taking turns in one run, on fresh random unit-scale inputs.
@@ -9,9 +9,9 @@ events, candidates taking turns in one run, on fresh random unit-scale inputs.
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from local_problem import LocalProblem, tiled_pairs, topk_pairs
@@ -116,10 +116,12 @@ def with_tile(tile: TileConfig, call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def time_tiles(problem: Problem) -> dict[str, dict[str, float]]:
-    """Milliseconds of every operation under every candidate that runs."""
+def time_tiles(problem: Problem, operations: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Milliseconds of these operations, or of all, under every candidate that runs."""
     results: dict[str, dict[str, float]] = {}
     for operation, (call, flops) in problem.calls().items():
+        if operations and operation not in operations:
+            continue
         contestants: dict[str, Callable[[], Any]] = {}
         for tile in CANDIDATES:
             if tile.cluster_n > 1 and operation not in ("down", "up_backward"):
@@ -158,7 +160,9 @@ def time_layer(problem: Problem) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
-    parser.add_argument("--tiles", action="store_true", help="time every candidate tile too")
+    parser.add_argument(
+        "--tiles", nargs="*", choices=get_args(Operation), help="time every candidate tile of these too"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
@@ -168,8 +172,8 @@ def main() -> None:
         print(f"{shape}: P={problem.P} e={problem.E} d={problem.d} n={problem.n}", flush=True)
         record: dict[str, Any] = {"P": problem.P, "e": problem.E, "d": problem.d, "n": problem.n}
         record["layer_ms"] = time_layer(problem)
-        if options.tiles:
-            record["tiles_ms"] = time_tiles(problem)
+        if options.tiles is not None:
+            record["tiles_ms"] = time_tiles(problem, options.tiles)
         results["shapes"][shape] = record
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         del problem

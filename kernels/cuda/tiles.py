@@ -33,6 +33,7 @@ class TileConfig:
 
 _PINGPONG_128 = TileConfig(128, 128, True, dynamic=True)
 _PINGPONG_192 = TileConfig(128, 192, True, dynamic=True)
+_TALL_PINGPONG = TileConfig(192, 128, True, dynamic=True)
 _WIDE = TileConfig(128, 256, False, dynamic=True)
 _WIDE_STATIC = TileConfig(128, 256, False)
 _TALL_STATIC = TileConfig(256, 192, False)
@@ -60,6 +61,8 @@ def _hopper_tile(operation: Operation, N: int) -> TileConfig:
             return _PINGPONG_128 if N < 192 else _PINGPONG_192 if divides else _WIDE
         case "up_clamped":  # not timed itself; without the clamp _WIDE costs 1 % on ragged experts, 10 % on even ones
             return _PINGPONG_128 if N < 192 else _WIDE
+        case "up_backward" if N > 2048 and not divides:
+            return _TALL_PINGPONG
         case "down" | "up_backward":
             return _PINGPONG_128 if N < 192 else _PINGPONG_192
         case "down_backward":
