@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 from torch.autograd.function import once_differentiable
 
 from sonic_ep.checks import problem_with_up, problem_with_weights
@@ -62,16 +63,14 @@ def moe(
     Source:  SonicMoE, arXiv 2512.14080, sections 3 and 4; across ranks design.md, section 3.
     """
     act = activation_named(activation)
-    if x_TH.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x_TH.shape)}, wanted (T, d)")
-    if routing.num_tokens != x_TH.shape[0]:
-        raise ValueError(f"the routing is of {routing.num_tokens} tokens, x has {x_TH.shape[0]}")
-    E = routing.counts.rows_SE.shape[1]
-    gated = act.gated and up_eIH is None
-    problem = problem_with_weights(x_TH, w1_eJH, w2_eHI, b1_eJ, b2_eH, gated=gated, local_experts=E // group.size)
+    gated, local_experts = act.gated and up_eIH is None, routing.counts.rows_SE.shape[1] // group.size
+    problem = _problem_with_rows(x_TH, routing)
+    if problem is None:
+        problem = problem_with_weights(x_TH, w1_eJH, w2_eHI, b1_eJ, b2_eH, gated=gated, local_experts=local_experts)
     if problem is None and up_eIH is not None:
         problem = problem_with_up(w1_eJH, up_eIH, gated=act.gated, b1=b1_eJ, accumulates=accumulate_into_main_grad)
     if problem is not None:
+        _check(routing)  # what another rank has reported, which waits for this one, comes first
         raise ValueError(problem)
     if gated and layout == "concatenated":
         w1_eJH, b1_eJ = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ)
@@ -82,6 +81,8 @@ def moe(
             raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
         if not isinstance(transport, transport_type(group)):
             raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
+        if routing.on_host is not None:
+            _check(routing)  # of a router outside of the graph: operations know nothing of what it told the host
         weights = ExpertWeights(interleave_apart(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH)
         keeps_received = keep_dispatched and group.size > 1
         return moe_in_graph(
@@ -97,6 +98,19 @@ def moe(
     call = Call(transport, act, keep_dispatched)
     owners = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, owners)
+
+
+def _problem_with_rows(x_TH: Tensor, routing: Routing) -> str | None:
+    if x_TH.dim() != 2:
+        return f"x has shape {tuple(x_TH.shape)}, wanted (T, d)"
+    if routing.num_tokens != x_TH.shape[0]:
+        return f"the routing is of {routing.num_tokens} tokens, x has {x_TH.shape[0]}"
+    return None
+
+
+@_disable_dynamo
+def _check(routing: Routing) -> None:
+    routing.check()
 
 
 class _ExpertParallelMLP(torch.autograd.Function):

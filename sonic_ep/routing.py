@@ -58,19 +58,25 @@ class SizesOnHost:
         self._num_ranks = num_ranks
         self._check = check
         self._known: tuple[HostSizes, list[int]] | None = None
+        # What was raised: told once by a collective, and again without. Not the error, which would hold its frames.
+        self._told: tuple[type[Exception], str] | None = None
         self.on_failure: Callable[[], object] | None = None
 
     def read(self) -> HostSizes:
         """The sizes; waits for them. Raises what the ranks' reports say is wrong."""
         sizes, reports = self._arrived()
+        if self._told is not None:
+            kind, message = self._told
+            raise kind(message)
         if self._check is not None:
             try:
                 self._check(reports)
-            except (RuntimeError, ValueError):
-                undo, self.on_failure = self.on_failure, None
-                if undo is not None:
-                    undo()
+            except (RuntimeError, ValueError) as error:
+                self._told = type(error), str(error)
+                if self.on_failure is not None:
+                    self.on_failure()
                 raise
+            self._check = None
         return sizes
 
     def check(self) -> None:

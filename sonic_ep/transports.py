@@ -51,6 +51,8 @@ class GroupTransport:
             transport.raise_if_lost()
 
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
+        if routing.gates_N.device.type not in self._chosen:
+            routing.check()  # the choice is a collective
         return self.on(routing.gates_N).open(routing, plan, x_TH)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:

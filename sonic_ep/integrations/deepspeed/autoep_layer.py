@@ -71,9 +71,9 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
         x_TH = hidden_states.reshape(-1, H)
         transport = transport_for(self.ep, self.experts.options.transport)
         routing, counts_E = self.router(x_TH, self.ep, transport)
-        with torch.no_grad():
-            self.tokens_per_expert.add_(counts_E)
         output = self.experts(x_TH, routing, self.ep, transport).view_as(hidden_states)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts_E)  # now that no rank has reported a problem
         return self._finalize_output(output, x_TH, hidden_states, H)
 
 
