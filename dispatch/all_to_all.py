@@ -53,12 +53,12 @@ class AllToAllTransport:
                 "capture; leave the layer out of the graph, or use ep_size=1"
             )
         sizes, rank = sizes_on_host(routing).read(), self.group.rank
-        pairs_out, pairs_in = sizes.pairs_SQ[rank], tuple(pairs_Q[rank] for pairs_Q in sizes.pairs_SQ)
+        pairs_out, pairs_in = sizes.pairs_SQ[rank], sizes.pairs_in(rank)
         splits, num_pairs = (pairs_out, pairs_in), sum(pairs_out)
         sent = sent_rows(routing.token_ids_N[:num_pairs], plan.pair_starts_Q, routing.num_tokens)
         received = self._exchange("lists", _pack(sent.row_of_pair_N, routing.gates_N[:num_pairs]), *splits)
         row_in_source_V, gates_V = _unpack(received, routing.gates_N.dtype)
-        chunks = plan.chunks(sum(rows_Q[rank] for rows_Q in sizes.rows_SQ), sum(pairs_in))
+        chunks = plan.chunks(sizes.num_rows(rank), sum(pairs_in))
         row_starts_S = row_starts(chunks, row_in_source_V)
         starts = torch.stack([sent.row_starts_Q, row_starts_S]).cpu()
         num_sent, num_rows = starts[:, -1].tolist()

@@ -92,4 +92,4 @@ class LocalTransport:
 
 def _rows_and_pairs(arriving: SizesOnHost) -> tuple[int, int]:
     sizes = arriving.read()
-    return sizes.rows_SQ[0][0], sizes.pairs_SQ[0][0]
+    return sizes.num_rows(0), sum(sizes.pairs_in(0))

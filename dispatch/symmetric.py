@@ -282,10 +282,9 @@ class SymmetricTransport:
         return sizes_on_host(routing)
 
     def _exact_sizes(self, sizes: HostSizes) -> _Sizes:
-        rank, pairs_in_Q = self.group.rank, [sum(column) for column in zip(*sizes.pairs_SQ, strict=True)]
+        rank, pairs_in_Q = self.group.rank, [sum(sizes.pairs_in(owner)) for owner in range(self.group.size)]
         most_pairs = max(*map(sum, sizes.pairs_SQ), *pairs_in_Q)
-        num_rows = sum(rows_Q[rank] for rows_Q in sizes.rows_SQ)
-        return _Sizes(max(1, *sizes.tokens_S), num_rows, pairs_in_Q[rank], most_pairs)
+        return _Sizes(max(1, *sizes.tokens_S), sizes.num_rows(rank), pairs_in_Q[rank], most_pairs)
 
     def _static_sizes(self, routing: Routing) -> _Sizes:
         routing.check()

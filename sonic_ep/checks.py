@@ -24,6 +24,15 @@ def problem_with_input(x: object, *, d: int, dtype: torch.dtype, device: torch.d
     return None
 
 
+def problem_with_rows(x_TH: Tensor, num_tokens: int) -> str | None:
+    """What is wrong with rows x (T, H) for a routing of so many tokens."""
+    if x_TH.dim() != 2:
+        return f"x has shape {tuple(x_TH.shape)}, wanted (T, d)"
+    if num_tokens != x_TH.shape[0]:
+        return f"the routing is of {num_tokens} tokens, x has {x_TH.shape[0]}"
+    return None
+
+
 def problem_with_weights(
     x_TH: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, *, gated: bool, local_experts: int
 ) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 from torch.autograd.function import once_differentiable
 
-from sonic_ep.checks import problem_with_up, problem_with_weights
+from sonic_ep.checks import problem_with_rows, problem_with_up, problem_with_weights
 from sonic_ep.compiled import moe_in_graph
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
@@ -64,7 +64,7 @@ def moe(
     """
     act = activation_named(activation)
     gated, local_experts = act.gated and up_eIH is None, routing.counts.rows_SE.shape[1] // group.size
-    problem = _problem_with_rows(x_TH, routing)
+    problem = problem_with_rows(x_TH, routing.num_tokens)
     if problem is None:
         problem = problem_with_weights(x_TH, w1_eJH, w2_eHI, b1_eJ, b2_eH, gated=gated, local_experts=local_experts)
     if problem is None and up_eIH is not None:
@@ -98,14 +98,6 @@ def moe(
     call = Call(transport, act, keep_dispatched)
     owners = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, owners)
-
-
-def _problem_with_rows(x_TH: Tensor, routing: Routing) -> str | None:
-    if x_TH.dim() != 2:
-        return f"x has shape {tuple(x_TH.shape)}, wanted (T, d)"
-    if routing.num_tokens != x_TH.shape[0]:
-        return f"the routing is of {routing.num_tokens} tokens, x has {x_TH.shape[0]}"
-    return None
 
 
 @_disable_dynamo

@@ -43,6 +43,14 @@ class HostSizes(NamedTuple):
     rows_SQ: tuple[tuple[int, ...], ...]
     pairs_SQ: tuple[tuple[int, ...], ...]
 
+    def num_rows(self, owner: int) -> int:
+        """P: the rows that an owner receives."""
+        return sum(rows_Q[owner] for rows_Q in self.rows_SQ)
+
+    def pairs_in(self, owner: int) -> tuple[int, ...]:
+        """The real pairs that an owner receives, from each rank."""
+        return tuple(pairs_Q[owner] for pairs_Q in self.pairs_SQ)
+
 
 @final
 class SizesOnHost:

@@ -49,8 +49,9 @@ def _classes(chosen_ptr, open_ptr, columns, words, T, divided, HAS_ALLOWED: tl.c
 
 
 @triton.jit
-def _keys_of_words(keys_ptr, own, columns, words, end):
-    """(columns, 32) keys, ordered from the end that is searched (0: the best, -1: the worst); OUT outside of `own`."""
+def _keys_of_words(keys_ptr, chosen_ptr, open_ptr, columns, words, T, divided, end, HAS_ALLOWED: tl.constexpr):
+    """(columns, 32) keys of the divided class, from the end that is searched (0: the best, -1: the worst); else OUT."""
+    own, _above = _classes(chosen_ptr, open_ptr, columns, words, T, divided, HAS_ALLOWED)
     lanes = tl.arange(0, 32)[None, :]
     keys = tl.load(keys_ptr + columns[:, None] * 32 + lanes, mask=(columns < words)[:, None], other=0)
     return tl.where(((own[:, None] >> lanes) & 1) != 0, keys ^ end, OUT)
@@ -74,8 +75,8 @@ def _best_of_words(
     greatest = tl.full([WORDS], NAN, tl.int32)
     for first in range(0, words, WORDS):
         columns = first + tl.arange(0, WORDS)
-        own, _above = _classes(chosen_ptr, open_ptr, columns, words, T, divided, HAS_ALLOWED)
-        best = tl.max(_keys_of_words(keys_ptr, own, columns, words, end), axis=1)
+        keys = _keys_of_words(keys_ptr, chosen_ptr, open_ptr, columns, words, T, divided, end, HAS_ALLOWED)
+        best = tl.max(keys, axis=1)
         tl.store(best_ptr + columns, best, mask=columns < words)
         least = tl.minimum(least, tl.where(best == OUT, IN, best))
         greatest = tl.maximum(greatest, best)
@@ -144,8 +145,7 @@ def _gather_words(
     for first in range(0, listed, WORDS):
         places = first + tl.arange(0, WORDS)
         columns = tl.load(listed_ptr + places, mask=places < listed, other=words)
-        own, _above = _classes(chosen_ptr, open_ptr, columns, words, T, divided, HAS_ALLOWED)
-        keys = _keys_of_words(keys_ptr, own, columns, words, end)
+        keys = _keys_of_words(keys_ptr, chosen_ptr, open_ptr, columns, words, T, divided, end, HAS_ALLOWED)
         # Words are listed in order, so none moves behind its place; but another thread may still be reading there.
         tl.debug_barrier()
         to = places[:, None] * 32 + tl.arange(0, 32)[None, :]

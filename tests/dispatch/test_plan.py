@@ -134,8 +134,7 @@ def test_chunks_as_they_arrive(load: Load) -> None:
     for owner in range(load.size):
         slot_of = {row: slot for slot, row in enumerate(pair_buffer(load.rows, owner, load.tile))}
         rank_plan = plan.of_rank(owner)
-        received = [sum(table_Q[owner] for table_Q in table) for table in (sizes.rows_SQ, sizes.pairs_SQ)]
-        chunks = rank_plan.chunks(*received)
+        chunks = rank_plan.chunks(sizes.num_rows(owner), sum(sizes.pairs_in(owner)))
         arriving = [(s, expert) for s in range(load.size) for expert in load.own(owner)]
         before = 0
         for (s, expert), fields_F in zip(arriving, chunks.table_FC.T.tolist(), strict=True):
@@ -161,7 +160,10 @@ def test_pairs_between_ranks(load: Load) -> None:
         starts = rank_plan.pair_starts_Q
         assert (starts.dtype, starts.tolist()) == (torch.int32, [sum(pairs[:q]) for q in range(load.size + 1)])
         assert rank_plan.pairs_SQ.view(load.size, load.size).tolist() == expected
-    assert host_sizes_of(load).pairs_SQ == tuple(map(tuple, expected))
+    sizes = host_sizes_of(load)
+    assert sizes.pairs_SQ == tuple(map(tuple, expected))
+    for owner in range(load.size):
+        assert sizes.pairs_in(owner) == tuple(row[owner] for row in expected)
 
 
 def test_example_of_the_docstring() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from sonic_ep.kernels.host_sizes import host_sizes
 from tests.helpers.poison import poisoned_empty
@@ -20,14 +21,15 @@ def check(size: int, e: int, fields: int | None, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows_SE, pairs_SE = torch.randint(0, 2**40, (2, size, size * e), generator=generator)
     gathered = torch.randint(0, 2**40, (size, 9), generator=generator)
-    tokens_S, reports_SF = gathered[:, 0], None if fields is None else gathered[:, :fields]  # columns, as agreement's
-    expected = host_sizes(tokens_S, rows_SE, pairs_SE, reports_SF)
-    there = [None if t is None else t.to(DEVICE) for t in (tokens_S, rows_SE, pairs_SE, reports_SF)]
-    if DEVICE == "cuda":  # .to() makes columns contiguous
-        there[0], there[3] = gathered.to(DEVICE)[:, 0], None if fields is None else gathered.to(DEVICE)[:, :fields]
+
+    def arguments(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        there = gathered.to(device)  # of which agreement gives columns
+        reports_SF = None if fields is None else there[:, :fields]
+        return there[:, 0], rows_SE.to(device), pairs_SE.to(device), reports_SF
+
     with poisoned_empty():
-        got = KERNEL.host_sizes(*there)
-    assert torch.equal(got.cpu(), expected)
+        got = KERNEL.host_sizes(*arguments(DEVICE))
+    assert torch.equal(got.cpu(), host_sizes(*arguments("cpu")))
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
