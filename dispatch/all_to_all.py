@@ -32,6 +32,8 @@ class AllToAllTransport:
     wire_bytes counts what this rank has sent to other ranks, by kind: "lists", "dispatch", "combine", "return_pairs".
     """
 
+    sends_unchecked = False
+
     def __init__(self, group: EPGroup) -> None:
         self.group = group
         self.name = f"{group.name} all-to-all"

@@ -25,7 +25,7 @@ class LocalTransport:
     and while a CUDA graph is captured, it does not wait: rows and lists keep the most room that they can need.
     """
 
-    name = ""
+    name, sends_unchecked = "", False
 
     def __init__(self, *, static: bool = False) -> None:
         self._static = static

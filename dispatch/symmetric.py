@@ -18,6 +18,7 @@ kernels must be launched on streams that wait for each other, as autograd does.
 Legend: see protocol.py; S ranks of the group.
 """
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ class SymmetricTransport:
     ) -> None:
         self.group = group
         self.name = f"{group.name} symmetric"
+        self.sends_unchecked = static
         self._allocate = allocate
         self._patience = patience
         self._static = static
@@ -162,7 +164,7 @@ class SymmetricTransport:
         token_ids_N = routing.token_ids_N.contiguous()
         needed = needed_rows(token_ids_N, plan.pair_starts_Q, T)
         # Here the host waits, and not before: the device goes on with what was launched meanwhile.
-        sizes = self._static_sizes(routing) if arriving is None else self._exact_sizes(arriving.read())
+        sizes = self._static_sizes(routing, x_TH) if arriving is None else self._exact_sizes(arriving.read())
         meeting, pairs = self._meet(), self._room_for_pairs(sizes.most_pairs)
         rows_RH = None
         if x_TH is not None:
@@ -170,7 +172,7 @@ class SymmetricTransport:
             # Beside the lists, which it does not need. It allocates no tensor that lives on, and is waited for before
             # this returns: no tensor of one stream is freed while the other uses it.
             with self._aside(x_TH):
-                rows_RH = self._send(x_TH, needed, sizes.stride)
+                rows_RH = self._send(x_TH, needed, pairs_SQ, sizes.stride)
         rows_at, gates_at, _ = pairs.addresses
         peer_kernels().push_lists(meeting, token_ids_N, routing.gates_N.contiguous(), pairs_SQ, rows_at, gates_at)
         row_in_source_V = pairs.memory.view(pairs.starts[0], (sizes.num_pairs,), INDEX_DTYPE)
@@ -195,8 +197,8 @@ class SymmetricTransport:
         return Opened(receipt, buffer.gates_P, rows_RH)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
-        needed, _, _ = receipt.own_lists
-        return self._send(x_TH.contiguous(), needed, receipt.num_rows // self.group.size)
+        needed, _, pairs_SQ = receipt.own_lists
+        return self._send(x_TH.contiguous(), needed, pairs_SQ, receipt.num_rows // self.group.size)
 
     def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
         if self._dispatch == "push":
@@ -217,11 +219,12 @@ class SymmetricTransport:
     def _combine(
         self, values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None, receipt: Receipt
     ) -> Tensor:
-        needed, tokens_S, _ = receipt.own_lists
+        needed, tokens_S, pairs_SQ = receipt.own_lists
         stride = receipt.num_rows // self.group.size
         rows = self._room_for_rows(values_PH, stride)
         meeting, kernels = self._meet(), peer_kernels()
-        kernels.push_sums(meeting, values_PH, items, starts, weights_P, tokens_S, rows.addresses[2], stride)
+        there = rows.addresses[2]
+        kernels.push_sums(meeting, values_PH, items, starts, weights_P, tokens_S, pairs_SQ, there, stride)
         back = rows.view(2, values_PH, receipt.num_rows)
         return kernels.sum_sent(meeting, back, needed, receipt.num_tokens, stride)
 
@@ -233,11 +236,11 @@ class SymmetricTransport:
         buffer = pairs.memory.view(pairs.starts[2], (pairs.capacity,), values_P.dtype)
         return kernels.take_values(meeting, buffer, pairs_SQ, receipt.num_listed)
 
-    def _send(self, x_TH: Tensor, needed: Tensor, stride: int) -> Tensor:
+    def _send(self, x_TH: Tensor, needed: Tensor, pairs_SQ: Tensor, stride: int) -> Tensor:
         if self._dispatch == "copy":
             return self._copy(x_TH, stride)()
         meeting, rows = self._meet(), self._next_rows(x_TH, stride)
-        peer_kernels().push_rows(meeting, x_TH, needed, rows.addresses[self._turn], stride)
+        peer_kernels().push_rows(meeting, x_TH, needed, pairs_SQ, rows.addresses[self._turn], stride)
         return rows.view(self._turn, x_TH, self.group.size * stride)
 
     def _copy(self, x_TH: Tensor, stride: int) -> Callable[[], Tensor]:
@@ -286,9 +289,15 @@ class SymmetricTransport:
         most_pairs = max(*map(sum, sizes.pairs_SQ), *pairs_in_Q)
         return _Sizes(max(1, *sizes.tokens_S), sizes.num_rows(rank), pairs_in_Q[rank], most_pairs)
 
-    def _static_sizes(self, routing: Routing) -> _Sizes:
+    def _static_sizes(self, routing: Routing, x_TH: Tensor | None) -> _Sizes:
+        """What no step exceeds. Checks the routing, unless it can be checked when all has been launched."""
+        T, most, on_host = routing.num_tokens, routing.most_received, routing.on_host
+        assert most is not None
+        sizes = _Sizes(max(1, T), most, most, max(most, routing.token_ids_N.shape[0]))
+        if on_host is not None and on_host.void_if_wrong and self._is_ready(T, x_TH, sizes):
+            on_host.on_failure(functools.partial(setattr, self, "_turn", self._turn))
+            return sizes
         routing.check()
-        assert routing.most_received is not None
         if self._tokens is None:
             everyones = self.group.all_gather_object(routing.num_tokens)
             if len(set(everyones)) > 1:
@@ -299,8 +308,16 @@ class SymmetricTransport:
         problem = self.problem_with(routing.num_tokens)
         if problem is not None:
             raise ValueError(problem)
-        most = routing.most_received
-        return _Sizes(max(1, self._tokens), most, most, max(most, routing.token_ids_N.shape[0]))
+        return sizes
+
+    def _is_ready(self, num_tokens: int, x_TH: Tensor | None, sizes: _Sizes) -> bool:
+        """Can all of a forward be launched without the host's taking part in anything with other ranks? Copies cannot:
+        engines ask no counts."""
+        if x_TH is None or num_tokens != self._tokens or self._meeting is None or self._dispatch == "copy":
+            return False
+        rows = self._rows.get(x_TH.shape[1] * x_TH.element_size())
+        has_rows = rows is not None and rows.buffer_bytes >= self._bytes_of_rows(x_TH, sizes.stride)
+        return has_rows and self._pairs is not None and self._pairs.capacity >= sizes.most_pairs
 
     def _starts_of_regions(self, stride: int, like: Tensor, *, static: bool) -> Tensor:
         """(S + 1,). That of static buffers never changes, so a graph may have it."""
@@ -347,13 +364,17 @@ class SymmetricTransport:
     def _room_for_rows(self, like: Tensor, stride: int) -> _Rows:
         """Likewise."""
         row_bytes = like.shape[1] * like.element_size()
-        rows, needed = self._rows.get(row_bytes), _aligned(self.group.size * stride * row_bytes)
+        rows, needed = self._rows.get(row_bytes), self._bytes_of_rows(like, stride)
         if rows is None or rows.buffer_bytes < needed:
             self._let_go(rows)
             self._rows.pop(row_bytes, None)
             del rows
             rows = self._rows[row_bytes] = _Rows.allocate(self._allocate, needed)
         return rows
+
+    def _bytes_of_rows(self, like: Tensor, stride: int) -> int:
+        """Of one buffer of rows like these."""
+        return _aligned(self.group.size * stride * like.shape[1] * like.element_size())
 
     def _let_go(self, memory: object | None) -> None:
         """Before memory is replaced: nobody may be writing to it."""

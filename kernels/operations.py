@@ -158,6 +158,11 @@ def host_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, reports_SF: 
     return _lists("host_sizes", rows_SE.is_cuda).host_sizes(tokens_S, rows_SE, pairs_SE, reports_SF)
 
 
+def void_unless(counts_SE: Tensor, conditions_S: Tensor, healthy: int) -> None:
+    """`void_unless` of kernels/condition.py, likewise."""
+    _lists("condition", counts_SE.is_cuda).void_unless(counts_SE, conditions_S, healthy)
+
+
 @functools.cache
 def _lists(module: str, on_gpu: bool) -> Any:
     """A module of integers, or its namesake of the same functions in kernels/cuda/."""

@@ -1,7 +1,8 @@
 """The one small all-gather of a step: every rank's counts, token number and health; then the decision.
 
 A rank whose input is bad still takes part, so that all ranks raise the same error instead of waiting for it. Counts and
-decision stay on the device. The host reads the ranks' health, a few integers each, with the sizes, which it does late.
+decision stay on the device. The host reads the ranks' conditions with the sizes, which it does late; where rows may be
+sent before, a bad condition makes all counts void on the device.
 
 Legend: S ranks of the EP group, E experts, F fields of a header.
 """
@@ -17,14 +18,18 @@ from torch import Tensor
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.host_copy import host_may_wait
-from sonic_ep.kernels.operations import host_sizes
+from sonic_ep.kernels.operations import host_sizes, void_unless
 from sonic_ep.routers.rounding import decide, leaves_sizes_open
 from sonic_ep.routers.selection import MAX_TOKENS
 from sonic_ep.routing import Counts, SizesOnHost
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_HEADER = 5  # integers of a header, and their places
-_TOKENS, _HAS_PROBLEM, _KIND, _DRAW, _BAD_LOGITS = range(_HEADER)
+_HEADER = 3  # integers of a header, and their places
+_TOKENS, _CONDITION, _DRAW = range(_HEADER)
+# A condition: the kind, dtype and mode, which all ranks must share, and nothing else of a rank that is well.
+_KINDS = 2 * len(_DTYPES)
+_PROBLEM = _KINDS
+_BAD_LOGIT = 2 * _KINDS  # for each of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +79,18 @@ def agree(
         problem = f"T={report.num_tokens} tokens on one rank exceed the limit of {MAX_TOKENS - 1}; split the batch"
     if problem is None and report.dtype not in _DTYPES:
         problem = f"x has dtype {report.dtype}; supported are {', '.join(map(str, _DTYPES))}"
-    kind = 2 * _DTYPES.index(report.dtype) + report.training if report.dtype in _DTYPES else -1
-    header_F = _header(report, kind, has_problem=problem is not None)
-    reports_SF, chosen_SE = _gather(header_F, report.counts_E, group, exchange, meanwhile)
+    kind = _PROBLEM if problem is not None else 2 * _DTYPES.index(report.dtype) + report.training
+    reports_SF, chosen_SE = _gather(_header(report, kind), report.counts_E, group, exchange, meanwhile)
     if problem is not None:
         # What was counted need not make sense. The others raise when they read the reports.
         _raise_problems(reports_SF.flatten().tolist(), problem, group, exchange)
+    readable, void_if_wrong = host_may_wait(reports_SF), False
+    if readable and exchange is not None and exchange.sends_unchecked:
+        void_unless(chosen_SE, reports_SF[:, _CONDITION], kind)
+        void_if_wrong = True
     tokens_S = reports_SF[:, _TOKENS]
     decision = decide(chosen_SE, tokens_S, rounding, training=report.training, draw=reports_SF[0, _DRAW])
     counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
-    readable = host_may_wait(reports_SF)
     if report.bad_logits is not None and not readable:
         raise ValueError(
             "router.check_logits=True makes the host wait for the device, which a CUDA graph cannot capture; "
@@ -94,20 +101,19 @@ def agree(
         return Agreement(counts, None)
     values = host_sizes(tokens_S, counts.rows_SE, counts.pairs_SE, reports_SF)
     check = functools.partial(_raise_problems, problem=None, group=group, exchange=exchange)
-    return Agreement(counts, SizesOnHost(values, group.size, check if reads_reports else None))
+    on_host = SizesOnHost(values, group.size, check if reads_reports else None, void_if_wrong=void_if_wrong)
+    return Agreement(counts, on_host)
 
 
-def _header(report: Report, kind: int, *, has_problem: bool) -> Tensor:
+def _header(report: Report, kind: int) -> Tensor:
     """(F,) int64, made on the device: nothing is copied there, so that a CUDA graph may capture it."""
     header_F = report.counts_E.new_zeros(_HEADER)
     header_F[_TOKENS].fill_(report.num_tokens)
-    header_F[_KIND].fill_(kind)
-    if has_problem:
-        header_F[_HAS_PROBLEM].fill_(1)
+    header_F[_CONDITION].fill_(kind)
     if report.draw is not None:
         header_F[_DRAW].copy_(report.draw)
     if report.bad_logits is not None:
-        header_F[_BAD_LOGITS].copy_(report.bad_logits.clamp(max=2**31 - 1))
+        header_F[_CONDITION].add_(report.bad_logits, alpha=_BAD_LOGIT)
     return header_F
 
 
@@ -129,15 +135,16 @@ def _raise_problems(reports: list[int], problem: str | None, group: EPGroup, exc
     """reports: of the ranks, in order, on the host, so that they have come, if they were to come."""
     if exchange is not None:
         exchange.raise_if_lost()
-    if any(reports[_HAS_PROBLEM::_HEADER]):
+    conditions = reports[_CONDITION::_HEADER]
+    if any(condition & _PROBLEM for condition in conditions):
         group.raise_together(problem)
-    kinds = reports[_KIND::_HEADER]
+    kinds = [condition % _KINDS for condition in conditions]
     if len(set(kinds)) > 1:
         described = ", ".join(
             f"rank {rank}: {_DTYPES[kind // 2]} {'training' if kind % 2 else 'eval'}" for rank, kind in enumerate(kinds)
         )
         raise ValueError(f"the ranks of the EP group disagree about input dtype or training mode: {described}")
-    bad_logits = reports[_BAD_LOGITS::_HEADER]
+    bad_logits = [condition // _BAD_LOGIT for condition in conditions]
     if any(bad_logits):
         bad = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(bad_logits) if count)
         raise ValueError(

@@ -71,7 +71,7 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
             chosen_E = counts.chosen_SE.sum(0)
             counter_E += chosen_E
             if on_host is not None:
-                on_host.on_failure = lambda: counter_E.sub_(chosen_E)
+                on_host.on_failure(lambda: counter_E.sub_(chosen_E))
     record_selection(router, selection)
     return selection
 

@@ -124,6 +124,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         x_TH = x_TH.contiguous()
         opened = call.transport.open(routing, plan, x_TH)
         out_TH, kept = forward(x_TH, opened, ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH), call)
+        routing.check()  # if the transport has sent unchecked: all has been launched
         weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)
         ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, *weights, *kept.receipt.lists())
         # Not from saved_tensors: what hooks on them give back may have no attributes.

@@ -21,6 +21,11 @@ class Exchange(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def sends_unchecked(self) -> bool:
+        """May rows be sent before the host has checked a routing? Then its counts must be void if it is bad."""
+        ...
+
     def problem_with(self, num_tokens: int) -> str | None:
         """Why rows of so many tokens cannot be exchanged, which all ranks must be told before anybody tries."""
         ...

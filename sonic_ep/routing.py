@@ -58,17 +58,26 @@ class SizesOnHost:
     needs them does not wait for what was launched since.
 
     values: of `host_sizes` (kernels/host_sizes.py), for that many ranks. check: given the reports, rank after rank,
-    raises what is wrong; None if nothing can be. on_failure: what is to be undone then.
+    raises what is wrong; None if nothing can be. void_if_wrong: no rank sends anything then, whatever was launched; see
+    kernels/condition.py.
     """
 
-    def __init__(self, values: Tensor, num_ranks: int, check: Callable[[list[int]], None] | None = None) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        num_ranks: int,
+        check: Callable[[list[int]], None] | None = None,
+        *,
+        void_if_wrong: bool = False,
+    ) -> None:
         self._copy = HostCopy(values)
         self._num_ranks = num_ranks
         self._check = check
         self._known: tuple[HostSizes, list[int]] | None = None
         # What was raised: told once by a collective, and again without. Not the error, which would hold its frames.
         self._told: tuple[type[Exception], str] | None = None
-        self.on_failure: Callable[[], object] | None = None
+        self.void_if_wrong = void_if_wrong
+        self._undo: list[Callable[[], object]] = []
 
     def read(self) -> HostSizes:
         """The sizes; waits for them. Raises what the ranks' reports say is wrong."""
@@ -81,11 +90,17 @@ class SizesOnHost:
                 self._check(reports)
             except (RuntimeError, ValueError) as error:
                 self._told = type(error), str(error)
-                if self.on_failure is not None:
-                    self.on_failure()
+                for undo in self._undo:
+                    undo()
                 raise
             self._check = None
+            self._undo.clear()
         return sizes
+
+    def on_failure(self, undo: Callable[[], object]) -> None:
+        """What is to be undone if something proves wrong."""
+        if self._check is not None:
+            self._undo.append(undo)
 
     def check(self) -> None:
         """Raises likewise; waits only if there can be something to raise."""

@@ -37,6 +37,7 @@ class GroupTransport:
         self.group = EPGroup(group.process_group)
         self.config = config
         self.text, self.name = _text_of(config), _name_of(group, config)
+        self.sends_unchecked = config.buffers == "static"
         self._chosen: dict[str, AllToAllTransport | SymmetricTransport] = {}
 
     def problem_with(self, num_tokens: int) -> str | None:

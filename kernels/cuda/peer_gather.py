@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.peers import arrive, leave, wait_for
+from sonic_ep.kernels.cuda.peers import arrive, given_up, leave, wait_for
 from sonic_ep.kernels.peers import Meeting, Stage
 
 PLACES = 2
@@ -26,12 +26,12 @@ def _place(places_ptr, owner, source, meeting, room, S: tl.constexpr, PLACES: tl
 
 
 @triton.jit
-def _copy(from_ptr, to_ptr, F, BLOCK: tl.constexpr):
-    """Past the first-level cache, which knows nothing of what others write."""
+def _copy(from_ptr, to_ptr, F, there, BLOCK: tl.constexpr):
+    """Past the first-level cache, which knows nothing of what others write. Zeros unless `there`."""
     offset = 0
     while offset < F:
         index = offset + tl.arange(0, BLOCK)
-        values = tl.load(from_ptr + index, mask=index < F, cache_modifier=".cg")
+        values = tl.load(from_ptr + index, mask=(index < F) & there, other=0, cache_modifier=".cg")
         tl.store(to_ptr + index, values, mask=index < F)
         offset += BLOCK
 
@@ -54,7 +54,7 @@ def _announce(
 ):
     """One program a peer."""
     meeting, peer = tl.load(state_ptr + STAGE) + 1, tl.program_id(0)
-    _copy(values_ptr, _place(places_ptr, peer, rank, meeting, room, S, PLACES), F, BLOCK)
+    _copy(values_ptr, _place(places_ptr, peer, rank, meeting, room, S, PLACES), F, True, BLOCK)
     tl.debug_barrier()
     arrive(meeting, flags_ptr, peer, rank, STAGE, S)
 
@@ -79,7 +79,8 @@ def _take_all(
     meeting, source = tl.load(state_ptr + STAGE) + 1, tl.program_id(0)
     wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, source, STAGE, S)
     tl.debug_barrier()
-    _copy(_place(places_ptr, rank, source, meeting, room, S, PLACES), out_ptr + source * F, F, BLOCK)
+    place_ptr = _place(places_ptr, rank, source, meeting, room, S, PLACES)
+    _copy(place_ptr, out_ptr + source * F, F, given_up(state_ptr) == 0, BLOCK)
     leave(meeting, state_ptr, STAGE)
 
 
@@ -93,7 +94,7 @@ def announce(meeting: Meeting, values_F: Tensor, places_S: Tensor, room: int) ->
 
 
 def take_all(meeting: Meeting, places_S: Tensor, count: int, room: int) -> Tensor:
-    """(S, F) int64: what every rank has announced, once it has."""
+    """(S, F) int64: what every rank has announced, once it has; zeros if a rank was waited for in vain."""
     gathered_SF = torch.empty(meeting.size, count, dtype=torch.int64, device=places_S.device)
     _launch(_take_all, meeting, (places_S, gathered_SF), count, room)
     return gathered_SF

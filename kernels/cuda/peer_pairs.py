@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.peers import begin, finish
+from sonic_ep.kernels.cuda.peers import begin, finish, nobody_sends
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.peers import Meeting, Stage
 
@@ -45,6 +45,8 @@ def _push_lists(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if nobody_sends(pairs_ptr, S, RANKS):
+        return
     meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
     for owner in tl.static_range(S):
         num_pairs = tl.load(pairs_ptr + rank * S + owner)

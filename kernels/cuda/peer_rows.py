@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sonic_ep.kernels.cuda.gather_sum import UNROLL, accumulator_of, block_of, row_sum
-from sonic_ep.kernels.cuda.peers import begin, finish
+from sonic_ep.kernels.cuda.peers import begin, finish, nobody_sends
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.peers import Meeting, Stage
 
@@ -31,6 +31,7 @@ SUM_PROGRAMS = 16 * 132  # of one warp; fewer than there is room for at once, so
 def _push_rows(
     x_ptr,
     needed_ptr,
+    pairs_ptr,
     buffers_ptr,
     flags_ptr,
     state_ptr,
@@ -42,9 +43,12 @@ def _push_rows(
     H,
     STAGE: tl.constexpr,
     S: tl.constexpr,
+    RANKS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    if nobody_sends(pairs_ptr, S, RANKS):
+        return
     meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
     blocks = tl.cdiv(H, COLUMNS)
     tiles = tl.cdiv(T, TOKENS) * blocks
@@ -72,6 +76,7 @@ def _push_sums(
     starts_ptr,
     weights_ptr,
     tokens_ptr,
+    pairs_ptr,
     buffers_ptr,
     flags_ptr,
     state_ptr,
@@ -82,11 +87,14 @@ def _push_sums(
     H,
     STAGE: tl.constexpr,
     S: tl.constexpr,
+    RANKS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
+    if nobody_sends(pairs_ptr, S, RANKS):
+        return
     meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
     blocks = tl.cdiv(H, BLOCK)
     most = tl.load(tokens_ptr)
@@ -156,17 +164,19 @@ def _sum_sent(
     tl.store(out_ptr + token.to(tl.int64) * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def push_rows(meeting: Meeting, x_TH: Tensor, needed: Tensor, buffers_S: Tensor, stride: int) -> None:
+def push_rows(meeting: Meeting, x_TH: Tensor, needed: Tensor, pairs_SQ: Tensor, buffers_S: Tensor, stride: int) -> None:
     """Write each row of x to every rank that needs it, into this rank's region there.
 
-    Shapes:  x_TH (T, H) contiguous; needed of `needed_rows`, kernels/sent_rows.py; buffers_S (S,) int64 addresses of
-             the ranks' buffers (S * stride, H) in the dtype of x; stride >= T of any rank.
+    Shapes:  x_TH (T, H) contiguous; needed of `needed_rows`, kernels/sent_rows.py; pairs_SQ as in push_lists,
+             peer_pairs.py; buffers_S (S,) int64 addresses of the ranks' buffers (S * stride, H) in the dtype of x;
+             stride >= T of any rank.
     """
     T, H = x_TH.shape
     columns = min(_MAX_COLUMNS, next_power_of_2(H))
     _push_rows[(PUSH_PROGRAMS,)](
         x_TH,
         needed,
+        pairs_SQ,
         buffers_S,
         *meeting.arguments,
         T,
@@ -174,6 +184,7 @@ def push_rows(meeting: Meeting, x_TH: Tensor, needed: Tensor, buffers_S: Tensor,
         H,
         STAGE=Stage.DISPATCH.value,
         S=meeting.size,
+        RANKS=next_power_of_2(meeting.size),
         TOKENS=max(1, _PUSHED // columns),
         COLUMNS=columns,
         num_warps=_PUSH_WARPS,
@@ -187,13 +198,14 @@ def push_sums(
     starts: Tensor,
     weights_P: Tensor | None,
     tokens_S: Tensor,
+    pairs_SQ: Tensor,
     buffers_S: Tensor,
     stride: int,
 ) -> None:
     """gather_sum (kernels/reference.py), each sum written to the rank its row came from.
 
-    Rows without an item are left out. tokens_S: (S,) int32, T of each rank. starts: (S * stride + 1,). buffers_S,
-    stride: as in push_rows.
+    Rows without an item are left out. tokens_S: (S,) int32, T of each rank. starts: (S * stride + 1,). pairs_SQ,
+    buffers_S, stride: as in push_rows.
     """
     H = values_PH.shape[1]
     _push_sums[(SUM_PROGRAMS,)](
@@ -202,12 +214,14 @@ def push_sums(
         starts,
         weights_P if weights_P is not None else values_PH,
         tokens_S,
+        pairs_SQ,
         buffers_S,
         *meeting.arguments,
         stride,
         H,
         STAGE=Stage.COMBINE.value,
         S=meeting.size,
+        RANKS=next_power_of_2(meeting.size),
         HAS_WEIGHTS=weights_P is not None,
         BLOCK=block_of(H),
         UNROLL=UNROLL,

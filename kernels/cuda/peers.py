@@ -33,19 +33,32 @@ def flag(flags_ptr, owner, source, kind: tl.constexpr, STAGE: tl.constexpr, S: t
 
 
 @triton.jit
+def nobody_sends(pairs_ptr, S: tl.constexpr, RANKS: tl.constexpr):
+    """Has no rank any pair for any owner? Then no rank meets: some may not even have launched the kernel."""
+    index = tl.arange(0, RANKS * RANKS)
+    return tl.max(tl.load(pairs_ptr + index, mask=index < S * S, other=0), axis=0) == 0
+
+
+@triton.jit
+def given_up(state_ptr):
+    """Has any rank been waited for in vain? See Meeting."""
+    return tl.load(state_ptr + 2 * _STAGES, volatile=True) != 0
+
+
+@triton.jit
 def wait(flag_ptr, meeting, source, state_ptr, report_ptr, patience, STAGE: tl.constexpr):
     """Until the flag has reached `meeting`, or patience is over: then it is reported, and nobody waits any more."""
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     if seen < meeting:
         start = now()
-        given_up = tl.load(state_ptr + 2 * _STAGES, volatile=True)
-        while (seen < meeting) & (given_up == 0):
+        missing = tl.load(state_ptr + 2 * _STAGES, volatile=True)
+        while (seen < meeting) & (missing == 0):
             seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-            given_up = tl.load(state_ptr + 2 * _STAGES, volatile=True)
-            if (seen < meeting) & (given_up == 0) & (now() - start > patience):
-                given_up = tl.zeros([], tl.int64) + STAGE * _RANKS + source + 1
-                tl.store(state_ptr + 2 * _STAGES, given_up)
-                tl.store(report_ptr, given_up)
+            missing = tl.load(state_ptr + 2 * _STAGES, volatile=True)
+            if (seen < meeting) & (missing == 0) & (now() - start > patience):
+                missing = tl.zeros([], tl.int64) + STAGE * _RANKS + source + 1
+                tl.store(state_ptr + 2 * _STAGES, missing)
+                tl.store(report_ptr, missing)
 
 
 @triton.jit

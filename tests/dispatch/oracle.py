@@ -113,7 +113,12 @@ class Case:
         pairs_SE = torch.tensor(self.pairs_SE())
         tokens_S = torch.tensor(self.tokens)
         counts = Counts(
-            pairs_SE, torch.tensor(self.rows_SE()), pairs_SE, tokens_S, torch.zeros_like(tokens_S), self.multiple
+            pairs_SE,
+            torch.tensor(self.rows_SE()),
+            pairs_SE,
+            tokens_S,
+            torch.zeros_like(tokens_S),
+            torch.tensor(self.multiple),
         )
         token_ids = torch.tensor([token for _, token in self.pairs(rank)], dtype=torch.int32)
         most_rows = sum(self.rows_SE()[rank]) if self.multiple > 1 else None

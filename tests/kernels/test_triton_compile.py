@@ -85,6 +85,10 @@ KERNELS = [
         for sources, experts in ((1, 512), (8, 64), (64, 64))
     ),
     *(
+        TritonKernel("condition", "_void_unless", "*i64 *i64 i32 i32 i32 i32 i32", {"RANKS": ranks, "BLOCK": 1024})
+        for ranks in (2, 8, 64)
+    ),
+    *(
         TritonKernel("sent_rows", "_mark", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "COUNTS": counts, "BLOCK": 256})
         for counts in (True, False)
     ),
@@ -94,8 +98,8 @@ KERNELS = [
         TritonKernel(
             "peer_rows",
             "_push_rows",
-            f"{rows} *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32 i32",
-            {"STAGE": 1, "S": ranks, "TOKENS": 8, "COLUMNS": 2048},
+            f"{rows} *i32 *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32 i32",
+            {"STAGE": 1, "S": ranks, "RANKS": ranks, "TOKENS": 8, "COLUMNS": 2048},
             num_warps=16,
         )
         for rows, ranks in (("*bf16", 2), ("*bf16", 8), ("*fp32", 4))
@@ -104,10 +108,11 @@ KERNELS = [
         TritonKernel(
             "peer_rows",
             "_push_sums",
-            "*bf16 *i32 *i32 *fp32 *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32",
+            "*bf16 *i32 *i32 *fp32 *i32 *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32",
             {
                 "STAGE": 2,
                 "S": 8,
+                "RANKS": 8,
                 "HAS_WEIGHTS": weighted,
                 "BLOCK": 512,
                 "UNROLL": 4,

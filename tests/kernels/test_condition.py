@@ -1,0 +1,36 @@
+"""The kernel that voids counts does what kernels/condition.py does, and that is what it says."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.triton_device import triton_device
+
+DEVICE = triton_device()
+PLAIN: Any = import_module("sonic_ep.kernels.condition")
+KERNEL: Any = import_module("sonic_ep.kernels.cuda.condition")
+
+
+def voided(module: Any, device: str, gathered: Tensor, fields: int) -> Tensor:
+    """As agreement calls it: on columns of what was gathered, and nothing else may change."""
+    gathered = gathered.to(device, copy=True)
+    module.void_unless(gathered[:, fields:], gathered[:, 1], 3)
+    return gathered.cpu()
+
+
+@pytest.mark.parametrize("ill", [None, 0, 1, -1])
+@pytest.mark.parametrize(("size", "E"), [(1, 7), (2, 8), (6, 96), (8, 512), (64, 4096)])
+def test_all_or_nothing(size: int, E: int, ill: int | None) -> None:
+    fields = 3
+    gathered = torch.randint(1, 2**40, (size, fields + E))
+    gathered[:, 1] = 3
+    if ill is not None:
+        gathered[ill % size, 1] += 2**33
+    expected = gathered.clone()
+    if ill is not None:
+        expected[:, fields:] = 0
+    assert torch.equal(voided(PLAIN, "cpu", gathered, fields), expected)
+    assert torch.equal(voided(KERNEL, DEVICE, gathered, fields), expected)

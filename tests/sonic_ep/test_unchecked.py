@@ -1,0 +1,138 @@
+"""With static buffers all of a forward is launched before the host hears how the other ranks are.
+
+If one of them is not well, nobody waits for it, all are told, and the next step is as if nothing had been. Between
+processes that share files the kernels are interpreted; between GPUs they run.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
+from sonic_ep.dispatch.symmetric import SymmetricTransport
+from sonic_ep.routing import SizesOnHost
+from tests.helpers.launch import RankPool
+from tests.helpers.static_buffers import static_buffers
+from tests.helpers.triton_device import triton_device
+
+Ranks = Callable[[int], RankPool]
+T = 12
+WRONG = {
+    "problem": "rank 1: x has hidden size",
+    "mode": "disagree about input dtype or training mode: rank 0: torch.{dtype} training, rank 1: torch.{dtype} eval",
+    "logits": "router logits hold NaN or inf (rank 1: {logits})",
+}
+
+
+def config(device: str) -> MoEConfig:
+    d, n = (8, 4) if device == "cpu" else (64, 32)
+    return MoEConfig(
+        d=d,
+        n=n,
+        E=8,
+        K=2,
+        rounding=RoundingConfig(mode="nearest", t=2, G=2, capacity_factor=2.0),
+        router=RouterConfig(check_logits=True),
+        transport=TransportConfig(buffers="static", timeout=20),
+    )
+
+
+def dtype_of(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def step(layer: MoE, number: int) -> list[Tensor]:
+    """Other rows each time: what an earlier step has left must not pass for them."""
+    generator = torch.Generator().manual_seed(10 * number + layer.group.rank)
+    x = torch.randn(T, layer.config.d, generator=generator).to(layer.experts.w1).requires_grad_()
+    y = layer(x).y
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+
+
+def go_wrong(layer: MoE, how: str) -> str:
+    x = torch.ones(T, layer.config.d - (how == "problem" and layer.group.rank == 1)).to(layer.experts.w1)
+    if layer.group.rank == 1:
+        layer.train(how != "mode")
+        x[0] = float("nan") if how == "logits" else 1
+    try:
+        layer(x)
+    except ValueError as error:
+        return str(error)
+    finally:
+        layer.train()
+    return "no error"
+
+
+def steps(rank: int, folder: str | None, how: str) -> tuple[str, list[list[Tensor]], list[list[Tensor]]]:
+    """What is raised in the middle of three steps, these, and the same ones where nothing has gone wrong."""
+    device, group = "cpu" if folder is not None else "cuda", EPGroup()
+    layers = [MoE(config(device), group, seed=0, device=device, dtype=dtype_of(device)) for _ in range(2)]
+    transport = layers[0].transport
+    context: AbstractContextManager[None] = nullcontext()
+    if folder is not None:
+        context = static_buffers(transport, folder)  # pyright: ignore[reportArgumentType]
+    with context:
+        told, results = "", []
+        for number in range(3):
+            if number == 2:
+                told = go_wrong(layers[0], how)
+            results.append(step(layers[0], number))
+        expected = [step(layers[1], number) for number in range(3)]
+    return told, results, expected
+
+
+def check(pool: RankPool, folder: str | None, how: str) -> None:
+    device = "cuda" if folder is None else "cpu"
+    wanted = WRONG[how].format(dtype=str(dtype_of(device)).removeprefix("torch."), logits=8)
+    for told, results, expected in pool.run(steps, folder, how):
+        assert wanted in told
+        for got, values in zip(results, expected, strict=True):
+            assert all(map(torch.equal, got, values))
+
+
+@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
+@pytest.mark.parametrize(("size", "how"), [*((2, how) for how in WRONG), (4, "problem")])
+def test_nobody_waits_for_a_rank_that_has_raised(ranks: Ranks, size: int, how: str, tmp_path: Path) -> None:
+    check(ranks(size), str(tmp_path), how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", WRONG)
+def test_nobody_waits_for_a_gpu_that_has_raised(gpus: Ranks, how: str) -> None:
+    check(gpus(2), None, how)
+
+
+def order(rank: int, folder: str) -> list[list[str]]:
+    """In which order rows are sent back and reports are read, by step."""
+    layer, did = MoE(config("cpu"), EPGroup(), seed=0), list[list[str]]()
+    combine, read = SymmetricTransport.combine_pairs, SizesOnHost.read
+
+    def note(name: str, call: Callable[..., object]) -> Callable[..., object]:
+        def noted(*args: object) -> object:
+            did[-1].append(name)
+            return call(*args)
+
+        return noted
+
+    with (
+        static_buffers(layer.transport, folder),  # pyright: ignore[reportArgumentType]
+        patch.object(SymmetricTransport, "combine_pairs", note("combine", combine)),
+        patch.object(SizesOnHost, "read", note("read", read)),
+        torch.no_grad(),
+    ):
+        for number in range(3):
+            did.append([])
+            layer(torch.ones(T, 8) + number)
+    return did
+
+
+@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
+def test_reports_are_read_when_all_has_been_launched(ranks: Ranks, tmp_path: Path) -> None:
+    """But in the first step, which allocates what the ranks write to."""
+    first, *others = [["read", "combine"], ["combine", "read"], ["combine", "read"]]
+    assert ranks(2).run(order, str(tmp_path)) == [[first, *others]] * 2
