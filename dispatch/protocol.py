@@ -13,7 +13,7 @@ received rows, V received pairs, P rows of the pair buffer (V and padding), e lo
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -109,6 +109,16 @@ class Opened:
     gates_P: Tensor
     rows_RH: Tensor | None = None
 
+    def with_lists_of(self, num_rows: int, num_pairs: int) -> "Opened":
+        """The same, P and V being known, where lists were made with room to spare."""
+        receipt = replace(
+            self.receipt,
+            row_of_pair_P=self.receipt.row_of_pair_P[:num_rows],
+            pairs_by_row_V=self.receipt.pairs_by_row_V[:num_pairs],
+            slot_V=self.receipt.slot_V[:num_pairs],
+        )
+        return Opened(receipt, self.gates_P[:num_rows], self.rows_RH)
+
 
 class Transport(Exchange, Protocol):
     """Moves rows and pair values between the ranks of one EP group. Between calls it holds buffers and byte counts."""
@@ -116,7 +126,8 @@ class Transport(Exchange, Protocol):
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
         """Tell every owner which rows its pairs need and how they weigh. plan: this rank's, of the routing's counts.
 
-        x_TH: rows to dispatch next, which need not wait for the lists. Every rank gives some, or none does.
+        x_TH: rows to dispatch next, which need not wait for the lists. Every rank gives some, or none does. With them
+        the routing may be unchecked still: call `routing.check` when all has been launched.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The transport of ranks that write into each other's memory: NVLink, no collective of a library, one wait of the host.
+"""The transport of ranks that write into each other's memory: NVLink, no collective of a library.
 
 Every stage is one kernel (kernels/peers.py): it meets the other ranks, writes where they read, and ends when theirs
 have ended.
@@ -9,8 +9,9 @@ token t is t: rows are received with gaps, `num_rows` is S * stride, and nobody 
 
     bytes of a rank  =  3 * S * stride * row_bytes, for each row width, + 20 a pair, + flags and counts
 
-Sizes are *exact*, when the host waits once in a forward for the plan, or *static*: lists have room for the most rows
-that the router's capacity allows, the host waits for nothing, and a CUDA graph can be captured.
+Sizes are *exact*, when the host waits for them once in a forward, with rows on their way already where steps are alike
+(room.py); or *static*: lists have room for the most rows that the router's capacity allows, the host waits for no size,
+and a CUDA graph can be captured.
 
 A dispatch alternates between two row buffers, so what it returns stays valid until the second dispatch after it. All
 kernels must be launched on streams that wait for each other, as autograd does.
@@ -21,26 +22,23 @@ Legend: see protocol.py; S ranks of the group.
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import NamedTuple, Self, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from sonic_ep.config import Dispatch
+from sonic_ep.dispatch.peer_buffers import Allocate, PeerBuffers, RowBuffers
 from sonic_ep.dispatch.plan import sizes_on_host
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
+from sonic_ep.dispatch.room import Forecast, Room, plan_within
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
-from sonic_ep.kernels.operations import needed_rows, pair_lists, peer_kernels
+from sonic_ep.kernels.operations import lists_take_room, needed_rows, pair_lists, peer_kernels
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.kernels.peers import Meeting, Stage, flags_of
 from sonic_ep.peer_memory import PeerMemory
-from sonic_ep.routing import INDEX_DTYPE, HostSizes, Routing, SizesOnHost
-
-_ALIGNMENT = 256  # bytes, of everything in a buffer
-_WIDEST = 8  # bytes of a weight or a value
-_ROOM = 5 / 4  # lists grow by it, since their lengths change from step to step
+from sonic_ep.routing import INDEX_DTYPE, Routing, SizesOnHost
 
 
 class _Sizes(NamedTuple):
@@ -50,49 +48,6 @@ class _Sizes(NamedTuple):
     num_rows: int
     num_pairs: int
     most_pairs: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Three buffers of rows of one width: two that dispatches take turns at, and one for combine. addresses: of each
-    buffer, (S,)."""
-
-    memory: PeerMemory
-    buffer_bytes: int
-    addresses: tuple[Tensor, ...]
-
-    @classmethod
-    def allocate(cls, allocate: Callable[[int], PeerMemory], buffer_bytes: int) -> Self:
-        memory = allocate(3 * buffer_bytes)
-        return cls(memory, buffer_bytes, tuple(memory.at(i * buffer_bytes) for i in range(3)))
-
-    def view(self, buffer: int, like: Tensor, num_rows: int) -> Tensor:
-        return self.memory.view(buffer * self.buffer_bytes, (num_rows, like.shape[1]), like.dtype)
-
-    def copy_to_all(self, buffer: int, x_TH: Tensor, group: EPGroup, stride: int) -> None:
-        """By copy engines, to this rank's region in each rank's buffer."""
-        offset = buffer * self.buffer_bytes + group.rank * stride * x_TH.shape[1] * x_TH.element_size()
-        for turn in range(1, group.size + 1):  # from the next rank on, so that no rank is sent to by all at once
-            rank = (group.rank + turn) % group.size
-            self.memory.view_of(rank, offset, x_TH.shape, x_TH.dtype).copy_(x_TH)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pairs:
-    """Room for the index lists that arrive and the values that come back. starts, addresses: of the row of each pair,
-    its weight, and the values."""
-
-    memory: PeerMemory
-    capacity: int
-    starts: tuple[int, int, int]
-    addresses: tuple[Tensor, ...]
-
-    @classmethod
-    def allocate(cls, allocate: Callable[[int], PeerMemory], capacity: int) -> Self:
-        rows, wide = _aligned(capacity * INDEX_DTYPE.itemsize), _aligned(capacity * _WIDEST)
-        starts = (0, rows, rows + wide)
-        memory = allocate(rows + 2 * wide)
-        return cls(memory, capacity, starts, tuple(map(memory.at, starts)))
 
 
 @final
@@ -105,10 +60,12 @@ class SymmetricTransport:
     Every call raises RuntimeError, with rank and stage, once a rank has been waited for in vain.
     """
 
+    sends_unchecked = True
+
     def __init__(
         self,
         group: EPGroup,
-        allocate: Callable[[int], PeerMemory],
+        allocate: Allocate,
         *,
         patience: float,
         static: bool = False,
@@ -116,20 +73,16 @@ class SymmetricTransport:
     ) -> None:
         self.group = group
         self.name = f"{group.name} symmetric"
-        self.sends_unchecked = static
-        self._allocate = allocate
+        self._buffers = PeerBuffers(group, allocate)
         self._patience = patience
         self._static = static
         self._dispatch = dispatch
         self._tokens: int | None = None  # of every rank, if static
+        self._forecast = Forecast()  # of exact steps
         self._flags: PeerMemory | None = None
-        self._counts: tuple[int, PeerMemory] | None = None
         self._meeting: Meeting | None = None
-        self._pairs: _Pairs | None = None
-        self._rows: dict[int, _Rows] = {}
         self._regions: dict[bool, tuple[int, Tensor]] = {}
         self._turn = 0
-        self._of_graphs: list[object] = []
         self._stream: torch.cuda.Stream | None = None
 
     def problem_with(self, num_tokens: int) -> str | None:
@@ -142,7 +95,7 @@ class SymmetricTransport:
 
     def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         meeting, kernels, count = self._meet(), peer_kernels(), values.numel()
-        room, memory = self._room_for_counts(count)
+        room, memory = self._buffers.counts(count)
         kernels.announce(meeting, values.contiguous(), memory.addresses_S, room)
         if meanwhile is not None:
             meanwhile()
@@ -158,17 +111,43 @@ class SymmetricTransport:
             )
 
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
-        S, T, pairs_SQ = self.group.size, routing.num_tokens, plan.pairs_SQ
-        static = self._static and routing.most_received is not None
-        arriving = None if static else self._arriving_sizes(routing)
-        token_ids_N = routing.token_ids_N.contiguous()
-        needed = needed_rows(token_ids_N, plan.pair_starts_Q, T)
+        x_TH = None if x_TH is None else x_TH.contiguous()
+        if self._static and routing.most_received is not None:
+            needed = _needed(routing, plan)
+            return self._open(routing, plan, needed, x_TH, self._static_sizes(routing, x_TH), zeroed=True)
+        arriving, turn = self._arriving_sizes(routing), self._turn
+        room, ahead = self._forecast.room(self._buffers.room_for_pairs), None
+        if room is not None and arriving.may_go_unchecked and self._is_ready(x_TH, room.tokens, room.pairs):
+            arriving.on_failure(functools.partial(setattr, self, "_turn", turn))
+            fitting = plan_within(plan, arriving.on_device, room)
+            sizes = _Sizes(max(1, room.tokens), room.rows, room.pairs, room.pairs)
+            ahead = self._open(routing, fitting, _needed(routing, fitting), x_TH, sizes)
+        needed = None if ahead is not None else _needed(routing, plan)
         # Here the host waits, and not before: the device goes on with what was launched meanwhile.
-        sizes = self._static_sizes(routing, x_TH) if arriving is None else self._exact_sizes(arriving.read())
-        meeting, pairs = self._meet(), self._room_for_pairs(sizes.most_pairs)
+        known = arriving.read()
+        most = Room.needed_by(known)
+        self._forecast.note(most)
+        P, V = known.num_rows(self.group.rank), sum(known.pairs_in(self.group.rank))
+        if room is not None and ahead is not None and room.holds(most):
+            return ahead.with_lists_of(P, V)
+        self._turn = turn
+        needed = _needed(routing, plan) if needed is None else needed
+        return self._open(routing, plan, needed, x_TH, _Sizes(max(1, most.tokens), P, V, most.pairs))
+
+    def _open(
+        self,
+        routing: Routing,
+        plan: RankPlan,
+        needed: Tensor,
+        x_TH: Tensor | None,
+        sizes: _Sizes,
+        *,
+        zeroed: bool = False,
+    ) -> Opened:
+        S, pairs_SQ, token_ids_N = self.group.size, plan.pairs_SQ, routing.token_ids_N.contiguous()
+        meeting, pairs = self._meet(), self._buffers.lists(sizes.most_pairs)
         rows_RH = None
         if x_TH is not None:
-            x_TH = x_TH.contiguous()
             # Beside the lists, which it does not need. It allocates no tensor that lives on, and is waited for before
             # this returns: no tensor of one stream is freed while the other uses it.
             with self._aside(x_TH):
@@ -177,8 +156,8 @@ class SymmetricTransport:
         peer_kernels().push_lists(meeting, token_ids_N, routing.gates_N.contiguous(), pairs_SQ, rows_at, gates_at)
         row_in_source_V = pairs.memory.view(pairs.starts[0], (sizes.num_pairs,), INDEX_DTYPE)
         gates_V = pairs.memory.view(pairs.starts[1], (sizes.num_pairs,), routing.gates_N.dtype)
-        chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=static)
-        row_starts_S = self._starts_of_regions(sizes.stride, gates_V, static=static)
+        chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=zeroed)
+        row_starts_S = self._starts_of_regions(sizes.stride, gates_V, static=zeroed)
         buffer = pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, S * sizes.stride)
         receipt = Receipt(
             row_of_pair_P=buffer.row_of_pair_P,
@@ -188,7 +167,7 @@ class SymmetricTransport:
             expert_starts_e=plan.expert_starts_e,
             own_lists=(needed, routing.counts.tokens_S.to(INDEX_DTYPE), pairs_SQ),
             splits=Splits.none(S),
-            num_tokens=T,
+            num_tokens=routing.num_tokens,
             num_rows=S * sizes.stride,
             num_listed=token_ids_N.shape[0],
         )
@@ -221,7 +200,7 @@ class SymmetricTransport:
     ) -> Tensor:
         needed, tokens_S, pairs_SQ = receipt.own_lists
         stride = receipt.num_rows // self.group.size
-        rows = self._room_for_rows(values_PH, stride)
+        rows = self._buffers.rows(values_PH, stride)
         meeting, kernels = self._meet(), peer_kernels()
         there = rows.addresses[2]
         kernels.push_sums(meeting, values_PH, items, starts, weights_P, tokens_S, pairs_SQ, there, stride)
@@ -230,8 +209,7 @@ class SymmetricTransport:
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         _, _, pairs_SQ = receipt.own_lists
-        meeting, pairs, kernels = self._meet(), self._pairs, peer_kernels()
-        assert pairs is not None
+        meeting, pairs, kernels = self._meet(), self._buffers.lists(0), peer_kernels()
         kernels.push_values(meeting, values_P.contiguous(), receipt.slot_V, pairs_SQ, pairs.addresses[2])
         buffer = pairs.memory.view(pairs.starts[2], (pairs.capacity,), values_P.dtype)
         return kernels.take_values(meeting, buffer, pairs_SQ, receipt.num_listed)
@@ -258,10 +236,10 @@ class SymmetricTransport:
 
         return wait
 
-    def _next_rows(self, x_TH: Tensor, stride: int) -> _Rows:
+    def _next_rows(self, x_TH: Tensor, stride: int) -> RowBuffers:
         """Where to send x: the buffer whose turn it is."""
         self._turn = 1 - self._turn
-        return self._room_for_rows(x_TH, stride)
+        return self._buffers.rows(x_TH, stride)
 
     def _aside(self, like: Tensor) -> AbstractContextManager[object]:
         """Launches beside the current stream, behind what is on it so far; `_join` makes it wait."""
@@ -284,40 +262,34 @@ class SymmetricTransport:
             )
         return sizes_on_host(routing)
 
-    def _exact_sizes(self, sizes: HostSizes) -> _Sizes:
-        rank, pairs_in_Q = self.group.rank, [sum(sizes.pairs_in(owner)) for owner in range(self.group.size)]
-        most_pairs = max(*map(sum, sizes.pairs_SQ), *pairs_in_Q)
-        return _Sizes(max(1, *sizes.tokens_S), sizes.num_rows(rank), pairs_in_Q[rank], most_pairs)
-
     def _static_sizes(self, routing: Routing, x_TH: Tensor | None) -> _Sizes:
         """What no step exceeds. Checks the routing, unless it can be checked when all has been launched."""
         T, most, on_host = routing.num_tokens, routing.most_received, routing.on_host
         assert most is not None
         sizes = _Sizes(max(1, T), most, most, max(most, routing.token_ids_N.shape[0]))
-        if on_host is not None and on_host.void_if_wrong and self._is_ready(T, x_TH, sizes):
+        ready = T == self._tokens and self._is_ready(x_TH, T, sizes.most_pairs)
+        if ready and on_host is not None and on_host.may_go_unchecked:
             on_host.on_failure(functools.partial(setattr, self, "_turn", self._turn))
             return sizes
         routing.check()
         if self._tokens is None:
-            everyones = self.group.all_gather_object(routing.num_tokens)
+            everyones = self.group.all_gather_object(T)
             if len(set(everyones)) > 1:
                 raise ValueError(
                     f"transport.buffers='static' wants as many tokens on every rank, not {everyones}; use 'exact'"
                 )
-            self._tokens = routing.num_tokens
-        problem = self.problem_with(routing.num_tokens)
+            self._tokens = T
+        problem = self.problem_with(T)
         if problem is not None:
             raise ValueError(problem)
         return sizes
 
-    def _is_ready(self, num_tokens: int, x_TH: Tensor | None, sizes: _Sizes) -> bool:
-        """Can all of a forward be launched without the host's taking part in anything with other ranks? Copies cannot:
-        engines ask no counts."""
-        if x_TH is None or num_tokens != self._tokens or self._meeting is None or self._dispatch == "copy":
+    def _is_ready(self, x_TH: Tensor | None, stride: int, num_pairs: int) -> bool:
+        """Can rows be sent without the host's taking part in anything with other ranks? Buffers must be there. Copies
+        cannot: engines ask no counts."""
+        if x_TH is None or self._meeting is None or self._dispatch == "copy" or not lists_take_room(x_TH.device):
             return False
-        rows = self._rows.get(x_TH.shape[1] * x_TH.element_size())
-        has_rows = rows is not None and rows.buffer_bytes >= self._bytes_of_rows(x_TH, sizes.stride)
-        return has_rows and self._pairs is not None and self._pairs.capacity >= sizes.most_pairs
+        return self._buffers.has_rows(x_TH, stride) and self._buffers.room_for_pairs >= num_pairs
 
     def _starts_of_regions(self, stride: int, like: Tensor, *, static: bool) -> Tensor:
         """(S + 1,). That of static buffers never changes, so a graph may have it."""
@@ -331,58 +303,13 @@ class SymmetricTransport:
     def _meet(self) -> Meeting:
         """The meeting of this group, made at its first use. Raises RuntimeError if a rank is missing."""
         if self._meeting is None:
-            self._flags = self._allocate(_aligned(8 * flags_of(self.group.size)))
+            self._flags = self._buffers.flags(flags_of(self.group.size))
             self._meeting = Meeting.of(self.group.rank, self._flags.addresses_S, round(self._patience * 1e9))
         self.raise_if_lost()
         if not host_may_wait(self._meeting.state):
-            self._keep_for_graphs()
+            self._buffers.keep_for_graphs()
         return self._meeting
 
-    def _keep_for_graphs(self) -> None:
-        """What a CUDA graph that is being captured may write to lasts, whatever replaces it later."""
-        for memory in (self._counts, self._pairs, *self._rows.values()):
-            if memory is not None and all(memory is not kept for kept in self._of_graphs):
-                self._of_graphs.append(memory)
 
-    def _room_for_counts(self, needed: int) -> tuple[int, PeerMemory]:
-        """How many integers a rank may tell, and where. Every rank asks for as much at the same time."""
-        if self._counts is None or self._counts[0] < needed:
-            self._let_go(self._counts)
-            self._counts = None
-            num_bytes = peer_kernels().PLACES * self.group.size * needed * torch.int64.itemsize
-            self._counts = needed, self._allocate(_aligned(num_bytes))
-        return self._counts
-
-    def _room_for_pairs(self, needed: int) -> _Pairs:
-        """Likewise."""
-        if self._pairs is None or self._pairs.capacity < needed:
-            self._let_go(self._pairs)
-            self._pairs = None
-            self._pairs = _Pairs.allocate(self._allocate, max(1, round(needed * _ROOM)))
-        return self._pairs
-
-    def _room_for_rows(self, like: Tensor, stride: int) -> _Rows:
-        """Likewise."""
-        row_bytes = like.shape[1] * like.element_size()
-        rows, needed = self._rows.get(row_bytes), self._bytes_of_rows(like, stride)
-        if rows is None or rows.buffer_bytes < needed:
-            self._let_go(rows)
-            self._rows.pop(row_bytes, None)
-            del rows
-            rows = self._rows[row_bytes] = _Rows.allocate(self._allocate, needed)
-        return rows
-
-    def _bytes_of_rows(self, like: Tensor, stride: int) -> int:
-        """Of one buffer of rows like these."""
-        return _aligned(self.group.size * stride * like.shape[1] * like.element_size())
-
-    def _let_go(self, memory: object | None) -> None:
-        """Before memory is replaced: nobody may be writing to it."""
-        if memory is not None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.group.all_gather_object(None)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def _needed(routing: Routing, plan: RankPlan) -> Tensor:
+    return needed_rows(routing.token_ids_N.contiguous(), plan.pair_starts_Q, routing.num_tokens)

@@ -200,9 +200,11 @@ def _router_linear_on_gpu(device: torch.device) -> RouterLinear | None:
 
 
 class PlanKernel(Protocol):
-    """One rank's part of the plan, with the contract of `plan_for` of dispatch/plan.py."""
+    """One rank's part of the plan, with the contracts of `plan_for` and `plan_within` of dispatch/plan.py."""
 
     def rank_plan(self, rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> RankPlan: ...
+
+    def plan_within(self, plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan: ...
 
 
 def plan_kernel(device: torch.device) -> PlanKernel | None:

@@ -26,10 +26,9 @@ from sonic_ep.routing import Counts, SizesOnHost
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 3  # integers of a header, and their places
 _TOKENS, _CONDITION, _DRAW = range(_HEADER)
-# A condition: the kind, dtype and mode, which all ranks must share, and nothing else of a rank that is well.
-_KINDS = 2 * len(_DTYPES)
-_PROBLEM = _KINDS
-_BAD_LOGIT = 2 * _KINDS  # for each of them
+# A condition: the kind, dtype and mode, which all ranks must share, and nothing else of a rank that is well. Not zero,
+# which is what comes of a rank that is lost.
+_KIND, _PROBLEM, _BAD_LOGIT = 2, 16, 32  # the first kind; where there is a problem; for each bad logit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ class Report:
 
 class Agreement(NamedTuple):
     """What the ranks agreed on. on_host: the sizes on their way there, if somebody will ask for them, and the reports,
-    which must be checked before anything else is exchanged."""
+    which must be checked; see `Routing.check`."""
 
     counts: Counts
     on_host: SizesOnHost | None
@@ -79,7 +78,7 @@ def agree(
         problem = f"T={report.num_tokens} tokens on one rank exceed the limit of {MAX_TOKENS - 1}; split the batch"
     if problem is None and report.dtype not in _DTYPES:
         problem = f"x has dtype {report.dtype}; supported are {', '.join(map(str, _DTYPES))}"
-    kind = _PROBLEM if problem is not None else 2 * _DTYPES.index(report.dtype) + report.training
+    kind = _PROBLEM if problem is not None else _KIND + 2 * _DTYPES.index(report.dtype) + report.training
     reports_SF, chosen_SE = _gather(_header(report, kind), report.counts_E, group, exchange, meanwhile)
     if problem is not None:
         # What was counted need not make sense. The others raise when they read the reports.
@@ -138,7 +137,7 @@ def _raise_problems(reports: list[int], problem: str | None, group: EPGroup, exc
     conditions = reports[_CONDITION::_HEADER]
     if any(condition & _PROBLEM for condition in conditions):
         group.raise_together(problem)
-    kinds = [condition % _KINDS for condition in conditions]
+    kinds = [condition % _PROBLEM - _KIND for condition in conditions]
     if len(set(kinds)) > 1:
         described = ", ".join(
             f"rank {rank}: {_DTYPES[kind // 2]} {'training' if kind % 2 else 'eval'}" for rank, kind in enumerate(kinds)

@@ -136,8 +136,8 @@ class Router(nn.Module):
                  "sequence" balance loss. problem: why this rank cannot route; all ranks are told and raise it.
                  exchange: how the ranks tell each other their counts; default the group's all-gather. meanwhile: what
                  to launch while the counts travel; a compiled graph finds the order by itself.
-        Raises:  ValueError for `problem`; what other ranks report, when the routing is opened or checked, see
-                 `Routing.check`. Until then the group exchanges nothing else.
+        Raises:  ValueError for `problem`; what other ranks report, when the routing is checked, see `Routing.check`.
+                 Until then the group exchanges nothing but what transports send by this routing.
         """
         config = self._settings()
         logits_TE, x_TH = self.logits(x_TH)

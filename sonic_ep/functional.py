@@ -122,9 +122,11 @@ class _ExpertParallelMLP(torch.autograd.Function):
         owners: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
         x_TH = x_TH.contiguous()
-        opened = call.transport.open(routing, plan, x_TH)
-        out_TH, kept = forward(x_TH, opened, ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH), call)
-        routing.check()  # if the transport has sent unchecked: all has been launched
+        try:
+            opened = call.transport.open(routing, plan, x_TH)
+            out_TH, kept = forward(x_TH, opened, ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH), call)
+        finally:
+            routing.check()  # now that all has been launched; what a rank has reported comes before any other error
         weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)
         ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, *weights, *kept.receipt.lists())
         # Not from saved_tensors: what hooks on them give back may have no attributes.

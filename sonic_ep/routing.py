@@ -57,45 +57,52 @@ class SizesOnHost:
     """Sizes on their way to the host from the moment they are decided, and with them what the ranks report: whoever
     needs them does not wait for what was launched since.
 
-    values: of `host_sizes` (kernels/host_sizes.py), for that many ranks. check: given the reports, rank after rank,
+    on_device: of `host_sizes` (kernels/host_sizes.py), for that many ranks. check: given the reports, rank after rank,
     raises what is wrong; None if nothing can be. void_if_wrong: no rank sends anything then, whatever was launched; see
     kernels/condition.py.
     """
 
     def __init__(
         self,
-        values: Tensor,
+        on_device: Tensor,
         num_ranks: int,
         check: Callable[[list[int]], None] | None = None,
         *,
         void_if_wrong: bool = False,
     ) -> None:
-        self._copy = HostCopy(values)
+        self.on_device = on_device
+        self._copy = HostCopy(on_device)
         self._num_ranks = num_ranks
         self._check = check
         self._known: tuple[HostSizes, list[int]] | None = None
         # What was raised: told once by a collective, and again without. Not the error, which would hold its frames.
         self._told: tuple[type[Exception], str] | None = None
-        self.void_if_wrong = void_if_wrong
+        self._void_if_wrong = void_if_wrong
         self._undo: list[Callable[[], object]] = []
 
     def read(self) -> HostSizes:
         """The sizes; waits for them. Raises what the ranks' reports say is wrong."""
         sizes, reports = self._arrived()
-        if self._told is not None:
-            kind, message = self._told
-            raise kind(message)
-        if self._check is not None:
-            try:
+        try:
+            if self._told is not None:
+                kind, message = self._told
+                raise kind(message)
+            if self._check is not None:
                 self._check(reports)
-            except (RuntimeError, ValueError) as error:
-                self._told = type(error), str(error)
-                for undo in self._undo:
-                    undo()
-                raise
-            self._check = None
+                self._check = None
+        except (RuntimeError, ValueError) as error:
+            self._told = type(error), str(error)
+            for undo in self._undo:
+                undo()
+            raise
+        finally:
             self._undo.clear()
         return sizes
+
+    @property
+    def may_go_unchecked(self) -> bool:
+        """Does no harm come of launching what exchanges rows, and checking then?"""
+        return self._check is None or self._void_if_wrong
 
     def on_failure(self, undo: Callable[[], object]) -> None:
         """What is to be undone if something proves wrong."""
@@ -157,8 +164,8 @@ class Routing:
     on_host: SizesOnHost | None = None
 
     def check(self) -> None:
-        """Before anything is exchanged by this routing: raises what the ranks reported when it was decided, on all of
-        them alike. Waits for their reports, where there are any.
+        """Raises what the ranks reported when this was decided, on all of them alike. Waits for their reports, where
+        there are any. To be called before anything is exchanged, but by a transport of which nobody sends then anyhow.
 
         Raises:  ValueError or RuntimeError, see `agree` in routers/agreement.py.
         """

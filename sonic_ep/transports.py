@@ -37,8 +37,11 @@ class GroupTransport:
         self.group = EPGroup(group.process_group)
         self.config = config
         self.text, self.name = _text_of(config), _name_of(group, config)
-        self.sends_unchecked = config.buffers == "static"
         self._chosen: dict[str, AllToAllTransport | SymmetricTransport] = {}
+
+    @property
+    def sends_unchecked(self) -> bool:
+        return any(transport.sends_unchecked for transport in self._chosen.values())
 
     def problem_with(self, num_tokens: int) -> str | None:
         problems = (transport.problem_with(num_tokens) for transport in self._chosen.values())

@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,8 +26,10 @@ from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.peer_memory import PeerMemory
 from sonic_ep.routers.agreement import Report, agree
+from sonic_ep.routing import SizesOnHost
 from tests.dispatch.oracle import Case
 from tests.helpers.launch import RankPool
+from tests.helpers.poison import poisoned_empty
 from tests.helpers.shared_files import shared_files
 from tests.helpers.static_buffers import lists_with_room, with_spare
 from tests.helpers.triton_device import triton_device
@@ -125,6 +128,59 @@ def test_the_same_as_all_to_all(ranks: Ranks, case: Case, dispatch: Dispatch, tm
     ranks(case.size).run(same_as_all_to_all, [case, case], str(tmp_path), dispatch)
 
 
+def ahead_of_sizes(rank: int, cases: list[Case], folder: str) -> list[str]:
+    """Steps of changing sizes; how each of them was opened."""
+    group, how = EPGroup(), []
+    transport = SymmetricTransport(group, shared_files(group, folder), patience=60)
+    opened, read = SymmetricTransport._open, SizesOnHost.read
+
+    def note(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **options: Any) -> Any:
+            how[-1] += name
+            return call(*args, **options)
+
+        return noted
+
+    for case in cases:
+        expected = everything(AllToAllTransport(group), rank, case, torch.float32)
+        how.append("")
+        with (
+            lists_with_room(),
+            poisoned_empty(),
+            patch.object(SymmetricTransport, "_open", note("o", opened)),
+            patch.object(SizesOnHost, "read", note("r", read)),
+        ):
+            assert_equal(everything(transport, rank, case, torch.float32), expected)
+    return how
+
+
+# Opened ahead of reading, or after it, or, where there was not room enough, twice.
+CHANGING = {
+    Case((13, 9), 5, 4, multiple=8): "ro",  # buffers are made
+    Case((9, 13), 5, 4, multiple=8, seed=1): "or",
+    Case((14, 9), 5, 4): "oro",  # one token more than any rank had
+    Case((14, 2), 5, 4): "ro",  # nobody guesses after that
+    Case((14, 14), 5, 4, "all"): "oro",  # many more pairs
+    Case((1, 14), 5, 4, seed=2): "or",
+    Case((14, 14), 6, 4): "ro",  # rows of another width
+    Case((12, 14), 6, 4, "last", multiple=4): "or",
+    Case((0, 0), 5, 4): "oro",
+    Case((0, 0), 5, 4, seed=1): "ro",
+    Case((0, 0), 5, 4, seed=2): "or",
+}
+
+
+def test_what_is_launched_before_sizes_are_known(ranks: Ranks, tmp_path: Path) -> None:
+    for how in ranks(2).run(ahead_of_sizes, list(CHANGING), str(tmp_path)):
+        assert how == list(CHANGING.values())
+
+
+def test_steps_that_are_alike_are_launched_before_sizes_are_known(ranks: Ranks, tmp_path: Path) -> None:
+    cases = [Case((7, 8, 9, 10), 4, 8, "all", seed=seed) for seed in range(3)]
+    for how in ranks(4).run(ahead_of_sizes, cases, str(tmp_path)):
+        assert how == ["ro", "or", "or"]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_buffers_grow_and_are_shared_by_rows_of_any_width(ranks: Ranks, size: int, tmp_path: Path) -> None:
     """Tokens, experts and widths change from step to step, on each rank in its own way."""
@@ -187,6 +243,24 @@ def test_an_agreement_without_a_rank_is_none(ranks: Ranks, tmp_path: Path) -> No
     *told, _ = ranks(3).run(tells_nothing, str(tmp_path))
     for message in told:
         assert message.startswith("rank 2 of the EP group did not come to counts within 1 s")
+
+
+def tells_of_nobody(rank: int, folder: str) -> list[list[int]]:
+    """What an all-gather gives without its last rank, where both of the places have been used."""
+    group = EPGroup()
+    transport = SymmetricTransport(group, shared_files(group, folder), patience=1)
+    values_SF = torch.empty(0, 1)
+    for step in range(4):
+        if step < 3 or rank < group.size - 1:
+            values_SF = transport.all_gather(counts_of(rank, step, 3))
+    group.all_gather_object(None)
+    return values_SF.tolist()
+
+
+def test_a_lost_rank_has_told_zeros(ranks: Ranks, tmp_path: Path) -> None:
+    *told, _ = ranks(3).run(tells_of_nobody, str(tmp_path))
+    for *_, last in told:
+        assert last == [0, 0, 0]
 
 
 def grown_after_capture(rank: int, folder: str) -> list[int]:

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from unittest.mock import patch
 
 from torch.nn.functional import pad
 
+from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.kernels import operations
 from sonic_ep.routing import Routing
@@ -15,11 +17,10 @@ from tests.helpers.shared_files import shared_files
 
 
 @contextmanager
-def static_buffers(transport: GroupTransport, folder: str) -> Iterator[None]:
-    """Let `transport` move rows of CPU tensors through static buffers."""
+def static_buffers(transport: GroupTransport, folder: str, *, static: bool = True) -> Iterator[None]:
+    """Let `transport` move rows of CPU tensors through static buffers, or exact ones."""
     group = transport.group
-    transport.sends_unchecked = True
-    transport._chosen["cpu"] = SymmetricTransport(group, shared_files(group, folder), patience=60, static=True)
+    transport._chosen["cpu"] = SymmetricTransport(group, shared_files(group, folder), patience=60, static=static)
     with lists_with_room():
         yield
 
@@ -37,9 +38,8 @@ def with_spare(routing: Routing, spare: int, **bounds: int) -> Routing:
 @contextmanager
 def lists_with_room() -> Iterator[None]:
     """Index lists by the kernels: those of plain torch have no room to spare."""
-    stock = operations._lists
-    operations._lists = lambda module, on_gpu: import_module(f"sonic_ep.kernels.cuda.{module}")  # type: ignore[assignment]
-    try:
+    with (
+        patch.object(operations, "_lists", lambda module, on_gpu: import_module(f"sonic_ep.kernels.cuda.{module}")),
+        patch.object(symmetric, "lists_take_room", lambda device: True),
+    ):
         yield
-    finally:
-        operations._lists = stock

@@ -8,7 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sonic_ep.dispatch.plan import Plan
+from sonic_ep.dispatch.room import Room, plan_within
+from sonic_ep.kernels.host_sizes import host_sizes
 from sonic_ep.kernels.operations import PlanKernel
+from sonic_ep.kernels.pair_lists import RankPlan
+from sonic_ep.routing import SizesOnHost
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.triton_device import triton_device
 
@@ -39,3 +43,33 @@ def test_any_counts(size: int, e: int, multiple: int, tile: int, data: st.DataOb
 def test_layers(size: int, E: int) -> None:
     pairs_SE = torch.randint(0, 2000, (size, E), generator=torch.Generator().manual_seed(1))
     check(pairs_SE, 16, 128, [0, size - 1])
+
+
+def check_within(size: int, e: int, multiple: int, pairs_SE: torch.Tensor, change: tuple[int, int, int]) -> None:
+    rows_SE, tokens_S = -(-pairs_SE // multiple) * multiple, torch.arange(size) + 3
+    values = host_sizes(tokens_S, rows_SE, pairs_SE, torch.full((size, 2), 99))
+    needed = Room.needed_by(SizesOnHost(values, size).read())
+    room = Room(*(most + more for most, more in zip(needed, change, strict=True)))
+    plan = Plan.from_counts(rows_SE, pairs_SE, 4).of_rank(size - 1)
+    with poisoned_empty():
+        got = KERNEL.plan_within(RankPlan(*(part.to(DEVICE) for part in plan)), values.to(DEVICE), *room)
+    for part, wanted in zip(got, plan_within(plan, values, room), strict=True):
+        assert part.dtype == torch.int32
+        assert part.is_contiguous()
+        assert torch.equal(part.cpu(), wanted)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(size=st.integers(1, 5), e=st.integers(1, 5), multiple=st.integers(1, 9), data=st.data())
+def test_a_plan_of_nothing_where_there_is_not_room(size: int, e: int, multiple: int, data: st.DataObject) -> None:
+    row = st.lists(st.one_of(st.just(0), st.integers(0, 40)), min_size=size * e, max_size=size * e)
+    pairs = data.draw(st.lists(row, min_size=size, max_size=size))
+    change = data.draw(st.tuples(*3 * [st.sampled_from([-1, 0, 0, 1])]))
+    check_within(size, e, multiple, torch.tensor(pairs), change)
+
+
+@pytest.mark.parametrize("change", [(0, 0, 0), (0, -1, 0)])
+@pytest.mark.parametrize(("size", "E"), [(1, 4096), (8, 512), (64, 4096)])
+def test_room_for_layers(size: int, E: int, change: tuple[int, int, int]) -> None:
+    pairs_SE = torch.randint(0, 2000, (size, E), generator=torch.Generator().manual_seed(1))
+    check_within(size, E // size, 16, pairs_SE, change)

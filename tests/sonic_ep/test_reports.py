@@ -1,6 +1,6 @@
 """A rank that cannot go on is told to all by the same error, wherever the others take note of it.
 
-The router of the bad rank raises; the others' goes on, and what they do next must learn it before anything else.
+The router of the bad rank raises; the others' goes on, and what they do next must learn it before they wait for a rank.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""With static buffers all of a forward is launched before the host hears how the other ranks are.
+"""Rows are sent before the host hears how the other ranks are; with static buffers, all of a forward is launched.
 
 If one of them is not well, nobody waits for it, all are told, and the next step is as if nothing had been. Between
 processes that share files the kernels are interpreted; between GPUs they run.
@@ -12,8 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig, functional, replay_contexts
+from sonic_ep.config import Buffers
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.routing import SizesOnHost
 from tests.helpers.launch import RankPool
@@ -27,9 +29,11 @@ WRONG = {
     "mode": "disagree about input dtype or training mode: rank 0: torch.{dtype} training, rank 1: torch.{dtype} eval",
     "logits": "router logits hold NaN or inf (rank 1: {logits})",
 }
+# breaks: the healthy rank runs out of memory then. twice: it tries the routing again.
+WAYS = [*WRONG, "problem breaks", "mode breaks", "mode twice"]
 
 
-def config(device: str) -> MoEConfig:
+def config(device: str, buffers: Buffers) -> MoEConfig:
     d, n = (8, 4) if device == "cpu" else (64, 32)
     return MoEConfig(
         d=d,
@@ -38,7 +42,7 @@ def config(device: str) -> MoEConfig:
         K=2,
         rounding=RoundingConfig(mode="nearest", t=2, G=2, capacity_factor=2.0),
         router=RouterConfig(check_logits=True),
-        transport=TransportConfig(buffers="static", timeout=20),
+        transport=TransportConfig(buffers=buffers, timeout=20),
     )
 
 
@@ -55,27 +59,43 @@ def step(layer: MoE, number: int) -> list[Tensor]:
 
 
 def go_wrong(layer: MoE, how: str) -> str:
-    x = torch.ones(T, layer.config.d - (how == "problem" and layer.group.rank == 1)).to(layer.experts.w1)
-    if layer.group.rank == 1:
+    how, *more = how.split()
+    ill = layer.group.rank == 1
+    x = torch.ones(T, layer.config.d - (how == "problem" and ill)).to(layer.experts.w1)
+    if ill:
         layer.train(how != "mode")
         x[0] = float("nan") if how == "logits" else 1
-    try:
-        layer(x)
-    except ValueError as error:
-        return str(error)
-    finally:
-        layer.train()
+    breaks = more == ["breaks"] and not ill
+    with patch.object(functional, "forward", side_effect=MemoryError) if breaks else nullcontext():
+        try:
+            if more == ["twice"]:
+                route_once_compute_twice(layer, x)
+            layer(x)
+        except ValueError as error:
+            return str(error)
+        finally:
+            layer.train()
     return "no error"
 
 
-def steps(rank: int, folder: str | None, how: str) -> tuple[str, list[list[Tensor]], list[list[Tensor]]]:
+def route_once_compute_twice(layer: MoE, x_TH: Tensor) -> None:
+    group, weights = layer.group, layer.experts.weights()
+    routing = layer.router(x_TH, group=group, sequence_length=T, exchange=layer.transport).routing
+    with pytest.raises(ValueError, match="disagree"):
+        functional.moe(x_TH, routing, weights.w1, weights.w2_eHI, transport=layer.transport, group=group)
+    functional.moe(x_TH, routing, weights.w1, weights.w2_eHI, transport=layer.transport, group=group)
+
+
+def steps(
+    rank: int, folder: str | None, buffers: Buffers, how: str
+) -> tuple[str, list[list[Tensor]], list[list[Tensor]]]:
     """What is raised in the middle of three steps, these, and the same ones where nothing has gone wrong."""
     device, group = "cpu" if folder is not None else "cuda", EPGroup()
-    layers = [MoE(config(device), group, seed=0, device=device, dtype=dtype_of(device)) for _ in range(2)]
+    layers = [MoE(config(device, buffers), group, seed=0, device=device, dtype=dtype_of(device)) for _ in range(2)]
     transport = layers[0].transport
     context: AbstractContextManager[None] = nullcontext()
     if folder is not None:
-        context = static_buffers(transport, folder)  # pyright: ignore[reportArgumentType]
+        context = static_buffers(transport, folder, static=buffers == "static")  # pyright: ignore[reportArgumentType]
     with context:
         told, results = "", []
         for number in range(3):
@@ -86,30 +106,34 @@ def steps(rank: int, folder: str | None, how: str) -> tuple[str, list[list[Tenso
     return told, results, expected
 
 
-def check(pool: RankPool, folder: str | None, how: str) -> None:
+def check(pool: RankPool, folder: str | None, buffers: Buffers, how: str) -> None:
     device = "cuda" if folder is None else "cpu"
-    wanted = WRONG[how].format(dtype=str(dtype_of(device)).removeprefix("torch."), logits=8)
-    for told, results, expected in pool.run(steps, folder, how):
+    wanted = WRONG[how.split()[0]].format(dtype=str(dtype_of(device)).removeprefix("torch."), logits=8)
+    for told, results, expected in pool.run(steps, folder, buffers, how):
         assert wanted in told
         for got, values in zip(results, expected, strict=True):
             assert all(map(torch.equal, got, values))
 
 
 @pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
-@pytest.mark.parametrize(("size", "how"), [*((2, how) for how in WRONG), (4, "problem")])
-def test_nobody_waits_for_a_rank_that_has_raised(ranks: Ranks, size: int, how: str, tmp_path: Path) -> None:
-    check(ranks(size), str(tmp_path), how)
+@pytest.mark.parametrize("buffers", ["static", "exact"])
+@pytest.mark.parametrize(("size", "how"), [*((2, how) for how in WAYS), (4, "problem")])
+def test_nobody_waits_for_a_rank_that_has_raised(
+    ranks: Ranks, size: int, buffers: Buffers, how: str, tmp_path: Path
+) -> None:
+    check(ranks(size), str(tmp_path), buffers, how)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", WRONG)
-def test_nobody_waits_for_a_gpu_that_has_raised(gpus: Ranks, how: str) -> None:
-    check(gpus(2), None, how)
+@pytest.mark.parametrize("buffers", ["static", "exact"])
+@pytest.mark.parametrize("how", WAYS)
+def test_nobody_waits_for_a_gpu_that_has_raised(gpus: Ranks, buffers: Buffers, how: str) -> None:
+    check(gpus(2), None, buffers, how)
 
 
 def order(rank: int, folder: str) -> list[list[str]]:
     """In which order rows are sent back and reports are read, by step."""
-    layer, did = MoE(config("cpu"), EPGroup(), seed=0), list[list[str]]()
+    layer, did = MoE(config("cpu", "static"), EPGroup(), seed=0), list[list[str]]()
     combine, read = SymmetricTransport.combine_pairs, SizesOnHost.read
 
     def note(name: str, call: Callable[..., object]) -> Callable[..., object]:
@@ -136,3 +160,26 @@ def test_reports_are_read_when_all_has_been_launched(ranks: Ranks, tmp_path: Pat
     """But in the first step, which allocates what the ranks write to."""
     first, *others = [["read", "combine"], ["combine", "read"], ["combine", "read"]]
     assert ranks(2).run(order, str(tmp_path)) == [[first, *others]] * 2
+
+
+def recomputed(rank: int, folder: str) -> None:
+    """Steps of changing numbers of tokens, recomputed in backward: some are launched ahead of sizes, some behind."""
+    group = EPGroup()
+    exact = MoEConfig(d=8, n=4, E=8, K=2, rounding=RoundingConfig(mode="off"), keep_dispatched=True)
+    layer = MoE(exact, group, seed=0)
+    plain = MoE(exact.replace(transport=TransportConfig(kind="all_to_all")), group, seed=0)
+    with static_buffers(layer.transport, folder, static=False):  # pyright: ignore[reportArgumentType]
+        for number, tokens in enumerate((12, 12, 9, 9, 10, 12, 12)):
+            x = torch.randn(tokens + rank, 8, generator=torch.Generator().manual_seed(10 * number + rank))
+            results = []
+            for each in (layer, plain):
+                leaf = x.clone().requires_grad_()
+                y = checkpoint(lambda x, each=each: each(x).y, leaf, use_reentrant=False, context_fn=replay_contexts)
+                results.append(torch.autograd.grad(y.square().sum(), [leaf, *each.parameters()]))
+            for got, expected in zip(*results, strict=True):
+                torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
+def test_recomputed_steps_are_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(recomputed, str(tmp_path))

@@ -1,0 +1,141 @@
+"""The memory that ranks write to, one after another: made when it is first needed, and anew when more is.
+
+To make some is a collective: every rank asks for as much at the same time.
+
+Legend: see protocol.py; S ranks of the group.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.operations import peer_kernels
+from sonic_ep.peer_memory import PeerMemory
+from sonic_ep.routing import INDEX_DTYPE
+
+ROOM = 5 / 4  # lists have that much of it, since their lengths change from step to step
+_ALIGNMENT = 256  # bytes, of everything in a buffer
+_WIDEST = 8  # bytes of a weight or a value
+
+Allocate = Callable[[int], PeerMemory]
+
+
+@dataclass(frozen=True, slots=True)
+class RowBuffers:
+    """Three buffers of rows of one width: two that dispatches take turns at, and one for combine. addresses: of each
+    buffer, (S,)."""
+
+    memory: PeerMemory
+    buffer_bytes: int
+    addresses: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(cls, allocate: Allocate, buffer_bytes: int) -> Self:
+        memory = allocate(3 * buffer_bytes)
+        return cls(memory, buffer_bytes, tuple(memory.at(i * buffer_bytes) for i in range(3)))
+
+    def view(self, buffer: int, like: Tensor, num_rows: int) -> Tensor:
+        return self.memory.view(buffer * self.buffer_bytes, (num_rows, like.shape[1]), like.dtype)
+
+    def copy_to_all(self, buffer: int, x_TH: Tensor, group: EPGroup, stride: int) -> None:
+        """By copy engines, to this rank's region in each rank's buffer."""
+        offset = buffer * self.buffer_bytes + group.rank * stride * x_TH.shape[1] * x_TH.element_size()
+        for turn in range(1, group.size + 1):  # from the next rank on, so that no rank is sent to by all at once
+            rank = (group.rank + turn) % group.size
+            self.memory.view_of(rank, offset, x_TH.shape, x_TH.dtype).copy_(x_TH)
+
+
+@dataclass(frozen=True, slots=True)
+class ListBuffers:
+    """Room for the index lists that arrive and the values that come back. starts, addresses: of the row of each pair,
+    its weight, and the values."""
+
+    memory: PeerMemory
+    capacity: int
+    starts: tuple[int, int, int]
+    addresses: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(cls, allocate: Allocate, capacity: int) -> Self:
+        rows, wide = _aligned(capacity * INDEX_DTYPE.itemsize), _aligned(capacity * _WIDEST)
+        starts = (0, rows, rows + wide)
+        memory = allocate(rows + 2 * wide)
+        return cls(memory, capacity, starts, tuple(map(memory.at, starts)))
+
+
+@final
+class PeerBuffers:
+    """All buffers of a group, shared by the layers that use it."""
+
+    def __init__(self, group: EPGroup, allocate: Allocate) -> None:
+        self._group = group
+        self._allocate = allocate
+        self._counts: tuple[int, PeerMemory] | None = None
+        self._lists: ListBuffers | None = None
+        self._rows: dict[int, RowBuffers] = {}
+        self._of_graphs: list[object] = []
+
+    def flags(self, count: int) -> PeerMemory:
+        """int64, zero at the start. Asked for once."""
+        return self._allocate(_aligned(torch.int64.itemsize * count))
+
+    def counts(self, needed: int) -> tuple[int, PeerMemory]:
+        """How many integers a rank may tell, and where."""
+        if self._counts is None or self._counts[0] < needed:
+            self._let_go(self._counts)
+            self._counts = None
+            num_bytes = peer_kernels().PLACES * self._group.size * needed * torch.int64.itemsize
+            self._counts = needed, self._allocate(_aligned(num_bytes))
+        return self._counts
+
+    def lists(self, needed: int) -> ListBuffers:
+        """For at least so many pairs."""
+        if self.room_for_pairs < needed or self._lists is None:
+            self._let_go(self._lists)
+            self._lists = None
+            self._lists = ListBuffers.allocate(self._allocate, max(1, round(needed * ROOM)))
+        return self._lists
+
+    @property
+    def room_for_pairs(self) -> int:
+        """In the lists that are there."""
+        return 0 if self._lists is None else self._lists.capacity
+
+    def rows(self, like: Tensor, stride: int) -> RowBuffers:
+        """For rows as wide as these, regions of `stride` of them."""
+        row_bytes = _row_bytes(like)
+        if not self.has_rows(like, stride):
+            self._let_go(self._rows.get(row_bytes))
+            self._rows.pop(row_bytes, None)
+            self._rows[row_bytes] = RowBuffers.allocate(self._allocate, _aligned(self._group.size * stride * row_bytes))
+        return self._rows[row_bytes]
+
+    def has_rows(self, like: Tensor, stride: int) -> bool:
+        """Are these there already?"""
+        rows = self._rows.get(_row_bytes(like))
+        return rows is not None and rows.buffer_bytes >= self._group.size * stride * _row_bytes(like)
+
+    def keep_for_graphs(self) -> None:
+        """What a CUDA graph that is being captured may write to lasts, whatever replaces it later."""
+        for memory in (self._counts, self._lists, *self._rows.values()):
+            if memory is not None and all(memory is not kept for kept in self._of_graphs):
+                self._of_graphs.append(memory)
+
+    def _let_go(self, memory: object | None) -> None:
+        """Before memory is replaced: nobody may be writing to it."""
+        if memory is not None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._group.all_gather_object(None)
+
+
+def _row_bytes(like: Tensor) -> int:
+    return like.shape[1] * like.element_size()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,76 @@
+"""Room for a step that is launched before the host knows its sizes: a guess, which the device holds up.
+
+Where steps are much like the last one, lists of a step have room if they are a little longer than the last one's. The
+host need not wait for sizes before it launches what fills them. The device knows them, and takes the plan for one of
+nothing if they exceed the room; then nobody sends, and when the host has read the sizes, the step is launched anew.
+
+Legend: S ranks of the group.
+"""
+
+from typing import NamedTuple, Self, final
+
+import torch
+from torch import Tensor
+
+from sonic_ep.kernels.operations import plan_kernel
+from sonic_ep.kernels.pair_lists import RankPlan
+from sonic_ep.routing import HostSizes
+
+_MORE = 5 / 4  # than the last step needed
+_DECAY = 15 / 16  # of the room, at most, from step to step, since layers differ
+
+
+class Room(NamedTuple):
+    """tokens: the most of any rank, exactly. rows, pairs: at least what any rank receives, and sends or receives."""
+
+    tokens: int
+    rows: int
+    pairs: int
+
+    @classmethod
+    def needed_by(cls, sizes: HostSizes) -> Self:
+        sent, received = map(sum, sizes.pairs_SQ), map(sum, zip(*sizes.pairs_SQ, strict=True))
+        return cls(max(sizes.tokens_S), max(map(sum, zip(*sizes.rows_SQ, strict=True))), max(*sent, *received))
+
+    def holds(self, needed: "Room") -> bool:
+        return needed.tokens == self.tokens and needed.rows <= self.rows and needed.pairs <= self.pairs
+
+
+def plan_within(plan: RankPlan, sizes: Tensor, room: Room) -> RankPlan:
+    """The plan, or one of nothing unless the room holds it. Nothing waits.
+
+    sizes: of `host_sizes`, kernels/host_sizes.py, the same on every rank.
+    """
+    kernel = plan_kernel(sizes.device)
+    if kernel is not None:
+        return kernel.plan_within(plan, sizes, *room)
+    S = plan.pair_starts_Q.shape[0] - 1
+    tokens_S, rows_SQ, pairs_SQ = sizes[: S + 2 * S * S].split((S, S * S, S * S))
+    received_Q, pairs_SQ = rows_SQ.view(S, S).sum(0), pairs_SQ.view(S, S)
+    holds = (tokens_S.max() == room.tokens) & (received_Q.max() <= room.rows)
+    holds &= torch.maximum(pairs_SQ.sum(0).max(), pairs_SQ.sum(1).max()) <= room.pairs
+    return RankPlan(*(values * holds for values in plan))
+
+
+@final
+class Forecast:
+    """Room for the next step, by what the last ones needed. The same on every rank, as their sizes are."""
+
+    def __init__(self) -> None:
+        self._room: Room | None = None
+        self._steady = False
+
+    def room(self, most_pairs: int) -> Room | None:
+        """None while the number of tokens changes. most_pairs: that there are buffers for."""
+        if self._room is None or not self._steady:
+            return None
+        return self._room._replace(pairs=min(self._room.pairs, most_pairs))
+
+    def note(self, needed: Room) -> None:
+        """What a step has needed."""
+        before = self._room or needed
+        self._steady = needed.tokens == before.tokens
+        rows, pairs = (
+            max(round(now * _MORE), round(then * _DECAY)) for now, then in zip(needed[1:], before[1:], strict=True)
+        )
+        self._room = Room(needed.tokens, rows, pairs)
