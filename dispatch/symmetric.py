@@ -112,17 +112,17 @@ class SymmetricTransport:
 
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
         x_TH = None if x_TH is None else x_TH.contiguous()
-        if self._static and routing.most_received is not None:
-            needed = _needed(routing, plan)
+        static = self._static and routing.most_received is not None
+        arriving = None if static else self._arriving_sizes(routing)
+        needed = needed_rows(routing.token_ids_N.contiguous(), plan.pair_starts_Q, routing.num_tokens)
+        if arriving is None:
             return self._open(routing, plan, needed, x_TH, self._static_sizes(routing, x_TH), zeroed=True)
-        arriving, turn = self._arriving_sizes(routing), self._turn
-        room, ahead = self._forecast.room(self._buffers.room_for_pairs), None
+        ahead, room = None, None if arriving.arrived else self._forecast.room(self._buffers.room_for_pairs)
+        turn = self._turn
         if room is not None and arriving.may_go_unchecked and self._is_ready(x_TH, room.tokens, room.pairs):
             arriving.on_failure(functools.partial(setattr, self, "_turn", turn))
-            fitting = plan_within(plan, arriving.on_device, room)
             sizes = _Sizes(max(1, room.tokens), room.rows, room.pairs, room.pairs)
-            ahead = self._open(routing, fitting, _needed(routing, fitting), x_TH, sizes)
-        needed = None if ahead is not None else _needed(routing, plan)
+            ahead = self._open(routing, plan_within(plan, arriving.on_device, room), needed, x_TH, sizes)
         # Here the host waits, and not before: the device goes on with what was launched meanwhile.
         known = arriving.read()
         most = Room.needed_by(known)
@@ -131,7 +131,6 @@ class SymmetricTransport:
         if room is not None and ahead is not None and room.holds(most):
             return ahead.with_lists_of(P, V)
         self._turn = turn
-        needed = _needed(routing, plan) if needed is None else needed
         return self._open(routing, plan, needed, x_TH, _Sizes(max(1, most.tokens), P, V, most.pairs))
 
     def _open(
@@ -309,7 +308,3 @@ class SymmetricTransport:
         if not host_may_wait(self._meeting.state):
             self._buffers.keep_for_graphs()
         return self._meeting
-
-
-def _needed(routing: Routing, plan: RankPlan) -> Tensor:
-    return needed_rows(routing.token_ids_N.contiguous(), plan.pair_starts_Q, routing.num_tokens)

@@ -22,6 +22,11 @@ class HostCopy:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(values.device))
 
+    @property
+    def arrived(self) -> bool:
+        """Would `read` not wait?"""
+        return self._arrived is None or self._arrived.query()
+
     def read(self) -> Tensor:
         """The values, on the CPU."""
         if self._arrived is not None:

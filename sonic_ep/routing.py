@@ -100,6 +100,11 @@ class SizesOnHost:
         return sizes
 
     @property
+    def arrived(self) -> bool:
+        """Would `read` not wait?"""
+        return self._copy.arrived
+
+    @property
     def may_go_unchecked(self) -> bool:
         """Does no harm come of launching what exchanges rows, and checking then?"""
         return self._check is None or self._void_if_wrong

@@ -128,8 +128,8 @@ def test_the_same_as_all_to_all(ranks: Ranks, case: Case, dispatch: Dispatch, tm
     ranks(case.size).run(same_as_all_to_all, [case, case], str(tmp_path), dispatch)
 
 
-def ahead_of_sizes(rank: int, cases: list[Case], folder: str) -> list[str]:
-    """Steps of changing sizes; how each of them was opened."""
+def ahead_of_sizes(rank: int, cases: list[Case], folder: str, early: int | None = None) -> list[str]:
+    """Steps of changing sizes; how each of them was opened. early: a rank that has its sizes at once."""
     group, how = EPGroup(), []
     transport = SymmetricTransport(group, shared_files(group, folder), patience=60)
     opened, read = SymmetricTransport._open, SizesOnHost.read
@@ -149,8 +149,10 @@ def ahead_of_sizes(rank: int, cases: list[Case], folder: str) -> list[str]:
             poisoned_empty(),
             patch.object(SymmetricTransport, "_open", note("o", opened)),
             patch.object(SizesOnHost, "read", note("r", read)),
+            patch.object(SizesOnHost, "arrived", rank == early),
         ):
             assert_equal(everything(transport, rank, case, torch.float32), expected)
+        assert transport._turn == 3 * len(how) % 2  # of the row buffers, none is skipped
     return how
 
 
@@ -173,6 +175,12 @@ CHANGING = {
 def test_what_is_launched_before_sizes_are_known(ranks: Ranks, tmp_path: Path) -> None:
     for how in ranks(2).run(ahead_of_sizes, list(CHANGING), str(tmp_path)):
         assert how == list(CHANGING.values())
+
+
+def test_ranks_need_not_know_their_sizes_alike(ranks: Ranks, tmp_path: Path) -> None:
+    early, late = ranks(2).run(ahead_of_sizes, list(CHANGING), str(tmp_path), 0)
+    assert set(early) == {"ro"}
+    assert late == list(CHANGING.values())
 
 
 def test_steps_that_are_alike_are_launched_before_sizes_are_known(ranks: Ranks, tmp_path: Path) -> None:

@@ -11,17 +11,17 @@ from torch.nn.functional import pad
 from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.kernels import operations
-from sonic_ep.routing import Routing
+from sonic_ep.routing import Routing, SizesOnHost
 from sonic_ep.transports import GroupTransport
 from tests.helpers.shared_files import shared_files
 
 
 @contextmanager
 def static_buffers(transport: GroupTransport, folder: str, *, static: bool = True) -> Iterator[None]:
-    """Let `transport` move rows of CPU tensors through static buffers, or exact ones."""
+    """Let `transport` move rows of CPU tensors through static buffers, or through exact ones, whose sizes come late."""
     group = transport.group
     transport._chosen["cpu"] = SymmetricTransport(group, shared_files(group, folder), patience=60, static=static)
-    with lists_with_room():
+    with lists_with_room(), patch.object(SizesOnHost, "arrived", False):
         yield
 
 
