@@ -17,7 +17,7 @@ from sonic_ep.kernels.operations import peer_kernels
 from sonic_ep.peer_memory import PeerMemory
 from sonic_ep.routing import INDEX_DTYPE
 
-ROOM = 5 / 4  # lists have that much of it, since their lengths change from step to step
+_ROOM = 5 / 4  # lists have that much of it, since their lengths change from step to step
 _ALIGNMENT = 256  # bytes, of everything in a buffer
 _WIDEST = 8  # bytes of a weight or a value
 
@@ -75,7 +75,7 @@ class PeerBuffers:
         self._group = group
         self._allocate = allocate
         self._counts: tuple[int, PeerMemory] | None = None
-        self._lists: ListBuffers | None = None
+        self.lists_there: ListBuffers | None = None
         self._rows: dict[int, RowBuffers] = {}
         self._of_graphs: list[object] = []
 
@@ -94,16 +94,16 @@ class PeerBuffers:
 
     def lists(self, needed: int) -> ListBuffers:
         """For at least so many pairs."""
-        if self.room_for_pairs < needed or self._lists is None:
-            self._let_go(self._lists)
-            self._lists = None
-            self._lists = ListBuffers.allocate(self._allocate, max(1, round(needed * ROOM)))
-        return self._lists
+        if self.lists_there is None or self.lists_there.capacity < needed:
+            self._let_go(self.lists_there)
+            self.lists_there = None
+            self.lists_there = ListBuffers.allocate(self._allocate, max(1, round(needed * _ROOM)))
+        return self.lists_there
 
     @property
     def room_for_pairs(self) -> int:
         """In the lists that are there."""
-        return 0 if self._lists is None else self._lists.capacity
+        return 0 if self.lists_there is None else self.lists_there.capacity
 
     def rows(self, like: Tensor, stride: int) -> RowBuffers:
         """For rows as wide as these, regions of `stride` of them."""
@@ -121,7 +121,7 @@ class PeerBuffers:
 
     def keep_for_graphs(self) -> None:
         """What a CUDA graph that is being captured may write to lasts, whatever replaces it later."""
-        for memory in (self._counts, self._lists, *self._rows.values()):
+        for memory in (self._counts, self.lists_there, *self._rows.values()):
             if memory is not None and all(memory is not kept for kept in self._of_graphs):
                 self._of_graphs.append(memory)
 

@@ -37,7 +37,7 @@ class Room(NamedTuple):
 
 
 def plan_within(plan: RankPlan, sizes: Tensor, room: Room) -> RankPlan:
-    """The plan, or one of nothing unless the room holds it. Nothing waits.
+    """The plan; unless the room holds it, nobody has a pair for anybody and chunks are empty. Nothing waits.
 
     sizes: of `host_sizes`, kernels/host_sizes.py, the same on every rank.
     """
@@ -49,28 +49,28 @@ def plan_within(plan: RankPlan, sizes: Tensor, room: Room) -> RankPlan:
     received_Q, pairs_SQ = rows_SQ.view(S, S).sum(0), pairs_SQ.view(S, S)
     holds = (tokens_S.max() == room.tokens) & (received_Q.max() <= room.rows)
     holds &= torch.maximum(pairs_SQ.sum(0).max(), pairs_SQ.sum(1).max()) <= room.pairs
-    return RankPlan(*(values * holds for values in plan))
+    return plan._replace(table_FC=plan.table_FC * holds, pairs_SQ=plan.pairs_SQ * holds)
 
 
 @final
 class Forecast:
-    """Room for the next step, by what the last ones needed. The same on every rank, as their sizes are."""
+    """Room for the next step, by what the last ones needed."""
 
     def __init__(self) -> None:
         self._room: Room | None = None
-        self._steady = False
+        self._own_tokens = 0
 
-    def room(self, most_pairs: int) -> Room | None:
-        """None while the number of tokens changes. most_pairs: that there are buffers for."""
-        if self._room is None or not self._steady:
+    def room(self, own_tokens: int, most_pairs: int) -> Room | None:
+        """None if this rank's tokens are not as many as in the last step; of the others' the same is believed. Ranks
+        may differ in what they do then. most_pairs: that there are buffers for."""
+        if self._room is None or own_tokens != self._own_tokens:
             return None
         return self._room._replace(pairs=min(self._room.pairs, most_pairs))
 
-    def note(self, needed: Room) -> None:
+    def note(self, needed: Room, own_tokens: int) -> None:
         """What a step has needed."""
         before = self._room or needed
-        self._steady = needed.tokens == before.tokens
         rows, pairs = (
             max(round(now * _MORE), round(then * _DECAY)) for now, then in zip(needed[1:], before[1:], strict=True)
         )
-        self._room = Room(needed.tokens, rows, pairs)
+        self._room, self._own_tokens = Room(needed.tokens, rows, pairs), own_tokens

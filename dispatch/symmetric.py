@@ -116,21 +116,20 @@ class SymmetricTransport:
         arriving = None if static else self._arriving_sizes(routing)
         needed = needed_rows(routing.token_ids_N.contiguous(), plan.pair_starts_Q, routing.num_tokens)
         if arriving is None:
-            return self._open(routing, plan, needed, x_TH, self._static_sizes(routing, x_TH), zeroed=True)
-        ahead, room = None, None if arriving.arrived else self._forecast.room(self._buffers.room_for_pairs)
-        turn = self._turn
-        if room is not None and arriving.may_go_unchecked and self._is_ready(x_TH, room.tokens, room.pairs):
+            return self._open(routing, plan, needed, x_TH, self._static_sizes(routing, x_TH), static=True)
+        turn, room, ahead = self._turn, self._room_ahead(arriving, routing.num_tokens, x_TH), None
+        if room is not None:
             arriving.on_failure(functools.partial(setattr, self, "_turn", turn))
             sizes = _Sizes(max(1, room.tokens), room.rows, room.pairs, room.pairs)
             ahead = self._open(routing, plan_within(plan, arriving.on_device, room), needed, x_TH, sizes)
         # Here the host waits, and not before: the device goes on with what was launched meanwhile.
         known = arriving.read()
         most = Room.needed_by(known)
-        self._forecast.note(most)
+        self._forecast.note(most, routing.num_tokens)
         P, V = known.num_rows(self.group.rank), sum(known.pairs_in(self.group.rank))
         if room is not None and ahead is not None and room.holds(most):
             return ahead.with_lists_of(P, V)
-        self._turn = turn
+        ahead, self._turn = None, turn
         return self._open(routing, plan, needed, x_TH, _Sizes(max(1, most.tokens), P, V, most.pairs))
 
     def _open(
@@ -141,7 +140,7 @@ class SymmetricTransport:
         x_TH: Tensor | None,
         sizes: _Sizes,
         *,
-        zeroed: bool = False,
+        static: bool = False,
     ) -> Opened:
         S, pairs_SQ, token_ids_N = self.group.size, plan.pairs_SQ, routing.token_ids_N.contiguous()
         meeting, pairs = self._meet(), self._buffers.lists(sizes.most_pairs)
@@ -155,8 +154,8 @@ class SymmetricTransport:
         peer_kernels().push_lists(meeting, token_ids_N, routing.gates_N.contiguous(), pairs_SQ, rows_at, gates_at)
         row_in_source_V = pairs.memory.view(pairs.starts[0], (sizes.num_pairs,), INDEX_DTYPE)
         gates_V = pairs.memory.view(pairs.starts[1], (sizes.num_pairs,), routing.gates_N.dtype)
-        chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=zeroed)
-        row_starts_S = self._starts_of_regions(sizes.stride, gates_V, static=zeroed)
+        chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=static)
+        row_starts_S = self._starts_of_regions(sizes.stride, gates_V, static=static)
         buffer = pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, S * sizes.stride)
         receipt = Receipt(
             row_of_pair_P=buffer.row_of_pair_P,
@@ -208,7 +207,8 @@ class SymmetricTransport:
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         _, _, pairs_SQ = receipt.own_lists
-        meeting, pairs, kernels = self._meet(), self._buffers.lists(0), peer_kernels()
+        meeting, pairs, kernels = self._meet(), self._buffers.lists_there, peer_kernels()
+        assert pairs is not None
         kernels.push_values(meeting, values_P.contiguous(), receipt.slot_V, pairs_SQ, pairs.addresses[2])
         buffer = pairs.memory.view(pairs.starts[2], (pairs.capacity,), values_P.dtype)
         return kernels.take_values(meeting, buffer, pairs_SQ, receipt.num_listed)
@@ -261,6 +261,13 @@ class SymmetricTransport:
             )
         return sizes_on_host(routing)
 
+    def _room_ahead(self, arriving: SizesOnHost, num_tokens: int, x_TH: Tensor | None) -> Room | None:
+        """For which a step can be launched before its sizes are known; None where they are known, or it cannot."""
+        if arriving.arrived or not arriving.may_go_unchecked:
+            return None
+        room = self._forecast.room(num_tokens, self._buffers.room_for_pairs)
+        return room if room is not None and self._is_ready(x_TH, room.tokens, room.pairs) else None
+
     def _static_sizes(self, routing: Routing, x_TH: Tensor | None) -> _Sizes:
         """What no step exceeds. Checks the routing, unless it can be checked when all has been launched."""
         T, most, on_host = routing.num_tokens, routing.most_received, routing.on_host
@@ -288,7 +295,7 @@ class SymmetricTransport:
         cannot: engines ask no counts."""
         if x_TH is None or self._meeting is None or self._dispatch == "copy" or not lists_take_room(x_TH.device):
             return False
-        return self._buffers.has_rows(x_TH, stride) and self._buffers.room_for_pairs >= num_pairs
+        return self._buffers.has_rows(x_TH, stride) and self._buffers.room_for_pairs >= max(1, num_pairs)
 
     def _starts_of_regions(self, stride: int, like: Tensor, *, static: bool) -> Tensor:
         """(S + 1,). That of static buffers never changes, so a graph may have it."""

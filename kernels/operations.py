@@ -200,7 +200,7 @@ def _router_linear_on_gpu(device: torch.device) -> RouterLinear | None:
 
 
 class PlanKernel(Protocol):
-    """One rank's part of the plan, with the contracts of `plan_for` and `plan_within` of dispatch/plan.py."""
+    """One rank's part of the plan, with the contracts of `plan_for` and `plan_within` of dispatch/{plan,room}.py."""
 
     def rank_plan(self, rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> RankPlan: ...
 

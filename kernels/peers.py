@@ -2,7 +2,8 @@
 
 Ranks that reach each other's memory work in *stages*: every rank launches the same kernel, tells the others that its
 own buffers are free, waits for theirs to be, writes into them, tells them so, and waits to be told. No collective and
-no host takes part. Where no rank has a pair to send, nobody meets, and a rank need not launch the kernel.
+no host takes part. Where no rank has a pair to send, nobody meets for lists, rows or sums, and a rank need not launch
+these kernels.
 
 Legend: S ranks.
 """

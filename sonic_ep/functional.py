@@ -125,8 +125,10 @@ class _ExpertParallelMLP(torch.autograd.Function):
         try:
             opened = call.transport.open(routing, plan, x_TH)
             out_TH, kept = forward(x_TH, opened, ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH), call)
-        finally:
-            routing.check()  # now that all has been launched; what a rank has reported comes before any other error
+        except Exception:
+            routing.check()  # what a rank has reported comes before any other error
+            raise
+        routing.check()  # now that all has been launched
         weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)
         ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, *weights, *kept.receipt.lists())
         # Not from saved_tensors: what hooks on them give back may have no attributes.

@@ -86,7 +86,7 @@ class SizesOnHost:
         try:
             if self._told is not None:
                 kind, message = self._told
-                raise kind(message)
+                raise kind(message) from None
             if self._check is not None:
                 self._check(reports)
                 self._check = None

@@ -92,20 +92,16 @@ def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> R
 
 
 @triton.jit
-def _take(values_ptr, out_ptr, size, index, fits):
-    """Zeros unless it fits."""
-    tl.store(out_ptr + index, tl.load(values_ptr + index, mask=(index < size) & fits, other=0), mask=index < size)
+def _take(values_ptr, out_ptr, size, index, holds):
+    """Zeros unless the room holds them."""
+    tl.store(out_ptr + index, tl.load(values_ptr + index, mask=(index < size) & holds, other=0), mask=index < size)
 
 
 @triton.jit(do_not_specialize=["tokens", "most_rows", "most_pairs"])
 def _plan_within(
     table_ptr,
-    expert_starts_ptr,
-    pair_starts_ptr,
     pairs_to_owners_ptr,
     out_table_ptr,
-    out_expert_starts_ptr,
-    out_pair_starts_ptr,
     out_pairs_to_owners_ptr,
     sizes_ptr,
     tokens,
@@ -116,30 +112,30 @@ def _plan_within(
     SOURCES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first programs have the small lists, too."""
+    """The first programs have the pairs, too."""
     source = tl.arange(0, SOURCES)
     from_to = source[:, None] * S + source[None, :]
     inside = (source < S)[:, None] & (source < S)[None, :]
     tokens_S = tl.load(sizes_ptr + source, mask=source < S, other=0)
     rows_SQ = tl.load(sizes_ptr + S + from_to, mask=inside, other=0)
     pairs_SQ = tl.load(sizes_ptr + S + S * S + from_to, mask=inside, other=0)
-    fits = (tl.max(tokens_S, axis=0) == tokens) & (tl.max(tl.sum(rows_SQ, axis=0), axis=0) <= most_rows)
-    fits = fits & (tl.max(tl.sum(pairs_SQ, axis=0), axis=0) <= most_pairs)
-    fits = fits & (tl.max(tl.sum(pairs_SQ, axis=1), axis=0) <= most_pairs)
+    holds = (tl.max(tokens_S, axis=0) == tokens) & (tl.max(tl.sum(rows_SQ, axis=0), axis=0) <= most_rows)
+    holds = holds & (tl.max(tl.sum(pairs_SQ, axis=0), axis=0) <= most_pairs)
+    holds = holds & (tl.max(tl.sum(pairs_SQ, axis=1), axis=0) <= most_pairs)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _take(table_ptr, out_table_ptr, 6 * S * e, index, fits)
-    _take(expert_starts_ptr, out_expert_starts_ptr, e + 1, index, fits)
-    _take(pair_starts_ptr, out_pair_starts_ptr, S + 1, index, fits)
-    _take(pairs_to_owners_ptr, out_pairs_to_owners_ptr, S * S, index, fits)
+    _take(table_ptr, out_table_ptr, 6 * S * e, index, holds)
+    _take(pairs_to_owners_ptr, out_pairs_to_owners_ptr, S * S, index, holds)
 
 
 def plan_within(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan:
-    """`plan_within` of dispatch/plan.py."""
+    """`plan_within` of dispatch/room.py."""
     S, e = plan.pair_starts_Q.shape[0] - 1, plan.expert_starts_e.shape[0] - 1
-    within = RankPlan(*map(torch.empty_like, plan))
-    _plan_within[(cdiv(max(values.numel() for values in plan), _BLOCK),)](
-        *plan,
-        *within,
+    table_FC, pairs_SQ = torch.empty_like(plan.table_FC), torch.empty_like(plan.pairs_SQ)
+    _plan_within[(cdiv(max(table_FC.numel(), S * S), _BLOCK),)](
+        plan.table_FC,
+        plan.pairs_SQ,
+        table_FC,
+        pairs_SQ,
         sizes,
         tokens,
         rows,
@@ -150,4 +146,4 @@ def plan_within(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: in
         BLOCK=_BLOCK,
         num_warps=4,
     )
-    return within
+    return plan._replace(table_FC=table_FC, pairs_SQ=pairs_SQ)

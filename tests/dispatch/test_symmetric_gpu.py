@@ -4,6 +4,7 @@ import functools
 import re
 import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
 from sonic_ep.peer_memory import problem_with_peers, symmetric_memory
-from sonic_ep.routing import Routing
+from sonic_ep.routing import Routing, SizesOnHost
 from tests.helpers.launch import RankPool
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +67,12 @@ def step(
     return [y.detach(), *torch.autograd.grad(y, leaves, dout)]
 
 
+def sent_ahead(rank: int, shape: tuple[int, int, int, int, tuple[int, ...]], early: int) -> list[str]:
+    """`same_as_all_to_all` where one rank, or none, has the sizes of a step at once."""
+    with patch.object(SizesOnHost, "arrived", rank == early):
+        return same_as_all_to_all(rank, shape, "auto")
+
+
 def same_as_all_to_all(rank: int, shape: tuple[int, int, int, int, tuple[int, ...]], dispatch: Dispatch) -> list[str]:
     d, n, E, K, tokens = shape
     group = EPGroup()
@@ -93,6 +100,14 @@ def test_the_same_bits_as_all_to_all(
     gpus: Gpus, size: int, shape: tuple[int, int, int, int, tuple[int, ...]], dispatch: Dispatch
 ) -> None:
     assert gpus(size).run(same_as_all_to_all, shape, dispatch) == [[]] * size
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("early", [-1, 1])
+def test_the_same_bits_ahead_of_sizes(
+    gpus: Gpus, shape: tuple[int, int, int, int, tuple[int, ...]], early: int
+) -> None:
+    assert gpus(2).run(sent_ahead, shape, early) == [[]] * 2
 
 
 def counts_of_all(rank: int) -> bool:

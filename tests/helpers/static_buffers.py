@@ -1,7 +1,7 @@
 """Static buffers without a GPU: processes share files, and the kernels that write into them are interpreted."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib import import_module
 from unittest.mock import patch
@@ -16,9 +16,14 @@ from sonic_ep.transports import GroupTransport
 from tests.helpers.shared_files import shared_files
 
 
+def static_buffers(transport: GroupTransport, folder: str) -> AbstractContextManager[None]:
+    """Let `transport` move rows of CPU tensors through static buffers."""
+    return buffers_in_files(transport, folder, static=True)
+
+
 @contextmanager
-def static_buffers(transport: GroupTransport, folder: str, *, static: bool = True) -> Iterator[None]:
-    """Let `transport` move rows of CPU tensors through static buffers, or through exact ones, whose sizes come late."""
+def buffers_in_files(transport: GroupTransport, folder: str, *, static: bool) -> Iterator[None]:
+    """Likewise, or through exact ones, whose sizes come late."""
     group = transport.group
     transport._chosen["cpu"] = SymmetricTransport(group, shared_files(group, folder), patience=60, static=static)
     with lists_with_room(), patch.object(SizesOnHost, "arrived", False):

@@ -19,7 +19,7 @@ from sonic_ep.config import Buffers
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.routing import SizesOnHost
 from tests.helpers.launch import RankPool
-from tests.helpers.static_buffers import static_buffers
+from tests.helpers.static_buffers import buffers_in_files
 from tests.helpers.triton_device import triton_device
 
 Ranks = Callable[[int], RankPool]
@@ -95,7 +95,7 @@ def steps(
     transport = layers[0].transport
     context: AbstractContextManager[None] = nullcontext()
     if folder is not None:
-        context = static_buffers(transport, folder, static=buffers == "static")  # pyright: ignore[reportArgumentType]
+        context = buffers_in_files(transport, folder, static=buffers == "static")  # pyright: ignore[reportArgumentType]
     with context:
         told, results = "", []
         for number in range(3):
@@ -131,10 +131,10 @@ def test_nobody_waits_for_a_gpu_that_has_raised(gpus: Ranks, buffers: Buffers, h
     check(gpus(2), None, buffers, how)
 
 
-def order(rank: int, folder: str) -> list[list[str]]:
-    """In which order rows are sent back and reports are read, by step."""
-    layer, did = MoE(config("cpu", "static"), EPGroup(), seed=0), list[list[str]]()
-    combine, read = SymmetricTransport.combine_pairs, SizesOnHost.read
+def order(rank: int, folder: str, buffers: Buffers) -> list[list[str]]:
+    """In which order rows are sent, reports are read and sums are sent back, by step."""
+    layer, did = MoE(config("cpu", buffers), EPGroup(), seed=0), list[list[str]]()
+    send, combine, read = SymmetricTransport._send, SymmetricTransport.combine_pairs, SizesOnHost.read
 
     def note(name: str, call: Callable[..., object]) -> Callable[..., object]:
         def noted(*args: object) -> object:
@@ -144,7 +144,8 @@ def order(rank: int, folder: str) -> list[list[str]]:
         return noted
 
     with (
-        static_buffers(layer.transport, folder),  # pyright: ignore[reportArgumentType]
+        buffers_in_files(layer.transport, folder, static=buffers == "static"),  # pyright: ignore[reportArgumentType]
+        patch.object(SymmetricTransport, "_send", note("send", send)),
         patch.object(SymmetricTransport, "combine_pairs", note("combine", combine)),
         patch.object(SizesOnHost, "read", note("read", read)),
         torch.no_grad(),
@@ -156,10 +157,13 @@ def order(rank: int, folder: str) -> list[list[str]]:
 
 
 @pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
-def test_reports_are_read_when_all_has_been_launched(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("buffers", "order_of_steps"), [("static", ["send", "combine", "read"]), ("exact", ["send", "read", "combine"])]
+)
+def test_reports_are_read_late(ranks: Ranks, buffers: Buffers, order_of_steps: list[str], tmp_path: Path) -> None:
     """But in the first step, which allocates what the ranks write to."""
-    first, *others = [["read", "combine"], ["combine", "read"], ["combine", "read"]]
-    assert ranks(2).run(order, str(tmp_path)) == [[first, *others]] * 2
+    expected = [["read", "send", "combine"], order_of_steps, order_of_steps]
+    assert ranks(2).run(order, str(tmp_path), buffers) == [expected] * 2
 
 
 def recomputed(rank: int, folder: str) -> None:
@@ -168,7 +172,7 @@ def recomputed(rank: int, folder: str) -> None:
     exact = MoEConfig(d=8, n=4, E=8, K=2, rounding=RoundingConfig(mode="off"), keep_dispatched=True)
     layer = MoE(exact, group, seed=0)
     plain = MoE(exact.replace(transport=TransportConfig(kind="all_to_all")), group, seed=0)
-    with static_buffers(layer.transport, folder, static=False):  # pyright: ignore[reportArgumentType]
+    with buffers_in_files(layer.transport, folder, static=False):  # pyright: ignore[reportArgumentType]
         for number, tokens in enumerate((12, 12, 9, 9, 10, 12, 12)):
             x = torch.randn(tokens + rank, 8, generator=torch.Generator().manual_seed(10 * number + rank))
             results = []
