@@ -65,6 +65,8 @@ def _fill(
         # A padding row repeats its chunk's last real pair: it reads a row that its own source has sent.
         pair = tl.load(table_ptr + 5 * C + chunk) + tl.minimum(index, num_pairs - 1)
         row = first_row + tl.load(row_in_source_ptr + pair, mask=inside, other=0)
+        if HAS_STARTS:  # a lost rank has sent nothing, and what stands here is older
+            row = tl.minimum(row, tl.load(row_starts_ptr + source + 1) - 1)
         tl.store(row_of_pair_ptr + slot, row, mask=inside)
         tl.store(gates_out_ptr + slot, tl.load(gates_ptr + pair, mask=real, other=0.0), mask=inside)
         tl.store(slot_ptr + pair, slot, mask=real)

@@ -12,7 +12,7 @@ from sonic_ep.dispatch.plan import Plan
 from sonic_ep.kernels.pair_lists import PairBuffer
 from tests.dispatch import oracle
 from tests.dispatch.oracle import Case
-from tests.helpers.implementations import ON_GPU, PLAIN, Implementation, of_all
+from tests.helpers.implementations import INTERPRETED, ON_GPU, PLAIN, Implementation, interpreted, of_all
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.waiting import assert_nothing_waits
 from tests.kernels.received import Draw, Received, received_by
@@ -79,6 +79,28 @@ def test_lists_match_loops(case: Case, implementation: Implementation) -> None:
 def test_gates_of_any_dtype(gates: torch.dtype, implementation: Implementation) -> None:
     check(implementation, CASES[1], gates)
     check(implementation, CASES[11], gates)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(INTERPRETED, id="interpreted", marks=interpreted),
+        pytest.param(ON_GPU, id="gpu", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("late", range(3))
+def test_what_a_lost_rank_has_left_stays_in_its_region(late: int, implementation: Implementation) -> None:
+    """Rows of an earlier step, when there were more of them: nobody may write behind the lists."""
+    received, module = received_by(Case((9, 7, 5), 5, 9, "all"), 1), implementation.module("pair_lists")
+    chunks, device = received.chunks(implementation.device), implementation.device
+    starts_S = module.row_starts(chunks, received.row_in_source_V.to(device))
+    first, stop = (int(starts_S[source]) for source in (late, late + 1))
+    pairs_S = chunks.table_FC[1].view(3, -1).sum(1).tolist()
+    rows_V = received.row_in_source_V.clone()
+    rows_V[sum(pairs_S[:late]) : sum(pairs_S[: late + 1])] += 10**6
+    lists = module.pair_lists(chunks, rows_V.to(device), received.gates_V.to(device), starts_S, received.num_rows)
+    assert int(lists.row_of_pair_P.max()) < received.num_rows
+    assert int(((lists.row_of_pair_P >= first) & (lists.row_of_pair_P < stop)).sum()) == pairs_S[late]
 
 
 def cases() -> st.SearchStrategy[Case]:
