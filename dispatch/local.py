@@ -58,10 +58,10 @@ class LocalTransport:
         else:
             routing.check()
         receipt = Receipt(
-            row_of_pair_P=buffer.row_of_pair_P[:P],
-            pairs_by_row_V=buffer.pairs_by_row_V[:V],
+            row_of_pair_P=buffer.row_of_pair_P,
+            pairs_by_row_V=buffer.pairs_by_row_V,
             pair_starts_R=buffer.pair_starts_R,
-            slot_V=buffer.slot_V[:V],
+            slot_V=buffer.slot_V,
             expert_starts_e=plan.expert_starts_e,
             own_lists=(),
             splits=Splits((T,), (T,), (V,), (V,)),
@@ -69,7 +69,7 @@ class LocalTransport:
             num_rows=T,
             num_listed=N,
         )
-        return Opened(receipt, buffer.gates_P[:P])
+        return Opened(receipt, buffer.gates_P).with_lists_of(P, V)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         return x_TH

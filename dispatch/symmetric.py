@@ -34,7 +34,7 @@ from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.dispatch.room import Forecast, Room, plan_within
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
-from sonic_ep.kernels.operations import lists_take_room, needed_rows, pair_lists, peer_kernels
+from sonic_ep.kernels.operations import needed_rows, pair_lists, peer_kernels
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.kernels.peers import Meeting, Stage, flags_of
 from sonic_ep.peer_memory import PeerMemory
@@ -111,15 +111,16 @@ class SymmetricTransport:
             )
 
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
-        x_TH = None if x_TH is None else x_TH.contiguous()
+        x_TH, turn = None if x_TH is None else x_TH.contiguous(), self._turn
+        if routing.on_host is not None:
+            routing.on_host.on_failure(functools.partial(setattr, self, "_turn", turn))
         static = self._static and routing.most_received is not None
         arriving = None if static else self._arriving_sizes(routing)
         needed = needed_rows(routing.token_ids_N.contiguous(), plan.pair_starts_Q, routing.num_tokens)
         if arriving is None:
             return self._open(routing, plan, needed, x_TH, self._static_sizes(routing, x_TH), static=True)
-        turn, room, ahead = self._turn, self._room_ahead(arriving, routing.num_tokens, x_TH), None
+        room, ahead = self._room_ahead(arriving, routing.num_tokens, x_TH), None
         if room is not None:
-            arriving.on_failure(functools.partial(setattr, self, "_turn", turn))
             sizes = _Sizes(max(1, room.tokens), room.rows, room.pairs, room.pairs)
             ahead = self._open(routing, plan_within(plan, arriving.on_device, room), needed, x_TH, sizes)
         # Here the host waits, and not before: the device goes on with what was launched meanwhile.
@@ -275,7 +276,6 @@ class SymmetricTransport:
         sizes = _Sizes(max(1, T), most, most, max(most, routing.token_ids_N.shape[0]))
         ready = T == self._tokens and self._is_ready(x_TH, T, sizes.most_pairs)
         if ready and on_host is not None and on_host.may_go_unchecked:
-            on_host.on_failure(functools.partial(setattr, self, "_turn", self._turn))
             return sizes
         routing.check()
         if self._tokens is None:
@@ -293,7 +293,7 @@ class SymmetricTransport:
     def _is_ready(self, x_TH: Tensor | None, stride: int, num_pairs: int) -> bool:
         """Can rows be sent without the host's taking part in anything with other ranks? Buffers must be there. Copies
         cannot: engines ask no counts."""
-        if x_TH is None or self._meeting is None or self._dispatch == "copy" or not lists_take_room(x_TH.device):
+        if x_TH is None or self._meeting is None or self._dispatch == "copy":
             return False
         return self._buffers.has_rows(x_TH, stride) and self._buffers.room_for_pairs >= max(1, num_pairs)
 

@@ -78,15 +78,15 @@ def agree(
         problem = f"T={report.num_tokens} tokens on one rank exceed the limit of {MAX_TOKENS - 1}; split the batch"
     if problem is None and report.dtype not in _DTYPES:
         problem = f"x has dtype {report.dtype}; supported are {', '.join(map(str, _DTYPES))}"
-    kind = _PROBLEM if problem is not None else _KIND + 2 * _DTYPES.index(report.dtype) + report.training
-    reports_SF, chosen_SE = _gather(_header(report, kind), report.counts_E, group, exchange, meanwhile)
+    condition = _PROBLEM if problem is not None else _KIND + 2 * _DTYPES.index(report.dtype) + report.training
+    reports_SF, chosen_SE = _gather(_header(report, condition), report.counts_E, group, exchange, meanwhile)
     if problem is not None:
         # What was counted need not make sense. The others raise when they read the reports.
         _raise_problems(reports_SF.flatten().tolist(), problem, group, exchange)
-    readable, void_if_wrong = host_may_wait(reports_SF), False
-    if readable and exchange is not None and exchange.sends_unchecked:
-        void_unless(chosen_SE, reports_SF[:, _CONDITION], kind)
-        void_if_wrong = True
+    readable = host_may_wait(reports_SF)
+    void_if_wrong = readable and exchange is not None and exchange.sends_unchecked
+    if void_if_wrong:
+        void_unless(chosen_SE, reports_SF[:, _CONDITION], condition)
     tokens_S = reports_SF[:, _TOKENS]
     decision = decide(chosen_SE, tokens_S, rounding, training=report.training, draw=reports_SF[0, _DRAW])
     counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
@@ -104,11 +104,11 @@ def agree(
     return Agreement(counts, on_host)
 
 
-def _header(report: Report, kind: int) -> Tensor:
+def _header(report: Report, condition: int) -> Tensor:
     """(F,) int64, made on the device: nothing is copied there, so that a CUDA graph may capture it."""
     header_F = report.counts_E.new_zeros(_HEADER)
     header_F[_TOKENS].fill_(report.num_tokens)
-    header_F[_CONDITION].fill_(kind)
+    header_F[_CONDITION].fill_(condition)
     if report.draw is not None:
         header_F[_DRAW].copy_(report.draw)
     if report.bad_logits is not None:

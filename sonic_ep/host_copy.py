@@ -14,24 +14,24 @@ class HostCopy:
     """A copy of `values` that starts now; `read` waits for it, and for nothing that was launched since."""
 
     def __init__(self, values: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
+        self._arrival: torch.cuda.Event | None = None
         self._values = values
         if values.is_cuda:
             self._values = torch.empty_like(values, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(values.device))
+            self._arrival = torch.cuda.Event()
+            self._arrival.record(torch.cuda.current_stream(values.device))
 
     @property
     def arrived(self) -> bool:
         """Would `read` not wait?"""
-        return self._arrived is None or self._arrived.query()
+        return self._arrival is None or self._arrival.query()
 
     def read(self) -> Tensor:
         """The values, on the CPU."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._arrived = None
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None
         return self._values
 
 

@@ -82,7 +82,7 @@ class SizesOnHost:
 
     def read(self) -> HostSizes:
         """The sizes; waits for them. Raises what the ranks' reports say is wrong."""
-        sizes, reports = self._arrived()
+        sizes, reports = self._unpacked()
         try:
             if self._told is not None:
                 kind, message = self._told
@@ -119,7 +119,7 @@ class SizesOnHost:
         if self._check is not None:
             self.read()
 
-    def _arrived(self) -> tuple[HostSizes, list[int]]:
+    def _unpacked(self) -> tuple[HostSizes, list[int]]:
         if self._known is None:
             values, S = self._copy.read().tolist(), self._num_ranks
             tables = [tuple(values[start : start + S]) for start in range(0, S + 2 * S * S, S)]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.peers import arrive, given_up, leave, wait_for
+from sonic_ep.kernels.cuda.peers import arrive, leave, reported, wait_for
 from sonic_ep.kernels.peers import Meeting, Stage
 
 PLACES = 2
@@ -80,7 +80,7 @@ def _take_all(
     wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, source, STAGE, S)
     tl.debug_barrier()
     place_ptr = _place(places_ptr, rank, source, meeting, room, S, PLACES)
-    _copy(place_ptr, out_ptr + source * F, F, given_up(state_ptr) == 0, BLOCK)
+    _copy(place_ptr, out_ptr + source * F, F, reported(state_ptr) == 0, BLOCK)
     leave(meeting, state_ptr, STAGE)
 
 

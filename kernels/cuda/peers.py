@@ -40,9 +40,9 @@ def nobody_sends(pairs_ptr, S: tl.constexpr, RANKS: tl.constexpr):
 
 
 @triton.jit
-def given_up(state_ptr):
-    """Has any rank been waited for in vain? See Meeting."""
-    return tl.load(state_ptr + 2 * _STAGES, volatile=True) != 0
+def reported(state_ptr):
+    """What is reported of a rank that was waited for in vain, see Meeting; 0 while all is well."""
+    return tl.load(state_ptr + 2 * _STAGES, volatile=True)
 
 
 @triton.jit
@@ -51,14 +51,14 @@ def wait(flag_ptr, meeting, source, state_ptr, report_ptr, patience, STAGE: tl.c
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     if seen < meeting:
         start = now()
-        missing = tl.load(state_ptr + 2 * _STAGES, volatile=True)
-        while (seen < meeting) & (missing == 0):
+        given_up = reported(state_ptr)
+        while (seen < meeting) & (given_up == 0):
             seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-            missing = tl.load(state_ptr + 2 * _STAGES, volatile=True)
-            if (seen < meeting) & (missing == 0) & (now() - start > patience):
-                missing = tl.zeros([], tl.int64) + STAGE * _RANKS + source + 1
-                tl.store(state_ptr + 2 * _STAGES, missing)
-                tl.store(report_ptr, missing)
+            given_up = reported(state_ptr)
+            if (seen < meeting) & (given_up == 0) & (now() - start > patience):
+                given_up = tl.zeros([], tl.int64) + STAGE * _RANKS + source + 1
+                tl.store(state_ptr + 2 * _STAGES, given_up)
+                tl.store(report_ptr, given_up)
 
 
 @triton.jit

@@ -31,11 +31,9 @@ PLAIN = Implementation("kernels", torch.device("cpu"))
 INTERPRETED = Implementation("kernels.cuda", torch.device("cpu"))
 ON_GPU = Implementation("kernels.cuda", torch.device("cuda"))
 
-of_all = pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(PLAIN, id="plain"),
-        pytest.param(INTERPRETED, id="interpreted", marks=interpreted),
-        pytest.param(ON_GPU, id="gpu", marks=pytest.mark.gpu),
-    ],
-)
+_KERNELS = [
+    pytest.param(INTERPRETED, id="interpreted", marks=interpreted),
+    pytest.param(ON_GPU, id="gpu", marks=pytest.mark.gpu),
+]
+of_kernels = pytest.mark.parametrize("implementation", _KERNELS)
+of_all = pytest.mark.parametrize("implementation", [pytest.param(PLAIN, id="plain"), *_KERNELS])

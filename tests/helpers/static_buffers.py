@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 from torch.nn.functional import pad
 
-from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.kernels import operations
 from sonic_ep.routing import Routing, SizesOnHost
@@ -43,8 +42,5 @@ def with_spare(routing: Routing, spare: int, **bounds: int) -> Routing:
 @contextmanager
 def lists_with_room() -> Iterator[None]:
     """Index lists by the kernels: those of plain torch have no room to spare."""
-    with (
-        patch.object(operations, "_lists", lambda module, on_gpu: import_module(f"sonic_ep.kernels.cuda.{module}")),
-        patch.object(symmetric, "lists_take_room", lambda device: True),
-    ):
+    with patch.object(operations, "_lists", lambda module, on_gpu: import_module(f"sonic_ep.kernels.cuda.{module}")):
         yield

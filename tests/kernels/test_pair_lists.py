@@ -12,7 +12,7 @@ from sonic_ep.dispatch.plan import Plan
 from sonic_ep.kernels.pair_lists import PairBuffer
 from tests.dispatch import oracle
 from tests.dispatch.oracle import Case
-from tests.helpers.implementations import INTERPRETED, ON_GPU, PLAIN, Implementation, interpreted, of_all
+from tests.helpers.implementations import ON_GPU, PLAIN, Implementation, of_all, of_kernels
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.waiting import assert_nothing_waits
 from tests.kernels.received import Draw, Received, received_by
@@ -81,13 +81,7 @@ def test_gates_of_any_dtype(gates: torch.dtype, implementation: Implementation) 
     check(implementation, CASES[11], gates)
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param(INTERPRETED, id="interpreted", marks=interpreted),
-        pytest.param(ON_GPU, id="gpu", marks=pytest.mark.gpu),
-    ],
-)
+@of_kernels
 @pytest.mark.parametrize("late", range(3))
 def test_what_a_lost_rank_has_left_stays_in_its_region(late: int, implementation: Implementation) -> None:
     """Rows of an earlier step, when there were more of them: nobody may write behind the lists."""
