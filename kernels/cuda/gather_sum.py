@@ -1,7 +1,7 @@
 """gather_sum as one Triton kernel: a CSR list of rows, optionally weighted, summed in fp32 and rounded once.
 
 One program of one warp sums 512 columns of one output row over its items; every value is read once, in 16-byte pieces,
-four items ahead, and leaves the cache first. No intermediate row is written. Row offsets are 64-bit. In float64 it
+four items ahead. No intermediate row is written. Row offsets are 64-bit. In float64 it
 accumulates in float64.
 """
 
@@ -37,10 +37,7 @@ def row_sum(
         for step in tl.static_range(UNROLL):
             real = position + step < last
             item = tl.load(items_ptr + position + step, mask=real, other=0).to(tl.int64)
-            value = tl.load(
-                values_ptr + item * H + columns, mask=inside & real, other=0.0, eviction_policy="evict_first"
-            )
-            value = value.to(ACCUMULATOR)
+            value = tl.load(values_ptr + item * H + columns, mask=inside & real, other=0.0).to(ACCUMULATOR)
             if HAS_WEIGHTS:
                 value = value * tl.load(weights_ptr + item, mask=real, other=0.0).to(ACCUMULATOR)
             total += value
