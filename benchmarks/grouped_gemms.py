@@ -1,9 +1,12 @@
 """Time every grouped GEMM of the local layer over candidate tiles, and the whole layer, on one GPU.
 
-    python benchmarks/grouped_gemms.py --out results.json     [--shape qwen3_30b_a3b_ep8] [--tiles [up_backward ...]]
+    python benchmarks/grouped_gemms.py --out results.json [--shape qwen3_30b_a3b_ep8] [--tiles [up_backward ...]]
+                                       [--in-layer]
 
 TFLOP/s counts useful operations only: 6 P d n forward, 12 P d n backward over P pairs. Times are medians over CUDA
-events, candidates taking turns in one run, on fresh random unit-scale inputs.
+events, candidates taking turns in one run, on fresh random unit-scale inputs. `--in-layer` times the layer with the
+tile of one operation replaced: at the card's power limit a GEMM that runs right after others ranks tiles otherwise
+than one that runs alone.
 """
 
 import argparse
@@ -18,7 +21,7 @@ from local_problem import LocalProblem, tiled_pairs, topk_pairs
 from torch import Tensor
 
 from sonic_ep import load_config
-from sonic_ep.kernels.cuda import operations
+from sonic_ep.kernels.cuda import operations, tiles
 from sonic_ep.kernels.cuda.tiles import Operation, TileConfig
 from sonic_ep.kernels.operations import gather_sum
 
@@ -31,8 +34,13 @@ SHAPES: dict[str, tuple[str, int, int, int | None]] = {
     "sonic_7b_ragged": ("sonic_7b", 1, 24576, None),
     "qwen3_30b_a3b_ragged": ("qwen3_30b_a3b", 1, 16384, None),
     "qwen3_next_80b_a3b_ragged": ("qwen3_next_80b_a3b", 1, 16384, None),
+    "sonic_30b": ("sonic_30b", 1, 32768, 32768 * 8),
+    "sonic_120b": ("sonic_120b", 1, 32768, 32768 * 8),
     "sonic_30b_ragged": ("sonic_30b", 1, 32768, None),
     "sonic_120b_ragged": ("sonic_120b", 1, 32768, None),
+    "qwen3_235b_a22b_ep8_ragged": ("qwen3_235b_a22b", 8, 8192, None),
+    "deepseek_v3_ep8_ragged": ("deepseek_v3", 8, 8192, None),
+    "deepseek_v3_ep8_short_ragged": ("deepseek_v3", 8, 2048, None),  # 512 rows an expert
 }
 _TILES = [
     *((128, 192, True), (128, 128, True), (192, 128, True)),
@@ -42,11 +50,25 @@ CANDIDATES = [TileConfig(*tile, 1, 1, dynamic) for tile in _TILES for dynamic in
     TileConfig(128, 192, True, 2),
     TileConfig(128, 128, True, 2),
     TileConfig(128, 256, False, 2),
+    TileConfig(128, 256, False, 2, 1, True),
+    TileConfig(256, 192, False, 2),
     TileConfig(128, 192, True, 1, 2),
     TileConfig(128, 256, False, 1, 2),
     TileConfig(192, 128, True, 1, 2),
     TileConfig(192, 128, True, 1, 2, True),
 ]
+IN_LAYER: dict[Operation, list[TileConfig]] = {
+    "up": [TileConfig(128, 192, True, dynamic=True), TileConfig(128, 256, False, dynamic=True)],
+    "down": [
+        TileConfig(128, 192, True, dynamic=True),
+        TileConfig(128, 192, True, 1, 2),
+        TileConfig(192, 128, True, dynamic=True),
+        TileConfig(192, 128, True, 1, 2),
+    ],
+    "down_backward": [TileConfig(128, 128, True, dynamic=True), TileConfig(128, 128, True, 2)],
+    "weight_up": [TileConfig(128, 256, False), TileConfig(128, 256, False, 2), TileConfig(256, 192, False)],
+}
+IN_LAYER["up_backward"], IN_LAYER["weight_down"] = IN_LAYER["down"], IN_LAYER["weight_up"]
 
 
 class Problem(LocalProblem):
@@ -57,7 +79,8 @@ class Problem(LocalProblem):
         config = load_config(config_name)
         E = config.E // ep_size
         pairs = topk_pairs(T, E, config.K) if num_pairs is None else tiled_pairs(T, E, num_pairs)
-        super().__init__(pairs, T, E, config.d, config.n)
+        self.rounded = num_pairs is not None
+        super().__init__(pairs, T, E, config.d, config.n, rounded=self.rounded)
 
         def draw(*size: int) -> Tensor:
             return torch.randn(*size, device="cuda").bfloat16()
@@ -69,22 +92,24 @@ class Problem(LocalProblem):
         unit = 2 * self.P * self.d * self.n
         o, p, lists = operations, self, self.lists
         x, w1, w2 = p.x.detach(), p.w1.detach(), p.w2.detach()
-        rows, starts = lists.row_of_pair_P, lists.expert_starts_e
+        rows, starts, rounded = lists.row_of_pair_P, lists.expert_starts_e, self.rounded
         return {
-            "up": (lambda: o.up_projection(x, w1, None, rows, starts, p.activation), 2 * unit),
-            "down": (lambda: o.down_projection(p.a, w2, None, starts), unit),
+            "up": (lambda: o.up_projection(x, w1, None, rows, starts, p.activation, rounded=rounded), 2 * unit),
+            "down": (lambda: o.down_projection(p.a, w2, None, starts, rounded=rounded), unit),
             "down_backward": (
                 lambda: o.down_projection_backward(p.dout, w2, None, p.h, p.gates, rows, starts, p.activation),
                 unit,
             ),
-            "up_backward": (lambda: o.up_projection_backward(p.dh, w1, starts), 2 * unit),
+            "up_backward": (lambda: o.up_projection_backward(p.dh, w1, starts, rounded=rounded), 2 * unit),
             "weight_up": (lambda: o.weight_grad(p.dh, x, rows, starts), 2 * unit),
             "weight_down": (lambda: o.weight_grad(p.a, p.dout, rows, starts, transposed=True), unit),
         }
 
 
-def median_ms(contestants: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, float]:
-    """Median milliseconds of each, taking turns."""
+def median_ms(
+    contestants: dict[str, Callable[[], Any]], rounds: int = 12, backlog_cycles: int = 200_000
+) -> dict[str, float]:
+    """Median milliseconds of each, taking turns. The device is kept busy before, while Python launches."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for call in contestants.values():
         for _ in range(2):
@@ -92,7 +117,7 @@ def median_ms(contestants: dict[str, Callable[[], Any]], rounds: int = 12) -> di
     for _ in range(rounds):
         for name, call in contestants.items():
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(200_000)  # hides the launch overhead of short kernels
+            torch.cuda._sleep(backlog_cycles)
             start.record()
             call()
             stop.record()
@@ -101,13 +126,16 @@ def median_ms(contestants: dict[str, Callable[[], Any]], rounds: int = 12) -> di
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def with_tile(tile: TileConfig, call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call under another tile: its own plans, kept apart from the others'."""
+def with_tile(tile: TileConfig, call: Callable[[], Any], only: Operation | None = None) -> Callable[[], Any]:
+    """The call under another tile, of one operation or of all: its own plans, kept apart from the others'."""
     plans: dict[tuple[object, ...], Any] = {}
+
+    def tile_config(operation: Operation, N: int, arch: int, *, rounded: bool) -> TileConfig:
+        return tile if only in (None, operation) else tiles.tile_config(operation, N, arch, rounded=rounded)
 
     def run() -> None:
         kept, operations._PLANS = operations._PLANS, plans
-        chosen, operations.tile_config = operations.tile_config, lambda *_: tile
+        chosen, operations.tile_config = operations.tile_config, tile_config
         try:
             call()
         finally:
@@ -143,7 +171,7 @@ def time_tiles(problem: Problem, operations: Sequence[str]) -> dict[str, dict[st
 def time_layer(problem: Problem) -> dict[str, float]:
     """The table's tiles: each operation, gather-sum, the local layer forward and backward."""
     p, lists = problem, problem.lists
-    y = operations.down_projection(p.a, p.w2.detach(), None, lists.expert_starts_e)
+    y = operations.down_projection(p.a, p.w2.detach(), None, lists.expert_starts_e, rounded=p.rounded)
     forward, backward = p.kernels()
     by_row = (p.receipt.pairs_by_row_V, p.receipt.pair_starts_R)
     contestants: dict[str, Callable[[], Any]] = {name: call for name, (call, _) in p.calls().items()}
@@ -157,12 +185,34 @@ def time_layer(problem: Problem) -> dict[str, float]:
     return times
 
 
+def time_in_layer(problem: Problem) -> dict[str, dict[str, tuple[float, float]]]:
+    """Forward and backward milliseconds of the local layer with the tile of one operation replaced."""
+    forward, backward = problem.kernels()
+    contestants: dict[str, Callable[[], Any]] = {}
+    for operation, candidates in IN_LAYER.items():
+        for tile in candidates:
+            for name, call in (("forward", forward), ("backward", backward)):
+                contestants[f"{operation} {tile} {name}"] = with_tile(tile, call, operation)
+    times = median_ms(contestants, backlog_cycles=10_000_000)
+    results = {
+        operation: {
+            str(tile): (times[f"{operation} {tile} forward"], times[f"{operation} {tile} backward"])
+            for tile in candidates
+        }
+        for operation, candidates in IN_LAYER.items()
+    }
+    for operation, rows in results.items():
+        print(f"in the layer: {operation:14}", ", ".join(f"{tile} {a:.3f} + {b:.3f}" for tile, (a, b) in rows.items()))
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument(
         "--tiles", nargs="*", choices=get_args(Operation), help="time every candidate tile of these too"
     )
+    parser.add_argument("--in-layer", action="store_true", help="time the layer with one operation's tile replaced")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
@@ -174,6 +224,8 @@ def main() -> None:
         record["layer_ms"] = time_layer(problem)
         if options.tiles is not None:
             record["tiles_ms"] = time_tiles(problem, options.tiles)
+        if options.in_layer:
+            record["in_layer_ms"] = time_in_layer(problem)
         results["shapes"][shape] = record
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         del problem

@@ -44,9 +44,9 @@ def tiled_pairs(T: int, E: int, num_pairs: int) -> Pairs:
 
 
 class LocalProblem:
-    """bf16, unit-scale rows; weights and rows want gradients."""
+    """bf16, unit-scale rows; weights and rows want gradients. rounded: do experts have whole tiles of pairs?"""
 
-    def __init__(self, pairs: Pairs, T: int, E: int, d: int, n: int) -> None:
+    def __init__(self, pairs: Pairs, T: int, E: int, d: int, n: int, *, rounded: bool = False) -> None:
         self.pairs, self.T, self.E, self.d, self.n = pairs, T, E, d, n
         self.P = pairs.tokens.shape[0]
 
@@ -63,7 +63,7 @@ class LocalProblem:
         )
         opened = LocalTransport().open(self.routing, plan_for(self.routing.counts, 0))
         self.receipt, self.gates = opened.receipt, opened.gates_P
-        self.lists = PairLists(self.receipt.row_of_pair_P, self.receipt.expert_starts_e)
+        self.lists = PairLists(self.receipt.row_of_pair_P, self.receipt.expert_starts_e, rounded)
 
     def kernels(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Forward and backward of the local experts, their lists given."""

@@ -28,20 +28,25 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class PairLists:
-    """Index lists, int32: the received row of each pair-buffer row, and the rows of each expert (prefix sums)."""
+    """Index lists, int32: the received row of each pair-buffer row, and the rows of each expert (prefix sums).
+
+    rounded: do experts have whole tiles of rows, as a rule? For the choice of tiles.
+    """
 
     row_of_pair_P: Tensor
     expert_starts_e: Tensor
+    rounded: bool = False
 
 
 def forward(
     ops: Operations, x_RH: Tensor, weights: ExpertWeights, lists: PairLists, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """y_PH, the expert output of every pair, before weights and sum, and h_PJ."""
+    rows, starts, rounded = lists.row_of_pair_P, lists.expert_starts_e, lists.rounded
     h_PJ, a_PI = ops.up_projection(
-        x_RH, weights.w1, weights.b1_eJ, lists.row_of_pair_P, lists.expert_starts_e, activation, weights.up_eIH
+        x_RH, weights.w1, weights.b1_eJ, rows, starts, activation, weights.up_eIH, rounded=rounded
     )
-    return ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, lists.expert_starts_e), h_PJ
+    return ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, starts, rounded=rounded), h_PJ
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,8 @@ def backward_hidden(
 
 def backward_pairs(ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists: PairLists) -> Tensor:
     """dx_PH, the gradient of the row of every pair, before their sum."""
-    return ops.up_projection_backward(dh_PJ, weights.w1, lists.expert_starts_e, weights.up_eIH)
+    starts, rounded = lists.expert_starts_e, lists.rounded
+    return ops.up_projection_backward(dh_PJ, weights.w1, starts, weights.up_eIH, rounded=rounded)
 
 
 def backward_down_weights(

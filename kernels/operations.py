@@ -48,10 +48,12 @@ class Operations(Protocol):
         expert_starts_e: Tensor,
         activation: Activation,
         up_eIH: Tensor | None = None,
+        *,
+        rounded: bool = False,
     ) -> tuple[Tensor, Tensor]: ...
 
     def down_projection(
-        self, a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor
+        self, a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, rounded: bool = False
     ) -> Tensor: ...
 
     def down_projection_backward(
@@ -67,7 +69,13 @@ class Operations(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def up_projection_backward(
-        self, dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None
+        self,
+        dh_PJ: Tensor,
+        w1: Tensor,
+        expert_starts_e: Tensor,
+        up_eIH: Tensor | None = None,
+        *,
+        rounded: bool = False,
     ) -> Tensor: ...
 
     def weight_grad(

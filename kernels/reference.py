@@ -40,10 +40,13 @@ def up_projection(
     expert_starts_e: Tensor,
     activation: Activation,
     up_eIH: Tensor | None = None,
+    *,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """H = X[row_of_pair] W1^T + b1 and A = act(H): gathered grouped GEMM with the activation in its epilogue.
 
-    w1: (e, J, H), or with `up_eIH` the gate alone, (e, I, H).
+    w1: (e, J, H), or with `up_eIH` the gate alone, (e, I, H). rounded: do experts have whole tiles of rows, as a rule?
+    It changes no value, only how a GPU computes them.
     Returns h_PJ and a_PI in the dtype of x. Source: SonicMoE, arXiv 2512.14080, section 4.
     """
     w1_eJH = interleave_apart(w1, up_eIH)
@@ -59,8 +62,10 @@ def up_projection(
     return h_PJ, a_PI
 
 
-def down_projection(a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor) -> Tensor:
-    """y_PH = A W2^T + b2: grouped GEMM."""
+def down_projection(
+    a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, rounded: bool = False
+) -> Tensor:
+    """y_PH = A W2^T + b2: grouped GEMM. rounded: as above."""
     y_PH = a_PI.new_empty(a_PI.shape[0], w2_eHI.shape[1])
     for expert, rows in _experts(expert_starts_e):
         y = _up(a_PI[rows]) @ _up(w2_eHI[expert]).T
@@ -98,8 +103,10 @@ def down_projection_backward(
     return dh_PJ, scaled_a_PI, ds_P
 
 
-def up_projection_backward(dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None) -> Tensor:
-    """dx_PH = dH W1: grouped GEMM, one row a pair; `gather_sum` adds a received row's pairs. w1: as above."""
+def up_projection_backward(
+    dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None, *, rounded: bool = False
+) -> Tensor:
+    """dx_PH = dH W1: grouped GEMM, one row a pair; `gather_sum` adds a received row's pairs. w1, rounded: as above."""
     w1_eJH = interleave_apart(w1, up_eIH)
     dx_PH = dh_PJ.new_empty(dh_PJ.shape[0], w1_eJH.shape[2])
     for expert, rows in _experts(expert_starts_e):

@@ -67,6 +67,7 @@ def moe_in_graph(
         transport,
         activation,
         keeps_received,
+        routing.rounded,
     )[0]
 
 
@@ -128,9 +129,9 @@ def _transport(group: EPGroup, text: str) -> Transport:
     return transport_for(group, TransportConfig(**json.loads(text)) if text else None)
 
 
-def _call(group_name: str, transport: str, activation: str, keeps_received: bool) -> Call:
-    group = EPGroup.named(group_name)
-    return Call(_transport(group, transport), activation_named(activation), keeps_received)
+def _call(group_name: str, transport: str, activation: str, *flags: bool) -> Call:
+    """flags: keeps_received and rounded."""
+    return Call(_transport(EPGroup.named(group_name), transport), activation_named(activation), *flags)
 
 
 @torch.library.custom_op("sonic_ep::expert_parallel_mlp", mutates_args=(), tags=_TAGS)
@@ -149,11 +150,13 @@ def _forward(
     transport: str,
     activation: str,
     keeps_received: bool,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out_TH, the received rows if kept, else nothing, and h_PJ. gates_N is here for its gradient alone."""
     opened = Opened(_receipt_of(lists, splits_4S, x_TH.shape[0], gates_N.shape[0]), gates_P)
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
-    out_TH, kept = forward(x_TH.contiguous(), opened, weights, _call(group_name, transport, activation, keeps_received))
+    call = _call(group_name, transport, activation, keeps_received, rounded)
+    out_TH, kept = forward(x_TH.contiguous(), opened, weights, call)
     return out_TH, kept.rows if keeps_received else x_TH.new_empty(0), kept.take_h()
 
 
@@ -173,6 +176,7 @@ def _(
     transport: str,
     activation: str,
     keeps_received: bool,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (T, H), R = x_TH.shape, lists[_PAIR_STARTS].shape[0] - 1
     return (
@@ -200,12 +204,14 @@ def _backward(
     transport: str,
     activation: str,
     keeps_received: bool,
+    rounded: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx_TH, dgates_N and the gradients of the weights, empty where not needed."""
     kept = Kept(rows.contiguous(), h_PJ, gates_P, _receipt_of(lists, splits_4S, dout_TH.shape[0], num_pairs))
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
-    grads = backward(dout_TH, kept, weights, _call(group_name, transport, activation, keeps_received), needs)
+    call = _call(group_name, transport, activation, keeps_received, rounded)
+    grads = backward(dout_TH, kept, weights, call, needs)
     dx_TH, dgates_N, dw1, dw2, db1, db2 = (dout_TH.new_empty(0) if grad is None else grad for grad in grads)
     return dx_TH, dgates_N, dw1, dw2, db1, db2
 
@@ -228,6 +234,7 @@ def _(
     transport: str,
     activation: str,
     keeps_received: bool,
+    rounded: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     weights = zip((w1_eJH, w2_eHI, b1_eJ, b2_eH), needs, strict=True)
@@ -236,14 +243,14 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x_TH, gates_N, gates_P, lists, splits_4S, *weights, group_name, ep_size, transport, activation, keeps_received = (
-        inputs
-    )
+    x_TH, gates_N, gates_P, lists, splits_4S, *weights_and_constants = inputs
+    weights, constants = weights_and_constants[:4], weights_and_constants[4:]
+    *_, keeps_received, _rounded = constants
     _, rows, h_PJ = output
     ctx.save_for_backward(rows if keeps_received else x_TH, h_PJ, gates_P, splits_4S, *weights, *lists)
     ctx.mark_non_differentiable(rows, h_PJ)
     ctx.set_materialize_grads(False)
-    ctx.constants = (gates_N.shape[0], group_name, ep_size, transport, activation, keeps_received)
+    ctx.constants = (gates_N.shape[0], *constants)
 
 
 def _differentiate(ctx: Any, dout_TH: Tensor, *_: None) -> tuple[Any, ...]:
@@ -253,7 +260,7 @@ def _differentiate(ctx: Any, dout_TH: Tensor, *_: None) -> tuple[Any, ...]:
         dout_TH, rows, h_PJ, gates_P, lists, splits_4S, w1, w2, b1, b2, *ctx.constants, needs
     )
     grads = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    return dx_TH, dgates_N, None, [None] * len(lists), None, *grads, None, None, None, None, None
+    return dx_TH, dgates_N, None, [None] * len(lists), None, *grads, None, None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)

@@ -26,11 +26,13 @@ from sonic_ep.kernels.operations import operations_for
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call is beside its tensors. keeps_received: keep the received rows for backward, and not x."""
+    """What one call is beside its tensors. keeps_received: keep the received rows for backward, and not x. rounded: of
+    its routing."""
 
     transport: Transport
     activation: Activation
     keeps_received: bool
+    rounded: bool
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ def forward(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) ->
     if rows_RH is None:
         rows_RH = call.transport.dispatch(x_TH, receipt)
     ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
-    y_PH, h_PJ = expert_mlp.forward(ops, rows_RH, weights, _pair_lists(receipt), call.activation)
+    y_PH, h_PJ = expert_mlp.forward(ops, rows_RH, weights, _pair_lists(receipt, call), call.activation)
     kept = Kept(call.transport.keep(rows_RH) if call.keeps_received else x_TH, h_PJ, gates_P, receipt)
     return call.transport.combine_pairs(y_PH, gates_P, receipt), kept
 
@@ -79,7 +81,7 @@ def backward(
     dX comes first, since other ranks wait for it; then dW2, after which A' can go. Every rank takes every collective,
     whether or not it needs the result.
     """
-    transport, receipt, pairs = call.transport, kept.receipt, _pair_lists(kept.receipt)
+    transport, receipt, pairs = call.transport, kept.receipt, _pair_lists(kept.receipt, call)
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
     needs_w1, needs_w2, needs_b1, needs_b2 = needs
     do_RH = transport.dispatch(dout_TH.contiguous(), receipt)
@@ -102,5 +104,5 @@ def backward(
     return dx_TH, dgates_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None
 
 
-def _pair_lists(receipt: Receipt) -> PairLists:
-    return PairLists(receipt.row_of_pair_P, receipt.expert_starts_e)
+def _pair_lists(receipt: Receipt, call: Call) -> PairLists:
+    return PairLists(receipt.row_of_pair_P, receipt.expert_starts_e, call.rounded)

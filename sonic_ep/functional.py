@@ -95,7 +95,7 @@ def moe(
             keeps_received=keeps_received,
         )
     plan = plan_for(routing.counts, group.rank)
-    call = Call(transport, act, keep_dispatched)
+    call = Call(transport, act, keep_dispatched, routing.rounded)
     owners = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, owners)
 

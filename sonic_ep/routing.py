@@ -168,6 +168,11 @@ class Routing:
     most_received: int | None = None
     on_host: SizesOnHost | None = None
 
+    @property
+    def rounded(self) -> bool:
+        """Do experts have whole tiles of rows, as a rule? Rounding or capacity made the counts then."""
+        return self.most_rows is not None
+
     def check(self) -> None:
         """Raises what the ranks reported when this was decided, on all of them alike. Waits for their reports, where
         there are any. To be called before anything is exchanged, but by a transport of which nobody sends then anyhow.

@@ -7,6 +7,7 @@ cache. QUACK_ARCH and CUTE_DSL_ARCH must name the target before quack is importe
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -57,10 +58,7 @@ def compile_operations(
     rows, starts = meta(_PAIRS, kind=torch.int32), meta(_EXPERTS + 1, kind=torch.int32)
     o = operations
     calls: dict[str, Callable[[], object]] = {
-        "up_projection": lambda: o.up_projection(x, w1, b1, rows, starts, act),
-        "down_projection": lambda: o.down_projection(a, w2, b2, starts),
         "down_projection_backward": lambda: o.down_projection_backward(x, w2, None, h, gates, rows, starts, act),
-        "up_projection_backward": lambda: o.up_projection_backward(h, w1, starts),
         "weight_grad of w1": lambda: o.weight_grad(h, x, rows, starts),
         "weight_grad of w2": lambda: o.weight_grad(a, x, rows, starts, transposed=True),
         "weight_grad of w1 into fp32": lambda: o.weight_grad(
@@ -70,12 +68,23 @@ def compile_operations(
             a, x, rows, starts, transposed=True, out_eAB=meta(_EXPERTS, d, n, kind=torch.float32)
         ),
     }
-    if act.gated and not bias:  # what `moe` takes apart
+    gate_and_up = act.gated and not bias  # what `moe` takes apart
+    if gate_and_up:
+        calls["weight_grad of gate and up"] = lambda: o.weight_grad(h, x, rows, starts, halves=True)
+    for kind, rounded in (("ragged", False), ("rounded", True)):
+        up_projection, down_projection, up_projection_backward = (
+            partial(call, rounded=rounded) for call in (o.up_projection, o.down_projection, o.up_projection_backward)
+        )
         calls |= {
-            "up_projection of gate and up": lambda: o.up_projection(x, gate, None, rows, starts, act, up),
-            "up_projection_backward of gate and up": lambda: o.up_projection_backward(h, gate, starts, up),
-            "weight_grad of gate and up": lambda: o.weight_grad(h, x, rows, starts, halves=True),
+            f"up_projection, {kind}": partial(up_projection, x, w1, b1, rows, starts, act),
+            f"down_projection, {kind}": partial(down_projection, a, w2, b2, starts),
+            f"up_projection_backward, {kind}": partial(up_projection_backward, h, w1, starts),
         }
+        if gate_and_up:
+            calls |= {
+                f"up_projection of gate and up, {kind}": partial(up_projection, x, gate, None, rows, starts, act, up),
+                f"up_projection_backward of gate and up, {kind}": partial(up_projection_backward, h, gate, starts, up),
+            }
     with _nothing_launched():
         for name, call in calls.items():
             begun = time.monotonic()

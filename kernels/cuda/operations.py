@@ -125,9 +125,9 @@ def _tile_counter(config: GemmConfig, like: Tensor) -> Tensor | None:
     return like.new_zeros(1, dtype=torch.int32) if config.is_dynamic_persistent else None
 
 
-def _config(operation: Operation, N: int, tensor: Tensor) -> GemmConfig:
+def _config(operation: Operation, N: int, tensor: Tensor, *, rounded: bool = False) -> GemmConfig:
     arch = get_device_capacity(tensor.device)[0]
-    tile = tile_config(operation, N, arch)
+    tile = tile_config(operation, N, arch, rounded=rounded)
     return GemmConfig(
         tile_m=tile.m,
         tile_n=tile.n,
@@ -154,6 +154,8 @@ def up_projection(
     expert_starts_e: Tensor,
     activation: Activation,
     up_eIH: Tensor | None = None,
+    *,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See kernels/reference.py."""
     P, J = row_of_pair_P.shape[0], w1.shape[1] if up_eIH is None else 2 * w1.shape[1]
@@ -166,24 +168,28 @@ def up_projection(
     arguments["A_idx"] = row_of_pair_P
     if b1_eJ is not None:
         arguments["mRowVecBroadcast"] = b1_eJ
-    key = _class_key("up", x_RH, w1_eJH, b1_eJ)
+    key = (*_class_key("up", x_RH, w1_eJH, b1_eJ), rounded)
     operation: Operation = "up_clamped" if activation.name == gpt_oss.NAME and b1_eJ is not None else "up"
-    _run(key, mod, lambda: _config(operation, J, x_RH), x_RH, w1_eJH.mT, **arguments)
+    _run(key, mod, lambda: _config(operation, J, x_RH, rounded=rounded), x_RH, w1_eJH.mT, **arguments)
     return h_PJ, a_PI
 
 
-def down_projection(a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor) -> Tensor:
+def down_projection(
+    a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, rounded: bool = False
+) -> Tensor:
     """See kernels/reference.py."""
     mod, arguments = (identity_epi, {}) if b2_eH is None else (_bias_epilogue, {"bias": b2_eH})
-    return _grouped_rows("down", a_PI, w2_eHI.mT, expert_starts_e, mod, **arguments)
+    return _grouped_rows("down", a_PI, w2_eHI.mT, expert_starts_e, mod, rounded=rounded, **arguments)
 
 
-def up_projection_backward(dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None) -> Tensor:
+def up_projection_backward(
+    dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None, *, rounded: bool = False
+) -> Tensor:
     """See kernels/reference.py."""
     if dh_PJ.shape[0] == 0:
         return dh_PJ.new_empty(0, w1.shape[2])
     mod, w1_eJH = _with_up_weights(identity_epi, w1, up_eIH)
-    return _grouped_rows("up_backward", dh_PJ, w1_eJH, expert_starts_e, mod)
+    return _grouped_rows("up_backward", dh_PJ, w1_eJH, expert_starts_e, mod, rounded=rounded)
 
 
 def _grouped_rows(
@@ -192,6 +198,8 @@ def _grouped_rows(
     weights_eKN: Tensor,
     expert_starts_e: Tensor,
     mod: EpiMod,
+    *,
+    rounded: bool,
     **arguments: Any,
 ) -> Tensor:
     """rows_PK @ weights of each row's expert, through an epilogue."""
@@ -200,8 +208,8 @@ def _grouped_rows(
     if rows_PK.shape[0] == 0:
         return out_PN
     arguments |= {"out": {"D": out_PN}, "cu_seqlens_m": expert_starts_e}
-    key = _class_key(operation, rows_PK, weights_eKN)
-    _run(key, mod, lambda: _config(operation, N, rows_PK), rows_PK, weights_eKN, **arguments)
+    key = (*_class_key(operation, rows_PK, weights_eKN), rounded)
+    _run(key, mod, lambda: _config(operation, N, rows_PK, rounded=rounded), rows_PK, weights_eKN, **arguments)
     return out_PN
 
 

@@ -1,13 +1,16 @@
 """Tile choice per (operation, shape class, architecture): a table, filled by measurement, never by tuning at run time.
 
-A shape class is a GEMM's number of columns N, which does not change from step to step. Row counts do, and no choice
-depends on them. The GEMMs over rows draw their tiles from a counter: with ragged experts, CTAs that take every 132nd
-tile drift apart until the experts in flight no longer fit the L2. Cluster size along M stays 1: with 2 an expert's rows
+A shape class is a GEMM's number of columns N, which does not change from step to step, and whether experts' rows are
+rounded to whole tiles of 128. Row counts change, and no choice depends on them. Most GEMMs over rows draw their tiles
+from a counter: with ragged experts, CTAs that take every 132nd tile drift apart until the experts in flight no longer
+fit the L2, unless pairs of them share the rows that they read. Their cluster along M stays 1: with 2 an expert's rows
 would be padded to 256.
 """
 
 from dataclasses import dataclass
 from typing import Literal
+
+from sonic_ep.kernels.cuda.sizes import cdiv
 
 # up_clamped: "up" under a bias and gpt-oss's clamp, an epilogue of so many registers that ping-pong tiles would spill.
 Operation = Literal["up", "up_clamped", "down", "down_backward", "up_backward", "weight_up", "weight_down"]
@@ -33,39 +36,42 @@ class TileConfig:
 
 _PINGPONG_128 = TileConfig(128, 128, True, dynamic=True)
 _PINGPONG_192 = TileConfig(128, 192, True, dynamic=True)
-_TALL_PINGPONG = TileConfig(192, 128, True, dynamic=True)
+_PINGPONG_192_PAIRS = TileConfig(128, 192, True, cluster_n=2)
+_TALL_PAIRS = TileConfig(192, 128, True, cluster_n=2)
 _WIDE = TileConfig(128, 256, False, dynamic=True)
-_WIDE_STATIC = TileConfig(128, 256, False)
-_TALL_STATIC = TileConfig(256, 192, False)
+_WIDE_PAIRS = TileConfig(128, 256, False, cluster_m=2)
 # Blackwell: compiled, not measured.
 _SM100 = TileConfig(128, 128, False)
 
 
-def tile_config(operation: Operation, N: int, arch: int) -> TileConfig:
+def tile_config(operation: Operation, N: int, arch: int, *, rounded: bool = False) -> TileConfig:
     """The tile of a GEMM with N output columns.
 
-    arch: major compute capability, 9 or 10. Raises ValueError for another.
+    arch: major compute capability, 9 or 10. Raises ValueError for another. rounded: is an expert's number of rows a
+    multiple of 128, as a rule? Then tiles of 192 rows would waste what rounding has saved.
     """
     if arch == 10:
         return _SM100
     if arch != 9:
         raise ValueError(f"no tiles for compute capability {arch}.x; supported are 9.x (Hopper) and 10.x (Blackwell)")
-    return _hopper_tile(operation, N)
+    return _hopper_tile(operation, N, rounded=rounded)
 
 
-def _hopper_tile(operation: Operation, N: int) -> TileConfig:
-    """Filled from benchmarks/results/grouped_gemms*_h200.json (docs/gpu_kernels.md)."""
+def _hopper_tile(operation: Operation, N: int, *, rounded: bool) -> TileConfig:
+    """Filled from benchmarks/results/grouped_gemms_tiles_h200.json (docs/gpu_kernels.md)."""
     divides = N % 192 == 0
     match operation:
-        case "up":
-            return _PINGPONG_128 if N < 192 else _PINGPONG_192 if divides else _WIDE
-        case "up_clamped":  # not timed itself; without the clamp _WIDE costs 1 % on ragged experts, 10 % on even ones
-            return _PINGPONG_128 if N < 192 else _WIDE
-        case "up_backward" if N > 2048 and not divides:  # 8 % on the paper's 120B; "down", with less to sum, gains 2 %
-            return _TALL_PINGPONG
-        case "down" | "up_backward":
-            return _PINGPONG_128 if N < 192 else _PINGPONG_192
         case "down_backward":
             return _PINGPONG_128
         case "weight_up" | "weight_down":
-            return _TALL_STATIC if divides else _WIDE_STATIC
+            return _WIDE_PAIRS
+        case _ if N < 192:
+            return _PINGPONG_128
+        case "up":
+            return _PINGPONG_192 if rounded and divides else _WIDE
+        case "up_clamped":  # not timed itself; without the clamp _WIDE costs 1 % on ragged experts, 10 % on even ones
+            return _WIDE
+        case "down" | "up_backward":
+            if not (rounded or divides):
+                return _TALL_PAIRS
+            return _PINGPONG_192_PAIRS if cdiv(N, 192) % 2 == 0 else _PINGPONG_192

@@ -18,7 +18,7 @@ from tests.helpers.machine_code import cubin, faults, needs_compilers
 pytestmark = needs_compilers
 
 ARCHITECTURES = ["sm_90a", "sm_100a"]
-OPERATIONS, OF_GATE_AND_UP_APART = 8, 3
+OPERATIONS, OF_GATE_AND_UP_APART = 11, 5
 # The layers that have the latter.
 GATED_WITHOUT_BIAS = 8
 # Published shapes by name; the others as (d, n, activation, bias).

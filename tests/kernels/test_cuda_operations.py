@@ -108,10 +108,15 @@ def per_expert(o: Operands, compute: Callable[[int, slice], Tensor], like: Tenso
     return out
 
 
+# For tiles, which must compute any number of rows, whatever is promised.
+of_promises = pytest.mark.parametrize("rounded", [False, True], ids=["ragged", "rounded"])
+
+
+@of_promises
 @of_cases
-def test_up_projection(case: Case, poison: None) -> None:
+def test_up_projection(case: Case, rounded: bool, poison: None) -> None:
     o = Operands(case)
-    h, a = gpu_operations(o).up_projection(o.x, o.w1, o.b1, o.rows, o.starts, o.activation)
+    h, a = gpu_operations(o).up_projection(o.x, o.w1, o.b1, o.rows, o.starts, o.activation, rounded=rounded)
     exact = reference.up_projection(o.x.float(), o.w1.float(), o.exact(o.b1), o.rows, o.starts, o.activation)
 
     def half(expert: int, rows: slice) -> Tensor:
@@ -123,16 +128,17 @@ def test_up_projection(case: Case, poison: None) -> None:
     assert_quack_rule("A", a, exact[1], o.activation.forward(half_h))
 
 
+@of_promises
 @of_cases
-def test_down_projection_and_up_backward(case: Case, poison: None) -> None:
+def test_down_projection_and_up_backward(case: Case, rounded: bool, poison: None) -> None:
     o = Operands(case)
     operations = gpu_operations(o)
-    y = operations.down_projection(o.a, o.w2, o.b2, o.starts)
+    y = operations.down_projection(o.a, o.w2, o.b2, o.starts, rounded=rounded)
     exact = reference.down_projection(o.a.float(), o.w2.float(), o.exact(o.b2), o.starts)
     bias = o.b2
     half = per_expert(o, lambda e, r: o.a[r] @ o.w2[e].T + (0 if bias is None else bias[e]), y)
     assert_quack_rule("Y", y, exact, half)
-    dx = operations.up_projection_backward(o.dh, o.w1, o.starts)
+    dx = operations.up_projection_backward(o.dh, o.w1, o.starts, rounded=rounded)
     exact = reference.up_projection_backward(o.dh.float(), o.w1.float(), o.starts)
     assert_quack_rule("dX", dx, exact, per_expert(o, lambda e, r: o.dh[r] @ o.w1[e], dx))
 

@@ -4,30 +4,51 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sonic_ep.kernels.cuda.tiles import Operation, tile_config
 
-RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("grouped_gemms*_h200.json"))
-TIMED = {
-    (shape, operation): (record, times)
-    for path in RECORDS
-    for shape, record in json.loads(path.read_text())["shapes"].items()
-    for operation, times in record["tiles_ms"].items()
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "grouped_gemms_tiles_h200.json"
+SHAPES = json.loads(RECORD.read_text())["shapes"]
+of_measured = pytest.mark.parametrize(
+    ("shape", "operation"), [(shape, operation) for shape, record in SHAPES.items() for operation in record["tiles_ms"]]
+)
+
+
+def tile_of(shape: str, operation: Operation) -> str:
+    """The table's, for the GEMM of an operation."""
+    d, n = SHAPES[shape]["d"], SHAPES[shape]["n"]
+    columns = {"up": 2 * n, "down": d, "down_backward": n, "up_backward": d, "weight_up": 2 * n, "weight_down": n}
+    return str(tile_config(operation, columns[operation], 9, rounded=not shape.endswith("_ragged")))
+
+
+# Fastest are tiles that lose elsewhere: a cluster along M pads experts to 256 rows; with 512 rows an expert, weight
+# gradients are bound by what they write, which ping-pong hides.
+SLOWER_ALONE = {
+    ("qwen3_30b_a3b_ep8", "up"): 1.09,
+    ("deepseek_v3_ep8_short_ragged", "weight_up"): 1.18,
+    ("deepseek_v3_ep8_short_ragged", "weight_down"): 1.14,
 }
 
 
-def columns(operation: Operation, d: int, n: int) -> int:
-    """N of an operation's GEMM."""
-    return {"up": 2 * n, "down": d, "down_backward": n, "up_backward": d, "weight_up": 2 * n, "weight_down": n}[
-        operation
-    ]
-
-
-@pytest.mark.parametrize(("shape", "operation"), TIMED)
+@of_measured
 def test_the_table_is_within_six_percent_of_the_fastest_tile_measured(shape: str, operation: Operation) -> None:
-    record, times = TIMED[shape, operation]
-    name = str(tile_config(operation, columns(operation, record["d"], record["n"]), 9))
-    assert times[name] <= 1.06 * min(times.values()), (name, times)
+    times, name = SHAPES[shape]["tiles_ms"][operation], tile_of(shape, operation)
+    assert times[name] <= SLOWER_ALONE.get((shape, operation), 1.06) * min(times.values()), (name, times)
+
+
+@of_measured
+def test_the_layer_is_within_two_percent_of_its_fastest_with_another_tile(shape: str, operation: Operation) -> None:
+    times = {tile: sum(ms) for tile, ms in SHAPES[shape]["in_layer_ms"][operation].items()}
+    assert times[tile_of(shape, operation)] <= 1.02 * min(times.values()), times
+
+
+@given(N=st.integers(1, 4096).map(lambda eighth: 8 * eighth))
+def test_rows_that_are_rounded_to_128_fill_their_tiles(N: int) -> None:
+    for operation in ("up", "up_clamped", "down", "up_backward"):
+        tile = tile_config(operation, N, 9, rounded=True)
+        assert 128 % (tile.m * tile.cluster_m) == 0, (operation, tile)
 
 
 def test_unknown_architectures_are_refused() -> None:

@@ -282,14 +282,14 @@ def test_backward_lets_h_go_before_it_makes_dx(monkeypatch: pytest.MonkeyPatch, 
     h: list[weakref.ref[Tensor]] = []
     up_projection, up_projection_backward = reference.up_projection, reference.up_projection_backward
 
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        h_PJ, a_PI = up_projection(*arguments)
+    def forward(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        h_PJ, a_PI = up_projection(*arguments, **options)
         h.append(weakref.ref(h_PJ))
         return h_PJ, a_PI
 
-    def backward(*arguments: Any) -> Tensor:
+    def backward(*arguments: Any, **options: Any) -> Tensor:
         alive.append(h[0]() is not None)
-        return up_projection_backward(*arguments)
+        return up_projection_backward(*arguments, **options)
 
     monkeypatch.setattr(reference, "up_projection", forward)
     monkeypatch.setattr(reference, "up_projection_backward", backward)

@@ -1,11 +1,15 @@
 """ep_size = 1: no collective, no torch.distributed at all, through forward, backward and a checkpointed region."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from sonic_ep import MoE, MoEConfig, RoundingConfig, RouterConfig, replay_contexts
+from sonic_ep.kernels import reference
 
 CONFIG = MoEConfig(d=8, n=4, E=8, K=2, shared_n=4, rounding=RoundingConfig(t=4, G=8))
 
@@ -43,6 +47,27 @@ def test_a_checkpointed_layer_has_the_same_gradients() -> None:
         lambda leaf: checkpoint(lambda z: layer(z)[:2], leaf, use_reentrant=False, context_fn=replay_contexts)
     )
     assert all(torch.equal(a, b) for a, b in zip(plain, replayed, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_operations_hear_whether_rows_are_rounded(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    heard: list[bool] = []
+
+    def listening(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, rounded: bool) -> Any:
+            heard.append(rounded)
+            return operation(*arguments, rounded=rounded)
+
+        return call
+
+    for name in ("up_projection", "down_projection", "up_projection_backward"):
+        monkeypatch.setattr(reference, name, listening(getattr(reference, name)))
+    for mode, training in (("apportion", True), ("apportion", False), ("off", True)):
+        layer = MoE(CONFIG.replace(rounding=RoundingConfig(mode=mode, t=4, G=8)), seed=0).train(training)
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        run(torch.randn(50, 8)).y.sum().backward()
+        assert heard == [mode != "off" and training] * 3, mode
+        heard.clear()
 
 
 def test_meta_construction_then_initialize() -> None:
