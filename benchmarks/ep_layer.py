@@ -63,7 +63,7 @@ class Problem:
 
     def with_router(self, transport: TransportConfig) -> MoE:
         rounding = RoundingConfig(capacity_factor=CAPACITY)
-        config = replace(self.config, shared_n=0, rounding=rounding, transport=transport)
+        config = replace(self.config, shared_n=0, shared_gate=False, rounding=rounding, transport=transport)
         layer = MoE(config, self.group, seed=0, device="cuda", dtype=torch.bfloat16)
         layer.router.weight.data.mul_(config.d**-0.5 / config.init_std)  # logits of unit scale
         return layer
