@@ -409,13 +409,13 @@ def test_operations_keep_torchs_rules() -> None:
     opened = torch.ops.sonic_ep.open_routing(*opening)
     weights = (experts.w1, experts.w2, experts.b1, experts.b2)
     x = torch.randn(30, 12, requires_grad=True)
-    forward = (x, gates_N.requires_grad_(), *opened, *weights, "", 1, "", "swiglu", False)
+    forward = (x, gates_N.requires_grad_(), *opened, *weights, "", 1, "", "swiglu", False, True)
     torch.library.opcheck(torch.ops.sonic_ep.expert_parallel_mlp, forward)
     with torch.no_grad():
         _, _, h_PJ = torch.ops.sonic_ep.expert_parallel_mlp(*forward)
         gates_P, lists, splits = opened
         saved = (torch.randn(30, 12), x.detach(), h_PJ, gates_P, lists, splits, *(w.detach() for w in weights))  # type: ignore[union-attr]
-        backward = (*saved, gates_N.shape[0], "", 1, "", "swiglu", False, [True, False, True, True])
+        backward = (*saved, gates_N.shape[0], "", 1, "", "swiglu", False, True, [True, False, True, True])
         torch.library.opcheck(torch.ops.sonic_ep.expert_parallel_mlp_backward, backward)
 
 
