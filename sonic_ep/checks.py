@@ -14,14 +14,20 @@ def problem_with_input(x: object, *, d: int, dtype: torch.dtype, device: torch.d
     shapes = "(B, L, d)" if sequences else "(T, d) or (B, L, d)"
     if x.dim() not in ((3,) if sequences else (2, 3)):
         why = ", because router.balance='sequence' counts per sequence" if sequences else ""
-        return f"x has shape {tuple(x.shape)}, wanted {shapes}{why}"
+        return f"x has shape {_shape_of(x)}, wanted {shapes}{why}"
     if x.shape[-1] != d:
-        return f"x has hidden size {x.shape[-1]} (shape {tuple(x.shape)}), the layer has d={d}"
+        return f"x has hidden size {x.shape[-1]} (shape {_shape_of(x)}), the layer has d={d}"
     if x.device != device:
         return f"x is on {x.device}, the layer's weights on {device}; move one of them"
     if x.dtype != dtype:
         return f"x has dtype {x.dtype}, the experts compute in {dtype}; cast x or use layer.to({x.dtype}) or autocast"
     return None
+
+
+def _shape_of(x: Tensor) -> str:
+    """Size by size: torch.compile cannot write a tuple of sizes that it has found to change."""
+    sizes = ", ".join([f"{size}" for size in x.shape])
+    return f"({sizes},)" if x.dim() == 1 else f"({sizes})"
 
 
 def problem_with_rows(x_TH: Tensor, num_tokens: int) -> str | None:

@@ -371,12 +371,12 @@ def test_static_buffers_across_ranks(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def ranks_errors(rank: int) -> list[str]:
-    """What every rank raises when rank 1 spoils its input, and after it is healthy again."""
+    """What every rank raises when rank 1 spoils its input, and before and after, when it is healthy."""
     torch._dynamo.reset()
     layer = MoE(small(RouterConfig(check_logits=True)), EPGroup(), seed=0)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x, messages = torch.randn(10, 12), []
-    for bad in (x[:, :-1], x.new_full(x.shape, float("nan")), x):
+    for bad in (x, x[:, :-1], x.new_full(x.shape, float("nan")), x[:7, 0], x):
         try:
             compiled(bad if rank == 1 else x)
             messages.append("none")
@@ -387,9 +387,10 @@ def ranks_errors(rank: int) -> list[str]:
 
 def test_one_ranks_bad_input_raises_on_all(ranks: Ranks) -> None:
     for messages in ranks(2).run(ranks_errors):
-        assert "rank 1: x has hidden size 11" in messages[0]
-        assert "NaN or inf (rank 1: 80)" in messages[1]
-        assert messages[2] == "none"
+        assert messages[0] == messages[4] == "none"
+        assert "rank 1: x has hidden size 11 (shape (10, 11))" in messages[1]
+        assert "NaN or inf (rank 1: 80)" in messages[2]
+        assert "rank 1: x has shape (7,), wanted (T, d) or (B, L, d)" in messages[3]
 
 
 # --- the operations themselves -------------------------------------------------------------------------------------
