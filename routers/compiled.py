@@ -15,14 +15,18 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup, exchange_named
+from sonic_ep.handover import Handover
 from sonic_ep.routers.decision import Situation, decide_selection
 from sonic_ep.routers.replay import DECIDING_OPERATION, in_region, replaying
 from sonic_ep.routers.rounding import most_received, most_rows
 from sonic_ep.routers.topk import Choice, choose, scores_of
-from sonic_ep.routing import INDEX_DTYPE, Counts, Selection
+from sonic_ep.routing import INDEX_DTYPE, Counts, Selection, SizesOnHost
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _COUNTS = tuple(field.name for field in dataclasses.fields(Counts))
+BESIDE = _COUNTS.index("pairs_SE")
+# From `decide_selection` to whichever operation opens the routing.
+unread: Handover[SizesOnHost] = Handover(SizesOnHost.check)
 
 
 def text_of(config: MoEConfig) -> str:
@@ -46,9 +50,16 @@ constant_config_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def decide_in_graph(
-    logits_TE: Tensor, expert_bias_E: Tensor | None, counter_E: Tensor, config_text: str, situation: Situation
+    logits_TE: Tensor,
+    expert_bias_E: Tensor | None,
+    counter_E: Tensor,
+    config_text: str,
+    situation: Situation,
+    *,
+    opened_next: bool,
 ) -> tuple[Choice, Selection]:
-    """The choice by these logits, as far as weights and losses need it, and `decide_selection`."""
+    """The choice by these logits, as far as weights and losses need it, and `decide_selection`. opened_next: does the
+    graph open this routing? Then reports are read when it does, if that does no harm."""
     config, group, training = situation.config, situation.group, situation.training
     topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, counts, new_counts_E = torch.ops.sonic_ep.decide_selection(
         logits_TE.detach(),
@@ -60,6 +71,7 @@ def decide_in_graph(
         training,
         situation.problem,
         "" if situation.exchange is None else situation.exchange.name,
+        opened_next,
     )
     if training:
         torch.ops.sonic_ep.add_counts(counter_E, new_counts_E)
@@ -82,6 +94,7 @@ def _decide_selection(
     training: bool,
     problem: str | None,
     exchange_name: str,
+    opened_next: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor]:
     if torch._C._current_graph_task_id() != -1 and not replaying():
         raise RuntimeError(
@@ -99,12 +112,17 @@ def _decide_selection(
     )
     choice = choose(logits_TE, expert_bias_E, config.K, config.router)
     new_counts_E = torch.zeros(config.E, dtype=torch.int64, device=logits_TE.device)
+    unread.settle(group_name)
     selection = decide_selection(config, choice, new_counts_E, situation)
-    if selection.on_host is not None:
-        selection.on_host.check()
     # Outputs share no memory with each other or with a region's tape: a graph writes into what it is done with.
     own = torch.clone if in_region() else Tensor.contiguous
     counts = [getattr(selection.counts, name).clone() for name in _COUNTS]
+    on_host = selection.on_host
+    if on_host is not None:
+        if not (opened_next and on_host.may_go_unchecked):
+            on_host.check()
+        if opened_next:
+            unread.leave(group_name, counts[BESIDE], on_host)
     return (
         own(selection.topk_ids_TK),
         own(selection.token_ids_N),
@@ -126,6 +144,7 @@ def _(
     training: bool,
     problem: str | None,
     exchange_name: str,
+    opened_next: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor]:
     (T, E), S = logits_TE.shape, ep_size
     N = torch.library.get_ctx().new_dynamic_size()
@@ -143,3 +162,9 @@ def _(
 def _add_counts(counter_E: Tensor, counts_E: Tensor) -> None:
     """An operation, so that the counter, which a module holds, is no input that a graph copies."""
     counter_E += counts_E
+
+
+@torch.library.custom_op("sonic_ep::keep_experts", mutates_args=("counter_E",))
+def _keep_experts(counter_E: Tensor, out_TH: Tensor) -> None:
+    """Nothing. But it claims to write to what a module holds, so no graph drops it, nor what made `out_TH`: the experts
+    read what the ranks report, which they must even where nobody uses their output."""

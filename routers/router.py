@@ -129,13 +129,15 @@ class Router(nn.Module):
         problem: str | None = None,
         exchange: Exchange | None = None,
         meanwhile: Callable[[], None] | None = None,
+        opened_next: bool = False,
     ) -> Routed:
         """Route this rank's tokens. A collective: every rank of the group calls it.
 
         Shapes:  x_TH (T, d); T may be 0 and may differ between ranks. sequence_length: tokens per sequence, for the
                  "sequence" balance loss. problem: why this rank cannot route; all ranks are told and raise it.
                  exchange: how the ranks tell each other their counts; default the group's all-gather. meanwhile: what
-                 to launch while the counts travel; a compiled graph finds the order by itself.
+                 to launch while the counts travel; a compiled graph finds the order by itself. opened_next: does
+                 the caller hand the routing to `moe` next? A compiled graph can check it there instead of here.
         Raises:  ValueError for `problem`; what other ranks report, when the routing is checked, see `Routing.check`.
                  Until then the group exchanges nothing but what transports send by this routing.
         """
@@ -154,9 +156,15 @@ class Router(nn.Module):
         if torch.compiler.is_compiling():
             if meanwhile is not None:
                 meanwhile()
-            choice, selection = decide_in_graph(logits_TE, self.expert_bias, counter_E, self._config_text, situation)
+            choice, selection = decide_in_graph(
+                logits_TE, self.expert_bias, counter_E, self._config_text, situation, opened_next=opened_next
+            )
             return _routed(x_TH, logits_TE, choice, selection, config, sequence_length)
         return route(self, x_TH, logits_TE, self.expert_bias, counter_E, situation, sequence_length=sequence_length)
+
+    def keep_experts(self, out_TH: Tensor) -> None:
+        """In a compiled graph: drop nothing that made this output of experts, who check the routing."""
+        torch.ops.sonic_ep.keep_experts(self._counts_since_update_E, out_TH.detach())
 
     def _settings(self) -> MoEConfig:
         return constant_config_of(self._config_text) if torch.compiler.is_compiling() else self.config

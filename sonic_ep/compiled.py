@@ -10,7 +10,7 @@ pair-buffer rows, S ranks of the group, E experts, e local experts, I expert wid
 
 import json
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +20,30 @@ from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Opened, Receipt, ReceiptSizes, Splits, Transport
 from sonic_ep.expert_parallel_mlp import Call, Kept, backward, forward
 from sonic_ep.groups import EPGroup
+from sonic_ep.handover import Handover
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.expert_mlp import ExpertWeights
+from sonic_ep.routers.compiled import BESIDE, unread
 from sonic_ep.routing import INDEX_DTYPE, Counts, Routing
 from sonic_ep.transports import transport_for
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _COUNTS = tuple(field.name for field in fields(Counts))
-_PAIR_STARTS = [field.name for field in fields(Receipt)].index("pair_starts_R")
+_LISTS = [field.name for field in fields(Receipt)]
+_PAIR_STARTS, _EXPERT_STARTS = _LISTS.index("pair_starts_R"), _LISTS.index("expert_starts_e")
+
+
+class _OnTheirWay(NamedTuple):
+    """Rows that `open` has sent, if it has, by a routing that may be unchecked."""
+
+    rows_RH: Tensor | None
+    routing: Routing
+
+    def check(self) -> None:
+        self.routing.check()
+
+
+_sent: Handover[_OnTheirWay] = Handover(_OnTheirWay.check)
 
 
 def moe_in_graph(
@@ -42,6 +58,7 @@ def moe_in_graph(
 ) -> Tensor:
     """`moe` without its checks. transport: its `text`."""
     gates_P, lists, splits = torch.ops.sonic_ep.open_routing(
+        x_TH.detach(),
         routing.gates_N.detach(),
         routing.token_ids_N,
         [getattr(routing.counts, name) for name in _COUNTS],
@@ -73,6 +90,7 @@ def moe_in_graph(
 
 @torch.library.custom_op("sonic_ep::open_routing", mutates_args=(), tags=_TAGS)
 def _open_routing(
+    x_TH: Tensor,
     gates_N: Tensor,
     token_ids_N: Tensor,
     counts: list[Tensor],
@@ -85,8 +103,14 @@ def _open_routing(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """gates_P and the receipt: its lists and its splits."""
     group = EPGroup.named(group_name)
-    routing = Routing(gates_N, token_ids_N, Counts(*counts), num_tokens, most_rows, most_received)
-    opened = _transport(group, transport).open(routing, plan_for(routing.counts, group.rank))
+    on_host = unread.take(group_name, counts[BESIDE])
+    routing = Routing(gates_N, token_ids_N, Counts(*counts), num_tokens, most_rows, most_received, on_host)
+    try:
+        opened = _transport(group, transport).open(routing, plan_for(routing.counts, group.rank), x_TH)
+    except Exception:
+        routing.check()  # what a rank has reported comes before any other error
+        raise
+    _sent.leave(group_name, opened.receipt.expert_starts_e, _OnTheirWay(opened.rows_RH, routing))
     splits = opened.receipt.splits
     splits_4S = torch.tensor([splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in])
     return opened.gates_P, list(opened.receipt.lists()), splits_4S
@@ -94,6 +118,7 @@ def _open_routing(
 
 @_open_routing.register_fake
 def _(
+    x_TH: Tensor,
     gates_N: Tensor,
     token_ids_N: Tensor,
     counts: list[Tensor],
@@ -153,10 +178,16 @@ def _forward(
     rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out_TH, the received rows if kept, else nothing, and h_PJ. gates_N is here for its gradient alone."""
-    opened = Opened(_receipt_of(lists, splits_4S, x_TH.shape[0], gates_N.shape[0]), gates_P)
+    sent = _sent.take(group_name, lists[_EXPERT_STARTS])
+    rows_RH = None if sent is None else sent.rows_RH
+    opened = Opened(_receipt_of(lists, splits_4S, x_TH.shape[0], gates_N.shape[0]), gates_P, rows_RH)
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
     call = _call(group_name, transport, activation, keeps_received, rounded)
-    out_TH, kept = forward(x_TH.contiguous(), opened, weights, call)
+    try:
+        out_TH, kept = forward(x_TH.contiguous(), opened, weights, call)
+    finally:
+        if sent is not None:
+            sent.check()  # now that all has been launched, and before any other error
     return out_TH, kept.rows if keeps_received else x_TH.new_empty(0), kept.take_h()
 
 

@@ -21,6 +21,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.activations import activation_named, interleave, interleave_apart
 from sonic_ep.kernels.expert_mlp import ExpertWeights
 from sonic_ep.kernels.pair_lists import RankPlan
+from sonic_ep.routers.compiled import unread
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_type
 
@@ -94,6 +95,8 @@ def moe(
             activation=activation,
             keeps_received=keeps_received,
         )
+    if routing.on_host is None:  # it may come of a router in a compiled graph of its own
+        routing = replace(routing, on_host=unread.take(group.name, routing.counts.pairs_SE))
     plan = plan_for(routing.counts, group.rank)
     call = Call(transport, act, keep_dispatched, routing.rounded)
     owners = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)

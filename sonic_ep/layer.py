@@ -111,6 +111,7 @@ class MoE(nn.Module):
             problem=problem,
             exchange=self.transport,
             meanwhile=None if self.shared is None else compute_shared,
+            opened_next=True,
         )
         y_TH = moe(
             routed.x_TH,
@@ -124,6 +125,8 @@ class MoE(nn.Module):
             activation=self.config.activation,
             keep_dispatched=self.config.keep_dispatched,
         )
+        if torch.compiler.is_compiling() and self.group.size > 1:
+            self.router.keep_experts(y_TH)
         if shared_TH is not None:
             y_TH = y_TH + shared_TH
         return MoEOutput(y_TH.view_as(x), routed.aux_loss, routed.stats())

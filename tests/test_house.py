@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {"kernels", "dispatch", "routers", "configs"}
 ROOF = {"integrations", "examples", "benchmarks", "tests"}
-GROUND = {"config", "routing", "groups", "checks", "extras", "host_copy", "initialization", "peer_memory"}
+GROUND = {"config", "routing", "groups", "checks", "extras", "handover", "host_copy", "initialization", "peer_memory"}
 # Which parts of sonic_ep each floor may import; the layer may import all but the roof, and the roof everything.
 MAY_IMPORT = {
     "ground": GROUND,

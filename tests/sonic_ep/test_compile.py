@@ -363,9 +363,9 @@ def ranks_static(rank: int, folder: str) -> tuple[list[float], list[bool], str]:
 
 def test_static_buffers_across_ranks(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    for errors, bounded, message in ranks(2).run(ranks_static, str(tmp_path), timeout=600):
+    for rank, (errors, bounded, message) in enumerate(ranks(2).run(ranks_static, str(tmp_path), timeout=600)):
         assert max(errors) < 1e-6
-        assert len(bounded) == 6
+        assert len(bounded) == 6 + (rank == 0)  # which is told at the end of the step that rank 1 refuses
         assert all(bounded)
         assert "rank 1: T=25 tokens, but transport.buffers='static' keeps to the first step's 24" in message
 
@@ -400,17 +400,18 @@ def test_operations_keep_torchs_rules() -> None:
     config = small(LOSSES, bias=True)
     layer = MoE(config, seed=0)
     experts = layer.experts
-    decide = (torch.randn(30, 8), layer.router.expert_bias, text_of(config), "", 1, torch.float32, True, None, "")
+    decide = (torch.randn(30, 8), layer.router.expert_bias, text_of(config), "", 1, torch.float32, True, None, "", True)
     torch.library.opcheck(torch.ops.sonic_ep.decide_selection, decide)
     _, token_ids_N, _, _, counts, new_counts_E = torch.ops.sonic_ep.decide_selection(*decide)
     torch.library.opcheck(torch.ops.sonic_ep.add_counts, (torch.zeros_like(new_counts_E), new_counts_E))
+    torch.library.opcheck(torch.ops.sonic_ep.keep_experts, (torch.zeros_like(new_counts_E), torch.zeros(3, 4)))
     gates_N = torch.rand(token_ids_N.shape)
-    opening = (gates_N, token_ids_N, counts, 30, token_ids_N.shape[0] + 8 * 128, None, "", 1, "")
+    x = torch.randn(30, 12)
+    opening = (x, gates_N, token_ids_N, counts, 30, token_ids_N.shape[0] + 8 * 128, None, "", 1, "")
     torch.library.opcheck(torch.ops.sonic_ep.open_routing, opening)
     opened = torch.ops.sonic_ep.open_routing(*opening)
     weights = (experts.w1, experts.w2, experts.b1, experts.b2)
-    x = torch.randn(30, 12, requires_grad=True)
-    forward = (x, gates_N.requires_grad_(), *opened, *weights, "", 1, "", "swiglu", False, True)
+    forward = (x.requires_grad_(), gates_N.requires_grad_(), *opened, *weights, "", 1, "", "swiglu", False, True)
     torch.library.opcheck(torch.ops.sonic_ep.expert_parallel_mlp, forward)
     with torch.no_grad():
         _, _, h_PJ = torch.ops.sonic_ep.expert_parallel_mlp(*forward)

@@ -4,9 +4,11 @@ If one of them is not well, nobody waits for it, all are told, and the next step
 processes that share files the kernels are interpreted; between GPUs they run.
 """
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig, functional, replay_contexts
+from sonic_ep import compiled as compiled_operations
 from sonic_ep.config import Buffers
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.routing import SizesOnHost
@@ -50,15 +53,15 @@ def dtype_of(device: str) -> torch.dtype:
     return torch.float32 if device == "cpu" else torch.bfloat16
 
 
-def step(layer: MoE, number: int) -> list[Tensor]:
-    """Other rows each time: what an earlier step has left must not pass for them."""
+def step(layer: MoE, number: int, run: Callable[..., Any]) -> list[Tensor]:
+    """Other rows each time: what an earlier step has left must not pass for them. run: the layer, compiled or not."""
     generator = torch.Generator().manual_seed(10 * number + layer.group.rank)
     x = torch.randn(T, layer.config.d, generator=generator).to(layer.experts.w1).requires_grad_()
-    y = layer(x).y
+    y = run(x).y
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
 
 
-def go_wrong(layer: MoE, how: str) -> str:
+def go_wrong(layer: MoE, how: str, run: Callable[..., Any]) -> str:
     how, *more = how.split()
     ill = layer.group.rank == 1
     x = torch.ones(T, layer.config.d - (how == "problem" and ill)).to(layer.experts.w1)
@@ -66,11 +69,12 @@ def go_wrong(layer: MoE, how: str) -> str:
         layer.train(how != "mode")
         x[0] = float("nan") if how == "logits" else 1
     breaks = more == ["breaks"] and not ill
-    with patch.object(functional, "forward", side_effect=MemoryError) if breaks else nullcontext():
+    module = functional if run is layer else compiled_operations
+    with patch.object(module, "forward", side_effect=MemoryError) if breaks else nullcontext():
         try:
             if more == ["twice"]:
                 route_once_compute_twice(layer, x)
-            layer(x)
+            run(x)
         except ValueError as error:
             return str(error)
         finally:
@@ -86,8 +90,18 @@ def route_once_compute_twice(layer: MoE, x_TH: Tensor) -> None:
     functional.moe(x_TH, routing, weights.w1, weights.w2_eHI, transport=layer.transport, group=group)
 
 
+Compiled = Literal["", "router", "layer"]
+
+
+def compiled_or_not(layer: MoE, compiled: Compiled) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    if compiled == "router":
+        layer.router.compile(fullgraph=True, backend="aot_eager")
+    return torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled == "layer" else layer
+
+
 def steps(
-    rank: int, folder: str | None, buffers: Buffers, how: str
+    rank: int, folder: str | None, buffers: Buffers, how: str, compiled: Compiled
 ) -> tuple[str, list[list[Tensor]], list[list[Tensor]]]:
     """What is raised in the middle of three steps, these, and the same ones where nothing has gone wrong."""
     device, group = "cpu" if folder is not None else "cuda", EPGroup()
@@ -96,20 +110,21 @@ def steps(
     context: AbstractContextManager[None] = nullcontext()
     if folder is not None:
         context = buffers_in_files(transport, folder, static=buffers == "static")  # pyright: ignore[reportArgumentType]
-    with context:
-        told, results = "", []
+    with context, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute")  # which Dynamo asks the input of a router for
+        told, results, run = "", [], compiled_or_not(layers[0], compiled)
         for number in range(3):
             if number == 2:
-                told = go_wrong(layers[0], how)
-            results.append(step(layers[0], number))
-        expected = [step(layers[1], number) for number in range(3)]
+                told = go_wrong(layers[0], how, run)
+            results.append(step(layers[0], number, run))
+        expected = [step(layers[1], number, layers[1]) for number in range(3)]
     return told, results, expected
 
 
-def check(pool: RankPool, folder: str | None, buffers: Buffers, how: str) -> None:
+def check(pool: RankPool, folder: str | None, buffers: Buffers, how: str, compiled: Compiled = "") -> None:
     device = "cuda" if folder is None else "cpu"
     wanted = WRONG[how.split()[0]].format(dtype=str(dtype_of(device)).removeprefix("torch."), logits=8)
-    for told, results, expected in pool.run(steps, folder, buffers, how):
+    for told, results, expected in pool.run(steps, folder, buffers, how, compiled):
         assert wanted in told
         for got, values in zip(results, expected, strict=True):
             assert all(map(torch.equal, got, values))
@@ -124,6 +139,47 @@ def test_nobody_waits_for_a_rank_that_has_raised(
     check(ranks(size), str(tmp_path), buffers, how)
 
 
+@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
+@pytest.mark.parametrize("buffers", ["static", "exact"])
+@pytest.mark.parametrize(
+    ("compiled", "how"), [*(("layer", how) for how in WAYS if "twice" not in how), ("router", "problem")]
+)
+def test_nobody_waits_in_a_compiled_layer(
+    ranks: Ranks, buffers: Buffers, compiled: Compiled, how: str, tmp_path: Path
+) -> None:
+    check(ranks(2), str(tmp_path), buffers, how, compiled)
+
+
+def told_without_output(rank: int, folder: str) -> list[str]:
+    """What is raised in three steps of a graph that nobody asks for the experts' output; the second goes wrong."""
+    layer, raised = MoE(config("cpu", "static"), EPGroup(), seed=0), []
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: layer(x).stats.entropy, fullgraph=True, backend="aot_eager")
+    with buffers_in_files(layer.transport, folder, static=True):  # pyright: ignore[reportArgumentType]
+        for number in range(4):
+            x = torch.randn(T, layer.config.d - (number == 2 and rank == 1))
+            try:
+                run(x)
+                raised.append("")
+            except ValueError as error:
+                raised.append(str(error))
+    return raised
+
+
+@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
+def test_a_compiled_layer_whose_output_nobody_uses_is_checked(ranks: Ranks, tmp_path: Path) -> None:
+    for raised in ranks(2).run(told_without_output, str(tmp_path)):
+        assert "rank 1: x has hidden size 7" in raised.pop(2)
+        assert raised == [""] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("buffers", ["static", "exact"])
+@pytest.mark.parametrize("how", ["problem", "logits breaks"])
+def test_nobody_waits_in_a_compiled_layer_on_gpus(gpus: Ranks, buffers: Buffers, how: str) -> None:
+    check(gpus(2), None, buffers, how, "layer")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("buffers", ["static", "exact"])
 @pytest.mark.parametrize("how", WAYS)
@@ -131,7 +187,7 @@ def test_nobody_waits_for_a_gpu_that_has_raised(gpus: Ranks, buffers: Buffers, h
     check(gpus(2), None, buffers, how)
 
 
-def order(rank: int, folder: str, buffers: Buffers) -> list[list[str]]:
+def order(rank: int, folder: str, buffers: Buffers, compiled: Compiled) -> list[list[str]]:
     """In which order rows are sent, reports are read and sums are sent back, by step."""
     layer, did = MoE(config("cpu", buffers), EPGroup(), seed=0), list[list[str]]()
     send, combine, read = SymmetricTransport._send, SymmetricTransport.combine_pairs, SizesOnHost.read
@@ -150,9 +206,10 @@ def order(rank: int, folder: str, buffers: Buffers) -> list[list[str]]:
         patch.object(SizesOnHost, "read", note("read", read)),
         torch.no_grad(),
     ):
+        run = compiled_or_not(layer, compiled)
         for number in range(3):
             did.append([])
-            layer(torch.ones(T, 8) + number)
+            run(torch.ones(T, 8) + number)
     return did
 
 
@@ -160,30 +217,35 @@ def order(rank: int, folder: str, buffers: Buffers) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("buffers", "order_of_steps"), [("static", ["send", "combine", "read"]), ("exact", ["send", "read", "combine"])]
 )
-def test_reports_are_read_late(ranks: Ranks, buffers: Buffers, order_of_steps: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", ["", "router", "layer"])
+def test_reports_are_read_late(
+    ranks: Ranks, buffers: Buffers, order_of_steps: list[str], compiled: Compiled, tmp_path: Path
+) -> None:
     """But in the first step, which allocates what the ranks write to."""
     expected = [["read", "send", "combine"], order_of_steps, order_of_steps]
-    assert ranks(2).run(order, str(tmp_path), buffers) == [expected] * 2
+    assert ranks(2).run(order, str(tmp_path), buffers, compiled) == [expected] * 2
 
 
-def recomputed(rank: int, folder: str) -> None:
+def recomputed(rank: int, folder: str, compiled: Compiled) -> None:
     """Steps of changing numbers of tokens, recomputed in backward: some are launched ahead of sizes, some behind."""
     group = EPGroup()
     exact = MoEConfig(d=8, n=4, E=8, K=2, rounding=RoundingConfig(mode="off"), keep_dispatched=True)
     layer = MoE(exact, group, seed=0)
     plain = MoE(exact.replace(transport=TransportConfig(kind="all_to_all")), group, seed=0)
     with buffers_in_files(layer.transport, folder, static=False):  # pyright: ignore[reportArgumentType]
+        run = compiled_or_not(layer, compiled)
         for number, tokens in enumerate((12, 12, 9, 9, 10, 12, 12)):
             x = torch.randn(tokens + rank, 8, generator=torch.Generator().manual_seed(10 * number + rank))
             results = []
-            for each in (layer, plain):
+            for each, call in ((layer, run), (plain, plain)):
                 leaf = x.clone().requires_grad_()
-                y = checkpoint(lambda x, each=each: each(x).y, leaf, use_reentrant=False, context_fn=replay_contexts)
+                y = checkpoint(lambda x, call=call: call(x).y, leaf, use_reentrant=False, context_fn=replay_contexts)
                 results.append(torch.autograd.grad(y.square().sum(), [leaf, *each.parameters()]))
             for got, expected in zip(*results, strict=True):
                 torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
-def test_recomputed_steps_are_the_same(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(recomputed, str(tmp_path))
+@pytest.mark.parametrize("compiled", ["", "layer"])
+def test_recomputed_steps_are_the_same(ranks: Ranks, compiled: Compiled, tmp_path: Path) -> None:
+    ranks(2).run(recomputed, str(tmp_path), compiled)
