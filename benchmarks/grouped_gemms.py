@@ -79,8 +79,7 @@ class Problem(LocalProblem):
         config = load_config(config_name)
         E = config.E // ep_size
         pairs = topk_pairs(T, E, config.K) if num_pairs is None else tiled_pairs(T, E, num_pairs)
-        self.rounded = num_pairs is not None
-        super().__init__(pairs, T, E, config.d, config.n, rounded=self.rounded)
+        super().__init__(pairs, T, E, config.d, config.n, rounded=num_pairs is not None)
 
         def draw(*size: int) -> Tensor:
             return torch.randn(*size, device="cuda").bfloat16()
@@ -92,7 +91,7 @@ class Problem(LocalProblem):
         unit = 2 * self.P * self.d * self.n
         o, p, lists = operations, self, self.lists
         x, w1, w2 = p.x.detach(), p.w1.detach(), p.w2.detach()
-        rows, starts, rounded = lists.row_of_pair_P, lists.expert_starts_e, self.rounded
+        rows, starts, rounded = lists.row_of_pair_P, lists.expert_starts_e, lists.rounded
         return {
             "up": (lambda: o.up_projection(x, w1, None, rows, starts, p.activation, rounded=rounded), 2 * unit),
             "down": (lambda: o.down_projection(p.a, w2, None, starts, rounded=rounded), unit),
@@ -171,7 +170,7 @@ def time_tiles(problem: Problem, operations: Sequence[str]) -> dict[str, dict[st
 def time_layer(problem: Problem) -> dict[str, float]:
     """The table's tiles: each operation, gather-sum, the local layer forward and backward."""
     p, lists = problem, problem.lists
-    y = operations.down_projection(p.a, p.w2.detach(), None, lists.expert_starts_e, rounded=p.rounded)
+    y = operations.down_projection(p.a, p.w2.detach(), None, lists.expert_starts_e, rounded=lists.rounded)
     forward, backward = p.kernels()
     by_row = (p.receipt.pairs_by_row_V, p.receipt.pair_starts_R)
     contestants: dict[str, Callable[[], Any]] = {name: call for name, (call, _) in p.calls().items()}

@@ -24,8 +24,7 @@ from sonic_ep.routing import INDEX_DTYPE, Counts, Selection, SizesOnHost
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _COUNTS = tuple(field.name for field in dataclasses.fields(Counts))
-BESIDE = _COUNTS.index("pairs_SE")
-# From `decide_selection` to whichever operation opens the routing.
+# From `decide_selection` to whoever opens the routing; found by its counts.pairs_SE.
 unread: Handover[SizesOnHost] = Handover(SizesOnHost.check)
 
 
@@ -122,7 +121,7 @@ def _decide_selection(
         if not (opened_next and on_host.may_go_unchecked):
             on_host.check()
         if opened_next:
-            unread.leave(group_name, counts[BESIDE], on_host)
+            unread.leave(group_name, Counts(*counts).pairs_SE, on_host)
     return (
         own(selection.topk_ids_TK),
         own(selection.token_ids_N),

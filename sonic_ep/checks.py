@@ -33,7 +33,7 @@ def _shape_of(x: Tensor) -> str:
 def problem_with_rows(x_TH: Tensor, num_tokens: int) -> str | None:
     """What is wrong with rows x (T, H) for a routing of so many tokens."""
     if x_TH.dim() != 2:
-        return f"x has shape {tuple(x_TH.shape)}, wanted (T, d)"
+        return f"x has shape {_shape_of(x_TH)}, wanted (T, d)"
     if num_tokens != x_TH.shape[0]:
         return f"the routing is of {num_tokens} tokens, x has {x_TH.shape[0]}"
     return None

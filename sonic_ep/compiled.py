@@ -9,6 +9,7 @@ pair-buffer rows, S ranks of the group, E experts, e local experts, I expert wid
 """
 
 import json
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.handover import Handover
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.expert_mlp import ExpertWeights
-from sonic_ep.routers.compiled import BESIDE, unread
+from sonic_ep.routers.compiled import unread
 from sonic_ep.routing import INDEX_DTYPE, Counts, Routing
 from sonic_ep.transports import transport_for
 
@@ -39,11 +40,8 @@ class _OnTheirWay(NamedTuple):
     rows_RH: Tensor | None
     routing: Routing
 
-    def check(self) -> None:
-        self.routing.check()
 
-
-_sent: Handover[_OnTheirWay] = Handover(_OnTheirWay.check)
+_sent: Handover[_OnTheirWay] = Handover(lambda sent: sent.routing.check())
 
 
 def moe_in_graph(
@@ -103,13 +101,11 @@ def _open_routing(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """gates_P and the receipt: its lists and its splits."""
     group = EPGroup.named(group_name)
-    on_host = unread.take(group_name, counts[BESIDE])
-    routing = Routing(gates_N, token_ids_N, Counts(*counts), num_tokens, most_rows, most_received, on_host)
-    try:
-        opened = _transport(group, transport).open(routing, plan_for(routing.counts, group.rank), x_TH)
-    except Exception:
-        routing.check()  # what a rank has reported comes before any other error
-        raise
+    decided = Counts(*counts)
+    on_host = unread.take(group_name, decided.pairs_SE)
+    routing = Routing(gates_N, token_ids_N, decided, num_tokens, most_rows, most_received, on_host)
+    with routing.reports_first():
+        opened = _transport(group, transport).open(routing, plan_for(decided, group.rank), x_TH)
     _sent.leave(group_name, opened.receipt.expert_starts_e, _OnTheirWay(opened.rows_RH, routing))
     splits = opened.receipt.splits
     splits_4S = torch.tensor([splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in])
@@ -154,9 +150,9 @@ def _transport(group: EPGroup, text: str) -> Transport:
     return transport_for(group, TransportConfig(**json.loads(text)) if text else None)
 
 
-def _call(group_name: str, transport: str, activation: str, *flags: bool) -> Call:
-    """flags: keeps_received and rounded."""
-    return Call(_transport(EPGroup.named(group_name), transport), activation_named(activation), *flags)
+def _call(group_name: str, transport: str, activation: str, keeps_received: bool, rounded: bool) -> Call:
+    way = _transport(EPGroup.named(group_name), transport)
+    return Call(way, activation_named(activation), keeps_received, rounded)
 
 
 @torch.library.custom_op("sonic_ep::expert_parallel_mlp", mutates_args=(), tags=_TAGS)
@@ -183,11 +179,10 @@ def _forward(
     opened = Opened(_receipt_of(lists, splits_4S, x_TH.shape[0], gates_N.shape[0]), gates_P, rows_RH)
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
     call = _call(group_name, transport, activation, keeps_received, rounded)
-    try:
+    with nullcontext() if sent is None else sent.routing.reports_first():
         out_TH, kept = forward(x_TH.contiguous(), opened, weights, call)
-    finally:
-        if sent is not None:
-            sent.check()  # now that all has been launched, and before any other error
+    if sent is not None:
+        sent.routing.check()  # now that all has been launched
     return out_TH, kept.rows if keeps_received else x_TH.new_empty(0), kept.take_h()
 
 
@@ -274,11 +269,10 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x_TH, gates_N, gates_P, lists, splits_4S, *weights_and_constants = inputs
-    weights, constants = weights_and_constants[:4], weights_and_constants[4:]
+    x_TH, gates_N, gates_P, lists, splits_4S, w1, w2, b1, b2, *constants = inputs
     *_, keeps_received, _rounded = constants
     _, rows, h_PJ = output
-    ctx.save_for_backward(rows if keeps_received else x_TH, h_PJ, gates_P, splits_4S, *weights, *lists)
+    ctx.save_for_backward(rows if keeps_received else x_TH, h_PJ, gates_P, splits_4S, w1, w2, b1, b2, *lists)
     ctx.mark_non_differentiable(rows, h_PJ)
     ctx.set_materialize_grads(False)
     ctx.constants = (gates_N.shape[0], *constants)

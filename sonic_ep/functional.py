@@ -125,12 +125,9 @@ class _ExpertParallelMLP(torch.autograd.Function):
         owners: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
         x_TH = x_TH.contiguous()
-        try:
+        with routing.reports_first():
             opened = call.transport.open(routing, plan, x_TH)
             out_TH, kept = forward(x_TH, opened, ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH), call)
-        except Exception:
-            routing.check()  # what a rank has reported comes before any other error
-            raise
         routing.check()  # now that all has been launched
         weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)
         ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, *weights, *kept.receipt.lists())

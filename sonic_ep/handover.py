@@ -31,15 +31,15 @@ class Handover(Generic[V]):
 
     def take(self, group: str, beside: Tensor) -> V | None:
         """What was left beside this tensor; None if nothing was. Checks what was left beside another."""
-        tensor, value = self._left.get((group, get_ident()), (None, None))
-        if tensor is None or tensor.data_ptr() != beside.data_ptr():
+        left = self._left.get((group, get_ident()))
+        if left is None or left[0].data_ptr() != beside.data_ptr():
             self.settle(group)
             return None
         del self._left[group, get_ident()]
-        return value
+        return left[1]
 
     def settle(self, group: str) -> None:
         """Check what was left and not taken, if anything was."""
-        tensor, value = self._left.pop((group, get_ident()), (None, None))
-        if tensor is not None and value is not None:
-            self._check(value)
+        left = self._left.pop((group, get_ident()), None)
+        if left is not None:
+            self._check(left[1])

@@ -5,7 +5,8 @@ What passes from the router to dispatch. Any number of experts per token, from n
 Legend: S source ranks (= ep_size), T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Self, final
 
@@ -181,6 +182,15 @@ class Routing:
         """
         if self.on_host is not None:
             self.on_host.check()
+
+    @contextmanager
+    def reports_first(self) -> Generator[None, None, None]:
+        """What the ranks have reported is raised before any other error that what is done here raises."""
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
 
     @classmethod
     def of(cls, selection: Selection, gates_N: Tensor, num_tokens: int) -> Self:

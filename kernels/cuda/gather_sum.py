@@ -1,8 +1,7 @@
 """gather_sum as one Triton kernel: a CSR list of rows, optionally weighted, summed in fp32 and rounded once.
 
 One program of one warp sums 512 columns of one output row over its items; every value is read once, in 16-byte pieces,
-four items ahead. No intermediate row is written. Row offsets are 64-bit. In float64 it
-accumulates in float64.
+four items ahead. No intermediate row is written. Row offsets are 64-bit. In float64 it accumulates in float64.
 """
 
 import torch

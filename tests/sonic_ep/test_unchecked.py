@@ -151,7 +151,7 @@ def test_nobody_waits_in_a_compiled_layer(
 
 
 def told_without_output(rank: int, folder: str) -> list[str]:
-    """What is raised in three steps of a graph that nobody asks for the experts' output; the second goes wrong."""
+    """What is raised in four steps of a graph that nobody asks for the experts' output; the third goes wrong."""
     layer, raised = MoE(config("cpu", "static"), EPGroup(), seed=0), []
     torch._dynamo.reset()
     run = torch.compile(lambda x: layer(x).stats.entropy, fullgraph=True, backend="aot_eager")
