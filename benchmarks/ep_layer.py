@@ -1,13 +1,14 @@
 """The expert-parallel layer over several GPUs: forward and backward of dispatch, experts and combine, by transport.
 
     torchrun --nproc-per-node 4 benchmarks/ep_layer.py --out results.json [--shape qwen3_30b_a3b ...] [--tokens 8192]
+                                                       [--compiled]
 
 Contestants alternate in one run; medians over rounds, the slowest rank counts. A layer starts from a routing (plain
 top-K of random scores) and waits for whatever its transport waits for, launches included; "behind a backlog" the
 devices have been busy and the host is ahead, as in the middle of a model, else they are idle. "symmetric, graph"
 replays a CUDA graph of forward, or of forward and backward, whose difference is its backward. "with router" is a `MoE`
-with rounded tokens, behind a backlog. TFLOP/s are of useful work of the experts: 6 T K d n forward and 12 backward, a
-GPU.
+with rounded tokens, behind a backlog, and with `--compiled` also under torch.compile. TFLOP/s are of useful work of the
+experts: 6 T K d n forward and 12 backward, a GPU.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from across_ranks import captured, measure_layer, summary, timed, topk_routing
 from torch import Tensor
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, load_config
+from sonic_ep import EPGroup, MoE, MoEConfig, MoEOutput, RoundingConfig, TransportConfig, load_config
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
@@ -73,21 +74,28 @@ class Problem:
         return torch.autograd.grad(y, [self.x, self.w1, self.w2], self.dout)
 
 
-def measure(problem: Problem, transports: dict[str, Transport], static: Transport) -> dict[str, dict[str, float]]:
+def measure(
+    problem: Problem, transports: dict[str, Transport], static: Transport, *, compiled: bool
+) -> dict[str, dict[str, float]]:
     samples: dict[str, list[dict[str, float]]] = {}
-    models = {name: problem.with_router(config) for name, config in WITH_ROUTER.items()}
+    layers = {name: problem.with_router(config) for name, config in WITH_ROUTER.items()}
+    models: dict[str, Callable[[Tensor], MoEOutput]] = {f"{name}, with router": each for name, each in layers.items()}
+    if compiled:
+        models |= {f"{name}, compiled": torch.compile(each, fullgraph=True) for name, each in layers.items()}
+    weights = [problem.w1, problem.w2]
     forward = captured(lambda: problem.layer(static)(problem.x))
     both = captured(lambda: problem.step(static))
     for number in range(WARM_UP + ROUNDS):
         sample = {}
         for name, transport in transports.items():
-            layer, weights = problem.layer(transport), [problem.w1, problem.w2]
+            layer = problem.layer(transport)
             sample[name] = measure_layer(layer, weights, problem.x, problem.dout)
             behind = measure_layer(layer, weights, problem.x, problem.dout, backlog=True)
             sample[f"{name}, behind a backlog"] = behind
-            model = models[name]
-            sample[f"{name}, with router"] = measure_layer(
-                lambda x, model=model: model(x).y, model.parameters(), problem.x, problem.dout, backlog=True
+        for name, model in models.items():
+            parameters = layers[name.rpartition(", ")[0]].parameters()
+            sample[name] = measure_layer(
+                lambda x, model=model: model(x).y, parameters, problem.x, problem.dout, backlog=True
             )
         forward_ms, both_ms = timed(forward)[0], timed(both)[0]
         sample["symmetric, graph"] = {"forward_ms": forward_ms, "backward_ms": both_ms - forward_ms}
@@ -101,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=list(SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
+    parser.add_argument("--compiled", action="store_true", help="time `MoE` under torch.compile too")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -122,7 +131,8 @@ def main() -> None:
         for T in options.tokens:
             static = SymmetricTransport(group, allocate, patience=60, static=True)
             problem = Problem(config, T, group)
-            times = measure(problem, {**exact, "symmetric, static": static}, static)
+            transports = {**exact, "symmetric, static": static}
+            times = measure(problem, transports, static, compiled=options.compiled)
             del problem, static
             torch.cuda.empty_cache()
             useful = 6 * T * config.K * config.d * config.n / 1e9

@@ -40,7 +40,13 @@ SHAPES: dict[str, tuple[str, int, int, int | None]] = {
     "sonic_120b_ragged": ("sonic_120b", 1, 32768, None),
     "qwen3_235b_a22b_ep8_ragged": ("qwen3_235b_a22b", 8, 8192, None),
     "deepseek_v3_ep8_ragged": ("deepseek_v3", 8, 8192, None),
-    "deepseek_v3_ep8_short_ragged": ("deepseek_v3", 8, 2048, None),  # 512 rows an expert
+    # few rows an expert: 512, and 256 in the "shortest"
+    "deepseek_v3_ep8_short_ragged": ("deepseek_v3", 8, 2048, None),
+    "deepseek_v3_ep8_shortest_ragged": ("deepseek_v3", 8, 1024, None),
+    "sonic_30b_short_ragged": ("sonic_30b", 1, 8192, None),
+    "sonic_30b_shortest_ragged": ("sonic_30b", 1, 4096, None),
+    "qwen3_30b_a3b_short_ragged": ("qwen3_30b_a3b", 1, 8192, None),
+    "qwen3_30b_a3b_shortest_ragged": ("qwen3_30b_a3b", 1, 4096, None),
 }
 _TILES = [
     *((128, 192, True), (128, 128, True), (192, 128, True)),
@@ -66,7 +72,12 @@ IN_LAYER: dict[Operation, list[TileConfig]] = {
         TileConfig(192, 128, True, 1, 2),
     ],
     "down_backward": [TileConfig(128, 128, True, dynamic=True), TileConfig(128, 128, True, 2)],
-    "weight_up": [TileConfig(128, 256, False), TileConfig(128, 256, False, 2), TileConfig(256, 192, False)],
+    "weight_up": [
+        TileConfig(128, 256, False),
+        TileConfig(128, 256, False, 2),
+        TileConfig(256, 192, False),
+        TileConfig(128, 192, True, 2),
+    ],
 }
 IN_LAYER["up_backward"], IN_LAYER["weight_down"] = IN_LAYER["down"], IN_LAYER["weight_up"]
 
@@ -129,8 +140,8 @@ def with_tile(tile: TileConfig, call: Callable[[], Any], only: Operation | None 
     """The call under another tile, of one operation or of all: its own plans, kept apart from the others'."""
     plans: dict[tuple[object, ...], Any] = {}
 
-    def tile_config(operation: Operation, N: int, arch: int, *, rounded: bool) -> TileConfig:
-        return tile if only in (None, operation) else tiles.tile_config(operation, N, arch, rounded=rounded)
+    def tile_config(operation: Operation, N: int, arch: int, **rows: bool) -> TileConfig:
+        return tile if only in (None, operation) else tiles.tile_config(operation, N, arch, **rows)
 
     def run() -> None:
         kept, operations._PLANS = operations._PLANS, plans

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.cuda import operations
+from sonic_ep.kernels.cuda.tiles import FEW_ROWS
 
-# Any sizes do: row and expert counts are symbols in the compiled kernels.
-_EXPERTS, _ROWS, _PAIRS = 2, 256, 512
+# Row and expert counts are symbols in the compiled kernels. An expert has many rows here: where it has few, it takes a
+# "rounded" one's kernels.
+_EXPERTS, _ROWS, _PAIRS = 2, 256, 4 * FEW_ROWS
 
 
 @contextmanager

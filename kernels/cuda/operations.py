@@ -29,7 +29,7 @@ from sonic_ep.kernels.cuda import gpt_oss
 from sonic_ep.kernels.cuda.apart import ApartMod, apart
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
 from sonic_ep.kernels.cuda.sizes import cdiv
-from sonic_ep.kernels.cuda.tiles import Operation, tile_config
+from sonic_ep.kernels.cuda.tiles import FEW_ROWS, Operation, tile_config
 
 __all__ = [
     "ACTIVATION_NAMES",
@@ -125,9 +125,11 @@ def _tile_counter(config: GemmConfig, like: Tensor) -> Tensor | None:
     return like.new_zeros(1, dtype=torch.int32) if config.is_dynamic_persistent else None
 
 
-def _config(operation: Operation, N: int, tensor: Tensor, *, rounded: bool = False) -> GemmConfig:
+def _config(
+    operation: Operation, N: int, tensor: Tensor, *, rounded: bool = False, few_rows: bool = False
+) -> GemmConfig:
     arch = get_device_capacity(tensor.device)[0]
-    tile = tile_config(operation, N, arch, rounded=rounded)
+    tile = tile_config(operation, N, arch, rounded=rounded, few_rows=few_rows)
     return GemmConfig(
         tile_m=tile.m,
         tile_n=tile.n,
@@ -203,13 +205,14 @@ def _grouped_rows(
     **arguments: Any,
 ) -> Tensor:
     """rows_PK @ weights of each row's expert, through an epilogue."""
-    N = weights_eKN.shape[2]
-    out_PN = rows_PK.new_empty(rows_PK.shape[0], N)
-    if rows_PK.shape[0] == 0:
+    P, e, N = rows_PK.shape[0], expert_starts_e.shape[0] - 1, weights_eKN.shape[2]
+    out_PN = rows_PK.new_empty(P, N)
+    if P == 0:
         return out_PN
     arguments |= {"out": {"D": out_PN}, "cu_seqlens_m": expert_starts_e}
-    key = (*_class_key(operation, rows_PK, weights_eKN), rounded)
-    _run(key, mod, lambda: _config(operation, N, rows_PK, rounded=rounded), rows_PK, weights_eKN, **arguments)
+    rows = {"rounded": rounded, "few_rows": P < FEW_ROWS * e}
+    key = (*_class_key(operation, rows_PK, weights_eKN), *rows.values())
+    _run(key, mod, lambda: _config(operation, N, rows_PK, **rows), rows_PK, weights_eKN, **arguments)
     return out_PN
 
 

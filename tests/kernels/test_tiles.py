@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sonic_ep.kernels.cuda.tiles import Operation, tile_config
+from sonic_ep.kernels.cuda.tiles import FEW_ROWS, Operation, tile_config
 
-RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "grouped_gemms_tiles_h200.json"
-SHAPES = json.loads(RECORD.read_text())["shapes"]
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RECORDS = [json.loads((RESULTS / f"grouped_gemms_{name}_h200.json").read_text()) for name in ("tiles", "few_rows")]
+SHAPES = {name: shape for record in RECORDS for name, shape in record["shapes"].items()}
 of_measured = pytest.mark.parametrize(
     ("shape", "operation"), [(shape, operation) for shape, record in SHAPES.items() for operation in record["tiles_ms"]]
 )
@@ -20,15 +22,18 @@ def tile_of(shape: str, operation: Operation) -> str:
     """The table's, for the GEMM of an operation."""
     d, n = SHAPES[shape]["d"], SHAPES[shape]["n"]
     columns = {"up": 2 * n, "down": d, "down_backward": n, "up_backward": d, "weight_up": 2 * n, "weight_down": n}
-    return str(tile_config(operation, columns[operation], 9, rounded=not shape.endswith("_ragged")))
+    rows = {"rounded": not shape.endswith("_ragged"), "few_rows": SHAPES[shape]["P"] < FEW_ROWS * SHAPES[shape]["e"]}
+    return str(tile_config(operation, columns[operation], 9, **rows))
 
 
-# Fastest are tiles that lose elsewhere: a cluster along M pads experts to 256 rows; with 512 rows an expert, weight
-# gradients are bound by what they write, which ping-pong hides.
+# Fastest are tiles that lose elsewhere: a cluster along M pads experts to 256 rows; of few rows an expert and wide
+# weights, gradients are bound by what they write, which ping-pong hides.
 SLOWER_ALONE = {
     ("qwen3_30b_a3b_ep8", "up"): 1.09,
     ("deepseek_v3_ep8_short_ragged", "weight_up"): 1.18,
     ("deepseek_v3_ep8_short_ragged", "weight_down"): 1.14,
+    ("deepseek_v3_ep8_shortest_ragged", "weight_up"): 1.11,
+    ("deepseek_v3_ep8_shortest_ragged", "weight_down"): 1.11,
 }
 
 
@@ -49,6 +54,14 @@ def test_rows_that_are_rounded_to_128_fill_their_tiles(N: int) -> None:
     for operation in ("up", "up_clamped", "down", "up_backward"):
         tile = tile_config(operation, N, 9, rounded=True)
         assert 128 % (tile.m * tile.cluster_m) == 0, (operation, tile)
+
+
+@given(N=st.integers(1, 4096).map(lambda eighth: 8 * eighth))
+def test_few_rows_want_no_kernel_that_is_not_compiled_ahead(N: int) -> None:
+    """`sonic-ep compile` makes those of many ragged rows, and of rounded ones."""
+    for operation in get_args(Operation):
+        compiled = [tile_config(operation, N, 9, rounded=rounded) for rounded in (False, True)]
+        assert tile_config(operation, N, 9, few_rows=True) in compiled
 
 
 def test_unknown_architectures_are_refused() -> None:
