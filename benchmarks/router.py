@@ -61,7 +61,7 @@ def operations(shape: str) -> tuple[dict[str, Callable[[], Any]], dict[str, floa
         "gates_of_pairs": lambda: router.gates_of_pairs(
             chosen.scores_TE, chosen.topk_ids_TK, pairs.token_ids_N, experts_N, settings
         ),
-        "loss_terms": lambda: router.loss_terms(logits_TE, chosen.topk_ids_TK, 1, balanced),
+        "losses": lambda: router.losses(logits_TE, chosen.topk_ids_TK, chosen.counts_E[None], 1, balanced),
         "logits_gradient": lambda: router.logits_gradient(logits_TE, chosen.topk_ids_TK, pairs, None, settings),
         "logits_gradient_with_losses": lambda: router.logits_gradient(
             logits_TE, chosen.topk_ids_TK, pairs, loss, balanced

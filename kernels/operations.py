@@ -166,9 +166,17 @@ def host_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, reports_SF: 
     return _lists("host_sizes", rows_SE.is_cuda).host_sizes(tokens_S, rows_SE, pairs_SE, reports_SF)
 
 
+def report_of(
+    counts_E: Tensor, num_tokens: int, condition: int, *, bad_logits: Tensor | None = None, draw: Tensor | None = None
+) -> Tensor:
+    """`report_of` of kernels/reports.py, likewise."""
+    module = _lists("reports", counts_E.is_cuda)
+    return module.report_of(counts_E, num_tokens, condition, bad_logits=bad_logits, draw=draw)
+
+
 def void_unless(counts_SE: Tensor, conditions_S: Tensor, healthy: int) -> None:
-    """`void_unless` of kernels/condition.py, likewise."""
-    _lists("condition", counts_SE.is_cuda).void_unless(counts_SE, conditions_S, healthy)
+    """`void_unless` of kernels/reports.py, likewise."""
+    _lists("reports", counts_SE.is_cuda).void_unless(counts_SE, conditions_S, healthy)
 
 
 @functools.cache

@@ -25,15 +25,13 @@ class FusedChoice(NamedTuple):
     bad_logits: Tensor | None
 
 
-class LossTerms(NamedTuple):
-    """Sums over each sequence's tokens, and over all; None where the config's losses do not need them.
-
-    shares_BE: fp32 scores, divided by the token's sum of them. counts_BE: int64 choices. squares: () fp32 logsumexp^2.
+class Losses(NamedTuple):
+    """value: () fp32, the balance loss and the z-loss, weighted and added. dshares_BE: fp32 derivative of the balance
+    loss by the sum of each sequence's shares, scores divided by their token's sum of them; None without that loss.
     """
 
-    shares_BE: Tensor | None
-    counts_BE: Tensor | None
-    squares: Tensor | None
+    value: Tensor
+    dshares_BE: Tensor | None
 
 
 class PairGradients(NamedTuple):
@@ -47,7 +45,7 @@ class PairGradients(NamedTuple):
 
 
 class LossGradient(NamedTuple):
-    """dloss: () fp32. dshares_BE: fp32 derivative of the balance loss by each share of a sequence; None without one."""
+    """dloss: () fp32. dshares_BE: of `Losses`."""
 
     dloss: Tensor
     dshares_BE: Tensor | None
@@ -71,8 +69,17 @@ class RouterOperations(Protocol):
         """
         ...
 
-    def loss_terms(self, logits_TE: Tensor, topk_ids_TK: Tensor, num_sequences: int, config: RouterConfig) -> LossTerms:
-        """What the values of the balance loss and the z-loss are made of. T must be a multiple of `num_sequences`."""
+    def losses(
+        self,
+        logits_TE: Tensor,
+        topk_ids_TK: Tensor,
+        chosen_SE: Tensor,
+        num_sequences: int,
+        config: RouterConfig,
+    ) -> Losses:
+        """The losses of routers/balance.py, of which the config has one at least. T must be a multiple of
+        `num_sequences`, which is 1 but for the balance of sequences. chosen_SE: int64 top-K counts of all ranks.
+        """
         ...
 
     def logits_gradient(

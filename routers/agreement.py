@@ -18,17 +18,16 @@ from torch import Tensor
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.host_copy import host_may_wait
-from sonic_ep.kernels.operations import host_sizes, void_unless
+from sonic_ep.kernels.operations import host_sizes, report_of, void_unless
+from sonic_ep.kernels.reports import BAD_LOGIT, CONDITION, DRAW, HEADER, TOKENS
 from sonic_ep.routers.rounding import decide, leaves_sizes_open
 from sonic_ep.routers.selection import MAX_TOKENS
 from sonic_ep.routing import Counts, SizesOnHost
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_HEADER = 3  # integers of a header, and their places
-_TOKENS, _CONDITION, _DRAW = range(_HEADER)
-# A condition: the kind, dtype and mode, which all ranks must share, and nothing else of a rank that is well. Not zero,
-# which is what comes of a rank that is lost.
-_KIND, _PROBLEM, _BAD_LOGIT = 2, 16, 32  # the first kind; where there is a problem; for each bad logit
+# A condition: the kind, dtype and mode, which all ranks must share, and nothing else of a rank that is well, but
+# BAD_LOGIT for each bad logit. Not zero, which is what comes of a rank that is lost.
+_KIND, _PROBLEM = 2, 16  # the first kind; where there is a problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +78,19 @@ def agree(
     if problem is None and report.dtype not in _DTYPES:
         problem = f"x has dtype {report.dtype}; supported are {', '.join(map(str, _DTYPES))}"
     condition = _PROBLEM if problem is not None else _KIND + 2 * _DTYPES.index(report.dtype) + report.training
-    reports_SF, chosen_SE = _gather(_header(report, condition), report.counts_E, group, exchange, meanwhile)
+    told = report_of(report.counts_E, report.num_tokens, condition, bad_logits=report.bad_logits, draw=report.draw)
+    by = group if group.size == 1 or exchange is None else exchange
+    gathered = by.all_gather(told, meanwhile)
+    reports_SF, chosen_SE = gathered[:, :HEADER], gathered[:, HEADER:]
     if problem is not None:
         # What was counted need not make sense. The others raise when they read the reports.
         _raise_problems(reports_SF.flatten().tolist(), problem, group, exchange)
     readable = host_may_wait(reports_SF)
     void_if_wrong = readable and exchange is not None and exchange.sends_unchecked
     if void_if_wrong:
-        void_unless(chosen_SE, reports_SF[:, _CONDITION], condition)
-    tokens_S = reports_SF[:, _TOKENS]
-    decision = decide(chosen_SE, tokens_S, rounding, training=report.training, draw=reports_SF[0, _DRAW])
+        void_unless(chosen_SE, reports_SF[:, CONDITION], condition)
+    tokens_S = reports_SF[:, TOKENS]
+    decision = decide(chosen_SE, tokens_S, rounding, training=report.training, draw=reports_SF[0, DRAW])
     counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
     if report.bad_logits is not None and not readable:
         raise ValueError(
@@ -104,37 +106,11 @@ def agree(
     return Agreement(counts, on_host)
 
 
-def _header(report: Report, condition: int) -> Tensor:
-    """(F,) int64, made on the device: nothing is copied there, so that a CUDA graph may capture it."""
-    header_F = report.counts_E.new_zeros(_HEADER)
-    header_F[_TOKENS].fill_(report.num_tokens)
-    header_F[_CONDITION].fill_(condition)
-    if report.draw is not None:
-        header_F[_DRAW].copy_(report.draw)
-    if report.bad_logits is not None:
-        header_F[_CONDITION].add_(report.bad_logits, alpha=_BAD_LOGIT)
-    return header_F
-
-
-def _gather(
-    header_F: Tensor,
-    counts_E: Tensor,
-    group: EPGroup,
-    exchange: Exchange | None,
-    meanwhile: Callable[[], None] | None,
-) -> tuple[Tensor, Tensor]:
-    """Every rank's header and counts, int64."""
-    if group.size == 1:
-        return group.all_gather(header_F, meanwhile), counts_E[None]
-    gathered = (exchange or group).all_gather(torch.cat([header_F, counts_E]), meanwhile)
-    return gathered[:, :_HEADER], gathered[:, _HEADER:]
-
-
 def _raise_problems(reports: list[int], problem: str | None, group: EPGroup, exchange: Exchange | None) -> None:
     """reports: of the ranks, in order, on the host, so that they have come, if they were to come."""
     if exchange is not None:
         exchange.raise_if_lost()
-    conditions = reports[_CONDITION::_HEADER]
+    conditions = reports[CONDITION::HEADER]
     if any(condition & _PROBLEM for condition in conditions):
         group.raise_together(problem)
     kinds = [condition % _PROBLEM - _KIND for condition in conditions]
@@ -143,7 +119,7 @@ def _raise_problems(reports: list[int], problem: str | None, group: EPGroup, exc
             f"rank {rank}: {_DTYPES[kind // 2]} {'training' if kind % 2 else 'eval'}" for rank, kind in enumerate(kinds)
         )
         raise ValueError(f"the ranks of the EP group disagree about input dtype or training mode: {described}")
-    bad_logits = [condition // _BAD_LOGIT for condition in conditions]
+    bad_logits = [condition // BAD_LOGIT for condition in conditions]
     if any(bad_logits):
         bad = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(bad_logits) if count)
         raise ValueError(

@@ -38,14 +38,9 @@ def balance_loss(choice: Choice, counts: Counts, sequence_length: int, config: R
     if config.balance == "batch":
         load_E = choice.counts_E().to(shares_TE.dtype) / (T * K)
     else:
-        load_E = load_of_group(counts, shares_TE)
+        total_E = counts.chosen_SE.sum(0)
+        load_E = total_E.to(shares_TE.dtype) / total_E.sum()
     return config.balance_coef * E * (load_E * shares_TE.mean(0)).sum()
-
-
-def load_of_group(counts: Counts, like: Tensor) -> Tensor:
-    """(E,) each expert's share of the whole group's top-K choices, in the dtype of `like`."""
-    total_E = counts.chosen_SE.sum(0)
-    return total_E.to(like.dtype) / total_E.sum()
 
 
 def z_loss(logits_TE: Tensor, config: RouterConfig) -> Tensor:

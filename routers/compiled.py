@@ -51,7 +51,7 @@ constant_config_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def decide_in_graph(
     logits_TE: Tensor,
     expert_bias_E: Tensor | None,
-    counter_E: Tensor,
+    counter_E: Tensor | None,
     config_text: str,
     situation: Situation,
     *,
@@ -72,7 +72,7 @@ def decide_in_graph(
         "" if situation.exchange is None else situation.exchange.name,
         opened_next,
     )
-    if training:
+    if training and counter_E is not None:
         torch.ops.sonic_ep.add_counts(counter_E, new_counts_E)
     T, E = logits_TE.shape
     most = most_rows(config.rounding, T, config.K, E, group.size, training=training)
@@ -110,9 +110,10 @@ def _decide_selection(
         config=config, group=group, dtype=dtype, training=training, problem=problem, exchange=exchange
     )
     choice = choose(logits_TE, expert_bias_E, config.K, config.router)
-    new_counts_E = torch.zeros(config.E, dtype=torch.int64, device=logits_TE.device)
+    counted = expert_bias_E is not None
+    new_counts_E = torch.zeros(config.E if counted else 0, dtype=torch.int64, device=logits_TE.device)
     unread.settle(group_name)
-    selection = decide_selection(config, choice, new_counts_E, situation)
+    selection = decide_selection(config, choice, new_counts_E if counted else None, situation)
     # Outputs share no memory with each other or with a region's tape: a graph writes into what it is done with.
     own = torch.clone if in_region() else Tensor.contiguous
     counts = [getattr(selection.counts, name).clone() for name in _COUNTS]
@@ -153,7 +154,7 @@ def _(
         logits_TE.new_empty(N, dtype=torch.int64),
         logits_TE.new_empty(N, dtype=torch.bool),
         [logits_TE.new_empty(shape, dtype=torch.int64) for shape in ((S, E), (S, E), (S, E), (S,), (S,), ())],
-        logits_TE.new_empty(E, dtype=torch.int64),
+        logits_TE.new_empty(0 if expert_bias_E is None else E, dtype=torch.int64),
     )
 
 

@@ -38,15 +38,16 @@ class Situation:
     meanwhile: Callable[[], None] | None = None
 
 
-def decide_selection(router: object, choice: Choice, counter_E: Tensor, situation: Situation) -> Selection:
+def decide_selection(router: object, choice: Choice, counter_E: Tensor | None, situation: Situation) -> Selection:
     """The pairs of this rank. A collective, except under replay of the selections of `router`, see replay.py.
 
     counter_E: (E,) int64 on the device; in training the group's top-K counts are added to it, once for each decision.
+    None if nobody asks for them.
     Raises ValueError for this rank's problem; those of others when the selection's `on_host` is checked, see `agree`.
     RuntimeError, see replay.py.
     """
     # Drawn under replay too, so that whatever draws after this layer repeats as well.
-    draw = _draw(situation, counter_E.device)
+    draw = _draw(situation, choice.topk_ids_TK.device)
     selection = replayed_selection(router)
     if selection is not None:
         if situation.problem is not None:
@@ -67,7 +68,7 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor, situatio
         counts, on_host = agree(report, rounding, group, situation.exchange, beside)
         selection = select(choice, counts, situation.group.rank, rounding, training=training, finish=finish)
         selection = replace(selection, on_host=on_host)
-        if training:
+        if training and counter_E is not None:
             chosen_E = counts.chosen_SE.sum(0)
             counter_E += chosen_E
             if on_host is not None:

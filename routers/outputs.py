@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.operations import router_operations
-from sonic_ep.kernels.router import LossGradient, PairGradients, RouterOperations
-from sonic_ep.routers.balance import balance_loss, load_of_group, z_loss
+from sonic_ep.kernels.router import Losses, LossGradient, PairGradients, RouterOperations
+from sonic_ep.routers.balance import balance_loss, z_loss
 from sonic_ep.routers.topk import Choice, gates_of_pairs
 from sonic_ep.routing import Selection
 
@@ -51,11 +51,11 @@ class _WeightsAndLosses(torch.autograd.Function):
         gates_N = call.operations.gates_of_pairs(
             call.scores_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, config
         )
-        loss, dshares_BE = _loss(logits_TE, call)
-        ctx.save_for_backward(logits_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, dshares_BE)
+        losses = _losses(logits_TE, call)
+        ctx.save_for_backward(logits_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, losses.dshares_BE)
         ctx.config, ctx.operations = config, call.operations
         ctx.set_materialize_grads(False)
-        return gates_N, loss
+        return gates_N, losses.value
 
     @staticmethod
     @once_differentiable
@@ -67,22 +67,9 @@ class _WeightsAndLosses(torch.autograd.Function):
         return ctx.operations.logits_gradient(logits_TE, topk_ids_TK, pairs, loss, ctx.config), None
 
 
-def _loss(logits_TE: Tensor, call: _Call) -> tuple[Tensor, Tensor | None]:
-    """Both losses' value, and the balance loss's derivative by the shares; see balance_loss and z_loss."""
-    config, (T, E), K = call.config, logits_TE.shape, call.selection.topk_ids_TK.shape[1]
-    loss, dshares_BE = logits_TE.new_zeros(()), None
+def _losses(logits_TE: Tensor, call: _Call) -> Losses:
+    config, selection, T = call.config, call.selection, logits_TE.shape[0]
     if config.balance == "none" and config.z_loss_coef == 0:
-        return loss, dshares_BE
-    L = call.sequence_length if config.balance == "sequence" else T
-    B = T // L
-    terms = call.operations.loss_terms(logits_TE, call.selection.topk_ids_TK, B, config)
-    if terms.shares_BE is not None:
-        if terms.counts_BE is None:
-            load_BE = load_of_group(call.selection.counts, logits_TE)[None, :]
-        else:
-            load_BE = terms.counts_BE.to(logits_TE.dtype) / (L * K)
-        dshares_BE = load_BE * (config.balance_coef * E / (B * L))
-        loss = loss + (dshares_BE * terms.shares_BE).sum()
-    if terms.squares is not None:
-        loss = loss + terms.squares * (config.z_loss_coef / T)
-    return loss, dshares_BE
+        return Losses(logits_TE.new_zeros(()), None)
+    B = T // call.sequence_length if config.balance == "sequence" else 1
+    return call.operations.losses(logits_TE, selection.topk_ids_TK, selection.counts.chosen_SE, B, config)

@@ -47,7 +47,7 @@ def route(
     x_TH: Tensor,
     logits_TE: Tensor,
     expert_bias_E: Tensor | None,
-    counter_E: Tensor,
+    counter_E: Tensor | None,
     situation: Situation,
     *,
     sequence_length: int,
@@ -152,7 +152,7 @@ class Router(nn.Module):
             exchange=exchange,
             meanwhile=meanwhile,
         )
-        counter_E = self._counts_since_update_E
+        counter_E = None if self.expert_bias is None else self._counts_since_update_E
         if torch.compiler.is_compiling():
             if meanwhile is not None:
                 meanwhile()

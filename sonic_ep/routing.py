@@ -60,7 +60,7 @@ class SizesOnHost:
 
     on_device: of `host_sizes` (kernels/host_sizes.py), for that many ranks. check: given the reports, rank after rank,
     raises what is wrong; None if nothing can be. void_if_wrong: no rank sends anything then, whatever was launched; see
-    kernels/condition.py.
+    kernels/reports.py.
     """
 
     def __init__(

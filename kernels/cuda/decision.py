@@ -70,12 +70,12 @@ def _noise(index, below, draw):
 
 
 @triton.jit
-def _sum(values_ptr, size, BLOCK: tl.constexpr):
+def _sum(values_ptr, stride, S, E, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], dtype=tl.int64)
     first = 0
-    while first < size:
+    while first < S * E:
         index = first + tl.arange(0, BLOCK)
-        total += tl.load(values_ptr + index, mask=index < size, other=0)
+        total += tl.load(values_ptr + index // E * stride + index % E, mask=index < S * E, other=0)
         first += BLOCK
     return tl.sum(total, axis=0)
 
@@ -90,6 +90,9 @@ def _decide(
     keeps_ptr,
     t_ptr,
     total_ptr,
+    cut_ptr,
+    chosen_stride,
+    tokens_stride,
     S,
     E,
     least_1,
@@ -110,8 +113,10 @@ def _decide(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """rows_SE and pairs_SE before capacity, t, whether chunks keep the plain pairs, and the sum of all counts."""
-    total = _sum(chosen_ptr, S * E, BLOCK)
+    """rows_SE and pairs_SE before capacity; zeros for what it cuts; t, whether chunks keep the plain pairs, and the sum
+    of all counts.
+    """
+    total = _sum(chosen_ptr, chosen_stride, S, E, BLOCK)
     t = tl.where(total >= least_1, t_1, base_t).to(tl.int64)
     t = tl.where(total >= least_2, t_2, t)
     t = tl.where(total >= least_3, t_3, t)
@@ -121,11 +126,13 @@ def _decide(
         tl.store(t_ptr, t)
         tl.store(keeps_ptr, keeps.to(tl.int64))
         tl.store(total_ptr, total)
+        source = tl.arange(0, RANKS)
+        tl.store(cut_ptr + source, tl.zeros_like(source).to(tl.int64), mask=source < S)
     rank, expert = tl.arange(0, RANKS)[:, None], tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)[None, :]
     inside = (rank < S) & (expert < E)
     index = (rank * E + expert).to(tl.int64)
-    chosen = tl.load(chosen_ptr + index, mask=inside, other=0)
-    tokens = tl.load(tokens_ptr + rank, mask=rank < S, other=0)
+    chosen = tl.load(chosen_ptr + rank * chosen_stride + expert, mask=inside, other=0)
+    tokens = tl.load(tokens_ptr + rank * tokens_stride, mask=rank < S, other=0)
     rows = chosen
     if MODE == _NEAREST:
         rows = _round(chosen, t)
@@ -232,20 +239,25 @@ def decide(
     S, E = chosen_SE.shape
     rows_SE, pairs_SE = (torch.empty(S, E, dtype=torch.int64, device=chosen_SE.device) for _ in range(2))
     keeps, t, total = torch.empty(3, dtype=torch.int64, device=chosen_SE.device).unbind()
+    cut_S = torch.empty(S, dtype=torch.int64, device=chosen_SE.device)
     never = (1 << 62, rule.t)
     thresholds = (*rule.thresholds, *[never] * (_MOST_THRESHOLDS - len(rule.thresholds)))
     ranks = next_power_of_2(S)
     experts = min(next_power_of_2(E), max(1, _TILE // ranks))
     grid = (cdiv(E, experts),)
+    assert chosen_SE.stride(1) == 1
     _decide[grid](
-        chosen_SE.contiguous(),
-        tokens_S.contiguous(),
+        chosen_SE,
+        tokens_S,
         draw,
         rows_SE,
         pairs_SE,
         keeps,
         t,
         total,
+        cut_S,
+        chosen_SE.stride(0),
+        tokens_S.stride(0),
         S,
         E,
         *(number for threshold in thresholds for number in threshold),
@@ -260,7 +272,6 @@ def decide(
         BLOCK=_TILE,
         num_warps=4,
     )
-    cut_S = torch.zeros_like(tokens_S)
     if rule.capacity is not None:
         kept_E = torch.empty(E, dtype=torch.int64, device=chosen_SE.device)
         _cut_owners[(S,)](

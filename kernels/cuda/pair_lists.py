@@ -34,6 +34,17 @@ def _slots(index, table_ptr, chunk, C):
 
 
 @triton.jit
+def _zero_from(values_ptr, end, room, BLOCK: tl.constexpr):
+    """Zeros from `end` to `room`, by all programs of a grid of two dimensions together."""
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    first = end + program * BLOCK
+    while first < room:
+        index = first + tl.arange(0, BLOCK)
+        tl.store(values_ptr + index, tl.zeros([BLOCK], tl.int32).to(values_ptr.dtype.element_ty), mask=index < room)
+        first += tl.num_programs(0) * tl.num_programs(1) * BLOCK
+
+
+@triton.jit(do_not_specialize=["room", "room_for_pairs"])
 def _fill(
     table_ptr,
     C,
@@ -46,11 +57,23 @@ def _fill(
     slot_ptr,
     bits_ptr,
     counts_ptr,
+    room,
+    room_for_pairs,
     HAS_STARTS: tl.constexpr,
+    ZEROED: tl.constexpr,
+    CHUNKS: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """row_of_pair_P, gates_P, slot_V; bits_RW |= the pair's expert; counts_R[row + 1] += 1."""
+    """row_of_pair_P, gates_P, slot_V, zeroed behind the last chunk's if so wanted; bits_RW |= the pair's expert;
+    counts_R[row + 1] += 1."""
+    if ZEROED:
+        chunks = tl.arange(0, CHUNKS)
+        end = tl.sum(tl.load(table_ptr + chunks, mask=chunks < C, other=0), axis=0)
+        _zero_from(row_of_pair_ptr, end, room, BLOCK)
+        _zero_from(gates_out_ptr, end, room, BLOCK)
+        end = tl.sum(tl.load(table_ptr + C + chunks, mask=chunks < C, other=0), axis=0)
+        _zero_from(slot_ptr, end, room_for_pairs, BLOCK)
     chunk = tl.program_id(0)
     num_rows, num_pairs = tl.load(table_ptr + chunk), tl.load(table_ptr + C + chunk)
     source, expert = chunk // experts, chunk % experts
@@ -126,12 +149,11 @@ def pair_lists(
     C = table_FC.shape[1]
     W = next_power_of_2(cdiv(e, 32))
 
-    make = torch.zeros if chunks.zeroed else torch.empty
     row_of_pair_P, slot_V = (
-        make(size, dtype=INDEX_DTYPE, device=gates_V.device) for size in (chunks.num_rows, chunks.num_pairs)
+        torch.empty(size, dtype=INDEX_DTYPE, device=gates_V.device) for size in (chunks.num_rows, chunks.num_pairs)
     )
     pairs_by_row_V = torch.empty_like(slot_V)
-    gates_P = make(chunks.num_rows, dtype=gates_V.dtype, device=gates_V.device)
+    gates_P = gates_V.new_empty(chunks.num_rows)
     scratch = torch.zeros(num_rows * W + num_rows + 1, dtype=INDEX_DTYPE, device=gates_V.device)
     bits_RW, counts_R = scratch.split((num_rows * W, num_rows + 1))
     # Twice as many programs as chunks of one size would keep busy.
@@ -148,7 +170,11 @@ def pair_lists(
         slot_V,
         bits_RW,
         counts_R,
+        chunks.num_rows,
+        chunks.num_pairs,
         HAS_STARTS=row_starts_S is not None,
+        ZEROED=chunks.zeroed,
+        CHUNKS=next_power_of_2(C),
         WORDS=W,
         BLOCK=_BLOCK,
         num_warps=4,

@@ -1,10 +1,10 @@
-"""Weights of the selected pairs, terms of the auxiliary losses, and the gradient of the logits from both, in Triton.
+"""Weights of the selected pairs, the auxiliary losses, and the gradient of the logits from both, in Triton.
 
 Backward recomputes the scores from the logits, so that one T x E buffer is kept; it is one pass over them, which reads
 the gradients of the weights from a T x E buffer that they were written into (pairs are unique) and overwrites that.
 Sums over tokens are made in two stages, without atomics.
 
-Legend: T tokens, E experts, K experts per token, N pairs, B sequences of L tokens.
+Legend: T tokens, E experts, K experts per token, N pairs, B sequences of L tokens, S ranks, P programs of a sequence.
 """
 
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.cuda.router_scores import programs_for, sigmoid, softmax, tile_of
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
-from sonic_ep.kernels.router import LossGradient, LossTerms, PairGradients
+from sonic_ep.kernels.router import Losses, LossGradient, PairGradients
 
 # Pairs of a program: few where each reads its token's K scores.
 _PAIRS_OF_GATES, _PAIRS = 64, 256
+# One program adds up what so many have summed, if there are not more sequences, a tile of so many values at a time.
+_SUMS, _TILE_OF_SUMS = 256, 8192
 # Keeps a division finite, as in routers/topk.py and routers/balance.py.
 _EPSILON = tl.constexpr(1e-20)
 
@@ -128,6 +130,69 @@ def _loss_terms(
 
 
 @triton.jit
+def _losses(
+    shares_ptr,
+    counts_ptr,
+    squares_ptr,
+    chosen_ptr,
+    loss_ptr,
+    dshares_ptr,
+    chosen_stride,
+    balance_factor,
+    z_factor,
+    choices,
+    B,
+    P,
+    S,
+    E: tl.constexpr,
+    BALANCE: tl.constexpr,
+    COUNT: tl.constexpr,
+    SQUARES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program. balance_factor times an expert's load is dshares; choices: of a sequence, if its own count."""
+    expert, row = tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    is_expert = expert < E
+    loss = 0.0
+    if BALANCE:
+        load = tl.zeros([COLUMNS], dtype=tl.float32)
+        if not COUNT:  # the whole group's choices
+            chosen = tl.zeros([COLUMNS], dtype=tl.int64)
+            rank = 0
+            while rank < S:
+                chosen += tl.load(chosen_ptr + rank * chosen_stride + expert, mask=is_expert, other=0)
+                rank += 1
+            load = tl.div_rn(chosen.to(tl.float32), tl.sum(chosen, axis=0).to(tl.float32))
+        sequence = 0
+        while sequence < B:
+            shares = tl.zeros([COLUMNS], dtype=tl.float32)
+            counts = tl.zeros([COLUMNS], dtype=tl.int32)
+            first = 0
+            while first < P:
+                places = (sequence * P + first + row)[:, None] * E + expert[None, :]
+                inside = (first + row < P)[:, None] & is_expert[None, :]
+                shares += tl.sum(tl.load(shares_ptr + places, mask=inside, other=0.0), axis=0)
+                if COUNT:
+                    counts += tl.sum(tl.load(counts_ptr + places, mask=inside, other=0), axis=0)
+                first += ROWS
+            if COUNT:
+                load = counts.to(tl.float32) / choices
+            dshares = load * balance_factor
+            tl.store(dshares_ptr + sequence * E + expert, dshares, mask=is_expert)
+            loss += tl.sum(tl.where(is_expert, dshares * shares, 0.0), axis=0)
+            sequence += 1
+    if SQUARES:
+        squares = tl.zeros([ROWS], dtype=tl.float32)
+        first = 0
+        while first < B * P:
+            squares += tl.load(squares_ptr + first + row, mask=first + row < B * P, other=0.0)
+            first += ROWS
+        loss += tl.sum(squares, axis=0) * z_factor
+    tl.store(loss_ptr, loss)
+
+
+@triton.jit
 def _through_gates(dgates, scores, chosen, SOFTMAX: tl.constexpr):
     """Gradient of scores from that of weights divided by the sum of the chosen scores; see gates_of_pairs."""
     inverse = 1.0 / (tl.sum(tl.where(chosen, scores, 0.0), axis=1) + _EPSILON)
@@ -223,17 +288,24 @@ def gates_of_pairs(
     return gates_N
 
 
-def loss_terms(logits_TE: Tensor, topk_ids_TK: Tensor, num_sequences: int, config: RouterConfig) -> LossTerms:
+def losses(
+    logits_TE: Tensor, topk_ids_TK: Tensor, chosen_SE: Tensor, num_sequences: int, config: RouterConfig
+) -> Losses:
     """See kernels/router.py."""
-    B, E, L = num_sequences, logits_TE.shape[1], logits_TE.shape[0] // num_sequences
-    tile = tile_of(next_power_of_2(E))
-    programs = programs_for(L, tile, B)
-    balance, squares = config.balance != "none", config.z_loss_coef != 0
-    count = config.balance in ("sequence", "batch")
-    shares_BPE = logits_TE.new_empty(B, programs, E) if balance else logits_TE
-    counts_BPE = logits_TE.new_empty(B, programs, E, dtype=torch.int32) if count else topk_ids_TK
-    squares_BP = logits_TE.new_empty(B, programs) if squares else logits_TE
-    _loss_terms[(B, programs)](
+    (T, E), K, B = logits_TE.shape, topk_ids_TK.shape[1], num_sequences
+    columns, L = next_power_of_2(E), T // num_sequences
+    tile = tile_of(columns, warps=4)
+    P = min(programs_for(L, tile, B), max(1, _SUMS // B))
+    flags = {
+        "BALANCE": config.balance != "none",
+        "COUNT": config.balance in ("sequence", "batch"),
+        "SQUARES": config.z_loss_coef != 0,
+    }
+    # What a variant does without is never touched: any tensor will do.
+    shares_BPE = logits_TE.new_empty(B, P, E) if flags["BALANCE"] else logits_TE
+    counts_BPE = logits_TE.new_empty(B, P, E, dtype=torch.int32) if flags["COUNT"] else topk_ids_TK
+    squares_BP = logits_TE.new_empty(B, P) if flags["SQUARES"] else logits_TE
+    _loss_terms[(B, P)](
         logits_TE.contiguous(),
         topk_ids_TK.contiguous(),
         shares_BPE,
@@ -241,18 +313,34 @@ def loss_terms(logits_TE: Tensor, topk_ids_TK: Tensor, num_sequences: int, confi
         squares_BP,
         L,
         E=E,
-        K=topk_ids_TK.shape[1],
+        K=K,
         SOFTMAX=config.score == "softmax",
-        BALANCE=balance,
-        COUNT=count,
-        SQUARES=squares,
+        **flags,
         **tile,
     )
-    return LossTerms(
-        shares_BPE.sum(1) if balance else None,
-        counts_BPE.sum(1) if count else None,
-        squares_BP.sum() if squares else None,
+    assert chosen_SE.stride(1) == 1
+    value, dshares_BE = logits_TE.new_empty(()), logits_TE.new_empty(B, E) if flags["BALANCE"] else None
+    _losses[(1,)](
+        shares_BPE,
+        counts_BPE,
+        squares_BP,
+        chosen_SE,
+        value,
+        value if dshares_BE is None else dshares_BE,
+        chosen_SE.stride(0),
+        config.balance_coef * E / T,
+        config.z_loss_coef / T,
+        L * K,
+        B,
+        P,
+        chosen_SE.shape[0],
+        E=E,
+        COLUMNS=columns,
+        ROWS=max(1, _TILE_OF_SUMS // columns),
+        num_warps=8,
+        **flags,
     )
+    return Losses(value, dshares_BE)
 
 
 def logits_gradient(

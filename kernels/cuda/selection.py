@@ -103,7 +103,7 @@ def _word_of_slot(ends_ptr, slots, words, top):
     return word
 
 
-@triton.jit(do_not_specialize=["T", "words", "top"])
+@triton.jit(do_not_specialize=["T", "words", "top", "room"])
 def _list(
     chosen_ptr,
     open_ptr,
@@ -116,6 +116,7 @@ def _list(
     T,
     words,
     top,
+    room,
     HAS_SCORES: tl.constexpr,
     HAS_ALLOWED: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -123,10 +124,12 @@ def _list(
     STEP_WORDS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """One expert's pairs, by token: with scores its `pairs` best, else those that chose it."""
-    expert = tl.program_id(0)
+    """One expert's pairs, by token: with scores its `pairs` best, else those that chose it. With scores there may be
+    room behind the last expert's: token -1 and expert 0."""
+    expert, experts = tl.program_id(0), tl.num_programs(0)
     others = tl.arange(0, BLOCK_E)
-    start = tl.sum(tl.load(pairs_ptr + others, mask=others < expert, other=0).to(tl.int64), axis=0)
+    pairs_E = tl.load(pairs_ptr + others, mask=others < experts, other=0).to(tl.int64)
+    start = tl.sum(tl.where(others < expert, pairs_E, 0), axis=0)
     pairs = tl.load(pairs_ptr + expert).to(tl.int32)
     row = expert.to(tl.int64) * words
     chosen_ptr += row
@@ -165,6 +168,12 @@ def _list(
         tl.store(token_ids_ptr + start + slots, word * 32 + bit, mask=listed)
         tl.store(expert_ids_ptr + start + slots, expert.to(tl.int64), mask=listed)
         tl.store(is_choice_ptr + start + slots, ((choice >> bit) & 1).to(tl.int8), mask=listed)
+    if HAS_SCORES:
+        end = tl.sum(pairs_E, axis=0).to(tl.int32)
+        for first in range(end + expert * SLOTS, room, experts * SLOTS):
+            spare = first + tl.arange(0, SLOTS)
+            tl.store(token_ids_ptr + spare, tl.full([SLOTS], -1, tl.int32), mask=spare < room)
+            tl.store(expert_ids_ptr + spare, tl.zeros([SLOTS], tl.int64), mask=spare < room)
 
 
 class _Turned(NamedTuple):
@@ -221,13 +230,9 @@ def _turned(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | 
 
 def _listed(turned: _Turned, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
     (E, W), device = turned.chosen_EW.shape, turned.chosen_EW.device
-    chosen_N = torch.empty(num_pairs, dtype=torch.bool, device=device)
-    if not turned.flags["HAS_SCORES"]:
-        token_ids_N = torch.empty(num_pairs, dtype=torch.int32, device=device)
-        expert_ids_N = torch.empty(num_pairs, dtype=torch.int64, device=device)
-    else:  # the end may be spare
-        token_ids_N = torch.full((num_pairs,), -1, dtype=torch.int32, device=device)
-        expert_ids_N = torch.zeros(num_pairs, dtype=torch.int64, device=device)
+    token_ids_N, expert_ids_N, chosen_N = (
+        torch.empty(num_pairs, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64, torch.bool)
+    )
     if num_pairs == 0:
         return token_ids_N, expert_ids_N, chosen_N
     _list[(E,)](
@@ -242,6 +247,7 @@ def _listed(turned: _Turned, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, T
         turned.num_tokens,
         W,
         next_power_of_2(W + 1) // 2,
+        num_pairs,
         BLOCK_E=next_power_of_2(E),
         COUNT_WORDS=_COUNT_WORDS,
         STEP_WORDS=_STEP_WORDS,

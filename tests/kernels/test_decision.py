@@ -24,8 +24,9 @@ KERNEL: DecisionKernel = import_module("sonic_ep.kernels.cuda.decision")  # type
 def check(chosen: Any, tokens: Any, rounding: RoundingConfig, draw: int = 0) -> None:
     chosen_SE, tokens_S = torch.as_tensor(chosen), torch.as_tensor(tokens)
     rule = rule_of(rounding, *chosen_SE.shape)
+    reports = torch.cat([tokens_S[:, None], chosen_SE], 1).to(DEVICE)  # columns of what was gathered
     with poisoned_empty():
-        got = KERNEL.decide(chosen_SE.to(DEVICE), tokens_S.to(DEVICE), torch.tensor(draw, device=DEVICE), rule)
+        got = KERNEL.decide(reports[:, 1:], reports[:, 0], torch.tensor(draw, device=DEVICE), rule)
     assert_same(Decision(*(values.cpu() for values in got)), decide(chosen_SE, tokens_S, rounding, draw=draw))
     assert {values.dtype for values in got} == {torch.int64}
 

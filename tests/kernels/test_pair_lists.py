@@ -1,6 +1,6 @@
 """The owner's index lists, plain and in Triton, against loops over tokens; large ones on a GPU against plain ones."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -95,6 +95,26 @@ def test_what_a_lost_rank_has_left_stays_in_its_region(late: int, implementation
     lists = module.pair_lists(chunks, rows_V.to(device), received.gates_V.to(device), starts_S, received.num_rows)
     assert int(lists.row_of_pair_P.max()) < received.num_rows
     assert int(((lists.row_of_pair_P >= first) & (lists.row_of_pair_P < stop)).sum()) == pairs_S[late]
+
+
+@of_kernels
+@pytest.mark.parametrize("spare", [0, 1, 3000])
+@pytest.mark.parametrize("case", [CASES[1], CASES[11], CASES[-1]], ids=str)
+def test_room_behind_the_lists_is_zero_if_so_wanted(case: Case, spare: int, implementation: Implementation) -> None:
+    for owner in range(case.size):
+        received = received_by(case, owner, torch.float32)
+        wanted, _ = lists_of(implementation, received)
+        device, P, V = implementation.device, wanted.row_of_pair_P.shape[0], wanted.slot_V.shape[0]
+        chunks = replace(received.chunks(device), num_rows=P + spare, num_pairs=V + 2 * spare, zeroed=True)
+        rows_V, gates_V = received.row_in_source_V.to(device), received.gates_V.to(device)
+        module = implementation.module("pair_lists")
+        with poisoned_empty():
+            starts = None if received.one_source else module.row_starts(chunks, rows_V)
+            lists = module.pair_lists(chunks, rows_V, gates_V, starts, received.num_rows)
+        for name, room in (("row_of_pair_P", spare), ("gates_P", spare), ("slot_V", 2 * spare)):
+            assert getattr(lists, name).tolist() == [*getattr(wanted, name).tolist(), *[0] * room], name
+        assert torch.equal(lists.pairs_by_row_V[:V], wanted.pairs_by_row_V)
+        assert torch.equal(lists.pair_starts_R, wanted.pair_starts_R)
 
 
 def cases() -> st.SearchStrategy[Case]:

@@ -70,7 +70,9 @@ def launch_all(E: int, K: int, config: RouterConfig) -> None:
     tokens_N, experts_N = meta(9000, dtype=torch.int32), meta(9000, dtype=torch.int64)
     operations.choose(logits_TE, meta(E) if config.expert_bias else None, K, config)
     operations.gates_of_pairs(logits_TE, ids_TK, tokens_N, experts_N, config)
-    operations.loss_terms(logits_TE, ids_TK, 4, config)
+    if config.balance != "none" or config.z_loss_coef:
+        B = 4 if config.balance == "sequence" else 1
+        operations.losses(logits_TE, ids_TK, meta(8, E, dtype=torch.int64), B, config)
     pairs = PairGradients(tokens_N, experts_N, meta(9000))
     loss = LossGradient(meta(), meta(4, E) if config.balance != "none" else None)
     operations.logits_gradient(logits_TE, ids_TK, pairs, loss, config)
@@ -92,6 +94,7 @@ ROUTERS: dict[str, tuple[int, int, RouterConfig]] = {
     "60": (60, 4, RouterConfig(renormalize=False)),
     "128": (128, 8, RouterConfig()),
     "128-losses": (128, 8, RouterConfig(check_logits=True, **LOSSES)),
+    "128-global": (128, 8, RouterConfig(balance="global", balance_coef=0.01)),
     "deepseek": (256, 8, DEEPSEEK),
     "384-sigmoid": (384, 8, RouterConfig(score="sigmoid", expert_bias=True)),
     "512": (512, 10, RouterConfig(**LOSSES)),
@@ -105,7 +108,7 @@ ROUTERS: dict[str, tuple[int, int, RouterConfig]] = {
 def test_compiles_without_spills(arch: str, router: tuple[int, int, RouterConfig], tmp_path: Path) -> None:
     with only_compiled(TARGETS[arch]) as compiled:
         launch_all(*router)
-    assert len(compiled) == 5
+    assert len(compiled) == 4 + 2 * (router[2].balance != "none")
     assert_no_spills(compiled, arch, tmp_path)
 
 

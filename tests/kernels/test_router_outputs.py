@@ -141,9 +141,14 @@ def test_group_limits() -> None:
     Case(2, 8, 16, 3, config).check()
 
 
-def test_more_tokens_than_programs_take_at_once() -> None:
+@pytest.mark.parametrize("balance", ["sequence", "batch", "global"])
+def test_more_tokens_than_programs_take_at_once(balance: Any) -> None:
+    config = RouterConfig(balance=balance, balance_coef=0.5, z_loss_coef=0.1)
     with patch("sonic_ep.kernels.cuda.router_scores._MAX_PROGRAMS", 4):
-        Case(2, 150, 16, 3, RouterConfig(balance="sequence", balance_coef=0.5, z_loss_coef=0.1)).check()
+        Case(2, 150, 16, 3, config).check()
+    for sums in (1, 7):
+        with patch.multiple("sonic_ep.kernels.cuda.router_outputs", _SUMS=sums, _TILE_OF_SUMS=32):
+            Case(3, 650, 16, 3, config).check()
 
 
 @of_scores

@@ -139,6 +139,19 @@ def test_more_experts_than_a_tile(allowed: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("spare", [0, 1, 1023, 5000])
+@pytest.mark.parametrize("T", [40, 0])
+def test_what_is_spare_behind_the_pairs_names_no_token(T: int, spare: int, poison: None) -> None:
+    pairs_E = torch.tensor([40, 0, 17], device=DEVICE).clamp(max=T)
+    case = Case(torch.randn(T, 3, device=DEVICE), random_choice(T, 3, 2), None, pairs_E)
+    N = int(pairs_E.sum())
+    begun = KERNELS.begin_selection(case.scores_TE, case.topk_ids_TK, None)
+    token_ids_N, expert_ids_N, chosen_N = begun(pairs_E, N + spare)
+    assert_same((token_ids_N[:N], expert_ids_N[:N], chosen_N[:N]), case.expected())
+    assert token_ids_N[N:].tolist() == [-1] * spare
+    assert expert_ids_N[N:].tolist() == [0] * spare
+
+
 def test_operands_may_be_views() -> None:
     T, E = 70, 3
     scores_TE, ids_TK = torch.randn(E, T, device=DEVICE).T, random_choice(T, E, 2).T.contiguous().T

@@ -29,8 +29,8 @@ KERNELS = [
         TritonKernel(
             "pair_lists",
             "_fill",
-            f"*i32 i32 i32 *i32 {gates} *i32 *i32 {gates} *i32 *i32 *i32",
-            {"HAS_STARTS": True, "WORDS": words, "BLOCK": 256},
+            f"*i32 i32 i32 *i32 {gates} *i32 *i32 {gates} *i32 *i32 *i32 i32 i32",
+            {"HAS_STARTS": True, "ZEROED": words > 1, "CHUNKS": 512, "WORDS": words, "BLOCK": 256},
         )
         for gates, words in (("*fp32", 1), ("*fp32", 16), ("*fp64", 4))
     ),
@@ -48,7 +48,7 @@ KERNELS = [
         TritonKernel(
             "decision",
             "_decide",
-            "*i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 i32 i32 i64 i32 i64 i32 i64 i32 i64 i32 i32 i64 i32",
+            "*i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i64 i32 i64 i32 i64 i32 i64 i32 i32 i64 i32",
             {"MODE": mode, "BITS": 9, "ONE_RANK": ranks == 1, "RANKS": ranks, "EXPERTS": experts, "BLOCK": 1024},
         )
         for mode, ranks, experts in ((5, 1, 128), (5, 8, 128), (4, 64, 16), (1, 8, 128))
@@ -94,8 +94,17 @@ KERNELS = [
         for sources, experts in ((1, 512), (8, 64), (64, 64))
     ),
     *(
-        TritonKernel("condition", "_void_unless", "*i64 *i64 i32 i32 i32 i32 i32", {"RANKS": ranks, "BLOCK": 1024})
+        TritonKernel("reports", "_void_unless", "*i64 *i64 i32 i32 i32 i32 i32", {"RANKS": ranks, "BLOCK": 1024})
         for ranks in (2, 8, 64)
+    ),
+    *(
+        TritonKernel(
+            "reports",
+            "_report_of",
+            "*i64 *i64 *i64 *i64 i32 i32 i32",
+            {"HAS_BAD_LOGITS": some, "HAS_DRAW": some, "BLOCK": 1024},
+        )
+        for some in (True, False)
     ),
     *(
         TritonKernel("sent_rows", "_mark", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "COUNTS": counts, "BLOCK": 256})

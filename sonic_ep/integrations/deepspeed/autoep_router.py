@@ -6,7 +6,6 @@ number, where torch.topk takes any. With token rounding, the group's decision fo
 Legend: T tokens and H hidden size on this rank, E experts.
 """
 
-import torch
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import Tensor
 
@@ -33,7 +32,6 @@ class SonicEPRouter(TokenChoiceTopKRouter):
         logits_TE = self.gate(x_TH).float()
         bias_E = self.e_score_correction_bias
         bias_E = None if bias_E is None else bias_E.detach().float()
-        unread_E = logits_TE.new_zeros(logits_TE.shape[1], dtype=torch.int64)
         situation = Situation(
             config=self.config,
             group=group,
@@ -41,5 +39,5 @@ class SonicEPRouter(TokenChoiceTopKRouter):
             training=self.training,
             exchange=exchange,
         )
-        routed = route(self, x_TH, logits_TE, bias_E, unread_E, situation, sequence_length=x_TH.shape[0])
+        routed = route(self, x_TH, logits_TE, bias_E, None, situation, sequence_length=x_TH.shape[0])
         return routed.routing, routed.choice.counts_E()

@@ -66,8 +66,7 @@ class RoundedRouter:
             ranking_TE = ranking_TE + self.router.expert_bias
         choice = Choice(scores_TE, ranking_TE, self._allowed(ranking_TE), ids_TK, routing_map_TE.sum(0))
         situation = Situation(config=self.moe_config, group=self.group, dtype=dtype, training=True, exchange=exchange)
-        unread_E = torch.zeros(E, dtype=torch.int64, device=ids_TK.device)  # Megatron's router counts by itself
-        selection = decide_selection(self.router, choice, unread_E, situation)
+        selection = decide_selection(self.router, choice, None, situation)  # Megatron's router counts by itself
         # A spare entry has token -1; its weight is never used.
         pairs_N = (selection.token_ids_N.long() * E + selection.expert_ids_N).clamp(min=0)
         # The router's probability is 0 where it did not choose.

@@ -1,4 +1,4 @@
-"""The kernel that voids counts does what kernels/condition.py does, and that is what it says."""
+"""The kernels of reports do what kernels/reports.py does, and that is what it says."""
 
 from importlib import import_module
 from typing import Any
@@ -10,8 +10,24 @@ from torch import Tensor
 from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
-PLAIN: Any = import_module("sonic_ep.kernels.condition")
-KERNEL: Any = import_module("sonic_ep.kernels.cuda.condition")
+PLAIN: Any = import_module("sonic_ep.kernels.reports")
+KERNEL: Any = import_module("sonic_ep.kernels.cuda.reports")
+
+
+@pytest.mark.parametrize("E", [1, 60, 1024, 4096])
+@pytest.mark.parametrize("draw", [None, 0, 2**31 - 1])
+@pytest.mark.parametrize("bad_logits", [None, 0, 2**33])
+def test_a_report_is_header_and_counts(E: int, draw: int | None, bad_logits: int | None, poison: None) -> None:
+    counts_E = torch.randint(2**40, (E,))
+    expected = [12345, 9 + 32 * (bad_logits or 0), draw or 0, *counts_E.tolist()]
+    for module, device in ((PLAIN, "cpu"), (KERNEL, DEVICE)):
+        options = {
+            name: None if value is None else torch.tensor(value, device=device)
+            for name, value in (("bad_logits", bad_logits), ("draw", draw))
+        }
+        report = module.report_of(counts_E.to(device), 12345, 9, **options)
+        assert report.dtype == torch.int64
+        assert report.tolist() == expected
 
 
 def voided(module: Any, device: str, gathered: Tensor, fields: int) -> Tensor:
