@@ -26,7 +26,7 @@ from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.expert_mlp import ExpertWeights
 from sonic_ep.routers.compiled import unread
 from sonic_ep.routing import INDEX_DTYPE, Counts, Routing
-from sonic_ep.transports import transport_for
+from sonic_ep.transports import transport_held
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _COUNTS = tuple(field.name for field in fields(Counts))
@@ -147,7 +147,7 @@ def _receipt_of(lists: list[Tensor], splits_4S: Tensor, num_tokens: int, num_lis
 
 
 def _transport(group: EPGroup, text: str) -> Transport:
-    return transport_for(group, TransportConfig(**json.loads(text)) if text else None)
+    return transport_held(group, TransportConfig(**json.loads(text)) if text else None)
 
 
 def _call(group_name: str, transport: str, activation: str, keeps_received: bool, rounded: bool) -> Call:

@@ -93,19 +93,41 @@ def transport_type(group: EPGroup) -> type[LocalTransport] | type[GroupTransport
 def transport_for(group: EPGroup, config: TransportConfig | None = None) -> LocalTransport | GroupTransport:
     """The transport of a group, one object for all who use its ranks in the same way: they share its buffers.
 
-    It lives as long as one of the EPGroups that asked for it: making buffers anew takes tens of milliseconds.
+    It lives as long as one of the EPGroups that asked for it: making buffers anew takes tens of milliseconds. A
+    collective where an EPGroup asks for the first time, as building a layer is.
     """
     config = config or TransportConfig()
     if group.size == 1:
         return LocalTransport(static=config.buffers == "static")
     name = _name_of(group, config)
+    transport = group.held.get(name)
+    if not isinstance(transport, GroupTransport):
+        transport = _named(name, group)
+        # One that nobody holds goes when Python collects it, which on another rank may have happened already.
+        if not all(group.all_gather_object(transport is not None)) or transport is None:
+            transport = GroupTransport(group, config)
+            let_be_named(transport)
+        group.held[name] = transport
+    return transport
+
+
+def transport_held(group: EPGroup, config: TransportConfig | None) -> LocalTransport | GroupTransport:
+    """The same, for operations of a compiled graph, which cannot hold it. Raises RuntimeError if nobody does."""
+    config = config or TransportConfig()
+    if group.size == 1:
+        return LocalTransport(static=config.buffers == "static")
+    transport = _named(_name_of(group, config), group)
+    if transport is None:
+        raise RuntimeError(f"nobody holds the transport of {config}: keep what transport_for(group, config) gave")
+    return transport
+
+
+def _named(name: str, group: EPGroup) -> GroupTransport | None:
     transport = exchange_named(name)
     # A name can come back after torch.distributed has been initialised anew.
-    if not isinstance(transport, GroupTransport) or transport.group.process_group is not group.process_group:
-        transport = GroupTransport(group, config)
-        let_be_named(transport)
-    group.held[name] = transport
-    return transport
+    if isinstance(transport, GroupTransport) and transport.group.process_group is group.process_group:
+        return transport
+    return None
 
 
 @functools.cache

@@ -39,6 +39,21 @@ def lasts_as_long_as_a_group_that_asked(rank: int) -> None:
     assert transport() is None
 
 
+def one_that_was_left_on_one_rank(rank: int) -> None:
+    """As garbage that is not collected yet. A transport that only some ranks make anew waits for the others."""
+    group, config = EPGroup(), TransportConfig(timeout=17)
+    left = transport_for(group, config) if rank == 0 else weakref.ref(transport_for(group, config))
+    del group
+    gc.collect()
+    group = EPGroup()
+    transport = transport_for(group, config)
+    assert transport is not left
+    assert transport_for(EPGroup(), config) is transport
+    if rank == 1:
+        assert isinstance(left, weakref.ref)
+        assert left() is None
+
+
 def chosen_by_config(rank: int) -> None:
     group, rows = EPGroup(), torch.zeros(1)
     auto = transport_for(group)
@@ -56,6 +71,10 @@ def chosen_by_config(rank: int) -> None:
 
 def test_its_life(ranks: Callable[[int], RankPool]) -> None:
     ranks(2).run(lasts_as_long_as_a_group_that_asked)
+
+
+def test_no_rank_takes_one_that_others_no_longer_have(ranks: Callable[[int], RankPool]) -> None:
+    ranks(2).run(one_that_was_left_on_one_rank)
 
 
 def test_what_is_chosen_on_a_cpu(ranks: Callable[[int], RankPool]) -> None:
