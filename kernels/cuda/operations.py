@@ -2,14 +2,14 @@
 
 quack (Dao-AILab/quack, Apache-2.0) brings variable-length grouped GEMMs with a gathered operand and epilogues written
 as functions of the accumulator. Here a *plan* (a compiled kernel and its launch recipe) is kept per operation and shape
-class, and launched for any number of rows: nothing is compiled, tuned or keyed by row count.
+class, and launched for any number of rows: nothing is tuned by row counts, and one choice of two follows from them,
+whether ragged experts have few (tiles.py).
 
 Legend: R rows, H hidden size, P pair-buffer rows, e local experts, I expert width, J = 2I if gated else I.
 """
 
 import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from sonic_ep.kernels.cuda import gpt_oss
 from sonic_ep.kernels.cuda.apart import ApartMod, apart
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
 from sonic_ep.kernels.cuda.sizes import cdiv
-from sonic_ep.kernels.cuda.tiles import FEW_ROWS, Operation, tile_config
+from sonic_ep.kernels.cuda.tiles import FEW_ROWS, Operation, TileConfig, tile_config
 
 __all__ = [
     "ACTIVATION_NAMES",
@@ -105,17 +105,17 @@ _PLANS: dict[tuple[object, ...], Any] = {}
 def _run(
     key: tuple[object, ...],
     mod: EpiMod,
-    config: Callable[[], GemmConfig],
+    tile: TileConfig,
     A: Tensor,
     B: Tensor,
     C: Tensor | None = None,
     **arguments: Any,
 ) -> None:
     """Launch the GEMM of an epilogue and a shape class, planned at its first use."""
-    key = (mod, *key)
+    key = (mod, tile, *key)
     plan = _PLANS.get(key)
     if plan is None:
-        plan = _PLANS[key] = mod.plan(A, B, C, config=config(), **arguments)
+        plan = _PLANS[key] = mod.plan(A, B, C, config=_config(tile, A), **arguments)
         plan.scratch = {}  # every launch names its own partial sums
     plan.run(A, B, C, tile_count_semaphore=_tile_counter(plan.config, A), **arguments)
 
@@ -125,11 +125,12 @@ def _tile_counter(config: GemmConfig, like: Tensor) -> Tensor | None:
     return like.new_zeros(1, dtype=torch.int32) if config.is_dynamic_persistent else None
 
 
-def _config(
-    operation: Operation, N: int, tensor: Tensor, *, rounded: bool = False, few_rows: bool = False
-) -> GemmConfig:
-    arch = get_device_capacity(tensor.device)[0]
-    tile = tile_config(operation, N, arch, rounded=rounded, few_rows=few_rows)
+def _tile(operation: Operation, N: int, tensor: Tensor, **rows: bool) -> TileConfig:
+    """rows: what tile_config asks about them."""
+    return tile_config(operation, N, get_device_capacity(tensor.device)[0], **rows)
+
+
+def _config(tile: TileConfig, tensor: Tensor) -> GemmConfig:
     return GemmConfig(
         tile_m=tile.m,
         tile_n=tile.n,
@@ -137,7 +138,7 @@ def _config(
         cluster_m=tile.cluster_m,
         cluster_n=tile.cluster_n,
         is_dynamic_persistent=tile.dynamic,
-        device_capacity=arch,
+        device_capacity=get_device_capacity(tensor.device)[0],
     )
 
 
@@ -170,9 +171,9 @@ def up_projection(
     arguments["A_idx"] = row_of_pair_P
     if b1_eJ is not None:
         arguments["mRowVecBroadcast"] = b1_eJ
-    key = (*_class_key("up", x_RH, w1_eJH, b1_eJ), rounded)
     operation: Operation = "up_clamped" if activation.name == gpt_oss.NAME and b1_eJ is not None else "up"
-    _run(key, mod, lambda: _config(operation, J, x_RH, rounded=rounded), x_RH, w1_eJH.mT, **arguments)
+    tile = _tile(operation, J, x_RH, rounded=rounded)
+    _run(_class_key("up", x_RH, w1_eJH, b1_eJ), mod, tile, x_RH, w1_eJH.mT, **arguments)
     return h_PJ, a_PI
 
 
@@ -210,9 +211,8 @@ def _grouped_rows(
     if P == 0:
         return out_PN
     arguments |= {"out": {"D": out_PN}, "cu_seqlens_m": expert_starts_e}
-    rows = {"rounded": rounded, "few_rows": P < FEW_ROWS * e}
-    key = (*_class_key(operation, rows_PK, weights_eKN), *rows.values())
-    _run(key, mod, lambda: _config(operation, N, rows_PK, **rows), rows_PK, weights_eKN, **arguments)
+    tile = _tile(operation, N, rows_PK, rounded=rounded, few_rows=P < FEW_ROWS * e)
+    _run(_class_key(operation, rows_PK, weights_eKN), mod, tile, rows_PK, weights_eKN, **arguments)
     return out_PN
 
 
@@ -232,9 +232,9 @@ def down_projection_backward(
     if P == 0:
         return dh_PJ, scaled_a_PI, torch.empty_like(gates_P)
     mod = _down_backward_mod(activation)
-    config = _config("down_backward", I, do_RH)
+    tile = _tile("down_backward", I, do_RH)
     # One fp32 partial sum of dS per row and column tile.
-    partial_PN = torch.empty(P, cdiv(I, config.tile_n), dtype=torch.float32, device=h_PJ.device)
+    partial_PN = torch.empty(P, cdiv(I, tile.n), dtype=torch.float32, device=h_PJ.device)
     arguments: dict[str, Any] = {
         "out": {"D": dh_PJ, "mAuxOut": scaled_a_PI},
         "cu_seqlens_m": expert_starts_e,
@@ -243,7 +243,7 @@ def down_projection_backward(
         "mColVecReduce": partial_PN,
     }
     key = _class_key("down_backward", do_RH, w2_eHI, h_PJ, gates_P)
-    _run(key, mod, lambda: config, do_RH, w2_eHI, h_PJ, **arguments)
+    _run(key, mod, tile, do_RH, w2_eHI, h_PJ, **arguments)
     ds_P = partial_PN.sum(1).to(gates_P.dtype)
     if b2_eH is not None:
         ds_P = ds_P + _row_dots(do_RH, b2_eH, row_of_pair_P, expert_starts_e).to(gates_P.dtype)
@@ -279,7 +279,7 @@ def weight_grad(
         counter = _tile_counter(config, left_PA)
         run_gemm_plan(plan, right_RB.T, left_PA.T, D, None, tile_count_semaphore=counter, **varlen)
         return out
-    config = _config(operation, A, left_PA)
+    config = _config(_tile(operation, A, left_PA), left_PA)
     plan = launch_gemm(
         right_RB.T,
         left_PA.T,

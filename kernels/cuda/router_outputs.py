@@ -19,8 +19,9 @@ from sonic_ep.kernels.router import Losses, LossGradient, PairGradients
 
 # Pairs of a program: few where each reads its token's K scores.
 _PAIRS_OF_GATES, _PAIRS = 64, 256
-# One program adds up what so many have summed, if there are not more sequences, a tile of so many values at a time.
-_SUMS, _TILE_OF_SUMS = 256, 8192
+# At most so many programs sum the losses' terms over tokens, if sequences are not more; one for each sequence adds them
+# up, a tile of so many values at a time.
+_SUMS, _TILE_OF_SUMS = 256, 16384
 # Keeps a division finite, as in routers/topk.py and routers/balance.py.
 _EPSILON = tl.constexpr(1e-20)
 
@@ -135,13 +136,12 @@ def _losses(
     counts_ptr,
     squares_ptr,
     chosen_ptr,
-    loss_ptr,
+    losses_ptr,
     dshares_ptr,
     chosen_stride,
     balance_factor,
     z_factor,
     choices,
-    B,
     P,
     S,
     E: tl.constexpr,
@@ -151,45 +151,42 @@ def _losses(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program. balance_factor times an expert's load is dshares; choices: of a sequence, if its own count."""
-    expert, row = tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    """A sequence's part of the losses. balance_factor times an expert's load is dshares; choices: of the sequence, if
+    its own count."""
+    sequence, expert, row = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     is_expert = expert < E
-    loss = 0.0
+    loss = tl.zeros([1], dtype=tl.float32)
     if BALANCE:
-        load = tl.zeros([COLUMNS], dtype=tl.float32)
-        if not COUNT:  # the whole group's choices
+        shares = tl.zeros([COLUMNS], dtype=tl.float32)
+        counts = tl.zeros([COLUMNS], dtype=tl.int32)
+        first = 0
+        while first < P:
+            places = (sequence * P + first + row)[:, None] * E + expert[None, :]
+            inside = (first + row < P)[:, None] & is_expert[None, :]
+            shares += tl.sum(tl.load(shares_ptr + places, mask=inside, other=0.0), axis=0)
+            if COUNT:
+                counts += tl.sum(tl.load(counts_ptr + places, mask=inside, other=0), axis=0)
+            first += ROWS
+        if COUNT:
+            load = counts.to(tl.float32) / choices
+        else:  # the whole group's choices
             chosen = tl.zeros([COLUMNS], dtype=tl.int64)
             rank = 0
             while rank < S:
                 chosen += tl.load(chosen_ptr + rank * chosen_stride + expert, mask=is_expert, other=0)
                 rank += 1
             load = tl.div_rn(chosen.to(tl.float32), tl.sum(chosen, axis=0).to(tl.float32))
-        sequence = 0
-        while sequence < B:
-            shares = tl.zeros([COLUMNS], dtype=tl.float32)
-            counts = tl.zeros([COLUMNS], dtype=tl.int32)
-            first = 0
-            while first < P:
-                places = (sequence * P + first + row)[:, None] * E + expert[None, :]
-                inside = (first + row < P)[:, None] & is_expert[None, :]
-                shares += tl.sum(tl.load(shares_ptr + places, mask=inside, other=0.0), axis=0)
-                if COUNT:
-                    counts += tl.sum(tl.load(counts_ptr + places, mask=inside, other=0), axis=0)
-                first += ROWS
-            if COUNT:
-                load = counts.to(tl.float32) / choices
-            dshares = load * balance_factor
-            tl.store(dshares_ptr + sequence * E + expert, dshares, mask=is_expert)
-            loss += tl.sum(tl.where(is_expert, dshares * shares, 0.0), axis=0)
-            sequence += 1
+        dshares = load * balance_factor
+        tl.store(dshares_ptr + sequence * E + expert, dshares, mask=is_expert)
+        loss += tl.sum(tl.where(is_expert, dshares * shares, 0.0), axis=0)
     if SQUARES:
         squares = tl.zeros([ROWS], dtype=tl.float32)
         first = 0
-        while first < B * P:
-            squares += tl.load(squares_ptr + first + row, mask=first + row < B * P, other=0.0)
+        while first < P:
+            squares += tl.load(squares_ptr + sequence * P + first + row, mask=first + row < P, other=0.0)
             first += ROWS
         loss += tl.sum(squares, axis=0) * z_factor
-    tl.store(loss_ptr, loss)
+    tl.store(losses_ptr + sequence + tl.arange(0, 1), loss)
 
 
 @triton.jit
@@ -319,19 +316,18 @@ def losses(
         **tile,
     )
     assert chosen_SE.stride(1) == 1
-    value, dshares_BE = logits_TE.new_empty(()), logits_TE.new_empty(B, E) if flags["BALANCE"] else None
-    _losses[(1,)](
+    losses_B, dshares_BE = logits_TE.new_empty(B), logits_TE.new_empty(B, E) if flags["BALANCE"] else None
+    _losses[(B,)](
         shares_BPE,
         counts_BPE,
         squares_BP,
         chosen_SE,
-        value,
-        value if dshares_BE is None else dshares_BE,
+        losses_B,
+        losses_B if dshares_BE is None else dshares_BE,
         chosen_SE.stride(0),
         config.balance_coef * E / T,
         config.z_loss_coef / T,
         L * K,
-        B,
         P,
         chosen_SE.shape[0],
         E=E,
@@ -340,7 +336,7 @@ def losses(
         num_warps=8,
         **flags,
     )
-    return Losses(value, dshares_BE)
+    return Losses(losses_B.view(()) if B == 1 else losses_B.sum(), dshares_BE)
 
 
 def logits_gradient(

@@ -1,7 +1,7 @@
 """What the router's kernels share: the layout of a tile of logits, and scores as torch computes them.
 
-A tile holds some tokens' logits over all experts, padded to a power of two. Up to 1024 columns no warps share a row, so
-that it is reduced by lanes alone.
+A tile holds some tokens' logits over all experts, padded to a power of two. Up to 1024 columns a program's one warp
+reduces its rows by lanes alone; where a program is given more warps, they share rows of more than 128 columns.
 
 Legend: T tokens, E experts.
 """

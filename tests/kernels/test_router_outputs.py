@@ -52,7 +52,8 @@ def selection_of(choice: Choice, pairs_E: Tensor, other_ranks_E: Tensor) -> Sele
     mask_TE = select_tokens(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_E.to(DEVICE))
     token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, int(pairs_E.sum()))
     chosen_N = choice_mask(choice.topk_ids_TK, mask_TE.shape[1])[token_ids_N, expert_ids_N]
-    chosen_SE = torch.stack([choice.counts_E(), other_ranks_E.to(DEVICE)])
+    reports = torch.stack([choice.counts_E(), other_ranks_E.to(DEVICE)])
+    chosen_SE = torch.nn.functional.pad(reports, (3, 0), value=7)[:, 3:]  # columns of what was gathered
     tokens_S = torch.tensor([mask_TE.shape[0], 1], device=DEVICE)
     counts = Counts(chosen_SE, chosen_SE, chosen_SE, tokens_S, tokens_S * 0, 1)
     return Selection(choice.topk_ids_TK, token_ids_N.to(INDEX_DTYPE), expert_ids_N, chosen_N, counts, None)
