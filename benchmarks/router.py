@@ -45,6 +45,7 @@ def operations(shape: str) -> tuple[dict[str, Callable[[], Any]], dict[str, floa
     pairs = PairGradients(tokens_N.int(), experts_N, torch.randn(T * K, device="cuda"))
     loss = LossGradient(torch.ones((), device="cuda"), torch.rand(1, E, device="cuda"))
     balanced = RouterConfig(balance="batch", balance_coef=0.01, z_loss_coef=0.001)
+    of_sequences = RouterConfig(balance="sequence", balance_coef=0.01, z_loss_coef=0.001)
     dlogits_TE = torch.randn(T, E, device="cuda")
 
     def gradients(of_x: bool, of_weight: bool) -> Any:
@@ -62,6 +63,9 @@ def operations(shape: str) -> tuple[dict[str, Callable[[], Any]], dict[str, floa
             chosen.scores_TE, chosen.topk_ids_TK, pairs.token_ids_N, experts_N, settings
         ),
         "losses": lambda: router.losses(logits_TE, chosen.topk_ids_TK, chosen.counts_E[None], 1, balanced),
+        "losses of 256 sequences": lambda: router.losses(
+            logits_TE, chosen.topk_ids_TK, chosen.counts_E[None], 256, of_sequences
+        ),
         "logits_gradient": lambda: router.logits_gradient(logits_TE, chosen.topk_ids_TK, pairs, None, settings),
         "logits_gradient_with_losses": lambda: router.logits_gradient(
             logits_TE, chosen.topk_ids_TK, pairs, loss, balanced

@@ -104,6 +104,7 @@ def test_failure_names_the_rank_and_the_pool_recovers(pool: RankPool) -> None:
     assert "in fails_on_rank_1" in message
     assert "ValueError: E=7 is not divisible by ep_size=2" in message
     assert "stopped before they finished: ranks [0]" in message
+    assert " in barrier" in message.split("rank 0 stood here:")[1]
     assert [result.start for result in pool.run(summed, Case(0, torch.ones(1)))] == [0, 1]
 
 
@@ -116,8 +117,9 @@ def test_failures_of_all_ranks_are_collected(pool: RankPool) -> None:
 
 
 def test_timeout_names_the_ranks_that_hang(pool: RankPool) -> None:
-    with pytest.raises(RankTimeoutError, match=r"ranks \[1\] of 2 were still running after 1 s"):
+    with pytest.raises(RankTimeoutError, match=r"ranks \[1\] of 2 were still running after 1 s") as caught:
         pool.run(hangs_on_rank_1, timeout=1)
+    assert " in hangs_on_rank_1" in str(caught.value).split("rank 1 stood here:")[1]
 
 
 def test_death_of_a_process_is_reported(pool: RankPool) -> None:

@@ -4,21 +4,25 @@ A worker is a module-level function `worker(rank, *args)`, in a test file too: i
 function name) and each rank loads the file once. Arguments and results are pickled. Inside a worker torch.distributed
 is initialised, torch uses one thread and is seeded with 0 on every rank; `dist.new_group` may be called (by all ranks)
 and its groups are destroyed when the worker returns. Failed and overdue calls stop all ranks; the next call starts
-fresh ones. To debug a hang, read stderr: each rank writes its stack shortly before the timeout.
+fresh ones. The error tells where the ranks stood that had not finished.
 """
 
 import contextlib
 import faulthandler
 import importlib.util
 import multiprocessing
+import os
 import pickle
+import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Self, TypeVar, TypeVarTuple, cast
 
@@ -32,27 +36,35 @@ Result = TypeVar("Result")
 START_TIMEOUT = 120.0
 # Once a rank has failed, how long to wait for what the others have to say.
 GRACE = 0.5
+# Asks a rank where it stands, and how long it may take to tell, in C, whatever it waits for.
+_ASK, _TELLS = signal.SIGUSR1, 0.2
 
 
 class RankError(RuntimeError):
-    """At least one rank failed. `failures` maps its number to its traceback, the first to fail first."""
+    """At least one rank failed. `failures` maps its number to its traceback, the first to fail first. unfinished: the
+    stacks of those that neither failed nor finished."""
 
-    def __init__(self, world_size: int, failures: dict[int, str], unfinished: list[int]) -> None:
+    def __init__(self, world_size: int, failures: dict[int, str], unfinished: dict[int, str]) -> None:
         self.failures = failures
         (first, text), *others = failures.items()
         lines = [f"rank {first} of {world_size} failed:", text.rstrip()]
         lines += [f"rank {rank} failed too: {other.rstrip().splitlines()[-1]}" for rank, other in others]
         if unfinished:
-            lines.append(f"stopped before they finished: ranks {unfinished}")
-        super().__init__("\n".join(lines))
+            lines.append(f"stopped before they finished: ranks {[*unfinished]}")
+        super().__init__("\n".join([*lines, *_shown(unfinished)]))
 
 
 class RankTimeoutError(TimeoutError):
-    """Some ranks did not finish in time; `unfinished` names them."""
+    """Some ranks did not finish in time; `unfinished` names them, and their stacks."""
 
-    def __init__(self, world_size: int, unfinished: list[int], timeout: float) -> None:
-        self.unfinished = unfinished
-        super().__init__(f"ranks {unfinished} of {world_size} were still running after {timeout:g} s and were stopped")
+    def __init__(self, world_size: int, unfinished: dict[int, str], timeout: float) -> None:
+        self.unfinished = [*unfinished]
+        told = f"ranks {self.unfinished} of {world_size} were still running after {timeout:g} s and were stopped"
+        super().__init__("\n".join([told, *_shown(unfinished)]))
+
+
+def _shown(stacks: dict[int, str]) -> list[str]:
+    return [f"rank {rank} stood here:\n{stack.rstrip()}" for rank, stack in stacks.items()]
 
 
 class _Address(NamedTuple):
@@ -90,7 +102,6 @@ class _Address(NamedTuple):
 class _Request(NamedTuple):
     worker: _Address
     args: bytes  # pickled apart: they may hold classes of the worker's module, which must be loaded first
-    timeout: float
     warning_filters: list[Any]
 
 
@@ -107,11 +118,7 @@ def _perform(rank: int, request: _Request) -> object:
     worker = request.worker.load()
     args = pickle.loads(request.args)
     torch.manual_seed(0)
-    faulthandler.dump_traceback_later(request.timeout * 0.9)
-    try:
-        result = worker(rank, *args)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    result = worker(rank, *args)
     if not dist.is_initialized():
         raise RuntimeError("the worker destroyed the default process group, which belongs to its pool")
     for group in list(distributed_c10d._world.pg_map):
@@ -127,8 +134,10 @@ def _answer(rank: int, request: bytes) -> bytes:
         return pickle.dumps(_Answer(False, traceback.format_exc()))
 
 
-def _serve(rank: int, world_size: int, backend: str, port: int, pipe: Connection) -> None:
-    """The life of one rank: join the group, then answer requests until it is killed or the parent is gone."""
+def _serve(rank: int, world_size: int, backend: str, port: int, pipe: Connection, stack: Path) -> None:
+    """The life of one rank: join the group, then answer requests until it is killed or the parent is gone. It writes
+    where it stands to `stack` when it is asked to."""
+    faulthandler.register(_ASK, stack.open("w"))
     torch.set_num_threads(1)
     if "nccl" in backend:
         torch.cuda.set_device(rank)
@@ -154,6 +163,7 @@ class RankPool:
         self._store: dist.TCPStore | None = None
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
+        self._stacks: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -169,7 +179,7 @@ class RankPool:
         """
         __tracebackhide__ = True
         address = _Address.of(worker)
-        request = pickle.dumps(_Request(address, pickle.dumps(args), timeout, list(warnings.filters)))
+        request = pickle.dumps(_Request(address, pickle.dumps(args), list(warnings.filters)))
         try:
             if not self._processes or not all(process.is_alive() for process in self._processes):
                 self.close()
@@ -189,16 +199,20 @@ class RankPool:
             process.join()
             process.close()
             pipe.close()
-        self._processes, self._pipes, self._store = [], [], None
+        if self._stacks is not None:
+            self._stacks.cleanup()
+        self._processes, self._pipes, self._store, self._stacks = [], [], None, None
 
     def _start(self) -> None:
         # Ranks are forked from a clean server that has imported torch once: a start takes 0.3 s instead of 3 s.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stacks = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            args = (rank, self.world_size, self.backend, self._store.port, theirs)
+            self._stack_of(rank).touch()
+            args = (rank, self.world_size, self.backend, self._store.port, theirs, self._stack_of(rank))
             process = context.Process(target=_serve, args=args, name=f"rank-{rank}", daemon=True)
             process.start()
             theirs.close()  # ours must read end-of-file when the rank dies
@@ -222,12 +236,25 @@ class RankPool:
                 else:
                     failures[rank] = answer.value
                     deadline = min(deadline, time.monotonic() + GRACE)
-        unfinished = sorted(waiting.values())
+        unfinished = self._where(sorted(waiting.values()))
         if failures:
             raise RankError(self.world_size, failures, unfinished)
         if unfinished:
             raise RankTimeoutError(self.world_size, unfinished, timeout)
         return [results[rank] for rank in range(self.world_size)]
+
+    def _stack_of(self, rank: int) -> Path:
+        assert self._stacks is not None
+        return Path(self._stacks.name) / str(rank)
+
+    def _where(self, ranks: list[int]) -> dict[int, str]:
+        """The stacks of ranks that are still at work."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(cast(int, self._processes[rank].pid), _ASK)
+        if ranks:
+            time.sleep(_TELLS)
+        return {rank: self._stack_of(rank).read_text() for rank in ranks}
 
     def _receive(self, rank: int) -> _Answer:
         try:
