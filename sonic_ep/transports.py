@@ -94,7 +94,7 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
     """The transport of a group, one object for all who use its ranks in the same way: they share its buffers.
 
     It lives as long as one of the EPGroups that asked for it: making buffers anew takes tens of milliseconds. A
-    collective where an EPGroup asks for the first time: when a layer is built, or with DeepSpeed in its first forward.
+    collective where an EPGroup asks for the first time, as building a layer is.
     """
     config = config or TransportConfig()
     if group.size == 1:

@@ -65,6 +65,7 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
             )
         super().set_deepspeed_parallelism(use_data_before_expert_parallel_, folding_group_handles)
         self.ep = EPGroup(self.ep_group) if self.ep_size > 1 else EPGroup.alone()
+        transport_for(self.ep, self.experts.options.transport)  # which asks the ranks once, and not in a forward
 
     def _forward(self, hidden_states: Tensor) -> Any:
         H = hidden_states.shape[-1]

@@ -119,6 +119,7 @@ class RoutedExperts(nn.Module):
         if self.ep_size > 1 and (self.group is None or self.group.process_group is not ep_group):
             self.group = EPGroup(ep_group)
             _check_alike(self.group, self.gate, self.experts.template, self.options)
+            transport_for(self.group, self.options.transport)  # which asks the ranks once, and not in a forward
 
     def forward(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.group is None:
