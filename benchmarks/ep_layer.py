@@ -25,7 +25,7 @@ import torch.distributed as dist
 from across_ranks import captured, measure_layer, summary, timed, topk_routing
 from torch import Tensor
 
-from sonic_ep import EPGroup, MoE, MoEConfig, MoEOutput, RoundingConfig, TransportConfig, load_config
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, load_config
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
@@ -79,7 +79,7 @@ def measure(
 ) -> dict[str, dict[str, float]]:
     samples: dict[str, list[dict[str, float]]] = {}
     layers = {name: problem.with_router(config) for name, config in WITH_ROUTER.items()}
-    models: dict[str, Callable[[Tensor], MoEOutput]] = {f"{name}, with router": each for name, each in layers.items()}
+    models: dict[str, Any] = {f"{name}, with router": each for name, each in layers.items()}
     if compiled:
         models |= {f"{name}, compiled": torch.compile(each, fullgraph=True) for name, each in layers.items()}
     weights = [problem.w1, problem.w2]
@@ -93,9 +93,8 @@ def measure(
             behind = measure_layer(layer, weights, problem.x, problem.dout, backlog=True)
             sample[f"{name}, behind a backlog"] = behind
         for name, model in models.items():
-            parameters = layers[name.rpartition(", ")[0]].parameters()
             sample[name] = measure_layer(
-                lambda x, model=model: model(x).y, parameters, problem.x, problem.dout, backlog=True
+                lambda x, model=model: model(x).y, model.parameters(), problem.x, problem.dout, backlog=True
             )
         forward_ms, both_ms = timed(forward)[0], timed(both)[0]
         sample["symmetric, graph"] = {"forward_ms": forward_ms, "backward_ms": both_ms - forward_ms}

@@ -26,10 +26,11 @@ class LocalTransport:
     """
 
     name, sends_unchecked = "", False
+    STATIC = "static"
 
     def __init__(self, *, static: bool = False) -> None:
         self._static = static
-        self.text = '{"buffers": "static"}' if static else ""  # as an operation of a compiled graph takes it
+        self.text = self.STATIC if static else ""  # as an operation of a compiled graph takes it
 
     def problem_with(self, num_tokens: int) -> str | None:
         return None

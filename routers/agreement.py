@@ -79,8 +79,7 @@ def agree(
         problem = f"x has dtype {report.dtype}; supported are {', '.join(map(str, _DTYPES))}"
     condition = _PROBLEM if problem is not None else _KIND + 2 * _DTYPES.index(report.dtype) + report.training
     told = report_of(report.counts_E, report.num_tokens, condition, bad_logits=report.bad_logits, draw=report.draw)
-    by = group if group.size == 1 or exchange is None else exchange
-    gathered = by.all_gather(told, meanwhile)
+    gathered = (exchange or group).all_gather(told, meanwhile)
     reports_SF, chosen_SE = gathered[:, :HEADER], gathered[:, HEADER:]
     if problem is not None:
         # What was counted need not make sense. The others raise when they read the reports.

@@ -8,7 +8,6 @@ Legend: T tokens and H hidden size on this rank, N pairs sent, U rows sent, R re
 pair-buffer rows, S ranks of the group, E experts, e local experts, I expert width, J = 2I if gated else I.
 """
 
-import json
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -16,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sonic_ep.config import TransportConfig
 from sonic_ep.dispatch.plan import plan_for
-from sonic_ep.dispatch.protocol import Opened, Receipt, ReceiptSizes, Splits, Transport
+from sonic_ep.dispatch.protocol import Opened, Receipt, ReceiptSizes, Splits
 from sonic_ep.expert_parallel_mlp import Call, Kept, backward, forward
 from sonic_ep.groups import EPGroup
 from sonic_ep.handover import Handover
@@ -105,7 +103,7 @@ def _open_routing(
     on_host = unread.take(group_name, decided.pairs_SE)
     routing = Routing(gates_N, token_ids_N, decided, num_tokens, most_rows, most_received, on_host)
     with routing.reports_first():
-        opened = _transport(group, transport).open(routing, plan_for(decided, group.rank), x_TH)
+        opened = transport_held(group, transport).open(routing, plan_for(decided, group.rank), x_TH)
     _sent.leave(group_name, opened.receipt.expert_starts_e, _OnTheirWay(opened.rows_RH, routing))
     splits = opened.receipt.splits
     splits_4S = torch.tensor([splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in])
@@ -146,12 +144,8 @@ def _receipt_of(lists: list[Tensor], splits_4S: Tensor, num_tokens: int, num_lis
     return sizes.with_lists(lists)
 
 
-def _transport(group: EPGroup, text: str) -> Transport:
-    return transport_held(group, TransportConfig(**json.loads(text)) if text else None)
-
-
 def _call(group_name: str, transport: str, activation: str, keeps_received: bool, rounded: bool) -> Call:
-    way = _transport(EPGroup.named(group_name), transport)
+    way = transport_held(EPGroup.named(group_name), transport)
     return Call(way, activation_named(activation), keeps_received, rounded)
 
 

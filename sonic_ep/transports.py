@@ -36,7 +36,8 @@ class GroupTransport:
         # Its own: an EPGroup that holds this transport must not be held by it, or both live until garbage is collected.
         self.group = EPGroup(group.process_group)
         self.config = config
-        self.text, self.name = _text_of(config), _name_of(group, config)
+        self.text = _text_of(config)
+        self.name = _name_of(group, self.text)
         self._chosen: dict[str, AllToAllTransport | SymmetricTransport] = {}
 
     @property
@@ -99,31 +100,33 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
     config = config or TransportConfig()
     if group.size == 1:
         return LocalTransport(static=config.buffers == "static")
-    name = _name_of(group, config)
+    text = _text_of(config)
+    name = _name_of(group, text)
     transport = group.held.get(name)
     if not isinstance(transport, GroupTransport):
-        transport = _named(name, group)
+        transport = _found(group, text)
         # One that nobody holds goes when Python collects it, which on another rank may have happened already.
-        if not all(group.all_gather_object(transport is not None)) or transport is None:
+        everywhere = all(group.all_gather_object(transport is not None))
+        if transport is None or not everywhere:
             transport = GroupTransport(group, config)
             let_be_named(transport)
         group.held[name] = transport
     return transport
 
 
-def transport_held(group: EPGroup, config: TransportConfig | None) -> LocalTransport | GroupTransport:
-    """The same, for operations of a compiled graph, which cannot hold it. Raises RuntimeError if nobody does."""
-    config = config or TransportConfig()
+def transport_held(group: EPGroup, text: str) -> LocalTransport | GroupTransport:
+    """The one of that `text`, for operations of a compiled graph, which cannot hold it. Raises RuntimeError if nobody
+    does."""
     if group.size == 1:
-        return LocalTransport(static=config.buffers == "static")
-    transport = _named(_name_of(group, config), group)
+        return LocalTransport(static=text == LocalTransport.STATIC)
+    transport = _found(group, text)
     if transport is None:
-        raise RuntimeError(f"nobody holds the transport of {config}: keep what transport_for(group, config) gave")
+        raise RuntimeError(f"nobody holds the transport of {text}: keep what transport_for(group, config) gave")
     return transport
 
 
-def _named(name: str, group: EPGroup) -> GroupTransport | None:
-    transport = exchange_named(name)
+def _found(group: EPGroup, text: str) -> GroupTransport | None:
+    transport = exchange_named(_name_of(group, text))
     # A name can come back after torch.distributed has been initialised anew.
     if isinstance(transport, GroupTransport) and transport.group.process_group is group.process_group:
         return transport
@@ -136,8 +139,8 @@ def _text_of(config: TransportConfig) -> str:
     return json.dumps(dataclasses.asdict(config))
 
 
-def _name_of(group: EPGroup, config: TransportConfig) -> str:
-    return f"{group.name} {_text_of(config)}"
+def _name_of(group: EPGroup, text: str) -> str:
+    return f"{group.name} {text}"
 
 
 def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> AllToAllTransport | SymmetricTransport:

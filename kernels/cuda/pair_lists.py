@@ -61,19 +61,18 @@ def _fill(
     room_for_pairs,
     HAS_STARTS: tl.constexpr,
     ZEROED: tl.constexpr,
-    CHUNKS: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """row_of_pair_P, gates_P, slot_V, zeroed behind the last chunk's if so wanted; bits_RW |= the pair's expert;
     counts_R[row + 1] += 1."""
     if ZEROED:
-        chunks = tl.arange(0, CHUNKS)
-        end = tl.sum(tl.load(table_ptr + chunks, mask=chunks < C, other=0), axis=0)
+        last = C - 1
+        end = _slots(tl.load(table_ptr + last), table_ptr, last, C)
         _zero_from(row_of_pair_ptr, end, room, BLOCK)
         _zero_from(gates_out_ptr, end, room, BLOCK)
-        end = tl.sum(tl.load(table_ptr + C + chunks, mask=chunks < C, other=0), axis=0)
-        _zero_from(slot_ptr, end, room_for_pairs, BLOCK)
+        end_of_pairs = tl.load(table_ptr + 5 * C + last) + tl.load(table_ptr + C + last)
+        _zero_from(slot_ptr, end_of_pairs, room_for_pairs, BLOCK)
     chunk = tl.program_id(0)
     num_rows, num_pairs = tl.load(table_ptr + chunk), tl.load(table_ptr + C + chunk)
     source, expert = chunk // experts, chunk % experts
@@ -174,7 +173,6 @@ def pair_lists(
         chunks.num_pairs,
         HAS_STARTS=row_starts_S is not None,
         ZEROED=chunks.zeroed,
-        CHUNKS=next_power_of_2(C),
         WORDS=W,
         BLOCK=_BLOCK,
         num_warps=4,

@@ -30,7 +30,7 @@ KERNELS = [
             "pair_lists",
             "_fill",
             f"*i32 i32 i32 *i32 {gates} *i32 *i32 {gates} *i32 *i32 *i32 i32 i32",
-            {"HAS_STARTS": True, "ZEROED": words > 1, "CHUNKS": 512, "WORDS": words, "BLOCK": 256},
+            {"HAS_STARTS": True, "ZEROED": words > 1, "WORDS": words, "BLOCK": 256},
         )
         for gates, words in (("*fp32", 1), ("*fp32", 16), ("*fp64", 4))
     ),
