@@ -13,6 +13,7 @@ experts: 6 T K d n forward and 12 backward, a GPU.
 
 import argparse
 import functools
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -65,8 +66,12 @@ class Problem:
     def with_router(self, transport: TransportConfig) -> MoE:
         rounding = RoundingConfig(capacity_factor=CAPACITY)
         config = replace(self.config, shared_n=0, shared_gate=False, rounding=rounding, transport=transport)
-        layer = MoE(config, self.group, seed=0, device="cuda", dtype=torch.bfloat16)
-        layer.router.weight.data.mul_(config.d**-0.5 / config.init_std)  # logits of unit scale
+        layer = MoE(config, self.group, seed=0, device="meta", dtype=torch.bfloat16).to_empty(device="cuda")
+        layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
+        generator = torch.Generator("cuda").manual_seed(0)
+        layer.router.weight.data.normal_(std=config.d**-0.5, generator=generator)  # logits of unit scale
+        for buffer in layer.buffers():
+            buffer.zero_()
         return layer
 
     def step(self, transport: Transport) -> tuple[Tensor, ...]:
@@ -129,10 +134,11 @@ def main() -> None:
         config = load_config(name)
         for T in options.tokens:
             static = SymmetricTransport(group, allocate, patience=60, static=True)
-            problem = Problem(config, T, group)
+            problem = Problem(config, T, EPGroup())  # which has transports of its own, and static ones keep to their T
             transports = {**exact, "symmetric, static": static}
             times = measure(problem, transports, static, compiled=options.compiled)
-            del problem, static
+            del problem, transports, static
+            gc.collect()
             torch.cuda.empty_cache()
             useful = 6 * T * config.K * config.d * config.n / 1e9
             for each in times.values():

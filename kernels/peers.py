@@ -34,9 +34,9 @@ class Meeting:
     """Where the ranks of a group meet.
 
     flags_S: (S,) int64 addresses of each rank's flags, `flags_of(S)` int64, zero at the start. state: int64 of this
-    rank alone: the number of meetings and of programs that are done, by stage, and what it reports of a rank that it
-    waited for in vain, after which it waits for nobody. report: (1,) int64, the same where the host can read it while
-    kernels run. patience: nanoseconds to wait for a rank.
+    rank alone: by stage the number of meetings, of programs that are done and of pieces that these took, and what it
+    reports of a rank that it waited for in vain, after which it waits for nobody. report: (1,) int64, the same where
+    the host can read it while kernels run. patience: nanoseconds to wait for a rank.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Meeting:
 
     @classmethod
     def of(cls, rank: int, flags_S: Tensor, patience: int) -> Self:
-        state = torch.zeros(2 * len(Stage) + 1, dtype=torch.int64, device=flags_S.device)
+        state = torch.zeros(3 * len(Stage) + 1, dtype=torch.int64, device=flags_S.device)
         report = torch.zeros(1, dtype=torch.int64, pin_memory=flags_S.is_cuda)
         return cls(rank, flags_S, state, report, patience)
 

@@ -22,11 +22,13 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if torch.cuda.is_available():
+            if getattr(getattr(item, "module", None), "DEVICE", None) == "cuda":  # that of triton_device.py
+                item.add_marker("gpu")
+        elif item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False"))
 
 

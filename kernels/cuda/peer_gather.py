@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.peers import arrive, leave, reported, wait_for
+from sonic_ep.kernels.cuda.peers import ARRIVED, leave, reported, tell, wait_for
 from sonic_ep.kernels.peers import Meeting, Stage
 
 PLACES = 2
@@ -56,7 +56,7 @@ def _announce(
     meeting, peer = tl.load(state_ptr + STAGE) + 1, tl.program_id(0)
     _copy(values_ptr, _place(places_ptr, peer, rank, meeting, room, S, PLACES), F, True, BLOCK)
     tl.debug_barrier()
-    arrive(meeting, flags_ptr, peer, rank, STAGE, S)
+    tell(meeting, flags_ptr, peer, rank, ARRIVED, STAGE, S)
 
 
 @triton.jit(do_not_specialize=["patience", "rank", "F", "room"])
@@ -77,7 +77,8 @@ def _take_all(
 ):
     """One program a source."""
     meeting, source = tl.load(state_ptr + STAGE) + 1, tl.program_id(0)
-    wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, source, STAGE, S)
+    one = source + tl.arange(0, 1)
+    wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, one, ARRIVED, STAGE, S)
     tl.debug_barrier()
     place_ptr = _place(places_ptr, rank, source, meeting, room, S, PLACES)
     _copy(place_ptr, out_ptr + source * F, F, reported(state_ptr) == 0, BLOCK)

@@ -16,7 +16,7 @@ from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.peers import Meeting, Stage
 
 _BLOCK = 512
-PAIR_PROGRAMS = 64
+PAIR_PROGRAMS = 64  # at least; as many for each rank
 
 
 @triton.jit
@@ -48,19 +48,19 @@ def _push_lists(
     if nobody_sends(pairs_ptr, S, RANKS):
         return
     meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
-    for owner in tl.static_range(S):
-        num_pairs = tl.load(pairs_ptr + rank * S + owner)
-        first = _before(pairs_ptr, rank, owner, S, RANKS, False)
-        place = _before(pairs_ptr, rank, owner, S, RANKS, True)
-        rows_there = tl.load(rows_ptr + owner).to(tl.pointer_type(tl.int32)) + place
-        weights_there = tl.load(weights_ptr + owner).to(tl.pointer_type(gates_ptr.dtype.element_ty)) + place
-        offset = tl.program_id(0) * BLOCK
-        while offset < num_pairs:
-            index = offset + tl.arange(0, BLOCK)
-            real = index < num_pairs
-            tl.store(rows_there + index, tl.load(tokens_ptr + first + index, mask=real), mask=real)
-            tl.store(weights_there + index, tl.load(gates_ptr + first + index, mask=real), mask=real)
-            offset += tl.num_programs(0) * BLOCK
+    owner = tl.program_id(0) % S
+    num_pairs = tl.load(pairs_ptr + rank * S + owner)
+    first = _before(pairs_ptr, rank, owner, S, RANKS, False)
+    place = _before(pairs_ptr, rank, owner, S, RANKS, True)
+    rows_there = tl.load(rows_ptr + owner).to(tl.pointer_type(tl.int32)) + place
+    weights_there = tl.load(weights_ptr + owner).to(tl.pointer_type(gates_ptr.dtype.element_ty)) + place
+    offset = tl.program_id(0) // S * BLOCK
+    while offset < num_pairs:
+        index = offset + tl.arange(0, BLOCK)
+        real = index < num_pairs
+        tl.store(rows_there + index, tl.load(tokens_ptr + first + index, mask=real), mask=real)
+        tl.store(weights_there + index, tl.load(gates_ptr + first + index, mask=real), mask=real)
+        offset += tl.num_programs(0) // S * BLOCK
     finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
@@ -81,18 +81,18 @@ def _push_values(
     BLOCK: tl.constexpr,
 ):
     meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
-    for source in tl.static_range(S):
-        num_pairs = tl.load(pairs_ptr + source * S + rank)
-        first = _before(pairs_ptr, source, rank, S, RANKS, True)
-        place = _before(pairs_ptr, source, rank, S, RANKS, False)
-        there = tl.load(buffers_ptr + source).to(tl.pointer_type(values_ptr.dtype.element_ty)) + place
-        offset = tl.program_id(0) * BLOCK
-        while offset < num_pairs:
-            index = offset + tl.arange(0, BLOCK)
-            real = index < num_pairs
-            slot = tl.load(slot_ptr + first + index, mask=real, other=0)
-            tl.store(there + index, tl.load(values_ptr + slot, mask=real), mask=real)
-            offset += tl.num_programs(0) * BLOCK
+    source = tl.program_id(0) % S
+    num_pairs = tl.load(pairs_ptr + source * S + rank)
+    first = _before(pairs_ptr, source, rank, S, RANKS, True)
+    place = _before(pairs_ptr, source, rank, S, RANKS, False)
+    there = tl.load(buffers_ptr + source).to(tl.pointer_type(values_ptr.dtype.element_ty)) + place
+    offset = tl.program_id(0) // S * BLOCK
+    while offset < num_pairs:
+        index = offset + tl.arange(0, BLOCK)
+        real = index < num_pairs
+        slot = tl.load(slot_ptr + first + index, mask=real, other=0)
+        tl.store(there + index, tl.load(values_ptr + slot, mask=real), mask=real)
+        offset += tl.num_programs(0) // S * BLOCK
     finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
@@ -117,7 +117,7 @@ def push_lists(
     pairs_SQ: (S * Q,) int32 pairs that each rank sends to each owner. rows_S, weights_S: (S,) int64 addresses, 16-byte
     aligned, of each rank's int32 rows and weights in the dtype of gates_N.
     """
-    _push_lists[(PAIR_PROGRAMS,)](
+    _push_lists[(meeting.size * cdiv(PAIR_PROGRAMS, meeting.size),)](
         token_ids_N,
         gates_N,
         pairs_SQ,
@@ -156,7 +156,7 @@ def push_values(meeting: Meeting, values_P: Tensor, slot_V: Tensor, pairs_SQ: Te
     slot_V: (V,) int32, the place of each received pair in values_P. buffers_S: (S,) int64 addresses of each
     rank's values.
     """
-    _push_values[(PAIR_PROGRAMS,)](
+    _push_values[(meeting.size * cdiv(PAIR_PROGRAMS, meeting.size),)](
         values_P,
         slot_V,
         pairs_SQ,

@@ -16,13 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sonic_ep.kernels.cuda.gather_sum import UNROLL, accumulator_of, block_of, row_sum
-from sonic_ep.kernels.cuda.peers import begin, finish, nobody_sends
+from sonic_ep.kernels.cuda.peers import begin, finish, nobody_sends, take
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.peers import Meeting, Stage
 
-_PUSHED = 16384  # values of a tile of tokens and columns
+# Values of a tile of tokens and columns, times the ranks that may need them. A kernel that fills its links ends with
+# its last tile, so tiles are as small as keeps the links full.
+_PUSHED = 32768
 _MAX_COLUMNS = 2048
 _PUSH_WARPS = 16
+_BLOCKS = 2  # of columns, that a program sums before it takes another piece
 PUSH_PROGRAMS = 64  # more do not help, and other kernels find room beside them
 SUM_PROGRAMS = 16 * 132  # of one warp; fewer than there is room for at once, so that all of them run together
 
@@ -65,7 +68,7 @@ def _push_rows(
             buffer_ptr = tl.load(buffers_ptr + owner).to(tl.pointer_type(x_ptr.dtype.element_ty))
             buffer_ptr = tl.multiple_of(buffer_ptr, 16)
             tl.store(buffer_ptr + place[:, None] * H + columns, x, mask=inside & needed[:, None])
-        tile += tl.num_programs(0)
+        tile = take(state_ptr, STAGE).to(tl.int32)
     finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
@@ -90,47 +93,50 @@ def _push_sums(
     RANKS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     UNROLL: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
     if nobody_sends(pairs_ptr, S, RANKS):
         return
     meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
-    blocks = tl.cdiv(H, BLOCK)
+    parts = tl.cdiv(H, BLOCK * BLOCKS)
     most = tl.load(tokens_ptr)
     for other in tl.static_range(1, S):
         most = tl.maximum(most, tl.load(tokens_ptr + other))
     # The sources take turns, so that all links are busy.
-    pieces = most.to(tl.int64) * (S * blocks)
+    pieces = most.to(tl.int64) * (S * parts)
     piece = tl.program_id(0).to(tl.int64)
     while piece < pieces:
-        columns = (piece % blocks * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
-        source = piece // blocks % S
-        index = piece // blocks // S
+        first_block = (piece % parts * BLOCKS).to(tl.int32)
+        source = piece // parts % S
+        index = piece // parts // S
         if index < tl.load(tokens_ptr + source):
-            inside = columns < H
             row = source * stride + index
             start, stop = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
             if start < stop:
-                total = row_sum(
-                    values_ptr,
-                    items_ptr,
-                    weights_ptr,
-                    start,
-                    stop,
-                    H,
-                    columns,
-                    inside,
-                    HAS_WEIGHTS,
-                    BLOCK,
-                    UNROLL,
-                    ACCUMULATOR,
-                )
                 buffer_ptr = tl.load(buffers_ptr + source).to(tl.pointer_type(values_ptr.dtype.element_ty))
                 buffer_ptr = tl.multiple_of(buffer_ptr, 16)
                 place = rank.to(tl.int64) * stride + index
-                tl.store(buffer_ptr + place * H + columns, total.to(values_ptr.dtype.element_ty), mask=inside)
-        piece += tl.num_programs(0)
+                for block in range(BLOCKS):
+                    columns = (first_block + block) * BLOCK + tl.arange(0, BLOCK)
+                    inside = columns < H
+                    total = row_sum(
+                        values_ptr,
+                        items_ptr,
+                        weights_ptr,
+                        start,
+                        stop,
+                        H,
+                        columns,
+                        inside,
+                        HAS_WEIGHTS,
+                        BLOCK,
+                        UNROLL,
+                        ACCUMULATOR,
+                    )
+                    tl.store(buffer_ptr + place * H + columns, total.to(values_ptr.dtype.element_ty), mask=inside)
+        piece = take(state_ptr, STAGE)
     finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
@@ -185,7 +191,7 @@ def push_rows(meeting: Meeting, x_TH: Tensor, needed: Tensor, pairs_SQ: Tensor, 
         STAGE=Stage.DISPATCH.value,
         S=meeting.size,
         RANKS=next_power_of_2(meeting.size),
-        TOKENS=max(1, _PUSHED // columns),
+        TOKENS=max(1, _PUSHED // (columns * next_power_of_2(meeting.size))),
         COLUMNS=columns,
         num_warps=_PUSH_WARPS,
     )
@@ -224,6 +230,7 @@ def push_sums(
         RANKS=next_power_of_2(meeting.size),
         HAS_WEIGHTS=weights_P is not None,
         BLOCK=block_of(H),
+        BLOCKS=min(_BLOCKS, cdiv(H, block_of(H))),
         UNROLL=UNROLL,
         ACCUMULATOR=accumulator_of(values_PH, weights_P),
         num_warps=1,

@@ -5,8 +5,9 @@ several meetings ahead in another stage, and a captured CUDA graph can be replay
 one flag *ready* (the source's buffers may be written) and one *arrived* (what the source writes here is complete).
 
 Memory order: what a program's threads write is ordered before its ticket by a barrier and an atomic of release
-semantics; the program with the last ticket therefore releases, to the whole system, the writes of all. Every wait ends
-in an acquire. A program waits for other ranks, never for programs of its own grid.
+semantics; the program with the last ticket, which a barrier hands to its threads, therefore releases, to the whole
+system, the writes of all. Every wait ends in an acquire. A program waits for other ranks, never for programs of its own
+grid. Flags of several ranks are set, and asked for, by a thread each: one after the other, each takes a round trip.
 
 Legend: S ranks.
 """
@@ -17,7 +18,7 @@ import triton.language as tl
 from sonic_ep.kernels.peers import MOST_RANKS, Stage
 
 _STAGES, _RANKS = tl.constexpr(len(Stage)), tl.constexpr(MOST_RANKS)
-_READY, _ARRIVED = tl.constexpr(0), tl.constexpr(1)
+READY, ARRIVED = tl.constexpr(0), tl.constexpr(1)
 
 
 @triton.jit
@@ -42,22 +43,54 @@ def nobody_sends(pairs_ptr, S: tl.constexpr, RANKS: tl.constexpr):
 @triton.jit
 def reported(state_ptr):
     """What is reported of a rank that was waited for in vain, see Meeting; 0 while all is well."""
-    return tl.load(state_ptr + 2 * _STAGES, volatile=True)
+    return tl.load(state_ptr + 3 * _STAGES, volatile=True)
 
 
 @triton.jit
-def wait(flag_ptr, meeting, source, state_ptr, report_ptr, patience, STAGE: tl.constexpr):
-    """Until the flag has reached `meeting`, or patience is over: then it is reported, and nobody waits any more."""
+def everyone(S: tl.constexpr):
+    """All ranks, some twice where S is no power of two: a thread for each, so that no flag waits for another."""
+    return tl.arange(0, triton.next_power_of_2(S)) % S
+
+
+@triton.jit
+def tell(meeting, flags_ptr, peer, rank, kind: tl.constexpr, STAGE: tl.constexpr, S: tl.constexpr):
+    """Set this rank's flag at a peer, or at a block of them, after what this program wrote before a barrier."""
+    tl.atomic_xchg(flag(flags_ptr, peer, rank, kind, STAGE, S), meeting, sem="release", scope="sys")
+
+
+@triton.jit
+def _first_late(flag_ptr, source, meeting, S: tl.constexpr):
+    """S less the first source whose flag has not reached the meeting, 0 if all have."""
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-    if seen < meeting:
+    return tl.max(tl.where(seen < meeting, S - source, 0), axis=0)
+
+
+@triton.jit
+def wait_for(
+    meeting,
+    flags_ptr,
+    state_ptr,
+    report_ptr,
+    patience,
+    rank,
+    source,
+    kind: tl.constexpr,
+    STAGE: tl.constexpr,
+    S: tl.constexpr,
+):
+    """Until the flags of a block of sources have reached `meeting`, or patience is over: then the first of those that
+    are missing is reported, and nobody waits any more."""
+    flag_ptr = flag(flags_ptr, rank, source, kind, STAGE, S)
+    late = _first_late(flag_ptr, source, meeting, S)
+    if late > 0:
         start = now()
         given_up = reported(state_ptr)
-        while (seen < meeting) & (given_up == 0):
-            seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        while (late > 0) & (given_up == 0):
+            late = _first_late(flag_ptr, source, meeting, S)
             given_up = reported(state_ptr)
-            if (seen < meeting) & (given_up == 0) & (now() - start > patience):
-                given_up = tl.zeros([], tl.int64) + STAGE * _RANKS + source + 1
-                tl.store(state_ptr + 2 * _STAGES, given_up)
+            if (late > 0) & (given_up == 0) & (now() - start > patience):
+                given_up = tl.zeros([], tl.int64) + STAGE * _RANKS + S - late + 1
+                tl.store(state_ptr + 3 * _STAGES, given_up)
                 tl.store(report_ptr, given_up)
 
 
@@ -66,28 +99,21 @@ def begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.constexpr,
     """The number of this meeting, once all ranks' buffers may be written."""
     meeting = tl.load(state_ptr + STAGE) + 1
     if tl.program_id(0) == 0:
-        for peer in tl.static_range(S):
-            tl.atomic_xchg(flag(flags_ptr, peer, rank, _READY, STAGE, S), meeting, sem="release", scope="sys")
-    for peer in tl.static_range(S):
-        wait(flag(flags_ptr, rank, peer, _READY, STAGE, S), meeting, peer, state_ptr, report_ptr, patience, STAGE)
+        tell(meeting, flags_ptr, everyone(S), rank, READY, STAGE, S)
+    wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, everyone(S), READY, STAGE, S)
     return meeting
 
 
 @triton.jit
-def arrive(meeting, flags_ptr, peer, rank, STAGE: tl.constexpr, S: tl.constexpr):
-    """Tell a peer that this rank's writes there are complete: those of this program, after a barrier."""
-    tl.atomic_xchg(flag(flags_ptr, peer, rank, _ARRIVED, STAGE, S), meeting, sem="release", scope="sys")
-
-
-@triton.jit
-def wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, source, STAGE: tl.constexpr, S: tl.constexpr):
-    """Until what `source` writes here is complete."""
-    wait(flag(flags_ptr, rank, source, _ARRIVED, STAGE, S), meeting, source, state_ptr, report_ptr, patience, STAGE)
+def take(state_ptr, STAGE: tl.constexpr):
+    """The number of the next piece of work, behind those that programs begin with: who is faster takes more."""
+    return tl.num_programs(0) + tl.atomic_add(state_ptr + 2 * _STAGES + STAGE, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def _end(meeting, state_ptr, STAGE: tl.constexpr):
     tl.store(state_ptr + _STAGES + STAGE, 0)
+    tl.store(state_ptr + 2 * _STAGES + STAGE, 0)
     tl.store(state_ptr + STAGE, meeting)
 
 
@@ -105,8 +131,6 @@ def finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.
     tl.debug_barrier()
     ticket = tl.atomic_add(state_ptr + _STAGES + STAGE, 1, sem="acq_rel", scope="gpu")
     if ticket == tl.num_programs(0) - 1:
-        for peer in tl.static_range(S):
-            arrive(meeting, flags_ptr, peer, rank, STAGE, S)
-        for peer in tl.static_range(S):
-            wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, peer, STAGE, S)
+        tell(meeting, flags_ptr, everyone(S), rank, ARRIVED, STAGE, S)
+        wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, everyone(S), ARRIVED, STAGE, S)
         _end(meeting, state_ptr, STAGE)

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.peer_memory import symmetric_memory
-from sonic_ep.routing import Routing
+from sonic_ep.routing import Counts, Routing
 from tests.dispatch.oracle import Case
 from tests.helpers.shared_files import shared_files
 from tests.helpers.triton_device import triton_device
@@ -56,12 +56,9 @@ def live(rank: int, folder: str, device: str) -> None:
 
 
 def on(device: str, routing: Routing, plan: RankPlan) -> tuple[Routing, RankPlan]:
-    moved = replace(
-        routing,
-        gates_N=routing.gates_N.to(device),
-        token_ids_N=routing.token_ids_N.to(device),
-        counts=replace(routing.counts, tokens_S=routing.counts.tokens_S.to(device)),
-    )
+    counts = Counts(**{field.name: getattr(routing.counts, field.name).to(device) for field in fields(Counts)})
+    lists = {"gates_N": routing.gates_N.to(device), "token_ids_N": routing.token_ids_N.to(device)}
+    moved = replace(routing, counts=counts, **lists)
     return moved, RankPlan(*(values.to(device) for values in plan))
 
 

@@ -18,7 +18,7 @@ from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
 from sonic_ep.peer_memory import problem_with_peers, symmetric_memory
 from sonic_ep.routing import Routing, SizesOnHost
-from tests.helpers.launch import RankPool
+from tests.helpers.launch import RankPool, most_gpus
 
 pytestmark = pytest.mark.gpu
 Gpus = Callable[[int], RankPool]
@@ -94,7 +94,7 @@ def same_as_all_to_all(rank: int, shape: tuple[int, int, int, int, tuple[int, ..
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("dispatch", ["push", "copy"])
 def test_the_same_bits_as_all_to_all(
     gpus: Gpus, size: int, shape: tuple[int, int, int, int, tuple[int, ...]], dispatch: Dispatch
@@ -129,7 +129,7 @@ def counts_of_all(rank: int) -> bool:
 
 
 def test_all_gather(gpus: Gpus) -> None:
-    assert all(gpus(min(4, torch.cuda.device_count())).run(counts_of_all))
+    assert all(gpus(most_gpus()).run(counts_of_all))
 
 
 def many_steps(rank: int) -> bool:
@@ -156,8 +156,7 @@ def many_steps(rank: int) -> bool:
 
 
 def test_many_steps_with_late_ranks_and_two_microbatches(gpus: Gpus) -> None:
-    pool = gpus(min(4, torch.cuda.device_count()))
-    assert all(pool.run(many_steps))
+    assert all(gpus(most_gpus()).run(many_steps))
 
 
 def one_rank_stays_away(rank: int) -> str:
@@ -181,7 +180,7 @@ def one_rank_stays_away(rank: int) -> str:
 
 
 def test_a_rank_that_stays_away_is_named(gpus: Gpus) -> None:
-    size = min(4, torch.cuda.device_count())
+    size = most_gpus()
     messages = gpus(size).run(one_rank_stays_away)
     for message in messages[:-1]:  # lists and rows are waited for side by side
         told = rf"rank {size - 1} of the EP group did not come to (lists|dispatch) within 2 s"

@@ -265,6 +265,11 @@ class RankPool:
             return _Answer(False, f"the process died with exit code {process.exitcode}; see its stderr")
 
 
+def most_gpus() -> int:
+    """How many ranks a test takes that wants as many as there are GPUs: 8, 4 or 2."""
+    return next((size for size in (8, 4) if size <= torch.cuda.device_count()), 2)
+
+
 def run_ranks(
     worker: Callable[[int, *Args], Result],
     world_size: int,

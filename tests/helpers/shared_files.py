@@ -17,7 +17,7 @@ def shared_files(group: EPGroup, folder: str) -> Callable[[int], PeerMemory]:
     # Only here: a module of tests is loaded, and says that it skips, where there is no Triton.
     peers, peer_rows, peer_pairs = (_kernels(name) for name in ("peers", "peer_rows", "peer_pairs"))
     peers.now = _now
-    peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS, peer_pairs.PAIR_PROGRAMS = 2, 3, 2
+    peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS, peer_pairs.PAIR_PROGRAMS = 2, 3, 6
     mapped: list[torch.Tensor] = []  # a mapping lasts as long as its tensor
 
     def allocate(num_bytes: int) -> PeerMemory:

@@ -117,7 +117,7 @@ KERNELS = [
             "peer_rows",
             "_push_rows",
             f"{rows} *i32 *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32 i32",
-            {"STAGE": 1, "S": ranks, "RANKS": ranks, "TOKENS": 8, "COLUMNS": 2048},
+            {"STAGE": 1, "S": ranks, "RANKS": ranks, "TOKENS": 16 // ranks, "COLUMNS": 2048},
             num_warps=16,
         )
         for rows, ranks in (("*bf16", 2), ("*bf16", 8), ("*fp32", 4))
@@ -133,6 +133,7 @@ KERNELS = [
                 "RANKS": 8,
                 "HAS_WEIGHTS": weighted,
                 "BLOCK": 512,
+                "BLOCKS": 2,
                 "UNROLL": 4,
                 "ACCUMULATOR": "tl.float32",
             },

@@ -11,12 +11,11 @@ from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, Tran
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.initialization import stream
 from sonic_ep.routers.router import Router
-from tests.helpers.launch import RankPool
+from tests.helpers.launch import RankPool, most_gpus
 from tests.helpers.waiting import assert_nothing_waits
 
 pytestmark = pytest.mark.gpu
 T, D = 700, 256
-RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 SHAPE = {"d": D, "n": 128, "E": 16, "K": 4}
 LOSSES = RouterConfig(balance="batch", balance_coef=0.01, z_loss_coef=0.001)
 CONFIGS = {
@@ -131,7 +130,7 @@ def captured_routing(rank: int) -> list[bool]:
 
 
 def test_routing_across_ranks_is_captured(gpus: Callable[[int], RankPool]) -> None:
-    for equal in gpus(RANKS).run(captured_routing):
+    for equal in gpus(most_gpus()).run(captured_routing):
         assert all(equal)
         assert len(equal) == 15
 
@@ -177,7 +176,7 @@ def captured_layer(rank: int, rounding: RoundingConfig, keeps: bool) -> tuple[li
 @pytest.mark.parametrize("keeps", [False, True], ids=["sends x again", "keeps rows"])
 @pytest.mark.parametrize("mode", ACROSS)
 def test_a_layer_across_ranks_is_captured(gpus: Callable[[int], RankPool], mode: str, keeps: bool) -> None:
-    for differing, sizes in gpus(RANKS).run(captured_layer, ACROSS[mode], keeps):
+    for differing, sizes in gpus(most_gpus()).run(captured_layer, ACROSS[mode], keeps):
         assert differing == []
         assert sizes > 5
 
@@ -191,7 +190,7 @@ def static_step_without_a_wait(rank: int) -> None:
 
 
 def test_a_static_step_never_waits(gpus: Callable[[int], RankPool]) -> None:
-    gpus(RANKS).run(static_step_without_a_wait)
+    gpus(most_gpus()).run(static_step_without_a_wait)
 
 
 def other_number_of_tokens(rank: int) -> None:

@@ -1,12 +1,14 @@
-"""The same layer on GPUs over NCCL: against the dense oracle, against the CPU, and where it reads back to the host."""
+"""The same layer on GPUs: over NCCL against the dense oracle, over NVLink in bf16 against float32, against the CPU."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
-from sonic_ep import EPGroup, MoE
-from tests.helpers.launch import RankPool
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, replay_contexts
+from sonic_ep.config import Buffers
+from tests.helpers.launch import RankPool, most_gpus
 from tests.sonic_ep.test_layer import CASES, TOLERANCE, build, errors_against_oracle, inputs, relative, small
 
 pytestmark = pytest.mark.gpu
@@ -24,10 +26,57 @@ GPU_CASES = (
 
 @pytest.mark.parametrize("case", [*GPU_CASES, "one-rank-empty", "all-on-one-expert", "fewer-tokens-than-t"])
 def test_output_and_gradients_match_the_dense_oracle(gpus: Callable[[int], RankPool], case: str) -> None:
-    pool = gpus(min(4, torch.cuda.device_count()))
-    for rank, errors in enumerate(pool.run(errors_against_oracle, *CASES[case], "cuda")):
+    for rank, errors in enumerate(gpus(most_gpus()).run(errors_against_oracle, *CASES[case], "cuda")):
         wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
         assert not wrong, f"rank {rank}: {wrong}"
+
+
+BUFFERS: tuple[Buffers, ...] = ("exact", "static")
+
+
+def half_errors(rank: int) -> dict[str, float]:
+    """Relative errors of bf16 layers over NVLink, output and gradients, against float32 over NCCL given a selection."""
+    d = 512
+    rounding = RoundingConfig(mode="nearest", capacity_factor=1.5)
+    config = MoEConfig(d=d, n=256, E=32, K=4, init_std=d**-0.5, rounding=rounding)
+    group = EPGroup()
+    record, replay = replay_contexts()
+    exact = MoE(config.replace(transport=TransportConfig(kind="all_to_all")), group, seed=5, device="cuda")
+    torch.manual_seed(rank)
+    x, dout = (torch.randn(1024, d, device="cuda").bfloat16() for _ in range(2))
+
+    def results(layer: MoE) -> dict[str, Tensor]:
+        dtype = layer.experts.w1.dtype
+        leaf = x.to(dtype).requires_grad_()
+        y = layer(leaf).y
+        gradients = torch.autograd.grad(y, [leaf, *layer.parameters()], dout.to(dtype))
+        return dict(zip(("y", "dx", *(name for name, _ in layer.named_parameters())), (y, *gradients), strict=True))
+
+    layers = {
+        buffers: MoE(
+            config.replace(transport=TransportConfig(kind="symmetric", buffers=buffers)),
+            group,
+            seed=5,
+            device="cuda",
+            dtype=torch.bfloat16,
+        )
+        for buffers in BUFFERS
+    }
+    exact.load_state_dict(layers["exact"].state_dict())
+    with record:
+        got = {"exact": results(layers["exact"])}
+    got["static"] = results(layers["static"])
+    record.tape.selections[id(exact.router)] = record.tape.selections.pop(id(layers["exact"].router))
+    with replay:
+        wanted = results(exact)
+    return {f"{name}, {buffers}": relative(got[buffers][name], wanted[name]) for buffers in BUFFERS for name in wanted}
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_bf16_over_nvlink_stays_close_to_float32(gpus: Callable[[int], RankPool], size: int) -> None:
+    for errors in gpus(size).run(half_errors):
+        assert len(errors) == 10
+        assert all(0 < error < 1e-2 for error in errors.values()), errors
 
 
 def test_gpu_and_cpu_route_alike() -> None:
