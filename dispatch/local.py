@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sonic_ep.dispatch.plan import sizes_on_host
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
+from sonic_ep.dispatch.room import RowsForecast
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
 from sonic_ep.kernels.operations import gather_sum, lists_take_room, pair_lists, values_of_pairs
@@ -21,8 +22,9 @@ from sonic_ep.routing import Routing, SizesOnHost
 class LocalTransport:
     """The transport of ep_size = 1.
 
-    The host waits for the plan only where rounding leaves sizes open, and not before the lists are made. If `static`,
-    and while a CUDA graph is captured, it does not wait: rows and lists keep the most room that they can need.
+    The host waits for the plan only where rounding leaves sizes open, and not before the lists are made, or what the
+    experts compute on them where the next step is like the last one. If `static`, and while a CUDA graph is captured,
+    it does not wait: rows and lists keep the most room that they can need.
     """
 
     name, sends_unchecked = "", False
@@ -30,6 +32,7 @@ class LocalTransport:
 
     def __init__(self, *, static: bool = False) -> None:
         self._static = static
+        self._forecast = RowsForecast()
         self.text = self.STATIC if static else ""  # as an operation of a compiled graph takes it
 
     def problem_with(self, num_tokens: int) -> str | None:
@@ -44,33 +47,44 @@ class LocalTransport:
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
         token_ids_N, T = routing.token_ids_N, routing.num_tokens
         P = V = N = token_ids_N.shape[0]
-        arriving = None
+        arriving, takes_room = None, lists_take_room(token_ids_N.device)
         if routing.most_rows is not None:
             P = routing.most_rows
-            takes_room = lists_take_room(token_ids_N.device)
             waits = not (takes_room and self._static) and host_may_wait(token_ids_N)
             arriving = sizes_on_host(routing) if waits else None
             if arriving is not None and not takes_room:
                 P, V = _rows_and_pairs(arriving)
-        spare = routing.most_rows is not None and arriving is None
+        ahead = self._forecast.rows(T) if arriving is not None and takes_room and x_TH is not None else None
+        spare = routing.most_rows is not None and (arriving is None or ahead is not None)
         buffer = pair_lists(plan.chunks(P, V, zeroed=spare), token_ids_N, routing.gates_N, None, T)
-        if arriving is not None:
-            P, V = _rows_and_pairs(arriving)
-        else:
+
+        def opened(P: int, V: int) -> Opened:
+            receipt = Receipt(
+                row_of_pair_P=buffer.row_of_pair_P,
+                pairs_by_row_V=buffer.pairs_by_row_V,
+                pair_starts_R=buffer.pair_starts_R,
+                slot_V=buffer.slot_V,
+                expert_starts_e=plan.expert_starts_e,
+                own_lists=(),
+                splits=Splits((T,), (T,), (V,), (V,)),
+                num_tokens=T,
+                num_rows=T,
+                num_listed=N,
+            )
+            return Opened(receipt, buffer.gates_P).with_lists_of(P, V)
+
+        if arriving is None:
             routing.check()
-        receipt = Receipt(
-            row_of_pair_P=buffer.row_of_pair_P,
-            pairs_by_row_V=buffer.pairs_by_row_V,
-            pair_starts_R=buffer.pair_starts_R,
-            slot_V=buffer.slot_V,
-            expert_starts_e=plan.expert_starts_e,
-            own_lists=(),
-            splits=Splits((T,), (T,), (V,), (V,)),
-            num_tokens=T,
-            num_rows=T,
-            num_listed=N,
-        )
-        return Opened(receipt, buffer.gates_P).with_lists_of(P, V)
+            return opened(P, V)
+
+        def settle() -> tuple[Opened, bool]:
+            P, V = _rows_and_pairs(arriving)
+            self._forecast.note(P, T)
+            return opened(P, V), True
+
+        if ahead is None or arriving.arrived:
+            return settle()[0]
+        return opened(P, V).ahead(ahead, settle)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         return x_TH

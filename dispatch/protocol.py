@@ -103,11 +103,15 @@ class Opened:
     """What `open` brings: the receipt and gates_P (P,), the weight of each pair-buffer row, zero on padding.
 
     rows_RH: what `dispatch` of the rows that it was given would bring, if they are on their way already.
+    settle: None where P and V are known. Else these are lists to compute on meanwhile, and it waits for the sizes: what
+    was opened, its sizes being known, and whether it is this, narrowed. To be called before anything else is asked of
+    the transport.
     """
 
     receipt: Receipt
     gates_P: Tensor
     rows_RH: Tensor | None = None
+    settle: "Callable[[], tuple[Opened, bool]] | None" = None
 
     def with_lists_of(self, num_rows: int, num_pairs: int) -> "Opened":
         """The same, P and V being known, where lists were made with room to spare."""
@@ -119,6 +123,14 @@ class Opened:
         )
         return Opened(receipt, self.gates_P[:num_rows], self.rows_RH)
 
+    def ahead(self, num_rows: int, settle: "Callable[[], tuple[Opened, bool]]") -> "Opened":
+        """The same with this many rows at most, before the host knows P. Experts have none if P is more: nothing may
+        be written behind `num_rows`. Lists must have room that is zero."""
+        starts_e = self.receipt.expert_starts_e
+        starts_e = starts_e * (starts_e[-1:] <= min(num_rows, self.gates_P.shape[0]))
+        receipt = replace(self.receipt, row_of_pair_P=self.receipt.row_of_pair_P[:num_rows], expert_starts_e=starts_e)
+        return Opened(receipt, self.gates_P[:num_rows], self.rows_RH, settle)
+
 
 class Transport(Exchange, Protocol):
     """Moves rows and pair values between the ranks of one EP group. Between calls it holds buffers and byte counts."""
@@ -127,7 +139,8 @@ class Transport(Exchange, Protocol):
         """Tell every owner which rows its pairs need and how they weigh. plan: this rank's, of the routing's counts.
 
         x_TH: rows to dispatch next, which need not wait for the lists. Every rank gives some, or none does. With them
-        the routing may be unchecked still: call `routing.check` when all has been launched.
+        the routing may be unchecked still, and sizes unknown: call `settle` of what comes, if it has one, when experts
+        have been launched, and `routing.check` when all has been.
         """
         ...
 

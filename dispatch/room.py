@@ -1,8 +1,9 @@
-"""Room for a step that is launched before the host knows its sizes: a guess, which the device holds up.
+"""Room for a step that is launched before the host knows its sizes: guesses, which the device holds up.
 
 Where steps are much like the last one, lists of a step have room if they are a little longer than the last one's. The
 host need not wait for sizes before it launches what fills them. The device knows them, and takes the plan for one of
-nothing if they exceed the room; then nobody sends, and when the host has read the sizes, the step is launched anew.
+nothing if they exceed the room; then nobody sends, and when the host has read the sizes, the step is launched anew. So
+it is with what experts compute on these lists (`Opened.ahead`), in less room, since backward keeps that.
 
 Legend: S ranks of the group.
 """
@@ -18,6 +19,7 @@ from sonic_ep.routing import HostSizes
 
 _MORE = 5 / 4  # than the last step needed
 _DECAY = 15 / 16  # of the room, at most, from step to step, since layers differ
+_KEPT_MORE = 33 / 32  # rows of what is kept for backward
 
 
 class Room(NamedTuple):
@@ -74,3 +76,21 @@ class Forecast:
             max(round(now * _MORE), round(then * _DECAY)) for now, then in zip(needed[1:], before[1:], strict=True)
         )
         self._room, self._own_tokens = Room(needed.tokens, rows, pairs), own_tokens
+
+
+@final
+class RowsForecast:
+    """How many rows the next step's experts may have on this rank, by what the last one's had."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int] | None = None
+
+    def rows(self, num_tokens: int) -> int | None:
+        """None if there was no step yet, or it had another number of tokens."""
+        if self._last is None or num_tokens != self._last[1]:
+            return None
+        return round(self._last[0] * _KEPT_MORE)
+
+    def note(self, num_rows: int, num_tokens: int) -> None:
+        """What a step has had."""
+        self._last = num_rows, num_tokens

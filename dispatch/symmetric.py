@@ -31,7 +31,7 @@ from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.peer_buffers import Allocate, PeerBuffers, RowBuffers
 from sonic_ep.dispatch.plan import sizes_on_host
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
-from sonic_ep.dispatch.room import Forecast, Room, plan_within
+from sonic_ep.dispatch.room import Forecast, Room, RowsForecast, plan_within
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
 from sonic_ep.kernels.operations import needed_rows, pair_lists, peer_kernels
@@ -42,12 +42,14 @@ from sonic_ep.routing import INDEX_DTYPE, Routing, SizesOnHost
 
 
 class _Sizes(NamedTuple):
-    """What a step needs room for: stride, P and V of this rank, and the most pairs that any rank sends or receives."""
+    """What a step needs room for: stride, P and V of this rank, and the most pairs that any rank sends or receives.
+    more: it may be more than is needed, and what is left of lists is zero then."""
 
     stride: int
     num_rows: int
     num_pairs: int
     most_pairs: int
+    more: bool
 
 
 @final
@@ -78,7 +80,7 @@ class SymmetricTransport:
         self._static = static
         self._dispatch = dispatch
         self._tokens: int | None = None  # of every rank, if static
-        self._forecast = Forecast()  # of exact steps
+        self._forecast, self._own_rows = Forecast(), RowsForecast()  # of exact steps
         self._flags: PeerMemory | None = None
         self._meeting: Meeting | None = None
         self._regions: dict[bool, tuple[int, Tensor]] = {}
@@ -121,17 +123,26 @@ class SymmetricTransport:
             return self._open(routing, plan, needed, x_TH, self._static_sizes(routing, x_TH), static=True)
         room, ahead = self._room_ahead(arriving, routing.num_tokens, x_TH), None
         if room is not None:
-            sizes = _Sizes(max(1, room.tokens), room.rows, room.pairs, room.pairs)
+            sizes = _Sizes(max(1, room.tokens), room.rows, room.pairs, room.pairs, more=True)
             ahead = self._open(routing, plan_within(plan, arriving.on_device, room), needed, x_TH, sizes)
-        # Here the host waits, and not before: the device goes on with what was launched meanwhile.
-        known = arriving.read()
-        most = Room.needed_by(known)
-        self._forecast.note(most, routing.num_tokens)
-        P, V = known.num_rows(self.group.rank), sum(known.pairs_in(self.group.rank))
-        if room is not None and ahead is not None and room.holds(most):
-            return ahead.with_lists_of(P, V)
-        ahead, self._turn = None, turn
-        return self._open(routing, plan, needed, x_TH, _Sizes(max(1, most.tokens), P, V, most.pairs))
+
+        def settle() -> tuple[Opened, bool]:
+            # Here the host waits, and not before: the device goes on with what was launched meanwhile.
+            known = arriving.read()
+            most = Room.needed_by(known)
+            P, V = known.num_rows(self.group.rank), sum(known.pairs_in(self.group.rank))
+            self._forecast.note(most, routing.num_tokens)
+            self._own_rows.note(P, routing.num_tokens)
+            if room is not None and ahead is not None and room.holds(most):
+                return ahead.with_lists_of(P, V), True
+            self._turn = turn
+            sizes = _Sizes(max(1, most.tokens), P, V, most.pairs, more=False)
+            return self._open(routing, plan, needed, x_TH, sizes), False
+
+        rows = self._own_rows.rows(routing.num_tokens)
+        if ahead is None or rows is None or arriving.arrived:
+            return settle()[0]
+        return ahead.ahead(rows, settle)
 
     def _open(
         self,
@@ -155,7 +166,7 @@ class SymmetricTransport:
         peer_kernels().push_lists(meeting, token_ids_N, routing.gates_N.contiguous(), pairs_SQ, rows_at, gates_at)
         row_in_source_V = pairs.memory.view(pairs.starts[0], (sizes.num_pairs,), INDEX_DTYPE)
         gates_V = pairs.memory.view(pairs.starts[1], (sizes.num_pairs,), routing.gates_N.dtype)
-        chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=static)
+        chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=sizes.more)
         row_starts_S = self._starts_of_regions(sizes.stride, gates_V, static=static)
         buffer = pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, S * sizes.stride)
         receipt = Receipt(
@@ -273,7 +284,7 @@ class SymmetricTransport:
         """What no step exceeds. Checks the routing, unless it can be checked when all has been launched."""
         T, most, on_host = routing.num_tokens, routing.most_received, routing.on_host
         assert most is not None
-        sizes = _Sizes(max(1, T), most, most, max(most, routing.token_ids_N.shape[0]))
+        sizes = _Sizes(max(1, T), most, most, max(most, routing.token_ids_N.shape[0]), more=True)
         ready = T == self._tokens and self._is_ready(x_TH, T, sizes.most_pairs)
         if ready and on_host is not None and on_host.may_go_unchecked:
             return sizes

@@ -56,13 +56,29 @@ def forward(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) ->
 
     x_TH is contiguous; if `open` was given rows, it was given these.
     """
-    receipt, gates_P, rows_RH = opened.receipt, opened.gates_P, opened.rows_RH
+    rows_RH, y_PH, h_PJ = _experts(x_TH, opened, weights, call)
+    if opened.settle is not None:
+        settled, narrowed = opened.settle()
+        P = settled.gates_P.shape[0]
+        if narrowed and P <= opened.gates_P.shape[0]:
+            y_PH, h_PJ = y_PH[:P], h_PJ[:P]
+        else:
+            del y_PH, h_PJ
+            rows_RH, y_PH, h_PJ = _experts(x_TH, settled, weights, call)
+        opened = settled
+    kept_rows = call.transport.keep(rows_RH) if call.keeps_received else x_TH
+    kept = Kept(kept_rows, h_PJ, opened.gates_P, opened.receipt)
+    return call.transport.combine_pairs(y_PH, opened.gates_P, opened.receipt), kept
+
+
+def _experts(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """rows_RH, y_PH and h_PJ."""
+    rows_RH = opened.rows_RH
     if rows_RH is None:
-        rows_RH = call.transport.dispatch(x_TH, receipt)
+        rows_RH = call.transport.dispatch(x_TH, opened.receipt)
     ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
-    y_PH, h_PJ = expert_mlp.forward(ops, rows_RH, weights, _pair_lists(receipt, call), call.activation)
-    kept = Kept(call.transport.keep(rows_RH) if call.keeps_received else x_TH, h_PJ, gates_P, receipt)
-    return call.transport.combine_pairs(y_PH, gates_P, receipt), kept
+    pairs = _pair_lists(opened.receipt, call)
+    return rows_RH, *expert_mlp.forward(ops, rows_RH, weights, pairs, call.activation)
 
 
 def backward(

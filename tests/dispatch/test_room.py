@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sonic_ep.dispatch.plan import Plan
-from sonic_ep.dispatch.room import Forecast, Room, plan_within
+from sonic_ep.dispatch.room import Forecast, Room, RowsForecast, plan_within
 from sonic_ep.kernels.host_sizes import host_sizes
 from sonic_ep.routing import HostSizes, SizesOnHost
 
@@ -66,3 +66,13 @@ def test_room_shrinks_by_little() -> None:
     room = forecast.room(9, 10**6)
     assert room is not None
     assert room.pairs < 80
+
+
+def test_rows_of_the_next_step() -> None:
+    """A thirty-second more than the last one's, whatever came before, for as many tokens."""
+    forecast = RowsForecast()
+    assert forecast.rows(9) is None
+    for rows, more in ((640, 660), (64, 66), (0, 0), (320, 330)):
+        forecast.note(rows, 9)
+        assert forecast.rows(9) == more
+        assert forecast.rows(8) is None

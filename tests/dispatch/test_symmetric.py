@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from sonic_ep.config import Dispatch, RoundingConfig
 from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
-from sonic_ep.dispatch.protocol import Receipt, Transport
+from sonic_ep.dispatch.protocol import Opened, Receipt, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.peer_memory import PeerMemory
@@ -52,10 +52,28 @@ CASES = [
 ]
 
 
+def settled(ahead: Opened) -> Opened:
+    """What becomes of lists that experts compute on before sizes are known: they have no rows where P is too many."""
+    if ahead.settle is None:
+        return ahead
+    opened, narrowed = ahead.settle()
+    assert opened.settle is None
+    P, room = opened.gates_P.shape[0], ahead.gates_P.shape[0]
+    if narrowed:
+        assert torch.equal(ahead.receipt.expert_starts_e, opened.receipt.expert_starts_e * (P <= room))
+        for early, known in (
+            (ahead.gates_P, opened.gates_P),
+            (ahead.receipt.row_of_pair_P, opened.receipt.row_of_pair_P),
+        ):
+            assert torch.equal(early[:P], known[:room])
+            assert not early[P:].any()
+    return opened
+
+
 def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a rank sees of one exchange; received rows by source and token, without gaps."""
     x_TH = torch.randn(case.tokens[rank], case.H, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    opened = transport.open(case.routing(rank), case.plan().of_rank(rank), x_TH)
+    opened = settled(transport.open(case.routing(rank), case.plan().of_rank(rank), x_TH))
     receipt, P = opened.receipt, opened.gates_P.shape[0]
     early = opened.rows_RH
     early = None if early is None else early[used(receipt)]
