@@ -18,8 +18,7 @@ def _come(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.constexpr,
 
 @triton.jit(do_not_specialize=["patience", "rank"])
 def _go(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.constexpr, S: tl.constexpr):
-    meeting = tl.load(state_ptr + STAGE) + 1
-    finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
 def come(meeting: Meeting, stage: Stage) -> None:

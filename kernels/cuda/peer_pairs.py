@@ -47,7 +47,7 @@ def _push_lists(
 ):
     if nobody_sends(pairs_ptr, S, RANKS):
         return
-    meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
     owner = tl.program_id(0) % S
     num_pairs = tl.load(pairs_ptr + rank * S + owner)
     first = _before(pairs_ptr, rank, owner, S, RANKS, False)
@@ -61,7 +61,7 @@ def _push_lists(
         tl.store(rows_there + index, tl.load(tokens_ptr + first + index, mask=real), mask=real)
         tl.store(weights_there + index, tl.load(gates_ptr + first + index, mask=real), mask=real)
         offset += tl.num_programs(0) // S * BLOCK
-    finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
 @triton.jit(do_not_specialize=["patience", "rank"])
@@ -80,7 +80,7 @@ def _push_values(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
     source = tl.program_id(0) % S
     num_pairs = tl.load(pairs_ptr + source * S + rank)
     first = _before(pairs_ptr, source, rank, S, RANKS, True)
@@ -93,7 +93,7 @@ def _push_values(
         slot = tl.load(slot_ptr + first + index, mask=real, other=0)
         tl.store(there + index, tl.load(values_ptr + slot, mask=real), mask=real)
         offset += tl.num_programs(0) // S * BLOCK
-    finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
 @triton.jit(do_not_specialize=["rank", "N"])

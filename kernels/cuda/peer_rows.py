@@ -25,6 +25,7 @@ from sonic_ep.kernels.peers import Meeting, Stage
 _PUSHED = 32768
 _MAX_COLUMNS = 2048
 _PUSH_WARPS = 16
+_PUSH_REGISTERS = 128  # of a thread at most. Left alone, ptxas spills one, for programs that never share an SM
 _BLOCKS = 2  # of columns, that a program sums before it takes another piece
 PUSH_PROGRAMS = 64  # more do not help, and other kernels find room beside them
 SUM_PROGRAMS = 16 * 132  # of one warp; fewer than there is room for at once, so that all of them run together
@@ -52,7 +53,7 @@ def _push_rows(
 ):
     if nobody_sends(pairs_ptr, S, RANKS):
         return
-    meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
     blocks = tl.cdiv(H, COLUMNS)
     tiles = tl.cdiv(T, TOKENS) * blocks
     tile = tl.program_id(0)
@@ -69,7 +70,7 @@ def _push_rows(
             buffer_ptr = tl.multiple_of(buffer_ptr, 16)
             tl.store(buffer_ptr + place[:, None] * H + columns, x, mask=inside & needed[:, None])
         tile = take(state_ptr, STAGE).to(tl.int32)
-    finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
 @triton.jit(do_not_specialize=["patience", "rank", "stride"])
@@ -99,7 +100,7 @@ def _push_sums(
 ):
     if nobody_sends(pairs_ptr, S, RANKS):
         return
-    meeting = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
     parts = tl.cdiv(H, BLOCK * BLOCKS)
     most = tl.load(tokens_ptr)
     for other in tl.static_range(1, S):
@@ -137,7 +138,7 @@ def _push_sums(
                     )
                     tl.store(buffer_ptr + place * H + columns, total.to(values_ptr.dtype.element_ty), mask=inside)
         piece = take(state_ptr, STAGE)
-    finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
 @triton.jit(do_not_specialize=["T", "stride"])
@@ -194,6 +195,7 @@ def push_rows(meeting: Meeting, x_TH: Tensor, needed: Tensor, pairs_SQ: Tensor, 
         TOKENS=max(1, _PUSHED // (columns * next_power_of_2(meeting.size))),
         COLUMNS=columns,
         num_warps=_PUSH_WARPS,
+        maxnreg=_PUSH_REGISTERS,
     )
 
 

@@ -96,12 +96,11 @@ def wait_for(
 
 @triton.jit
 def begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.constexpr, S: tl.constexpr):
-    """The number of this meeting, once all ranks' buffers may be written."""
+    """Until all ranks' buffers may be written."""
     meeting = tl.load(state_ptr + STAGE) + 1
     if tl.program_id(0) == 0:
         tell(meeting, flags_ptr, everyone(S), rank, READY, STAGE, S)
     wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, everyone(S), READY, STAGE, S)
-    return meeting
 
 
 @triton.jit
@@ -126,8 +125,9 @@ def leave(meeting, state_ptr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def finish(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.constexpr, S: tl.constexpr):
+def finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.constexpr, S: tl.constexpr):
     """Tell all ranks that this one's writes are complete, and wait for theirs. The end of a kernel."""
+    meeting = tl.load(state_ptr + STAGE) + 1
     tl.debug_barrier()
     ticket = tl.atomic_add(state_ptr + _STAGES + STAGE, 1, sem="acq_rel", scope="gpu")
     if ticket == tl.num_programs(0) - 1:

@@ -16,6 +16,7 @@ class TritonKernel(NamedTuple):
 
     arguments: the types of its run-time arguments in Triton's words, in order; pointers are 16-byte aligned.
     constants: its tl.constexpr arguments by name; "tl.float32" stands for that object.
+    registers: the most of a thread, if its launch says so.
     """
 
     module: str
@@ -23,6 +24,7 @@ class TritonKernel(NamedTuple):
     arguments: str
     constants: dict[str, object]
     num_warps: int = 4
+    registers: int | None = None
 
     def __str__(self) -> str:
         return f"{self.function}({self.arguments}; {', '.join(map(str, self.constants.values()))})"
@@ -60,4 +62,6 @@ def compile_triton(kernel: TritonKernel, arch: str) -> bytes:
     aligned = {(number,): [["tt.divisibility", 16]] for number in pointers}
     target = GPUTarget("cuda", _CAPABILITY[arch], 32)
     source = ASTSource(function, signature, constants, aligned)
-    return triton.compile(source, target=target, options={"num_warps": kernel.num_warps}).asm["cubin"]
+    return triton.compile(
+        source, target=target, options={"num_warps": kernel.num_warps, "maxnreg": kernel.registers}
+    ).asm["cubin"]

@@ -119,8 +119,9 @@ KERNELS = [
             f"{rows} *i32 *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32 i32",
             {"STAGE": 1, "S": ranks, "RANKS": ranks, "TOKENS": 16 // ranks, "COLUMNS": 2048},
             num_warps=16,
+            registers=128,
         )
-        for rows, ranks in (("*bf16", 2), ("*bf16", 8), ("*fp32", 4))
+        for rows, ranks in (("*bf16", 2), ("*bf16", 4), ("*bf16", 8), ("*fp32", 4))
     ),
     *(
         TritonKernel(
