@@ -48,7 +48,7 @@ class AllToAllTransport:
     def raise_if_lost(self) -> None:
         pass
 
-    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
+    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, whose: int | None = None) -> Opened:
         if not host_may_wait(plan.pairs_SQ):
             raise RuntimeError(
                 f"the all-to-all of ep_size={self.group.size} needs its sizes on the host, which a CUDA graph cannot "

@@ -44,7 +44,7 @@ class LocalTransport:
     def raise_if_lost(self) -> None:
         pass
 
-    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
+    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, whose: int | None = None) -> Opened:
         token_ids_N, T = routing.token_ids_N, routing.num_tokens
         P = V = N = token_ids_N.shape[0]
         arriving, takes_room = None, lists_take_room(token_ids_N.device)
@@ -54,7 +54,9 @@ class LocalTransport:
             arriving = sizes_on_host(routing) if waits else None
             if arriving is not None and not takes_room:
                 P, V = _rows_and_pairs(arriving)
-        ahead = self._forecast.rows(T) if arriving is not None and takes_room and x_TH is not None else None
+        ahead = None
+        if whose is not None and arriving is not None and takes_room:
+            ahead = self._forecast.rows(whose, T)
         spare = routing.most_rows is not None and (arriving is None or ahead is not None)
         buffer = pair_lists(plan.chunks(P, V, zeroed=spare), token_ids_N, routing.gates_N, None, T)
 
@@ -79,7 +81,8 @@ class LocalTransport:
 
         def settle() -> tuple[Opened, bool]:
             P, V = _rows_and_pairs(arriving)
-            self._forecast.note(P, T)
+            if whose is not None:
+                self._forecast.note(whose, P, T)
             return opened(P, V), True
 
         if ahead is None or arriving.arrived:

@@ -135,12 +135,13 @@ class Opened:
 class Transport(Exchange, Protocol):
     """Moves rows and pair values between the ranks of one EP group. Between calls it holds buffers and byte counts."""
 
-    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
+    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, whose: int | None = None) -> Opened:
         """Tell every owner which rows its pairs need and how they weigh. plan: this rank's, of the routing's counts.
 
         x_TH: rows to dispatch next, which need not wait for the lists. Every rank gives some, or none does. With them
-        the routing may be unchecked still, and sizes unknown: call `settle` of what comes, if it has one, when experts
-        have been launched, and `routing.check` when all has been.
+        the routing may be unchecked still: call `routing.check` when all has been launched.
+        whose: a number of the experts that compute on these rows, the same in every step, see room.py. With it sizes
+        may be unknown: call `settle` of what comes, if it has one, when the experts have been launched.
         """
         ...
 

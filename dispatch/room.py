@@ -20,6 +20,7 @@ from sonic_ep.routing import HostSizes
 _MORE = 5 / 4  # than the last step needed
 _DECAY = 15 / 16  # of the room, at most, from step to step, since layers differ
 _KEPT_MORE = 33 / 32  # rows of what is kept for backward
+_MOST_NOTED = 1024
 
 
 class Room(NamedTuple):
@@ -39,7 +40,7 @@ class Room(NamedTuple):
 
 
 def plan_within(plan: RankPlan, sizes: Tensor, room: Room) -> RankPlan:
-    """The plan; unless the room holds it, nobody has a pair for anybody and chunks are empty. Nothing waits.
+    """The plan; unless the room holds it, nobody has a pair for anybody, chunks and experts are empty. Nothing waits.
 
     sizes: of `host_sizes`, kernels/host_sizes.py, the same on every rank.
     """
@@ -51,7 +52,8 @@ def plan_within(plan: RankPlan, sizes: Tensor, room: Room) -> RankPlan:
     received_Q, pairs_SQ = rows_SQ.view(S, S).sum(0), pairs_SQ.view(S, S)
     holds = (tokens_S.max() == room.tokens) & (received_Q.max() <= room.rows)
     holds &= torch.maximum(pairs_SQ.sum(0).max(), pairs_SQ.sum(1).max()) <= room.pairs
-    return plan._replace(table_FC=plan.table_FC * holds, pairs_SQ=plan.pairs_SQ * holds)
+    table_FC, starts_e, pairs_SQ = (values * holds for values in (plan.table_FC, plan.expert_starts_e, plan.pairs_SQ))
+    return plan._replace(table_FC=table_FC, expert_starts_e=starts_e, pairs_SQ=pairs_SQ)
 
 
 @final
@@ -80,17 +82,19 @@ class Forecast:
 
 @final
 class RowsForecast:
-    """How many rows the next step's experts may have on this rank, by what the last one's had."""
+    """How many rows the next step's experts may have on this rank, by what the last one's had. `whose`: a number that
+    experts keep from step to step, like an address of their weights, for layers differ."""
 
     def __init__(self) -> None:
-        self._last: tuple[int, int] | None = None
+        self._last: dict[int, tuple[int, int]] = {}
 
-    def rows(self, num_tokens: int) -> int | None:
+    def rows(self, whose: int, num_tokens: int) -> int | None:
         """None if there was no step yet, or it had another number of tokens."""
-        if self._last is None or num_tokens != self._last[1]:
-            return None
-        return round(self._last[0] * _KEPT_MORE)
+        num_rows, tokens = self._last.get(whose, (0, -1))
+        return round(num_rows * _KEPT_MORE) if tokens == num_tokens else None
 
-    def note(self, num_rows: int, num_tokens: int) -> None:
+    def note(self, whose: int, num_rows: int, num_tokens: int) -> None:
         """What a step has had."""
-        self._last = num_rows, num_tokens
+        if len(self._last) >= _MOST_NOTED:
+            self._last.clear()  # of numbers that were not kept
+        self._last[whose] = num_rows, num_tokens

@@ -104,8 +104,6 @@ def _open_routing(
     routing = Routing(gates_N, token_ids_N, decided, num_tokens, most_rows, most_received, on_host)
     with routing.reports_first():
         opened = transport_held(group, transport).open(routing, plan_for(decided, group.rank), x_TH)
-        if opened.settle is not None:
-            opened, _ = opened.settle()
     _sent.leave(group_name, opened.receipt.expert_starts_e, _OnTheirWay(opened.rows_RH, routing))
     splits = opened.receipt.splits
     splits_4S = torch.tensor([splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in])

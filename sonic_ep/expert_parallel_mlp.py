@@ -23,6 +23,8 @@ from sonic_ep.kernels.activations import Activation
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
 from sonic_ep.kernels.operations import operations_for
 
+_FULL = 15 / 16  # of the room that was made for H, at least, or it is not worth its memory
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -60,8 +62,9 @@ def forward(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) ->
     if opened.settle is not None:
         settled, narrowed = opened.settle()
         P = settled.gates_P.shape[0]
-        if narrowed and P <= opened.gates_P.shape[0]:
-            y_PH, h_PJ = y_PH[:P], h_PJ[:P]
+        room = opened.gates_P.shape[0]
+        if narrowed and P <= room:
+            y_PH, h_PJ = y_PH[:P], h_PJ[:P] if P >= room * _FULL else h_PJ[:P].clone()
         else:
             del y_PH, h_PJ
             rows_RH, y_PH, h_PJ = _experts(x_TH, settled, weights, call)

@@ -126,7 +126,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
     ) -> Tensor:
         x_TH = x_TH.contiguous()
         with routing.reports_first():
-            opened = call.transport.open(routing, plan, x_TH)
+            opened = call.transport.open(routing, plan, x_TH, w1.data_ptr())
             out_TH, kept = forward(x_TH, opened, ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH), call)
         routing.check()  # now that all has been launched
         weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)

@@ -55,10 +55,10 @@ class GroupTransport:
         for transport in self._chosen.values():
             transport.raise_if_lost()
 
-    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> Opened:
+    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, whose: int | None = None) -> Opened:
         if routing.gates_N.device.type not in self._chosen:
             routing.check()  # the choice is a collective
-        return self.on(routing.gates_N).open(routing, plan, x_TH)
+        return self.on(routing.gates_N).open(routing, plan, x_TH, whose)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         return self.on(x_TH).dispatch(x_TH, receipt)

@@ -42,8 +42,10 @@ def nobody_sends(pairs_ptr, S: tl.constexpr, RANKS: tl.constexpr):
 
 @triton.jit
 def reported(state_ptr):
-    """What is reported of a rank that was waited for in vain, see Meeting; 0 while all is well."""
-    return tl.load(state_ptr + 3 * _STAGES, volatile=True)
+    """What is reported of a rank that was waited for in vain, see Meeting; 0 while all is well. One thread asks for all
+    of a program, which must not go different ways."""
+    report = tl.atomic_add(state_ptr + 3 * _STAGES + tl.arange(0, 1), 0, sem="relaxed", scope="gpu")
+    return tl.max(report, axis=0)
 
 
 @triton.jit
@@ -87,11 +89,11 @@ def wait_for(
         given_up = reported(state_ptr)
         while (late > 0) & (given_up == 0):
             late = _first_late(flag_ptr, source, meeting, S)
+            if (late > 0) & (now() - start > patience):  # by the clock of the thread that stores
+                report = tl.zeros([], tl.int64) + STAGE * _RANKS + S - late + 1
+                tl.store(state_ptr + 3 * _STAGES, report)
+                tl.store(report_ptr, report)
             given_up = reported(state_ptr)
-            if (late > 0) & (given_up == 0) & (now() - start > patience):
-                given_up = tl.zeros([], tl.int64) + STAGE * _RANKS + S - late + 1
-                tl.store(state_ptr + 3 * _STAGES, given_up)
-                tl.store(report_ptr, given_up)
 
 
 @triton.jit

@@ -100,8 +100,10 @@ def _take(values_ptr, out_ptr, size, index, holds):
 @triton.jit(do_not_specialize=["tokens", "most_rows", "most_pairs"])
 def _plan_within(
     table_ptr,
+    starts_ptr,
     pairs_to_owners_ptr,
     out_table_ptr,
+    out_starts_ptr,
     out_pairs_to_owners_ptr,
     sizes_ptr,
     tokens,
@@ -112,7 +114,7 @@ def _plan_within(
     SOURCES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first programs have the pairs, too."""
+    """The first programs have the starts and the pairs, too."""
     source = tl.arange(0, SOURCES)
     from_to = source[:, None] * S + source[None, :]
     inside = (source < S)[:, None] & (source < S)[None, :]
@@ -124,18 +126,25 @@ def _plan_within(
     holds = holds & (tl.max(tl.sum(pairs_SQ, axis=1), axis=0) <= most_pairs)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _take(table_ptr, out_table_ptr, 6 * S * e, index, holds)
+    _take(starts_ptr, out_starts_ptr, e + 1, index, holds)
     _take(pairs_to_owners_ptr, out_pairs_to_owners_ptr, S * S, index, holds)
 
 
 def plan_within(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan:
     """`plan_within` of dispatch/room.py."""
     S, e = plan.pair_starts_Q.shape[0] - 1, plan.expert_starts_e.shape[0] - 1
-    table_FC, pairs_SQ = torch.empty_like(plan.table_FC), torch.empty_like(plan.pairs_SQ)
-    _plan_within[(cdiv(max(table_FC.numel(), S * S), _BLOCK),)](
+    within = plan._replace(
+        table_FC=torch.empty_like(plan.table_FC),
+        expert_starts_e=torch.empty_like(plan.expert_starts_e),
+        pairs_SQ=torch.empty_like(plan.pairs_SQ),
+    )
+    _plan_within[(cdiv(max(plan.table_FC.numel(), e + 1, S * S), _BLOCK),)](
         plan.table_FC,
+        plan.expert_starts_e,
         plan.pairs_SQ,
-        table_FC,
-        pairs_SQ,
+        within.table_FC,
+        within.expert_starts_e,
+        within.pairs_SQ,
         sizes,
         tokens,
         rows,
@@ -146,4 +155,4 @@ def plan_within(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: in
         BLOCK=_BLOCK,
         num_warps=4,
     )
-    return plan._replace(table_FC=table_FC, pairs_SQ=pairs_SQ)
+    return within

@@ -35,6 +35,7 @@ def test_the_device_says_what_the_host_does(size: int, e: int, multiple: int, da
         assert all(map(torch.equal, got, plan))
     else:
         assert not got.table_FC.any()
+        assert not got.expert_starts_e.any()
         assert not got.pairs_SQ.any()
 
 
@@ -69,10 +70,20 @@ def test_room_shrinks_by_little() -> None:
 
 
 def test_rows_of_the_next_step() -> None:
-    """A thirty-second more than the last one's, whatever came before, for as many tokens."""
+    """A thirty-second more than the same experts' last one, whatever came before, for as many tokens."""
     forecast = RowsForecast()
-    assert forecast.rows(9) is None
+    assert forecast.rows(1, 9) is None
+    forecast.note(2, 32, 9)
     for rows, more in ((640, 660), (64, 66), (0, 0), (320, 330)):
-        forecast.note(rows, 9)
-        assert forecast.rows(9) == more
-        assert forecast.rows(8) is None
+        forecast.note(1, rows, 9)
+        assert forecast.rows(1, 9) == more
+        assert forecast.rows(1, 8) is None
+        assert forecast.rows(2, 9) == 33
+
+
+def test_numbers_that_nobody_keeps_are_forgotten() -> None:
+    forecast = RowsForecast()
+    for whose in range(5000):
+        forecast.note(whose, 64, 9)
+    assert forecast.rows(4999, 9) == 66
+    assert forecast.rows(0, 9) is None

@@ -45,6 +45,7 @@ CASES = [
     Case((13, 9), 5, 4, multiple=8),
     Case((0, 11), 7, 4),
     Case((0, 0), 3, 4),
+    Case((7, 8, 9), 3, 6),
     Case((5, 6), 4, 2, "none"),
     Case((13, 1, 0, 22), 5, 8, multiple=4),
     Case((7, 8, 9, 10), 3, 8, "all"),
@@ -67,13 +68,15 @@ def settled(ahead: Opened) -> Opened:
         ):
             assert torch.equal(early[:P], known[:room])
             assert not early[P:].any()
+    else:
+        assert not ahead.receipt.expert_starts_e.any()
     return opened
 
 
 def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a rank sees of one exchange; received rows by source and token, without gaps."""
     x_TH = torch.randn(case.tokens[rank], case.H, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    opened = settled(transport.open(case.routing(rank), case.plan().of_rank(rank), x_TH))
+    opened = settled(transport.open(case.routing(rank), case.plan().of_rank(rank), x_TH, whose=7))
     receipt, P = opened.receipt, opened.gates_P.shape[0]
     early = opened.rows_RH
     early = None if early is None else early[used(receipt)]

@@ -162,17 +162,18 @@ def test_many_steps_with_late_ranks_and_two_microbatches(gpus: Gpus) -> None:
 def one_rank_stays_away(rank: int) -> str:
     group = EPGroup()
     transport = symmetric(group, patience=2)
-    routing = routing_of(rank, group, 64, 8, 2, 0)
-    step(transport, group, routing, (64, 64, 8 // group.size), kept=False, seed=0)
+    # More tiles of tokens than programs that push them, and fewer than twice as many.
+    routing, shape = routing_of(rank, group, 1536 // group.size, 8, 2, 0), (2048, 64, 8 // group.size)
+    step(transport, group, routing, shape, kept=False, seed=0)
     if rank == group.size - 1:
         time.sleep(8)
         return ""
     start = time.monotonic()
     try:
-        y = step(transport, group, routing, (64, 64, 8 // group.size), kept=False, seed=0)[0]
+        y = step(transport, group, routing, shape, kept=False, seed=0)[0]
         torch.cuda.synchronize()
         assert y.isnan().all()
-        step(transport, group, routing, (64, 64, 8 // group.size), kept=False, seed=0)
+        step(transport, group, routing, shape, kept=False, seed=0)
     except RuntimeError as error:
         assert time.monotonic() - start < 6
         return str(error)

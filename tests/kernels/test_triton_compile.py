@@ -79,7 +79,7 @@ KERNELS = [
         TritonKernel(
             "plan",
             "_plan_within",
-            "*i32 *i32 *i32 *i32 *i64 i32 i32 i32 i32 i32",
+            "*i32 *i32 *i32 *i32 *i32 *i32 *i64 i32 i32 i32 i32 i32",
             {"SOURCES": sources, "BLOCK": 1024},
         )
         for sources in (2, 8, 64)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from sonic_ep import EPGroup
 from sonic_ep.dispatch import local
@@ -27,16 +28,28 @@ from tests.helpers.static_buffers import lists_with_room, with_spare
 from tests.helpers.triton_device import triton_device
 
 pytestmark = pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels; see test_symmetric_gpu.py")
-I = 3  # noqa: E741
+H, I, E = 5, 3, 4  # noqa: E741
 
 
-def step(transport: Transport, group: EPGroup, routing: Routing, H: int, E: int) -> list[Tensor]:
-    """Output and gradients."""
+def experts_of(group: EPGroup) -> list[Tensor]:
     generator = torch.Generator().manual_seed(group.rank)
-    sizes = (routing.num_tokens, H), (routing.num_tokens, H), (E // group.size, 2 * I, H), (E // group.size, H, I)
-    x, dout, w1, w2 = (torch.randn(size, generator=generator) for size in sizes)
-    leaves = [x.requires_grad_(), w1.requires_grad_(), w2.requires_grad_(), routing.gates_N.clone().requires_grad_()]
-    y = moe(x, replace(routing, gates_N=leaves[3]), w1, w2, transport=transport, group=group)
+    sizes = (E // group.size, 2 * I, H), (E // group.size, H, I)
+    return [torch.randn(size, generator=generator).requires_grad_() for size in sizes]
+
+
+def step(transport: Transport, group: EPGroup, routing: Routing, experts: list[Tensor]) -> list[Tensor]:
+    """Output and gradients. What is kept of H is hardly longer than H."""
+
+    def see(kept: Tensor) -> Tensor:
+        if kept.dim() == 2 and kept.shape[1] == 2 * I:
+            assert kept.untyped_storage().nbytes() <= kept.nbytes * 16 / 15
+        return kept
+
+    generator = torch.Generator().manual_seed(group.rank)
+    x, dout = (torch.randn(routing.num_tokens, H, generator=generator) for _ in range(2))
+    leaves = [x.requires_grad_(), *experts, routing.gates_N.clone().requires_grad_()]
+    with saved_tensors_hooks(see, see):
+        y = moe(x, replace(routing, gates_N=leaves[3]), *experts, transport=transport, group=group)
     return [y.detach(), *torch.autograd.grad(y, leaves, dout)]
 
 
@@ -51,11 +64,10 @@ def noted(name: str, how: list[str], call: Callable[..., Any]) -> Callable[..., 
 def steps(rank: int, cases: list[Case], folder: str) -> list[str]:
     """How each step went: the order of opening, reading sizes and computing."""
     group, how = EPGroup(), []
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=60)
+    transport, experts = SymmetricTransport(group, shared_files(group, folder), patience=60), experts_of(group)
     for case in cases:
+        expected = step(AllToAllTransport(group), group, case.routing(rank), experts)
         how.append("")
-        expected = step(AllToAllTransport(group), group, case.routing(rank), case.H, case.E)
-        how[-1] = ""
         with (
             lists_with_room(),
             poisoned_empty(),
@@ -64,21 +76,21 @@ def steps(rank: int, cases: list[Case], folder: str) -> list[str]:
             patch.object(expert_mlp, "forward", noted("e", how, expert_mlp.forward)),
             patch.object(SizesOnHost, "arrived", False),
         ):
-            got = step(transport, group, case.routing(rank), case.H, case.E)
+            got = step(transport, group, case.routing(rank), experts)
         assert all(map(torch.equal, got, expected)), case
     return how
 
 
 # How the first rank goes through each.
 CHANGING = {
-    Case((13, 9), 5, 4, "all"): "roe",  # buffers are made
-    Case((13, 9), 5, 4, "all", seed=1): "oer",
-    Case((13, 9), 5, 4, "top2"): "oer",
-    Case((13, 9), 5, 4, "top2", multiple=4): "oere",  # more rows than the experts had room for
-    Case((13, 14), 5, 4, "top2"): "oeroe",  # another rank has more tokens
-    Case((12, 9), 5, 4, "all", seed=2): "roe",
-    Case((12, 9), 5, 4, "none"): "oer",
-    Case((12, 9), 5, 4, "top2"): "oere",
+    Case((13, 9), H, E, "all"): "roe",  # buffers are made
+    Case((13, 9), H, E, "all", seed=1): "oer",
+    Case((13, 9), H, E, "top2"): "oer",
+    Case((13, 9), H, E, "top2", multiple=4): "oere",  # more rows than the experts had room for
+    Case((13, 14), H, E, "top2"): "oeroe",  # another rank has more tokens
+    Case((12, 9), H, E, "all", seed=2): "roe",
+    Case((12, 9), H, E, "none"): "oer",
+    Case((12, 9), H, E, "top2"): "oere",
 }
 
 
@@ -88,17 +100,18 @@ def test_experts_are_launched_before_sizes_are_known(ranks: Callable[[int], Rank
 
 
 ALONE = {
-    Case((13,), 5, 4, "top2", multiple=8): "re",
-    Case((13,), 5, 4, "top2", multiple=8, seed=1): "er",
-    Case((13,), 5, 4, "top2", multiple=2): "er",
-    Case((13,), 5, 4, "all", multiple=2): "ere",
-    Case((12,), 5, 4, "all", multiple=2): "re",
-    Case((12,), 5, 4, "none", multiple=2): "er",
+    Case((13,), H, E, "top2", multiple=8): "re",
+    Case((13,), H, E, "top2", multiple=8, seed=1): "er",
+    Case((13,), H, E, "top2", multiple=2): "er",
+    Case((13,), H, E, "all", multiple=2): "ere",
+    Case((12,), H, E, "all", multiple=2): "re",
+    Case((12,), H, E, "none", multiple=2): "er",
 }
 
 
 def test_experts_of_one_rank_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
     group, transport, how = EPGroup.alone(), LocalTransport(), []
+    experts = experts_of(group)
     monkeypatch.setattr(local, "lists_take_room", lambda _: True)
     monkeypatch.setattr(SizesOnHost, "arrived", False)
     monkeypatch.setattr(SizesOnHost, "read", noted("r", how, SizesOnHost.read))
@@ -107,11 +120,11 @@ def test_experts_of_one_rank_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
         routing = case.routing(0)
         how.append("")
         with lists_with_room(), poisoned_empty():
-            expected = step(LocalTransport(), group, routing, case.H, case.E)
+            expected = step(LocalTransport(), group, routing, experts)
             assert how[-1] == "re"
             how[-1] = ""
             assert routing.most_rows is not None
-            got = step(transport, group, with_spare(routing, 3, most_rows=routing.most_rows + 20), case.H, case.E)
+            got = step(transport, group, with_spare(routing, 3, most_rows=routing.most_rows + 20), experts)
         sizes = [values.shape[0] for values in expected]
         assert all(torch.equal(a[:size], b) for a, b, size in zip(got, expected, sizes, strict=True)), case
     assert how == list(ALONE.values())

@@ -52,7 +52,7 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
         self.router.bind(config_of(spec, config, options))
         self.experts.__class__ = SonicEPGroupedExperts
         self.experts.bind(activation_of(spec), options)
-        self.ep = EPGroup.alone()
+        self._meet_in(EPGroup.alone())
 
     def set_deepspeed_parallelism(
         self, use_data_before_expert_parallel_: bool = False, folding_group_handles: Any = None
@@ -64,15 +64,16 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
                 "supported: tokens would be routed once for every TP rank; set tensor_parallel.autotp_size to 1"
             )
         super().set_deepspeed_parallelism(use_data_before_expert_parallel_, folding_group_handles)
-        self.ep = EPGroup(self.ep_group) if self.ep_size > 1 else EPGroup.alone()
-        transport_for(self.ep, self.experts.options.transport)  # which asks the ranks once, and not in a forward
+        self._meet_in(EPGroup(self.ep_group) if self.ep_size > 1 else EPGroup.alone())
+
+    def _meet_in(self, group: EPGroup) -> None:
+        self.ep, self.transport = group, transport_for(group, self.experts.options.transport)
 
     def _forward(self, hidden_states: Tensor) -> Any:
         H = hidden_states.shape[-1]
         x_TH = hidden_states.reshape(-1, H)
-        transport = transport_for(self.ep, self.experts.options.transport)
-        routing, counts_E = self.router(x_TH, self.ep, transport)
-        output = self.experts(x_TH, routing, self.ep, transport).view_as(hidden_states)
+        routing, counts_E = self.router(x_TH, self.ep, self.transport)
+        output = self.experts(x_TH, routing, self.ep, self.transport).view_as(hidden_states)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts_E)  # now that no rank has reported a problem
         return self._finalize_output(output, x_TH, hidden_states, H)

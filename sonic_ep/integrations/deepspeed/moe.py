@@ -17,6 +17,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
 from sonic_ep.checks import problem_with_input
+from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.deepspeed.experts import StackedExperts
@@ -112,17 +113,23 @@ class RoutedExperts(nn.Module):
         super().__init__()
         self.gate, self.experts, self.options = gate, experts, options
         self.ep_size = ep_size
-        self.group: EPGroup | None = EPGroup.alone() if ep_size == 1 else None
+        self.group: EPGroup | None = None
+        self.transport: Transport | None = None
+        if ep_size == 1:
+            self._meet_in(EPGroup.alone())
 
     def _set_ep_group(self, ep_group: Any) -> None:
         """What DeepSpeed's layer calls on its own; any number of times."""
         if self.ep_size > 1 and (self.group is None or self.group.process_group is not ep_group):
-            self.group = EPGroup(ep_group)
-            _check_alike(self.group, self.gate, self.experts.template, self.options)
-            transport_for(self.group, self.options.transport)  # which asks the ranks once, and not in a forward
+            group = EPGroup(ep_group)
+            _check_alike(group, self.gate, self.experts.template, self.options)
+            self._meet_in(group)
+
+    def _meet_in(self, group: EPGroup) -> None:
+        self.group, self.transport = group, transport_for(group, self.options.transport)
 
     def forward(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        if self.group is None:
+        if self.group is None or self.transport is None:
             raise RuntimeError(
                 f"the layer has no expert-parallel group of ep_size={self.ep_size} yet: call deepspeed.initialize, or "
                 "set_deepspeed_parallelism() on every rank"
@@ -130,8 +137,7 @@ class RoutedExperts(nn.Module):
         weights = self._weights()
         x_TH, problem = self._rows(x, weights["w1"])
         used_T, used_problem = self._used(used_token, x_TH)
-        transport = transport_for(self.group, self.options.transport)
-        gated = self.gate(x_TH, used_T, group=self.group, problem=problem or used_problem, exchange=transport)
+        gated = self.gate(x_TH, used_T, group=self.group, problem=problem or used_problem, exchange=self.transport)
         y_TH = moe(
             gated.x_TH,
             gated.routing,
@@ -139,7 +145,7 @@ class RoutedExperts(nn.Module):
             weights["w2"],
             weights.get("b1"),
             weights.get("b2"),
-            transport=transport,
+            transport=self.transport,
             group=self.group,
             activation=self.experts.template.activation,
             keep_dispatched=self.options.keep_dispatched,
