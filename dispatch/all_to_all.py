@@ -67,14 +67,11 @@ class AllToAllTransport:
         rows_out, rows_in = starts.diff().tolist()
         buffer = pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, num_rows)
         tokens = token_lists(sent, num_sent)
-        receipt = Receipt(
-            row_of_pair_P=buffer.row_of_pair_P,
-            pairs_by_row_V=buffer.pairs_by_row_V,
-            pair_starts_R=buffer.pair_starts_R,
-            slot_V=buffer.slot_V,
-            expert_starts_e=chunks.expert_starts_e,
-            own_lists=(tokens.token_of_sent_U, tokens.sent_by_token_U, tokens.sent_starts_T),
-            splits=Splits(tuple(rows_out), tuple(rows_in), *splits),
+        receipt = Receipt.of(
+            buffer,
+            chunks.expert_starts_e,
+            (tokens.token_of_sent_U, tokens.sent_by_token_U, tokens.sent_starts_T),
+            Splits(tuple(rows_out), tuple(rows_in), *splits),
             num_tokens=routing.num_tokens,
             num_rows=num_rows,
             num_listed=routing.token_ids_N.shape[0],

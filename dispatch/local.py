@@ -61,14 +61,11 @@ class LocalTransport:
         buffer = pair_lists(plan.chunks(P, V, zeroed=spare), token_ids_N, routing.gates_N, None, T)
 
         def opened(P: int, V: int) -> Opened:
-            receipt = Receipt(
-                row_of_pair_P=buffer.row_of_pair_P,
-                pairs_by_row_V=buffer.pairs_by_row_V,
-                pair_starts_R=buffer.pair_starts_R,
-                slot_V=buffer.slot_V,
-                expert_starts_e=plan.expert_starts_e,
-                own_lists=(),
-                splits=Splits((T,), (T,), (V,), (V,)),
+            receipt = Receipt.of(
+                buffer,
+                plan.expert_starts_e,
+                (),
+                Splits((T,), (T,), (V,), (V,)),
                 num_tokens=T,
                 num_rows=T,
                 num_listed=N,

@@ -19,7 +19,7 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from sonic_ep.groups import Exchange
-from sonic_ep.kernels.pair_lists import RankPlan
+from sonic_ep.kernels.pair_lists import PairBuffer, RankPlan
 from sonic_ep.routing import Routing
 
 
@@ -60,6 +60,32 @@ class Receipt:
     num_tokens: int
     num_rows: int
     num_listed: int
+
+    @classmethod
+    def of(
+        cls,
+        lists: PairBuffer,
+        expert_starts_e: Tensor,
+        own_lists: tuple[Tensor, ...],
+        splits: Splits,
+        *,
+        num_tokens: int,
+        num_rows: int,
+        num_listed: int,
+    ) -> Self:
+        """With the owner's lists."""
+        return cls(
+            lists.row_of_pair_P,
+            lists.pairs_by_row_V,
+            lists.pair_starts_R,
+            lists.slot_V,
+            expert_starts_e,
+            own_lists,
+            splits,
+            num_tokens,
+            num_rows,
+            num_listed,
+        )
 
     def lists(self) -> tuple[Tensor, ...]:
         """The tensors, for saving; `with_lists` puts them back."""

@@ -170,14 +170,11 @@ class SymmetricTransport:
         chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=sizes.more)
         row_starts_S = self._starts_of_regions(sizes.stride, gates_V, static=static)
         buffer = pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, S * sizes.stride)
-        receipt = Receipt(
-            row_of_pair_P=buffer.row_of_pair_P,
-            pairs_by_row_V=buffer.pairs_by_row_V,
-            pair_starts_R=buffer.pair_starts_R,
-            slot_V=buffer.slot_V,
-            expert_starts_e=plan.expert_starts_e,
-            own_lists=(needed, routing.counts.tokens_S.to(INDEX_DTYPE), pairs_SQ),
-            splits=Splits.none(S),
+        receipt = Receipt.of(
+            buffer,
+            plan.expert_starts_e,
+            (needed, routing.counts.tokens_S.to(INDEX_DTYPE), pairs_SQ),
+            Splits.none(S),
             num_tokens=routing.num_tokens,
             num_rows=S * sizes.stride,
             num_listed=token_ids_N.shape[0],
