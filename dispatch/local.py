@@ -47,17 +47,17 @@ class LocalTransport:
     def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, whose: int | None = None) -> Opened:
         token_ids_N, T = routing.token_ids_N, routing.num_tokens
         P = V = N = token_ids_N.shape[0]
-        arriving, takes_room = None, lists_take_room(token_ids_N.device)
+        arriving, rows = None, None
         if routing.most_rows is not None:
             P = routing.most_rows
+            takes_room = lists_take_room(token_ids_N.device)
             waits = not (takes_room and self._static) and host_may_wait(token_ids_N)
             arriving = sizes_on_host(routing) if waits else None
-            if arriving is not None and not takes_room:
+            if arriving is not None and takes_room:
+                rows = self._forecast.rows(whose, T)
+            elif arriving is not None:
                 P, V = _rows_and_pairs(arriving)
-        ahead = None
-        if whose is not None and arriving is not None and takes_room:
-            ahead = self._forecast.rows(whose, T)
-        spare = routing.most_rows is not None and (arriving is None or ahead is not None)
+        spare = routing.most_rows is not None and (arriving is None or rows is not None)
         buffer = pair_lists(plan.chunks(P, V, zeroed=spare), token_ids_N, routing.gates_N, None, T)
 
         def opened(P: int, V: int) -> Opened:
@@ -78,13 +78,12 @@ class LocalTransport:
 
         def settle() -> tuple[Opened, bool]:
             P, V = _rows_and_pairs(arriving)
-            if whose is not None:
-                self._forecast.note(whose, P, T)
+            self._forecast.note(whose, P, T)
             return opened(P, V), True
 
-        if ahead is None or arriving.arrived:
+        if rows is None or arriving.arrived:
             return settle()[0]
-        return opened(P, V).ahead(ahead, settle)
+        return opened(P, V).ahead(rows, settle)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         return x_TH

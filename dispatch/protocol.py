@@ -152,10 +152,10 @@ class Opened:
     def ahead(self, num_rows: int, settle: "Callable[[], tuple[Opened, bool]]") -> "Opened":
         """The same with this many rows at most, before the host knows P. Experts have none if P is more: nothing may
         be written behind `num_rows`. Lists must have room that is zero."""
-        starts_e = self.receipt.expert_starts_e
-        starts_e = starts_e * (starts_e[-1:] <= min(num_rows, self.gates_P.shape[0]))
+        gates_P, starts_e = self.gates_P[:num_rows], self.receipt.expert_starts_e
+        starts_e = starts_e * (starts_e[-1:] <= gates_P.shape[0])
         receipt = replace(self.receipt, row_of_pair_P=self.receipt.row_of_pair_P[:num_rows], expert_starts_e=starts_e)
-        return Opened(receipt, self.gates_P[:num_rows], self.rows_RH, settle)
+        return Opened(receipt, gates_P, self.rows_RH, settle)
 
 
 class Transport(Exchange, Protocol):

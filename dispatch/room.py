@@ -88,13 +88,15 @@ class RowsForecast:
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, int]] = {}
 
-    def rows(self, whose: int, num_tokens: int) -> int | None:
-        """None if there was no step yet, or it had another number of tokens."""
-        num_rows, tokens = self._last.get(whose, (0, -1))
+    def rows(self, whose: int | None, num_tokens: int) -> int | None:
+        """None if there was no step yet, or it had another number of tokens, or nobody asks."""
+        num_rows, tokens = (0, -1) if whose is None else self._last.get(whose, (0, -1))
         return round(num_rows * _KEPT_MORE) if tokens == num_tokens else None
 
-    def note(self, whose: int, num_rows: int, num_tokens: int) -> None:
+    def note(self, whose: int | None, num_rows: int, num_tokens: int) -> None:
         """What a step has had."""
+        if whose is None:
+            return
         if len(self._last) >= _MOST_NOTED:
             self._last.clear()  # of numbers that were not kept
         self._last[whose] = num_rows, num_tokens

@@ -132,15 +132,14 @@ class SymmetricTransport:
             most = Room.needed_by(known)
             P, V = known.num_rows(self.group.rank), sum(known.pairs_in(self.group.rank))
             self._forecast.note(most, routing.num_tokens)
-            if whose is not None:
-                self._own_rows.note(whose, P, routing.num_tokens)
+            self._own_rows.note(whose, P, routing.num_tokens)
             if room is not None and ahead is not None and room.holds(most):
                 return ahead.with_lists_of(P, V), True
             self._turn = turn
             sizes = _Sizes(max(1, most.tokens), P, V, most.pairs, more=False)
             return self._open(routing, plan, needed, x_TH, sizes), False
 
-        rows = None if whose is None else self._own_rows.rows(whose, routing.num_tokens)
+        rows = self._own_rows.rows(whose, routing.num_tokens)
         if ahead is None or rows is None or arriving.arrived:
             return settle()[0]
         return ahead.ahead(rows, settle)

@@ -5,7 +5,7 @@ Every rank's data follows from (case, rank), so each expectation is computed in 
 
 import random
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import Plan
 from sonic_ep.dispatch.protocol import Receipt, Splits, Transport
 from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Counts, Routing
 
 Pair = tuple[int, int]  # (expert, token): sorts in send order
@@ -126,6 +127,13 @@ class Case:
 
     def plan(self) -> Plan:
         return Plan.from_counts(torch.tensor(self.rows_SE()), torch.tensor(self.pairs_SE()), self.tile)
+
+
+def on_device(device: str, routing: Routing, plan: RankPlan) -> tuple[Routing, RankPlan]:
+    counts = Counts(**{field.name: getattr(routing.counts, field.name).to(device) for field in fields(Counts)})
+    gates_N, token_ids_N = routing.gates_N.to(device), routing.token_ids_N.to(device)
+    moved = replace(routing, gates_N=gates_N, token_ids_N=token_ids_N, counts=counts)
+    return moved, RankPlan(*(values.to(device) for values in plan))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,8 @@ import torch.distributed as dist
 
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.peer_memory import symmetric_memory
-from sonic_ep.routing import Counts, Routing
-from tests.dispatch.oracle import Case
+from tests.dispatch.oracle import Case, on_device
 from tests.helpers.shared_files import shared_files
 from tests.helpers.triton_device import triton_device
 
@@ -42,7 +39,7 @@ def live(rank: int, folder: str, device: str) -> None:
     told = Path(folder) / f"told-{rank}"
     try:
         for step in range(5):
-            opened = transport.open(*on(device, CASE.routing(rank), CASE.plan().of_rank(rank)))
+            opened = transport.open(*on_device(device, CASE.routing(rank), CASE.plan().of_rank(rank)))
             rows = transport.dispatch(torch.ones(CASE.tokens[rank], CASE.H, device=device), opened.receipt)
             if step == 1 and rank == SIZE - 1:
                 if device == "cuda":
@@ -53,13 +50,6 @@ def live(rank: int, folder: str, device: str) -> None:
                 torch.cuda.synchronize()
     except RuntimeError as error:
         told.write_text(str(error))
-
-
-def on(device: str, routing: Routing, plan: RankPlan) -> tuple[Routing, RankPlan]:
-    counts = Counts(**{field.name: getattr(routing.counts, field.name).to(device) for field in fields(Counts)})
-    lists = {"gates_N": routing.gates_N.to(device), "token_ids_N": routing.token_ids_N.to(device)}
-    moved = replace(routing, counts=counts, **lists)
-    return moved, RankPlan(*(values.to(device) for values in plan))
 
 
 @pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < SIZE, reason=f"needs {SIZE} CUDA devices")

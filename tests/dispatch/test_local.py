@@ -1,7 +1,6 @@
 """One rank takes no collective and copies no row."""
 
 import os
-from dataclasses import fields, replace
 from importlib.util import find_spec
 from types import BuiltinFunctionType, FunctionType
 
@@ -13,9 +12,8 @@ from sonic_ep.dispatch import local
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.pair_lists import RankPlan
-from sonic_ep.routing import Counts, Routing
-from tests.dispatch.oracle import Case, receipt_lists
+from sonic_ep.routing import Routing
+from tests.dispatch.oracle import Case, on_device, receipt_lists
 from tests.helpers.static_buffers import lists_with_room, with_spare
 from tests.helpers.waiting import assert_nothing_waits
 
@@ -107,10 +105,7 @@ def test_static_lists_ask_for_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", [CASE, Case((0,), 5, 4), Case((700,), 5, 40, multiple=16, tile=128)], ids=str)
 def test_lists_on_a_gpu_are_those_of_the_cpu_and_nothing_waits(case: Case) -> None:
     transport, routing, plan = LocalTransport(), case.routing(0), case.plan().of_rank(0)
-    on_device = {field.name: getattr(routing.counts, field.name).cuda() for field in fields(Counts)}
-    on_gpu = replace(routing, gates_N=routing.gates_N.cuda(), token_ids_N=routing.token_ids_N.cuda())
-    on_gpu = replace(on_gpu, counts=Counts(**on_device))
-    plan_on_gpu = RankPlan(*(values.cuda() for values in plan))
+    on_gpu, plan_on_gpu = on_device("cuda", routing, plan)
     expected, opened = transport.open(routing, plan), transport.open(on_gpu, plan_on_gpu)
     for name, values in receipt_lists(expected.receipt).items():
         got = getattr(opened.receipt, name)

@@ -29,6 +29,7 @@ from sonic_ep.routers.agreement import Report, agree
 from sonic_ep.routing import SizesOnHost
 from tests.dispatch.oracle import Case
 from tests.helpers.launch import RankPool
+from tests.helpers.noting import noting
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.shared_files import shared_files
 from tests.helpers.static_buffers import lists_with_room, with_spare
@@ -153,23 +154,14 @@ def ahead_of_sizes(rank: int, cases: list[Case], folder: str, early: int | None 
     """Steps of changing sizes; how each of them was opened. early: a rank that has its sizes at once."""
     group, how = EPGroup(), []
     transport = SymmetricTransport(group, shared_files(group, folder), patience=60)
-    opened, read = SymmetricTransport._open, SizesOnHost.read
-
-    def note(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **options: Any) -> Any:
-            how[-1] += name
-            return call(*args, **options)
-
-        return noted
-
     for case in cases:
         expected = everything(AllToAllTransport(group), rank, case, torch.float32)
         how.append("")
         with (
             lists_with_room(),
             poisoned_empty(),
-            patch.object(SymmetricTransport, "_open", note("o", opened)),
-            patch.object(SizesOnHost, "read", note("r", read)),
+            noting(how, "o", SymmetricTransport, "_open"),
+            noting(how, "r", SizesOnHost, "read"),
             patch.object(SizesOnHost, "arrived", rank == early),
         ):
             assert_equal(everything(transport, rank, case, torch.float32), expected)

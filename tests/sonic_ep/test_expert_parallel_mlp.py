@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -22,6 +21,7 @@ from sonic_ep.kernels import expert_mlp
 from sonic_ep.routing import Routing, SizesOnHost
 from tests.dispatch.oracle import Case
 from tests.helpers.launch import RankPool
+from tests.helpers.noting import noting
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.shared_files import shared_files
 from tests.helpers.static_buffers import lists_with_room, with_spare
@@ -53,14 +53,6 @@ def step(transport: Transport, group: EPGroup, routing: Routing, experts: list[T
     return [y.detach(), *torch.autograd.grad(y, leaves, dout)]
 
 
-def noted(name: str, how: list[str], call: Callable[..., Any]) -> Callable[..., Any]:
-    def note(*args: Any, **options: Any) -> Any:
-        how[-1] += name
-        return call(*args, **options)
-
-    return note
-
-
 def steps(rank: int, cases: list[Case], folder: str) -> list[str]:
     """How each step went: the order of opening, reading sizes and computing."""
     group, how = EPGroup(), []
@@ -71,9 +63,9 @@ def steps(rank: int, cases: list[Case], folder: str) -> list[str]:
         with (
             lists_with_room(),
             poisoned_empty(),
-            patch.object(SymmetricTransport, "_open", noted("o", how, SymmetricTransport._open)),
-            patch.object(SizesOnHost, "read", noted("r", how, SizesOnHost.read)),
-            patch.object(expert_mlp, "forward", noted("e", how, expert_mlp.forward)),
+            noting(how, "o", SymmetricTransport, "_open"),
+            noting(how, "r", SizesOnHost, "read"),
+            noting(how, "e", expert_mlp, "forward"),
             patch.object(SizesOnHost, "arrived", False),
         ):
             got = step(transport, group, case.routing(rank), experts)
@@ -114,12 +106,15 @@ def test_experts_of_one_rank_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = experts_of(group)
     monkeypatch.setattr(local, "lists_take_room", lambda _: True)
     monkeypatch.setattr(SizesOnHost, "arrived", False)
-    monkeypatch.setattr(SizesOnHost, "read", noted("r", how, SizesOnHost.read))
-    monkeypatch.setattr(expert_mlp, "forward", noted("e", how, expert_mlp.forward))
     for case in ALONE:
         routing = case.routing(0)
         how.append("")
-        with lists_with_room(), poisoned_empty():
+        with (
+            lists_with_room(),
+            poisoned_empty(),
+            noting(how, "r", SizesOnHost, "read"),
+            noting(how, "e", expert_mlp, "forward"),
+        ):
             expected = step(LocalTransport(), group, routing, experts)
             assert how[-1] == "re"
             how[-1] = ""

@@ -22,6 +22,7 @@ from sonic_ep.config import Buffers
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.routing import SizesOnHost
 from tests.helpers.launch import RankPool
+from tests.helpers.noting import noting
 from tests.helpers.static_buffers import buffers_in_files
 from tests.helpers.triton_device import triton_device
 
@@ -191,20 +192,11 @@ def test_nobody_waits_for_a_gpu_that_has_raised(gpus: Ranks, buffers: Buffers, h
 def order(rank: int, folder: str, buffers: Buffers, compiled: Compiled) -> list[list[str]]:
     """In which order rows are sent, reports are read and sums are sent back, by step."""
     layer, did = MoE(config("cpu", buffers), EPGroup(), seed=0), list[list[str]]()
-    send, combine, read = SymmetricTransport._send, SymmetricTransport.combine_pairs, SizesOnHost.read
-
-    def note(name: str, call: Callable[..., object]) -> Callable[..., object]:
-        def noted(*args: object) -> object:
-            did[-1].append(name)
-            return call(*args)
-
-        return noted
-
     with (
         buffers_in_files(layer.transport, folder, static=buffers == "static"),  # pyright: ignore[reportArgumentType]
-        patch.object(SymmetricTransport, "_send", note("send", send)),
-        patch.object(SymmetricTransport, "combine_pairs", note("combine", combine)),
-        patch.object(SizesOnHost, "read", note("read", read)),
+        noting(did, ["send"], SymmetricTransport, "_send"),
+        noting(did, ["combine"], SymmetricTransport, "combine_pairs"),
+        noting(did, ["read"], SizesOnHost, "read"),
         torch.no_grad(),
     ):
         run = compiled_or_not(layer, compiled)
