@@ -1,6 +1,7 @@
 """The local MoE layer, forward and backward, against sonic-moe and a plain torch grouped_mm layer, on one GPU.
 
     python benchmarks/local_moe.py --out results.json [--shape sonic_7b ...] [--only sonic_moe sonic_moe_layer]
+                                   [--short-tuning]
 
 All contestants get the same tokens and weights and take turns in one run, in two races. *Experts*: the (token, expert,
 gate) pairs of a top-K routing are given, their index lists are not: `sonic_ep` is `sonic_ep.functional.moe`,
@@ -11,6 +12,7 @@ router; `sonic_ep_layer_bf16_router` is it with `router.linear_dtype="input"`; `
 Times are medians over CUDA events; kept is what autograd holds after forward beside inputs, weights and output; peak is
 the most that backward holds beside those, the gradients it returns left out. With `--only` some of them race:
 sonic-moe on the quack that pip gives it, which is not ours, must be a process of its own, in turns with the others.
+`--short-tuning` spares minutes of its tuning where GEMMs are large (short_tuning.py).
 """
 
 import argparse
@@ -200,12 +202,18 @@ def main() -> None:
     parser.add_argument("--shape", choices=TOKENS, nargs="+", default=PAPER)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=(*OURS, *OTHERS), nargs="+", help="default: all that are installed")
+    parser.add_argument("--short-tuning", action="store_true", help="tune sonic-moe's GEMMs in fewer launches")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    if options.short_tuning:
+        from short_tuning import tune_in_short
+
+        tune_in_short()
     installed = find_spec("sonicmoe") is not None
     wanted = options.only or [name for name in (*OURS, *OTHERS) if installed or not name.startswith("sonic_moe")]
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    results |= {"packages": {name: _version(name) for name in PACKAGES}, "shapes": {}}
+    results |= {"packages": {name: _version(name) for name in PACKAGES}}
+    results |= {"short_tuning": options.short_tuning, "shapes": {}}
     for shape in options.shape:
         torch.manual_seed(0)
         config = load_config(shape)
