@@ -40,6 +40,10 @@ SHAPES: dict[str, tuple[str, int, int, int | None]] = {
     "sonic_120b_ragged": ("sonic_120b", 1, 32768, None),
     "qwen3_235b_a22b_ep8_ragged": ("qwen3_235b_a22b", 8, 8192, None),
     "deepseek_v3_ep8_ragged": ("deepseek_v3", 8, 8192, None),
+    # all experts on one GPU
+    "deepseek_v3_ragged": ("deepseek_v3", 1, 16384, None),
+    "kimi_k2_ragged": ("kimi_k2", 1, 16384, None),
+    "mixtral_8x7b_ragged": ("mixtral_8x7b", 1, 16384, None),
     # few rows an expert: 512, and 256 in the "shortest"
     "deepseek_v3_ep8_short_ragged": ("deepseek_v3", 8, 2048, None),
     "deepseek_v3_ep8_shortest_ragged": ("deepseek_v3", 8, 1024, None),
@@ -58,25 +62,46 @@ CANDIDATES = [TileConfig(*tile, 1, 1, dynamic) for tile in _TILES for dynamic in
     TileConfig(128, 256, False, 2),
     TileConfig(128, 256, False, 2, 1, True),
     TileConfig(256, 192, False, 2),
+    TileConfig(192, 128, True, 2),
+    TileConfig(128, 192, True, 4),
+    TileConfig(128, 256, False, 4),
     TileConfig(128, 192, True, 1, 2),
     TileConfig(128, 256, False, 1, 2),
+    TileConfig(256, 128, False, 1, 2),
+    TileConfig(256, 192, False, 1, 2),
     TileConfig(192, 128, True, 1, 2),
     TileConfig(192, 128, True, 1, 2, True),
 ]
 IN_LAYER: dict[Operation, list[TileConfig]] = {
-    "up": [TileConfig(128, 192, True, dynamic=True), TileConfig(128, 256, False, dynamic=True)],
+    "up": [
+        TileConfig(128, 192, True, dynamic=True),
+        TileConfig(128, 192, True, 2),
+        TileConfig(192, 128, True, 2),
+        TileConfig(128, 256, False, dynamic=True),
+    ],
     "down": [
         TileConfig(128, 192, True, dynamic=True),
         TileConfig(128, 192, True, 1, 2),
         TileConfig(192, 128, True, dynamic=True),
         TileConfig(192, 128, True, 1, 2),
+        TileConfig(192, 128, True, 2),
+        TileConfig(256, 128, False, 1, 2),
+        TileConfig(256, 192, False, 1, 2),
     ],
-    "down_backward": [TileConfig(128, 128, True, dynamic=True), TileConfig(128, 128, True, 2)],
+    "down_backward": [
+        TileConfig(128, 128, True, dynamic=True),
+        TileConfig(128, 128, True, 2),
+        TileConfig(192, 128, True, dynamic=True),
+        TileConfig(192, 128, True, 2),
+    ],
     "weight_up": [
         TileConfig(128, 256, False),
         TileConfig(128, 256, False, 2),
+        TileConfig(128, 256, False, 4),
         TileConfig(256, 192, False),
+        TileConfig(256, 192, False, 2),
         TileConfig(128, 192, True, 2),
+        TileConfig(128, 192, True, 4),
     ],
 }
 IN_LAYER["up_backward"], IN_LAYER["weight_down"] = IN_LAYER["down"], IN_LAYER["weight_up"]

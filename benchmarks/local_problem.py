@@ -51,7 +51,7 @@ class LocalProblem:
         self.P = pairs.tokens.shape[0]
 
         def draw(*size: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(*size, device="cuda") * scale).bfloat16()
+            return torch.randn(*size, device="cuda", dtype=torch.bfloat16).mul_(scale)
 
         self.x, self.dout = draw(T, d).requires_grad_(), draw(T, d)
         self.w1, self.w2 = draw(E, 2 * n, d, scale=d**-0.5), draw(E, d, n, scale=n**-0.5)
