@@ -72,13 +72,13 @@ class RouterOperations(Protocol):
     def losses(
         self,
         logits_TE: Tensor,
-        topk_ids_TK: Tensor,
-        chosen_SE: Tensor,
+        ids_TK: Tensor,
+        times_SE: Tensor,
         num_sequences: int,
         config: RouterConfig,
     ) -> Losses:
         """The losses of routers/balance.py, of which the config has one at least. T must be a multiple of
-        `num_sequences`, which is 1 but for the balance of sequences. chosen_SE: int64 top-K counts of all ranks.
+        `num_sequences`, which is 1 but for the balance of sequences. ids_TK, times_SE: see Counted in routing.py.
         """
         ...
 

@@ -34,7 +34,8 @@ _KIND, _PROBLEM = 2, 16  # the first kind; where there is a problem
 class Report:
     """What one rank tells the others before a step.
 
-    counts_E: (E,) int64 plain top-K counts. bad_logits: () int64 number of NaN and inf logits, None if not asked for.
+    counts_E: (E,) int64 plain top-K counts. by_score_E: likewise by score alone, where a loss wants them of all ranks,
+    else None on every rank. bad_logits: () int64 number of NaN and inf logits, None if not asked for.
     draw: () random integer of stochastic rounding, 0 <= draw < 2^31, on that device; the first rank's serves all.
     problem: why this rank cannot go on. training, dtype: must agree over the ranks.
     """
@@ -43,6 +44,7 @@ class Report:
     num_tokens: int
     dtype: torch.dtype
     training: bool
+    by_score_E: Tensor | None = None
     draw: Tensor | None = None
     bad_logits: Tensor | None = None
     problem: str | None = None
@@ -50,10 +52,11 @@ class Report:
 
 class Agreement(NamedTuple):
     """What the ranks agreed on. on_host: the sizes on their way there, if somebody will ask for them, and the reports,
-    which must be checked; see `Routing.check`."""
+    which must be checked; see `Routing.check`. by_score_SE: of the reports."""
 
     counts: Counts
     on_host: SizesOnHost | None
+    by_score_SE: Tensor | None
 
 
 def agree(
@@ -78,9 +81,12 @@ def agree(
     if problem is None and report.dtype not in _DTYPES:
         problem = f"x has dtype {report.dtype}; supported are {', '.join(map(str, _DTYPES))}"
     condition = _PROBLEM if problem is not None else _KIND + 2 * _DTYPES.index(report.dtype) + report.training
-    told = report_of(report.counts_E, report.num_tokens, condition, bad_logits=report.bad_logits, draw=report.draw)
+    counted, E = report.counts_E, report.counts_E.shape[0]
+    counted = counted if report.by_score_E is None else torch.cat([counted, report.by_score_E])
+    told = report_of(counted, report.num_tokens, condition, bad_logits=report.bad_logits, draw=report.draw)
     gathered = (exchange or group).all_gather(told, meanwhile)
-    reports_SF, chosen_SE = gathered[:, :HEADER], gathered[:, HEADER:]
+    reports_SF, chosen_SE = gathered[:, :HEADER], gathered[:, HEADER : HEADER + E]
+    by_score_SE = None if report.by_score_E is None else gathered[:, HEADER + E :]
     if problem is not None:
         # What was counted need not make sense. The others raise when they read the reports.
         _raise_problems(reports_SF.flatten().tolist(), problem, group, exchange)
@@ -98,11 +104,11 @@ def agree(
         )
     reads_reports = group.size > 1 or report.bad_logits is not None
     if not readable or not (reads_reports or leaves_sizes_open(rounding, training=report.training)):
-        return Agreement(counts, None)
+        return Agreement(counts, None, by_score_SE)
     values = host_sizes(tokens_S, counts.rows_SE, counts.pairs_SE, reports_SF)
     check = functools.partial(_raise_problems, problem=None, group=group, exchange=exchange)
     on_host = SizesOnHost(values, group.size, check if reads_reports else None, void_if_wrong=void_if_wrong)
-    return Agreement(counts, on_host)
+    return Agreement(counts, on_host, by_score_SE)
 
 
 def _raise_problems(reports: list[int], problem: str | None, group: EPGroup, exchange: Exchange | None) -> None:

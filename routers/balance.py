@@ -1,4 +1,4 @@
-"""Losses and bias updates that keep experts evenly loaded. All of them count plain top-K choices, before rounding.
+"""Losses and bias updates that keep experts evenly loaded. All of them count top-K choices, before rounding.
 
 Legend: B sequences, L tokens of a sequence, T = B*L tokens, E experts, K experts per token, S ranks of the EP group.
 """
@@ -8,37 +8,36 @@ from torch import Tensor
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.routers.selection import choice_mask
-from sonic_ep.routers.topk import Choice
-from sonic_ep.routing import Counts
+from sonic_ep.routers.topk import times_chosen
+from sonic_ep.routing import Counted
 
 
-def balance_loss(choice: Choice, counts: Counts, sequence_length: int, config: RouterConfig) -> Tensor:
+def balance_loss(scores_TE: Tensor, counted: Counted, sequence_length: int, config: RouterConfig) -> Tensor:
     """() load-balancing loss E * sum_e f_e P_e, already weighted by `balance_coef`.
 
     P_e is the mean of expert e's score (sigmoid scores divided by their sum over the experts), f_e its share of the
-    top-K
-    choices: of each sequence ("sequence", mean over sequences), of this rank's tokens ("batch") or of the whole EP
-    group's ("global"). 1 at perfect balance. The counts carry no gradient.
+    tokens' K experts of highest score, whatever an expert bias or group limits make of them: of each sequence
+    ("sequence", mean over sequences), of this rank's tokens ("batch") or of the whole EP group's ("global"). 1 at
+    perfect balance. The counts carry no gradient.
     Source: Switch (arXiv 2101.03961, eq. 4), DeepSeek-V3 (arXiv 2412.19437, eq. 17-20), global-batch counts as in arXiv
     2501.11873.
     """
-    T, E = choice.scores_TE.shape
-    K = choice.topk_ids_TK.shape[1]
+    (T, E), K = scores_TE.shape, counted.ids_TK.shape[1]
     if config.balance == "none" or T == 0:
-        return choice.scores_TE[:0].sum()
-    shares_TE = choice.scores_TE
+        return scores_TE[:0].sum()
+    shares_TE = scores_TE
     if config.score == "sigmoid":
         shares_TE = shares_TE / (shares_TE.sum(1, keepdim=True) + 1e-20)
     if config.balance == "sequence":
         B = T // sequence_length
-        chosen_BE = choice_mask(choice.topk_ids_TK, E).view(B, sequence_length, E).sum(1)
+        chosen_BE = choice_mask(counted.ids_TK, E).view(B, sequence_length, E).sum(1)
         load_BE = chosen_BE.to(shares_TE.dtype) / (sequence_length * K)
         mean_BE = shares_TE.view(B, sequence_length, E).mean(1)
         return config.balance_coef * E * (load_BE * mean_BE).sum() / B
     if config.balance == "batch":
-        load_E = choice.counts_E().to(shares_TE.dtype) / (T * K)
+        load_E = times_chosen(counted.ids_TK, E).to(shares_TE.dtype) / (T * K)
     else:
-        total_E = counts.chosen_SE.sum(0)
+        total_E = counted.times_SE.sum(0)
         load_E = total_E.to(shares_TE.dtype) / total_E.sum()
     return config.balance_coef * E * (load_E * shares_TE.mean(0)).sum()
 

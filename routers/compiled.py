@@ -19,8 +19,8 @@ from sonic_ep.handover import Handover
 from sonic_ep.routers.decision import Situation, decide_selection
 from sonic_ep.routers.replay import DECIDING_OPERATION, in_region, replaying
 from sonic_ep.routers.rounding import most_received, most_rows
-from sonic_ep.routers.topk import Choice, choose, scores_of
-from sonic_ep.routing import INDEX_DTYPE, Counts, Selection, SizesOnHost
+from sonic_ep.routers.topk import Choice, choose, counts_by_score, scores_of
+from sonic_ep.routing import INDEX_DTYPE, Counted, Counts, Selection, SizesOnHost
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _COUNTS = tuple(field.name for field in dataclasses.fields(Counts))
@@ -60,24 +60,35 @@ def decide_in_graph(
     """The choice by these logits, as far as weights and losses need it, and `decide_selection`. opened_next: does the
     graph open this routing? Then reports are read when it does, if that does no harm."""
     config, group, training = situation.config, situation.group, situation.training
-    topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, counts, new_counts_E = torch.ops.sonic_ep.decide_selection(
-        logits_TE.detach(),
-        expert_bias_E,
-        config_text,
-        group.name,
-        group.size,
-        situation.dtype,
-        training,
-        situation.problem,
-        "" if situation.exchange is None else situation.exchange.name,
-        opened_next,
+    topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, counts, counted, new_counts_E = (
+        torch.ops.sonic_ep.decide_selection(
+            logits_TE.detach(),
+            expert_bias_E,
+            config_text,
+            group.name,
+            group.size,
+            situation.dtype,
+            training,
+            situation.problem,
+            "" if situation.exchange is None else situation.exchange.name,
+            opened_next,
+        )
     )
     if training and counter_E is not None:
         torch.ops.sonic_ep.add_counts(counter_E, new_counts_E)
     T, E = logits_TE.shape
     most = most_rows(config.rounding, T, config.K, E, group.size, training=training)
     received = most_received(config.rounding, T, config.K, training=training)
-    selection = Selection(topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, Counts(*counts), most, received)
+    selection = Selection(
+        topk_ids_TK,
+        token_ids_N,
+        expert_ids_N,
+        chosen_N,
+        Counts(*counts),
+        most,
+        received,
+        counted=Counted(*counted) if counted else None,
+    )
     scores_TE = scores_of(logits_TE, config.router)
     return Choice(scores_TE, scores_TE.detach(), None, topk_ids_TK), selection
 
@@ -94,7 +105,7 @@ def _decide_selection(
     problem: str | None,
     exchange_name: str,
     opened_next: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor], Tensor]:
     if torch._C._current_graph_task_id() != -1 and not replaying():
         raise RuntimeError(
             "backward recomputes a router that torch.compile has traced, and it would decide anew; "
@@ -129,6 +140,7 @@ def _decide_selection(
         own(selection.expert_ids_N),
         own(selection.chosen_N),
         counts,
+        [] if selection.counted is None else [tensor.clone() for tensor in selection.counted],
         new_counts_E,
     )
 
@@ -145,15 +157,17 @@ def _(
     problem: str | None,
     exchange_name: str,
     opened_next: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], Tensor]:
-    (T, E), S = logits_TE.shape, ep_size
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor], Tensor]:
+    (T, E), S, config = logits_TE.shape, ep_size, config_of(config_text)
     N = torch.library.get_ctx().new_dynamic_size()
+    counted = ((T, config.K), (S, E)) if counts_by_score(config.router) else ()
     return (
-        logits_TE.new_empty(T, config_of(config_text).K, dtype=torch.int64),
+        logits_TE.new_empty(T, config.K, dtype=torch.int64),
         logits_TE.new_empty(N, dtype=INDEX_DTYPE),
         logits_TE.new_empty(N, dtype=torch.int64),
         logits_TE.new_empty(N, dtype=torch.bool),
         [logits_TE.new_empty(shape, dtype=torch.int64) for shape in ((S, E), (S, E), (S, E), (S,), (S,), ())],
+        [logits_TE.new_empty(shape, dtype=torch.int64) for shape in counted],
         logits_TE.new_empty(0 if expert_bias_E is None else E, dtype=torch.int64),
     )
 

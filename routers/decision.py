@@ -16,8 +16,8 @@ from sonic_ep.routers.agreement import Report, agree
 from sonic_ep.routers.replay import record_selection, replayed_selection
 from sonic_ep.routers.rounding import keeps_choice, most_received, most_rows
 from sonic_ep.routers.selection import begin_selection, chosen_pairs
-from sonic_ep.routers.topk import Choice
-from sonic_ep.routing import Counts, Selection
+from sonic_ep.routers.topk import Choice, times_chosen
+from sonic_ep.routing import Counted, Counts, Selection
 
 # Given (E,) pairs of each expert and their number: token ids, expert ids and whether the token chose the expert.
 FinishLists = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
@@ -65,9 +65,12 @@ def decide_selection(router: object, choice: Choice, counter_E: Tensor | None, s
             if situation.meanwhile is not None:
                 situation.meanwhile()
 
-        counts, on_host = agree(report, rounding, group, situation.exchange, beside)
+        counts, on_host, by_score_SE = agree(report, rounding, group, situation.exchange, beside)
         selection = select(choice, counts, situation.group.rank, rounding, training=training, finish=finish)
-        selection = replace(selection, on_host=on_host)
+        counted = None
+        if choice.by_score_TK is not None:
+            counted = Counted(choice.by_score_TK, counts.chosen_SE if by_score_SE is None else by_score_SE)
+        selection = replace(selection, on_host=on_host, counted=counted)
         if training and counter_E is not None:
             chosen_E = counts.chosen_SE.sum(0)
             counter_E += chosen_E
@@ -86,8 +89,10 @@ def _report(choice: Choice, draw: Tensor | None, situation: Situation) -> Report
     num_tokens, problem = choice.topk_ids_TK.shape[0], situation.problem
     if problem is None and situation.training and situation.exchange is not None:
         problem = situation.exchange.problem_with(num_tokens)
+    of_all_ranks = choice.by_score_TK if situation.config.router.balance == "global" else None
     return Report(
         counts_E=choice.counts_E(),
+        by_score_E=None if of_all_ranks is None else times_chosen(of_all_ranks, choice.scores_TE.shape[1]),
         num_tokens=num_tokens,
         dtype=situation.dtype,
         training=situation.training,

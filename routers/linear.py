@@ -1,7 +1,8 @@
-"""The router's linear layer: logits in fp32 at least, without TF32, on tensor cores where they can be that exact.
+"""The router's linear layer: logits in fp32 at least, on tensor cores where they can be that exact.
 
 A bf16 row times fp32 weights needs no fp32 arithmetic: kernels/router.py states how it is done and the error. Whoever
-wants one bf16 product instead says so (`router.linear_dtype`).
+wants one bf16 product instead says so (`router.linear_dtype`). Other rows take torch's own GEMM, in which TF32 is the
+user's choice (torch.set_float32_matmul_precision).
 
 Legend: T tokens, H hidden size, E experts.
 """

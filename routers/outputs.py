@@ -17,7 +17,7 @@ from sonic_ep.kernels.operations import router_operations
 from sonic_ep.kernels.router import Losses, LossGradient, PairGradients, RouterOperations
 from sonic_ep.routers.balance import balance_loss, z_loss
 from sonic_ep.routers.topk import Choice, gates_of_pairs
-from sonic_ep.routing import Selection
+from sonic_ep.routing import Counted, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,14 @@ def weights_and_losses(
     operations = router_operations(logits_TE, selection.topk_ids_TK.shape[1])
     if operations is None or logits_TE.shape[0] == 0:
         gates_N = gates_of_pairs(choice, selection.token_ids_N, selection.expert_ids_N, selection.chosen_N, config)
-        return gates_N, balance_loss(choice, selection.counts, sequence_length, config) + z_loss(logits_TE, config)
+        balance = balance_loss(choice.scores_TE, _counted(selection), sequence_length, config)
+        return gates_N, balance + z_loss(logits_TE, config)
     call = _Call(choice.scores_TE.detach(), selection, sequence_length, config, operations)
     return _WeightsAndLosses.apply(logits_TE, call)
+
+
+def _counted(selection: Selection) -> Counted:
+    return selection.counted or Counted(selection.topk_ids_TK, selection.counts.chosen_SE)
 
 
 class _WeightsAndLosses(torch.autograd.Function):
@@ -68,8 +73,8 @@ class _WeightsAndLosses(torch.autograd.Function):
 
 
 def _losses(logits_TE: Tensor, call: _Call) -> Losses:
-    config, selection, T = call.config, call.selection, logits_TE.shape[0]
+    config, counted, T = call.config, _counted(call.selection), logits_TE.shape[0]
     if config.balance == "none" and config.z_loss_coef == 0:
         return Losses(logits_TE.new_zeros(()), None)
     B = T // call.sequence_length if config.balance == "sequence" else 1
-    return call.operations.losses(logits_TE, selection.topk_ids_TK, selection.counts.chosen_SE, B, config)
+    return call.operations.losses(logits_TE, *counted, B, config)

@@ -215,7 +215,8 @@ def rule_of(rounding: RoundingConfig, ep_size: int, E: int) -> RoundingRule:
 
 
 def _ratio(factor: float) -> tuple[int, int]:
-    return Fraction(factor).limit_denominator(10**6).as_integer_ratio()
+    # Small integers: the numerator is multiplied by a number of pairs.
+    return Fraction(factor).limit_denominator(max(1, int(10**6 / factor))).as_integer_ratio()
 
 
 # What torch.compiler.assume_constant_result sets: Dynamo cannot look into a Fraction.

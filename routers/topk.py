@@ -3,7 +3,8 @@
 Legend: T tokens, E experts, K experts per token, g expert groups, N pairs.
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class Choice:
     scores_TE: differentiable scores in the dtype of the logits. ranking_TE: what the choice is made by (scores plus
     expert bias), detached. allowed_TE: bool, the experts in each token's groups; None without group limits.
     topk_ids_TK: int64. plain_counts_E, plain_entropy_T: see counts_E and entropy_T, where they came with the choice.
-    bad_logits: () int64 number of NaN and inf logits, None unless check_logits asks for it.
+    bad_logits: () int64 number of NaN and inf logits, None unless check_logits asks for it. by_score_TK: int64, each
+    token's K experts by score alone, if a loss counts these instead (`counts_by_score`), else None.
     """
 
     scores_TE: Tensor
@@ -33,15 +35,13 @@ class Choice:
     plain_counts_E: Tensor | None = None
     plain_entropy_T: Tensor | None = None
     bad_logits: Tensor | None = None
+    by_score_TK: Tensor | None = None
 
     def counts_E(self) -> Tensor:
         """(E,) int64 tokens per expert, before any rounding."""
         if self.plain_counts_E is not None:
             return self.plain_counts_E
-        E = self.scores_TE.shape[1]
-        counts_E = torch.zeros(E, dtype=torch.int64, device=self.topk_ids_TK.device)
-        ids = self.topk_ids_TK.flatten()
-        return counts_E.scatter_add_(0, ids, torch.ones_like(ids))
+        return times_chosen(self.topk_ids_TK, self.scores_TE.shape[1])
 
     def entropy_T(self) -> Tensor:
         """(T,) entropy of each token's scores as a distribution, in nats, detached."""
@@ -49,6 +49,21 @@ class Choice:
             return self.plain_entropy_T
         scores_TE = self.scores_TE.detach()
         return torch.special.entr(scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)).sum(1)
+
+
+def times_chosen(topk_ids_TK: Tensor, E: int) -> Tensor:
+    """(E,) int64: how many tokens chose each expert."""
+    ids = topk_ids_TK.flatten()
+    return torch.zeros(E, dtype=torch.int64, device=ids.device).scatter_add_(0, ids, torch.ones_like(ids))
+
+
+def counts_by_score(config: RouterConfig) -> bool:
+    """Does the balance loss count other experts than those that tokens are sent to?
+
+    A bias and group limits take part in the choice only: what they have balanced would leave the loss nothing to do.
+    Source: DeepSeek-V3 (arXiv 2412.19437, eq. 18), Megatron-Core's compute_routing_scores_for_aux_loss.
+    """
+    return config.balance != "none" and (config.expert_bias or config.num_groups > 1)
 
 
 def scores_of(logits_TE: Tensor, config: RouterConfig) -> Tensor:
@@ -70,7 +85,8 @@ def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: Rout
     allowed_TE = None if config.num_groups == 1 else _experts_of_best_groups(ranking_TE, config)
     bad_logits = (~logits_TE.detach().isfinite()).sum() if config.check_logits else None
     topk_ids_TK = top_experts(ranking_TE, allowed_TE, K)
-    return Choice(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, bad_logits=bad_logits)
+    by_score_TK = top_experts(scores_TE, None, K) if counts_by_score(config) else None
+    return Choice(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, bad_logits=bad_logits, by_score_TK=by_score_TK)
 
 
 def _fused_choice(
@@ -78,6 +94,9 @@ def _fused_choice(
 ) -> Choice:
     chosen = operations.choose(logits_TE.detach(), expert_bias_E, K, config)
     scores_TE = _Scores.apply(logits_TE, chosen, config.score == "softmax")
+    by_score_TK = None
+    if counts_by_score(config):
+        by_score_TK = operations.choose(logits_TE.detach(), None, K, _score_alone(config)).topk_ids_TK
     return Choice(
         scores_TE,
         chosen.ranking_TE,
@@ -86,7 +105,13 @@ def _fused_choice(
         chosen.counts_E,
         chosen.entropy_T,
         chosen.bad_logits,
+        by_score_TK,
     )
+
+
+@functools.cache
+def _score_alone(config: RouterConfig) -> RouterConfig:
+    return replace(config, expert_bias=False, num_groups=1, groups_per_token=1, check_logits=False)
 
 
 class _Scores(torch.autograd.Function):

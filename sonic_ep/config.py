@@ -23,6 +23,7 @@ RoundingMode = Literal["apportion", "nearest", "up", "down", "stochastic", "pad"
 
 MAX_K = 16
 MAX_E = 4096
+MAX_CAPACITY_FACTOR = 10**6
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -56,13 +57,15 @@ class RouterConfig:
 
     score: softmax or sigmoid over the E logits. renormalize: divide a token's K scores by their sum. scale: factor on
     every combine weight (DeepSeek's routed_scaling_factor). linear_bias: bias of the router's linear layer.
-    linear_dtype: of its arithmetic. "float32": fp32 at least, whatever the dtype of x. "input": the dtype of x (under
-    autocast that to which the layer casts x), which is faster for bf16 x on a GPU; such logits tie more often, and ties
-    go to the smaller expert id. Scores, weights of pairs and losses are fp32 at least either way.
+    linear_dtype: of its arithmetic. "float32": fp32 at least, whatever the dtype of x; where x is not bf16 on a GPU, a
+    GEMM of torch that heeds torch.set_float32_matmul_precision. "input": the dtype of x (under autocast that to which
+    the layer casts x), which is faster for bf16 x on a GPU; such logits tie more often, and ties go to the smaller
+    expert id. Scores, weights of pairs and losses are fp32 at least either way.
     num_groups, groups_per_token: group-limited routing; a token's experts come from its best `groups_per_token` of
     `num_groups` groups, a group scored by the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
     expert_bias, expert_bias_rate: auxiliary-loss-free balancing (arXiv 2408.15664).
-    balance, balance_coef: load-balancing loss per sequence, per rank's batch or over the whole EP group.
+    balance, balance_coef: load-balancing loss per sequence, per rank's batch or over the whole EP group. It counts the
+    K experts of highest score, whatever bias and groups make of them.
     z_loss_coef: weight of mean(logsumexp(logits)^2) (ST-MoE, arXiv 2202.08906). jitter: training-time noise
     uniform(1 - jitter, 1 + jitter) on the router's input (Switch, arXiv 2101.03961).
     check_logits: count NaN and inf logits every step and raise on all ranks if there are any (costs a host sync).
@@ -118,8 +121,9 @@ class RoundingConfig:
 
     mode: see routers/rounding.py. G: an expert's total over the EP group is a multiple of G rows (`apportion`).
     t: every (rank, expert) chunk is a multiple of t rows; "auto" takes the largest of 128, 64, 32, 16 whose predicted
-    share of changed assignments is within 6.5 %, else pads.
-    capacity_factor: at most this multiple of the mean number of pairs on any rank, enforced by score order.
+    share of changed assignments is within 6.6 %, else pads.
+    capacity_factor: at most this multiple of the mean number of pairs on any rank, but one unit, enforced by score
+    order.
     """
 
     mode: RoundingMode = "apportion"
@@ -140,6 +144,11 @@ class RoundingConfig:
                 raise ValueError(
                     f"rounding.capacity_factor={self.capacity_factor} must be >= 1: below it even perfectly "
                     "balanced routing would lose tokens"
+                )
+            if self.capacity_factor > MAX_CAPACITY_FACTOR:
+                raise ValueError(
+                    f"rounding.capacity_factor={self.capacity_factor} exceeds {MAX_CAPACITY_FACTOR}; leave it out for "
+                    "no limit"
                 )
 
 
@@ -223,6 +232,11 @@ class MoEConfig:
         if self.K > self.E:
             raise ValueError(
                 f"K={self.K} experts per token exceed the E={self.E} experts there are; lower K or raise E"
+            )
+        if self.K == 1 < self.E and self.router.renormalize:
+            raise ValueError(
+                "K=1 with router.renormalize=True gives every pair the weight 1, from which a router learns nothing; "
+                "set router.renormalize=False"
             )
         if self.shared_gate and not self.shared_n:
             raise ValueError("shared_gate=True needs a shared expert: set shared_n to its width")

@@ -131,13 +131,22 @@ class SizesOnHost:
         return self._known
 
 
+class Counted(NamedTuple):
+    """What a balance loss counts. ids_TK: int64, K experts of each token. times_SE: int64, how many tokens of each rank
+    have each expert there; read for the "global" loss only."""
+
+    ids_TK: Tensor
+    times_SE: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The decided integers of one routing on this rank. Replaying it reproduces the routing exactly.
 
     topk_ids_TK: int64, the plain top-K choice. token_ids_N: int32, the tokens of each expert's pairs, by expert, then
     token; -1 where an entry is spare, see Routing. expert_ids_N: int64. chosen_N: bool, False for pairs that rounding
-    added. counts: see Counts. most_rows, most_received, on_host: see Routing.
+    added. counts: see Counts. most_rows, most_received, on_host: see Routing. counted: if not topk_ids_TK and
+    counts.chosen_SE.
     """
 
     topk_ids_TK: Tensor
@@ -148,6 +157,7 @@ class Selection:
     most_rows: int | None
     most_received: int | None = None
     on_host: SizesOnHost | None = None
+    counted: Counted | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +222,13 @@ class Routing:
         """A routing from any list of (token, expert, weight), in any order: one all-gather of counts.
 
         Shapes:  token_ids_N, expert_ids_N (N,) integers; gates_N (N,) floating point, may require grad.
-        Raises:  ValueError, on every rank: a length, a token or an expert out of range, the same pair twice.
+        Raises:  ValueError, on every rank: a length, a token or an expert out of range, the same pair twice, an E that
+                 the ranks do not divide.
         """
-        group.raise_together(_problem_with_pairs(token_ids_N, expert_ids_N, gates_N, num_tokens, E))
+        problem = _problem_with_pairs(token_ids_N, expert_ids_N, gates_N, num_tokens, E)
+        if E % group.size:
+            problem = f"E={E} experts do not divide over ep_size={group.size} ranks"
+        group.raise_together(problem)
         order_N = torch.argsort(expert_ids_N.long() * max(num_tokens, 1) + token_ids_N.long())
         counts_E = torch.bincount(expert_ids_N, minlength=E)
         header = torch.cat([counts_E, counts_E.new_tensor([num_tokens])])

@@ -135,10 +135,10 @@ def _losses(
     shares_ptr,
     counts_ptr,
     squares_ptr,
-    chosen_ptr,
+    times_ptr,
     losses_ptr,
     dshares_ptr,
-    chosen_stride,
+    times_stride,
     balance_factor,
     z_factor,
     choices,
@@ -170,12 +170,12 @@ def _losses(
         if COUNT:
             load = counts.to(tl.float32) / choices
         else:  # the whole group's choices
-            chosen = tl.zeros([COLUMNS], dtype=tl.int64)
+            times = tl.zeros([COLUMNS], dtype=tl.int64)
             rank = 0
             while rank < S:
-                chosen += tl.load(chosen_ptr + rank * chosen_stride + expert, mask=is_expert, other=0)
+                times += tl.load(times_ptr + rank * times_stride + expert, mask=is_expert, other=0)
                 rank += 1
-            load = tl.div_rn(chosen.to(tl.float32), tl.sum(chosen, axis=0).to(tl.float32))
+            load = tl.div_rn(times.to(tl.float32), tl.sum(times, axis=0).to(tl.float32))
         dshares = load * balance_factor
         tl.store(dshares_ptr + sequence * E + expert, dshares, mask=is_expert)
         loss += tl.sum(tl.where(is_expert, dshares * shares, 0.0), axis=0)
@@ -285,11 +285,9 @@ def gates_of_pairs(
     return gates_N
 
 
-def losses(
-    logits_TE: Tensor, topk_ids_TK: Tensor, chosen_SE: Tensor, num_sequences: int, config: RouterConfig
-) -> Losses:
+def losses(logits_TE: Tensor, ids_TK: Tensor, times_SE: Tensor, num_sequences: int, config: RouterConfig) -> Losses:
     """See kernels/router.py."""
-    (T, E), K, B = logits_TE.shape, topk_ids_TK.shape[1], num_sequences
+    (T, E), K, B = logits_TE.shape, ids_TK.shape[1], num_sequences
     columns, L = next_power_of_2(E), T // num_sequences
     tile = tile_of(columns, warps=4)
     P = min(programs_for(L, tile, B), max(1, _SUMS // B))
@@ -300,11 +298,11 @@ def losses(
     }
     # What a variant does without is never touched: any tensor will do.
     shares_BPE = logits_TE.new_empty(B, P, E) if flags["BALANCE"] else logits_TE
-    counts_BPE = logits_TE.new_empty(B, P, E, dtype=torch.int32) if flags["COUNT"] else topk_ids_TK
+    counts_BPE = logits_TE.new_empty(B, P, E, dtype=torch.int32) if flags["COUNT"] else ids_TK
     squares_BP = logits_TE.new_empty(B, P) if flags["SQUARES"] else logits_TE
     _loss_terms[(B, P)](
         logits_TE.contiguous(),
-        topk_ids_TK.contiguous(),
+        ids_TK.contiguous(),
         shares_BPE,
         counts_BPE,
         squares_BP,
@@ -315,21 +313,21 @@ def losses(
         **flags,
         **tile,
     )
-    assert chosen_SE.stride(1) == 1
+    assert times_SE.stride(1) == 1
     losses_B, dshares_BE = logits_TE.new_empty(B), logits_TE.new_empty(B, E) if flags["BALANCE"] else None
     _losses[(B,)](
         shares_BPE,
         counts_BPE,
         squares_BP,
-        chosen_SE,
+        times_SE,
         losses_B,
         losses_B if dshares_BE is None else dshares_BE,
-        chosen_SE.stride(0),
+        times_SE.stride(0),
         config.balance_coef * E / T,
         config.z_loss_coef / T,
         L * K,
         P,
-        chosen_SE.shape[0],
+        times_SE.shape[0],
         E=E,
         COLUMNS=columns,
         ROWS=max(1, _TILE_OF_SUMS // columns),

@@ -116,6 +116,20 @@ def test_error_of_a_rank_alone(changes: dict[str, Tensor], message: str) -> None
         call(EPGroup.alone(), **changes)
 
 
+def experts_that_two_ranks_cannot_share(rank: int) -> str:
+    pair = torch.tensor([0])
+    try:
+        Routing.from_pairs(pair, pair, torch.ones(1), num_tokens=1, E=5, group=EPGroup())
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_experts_must_divide_over_the_ranks(ranks: Ranks) -> None:
+    for message in ranks(2).run(experts_that_two_ranks_cannot_share):
+        assert "E=5 experts do not divide over ep_size=2 ranks" in message
+
+
 def wrong_on_rank_1(rank: int, changes: dict[str, Tensor]) -> str:
     """Worker: the error of this rank; afterwards the group works as before."""
     group = EPGroup()

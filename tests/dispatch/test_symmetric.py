@@ -241,7 +241,7 @@ def test_memory_is_what_the_module_says(ranks: Ranks, tmp_path: Path) -> None:
 
 def tell(rank: int, group: EPGroup, transport: SymmetricTransport) -> None:
     report = Report(counts_E=torch.full((6,), rank), num_tokens=9, dtype=torch.float32, training=True)
-    _, on_host = agree(report, RoundingConfig(mode="off"), group, transport)
+    _, on_host, _ = agree(report, RoundingConfig(mode="off"), group, transport)
     assert on_host is not None
     on_host.check()
 

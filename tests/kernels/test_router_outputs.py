@@ -21,9 +21,9 @@ from sonic_ep.routers import outputs, topk
 from sonic_ep.routers.outputs import weights_and_losses
 from sonic_ep.routers.replay import replay_contexts
 from sonic_ep.routers.router import Router
-from sonic_ep.routers.selection import choice_mask, pairs_of_mask, select_tokens
-from sonic_ep.routers.topk import Choice
-from sonic_ep.routing import INDEX_DTYPE, Counts, Selection
+from sonic_ep.routers.selection import choice_mask, pairs_of_mask, select_tokens, top_experts
+from sonic_ep.routers.topk import Choice, times_chosen
+from sonic_ep.routing import INDEX_DTYPE, Counted, Counts, Selection
 from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
@@ -52,11 +52,21 @@ def selection_of(choice: Choice, pairs_E: Tensor, other_ranks_E: Tensor) -> Sele
     mask_TE = select_tokens(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_E.to(DEVICE))
     token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, int(pairs_E.sum()))
     chosen_N = choice_mask(choice.topk_ids_TK, mask_TE.shape[1])[token_ids_N, expert_ids_N]
-    reports = torch.stack([choice.counts_E(), other_ranks_E.to(DEVICE)])
-    chosen_SE = torch.nn.functional.pad(reports, (3, 0), value=7)[:, 3:]  # columns of what was gathered
+    chosen_SE, counted = _gathered(choice.counts_E(), other_ranks_E), None
+    if choice.by_score_TK is not None:
+        assert torch.equal(choice.by_score_TK, top_experts(choice.scores_TE, None, choice.topk_ids_TK.shape[1]))
+        by_score_E = times_chosen(choice.by_score_TK, mask_TE.shape[1])
+        counted = Counted(choice.by_score_TK, _gathered(by_score_E, other_ranks_E.flip(0)))
     tokens_S = torch.tensor([mask_TE.shape[0], 1], device=DEVICE)
     counts = Counts(chosen_SE, chosen_SE, chosen_SE, tokens_S, tokens_S * 0, 1)
-    return Selection(choice.topk_ids_TK, token_ids_N.to(INDEX_DTYPE), expert_ids_N, chosen_N, counts, None)
+    token_ids_N = token_ids_N.to(INDEX_DTYPE)
+    return Selection(choice.topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, counts, None, counted=counted)
+
+
+def _gathered(own_E: Tensor, other_E: Tensor) -> Tensor:
+    """Columns of what two ranks have told."""
+    reports = torch.stack([own_E, other_E.to(DEVICE)])
+    return torch.nn.functional.pad(reports, (3, 0), value=7)[:, 3:]
 
 
 class Case:

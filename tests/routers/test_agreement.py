@@ -70,6 +70,28 @@ def route_everywhere(rank: int, tokens: list[int], rounding: RoundingConfig, ste
     return results
 
 
+def losses_and_gradients(rank: int, tokens: list[int], options: dict[str, Any]) -> tuple[float, list[list[float]]]:
+    """Of the balance loss alone."""
+    router = make_router(ROUNDINGS["nearest"], **options)
+    if router.expert_bias is not None:
+        router.expert_bias[:3] += 10.0  # every token is sent to these, or two of them
+    routed = router(tokens_of(rank, tokens[rank]), group=EPGroup(), sequence_length=tokens[rank])
+    routed.aux_loss.backward()
+    assert router.weight.grad is not None
+    return routed.aux_loss.item(), router.weight.grad.tolist()
+
+
+@pytest.mark.parametrize("balance", ["sequence", "batch", "global"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_what_corrects_the_choice_moves_no_balance_loss(ranks: Pools, score: str, balance: str) -> None:
+    tokens, losses = [9, 13], {"score": score, "balance": balance, "balance_coef": 0.5}
+    corrections: list[dict[str, Any]] = [{}, {"expert_bias": True}, {"num_groups": 4, "groups_per_token": 2}]
+    plain, biased, grouped = (
+        ranks(2).run(losses_and_gradients, tokens, losses | correction) for correction in corrections
+    )
+    assert plain == biased == grouped
+
+
 def plain_counts(rank: int, T: int) -> list[int]:
     logits_TE = tokens_of(rank, T) @ make_router(ROUNDINGS["off"]).weight.T
     return logits_TE.topk(K, dim=1).indices.flatten().bincount(minlength=E).tolist()
@@ -168,7 +190,8 @@ def test_every_bad_rank_is_named(ranks: Pools) -> None:
 
 def sum_bias_over_data_parallel_groups(rank: int) -> list[float]:
     """Ranks as two EP groups of one rank, which hold the same experts."""
-    router = Router(MoEConfig(d=2, n=4, E=2, K=1, router=RouterConfig(expert_bias=True, expert_bias_rate=0.5)))
+    options = RouterConfig(renormalize=False, expert_bias=True, expert_bias_rate=0.5)
+    router = Router(MoEConfig(d=2, n=4, E=2, K=1, router=options))
     with torch.no_grad():
         router.weight.copy_(torch.eye(2))
     # Rank 0: 3 against 1. Rank 1: 0 against 4. Together expert 1 has more.
@@ -191,7 +214,10 @@ def report_of(counts: list[int], **changes: Any) -> Report:
 
 
 def test_alone_the_counts_are_the_reports() -> None:
-    counts, on_host = agree(report_of([5, 12, 0]), RoundingConfig(mode="up", t=8, G=8), EPGroup.alone())
+    report = report_of([5, 12, 0], by_score_E=torch.tensor([9, 8, 0]))
+    counts, on_host, by_score_SE = agree(report, RoundingConfig(mode="up", t=8, G=8), EPGroup.alone())
+    assert by_score_SE is not None
+    assert by_score_SE.tolist() == [[9, 8, 0]]
     assert on_host is not None
     assert on_host.read() == ((20,), ((24,),), ((24,),))
     assert counts.chosen_SE.tolist() == [[5, 12, 0]]
@@ -203,7 +229,7 @@ def test_alone_the_counts_are_the_reports() -> None:
 @pytest.mark.parametrize("bad", [1, 2**31 - 1, 2**31, 2**32], ids=str)
 def test_any_number_of_bad_logits_is_an_error(bad: int) -> None:
     # A million tokens times 4096 experts, all NaN, is 2^32.
-    _, on_host = agree(report_of([5, 12, 0], bad_logits=torch.tensor(bad)), ROUNDINGS["off"], EPGroup.alone())
+    _, on_host, _ = agree(report_of([5, 12, 0], bad_logits=torch.tensor(bad)), ROUNDINGS["off"], EPGroup.alone())
     assert on_host is not None
     for ask in (on_host.check, on_host.read, on_host.check):
         with pytest.raises(ValueError, match=r"NaN or inf \(rank 0: [1-9]"):
@@ -212,7 +238,7 @@ def test_any_number_of_bad_logits_is_an_error(bad: int) -> None:
 
 def test_the_largest_batch_is_let_through_and_one_more_token_is_not() -> None:
     large = [MAX_TOKENS - 1, 3]
-    counts, on_host = agree(report_of(large, num_tokens=MAX_TOKENS - 1), ROUNDINGS["nearest"], EPGroup.alone())
+    counts, on_host, _ = agree(report_of(large, num_tokens=MAX_TOKENS - 1), ROUNDINGS["nearest"], EPGroup.alone())
     assert on_host is not None
     on_host.check()
     assert counts.chosen_SE.tolist() == [large]

@@ -13,7 +13,7 @@ from torch import Tensor
 from sonic_ep.config import RouterConfig
 from sonic_ep.routers.balance import balance_loss, updated_bias, z_loss
 from sonic_ep.routers.topk import Choice, choose
-from sonic_ep.routing import Counts
+from sonic_ep.routing import Counted, Counts
 
 SCORES = ("softmax", "sigmoid")
 
@@ -28,6 +28,10 @@ def counts_of(choices: list[Choice]) -> Counts:
     tokens_S = torch.tensor([choice.scores_TE.shape[0] for choice in choices])
     # Rounding must not show in a loss: give it something else.
     return Counts(chosen_SE, chosen_SE * 0 + 8, chosen_SE * 0 + 3, tokens_S, tokens_S * 0, 8)
+
+
+def loss_of(choice: Choice, counts: Counts, L: int, config: RouterConfig) -> Tensor:
+    return balance_loss(choice.scores_TE, Counted(choice.topk_ids_TK, counts.chosen_SE), L, config)
 
 
 def hand_shares(logits: list[float], score: str) -> list[float]:
@@ -55,7 +59,7 @@ def test_sequence_loss_is_the_mean_of_each_sequences_own(score: str) -> None:
     choice = choose(logits_TE, None, K, config)
     tokens, ids = logits_TE.view(B, L, E).tolist(), choice.topk_ids_TK.view(B, L, K).tolist()
     expected = sum(hand_loss(tokens[b], ids[b], score) for b in range(B)) / B
-    assert balance_loss(choice, counts_of([choice]), L, config).item() == pytest.approx(0.5 * expected, rel=1e-12)
+    assert loss_of(choice, counts_of([choice]), L, config).item() == pytest.approx(0.5 * expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -64,7 +68,7 @@ def test_batch_loss_counts_this_ranks_tokens(score: str) -> None:
     config = config_of(score, "batch")
     choice, other = choose(logits_TE, None, 2, config), choose(torch.randn(9, 6), None, 2, config)
     expected = 0.5 * hand_loss(logits_TE.tolist(), choice.topk_ids_TK.tolist(), score)
-    loss = balance_loss(choice, counts_of([other, choice]), 10, config)
+    loss = loss_of(choice, counts_of([other, choice]), 10, config)
     assert loss.item() == pytest.approx(expected, rel=1e-12)
 
 
@@ -78,7 +82,7 @@ def test_global_loss_counts_the_whole_groups_tokens(score: str) -> None:
     for choice in choices[:2]:
         logits = choice.scores_TE.log() if score == "softmax" else choice.scores_TE.logit()
         expected = 0.5 * hand_loss(logits.tolist(), choice.topk_ids_TK.tolist(), score, load)
-        assert balance_loss(choice, counts, 1, config).item() == pytest.approx(expected, rel=1e-10)
+        assert loss_of(choice, counts, 1, config).item() == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -87,10 +91,10 @@ def test_mean_over_ranks_of_the_global_loss_is_the_loss_of_one_process(score: st
     logits_TE = torch.randn(4 * 10, 8, dtype=torch.float64)
     whole = choose(logits_TE, None, 2, config)
     parts = [choose(part, None, 2, config) for part in logits_TE.chunk(4)]
-    losses = torch.stack([balance_loss(part, counts_of(parts), 10, config) for part in parts])
-    torch.testing.assert_close(losses.mean(), balance_loss(whole, counts_of([whole]), 40, config), rtol=1e-12, atol=0)
+    losses = torch.stack([loss_of(part, counts_of(parts), 10, config) for part in parts])
+    torch.testing.assert_close(losses.mean(), loss_of(whole, counts_of([whole]), 40, config), rtol=1e-12, atol=0)
     # With the whole in one place, batch and global are the same.
-    batch = balance_loss(whole, counts_of([whole]), 40, config_of(score, "batch"))
+    batch = loss_of(whole, counts_of([whole]), 40, config_of(score, "batch"))
     torch.testing.assert_close(losses.mean(), batch, rtol=1e-12, atol=0)
 
 
@@ -103,7 +107,7 @@ def test_perfect_balance_costs_the_coefficient(score: str, balance: str) -> None
     scores_TE = torch.full((2 * L, E), 1 / E if score == "softmax" else 0.7, dtype=torch.float64)
     choice = Choice(scores_TE, scores_TE, None, ids_TK)
     assert choice.counts_E().tolist() == [2 * L * K // E] * E
-    assert balance_loss(choice, counts_of([choice]), L, config).item() == pytest.approx(0.03, rel=1e-12)
+    assert loss_of(choice, counts_of([choice]), L, config).item() == pytest.approx(0.03, rel=1e-12)
 
 
 @pytest.mark.parametrize("balance", ["sequence", "batch", "global"])
@@ -111,7 +115,7 @@ def test_one_expert_for_all_costs_the_most(balance: str) -> None:
     scores_TE = torch.nn.functional.one_hot(torch.zeros(8, dtype=torch.int64), 4).double()
     choice = Choice(scores_TE, scores_TE, None, torch.zeros(8, 1, dtype=torch.int64))
     config = config_of("softmax", balance, coef=0.03)
-    assert balance_loss(choice, counts_of([choice]), 4, config).item() == pytest.approx(0.03 * 4, rel=1e-12)
+    assert loss_of(choice, counts_of([choice]), 4, config).item() == pytest.approx(0.03 * 4, rel=1e-12)
 
 
 @pytest.mark.parametrize("balance", ["sequence", "batch", "global"])
@@ -121,7 +125,7 @@ def test_gradient_flows_through_the_scores_and_not_through_the_counts(score: str
     logits_TE = torch.randn(2 * L, E, dtype=torch.float64, requires_grad=True)
     config = config_of(score, balance)
     choice = choose(logits_TE, None, K, config)
-    (gradient,) = torch.autograd.grad(balance_loss(choice, counts_of([choice]), L, config), logits_TE)
+    (gradient,) = torch.autograd.grad(loss_of(choice, counts_of([choice]), L, config), logits_TE)
 
     def dense(logits_TE: Tensor) -> Tensor:
         scores_TE = logits_TE.exp() if score == "softmax" else 1 / (1 + (-logits_TE).exp())
@@ -164,7 +168,7 @@ def test_no_tokens_cost_nothing_and_leave_a_graph(score: str, options: dict[str,
     logits_TE = torch.empty(0, 3) @ weight_EH.T
     empty, other = choose(logits_TE, None, 2, config), choose(torch.randn(6, 4), None, 2, config)
     # The other rank has tokens; its gradient's all-reduce waits for this rank's, so there must be one.
-    loss = balance_loss(empty, counts_of([empty, other]), 1, config) + z_loss(logits_TE, config)
+    loss = loss_of(empty, counts_of([empty, other]), 1, config) + z_loss(logits_TE, config)
     assert loss.item() == 0
     (gradient,) = torch.autograd.grad(loss, weight_EH)
     assert torch.equal(gradient, torch.zeros_like(weight_EH))
@@ -174,7 +178,7 @@ def test_losses_that_are_off_are_zero_whatever_the_logits() -> None:
     # An expert masked by a logit of -inf is no reason for a loss of NaN.
     logits_TE = torch.tensor([[0.0, 1.0, -math.inf], [1.0, 0.0, -math.inf]], requires_grad=True)
     choice = choose(logits_TE, None, 1, RouterConfig())
-    loss = balance_loss(choice, counts_of([choice]), 2, RouterConfig()) + z_loss(logits_TE, RouterConfig())
+    loss = loss_of(choice, counts_of([choice]), 2, RouterConfig()) + z_loss(logits_TE, RouterConfig())
     assert loss.item() == 0
 
 

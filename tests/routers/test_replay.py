@@ -220,9 +220,8 @@ def test_two_regions_in_flight_keep_to_their_own_selections() -> None:
 
 def test_a_recomputation_is_counted_once() -> None:
     # x rows are one-hot and the weight is the identity: tokens choose by name.
-    router = Router(
-        MoEConfig(d=4, n=4, E=4, K=1, router=RouterConfig(expert_bias=True, expert_bias_rate=0.5), rounding=STOCHASTIC)
-    )
+    options = RouterConfig(renormalize=False, expert_bias=True, expert_bias_rate=0.5)
+    router = Router(MoEConfig(d=4, n=4, E=4, K=1, router=options, rounding=STOCHASTIC))
     with torch.no_grad():
         router.weight.copy_(torch.eye(4))
     once = torch.eye(4)[[0, 0, 0, 1]].requires_grad_()

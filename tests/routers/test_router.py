@@ -33,9 +33,12 @@ def make_router(E: int = 8, K: int = 2, *, rounding: Any = None, seed: int = 0, 
     return router
 
 
-def identity_router(E: int, K: int = 1, **options: Any) -> Router:
+def identity_router(E: int, K: int = 1, *, rounding: RoundingConfig | None = None, **options: Any) -> Router:
     """Its logits are x itself."""
-    router = Router(MoEConfig(d=E, n=4, E=E, K=K, **options))
+    options.setdefault("renormalize", K > 1)
+    router = Router(
+        MoEConfig(d=E, n=4, E=E, K=K, router=RouterConfig(**options), rounding=rounding or RoundingConfig())
+    )
     with torch.no_grad():
         router.weight.copy_(torch.eye(E))
     return router
@@ -87,7 +90,8 @@ def test_off_pad_and_eval_are_plain_topk_bit_for_bit(
     x_TH = torch.randn(T, H, generator=torch.Generator().manual_seed(seed))
     for mode in MODES:
         rounding = RoundingConfig(mode=mode, t=4, G=8)  # type: ignore[arg-type]
-        router = make_router(*shape, rounding=rounding, seed=seed, score=score, renormalize=renormalize)
+        weights = {"score": score, "renormalize": renormalize and shape[1] > 1}
+        router = make_router(*shape, rounding=rounding, seed=seed, **weights)
         if mode in ("off", "pad"):
             assert_plain(route(router, x_TH), router, x_TH)
         assert_plain(route(router.eval(), x_TH), router, x_TH)
@@ -171,7 +175,7 @@ def test_only_stochastic_rounding_in_training_draws_random_numbers(mode: str) ->
 
 
 def test_jitter_scales_the_input_within_its_bounds_in_training_only() -> None:
-    router = identity_router(64, router=RouterConfig(jitter=0.25))
+    router = identity_router(64, jitter=0.25)
     logits_TE = router.logits(torch.ones(50, 64))[0]
     assert 0.75 <= logits_TE.min() < 0.76
     assert 1.24 < logits_TE.max() <= 1.25
@@ -293,9 +297,7 @@ def test_a_router_on_meta_can_be_given_memory(by: str, dtype: torch.dtype) -> No
 
 def test_update_counts_plain_choices_since_the_last_update_in_training_only() -> None:
     # Every pair is dropped by `down`; the bias must move by what the tokens chose.
-    router = identity_router(
-        4, router=RouterConfig(expert_bias=True, expert_bias_rate=0.125), rounding=RoundingConfig(mode="down", t=64)
-    )
+    router = identity_router(4, rounding=RoundingConfig(mode="down", t=64), expert_bias=True, expert_bias_rate=0.125)
     ones = torch.eye(4)
     route(router, ones[[0, 0, 1, 2]])
     route(router, ones[[0, 1, 1, 2]])  # with the first: 3, 3, 2, 0 tokens
@@ -312,7 +314,7 @@ def test_update_counts_plain_choices_since_the_last_update_in_training_only() ->
 
 
 def test_update_spreads_a_stuck_router() -> None:
-    router = identity_router(4, router=RouterConfig(expert_bias=True, expert_bias_rate=0.01, score="sigmoid"))
+    router = identity_router(4, expert_bias=True, expert_bias_rate=0.01, score="sigmoid")
     x_TH = torch.randn(200, 4) + torch.tensor([4.0, 0.0, 0.0, 0.0])
     loads = []
     for _ in range(100):

@@ -88,7 +88,7 @@ class Case:
         )
         router = RouterConfig(
             score=draw.choice(["softmax", "sigmoid"]),
-            renormalize=draw.random() < 0.5,
+            renormalize=draw.random() < 0.5 and (K > 1 or E == 1),
             expert_bias=draw.random() < 0.5,
             num_groups=groups,
             groups_per_token=draw.choice([each for each in range(1, groups + 1) if K <= each * (E // groups)]),

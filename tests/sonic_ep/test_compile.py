@@ -402,7 +402,7 @@ def test_operations_keep_torchs_rules() -> None:
     experts = layer.experts
     decide = (torch.randn(30, 8), layer.router.expert_bias, text_of(config), "", 1, torch.float32, True, None, "", True)
     torch.library.opcheck(torch.ops.sonic_ep.decide_selection, decide)
-    _, token_ids_N, _, _, counts, new_counts_E = torch.ops.sonic_ep.decide_selection(*decide)
+    _, token_ids_N, _, _, counts, _, new_counts_E = torch.ops.sonic_ep.decide_selection(*decide)
     torch.library.opcheck(torch.ops.sonic_ep.add_counts, (torch.zeros_like(new_counts_E), new_counts_E))
     torch.library.opcheck(torch.ops.sonic_ep.keep_experts, (torch.zeros_like(new_counts_E), torch.zeros(3, 4)))
     gates_N = torch.rand(token_ids_N.shape)

@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {"d": 64, "n": 32, "E": 16, "K": 4}
         ({"bias": 1}, "bias=1 must be true or false"),
         ({"init_std": float("nan")}, "init_std=nan must be a finite number >= 0"),
         ({"shared_gate": True}, "shared_gate=True needs a shared expert"),
+        ({"K": 1}, "K=1 with router.renormalize=True gives every pair the weight 1.*set router.renormalize=False"),
         ({"router": RouterConfig(num_groups=3)}, "E=16 experts do not divide into router.num_groups=3"),
         ({"router": RouterConfig(num_groups=16)}, "leaves 1 expert a group"),
         ({"router": RouterConfig(num_groups=8)}, "K=4 exceeds the 2 experts in router.groups_per_token=1"),
@@ -60,6 +61,7 @@ def test_limits_of_the_router(arguments: dict[str, Any], message: str) -> None:
         ({"t": 256}, "rounding.t=256 must be in 1..128"),
         ({"t": "automatic"}, "rounding.t='automatic' must be an integer in 1..128"),
         ({"capacity_factor": 0.9}, "rounding.capacity_factor=0.9 must be >= 1"),
+        ({"capacity_factor": 1e15}, "rounding.capacity_factor=1000000000000000.0 exceeds 1000000; leave it out"),
     ],
 )
 def test_limits_of_rounding(arguments: dict[str, Any], message: str) -> None:

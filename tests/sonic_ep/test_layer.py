@@ -46,7 +46,7 @@ CASES: dict[str, tuple[MoEConfig, str]] = {
     "through-router": (small(THROUGH_ROUTER, shared_n=5), "ragged"),
     "through-router-kept-rows": (small(THROUGH_ROUTER, keep_dispatched=True), "ragged"),
     "through-router-one-rank-empty": (small(THROUGH_ROUTER), "empty"),
-    "shared-gate": (small(shared_n=5, shared_gate=True, bias=True, K=1), "ragged"),
+    "shared-gate": (small(shared_n=5, shared_gate=True, bias=True, K=3), "ragged"),
     **{f"act-{name}": (small(activation=name, bias=True), "equal") for name in ("geglu", "reglu", "swiglu_oai")},
     **{f"act-{name}": (small(activation=name, shared_n=4), "equal") for name in ("gelu", "silu", "relu2")},
     "one-rank-empty": (small(bias=True), "empty"),

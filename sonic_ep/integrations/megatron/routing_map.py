@@ -39,7 +39,7 @@ def routing_of_map(
     T, E = routing_map_TE.shape
     counts_E = routing_map_TE.sum(0)
     report = Report(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
-    counts, on_host = agree(report, _OFF, group, exchange)
+    counts, on_host, _ = agree(report, _OFF, group, exchange)
     if K is None:
         token_ids_N, expert_ids_N = pairs_of_mask(routing_map_TE, int(counts.pairs_SE[group.rank].sum()))
     else:
