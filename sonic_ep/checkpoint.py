@@ -2,6 +2,7 @@
 
 A module holds plain local tensors; here, and only here, those of the local experts (and the optimizer state that has
 their shape) are shown as dim-0 shards over the EP group. The file then holds each expert once, under its global index.
+Names are those of the model without what wraps it (DistributedDataParallel, torch.compile).
 """
 
 import warnings
@@ -16,7 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,7 +58,7 @@ def load(
     state = _state(model, optimizer, extra)
     with _quiet():
         dcp.load(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
-    model.load_state_dict({name: _local(value) for name, value in state["model"].items()})
+    set_model_state_dict(model, {name: _local(value) for name, value in state["model"].items()})
     if optimizer is not None:
         flat = {name: _local(value) for name, value in state["optimizer"].items()}
         set_optimizer_state_dict(model, optimizer, flat, options=_FLAT)
@@ -73,8 +76,9 @@ def _quiet() -> Generator[None, None, None]:
 def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
 ) -> dict[str, dict[str, Any]]:
-    meshes = _meshes(model)
-    state = {"model": {name: _shown(name, value, meshes) for name, value in model.state_dict().items()}}
+    values = get_model_state_dict(model)
+    meshes = _meshes(model, values)
+    state = {"model": {name: _shown(name, value, meshes) for name, value in values.items()}}
     if optimizer is not None:
         # Initialises the state of a fresh optimizer, so that there is something to load into.
         flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
@@ -82,20 +86,20 @@ def _state(
     return {**state, "extra": dict(extra or {})}
 
 
-def _meshes(model: nn.Module) -> dict[str, tuple[torch.Size, DeviceMesh]]:
-    """Local shape and mesh of every sharded parameter, by name."""
+def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.Size, DeviceMesh]]:
+    """Local shape and mesh of every sharded parameter, by its name in the model's state `values`."""
     meshes: dict[int, DeviceMesh] = {}
     sharded = {}
-    for prefix, layer in model.named_modules():
+    names = {value.data_ptr(): name for name, value in values.items() if isinstance(value, Tensor)}
+    for layer in model.modules():
         if not isinstance(layer, MoE) or layer.group.size == 1:
             continue
         process_group = layer.group.process_group
         assert process_group is not None
         if id(process_group) not in meshes:
             meshes[id(process_group)] = DeviceMesh.from_group(process_group, layer.experts.w1.device.type)
-        for name, value in layer.experts.named_parameters():
-            full_name = f"{prefix}.experts.{name}" if prefix else f"experts.{name}"
-            sharded[full_name] = (value.shape, meshes[id(process_group)])
+        for parameter in layer.experts.parameters():
+            sharded[names[parameter.data_ptr()]] = (parameter.shape, meshes[id(process_group)])
     return sharded
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn.parallel import DistributedDataParallel
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RouterConfig, checkpoint
 from tests.helpers.launch import RankPool
@@ -100,6 +101,42 @@ def test_any_ep_size_reads_any_checkpoint_exactly(ranks: Ranks, tmp_path: Path, 
         assert found["step"] == 3
         assert found[f"own{rank}"] == rank
         assert torch.equal(found["rng"], torch.arange(4))  # type: ignore[arg-type]
+
+
+def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
+    """As a trainer wraps it whose data parallelism leaves experts alone."""
+    match wrapper:
+        case "DDP":
+            experts = [
+                name for name, parameter in model.named_parameters() if not getattr(parameter, "allreduce", True)
+            ]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+            return DistributedDataParallel(model)
+        case "compile":
+            return torch.compile(model)  # type: ignore[return-value]
+        case _:
+            return model
+
+
+def write_and_read_wrapped(rank: int, folder: str, written: str, read: str) -> list[str]:
+    """What differs after a model of one wrapper was read into one of another."""
+    model, optimizer = make(EPGroup(), seed=5)
+    outer = wrapped(model, written)
+    for _ in range(2):
+        train_step(model, optimizer)
+    checkpoint.save(folder, outer, optimizer)
+    other, other_optimizer = make(EPGroup(), seed=77)
+    checkpoint.load(folder, wrapped(other, read), other_optimizer)
+    saved, loaded = everything(model, optimizer), everything(other, other_optimizer)
+    assert any(name.endswith("experts.w1.exp_avg") for name in saved)
+    return [name for name in saved if not torch.equal(saved[name], loaded[name])]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("DDP", "DDP"), ("compile", "compile"), ("DDP", "none"), ("none", "DDP")]
+)
+def test_what_wraps_a_model_leaves_no_trace(ranks: Ranks, tmp_path: Path, written: str, read: str) -> None:
+    assert ranks(2).run(write_and_read_wrapped, str(tmp_path), written, read) == [[], []]
 
 
 def test_one_process_without_torch_distributed_reads_four_ranks_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
