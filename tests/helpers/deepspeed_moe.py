@@ -80,14 +80,17 @@ def scatter_experts(model: Model, ep_rank: int) -> None:
 
 def gradients(layer: Any) -> dict[str, Tensor]:
     """By the key of the weight in DeepSpeed's layer."""
-    from sonic_ep.integrations.deepspeed.experts import StackedExperts
+    from sonic_ep.integrations.deepspeed.experts import NAMES, StackedExperts
 
     named: dict[str, Any] = {}
     for prefix, module in layer.named_modules():
         if isinstance(module, StackedExperts):
-            grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+            grads: Any = {name: parameter.grad for name, parameter in module.named_parameters()}
             for local in range(module.num_local_experts):
-                one: Any = {name: grad[local] for name, grad in grads.items()}
+                one = {
+                    NAMES[name]: grad.view(module.num_local_experts, *grad.shape[1:] or (-1,))[local]
+                    for name, grad in grads.items()
+                }
                 entries = module.template.entries(one).items()
                 named |= {f"{prefix}.deepspeed_experts.{local}.{name}": grad for name, grad in entries}
         else:

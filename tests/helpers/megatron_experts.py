@@ -83,9 +83,10 @@ def bare_experts(kind: str, config: Any) -> Any:
 def weights(kind: str, experts: Any) -> dict[str, Tensor]:
     """fc1 (e, J, H), gate rows first, fc2 (e, H, I), and with biases b1 (e, J), b2 (e, H). Copies or views."""
     if kind == "ours":
+        count, pairs = experts.num_local_experts, ("fc1", "b1") if experts.config.gated_linear_unit else ()
         found = {name: getattr(experts, own) for name, own in OURS.items() if getattr(experts, own) is not None}
-        pairs = ("fc1", "b1") if experts.config.gated_linear_unit else ()
-        return {name: concatenate(each.data) if name in pairs else each.data for name, each in found.items()}
+        stacked = {name: each.data if each.dim() > 1 else each.data.view(count, -1) for name, each in found.items()}
+        return {name: concatenate(each) if name in pairs else each for name, each in stacked.items()}
     if kind == "grouped":
         return {name: view.transpose(1, 2) for name, view in _grouped_blocks(experts).items()}
     return {
@@ -99,7 +100,8 @@ def set_weights(kind: str, experts: Any, values: dict[str, Tensor]) -> None:
     if kind == "ours":
         for name, value in values.items():
             pairs = experts.config.gated_linear_unit and name in ("fc1", "b1")
-            getattr(experts, OURS[name]).copy_(interleave(value) if pairs else value)
+            parameter = getattr(experts, OURS[name])
+            parameter.copy_((interleave(value) if pairs else value).view(parameter.shape))
     elif kind == "grouped":
         for name, view in _grouped_blocks(experts).items():
             view.copy_(values[name].transpose(1, 2))

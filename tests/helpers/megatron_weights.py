@@ -14,7 +14,8 @@ def fill_weights(model: Any, seed: int) -> None:
     (SequentialMLP) and ours.
 
     Matrices, and biases of experts and router, are normal(0, 0.1), norm weights 1 +- 0.1, the rest as it was built.
-    Ours is known by `experts.weight1` (E_local, 2n, d), gate and up rows interleaved if gated, and `experts.weight2`.
+    Ours is known by `experts.weight1` (E_local, 2n, d), gate and up rows interleaved if gated, and `experts.weight2`,
+    with flat biases.
     """
     for name, parameter in model.named_parameters():
         layer, _, rest = name.partition("layers.")[2].partition(".")
@@ -26,8 +27,8 @@ def fill_weights(model: Any, seed: int) -> None:
             prefix, _, rest = name.partition("local_experts.")
             local, _, matrix = rest.partition(".")
             parameter.copy_(_values(f"{prefix}{_first_expert(model) + int(local)}.{matrix}", parameter.shape, seed))
-        elif stacked and parameter.dim() == (3 if stacked[2] == "weight" else 2):
-            for local, weight in enumerate(parameter):
+        elif stacked and parameter.dim() == (3 if stacked[2] == "weight" else 1):
+            for local, weight in enumerate(parameter.view(_num_local_experts(model), -1, *parameter.shape[2:])):
                 key = f"{stacked[1]}{_first_expert(model) + local}.linear_fc{stacked[3]}.{stacked[2]}"
                 values = _values(key, weight.shape, seed)
                 if stacked[3] == "1" and model.config.gated_linear_unit:
@@ -42,11 +43,14 @@ def fill_weights(model: Any, seed: int) -> None:
             parameter.copy_(1 + _values(name, parameter.shape, seed))
 
 
+def _num_local_experts(model: Any) -> int:
+    return model.config.num_moe_experts // model.config.expert_model_parallel_size
+
+
 def _first_expert(model: Any) -> int:
     from megatron.core import parallel_state as state
 
-    config = model.config
-    return state.get_expert_model_parallel_rank() * (config.num_moe_experts // config.expert_model_parallel_size)
+    return state.get_expert_model_parallel_rank() * _num_local_experts(model)
 
 
 def _values(key: str, shape: torch.Size, seed: int) -> Tensor:

@@ -7,19 +7,21 @@ while the parameters that the optimizer sees are stacked and no step copies them
 Legend: e local experts, H hidden size, I expert width, J = 2I if gated else I.
 """
 
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
 
 from sonic_ep.integrations.deepspeed.template import Template
 
-NAMES = ("w1", "b1", "w2", "b2")  # in the order in which a template of two layers has them
+# Ours to the template's, in the order in which one of two layers has them.
+NAMES = {"w1": "w1", "bias1": "b1", "w2": "w2", "bias2": "b2"}
 
 
 @final
 class StackedExperts(nn.Module):
-    """w1 (e, J, H), gate and up rows in turn; w2 (e, H, I); b1 (e, J) and b2 (e, H) where the template has biases.
+    """w1 (e, J, H), gate and up rows in turn; w2 (e, H, I); bias1 (e * J,) and bias2 (e * H,) where the template has
+    biases: flat and of that name, by which trainers spare biases weight decay.
 
     All experts start as the template does, as DeepSpeed's copies. Every parameter is marked as DeepSpeed marks an
     expert's: `allreduce = False` and `group_name`, by which its optimizers sort, reduce and divide the gradients.
@@ -27,25 +29,39 @@ class StackedExperts(nn.Module):
 
     w1: nn.Parameter
     w2: nn.Parameter
-    b1: nn.Parameter | None
-    b2: nn.Parameter | None
+    bias1: nn.Parameter | None
+    bias2: nn.Parameter | None
 
     def __init__(self, expert: nn.Module, template: Template, num_local_experts: int, group_name: str) -> None:
         super().__init__()
-        self.template, self.num_local_experts = template, num_local_experts
+        self.template, self.num_local_experts, self._group_name = template, num_local_experts, group_name
         values = template.values(expert)
-        for name in NAMES:
+        for name, value in ((name, values.get(its)) for name, its in NAMES.items()):
             parameter = None
-            if name in values:
-                stacked = values[name].detach().expand(num_local_experts, *values[name].shape).clone()
-                parameter = nn.Parameter(stacked.contiguous())
-                parameter.allreduce = False  # type: ignore[attr-defined]
-                parameter.group_name = group_name  # type: ignore[attr-defined]
+            if value is not None:
+                stacked = value.detach().expand(num_local_experts, *value.shape).clone().contiguous()
+                parameter = nn.Parameter(stacked if value.dim() > 1 else stacked.flatten())
             self.register_parameter(name, parameter)
+        self._mark()
+
+    def _mark(self) -> None:
+        for parameter in self.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.group_name = self._group_name  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._mark()  # `to_empty` makes new parameters
+        return self
+
+    def stacked(self) -> dict[str, Tensor]:
+        """The parameters by the template's names, experts first."""
+        count = self.num_local_experts
+        return {NAMES[name]: each if each.dim() > 1 else each.view(count, -1) for name, each in self.named_parameters()}
 
     def _entries(self, keep_vars: bool = False) -> dict[str, Tensor]:
         """Views of the parameters under the keys of DeepSpeed's Experts."""
-        stacked = {name: value if keep_vars else value.detach() for name, value in self.named_parameters()}
+        stacked = {name: value if keep_vars else value.detach() for name, value in self.stacked().items()}
         return {
             f"deepspeed_experts.{local}.{name}": value
             for local in range(self.num_local_experts)

@@ -154,7 +154,7 @@ class RoutedExperts(nn.Module):
 
     def _weights(self) -> dict[str, Tensor]:
         """The parameters, under autocast cast to its dtype."""
-        weights: dict[str, Tensor] = dict(self.experts.named_parameters())
+        weights = self.experts.stacked()
         device_type = weights["w1"].device.type
         if not torch.is_autocast_enabled(device_type):
             return weights

@@ -11,7 +11,8 @@ With metadata["singleton_local_shards"] each expert g has tensors of its own ins
 <prefix>experts.{g}.linear_fc1.weight_w and ..._v (I, H) each, <prefix>experts.{g}.linear_fc2.weight (H, I). Either way
 every expert also has a Transformer Engine state of both linears, `_extra_state`, which here is None.
 
-Plain state dicts hold the local experts alone, under names of the module's own; see `to_layout` for the three.
+Plain state dicts hold the local experts alone, under names of the module's own; see `to_layout` for the three. Our
+biases are flat there, (e * J,) and (e * H,), as in memory.
 
 Legend: e local experts, E experts in all, H hidden size, I expert width, J = 2I if gated else I. In memory a gated
 fc1 has gate and up rows in turn (see experts.py); in files, gate rows first.
@@ -42,6 +43,11 @@ LINEAR = {
 }
 
 
+def by_expert(parameter: Tensor | None, count: int) -> Any:
+    """A parameter of `count` local experts, or what is stored of it, with the experts first: biases are flat."""
+    return parameter if parameter is None or parameter.dim() > 1 else parameter.view(count, -1)
+
+
 class HeldExperts(NamedTuple):
     """Which experts a module holds: ep_rank's share of ep_size equal ones, and the number of this copy of them."""
 
@@ -59,12 +65,13 @@ def sharded_experts(
     sharded_offsets: Offsets = (),
     metadata: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Megatron's sharded state dict of `parameters` (names of LINEAR, each with the e local experts first).
+    """Megatron's sharded state dict of `parameters` (names of LINEAR).
 
     The values are factories, so that the optimizer's moments are cut as their parameters are. sharded_offsets: axes in
     front, as a block of layers passes them.
     """
     singleton = bool((metadata or {}).get("singleton_local_shards", False))
+    num_local = len(parameters["weight1"])
     sharded: dict[str, Any] = {}
     for name, parameter in parameters.items():
         gated = held.gated and name in ("weight1", "bias1")
@@ -72,12 +79,16 @@ def sharded_experts(
             f"{prefix}experts.{LINEAR[name]}",
             parameter,
             partial(
-                _build_singletons if singleton else _build, gated=gated, held=held, offsets=sharded_offsets, at=prefix
+                _build_singletons if singleton else _build,
+                num_local=num_local,
+                gated=gated,
+                held=held,
+                offsets=sharded_offsets,
+                at=prefix,
             ),
-            partial(_merge_singletons if singleton else _merge, gated=gated),
+            partial(_merge_singletons if singleton else _merge, gated=gated, flat=parameter.dim() == 1),
             (0, 0, held.copy),
         )
-    num_local = len(parameters["weight1"])
     for expert in range(held.ep_rank * num_local, (held.ep_rank + 1) * num_local):
         for linear in ("linear_fc1", "linear_fc2"):
             one = f"{expert}." if singleton else ""
@@ -91,10 +102,11 @@ def sharded_experts(
 @torch.no_grad()
 def _build(
     key: str,
-    stacked: Tensor,
+    stored: Tensor,
     replica_id: ReplicaId,
     flattened_range: slice | None,
     *,
+    num_local: int,
     gated: bool,
     held: HeldExperts,
     offsets: Offsets,
@@ -102,7 +114,7 @@ def _build(
 ) -> Any:
     """One tensor of all experts; of a gated fc1 this rank has two shards of it, [gate, up]."""
     _refuse_flattened(flattened_range)
-    axes = len(offsets)
+    stacked, axes = by_expert(stored, num_local), len(offsets)
 
     def shard(part: Tensor, *rows: tuple[int, int, int]) -> ShardedTensor:
         where = (*offsets, (axes, held.ep_rank, held.ep_size), *rows)
@@ -116,10 +128,11 @@ def _build(
 @torch.no_grad()
 def _build_singletons(
     key: str,
-    stacked: Tensor,
+    stored: Tensor,
     replica_id: ReplicaId,
     flattened_range: slice | None,
     *,
+    num_local: int,
     gated: bool,
     held: HeldExperts,
     offsets: Offsets,
@@ -127,7 +140,7 @@ def _build_singletons(
 ) -> Any:
     """A tensor for each local expert; of a gated fc1 two, [[gate, ...], [up, ...]]."""
     _refuse_flattened(flattened_range)
-    first = held.ep_rank * len(stacked)
+    stacked, first = by_expert(stored, num_local), held.ep_rank * num_local
 
     def singletons(part: Tensor, suffix: str = "") -> list[ShardedTensor]:
         return [
@@ -148,16 +161,14 @@ def _build_singletons(
 
 
 @torch.no_grad()
-def _merge(loaded: Any, *, gated: bool) -> Tensor:
-    return interleave(torch.cat(loaded, 1)) if gated else loaded
+def _merge(loaded: Any, *, gated: bool, flat: bool) -> Tensor:
+    stacked = interleave(torch.cat(loaded, 1)) if gated else loaded
+    return stacked.flatten() if flat else stacked
 
 
 @torch.no_grad()
-def _merge_singletons(loaded: Any, *, gated: bool) -> Tensor:
-    if not gated:
-        return torch.stack(loaded)
-    gate, up = (torch.stack(experts) for experts in loaded)
-    return interleave(torch.cat([gate, up], 1))
+def _merge_singletons(loaded: Any, *, gated: bool, flat: bool) -> Tensor:
+    return _merge([torch.stack(half) for half in loaded] if gated else torch.stack(loaded), gated=gated, flat=flat)
 
 
 def _halves(stacked: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,13 +199,14 @@ def _translate(experts: Any, state_dict: dict[str, Any], prefix: str, *_: Any, g
         if ours is None:
             continue
         module, kind = linear.split(".")
-        count = len(ours)
+        count = experts.num_local_experts
         sequential = [f"{prefix}local_experts.{local}.{linear}" for local in range(count)]
         te_grouped = [f"{prefix}{module}.{kind}{local}" for local in range(count)]
         for keys in (sequential, te_grouped):
             if all(key in state_dict for key in keys):
                 stacked = torch.stack([state_dict.pop(key) for key in keys])
-                state_dict[prefix + name] = interleave(stacked) if gated and module == "linear_fc1" else stacked
+                stacked = interleave(stacked) if gated and module == "linear_fc1" else stacked
+                state_dict[prefix + name] = stacked.view(ours.shape) if ours.numel() == stacked.numel() else stacked
         value = state_dict.get(prefix + name)
         if value is not None and value.dim() == 2 and kind == "weight" and value.numel() == ours.numel():
             state_dict[prefix + name] = _from_grouped(value, module, count, gated)
@@ -229,7 +241,8 @@ def to_layout(state_dict: Mapping[str, Any], layout: Layout, *, gated: bool = Tr
             result[key] = value
             continue
         module, kind = LINEAR[name].split(".")
-        stacked = concatenate(value) if gated and module == "linear_fc1" else value
+        stacked = by_expert(value, len(state_dict[f"{prefix}.weight1" if prefix else "weight1"]))
+        stacked = concatenate(stacked) if gated and module == "linear_fc1" else stacked
         result.update(_in_layout(f"{prefix}." if prefix else "", module, kind, stacked, layout))
     return result
 

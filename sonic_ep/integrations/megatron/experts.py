@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.megatron.activation import activation_of
-from sonic_ep.integrations.megatron.checkpoint import HeldExperts, load_any_layout, sharded_experts
+from sonic_ep.integrations.megatron.checkpoint import HeldExperts, by_expert, load_any_layout, sharded_experts
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.kernels.activations import activation_named, interleave
 from sonic_ep.routing import Routing
@@ -29,7 +29,8 @@ from sonic_ep.transports import transport_for
 
 @final
 class SonicEPExperts(MegatronModule):
-    """weight1 (e, J, H), gate and up rows in turn; weight2 (e, H, I); with add_bias_linear bias1 (e, J), bias2 (e, H).
+    """weight1 (e, J, H), gate and up rows in turn; weight2 (e, H, I); with add_bias_linear bias1 (e * J,) and bias2
+    (e * H,), flat, since Megatron spares parameters of one dimension weight decay, and those of stock experts have one.
 
     Rank r of the EP group holds experts r * e to (r + 1) * e - 1. From one seed the initial values are those of
     Megatron's SequentialMLP.
@@ -56,11 +57,15 @@ class SonicEPExperts(MegatronModule):
         H, I = config.hidden_size, config.moe_ffn_hidden_size  # noqa: E741
         assert I is not None  # TransformerConfig fills it in
         J = 2 * I if self.gated else I
-        self.weight1, self.weight2 = self._parameter(J, H), self._parameter(H, I)
-        self.bias1 = self._parameter(J) if config.add_bias_linear else None
-        self.bias2 = self._parameter(H) if config.add_bias_linear else None
+        e = num_local_experts
+        self.weight1, self.weight2 = self._parameter(e, J, H), self._parameter(e, H, I)
+        self.bias1 = self._parameter(e * J) if config.add_bias_linear else None
+        self.bias2 = self._parameter(e * H) if config.add_bias_linear else None
         set_tensor_model_parallel_attributes(self.weight1, True, 0, 2 if self.gated else 1)
         set_tensor_model_parallel_attributes(self.weight2, True, 1, 1)
+        for bias in (self.bias1, self.bias2):
+            if bias is not None:  # else the gradient norm of all TP ranks but the first would leave it out
+                set_tensor_model_parallel_attributes(bias, True, 0, 1)
         if config.perform_initialization:
             self._initialize()
         load_any_layout(self, self.gated)
@@ -68,7 +73,7 @@ class SonicEPExperts(MegatronModule):
     def _parameter(self, *shape: int) -> nn.Parameter:
         config = self.config
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        value = nn.Parameter(torch.empty(self.num_local_experts, *shape, device=device, dtype=config.params_dtype))
+        value = nn.Parameter(torch.empty(shape, device=device, dtype=config.params_dtype))
         # False: the gradient is averaged over the ranks that hold the same experts, not over all data parallel ranks.
         value.allreduce = self._is_data_parallel()  # type: ignore[attr-defined]
         return value
@@ -106,8 +111,8 @@ class SonicEPExperts(MegatronModule):
             routing,
             self.weight1,
             self.weight2,
-            self.bias1,
-            self.bias2,
+            by_expert(self.bias1, self.num_local_experts),
+            by_expert(self.bias2, self.num_local_experts),
             transport=self.transport,
             group=self.group,
             activation=self.activation,

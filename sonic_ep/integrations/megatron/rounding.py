@@ -64,7 +64,10 @@ class RoundedRouter:
         ranking_TE = scores_TE.detach()
         if self.router.expert_bias is not None:
             ranking_TE = ranking_TE + self.router.expert_bias
-        choice = Choice(scores_TE, ranking_TE, self._allowed(ranking_TE), ids_TK, routing_map_TE.sum(0))
+        # Of softmax scores, Megatron's groups know nothing, if these are made of the chosen logits.
+        by_logits = self.config.moe_router_score_function == "softmax" and not self.config.moe_router_pre_softmax
+        allowed_TE = self._allowed(logits.detach().reshape(T, E) if by_logits else ranking_TE)
+        choice = Choice(scores_TE, ranking_TE, allowed_TE, ids_TK, routing_map_TE.sum(0))
         situation = Situation(config=self.moe_config, group=self.group, dtype=dtype, training=True, exchange=exchange)
         selection = decide_selection(self.router, choice, None, situation)  # Megatron's router counts by itself
         # A spare entry has token -1; its weight is never used.
@@ -77,12 +80,15 @@ class RoundedRouter:
         gates_N = gates_N + torch.where(selection.chosen_N, 0, added_N)
         return Routing.of(selection, gates_N, T)
 
-    def _allowed(self, ranking_TE: Tensor) -> Tensor | None:
-        """(T, E) bool: the experts of each token's best groups, by the rule of Megatron's group_limited_topk."""
+    def _allowed(self, values_TE: Tensor) -> Tensor | None:
+        """(T, E) bool: the experts of each token's best groups, by the rule of Megatron's group_limited_topk.
+
+        values_TE: what the router gives that: logits, scores, or these and the expert bias.
+        """
         groups, kept = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         if not groups or not kept:
             return None
-        scores_Tg = ranking_TE.unflatten(1, (groups, -1)).topk(self.config.moe_router_topk // kept, dim=2)[0].sum(2)
+        scores_Tg = values_TE.unflatten(1, (groups, -1)).topk(self.config.moe_router_topk // kept, dim=2)[0].sum(2)
         return choice_mask(scores_Tg.topk(kept, dim=1).indices, groups).repeat_interleave(
-            ranking_TE.shape[1] // groups, dim=1
+            values_TE.shape[1] // groups, dim=1
         )

@@ -2,6 +2,7 @@
 that reach every rank."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -353,6 +354,43 @@ def test_weights_without_memory_are_not_loaded_into() -> None:
         experts = Model(True, k=2).layers[0].deepspeed_moe.experts
     with pytest.raises(RuntimeError, match="have no memory yet: call to_empty"):
         experts.load_state_dict(Model(True, k=2).layers[0].deepspeed_moe.experts.state_dict())
+
+
+def test_weights_that_get_memory_are_still_experts() -> None:
+    from deepspeed.moe.utils import is_moe_param
+
+    from tests.helpers.deepspeed_moe import Model
+
+    with torch.device("meta"):
+        experts = Model(True, k=2).layers[0].deepspeed_moe.experts
+    experts.to_empty(device="cpu")
+    assert all(is_moe_param(parameter) for parameter in experts.parameters())
+    assert {parameter.group_name for parameter in experts.parameters()} == {"ep_size_1"}
+
+
+def with_biases(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Outcomes of DeepSpeed's layer and ours, and the parameters of ours that a trainer would not decay."""
+    from tests.helpers.deepspeed_cpu import deepspeed_world
+    from tests.helpers.deepspeed_moe import GatedMLP
+
+    x = torch.randn(20, 16, generator=torch.Generator().manual_seed(rank))
+    with deepspeed_world():
+        stock, ours = (
+            layer_of(is_ours, rank, 2, k=2, expert=partial(GatedMLP, bias=True)) for is_ours in (False, True)
+        )
+        named = dict(ours.deepspeed_moe.experts.named_parameters())
+        spared = [name for name, parameter in named.items() if "bias" in name and parameter.dim() == 1]
+        return outcome(stock, x), outcome(ours, x), spared
+
+
+def test_biases_of_experts(ranks: Ranks) -> None:
+    for wanted, got, spared in ranks(2).run(with_biases):
+        assert got.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(
+                got[name], value, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        assert spared == ["bias1", "bias2"]
 
 
 def engine_around(rank: int) -> str:

@@ -7,7 +7,7 @@ EP 1 is a world of its own for the optimizer's state: there Megatron has one opt
 its own for the experts. (Weights go between all sizes: test_checkpoint.py.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,13 +35,15 @@ class Place(NamedTuple):
 
 
 class Journey(NamedTuple):
-    """Where it starts, through what it goes, and how: with the distributed optimizer, a tensor for each expert."""
+    """Where it starts, through what it goes, and how: with the distributed optimizer, a tensor for each expert, other
+    fields of TransformerConfig."""
 
     start: Place
     stops: list[Place]
     distributed: bool = False
     singleton: bool = False
     sharding: str = "fully_reshardable"
+    config: Mapping[str, Any] = {}
 
 
 OURS = {ep: Place("ours", ep) for ep in (1, 2, 4)}
@@ -49,6 +51,8 @@ SEQUENTIAL = {ep: Place("sequential", ep) for ep in (1, 2, 4)}
 JOURNEYS = {
     "EP1": Journey(OURS[1], [SEQUENTIAL[1]], singleton=True),
     "EP2-distributed": Journey(OURS[2], [SEQUENTIAL[2], SEQUENTIAL[4], OURS[4]], distributed=True, singleton=True),
+    "biases": Journey(OURS[2], [SEQUENTIAL[2], OURS[4]], config={"add_bias_linear": True}),
+    "biases-distributed": Journey(SEQUENTIAL[2], [OURS[2]], distributed=True, config={"add_bias_linear": True}),
     "EP4": Journey(OURS[4], [SEQUENTIAL[2], SEQUENTIAL[4], Place("grouped", 2)]),
     "SequentialMLP-EP1-distributed": Journey(SEQUENTIAL[1], [OURS[1], Place("grouped", 1)], distributed=True),
     "SequentialMLP-EP2": Journey(SEQUENTIAL[2], [OURS[2], OURS[4]], singleton=True),
@@ -63,13 +67,13 @@ def travel(rank: int, folder: Path, journey: Journey) -> tuple[Curve, dict[Place
     from tests.helpers.megatron_training import parallel_state
 
     with parallel_state(expert=journey.start.ep):
-        run = run_with(journey.start.kind, distributed=journey.distributed)
+        run = run_with(journey.start.kind, distributed=journey.distributed, **journey.config)
         train(run, BEFORE)
         save(run, folder / "start", journey)
         stayed = train(run, AFTER)
     for place in journey.stops:
         with parallel_state(expert=place.ep):
-            run = run_with(place.kind, seed=1, distributed=journey.distributed)
+            run = run_with(place.kind, seed=1, distributed=journey.distributed, **journey.config)
             load(run, folder / "start", journey)
             save(run, folder_of(folder, place), journey)
     with parallel_state(expert=journey.start.ep):
@@ -78,7 +82,7 @@ def travel(rank: int, folder: Path, journey: Journey) -> tuple[Curve, dict[Place
 
 def resume(journey: Journey, place: Place, folder: Path) -> Curve:
     """What a run at `place` does with a checkpoint, from other weights; inside parallel_state."""
-    run = run_with(place.kind, seed=1, distributed=journey.distributed)
+    run = run_with(place.kind, seed=1, distributed=journey.distributed, **journey.config)
     load(run, folder, journey)
     run.seed, run.steps_done = 0, BEFORE  # the same data as the first run had
     return train(run, AFTER)
@@ -128,7 +132,7 @@ def change_over(rank: int, folder: Path, journey: Journey) -> tuple[Curve, dict[
     from tests.helpers.megatron_training import parallel_state
 
     with parallel_state(expert=journey.start.ep):
-        run = run_with(journey.start.kind, distributed=journey.distributed)
+        run = run_with(journey.start.kind, distributed=journey.distributed, **journey.config)
         train(run, BEFORE)
         save(run, folder / "start", journey)
         stayed = train(run, AFTER)

@@ -61,7 +61,11 @@ def expert_weights(layer: Any, values: Callable[[Any], Tensor]) -> dict[str, Ten
     """`values` of the experts' parameters, stacked, gate rows first."""
     experts = layer.experts
     if not hasattr(experts, "local_experts"):
-        named = {name: values(parameter) for name, parameter in experts.named_parameters()}
+        count = experts.num_local_experts
+        named = {
+            name: values(parameter).view(count, -1, *parameter.shape[2:])
+            for name, parameter in experts.named_parameters()
+        }
         return {name: concatenate(v) if "1" in name and experts.gated else v for name, v in named.items()}
     names = {"weight1": "linear_fc1.weight", "weight2": "linear_fc2.weight"}
     names |= {"bias1": "linear_fc1.bias", "bias2": "linear_fc2.bias"} if experts.config.add_bias_linear else {}
@@ -75,7 +79,7 @@ def set_biases(stock: Any, ours: Any) -> None:
     for name, value in expert_weights(stock, lambda parameter: parameter.data).items():
         if "bias" in name:
             interleaved = value.view(value.shape[0], 2, -1).transpose(1, 2).reshape(value.shape)
-            ours.experts.get_parameter(name).data.copy_(interleaved if name == "bias1" else value)
+            ours.experts.get_parameter(name).data.copy_((interleaved if name == "bias1" else value).flatten())
 
 
 def run_layer(layer: Any, x: Tensor, padding_mask: Tensor | None) -> dict[str, Tensor]:

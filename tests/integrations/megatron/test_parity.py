@@ -37,6 +37,7 @@ DISTRIBUTED = {"distributed_optimizer": True, "overlap": True}
 SHARED = {"moe_shared_expert_intermediate_size": 40}
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 GROUP_LIMITED = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
+BIASES, DECAY = {"add_bias_linear": True}, {"optimizer": {"weight_decay": 0.5}}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
 
@@ -53,6 +54,10 @@ CASES = {
     ),
     # With one rank an expert, Megatron's own layer leaves TP ranks' experts to part; one rank a model does not.
     "TP2-EP1": Case(2, {"tensor": 2, "expert": 1}, run=DISTRIBUTED, stock_groups={}),
+    # Megatron decays no bias, and no expert's either.
+    "biases": Case(2, {"expert": 2}, BIASES, DECAY),
+    # Of stock experts' biases only one counts in the norm of the second TP rank.
+    "TP2-biases": Case(2, {"tensor": 2, "expert": 2}, BIASES, DECAY, stock_groups={"expert": 2}),
     "moe-layer-recompute": Case(2, {"expert": 2}, SELECTIVE | {"moe_layer_recompute": True} | SIGMOID),
     "shared-recompute": Case(2, {"expert": 2}, SELECTIVE | SHARED | {"recompute_modules": ["shared_experts", "moe"]}),
     "shared-overlap": Case(2, {"tensor": 2, "expert": 2}, SHARED | {"moe_shared_expert_overlap": True}),
@@ -90,8 +95,8 @@ def curve(case: Case, groups: dict[str, int], ours: bool) -> Curve:
         else:
             spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
         # Gentle steps: 20 of them must not blow up what the order of a sum may change.
-        adam = {"lr": 3e-3}
-        run = Run(config, use_sonic_ep(spec) if ours else spec, optimizer=adam, **{"batch": case.ranks, **case.run})
+        settings = {"batch": case.ranks, **case.run, "optimizer": {"lr": 3e-3, **case.run.get("optimizer", {})}}
+        run = Run(config, use_sonic_ep(spec) if ours else spec, **settings)
         return [tuple(step) for step in run.train(STEPS)]
 
 

@@ -105,6 +105,40 @@ def test_it_rounds_as_our_own_layer(ranks: Ranks, variant: str) -> None:
         assert all(count % G == 0 for count in rows)
 
 
+GROUP_LIMITED = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
+
+
+def allowed_and_chosen(rank: int, fields: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(T, E) bool each: what rounding may add, what the router chose."""
+    from unittest.mock import patch
+
+    from sonic_ep.integrations.megatron import rounding
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    choices: list[Any] = []
+    decide = rounding.decide_selection
+
+    def noting(router: object, choice: Any, *rest: Any) -> Any:
+        choices.append(choice)
+        return decide(router, choice, *rest)
+
+    with parallel_state(), patch.object(rounding, "decide_selection", noting):
+        config = gpt_config(**GROUP_LIMITED, **fields, **NO_LOSS)
+        layer_of(config, ROUNDING)(hidden_states(rank, config))
+    (choice,) = choices
+    chosen_TE = torch.zeros_like(choice.allowed_TE).scatter_(1, choice.topk_ids_TK, True)
+    return choice.allowed_TE, chosen_TE
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"moe_router_pre_softmax": True}, {"moe_router_score_function": "sigmoid"}], ids=str
+)
+def test_what_the_router_chose_is_in_the_groups_that_rounding_keeps_to(ranks: Ranks, fields: dict[str, Any]) -> None:
+    ((allowed_TE, chosen_TE),) = ranks(1).run(allowed_and_chosen, fields)
+    assert bool((allowed_TE.sum(1) == allowed_TE.shape[1] // 2).all())
+    assert bool((allowed_TE | ~chosen_TE).all())
+
+
 def plain_parts(rank: int) -> dict[str, list[Any]]:
     """What must not change with rounding on; without it first."""
     from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker

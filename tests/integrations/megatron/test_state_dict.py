@@ -82,4 +82,4 @@ def test_to_layout_says_what_it_cannot(stacked: dict[str, Tensor]) -> None:
     with pytest.raises(ValueError, match="layout='megablocks' is none of"):
         to_layout(stacked, "megablocks")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="GroupedMLP has none"):
-        to_layout({**stacked, "experts.bias1": torch.zeros(2, 4)}, "grouped")
+        to_layout({**stacked, "experts.bias1": torch.zeros(2 * 4)}, "grouped")
