@@ -84,7 +84,12 @@ def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 def _checkpoints(path: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    return sorted(folder for folder in (path / "checkpoints").glob("step_*") if folder.suffix != ".partial")
+    finished = [folder for folder in (path / "checkpoints").glob("step_*") if folder.suffix != ".partial"]
+    return sorted(finished, key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def checkpoint_to_resume(path: Path, steps: int) -> Path:
@@ -92,7 +97,7 @@ def checkpoint_to_resume(path: Path, steps: int) -> Path:
     found = _checkpoints(path)
     if not found:
         raise ValueError(f"--resume {str(path)!r} holds no finished checkpoint; start it again without --resume")
-    done = int(found[-1].name.removeprefix("step_"))
+    done = _step_of(found[-1])
     if done >= steps:
         raise ValueError(
             f"--resume {str(path)!r} is at step {done} of {steps}: nothing is left to do; give more --steps"

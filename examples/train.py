@@ -28,7 +28,7 @@ from options import Options, check_options, model_config, parse_options
 from parallel import Mesh, choose_device, clip_gradients, open_mesh, read_launch, sync_gradients
 from plots import plot_comparison, plot_run
 from run_folder import RunFolder, checkpoint_to_resume, load_checkpoint, save_checkpoint
-from sonic_ep import RoutingStats
+from sonic_ep import MoE, RoutingStats
 from sonic_ep.extras import require_extra
 
 FINAL_LR = 0.1
@@ -80,6 +80,7 @@ def say(mesh: Mesh, text: str) -> None:
 def compare(options: Options, mesh: Mesh, corpus: Corpus, folder: Path) -> None:
     """The same model, data and seed twice: plain top-K, then token rounding."""
     runs = {"top-K": folder / "topk", "rounding": folder / "rounding"}
+    options = dataclasses.replace(options, compare=False)  # either is a run that can be resumed alone
     train(dataclasses.replace(options, rounding="off"), mesh, corpus, runs["top-K"])
     train(options, mesh, corpus, runs["rounding"])
     if mesh.is_main:
@@ -145,8 +146,10 @@ def autocast(mesh: Mesh, options: Options) -> torch.autocast:
 
 def make_optimizer(model: LanguageModel, options: Options) -> torch.optim.AdamW:
     """AdamW that decays matrices and leaves norms and biases alone."""
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    expert_biases = {id(bias) for layer in layers for bias in (layer.experts.b1, layer.experts.b2)}  # (experts, width)
+    decayed = [each for each in model.parameters() if each.dim() >= 2 and id(each) not in expert_biases]
+    others = [each for each in model.parameters() if each.dim() < 2 or id(each) in expert_biases]
     groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
 

@@ -48,7 +48,7 @@ class Meeting:
     @classmethod
     def of(cls, rank: int, flags_S: Tensor, patience: int) -> Self:
         state = torch.zeros(3 * len(Stage) + 1, dtype=torch.int64, device=flags_S.device)
-        report = torch.zeros(1, dtype=torch.int64, pin_memory=flags_S.is_cuda)
+        report = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=flags_S.is_cuda)
         return cls(rank, flags_S, state, report, patience)
 
     @property

@@ -81,10 +81,11 @@ class Router(nn.Module):
     def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.E, config.d, device=device))
-        self.bias = nn.Parameter(torch.zeros(config.E, device=device)) if config.router.linear_bias else None
+        E, fp32 = config.E, {"device": device, "dtype": torch.float32}
+        self.weight = nn.Parameter(torch.empty(E, config.d, **fp32))
+        self.bias = nn.Parameter(torch.zeros(E, **fp32)) if config.router.linear_bias else None
         self.expert_bias: Tensor | None
-        self.register_buffer("expert_bias", torch.zeros(config.E, device=device) if config.router.expert_bias else None)
+        self.register_buffer("expert_bias", torch.zeros(E, **fp32) if config.router.expert_bias else None)
         self._counts_since_update_E = torch.zeros(config.E, dtype=torch.int64, device=device)
         self._config_text = text_of(config)
 
@@ -152,7 +153,7 @@ class Router(nn.Module):
             exchange=exchange,
             meanwhile=meanwhile,
         )
-        counter_E = None if self.expert_bias is None else self._counts_since_update_E
+        counter_E = None if self.expert_bias is None else self._counter()
         if torch.compiler.is_compiling():
             if meanwhile is not None:
                 meanwhile()
@@ -161,6 +162,12 @@ class Router(nn.Module):
             )
             return _routed(x_TH, logits_TE, choice, selection, config, sequence_length)
         return route(self, x_TH, logits_TE, self.expert_bias, counter_E, situation, sequence_length=sequence_length)
+
+    def _counter(self) -> Tensor:
+        """The counts, moved after weights that have moved without `_apply`, as load_state_dict and FSDP move them."""
+        if self._counts_since_update_E.device != self.weight.device:
+            self._counts_since_update_E = _moved(self._counts_since_update_E, self.weight.device)
+        return self._counts_since_update_E
 
     def keep_experts(self, out_TH: Tensor) -> None:
         """In a compiled graph: drop nothing that made this output of experts, who check the routing."""
@@ -178,7 +185,7 @@ class Router(nn.Module):
         """
         if self.expert_bias is None:
             raise ValueError("router.expert_bias=False: there is no bias to update; set it to true in the config")
-        counts_E = self._counts_since_update_E
+        counts_E = self._counter()
         counts_E = counts_E if group is None else group.all_reduce(counts_E)
         self.expert_bias.copy_(updated_bias(self.expert_bias, counts_E, self.config.router.expert_bias_rate))
         self._counts_since_update_E.zero_()  # in place: a captured CUDA graph goes on adding to it

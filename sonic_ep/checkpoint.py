@@ -38,10 +38,11 @@ def save(
 ) -> None:
     """Write model, optimizer and `extra` (tensors and picklable values, equal on all ranks under one key) to `folder`.
 
-    A collective of the default process group; one process alone needs none.
+    A collective of the default process group; one process alone needs none. Dense weights may be DTensors, as FSDP2
+    makes them. Raises ValueError for experts that are: over the EP group they are sharded already.
     """
     with _quiet():
-        dcp.save(_state(model, optimizer, extra), checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+        dcp.save(_state(model, optimizer, extra)[0], checkpoint_id=str(folder), no_dist=not dist.is_initialized())
 
 
 def load(
@@ -55,13 +56,12 @@ def load(
     extra: the wanted keys; a tensor value gives the shape and dtype to read. A collective like `save`.
     Raises torch.distributed.checkpoint.api.CheckpointException for keys the checkpoint lacks or shapes that differ.
     """
-    state = _state(model, optimizer, extra)
+    state, shown = _state(model, optimizer, extra)
     with _quiet():
         dcp.load(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
-    set_model_state_dict(model, {name: _local(value) for name, value in state["model"].items()})
+    set_model_state_dict(model, _local(state["model"], shown))
     if optimizer is not None:
-        flat = {name: _local(value) for name, value in state["optimizer"].items()}
-        set_optimizer_state_dict(model, optimizer, flat, options=_FLAT)
+        set_optimizer_state_dict(model, optimizer, _local(state["optimizer"], shown), options=_FLAT)
     return state["extra"]
 
 
@@ -75,15 +75,17 @@ def _quiet() -> Generator[None, None, None]:
 
 def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
-) -> dict[str, dict[str, Any]]:
+) -> tuple[dict[str, dict[str, Any]], set[str]]:
+    """What to write or to read into, and the names of what is shown in it as shards though it is none."""
     values = get_model_state_dict(model)
     meshes = _meshes(model, values)
-    state = {"model": {name: _shown(name, value, meshes) for name, value in values.items()}}
+    state, shown = {"model": {name: _shown(name, value, meshes) for name, value in values.items()}}, set(meshes)
     if optimizer is not None:
         # Initialises the state of a fresh optimizer, so that there is something to load into.
         flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
         state["optimizer"] = {name: _shown_moment(name, value, meshes) for name, value in flat.items()}
-    return {**state, "extra": dict(extra or {})}
+        shown |= {name for name, value in flat.items() if state["optimizer"][name] is not value}
+    return {**state, "extra": dict(extra or {})}, shown
 
 
 def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.Size, DeviceMesh]]:
@@ -99,6 +101,11 @@ def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.S
         if id(process_group) not in meshes:
             meshes[id(process_group)] = DeviceMesh.from_group(process_group, layer.experts.w1.device.type)
         for parameter in layer.experts.parameters():
+            if isinstance(parameter, DTensor):
+                raise ValueError(
+                    "experts are DTensors, but over the EP group they are sharded already: leave them out of "
+                    "fully_shard (ignored_params=set(moe.experts.parameters()))"
+                )
             sharded[names[parameter.data_ptr()]] = (parameter.shape, meshes[id(process_group)])
     return sharded
 
@@ -117,5 +124,5 @@ def _shown_moment(name: str, value: Any, meshes: dict[str, tuple[torch.Size, Dev
     return _shown(parameter, value, meshes)
 
 
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
+def _local(state: dict[str, Any], shown: set[str]) -> dict[str, Any]:
+    return {name: value.to_local() if name in shown else value for name, value in state.items()}

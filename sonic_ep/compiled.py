@@ -106,7 +106,8 @@ def _open_routing(
         opened = transport_held(group, transport).open(routing, plan_for(decided, group.rank), x_TH)
     _sent.leave(group_name, opened.receipt.expert_starts_e, _OnTheirWay(opened.rows_RH, routing))
     splits = opened.receipt.splits
-    splits_4S = torch.tensor([splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in])
+    numbers = [splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in]
+    splits_4S = torch.tensor(numbers, device="cpu")
     return opened.gates_P, list(opened.receipt.lists()), splits_4S
 
 

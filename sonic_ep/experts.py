@@ -3,7 +3,7 @@
 Legend: E experts, e = E / ep_size local experts, d hidden size, n expert width, J = 2n if gated else n.
 """
 
-from typing import final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,24 @@ class Experts(nn.Module):
         J = 2 * config.n if activation_named(config.activation).gated else config.n
 
         def parameter(*shape: int) -> nn.Parameter:
-            value = nn.Parameter(torch.zeros(self.num_local, *shape, device=device, dtype=dtype))
-            value.allreduce = False  # type: ignore[attr-defined]
-            return value
+            return nn.Parameter(torch.zeros(self.num_local, *shape, device=device, dtype=dtype))
 
         self.w1, self.w2 = parameter(J, config.d), parameter(config.d, config.n)
         self.b1 = parameter(J) if config.bias else None
         self.b2 = parameter(config.d) if config.bias else None
+        _mark(self)
+        self.register_load_state_dict_post_hook(_mark)
+
+    # What makes new parameters (to_empty, deepcopy, load_state_dict with assign=True) loses the mark of the old ones.
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        _mark(self)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _mark(self)
 
     def weights(self, dtype: torch.dtype | None = None) -> ExpertWeights:
         """The parameters as the kernels take them; in `dtype` if given (a differentiable cast)."""
@@ -68,3 +79,8 @@ class Experts(nn.Module):
         for bias in (self.b1, self.b2):
             if bias is not None:
                 bias.zero_()
+
+
+def _mark(experts: nn.Module, *_: object) -> None:
+    for parameter in experts.parameters():
+        parameter.allreduce = False  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ Legend: T tokens and H hidden size on this rank, N pairs sent, P pair-buffer row
 J = 2I if gated else I.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -100,7 +101,10 @@ def moe(
     plan = plan_for(routing.counts, group.rank)
     call = Call(transport, act, keep_dispatched, routing.rounded)
     owners = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
-    return _ExpertParallelMLP.apply(x_TH, gates_N, w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, owners)
+    with _without_autocast(x_TH):
+        return _ExpertParallelMLP.apply(
+            x_TH, gates_N, w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, owners
+        )
 
 
 @_disable_dynamo
@@ -147,13 +151,20 @@ class _ExpertParallelMLP(torch.autograd.Function):
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
         needs, (owner1, owner2) = (needs_gate or needs_up, *needs), ctx.owners
         into = _main_grad(owner1) if needs[0] else None, _main_grad(owner2) if needs[1] else None
-        dx_TH, dgates_N, dw1, dw2, *dbiases = backward(grad_outputs[0], kept, weights, ctx.call, needs, into)
+        with _without_autocast(w1):
+            dx_TH, dgates_N, dw1, dw2, *dbiases = backward(grad_outputs[0], kept, weights, ctx.call, needs, into)
         dw1 = dw1 if into[0] is None else _placeholder(owner1)
         dw2 = dw2 if into[1] is None else _placeholder(owner2)
         dup = None
         if up_eIH is not None and dw1 is not None:
             dw1, dup = dw1.chunk(2, 1)
         return dx_TH, dgates_N, dw1, dup, dw2, *dbiases, None, None, None, None
+
+
+def _without_autocast(like: Tensor) -> AbstractContextManager[object]:
+    """Operands have their dtype, sums their own: autocast would change what plain torch does with either."""
+    device_type = like.device.type
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _main_grad(weight: Tensor | None) -> Tensor | None:

@@ -5,7 +5,7 @@ torch.distributed need not be initialised.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from typing import Any, Protocol, Self, final
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
@@ -84,6 +84,10 @@ class EPGroup:
         self.name: str = members.group_name
         self.held: dict[object, object] = {}
         _PROCESS_GROUPS[self.name] = members
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The copy of a layer is of the same ranks."""
+        return self
 
     @classmethod
     def alone(cls) -> "EPGroup":

@@ -6,9 +6,9 @@ from torch import Tensor
 
 def stream(seed: int, number: int) -> torch.Generator:
     """A generator of its own for each `number` of one seed (splitmix64's increment keeps them apart)."""
-    return torch.Generator().manual_seed((seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**63)
+    return torch.Generator("cpu").manual_seed((seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**63)
 
 
 def fill_normal(values: Tensor, std: float, generator: torch.Generator) -> None:
     """normal(0, std) drawn on the CPU in fp32: the same on every device, and up to rounding in every dtype."""
-    values.copy_(torch.randn(values.shape, generator=generator) * std)
+    values.copy_(torch.randn(values.shape, generator=generator, device="cpu", dtype=torch.float32) * std)

@@ -150,7 +150,7 @@ class MoE(nn.Module):
 
 def _agreed_seed(config: MoEConfig, group: EPGroup, seed: int | None, dtype: torch.dtype | None) -> int:
     """Check once that all ranks build the same layer; the seed that all of them use."""
-    drawn = int(torch.randint(2**62, ())) if seed is None else seed
+    drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
     described = json.dumps({**config.to_dict(), "dtype": str(dtype), "seed": seed}, sort_keys=True)
     reports = group.all_gather_object((described, drawn))
     if config.E % group.size:

@@ -5,7 +5,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable
-from typing import final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ class GroupTransport:
         self.text = _text_of(config)
         self.name = _name_of(group, self.text)
         self._chosen: dict[str, AllToAllTransport | SymmetricTransport] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The copy of a layer meets the same ranks, by the same buffers."""
+        return self
 
     @property
     def sends_unchecked(self) -> bool:

@@ -19,6 +19,11 @@ def test_the_newest_finished_checkpoint(tmp_path: Path) -> None:
     assert checkpoint_to_resume(tmp_path, 20).name == "step_000010"
 
 
+def test_steps_are_numbers(tmp_path: Path) -> None:
+    add_checkpoints(tmp_path, "step_999900", "step_1000000")
+    assert checkpoint_to_resume(tmp_path, 2_000_000).name == "step_1000000"
+
+
 def test_nothing_to_resume(tmp_path: Path) -> None:
     add_checkpoints(tmp_path, "step_000015.partial")
     with pytest.raises(ValueError, match="holds no finished checkpoint"):

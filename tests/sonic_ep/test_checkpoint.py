@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RouterConfig, checkpoint
@@ -137,6 +140,41 @@ def write_and_read_wrapped(rank: int, folder: str, written: str, read: str) -> l
 )
 def test_what_wraps_a_model_leaves_no_trace(ranks: Ranks, tmp_path: Path, written: str, read: str) -> None:
     assert ranks(2).run(write_and_read_wrapped, str(tmp_path), written, read) == [[], []]
+
+
+def write_and_read_with_dense_shards(rank: int, folder: str) -> tuple[list[str], str]:
+    """What differs where FSDP2 shards what is dense; what is said where it shards experts too."""
+    mesh = init_device_mesh("cpu", (2,))
+    models = []
+    for seed in (5, 77):
+        model, _ = make(EPGroup(), seed)
+        experts = {p for name, p in model.named_parameters() if ".experts." in name}
+        fully_shard(model, mesh=mesh, ignored_params=experts)
+        models.append((model, torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1), foreach=False)))
+    (model, optimizer), (other, other_optimizer) = models
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    checkpoint.save(folder, model, optimizer)
+    checkpoint.load(folder, other, other_optimizer)
+    saved, loaded = (
+        {name: value.to_local() if isinstance(value, DTensor) else value for name, value in everything(*each).items()}
+        for each in ((model, optimizer), (other, other_optimizer))
+    )
+    differing = [name for name in saved if not torch.equal(saved[name], loaded[name])]
+    whole, _ = make(EPGroup(), 5)
+    fully_shard(whole, mesh=mesh)
+    try:
+        checkpoint.save(folder + "-not", whole)
+    except ValueError as error:
+        return differing, str(error)
+    return differing, "nothing"
+
+
+def test_fsdp_may_shard_what_is_dense(ranks: Ranks, tmp_path: Path) -> None:
+    for differing, message in ranks(2).run(write_and_read_with_dense_shards, str(tmp_path / "dense")):
+        assert differing == []
+        assert "leave them out of fully_shard" in message
 
 
 def test_one_process_without_torch_distributed_reads_four_ranks_checkpoint(ranks: Ranks, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The layer against the dense float64 oracle: output and every gradient by name, on 1, 2 and 4 real ranks."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -313,6 +314,33 @@ def test_autocast_casts_rows_and_expert_weights() -> None:
     assert x.grad is not None
     assert layer.experts.w1.grad is not None
     assert (x.grad.dtype, layer.experts.w1.grad.dtype) == (torch.float32, torch.float32)
+
+
+def test_autocast_is_the_arithmetic_of_a_half_precision_layer() -> None:
+    layer, half = MoE(small(), seed=0), MoE(small(), seed=0)
+    half.experts.bfloat16()
+    x = torch.randn(40, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x).y
+        y.float().square().sum().backward()  # in it, as some trainers do
+    wanted = half(x.bfloat16()).y
+    wanted.float().square().sum().backward()
+    assert torch.equal(y, wanted)
+    assert layer.experts.w1.grad is not None
+    assert half.experts.w1.grad is not None
+    assert torch.equal(layer.experts.w1.grad, half.experts.w1.grad.float())
+
+
+def a_copy_of_a_layer(rank: int) -> bool:
+    """Does it compute what the layer does, among the same ranks?"""
+    layer = MoE(small(), EPGroup(), seed=0)
+    other = copy.deepcopy(layer)
+    x = torch.randn(20 + rank, 12)
+    return torch.equal(layer(x).y, other(x).y) and other.experts.w1.data_ptr() != layer.experts.w1.data_ptr()
+
+
+def test_a_layer_of_several_ranks_can_be_copied(ranks: Ranks) -> None:
+    assert ranks(2).run(a_copy_of_a_layer) == [True, True]
 
 
 def test_sequences_keep_their_shape_and_balance_per_sequence() -> None:

@@ -1,5 +1,7 @@
 """ep_size = 1: no collective, no torch.distributed at all, through forward, backward and a checkpointed region."""
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +28,64 @@ def test_one_rank_never_touches_torch_distributed(monkeypatch: pytest.MonkeyPatc
     assert layer.experts.w1.grad is not None
 
 
-def test_expert_parameters_are_marked_and_others_are_not() -> None:
-    marked = {name for name, p in MoE(CONFIG, seed=0).named_parameters() if not getattr(p, "allreduce", True)}
+def from_meta() -> MoE:
+    return MoE(CONFIG, seed=0, device="meta").to_empty(device="cpu")
+
+
+def assigned() -> MoE:
+    layer = MoE(CONFIG, seed=0, device="meta")
+    layer.load_state_dict(MoE(CONFIG, seed=1).state_dict(), assign=True)
+    return layer
+
+
+def unpickled() -> MoE:
+    buffer = io.BytesIO()
+    torch.save(MoE(CONFIG, seed=0), buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+MAKERS: dict[str, Callable[[], MoE]] = {
+    "built": lambda: MoE(CONFIG, seed=0),
+    "to_empty": from_meta,
+    "deepcopy": lambda: copy.deepcopy(MoE(CONFIG, seed=0)),
+    "assigned": assigned,
+    "unpickled": unpickled,
+    "half": lambda: MoE(CONFIG, seed=0).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_expert_parameters_are_marked_and_others_are_not(make: Callable[[], MoE]) -> None:
+    marked = {name for name, p in make().named_parameters() if not getattr(p, "allreduce", True)}
     assert marked == {"experts.w1", "experts.w2"}
+
+
+def test_counts_of_a_layer_that_was_assigned_its_weights() -> None:
+    config = CONFIG.replace(router=RouterConfig(expert_bias=True))
+    layer = MoE(config, seed=0, device="meta")
+    layer.load_state_dict(MoE(config, seed=1).state_dict(), assign=True)
+    layer(torch.randn(50, 8))
+    layer.update_expert_bias()
+    assert layer.router.expert_bias is not None
+    assert layer.router.expert_bias.abs().sum() > 0
+
+
+def test_default_dtype_and_device_change_no_router_and_no_seed() -> None:
+    config = CONFIG.replace(router=RouterConfig(expert_bias=True, linear_bias=True))
+    wanted = MoE(config, seed=3, dtype=torch.float32)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = MoE(config, seed=3, dtype=torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, value in wanted.state_dict().items():
+        if not name.startswith("shared"):
+            torch.testing.assert_close(layer.state_dict()[name], value, rtol=0, atol=0)
+    with torch.device("meta"):
+        elsewhere = MoE(config, device="cpu")
+    y, _, _ = elsewhere(torch.randn(9, 8))
+    assert y.isfinite().all()
 
 
 def test_a_checkpointed_layer_has_the_same_gradients() -> None:
