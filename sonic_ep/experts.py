@@ -67,6 +67,18 @@ class Experts(nn.Module):
             cast(self.w1), cast(self.w2), None if b1 is None else cast(b1), None if b2 is None else cast(b2)
         )
 
+    def problem_with_owner(self) -> str | None:
+        """Has a wrapper put parameters of its own in place of these, as FSDP does, which gathers each as if all ranks
+        had parts of one? They are not marked, or DTensors."""
+        for name, value in self.named_parameters(recurse=False):
+            if getattr(value, "allreduce", True) or hasattr(value, "placements"):
+                return (
+                    f"experts.{name} is managed as if it were the same on all ranks, but each rank of the EP group has "
+                    "experts of its own: leave them out of fully_shard (docs/data_parallel.md), and set allreduce = "
+                    "False on a parameter of yours"
+                )
+        return None
+
     @torch.no_grad()
     def initialize(self, seed: int, std: float) -> None:
         """normal(0, std) weights, zero biases; expert number and seed alone decide an expert's values."""

@@ -79,7 +79,8 @@ class MoE(nn.Module):
         Shapes:  x (T, d) or (B, L, d) in the dtype of the expert weights (any floating dtype under autocast); y alike.
                  T may be 0 and may differ between ranks.
         Raises:  ValueError on every rank when x on any rank has the wrong shape, dtype or device, when training mode or
-                 dtype differ between ranks, or (router.check_logits) when logits are not finite.
+                 dtype differ between ranks, when FSDP has sharded the experts, or (router.check_logits) when logits are
+                 not finite.
         """
         dtype = self._autocast_dtype()
         weights = self.experts.weights(dtype)
@@ -92,9 +93,11 @@ class MoE(nn.Module):
             device=weights.w1.device,
             sequences=self.config.router.balance == "sequence",
         )
+        if problem is None and self.group.size > 1 and not torch.compiler.is_compiling():
+            problem = self.experts.problem_with_owner()
         if problem is not None:
             # Told to all ranks by the router, which raises there as here.
-            x = weights.w1.new_empty(0, self.config.d)
+            x = torch.empty(0, self.config.d, dtype=weights.w1.dtype, device=weights.w1.device)
         x_TH = x.reshape(-1, self.config.d)
         sequence_length = x.shape[1] if x.dim() == 3 else x.shape[0]
         shared_TH: Tensor | None = None

@@ -57,6 +57,23 @@ def gradients(rank: int, wrapper: str) -> dict[str, Tensor]:
     return found
 
 
+def experts_sharded_too(rank: int, around: str) -> str:
+    model = Model(EPGroup())
+    inner = {"all": model, "layer": model.moe, "experts": model.moe.experts}[around]
+    fully_shard(inner, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        model(batch()[:TOKENS])
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("around", ["all", "layer", "experts"])
+def test_experts_that_fsdp_shards_are_found(ranks: Callable[[int], RankPool], around: str) -> None:
+    for message in ranks(2).run(experts_sharded_too, around):
+        assert "experts.w1 is managed as if it were the same on all ranks" in message
+
+
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_gradients_are_those_of_the_whole_batch(ranks: Callable[[int], RankPool], wrapper: str) -> None:
     alone = Model(EPGroup.alone())
