@@ -100,12 +100,10 @@ def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.S
         assert process_group is not None
         if id(process_group) not in meshes:
             meshes[id(process_group)] = DeviceMesh.from_group(process_group, layer.experts.w1.device.type)
+        problem = layer.experts.problem_with_owner()
+        if problem is not None:
+            raise ValueError(problem)
         for parameter in layer.experts.parameters():
-            if isinstance(parameter, DTensor):
-                raise ValueError(
-                    "experts are DTensors, but over the EP group they are sharded already: leave them out of "
-                    "fully_shard (ignored_params=set(moe.experts.parameters()))"
-                )
             sharded[names[parameter.data_ptr()]] = (parameter.shape, meshes[id(process_group)])
     return sharded
 

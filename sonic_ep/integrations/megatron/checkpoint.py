@@ -206,7 +206,7 @@ def _translate(experts: Any, state_dict: dict[str, Any], prefix: str, *_: Any, g
             if all(key in state_dict for key in keys):
                 stacked = torch.stack([state_dict.pop(key) for key in keys])
                 stacked = interleave(stacked) if gated and module == "linear_fc1" else stacked
-                state_dict[prefix + name] = stacked.view(ours.shape) if ours.numel() == stacked.numel() else stacked
+                state_dict[prefix + name] = stacked.flatten() if ours.dim() == 1 else stacked
         value = state_dict.get(prefix + name)
         if value is not None and value.dim() == 2 and kind == "weight" and value.numel() == ours.numel():
             state_dict[prefix + name] = _from_grouped(value, module, count, gated)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gl
 Ranks = Callable[[int], RankPool]
 S, B, G = 24, 4, 16
 ROUNDING = RoundingConfig(t=8, G=G)
+GROUP_LIMITED = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
 # Fields of TransformerConfig, and what they are called here.
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "softmax": ({"moe_router_topk_scaling_factor": 2.5}, {"scale": 2.5}),
@@ -24,9 +25,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_router_num_groups": 4,
-            "moe_router_group_topk": 2,
-            "moe_router_topk": 4,
+            **GROUP_LIMITED,
         },
         {"score": "sigmoid", "expert_bias": True, "num_groups": 4, "groups_per_token": 2},
     ),
@@ -105,9 +104,6 @@ def test_it_rounds_as_our_own_layer(ranks: Ranks, variant: str) -> None:
         assert all(count % G == 0 for count in rows)
 
 
-GROUP_LIMITED = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
-
-
 def allowed_and_chosen(rank: int, fields: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """(T, E) bool each: what rounding may add, what the router chose."""
     from unittest.mock import patch
@@ -115,17 +111,11 @@ def allowed_and_chosen(rank: int, fields: dict[str, Any]) -> tuple[Tensor, Tenso
     from sonic_ep.integrations.megatron import rounding
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
-    choices: list[Any] = []
-    decide = rounding.decide_selection
-
-    def noting(router: object, choice: Any, *rest: Any) -> Any:
-        choices.append(choice)
-        return decide(router, choice, *rest)
-
-    with parallel_state(), patch.object(rounding, "decide_selection", noting):
+    with parallel_state(), patch.object(rounding, "decide_selection", wraps=rounding.decide_selection) as decide:
         config = gpt_config(**GROUP_LIMITED, **fields, **NO_LOSS)
         layer_of(config, ROUNDING)(hidden_states(rank, config))
-    (choice,) = choices
+    decide.assert_called_once()
+    choice = decide.call_args.args[1]
     chosen_TE = torch.zeros_like(choice.allowed_TE).scatter_(1, choice.topk_ids_TK, True)
     return choice.allowed_TE, chosen_TE
 

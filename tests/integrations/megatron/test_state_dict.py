@@ -50,6 +50,27 @@ def exchange(rank: int, variant: str) -> list[str]:
     return faults
 
 
+def load_turned(rank: int) -> str:
+    """What is said of experts whose weights have the right number of elements and another shape."""
+    from tests.helpers.megatron_training import parallel_state
+
+    with parallel_state():
+        model = module_of(run_with("ours"))
+        written = to_layout(model.state_dict(), "sequential")
+        turned = {key: value.mT if key.endswith("linear_fc1.weight") else value for key, value in written.items()}
+        try:
+            model.load_state_dict(turned)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+@on_cpu
+def test_weights_of_another_shape_are_refused(ranks: Callable[[int], RankPool]) -> None:
+    (message,) = ranks(1).run(load_turned)
+    assert "size mismatch for decoder.layers.0.mlp.experts.weight1" in message
+
+
 @on_cpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_models_of_every_layout(ranks: Callable[[int], RankPool], variant: str) -> None:
