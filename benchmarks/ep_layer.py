@@ -99,7 +99,12 @@ def measure(
             sample[f"{name}, behind a backlog"] = behind
         for name, model in models.items():
             sample[name] = measure_layer(
-                lambda x, model=model: model(x).y, model.parameters(), problem.x, problem.dout, backlog=True
+                # one sequence: a router that balances each wants (B, L, d)
+                lambda x, model=model: model(x.unsqueeze(0)).y.squeeze(0),
+                model.parameters(),
+                problem.x,
+                problem.dout,
+                backlog=True,
             )
         for name, backlog in (("symmetric, graph", False), ("symmetric, graph, behind a backlog", True)):
             forward_ms, both_ms = (timed(graph, backlog=backlog)[0] for graph in (forward, both))

@@ -1,7 +1,7 @@
 """Time every grouped GEMM of the local layer over candidate tiles, and the whole layer, on one GPU.
 
     python benchmarks/grouped_gemms.py --out results.json [--shape qwen3_30b_a3b_ep8] [--tiles [up_backward ...]]
-                                       [--in-layer]
+                                       [--in-layer] [--rounds 12]
 
 TFLOP/s counts useful operations only: 6 P d n forward, 12 P d n backward over P pairs. Times are medians over CUDA
 events, candidates taking turns in one run, on fresh random unit-scale inputs. `--in-layer` times the layer with the
@@ -44,6 +44,7 @@ SHAPES: dict[str, tuple[str, int, int, int | None]] = {
     "deepseek_v3_ragged": ("deepseek_v3", 1, 16384, None),
     "kimi_k2_ragged": ("kimi_k2", 1, 16384, None),
     "mixtral_8x7b_ragged": ("mixtral_8x7b", 1, 16384, None),
+    "mixtral_8x22b_ragged": ("mixtral_8x22b", 1, 16384, None),
     # few rows an expert: 512, and 256 in the "shortest"
     "deepseek_v3_ep8_short_ragged": ("deepseek_v3", 8, 2048, None),
     "deepseek_v3_ep8_shortest_ragged": ("deepseek_v3", 8, 1024, None),
@@ -142,7 +143,7 @@ class Problem(LocalProblem):
 
 
 def median_ms(
-    contestants: dict[str, Callable[[], Any]], rounds: int = 12, backlog_cycles: int = 200_000
+    contestants: dict[str, Callable[[], Any]], rounds: int, backlog_cycles: int = 200_000
 ) -> dict[str, float]:
     """Median milliseconds of each, taking turns. The device is kept busy before, while Python launches."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
@@ -165,8 +166,8 @@ def with_tile(tile: TileConfig, call: Callable[[], Any], only: Operation | None 
     """The call under another tile, of one operation or of all: its own plans, kept apart from the others'."""
     plans: dict[tuple[object, ...], Any] = {}
 
-    def tile_config(operation: Operation, N: int, arch: int, **rows: bool) -> TileConfig:
-        return tile if only in (None, operation) else tiles.tile_config(operation, N, arch, **rows)
+    def tile_config(operation: Operation, *shape: int, **rows: bool) -> TileConfig:
+        return tile if only in (None, operation) else tiles.tile_config(operation, *shape, **rows)
 
     def run() -> None:
         kept, operations._PLANS = operations._PLANS, plans
@@ -179,7 +180,7 @@ def with_tile(tile: TileConfig, call: Callable[[], Any], only: Operation | None 
     return run
 
 
-def time_tiles(problem: Problem, operations: Sequence[str]) -> dict[str, dict[str, float]]:
+def time_tiles(problem: Problem, operations: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of these operations, or of all, under every candidate that runs."""
     results: dict[str, dict[str, float]] = {}
     for operation, (call, flops) in problem.calls().items():
@@ -197,7 +198,7 @@ def time_tiles(problem: Problem, operations: Sequence[str]) -> dict[str, dict[st
                 print(f"  {operation} {tile}: {type(error).__name__} {str(error)[:80]}")
                 continue
             contestants[str(tile)] = run
-        results[operation] = median_ms(contestants)
+        results[operation] = median_ms(contestants, rounds)
         ranked = sorted(results[operation].items(), key=lambda item: item[1])
         print(f"{operation:14}", ", ".join(f"{name} {ms:.3f} ({flops / ms / 1e9:.0f})" for name, ms in ranked))
     return results
@@ -212,7 +213,7 @@ def time_layer(problem: Problem) -> dict[str, float]:
     contestants: dict[str, Callable[[], Any]] = {name: call for name, (call, _) in p.calls().items()}
     contestants["gather_sum"] = lambda: gather_sum(y, *by_row, p.gates)
     contestants["forward"], contestants["backward"] = forward, backward
-    times = median_ms(contestants, rounds=20)
+    times = median_ms(contestants, 20)
     unit = 6 * p.P * p.d * p.n
     for name, ms in times.items():
         print(f"  {name:14} {ms:.3f} ms")
@@ -220,7 +221,7 @@ def time_layer(problem: Problem) -> dict[str, float]:
     return times
 
 
-def time_in_layer(problem: Problem) -> dict[str, dict[str, tuple[float, float]]]:
+def time_in_layer(problem: Problem, rounds: int) -> dict[str, dict[str, tuple[float, float]]]:
     """Forward and backward milliseconds of the local layer with the tile of one operation replaced."""
     forward, backward = problem.kernels()
     contestants: dict[str, Callable[[], Any]] = {}
@@ -228,7 +229,7 @@ def time_in_layer(problem: Problem) -> dict[str, dict[str, tuple[float, float]]]
         for tile in candidates:
             for name, call in (("forward", forward), ("backward", backward)):
                 contestants[f"{operation} {tile} {name}"] = with_tile(tile, call, operation)
-    times = median_ms(contestants, backlog_cycles=10_000_000)
+    times = median_ms(contestants, rounds, backlog_cycles=10_000_000)
     results = {
         operation: {
             str(tile): (times[f"{operation} {tile} forward"], times[f"{operation} {tile} backward"])
@@ -248,6 +249,7 @@ def main() -> None:
         "--tiles", nargs="*", choices=get_args(Operation), help="time every candidate tile of these too"
     )
     parser.add_argument("--in-layer", action="store_true", help="time the layer with one operation's tile replaced")
+    parser.add_argument("--rounds", type=int, default=12, help="of tiles")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
@@ -258,9 +260,9 @@ def main() -> None:
         record: dict[str, Any] = {"P": problem.P, "e": problem.E, "d": problem.d, "n": problem.n}
         record["layer_ms"] = time_layer(problem)
         if options.tiles is not None:
-            record["tiles_ms"] = time_tiles(problem, options.tiles)
+            record["tiles_ms"] = time_tiles(problem, options.tiles, options.rounds)
         if options.in_layer:
-            record["in_layer_ms"] = time_in_layer(problem)
+            record["in_layer_ms"] = time_in_layer(problem, options.rounds)
         results["shapes"][shape] = record
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         del problem

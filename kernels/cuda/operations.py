@@ -125,9 +125,9 @@ def _tile_counter(config: GemmConfig, like: Tensor) -> Tensor | None:
     return like.new_zeros(1, dtype=torch.int32) if config.is_dynamic_persistent else None
 
 
-def _tile(operation: Operation, N: int, tensor: Tensor, **rows: bool) -> TileConfig:
+def _tile(operation: Operation, N: int, other: int, tensor: Tensor, **rows: bool) -> TileConfig:
     """rows: what tile_config asks about them."""
-    return tile_config(operation, N, get_device_capacity(tensor.device)[0], **rows)
+    return tile_config(operation, N, other, get_device_capacity(tensor.device)[0], **rows)
 
 
 def _config(tile: TileConfig, tensor: Tensor) -> GemmConfig:
@@ -172,7 +172,7 @@ def up_projection(
     if b1_eJ is not None:
         arguments["mRowVecBroadcast"] = b1_eJ
     operation: Operation = "up_clamped" if activation.name == gpt_oss.NAME and b1_eJ is not None else "up"
-    tile = _tile(operation, J, x_RH, rounded=rounded)
+    tile = _tile(operation, J, x_RH.shape[1], x_RH, rounded=rounded)
     _run(_class_key("up", x_RH, w1_eJH, b1_eJ), mod, tile, x_RH, w1_eJH.mT, **arguments)
     return h_PJ, a_PI
 
@@ -206,12 +206,13 @@ def _grouped_rows(
     **arguments: Any,
 ) -> Tensor:
     """rows_PK @ weights of each row's expert, through an epilogue."""
-    P, e, N = rows_PK.shape[0], expert_starts_e.shape[0] - 1, weights_eKN.shape[2]
+    P, K = rows_PK.shape
+    e, N = expert_starts_e.shape[0] - 1, weights_eKN.shape[2]
     out_PN = rows_PK.new_empty(P, N)
     if P == 0:
         return out_PN
     arguments |= {"out": {"D": out_PN}, "cu_seqlens_m": expert_starts_e}
-    tile = _tile(operation, N, rows_PK, rounded=rounded, few_rows=P < FEW_ROWS * e)
+    tile = _tile(operation, N, K, rows_PK, rounded=rounded, few_rows=P < FEW_ROWS * e)
     _run(_class_key(operation, rows_PK, weights_eKN), mod, tile, rows_PK, weights_eKN, **arguments)
     return out_PN
 
@@ -227,12 +228,12 @@ def down_projection_backward(
     activation: Activation,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels/reference.py."""
-    P, I = h_PJ.shape[0], w2_eHI.shape[2]  # noqa: E741
+    P, (H, I) = h_PJ.shape[0], w2_eHI.shape[1:]  # noqa: E741
     dh_PJ, scaled_a_PI = torch.empty_like(h_PJ), h_PJ.new_empty(P, I)
     if P == 0:
         return dh_PJ, scaled_a_PI, torch.empty_like(gates_P)
     mod = _down_backward_mod(activation)
-    tile = _tile("down_backward", I, do_RH)
+    tile = _tile("down_backward", I, H, do_RH)
     # One fp32 partial sum of dS per row and column tile.
     partial_PN = torch.empty(P, cdiv(I, tile.n), dtype=torch.float32, device=h_PJ.device)
     arguments: dict[str, Any] = {
@@ -279,7 +280,7 @@ def weight_grad(
         counter = _tile_counter(config, left_PA)
         run_gemm_plan(plan, right_RB.T, left_PA.T, D, None, tile_count_semaphore=counter, **varlen)
         return out
-    config = _config(_tile(operation, A, left_PA), left_PA)
+    config = _config(_tile(operation, A, B, left_PA), left_PA)
     plan = launch_gemm(
         right_RB.T,
         left_PA.T,
