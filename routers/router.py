@@ -88,6 +88,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(E, **fp32) if config.router.expert_bias else None)
         self._counts_since_update_E = torch.zeros(config.E, dtype=torch.int64, device=device)
         self._config_text = text_of(config)
+        self.register_load_state_dict_post_hook(_settle)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # A bias that moves by 0.001 a step must stay fp32 when the model is cast to bf16.
@@ -102,7 +103,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def initialize(self, std: float, generator: torch.Generator) -> None:
-        """normal(0, std) weights, zero biases."""
+        """normal(0, std) weights, zero biases, no counts."""
+        self._counts_since_update_E.zero_()
         if self.weight.is_meta:
             return
         fill_normal(self.weight, std, generator)
@@ -143,7 +145,11 @@ class Router(nn.Module):
                  Until then the group exchanges nothing but what transports send by this routing.
         """
         config = self._settings()
-        logits_TE, x_TH = self.logits(x_TH)
+        if problem is None or torch.compiler.is_compiling():
+            logits_TE, x_TH = self.logits(x_TH)
+        else:  # whatever it is must not keep this rank from telling the others
+            x_TH = x_TH[:0]
+            logits_TE = x_TH.new_empty(0, config.E, dtype=torch.promote_types(x_TH.dtype, torch.float32))
         situation = Situation(
             config=config,
             group=group,
@@ -189,6 +195,14 @@ class Router(nn.Module):
         counts_E = counts_E if group is None else group.all_reduce(counts_E)
         self.expert_bias.copy_(updated_bias(self.expert_bias, counts_E, self.config.router.expert_bias_rate))
         self._counts_since_update_E.zero_()  # in place: a captured CUDA graph goes on adding to it
+
+
+def _settle(router: nn.Module, *_: object) -> None:
+    """After load_state_dict: the counts were of another bias, and assign=True may have given it another dtype."""
+    assert isinstance(router, Router)
+    router._counts_since_update_E.zero_()
+    if router.expert_bias is not None and router.expert_bias.dtype != torch.float32:
+        router.expert_bias = router.expert_bias.float()
 
 
 def _moved(counts_E: Tensor, device: torch.device) -> Tensor:

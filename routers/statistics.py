@@ -13,7 +13,8 @@ from sonic_ep.routing import Counts
 
 @dataclass(frozen=True, slots=True)
 class RoutingStats:
-    """Figures of one forward, on the device. Each is worked out when it is asked for; the host waits if it reads one.
+    """Figures of one forward, on the device, ratios in fp32. Each is worked out when it is asked for; the host waits if
+    it reads one.
 
     entropy_T: (T,) entropy of the scores of each of this rank's tokens as a distribution, in nats. token_ids_N: the
     tokens of this rank's pairs, see Selection. counts: see Counts; whole EP group, like all figures but the first two.
@@ -40,18 +41,18 @@ class RoutingStats:
     @property
     def changed_share(self) -> Tensor:
         """() pairs dropped or added by rounding and capacity, over plain top-K's pairs."""
-        return (self.counts.pairs_SE - self.counts.chosen_SE).abs().sum() / self._chosen()
+        return (self.counts.pairs_SE - self.counts.chosen_SE).abs().sum().float() / self._chosen()
 
     @property
     def capacity_cut_share(self) -> Tensor:
         """() pairs that capacity took away, over plain top-K's pairs."""
-        return self.counts.cut_S.sum() / self._chosen()
+        return self.counts.cut_S.sum().float() / self._chosen()
 
     @property
     def pad_share(self) -> Tensor:
         """() padding rows over all rows."""
         rows_SE = self.counts.rows_SE
-        return (rows_SE - self.counts.pairs_SE).sum() / rows_SE.sum().clamp(min=1)
+        return (rows_SE - self.counts.pairs_SE).sum().float() / rows_SE.sum().clamp(min=1)
 
     @property
     def rank_load_max_over_mean(self) -> Tensor:
@@ -79,4 +80,4 @@ class RoutingStats:
 
 
 def _max_over_mean(values: Tensor) -> Tensor:
-    return values.max() * values.numel() / values.sum().clamp(min=1)
+    return values.max().float() * values.numel() / values.sum().clamp(min=1)

@@ -1,7 +1,8 @@
 """Checkpoints that any ep_size can read: torch.distributed.checkpoint over DTensor views of the expert weights.
 
 A module holds plain local tensors; here, and only here, those of the local experts (and the optimizer state that has
-their shape) are shown as dim-0 shards over the EP group. The file then holds each expert once, under its global index.
+a row for each of them) are shown as dim-0 shards over the EP group. The file then holds each expert once, under its
+global index.
 Names are those of the model without what wraps it (DistributedDataParallel, torch.compile).
 """
 
@@ -39,7 +40,8 @@ def save(
     """Write model, optimizer and `extra` (tensors and picklable values, equal on all ranks under one key) to `folder`.
 
     A collective of the default process group; one process alone needs none. Dense weights may be DTensors, as FSDP2
-    makes them. Raises ValueError for experts that are: over the EP group they are sharded already.
+    makes them. Raises ValueError for experts that are: over the EP group they are sharded already; and for an
+    optimizer's tensors that belong to the experts of one rank together, neither scalars nor one row an expert.
     """
     with _quiet():
         dcp.save(_state(model, optimizer, extra)[0], checkpoint_id=str(folder), no_dist=not dist.is_initialized())
@@ -92,7 +94,10 @@ def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.S
     """Local shape and mesh of every sharded parameter, by its name in the model's state `values`."""
     meshes: dict[int, DeviceMesh] = {}
     sharded = {}
-    names = {value.data_ptr(): name for name, value in values.items() if isinstance(value, Tensor)}
+    names: dict[tuple[int, torch.Size], list[str]] = {}  # layers may share weights
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            names.setdefault((value.data_ptr(), value.shape), []).append(name)
     for layer in model.modules():
         if not isinstance(layer, MoE) or layer.group.size == 1:
             continue
@@ -104,7 +109,8 @@ def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.S
         if problem is not None:
             raise ValueError(problem)
         for parameter in layer.experts.parameters():
-            sharded[names[parameter.data_ptr()]] = (parameter.shape, meshes[id(process_group)])
+            for name in names[parameter.data_ptr(), parameter.shape]:
+                sharded[name] = (parameter.shape, meshes[id(process_group)])
     return sharded
 
 
@@ -115,10 +121,16 @@ def _shown(name: str, value: Any, meshes: dict[str, tuple[torch.Size, DeviceMesh
 
 
 def _shown_moment(name: str, value: Any, meshes: dict[str, tuple[torch.Size, DeviceMesh]]) -> Any:
-    """Optimizer state is named "state.<parameter>.<moment>"; moments of the parameter's shape are sharded like it."""
+    """Optimizer state is named "state.<parameter>.<moment>". Moments of experts have a row for each, or are scalars."""
     parameter = name.removeprefix("state.").rpartition(".")[0]
-    if not isinstance(value, Tensor) or parameter not in meshes or value.shape != meshes[parameter][0]:
+    if not isinstance(value, Tensor) or parameter not in meshes or value.dim() == 0:
         return value
+    shape = meshes[parameter][0]
+    if value.shape[0] != shape[0]:
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}, {parameter} {tuple(shape)}: neither a scalar nor "
+            f"{shape[0]} rows, one an expert, it differs from rank to rank; give these parameters another optimizer"
+        )
     return _shown(parameter, value, meshes)
 
 

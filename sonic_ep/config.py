@@ -227,6 +227,9 @@ class MoEConfig:
         _check_int("K", self.K, 1, MAX_K)
         _check_int("shared_n", self.shared_n, 0)
         _check_choice("activation", self.activation, get_args(Activation))
+        for part, kind in _PARTS.items():
+            if not isinstance(value := getattr(self, part), kind):
+                raise ValueError(f"{part}={value!r} must be a {kind.__name__}; MoEConfig.from_dict takes nested dicts")
         _check_flags(bias=self.bias, shared_gate=self.shared_gate, keep_dispatched=self.keep_dispatched)
         _check_non_negative(init_std=self.init_std)
         if self.K > self.E:
@@ -269,14 +272,16 @@ class MoEConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Build from a nested dict. Raises ValueError for unknown or missing keys."""
-        values = dict(values)
-        router = _build(RouterConfig, values.pop("router", {}), "router.")
-        rounding = _build(RoundingConfig, values.pop("rounding", {}), "rounding.")
-        transport = _build(TransportConfig, values.pop("transport", {}), "transport.")
-        return _build(cls, {**values, "router": router, "rounding": rounding, "transport": transport}, "")
+        parts = {part: _build(kind, values.get(part, {}), f"{part}.") for part, kind in _PARTS.items()}
+        return _build(cls, {**values, **parts}, "")
 
 
-def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
+_PARTS = {"router": RouterConfig, "rounding": RoundingConfig, "transport": TransportConfig}
+
+
+def _build(cls: type, values: object, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        raise ValueError(f"{prefix.removesuffix('.')}={values!r} must be a table of {cls.__name__}'s fields")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:
@@ -308,10 +313,9 @@ def load_config(name_or_path: str | Path) -> MoEConfig:
         raise FileNotFoundError(f"no config {str(name_or_path)!r}: give a path that ends in .toml or one of {names}")
     with path.open("rb") as file:
         tables = tomllib.load(file)
-    parts = ("router", "rounding", "transport")
     for table in tables:
-        if table not in ("moe", *parts):
-            known = ", ".join(f"[{name}]" for name in ("moe", *parts))
+        if table not in ("moe", *_PARTS):
+            known = ", ".join(f"[{name}]" for name in ("moe", *_PARTS))
             raise ValueError(f"unknown table [{table}] in {path}; known tables: {known}")
     moe = {"name": path.stem, **tables.get("moe", {})}
-    return MoEConfig.from_dict({**moe, **{part: tables.get(part, {}) for part in parts}})
+    return MoEConfig.from_dict({**moe, **{part: tables.get(part, {}) for part in _PARTS}})

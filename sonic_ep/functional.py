@@ -58,19 +58,26 @@ def moe(
     Adds:    with `accumulate_into_main_grad` backward adds dW1 and dW2 to `w.main_grad`, of any floating dtype, where a
              weight (a leaf) has one, and sets `w.grad_added_to_main_grad = True`, as Megatron-Core's layers do. The
              gradient that autograd hands on then means nothing: zeros if `w.zero_out_wgrad`, else garbage. Not with
-             `up_eIH`.
+             `up_eIH`, nor with halves in one w1.
     Raises:  ValueError, before any collective, for weights of the wrong shape, dtype, device or strides and for a
              routing of another number of tokens. Nothing is exchanged to check this: a mistake that only one rank makes
              leaves the others waiting for it. `MoE` and `Routing.from_pairs` check across ranks.
     Source:  SonicMoE, arXiv 2512.14080, sections 3 and 4; across ranks design.md, section 3.
     """
     act = activation_named(activation)
+    if layout not in ("interleaved", "concatenated"):
+        raise ValueError(f"layout={layout!r} is not one of interleaved, concatenated")
     gated, local_experts = act.gated and up_eIH is None, routing.counts.rows_SE.shape[1] // group.size
     problem = problem_with_rows(x_TH, routing.num_tokens)
     if problem is None:
         problem = problem_with_weights(x_TH, w1_eJH, w2_eHI, b1_eJ, b2_eH, gated=gated, local_experts=local_experts)
     if problem is None and up_eIH is not None:
         problem = problem_with_up(w1_eJH, up_eIH, gated=act.gated, b1=b1_eJ, accumulates=accumulate_into_main_grad)
+    if problem is None and accumulate_into_main_grad and gated and layout == "concatenated":
+        problem = (
+            "accumulate_into_main_grad=True with layout='concatenated' would add to a copy's main_grad; "
+            "pass w1 with gate and up interleaved"
+        )
     if problem is not None:
         _check(routing)  # what another rank has reported, which waits for this one, comes first
         raise ValueError(problem)

@@ -148,14 +148,19 @@ class EPGroup:
         dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def raise_together(self, problem: str | None) -> None:
+    def raise_together(self, problem: str | None, **same: object) -> None:
         """Raise ValueError on every rank if any rank has a problem; the message names the ranks.
 
-        A collective: every rank must call it, with None where all is well.
+        A collective: every rank must call it, with None where all is well. same: what must be equal on all of them.
         """
-        problems = self.all_gather_object(problem)
+        reports = self.all_gather_object((problem, same))
         if self.size == 1 and problem is not None:
             raise ValueError(problem)
-        found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+        found = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text is not None]
         if found:
             raise ValueError("; ".join(found))
+        for name in same:
+            values = [their[name] for _, their in reports]
+            if any(value != values[0] for value in values):
+                shown = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+                raise ValueError(f"the ranks of the EP group disagree about {name}: {shown}")

@@ -4,6 +4,7 @@ Legend: T tokens on this rank, H hidden size (the paper's d).
 """
 
 import json
+import operator
 from typing import NamedTuple, final
 
 import torch
@@ -42,7 +43,8 @@ class MoE(nn.Module):
 
     In training mode tokens are rounded as config.rounding says; in eval mode the layer is plain top-K.
 
-    Raises ValueError, on every rank: E not divisible by ep_size, or ranks that disagree about config, seed or dtype.
+    Raises ValueError, on every rank: E not divisible by ep_size, or ranks that disagree about config, seed or dtype;
+    TypeError for a config, a group or a seed of another type.
     """
 
     def __init__(
@@ -55,6 +57,12 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, MoEConfig):
+            raise TypeError(
+                f"config is a {type(config).__name__}, wanted a MoEConfig: load_config or MoEConfig.from_dict"
+            )
+        if not (group is None or isinstance(group, EPGroup)):
+            raise TypeError(f"group is a {type(group).__name__}, wanted an EPGroup: EPGroup(process_group) wraps one")
         self.config = config
         self.group = group or EPGroup.alone()
         seed = _agreed_seed(config, self.group, seed, dtype)
@@ -80,7 +88,7 @@ class MoE(nn.Module):
                  T may be 0 and may differ between ranks.
         Raises:  ValueError on every rank when x on any rank has the wrong shape, dtype or device, when training mode or
                  dtype differ between ranks, when FSDP has sharded the experts, or (router.check_logits) when logits are
-                 not finite.
+                 not finite; over several ranks also when one's weights differ in device or dtype or are not contiguous.
         """
         dtype = self._autocast_dtype()
         weights = self.experts.weights(dtype)
@@ -94,7 +102,7 @@ class MoE(nn.Module):
             sequences=self.config.router.balance == "sequence",
         )
         if problem is None and self.group.size > 1 and not torch.compiler.is_compiling():
-            problem = self.experts.problem_with_owner()
+            problem = self.experts.problem_with_owner() or self._problem_with_weights(cast=dtype is not None)
         if problem is not None:
             # Told to all ranks by the router, which raises there as here.
             x = torch.empty(0, self.config.d, dtype=weights.w1.dtype, device=weights.w1.device)
@@ -113,7 +121,7 @@ class MoE(nn.Module):
             sequence_length=sequence_length,
             problem=problem,
             exchange=self.transport,
-            meanwhile=None if self.shared is None else compute_shared,
+            meanwhile=None if self.shared is None or problem is not None else compute_shared,
             opened_next=True,
         )
         y_TH = moe(
@@ -146,6 +154,20 @@ class MoE(nn.Module):
         c = self.config
         return f"d={c.d}, n={c.n}, E={c.E}, K={c.K}, {c.activation}, ep_size={self.group.size}, {c.rounding}"
 
+    def _problem_with_weights(self, *, cast: bool) -> str | None:
+        """What a load or a move on this rank alone may have left, over which it would stop while others wait for it."""
+        w1 = self.experts.w1
+        for name, weight in self.named_parameters():
+            if hasattr(weight, "placements"):  # FSDP brings it when it is needed
+                continue
+            if weight.device != w1.device:
+                return f"{name} is on {weight.device}, experts.w1 on {w1.device}; move one of them"
+            if weight.dtype != w1.dtype and not cast and not name.startswith("router."):
+                return f"{name} is {weight.dtype}, experts.w1 {w1.dtype}; cast one of them"
+            if name.startswith("experts.") and not weight.is_contiguous():
+                return f"{name} is not contiguous (strides {weight.stride()}); set it to {name}.contiguous()"
+        return None
+
     def _autocast_dtype(self) -> torch.dtype | None:
         device_type = self.experts.w1.device.type
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
@@ -153,6 +175,7 @@ class MoE(nn.Module):
 
 def _agreed_seed(config: MoEConfig, group: EPGroup, seed: int | None, dtype: torch.dtype | None) -> int:
     """Check once that all ranks build the same layer; the seed that all of them use."""
+    seed = None if seed is None else operator.index(seed)  # numpy's integers are no JSON
     drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
     described = json.dumps({**config.to_dict(), "dtype": str(dtype), "seed": seed}, sort_keys=True)
     reports = group.all_gather_object((described, drawn))

@@ -295,6 +295,20 @@ def test_a_router_on_meta_can_be_given_memory(by: str, dtype: torch.dtype) -> No
     assert router.expert_bias.abs().sum() > 0
 
 
+def test_what_is_read_into_a_router_is_fp32_and_starts_to_count_anew() -> None:
+    router = make_router(expert_bias=True)
+    saved = {name: value.bfloat16() for name, value in router.state_dict().items()}
+    route(router, torch.randn(4, H))
+    assert router._counts_since_update_E.any()
+    torch.nn.ModuleList([router]).load_state_dict({f"0.{name}": value for name, value in saved.items()}, assign=True)
+    assert router.expert_bias is not None
+    assert router.expert_bias.dtype == torch.float32
+    assert not router._counts_since_update_E.any()
+    route(router, torch.randn(4, H))
+    router.initialize(0.02, torch.Generator())
+    assert not router._counts_since_update_E.any()
+
+
 def test_update_counts_plain_choices_since_the_last_update_in_training_only() -> None:
     # Every pair is dropped by `down`; the bias must move by what the tokens chose.
     router = identity_router(4, rounding=RoundingConfig(mode="down", t=64), expert_bias=True, expert_bias_rate=0.125)

@@ -131,3 +131,20 @@ def test_figures_carry_no_graph() -> None:
     stats = RoutingStats(choice.entropy_T(), selection.token_ids_N, selection.counts)
     assert not stats.entropy.requires_grad
     assert not stats.tokens_without_expert.requires_grad
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16])
+def test_ratios_are_fp32_whatever_the_default(default: torch.dtype) -> None:
+    counts_SE = torch.tensor([[40000, 0]])
+    stats = RoutingStats(
+        torch.zeros(40000),
+        torch.zeros(0, dtype=torch.int32),
+        Counts(counts_SE, counts_SE, counts_SE, torch.tensor([40000]), torch.tensor([300]), torch.tensor(1)),
+    )
+    torch.set_default_dtype(default)
+    try:
+        figures = [stats.expert_load_max_over_mean, stats.rank_load_max_over_mean, stats.capacity_cut_share]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [figure.dtype for figure in figures] == [torch.float32] * 3
+    torch.testing.assert_close(torch.stack(figures), torch.tensor([2, 1, 0.0075]))

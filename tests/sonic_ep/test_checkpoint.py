@@ -184,6 +184,76 @@ def test_one_process_without_torch_distributed_reads_four_ranks_checkpoint(ranks
     assert found["differing"] == []
 
 
+class Shared(nn.Module):
+    """A layer under two names, and one that has its experts."""
+
+    def __init__(self, group: EPGroup, seed: int) -> None:
+        super().__init__()
+        self.first = MoE(CONFIG, group, seed=seed)
+        self.again = self.first
+        self.other = MoE(CONFIG, group, seed=seed + 1)
+        self.other.experts.w1, self.other.experts.w2 = self.first.experts.w1, self.first.experts.w2
+
+
+def write_and_read_shared(rank: int, folder: str) -> list[str]:
+    """What differs in weights and moments."""
+    (model, optimizer), (other, other_optimizer) = (
+        (made, torch.optim.AdamW(made.parameters())) for made in (Shared(EPGroup(), 5), Shared(EPGroup(), 77))
+    )
+    for parameter in model.parameters():
+        parameter.grad = parameter + 1
+    optimizer.step()
+    checkpoint.save(folder, model, optimizer)
+    checkpoint.load(folder, other, other_optimizer)
+    saved, loaded = (
+        {**m.state_dict(), **{f"{n}.exp_avg": o.state[p]["exp_avg"] for n, p in m.named_parameters()}}
+        for m, o in ((model, optimizer), (other, other_optimizer))
+    )
+    assert "again.experts.w1" in saved
+    return [name for name in saved if not torch.equal(saved[name], loaded[name])]
+
+
+def test_layers_may_share_experts(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(write_and_read_shared, str(tmp_path)) == [[], []]
+
+
+def adafactor(rank: int, folder: str, ep_size: int, read: bool, bias: bool) -> dict[str, Tensor] | str:
+    """Moments that have a row for every expert but not its shape, after two steps or read back."""
+    torch.manual_seed(0)
+    layer = MoE(CONFIG.replace(bias=bias), ep_group(ep_size), seed=77 if read else 5)
+    optimizer = torch.optim.Adafactor(layer.parameters())
+    first = layer.experts.first
+    for _ in range(2):
+        for parameter in layer.parameters():
+            of_experts = not getattr(parameter, "allreduce", True)
+            whole = torch.randn(CONFIG.E if of_experts else parameter.shape[0], *parameter.shape[1:])
+            parameter.grad = whole[first : first + parameter.shape[0]] if of_experts else whole
+        optimizer.step()
+    if read:
+        checkpoint.load(folder, layer, optimizer)
+    else:
+        try:
+            checkpoint.save(folder, layer, optimizer)
+        except ValueError as error:
+            return str(error)
+    return {f"{n}.{key}": value for n, p in layer.named_parameters() for key, value in optimizer.state[p].items()}
+
+
+def test_moments_of_another_shape_are_each_experts_own(ranks: Ranks, tmp_path: Path) -> None:
+    written = ranks(2).run(adafactor, str(tmp_path), 2, False, False)
+    read = ranks(4).run(adafactor, str(tmp_path), 4, True, False)
+    for key in ("row_var", "col_var"):
+        of_two, of_four = (torch.cat([found[f"experts.w1.{key}"] for found in each]) for each in (written, read))
+        assert of_two.shape[0] == CONFIG.E
+        assert torch.equal(of_two, of_four)
+
+
+def test_moments_of_a_ranks_experts_together_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks(2).run(adafactor, str(tmp_path), 2, False, True):
+        assert "state.experts.b1.col_var has shape (1, 8), experts.b1 (4, 8)" in message
+        assert "give these parameters another optimizer" in message
+
+
 def test_another_shape_is_refused(tmp_path: Path) -> None:
     model, optimizer = make(EPGroup.alone(), seed=1)
     checkpoint.save(tmp_path, model, optimizer)

@@ -76,6 +76,22 @@ def test_static_buffers_need_a_bound() -> None:
         MoEConfig(**SIZES, transport=static)
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("rounding", None, "rounding=None must be a RoundingConfig; MoEConfig.from_dict takes nested dicts"),
+        ("router", {"balance": "global"}, "router={'balance': 'global'} must be a RouterConfig"),
+        ("transport", "nccl", "transport='nccl' must be a TransportConfig"),
+    ],
+)
+def test_parts_have_their_types(part: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        MoEConfig(**SIZES, **{part: value})
+    if not isinstance(value, dict):
+        with pytest.raises(ValueError, match=f"^{part}={value!r} must be a table of {part.title()}Config's fields"):
+            MoEConfig.from_dict({**SIZES, part: value})
+
+
 def write(folder: Path, text: str) -> Path:
     path = folder / "layer.toml"
     path.write_text(text)

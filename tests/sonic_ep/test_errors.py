@@ -1,9 +1,12 @@
 """Every rank raises, none hangs: bad construction and bad input, with real processes."""
 
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
+import torch.distributed as dist
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig
 from tests.helpers.launch import RankPool
@@ -107,6 +110,51 @@ def test_bad_input_on_one_rank_alone(kind: str) -> None:
     layer = MoE(MoEConfig(**SIZES), seed=0)  # type: ignore[arg-type]
     message = message_of(lambda: layer(BAD_INPUTS[kind][0](torch.randn(10, 8))))  # type: ignore[arg-type]
     assert BAD_INPUTS[kind][1] in message
+
+
+def spoil(layer: MoE, kind: str) -> None:
+    w2 = layer.experts.w2
+    match kind:
+        case "strides":
+            w2.data = w2.data.mT.contiguous().mT
+        case "dtype":
+            assert layer.shared is not None
+            layer.shared.double()
+        case "device":
+            layer.router.to_empty(device="meta")
+
+
+BAD_WEIGHTS = {
+    "strides": "rank 1: experts.w2 is not contiguous (strides (32, 1, 8)); set it to experts.w2.contiguous()",
+    "dtype": "is torch.float64, experts.w1 torch.float32; cast one of them",
+    "device": "rank 1: router.weight is on meta, experts.w1 on cpu; move one of them",
+}
+
+
+def with_bad_weights(rank: int, kind: str) -> str:
+    layer = MoE(MoEConfig(**SIZES, shared_n=4), EPGroup(), seed=0)  # type: ignore[arg-type]
+    if rank == 1:
+        spoil(layer, kind)
+    return message_of(lambda: layer(torch.randn(10, 8)))
+
+
+@pytest.mark.parametrize("kind", BAD_WEIGHTS)
+def test_one_ranks_bad_weights_raise_on_all(ranks: Ranks, kind: str) -> None:
+    for message in ranks(2).run(with_bad_weights, kind):
+        assert BAD_WEIGHTS[kind] in message
+
+
+def test_what_a_layer_is_made_of_has_its_type(tmp_path: Path) -> None:
+    config = MoEConfig(**SIZES)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"config is a dict, wanted a MoEConfig"):
+        MoE(SIZES)  # type: ignore[arg-type]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(TypeError, match=r"group is a ProcessGroup, wanted an EPGroup: EPGroup\(process_group\)"):
+            MoE(config, dist.group.WORLD)  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(MoE(config, seed=numpy.int64(3)).experts.w1, MoE(config, seed=3).experts.w1)  # type: ignore[arg-type]
 
 
 def mixed_modes(rank: int) -> str:

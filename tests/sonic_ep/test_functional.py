@@ -234,6 +234,13 @@ def test_half_precision_weights_of_pairs_count_in_fp32() -> None:
     assert leaf.grad.dtype == torch.bfloat16
 
 
+def test_unknown_layouts_are_refused_and_halves_that_a_copy_would_take_the_gradient_of() -> None:
+    with pytest.raises(ValueError, match="layout='concat' is not one of interleaved, concatenated"):
+        moe(**layer_arguments(), layout="concat")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="layout='concatenated' would add to a copy's main_grad; pass w1 with gate"):
+        moe(**layer_arguments(), layout="concatenated", accumulate_into_main_grad=True)
+
+
 def test_unknown_activation_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="activation='swish' is not one of swiglu, geglu"):
         moe(**layer_arguments(), activation="swish")

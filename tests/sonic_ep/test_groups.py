@@ -74,6 +74,19 @@ def test_problems_are_raised_on_every_rank(ranks: Ranks) -> None:
     assert ranks(4).run(shared_problem) == ["rank 1: too large; rank 3: too large"] * 4
 
 
+def disagreement(rank: int) -> str:
+    try:
+        EPGroup().raise_together(None, T=4, E=8 if rank else 4)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_must_be_the_same_is_compared(ranks: Ranks) -> None:
+    wanted = "the ranks of the EP group disagree about E: 4 on rank 0, 8 on rank 1"
+    assert ranks(2).run(disagreement) == [wanted] * 2
+
+
 def test_one_rank_alone_takes_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("a collective was called")
