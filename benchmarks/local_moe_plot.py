@@ -2,7 +2,7 @@
 
     python benchmarks/local_moe_plot.py benchmarks/results/local_moe_*.json --out docs/local_moe.png
 
-A shape that several files hold is drawn from the first.
+A shape that several files hold is drawn from the first, and of each shape the contestants that were measured.
 """
 
 import argparse
@@ -36,19 +36,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     shapes = shapes_of(options.records)
-    figure = Figure(figsize=(9, 9), layout="constrained")
+    figure = Figure(figsize=(11, 9), layout="constrained")
     rates, kept, peaks = figure.subplots(3, 1)
     for number, (contestant, label) in enumerate(CONTESTANTS.items()):
-        places = [index + 0.27 * (number - 1) for index in range(len(shapes))]
-        figures = [record["contestants"][contestant] for record in shapes.values()]
-        rates.bar(places, [tflops(record, contestant) for record in shapes.values()], 0.25, label=label)
+        drawn = [
+            (index + 0.27 * (number - 1), record)
+            for index, record in enumerate(shapes.values())
+            if contestant in record["contestants"]
+        ]
+        places = [place for place, _ in drawn]
+        figures = [record["contestants"][contestant] for _, record in drawn]
+        rates.bar(places, [tflops(record, contestant) for _, record in drawn], 0.25, label=label)
         kept.bar(places, [each["kept_mib"] for each in figures], 0.25, label=label)
         peaks.bar(places, [each["backward_peak_mib"] for each in figures], 0.25, label=label)
     rates.set(ylabel="TFLOP/s, forward and backward")
     kept.set(ylabel="MiB kept for backward", yscale="log")
     peaks.set(ylabel="MiB at the peak of backward", yscale="log")
     for axes in (rates, kept, peaks):
-        axes.set_xticks(range(len(shapes)), list(shapes))
+        axes.set_xticks(range(len(shapes)), [name.replace("_", "\n", 2) for name in shapes])
     figure.legend(*rates.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     figure.savefig(options.out, dpi=100)
 

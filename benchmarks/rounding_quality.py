@@ -81,7 +81,7 @@ def parameters(config: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def decide_as_ranks(router: object, choice: Choice, counter_E: Tensor, situation: Situation) -> Selection:
+def decide_as_ranks(router: object, choice: Choice, counter_E: Tensor | None, situation: Situation) -> Selection:
     """In the place of `decide_selection`: RANKS ranks with equal parts of the tokens, in training."""
     if not situation.training:
         return decide_selection(router, choice, counter_E, situation)
@@ -100,7 +100,8 @@ def decide_as_ranks(router: object, choice: Choice, counter_E: Tensor, situation
     lists = (token_ids_N[order], expert_ids_N[order], chosen_N[order])
     pairs_1E = decision.pairs_SE.sum(0, keepdim=True)
     merged = Counts(chosen_SE.sum(0)[None], pairs_1E, pairs_1E, tokens_S.sum()[None], decision.cut_S[:1], decision.t)
-    counter_E += merged.chosen_SE[0]
+    if counter_E is not None:
+        counter_E += merged.chosen_SE[0]
     return Selection(choice.topk_ids_TK, *lists, merged, None)
 
 

@@ -1,11 +1,12 @@
 """Simulate how many assignments `apportion` changes, against the prediction that t = "auto" relies on.
 
-    python benchmarks/rounding_simulation.py          writes benchmarks/results/rounding_simulation.json
+    python benchmarks/rounding_simulation.py --out results.json
 
 Counts are Poisson around each expert's popularity, which is Gamma(8) distributed over the experts (mean 1), as measured
 loads of trained routers roughly are; rho is tiles of 128 rows per (rank, expert).
 """
 
+import argparse
 import json
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import torch
 from sonic_ep import RoundingConfig
 from sonic_ep.routers.rounding import decide, predicted_change
 
-RESULTS = Path(__file__).parent / "results" / "rounding_simulation.json"
 E, G, SEEDS = 512, 128, 5
 
 
@@ -30,6 +30,9 @@ def simulated_change(ep_size: int, t: int, rho: float, seed: int) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
     rows = []
     for ep_size in (1, 2, 4, 8, 16, 64):
         for t in (128, 64, 32, 16):
@@ -38,7 +41,7 @@ def main() -> None:
                 predicted = predicted_change(rho, t, G, ep_size)
                 rows.append({"ep_size": ep_size, "t": t, "rho": rho, "simulated": measured, "predicted": predicted})
                 print(f"{ep_size:3} {t:4} {rho:5} {measured:8.4f} {predicted:8.4f} {measured / predicted:6.2f}")
-    RESULTS.write_text(json.dumps({"E": E, "G": G, "seeds": SEEDS, "rows": rows}, indent=1) + "\n")
+    options.out.write_text(json.dumps({"E": E, "G": G, "seeds": SEEDS, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -103,8 +103,14 @@ class Case:
         from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
         router = self.config.router
+        grouped = router.num_groups > 1
         return lambda: topk_routing_with_score_function(
-            self.logits_TE, self.config.K, score_function=router.score, expert_bias=self.bias_E
+            self.logits_TE,
+            self.config.K,
+            num_groups=router.num_groups if grouped else None,
+            group_topk=router.groups_per_token if grouped else None,
+            score_function=router.score,
+            expert_bias=self.bias_E,
         )
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from corpus import VOCABULARY, Corpus, load_corpus
 from language_model import LanguageModel, ModelConfig, next_byte_loss
-from parallel import choose_device, read_launch
+from parallel import check_torchrun, choose_device, positive, read_launch
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, load_config
 from sonic_ep.extras import require_extra
 
@@ -45,13 +45,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         prog="deepspeed_moe.py", description="DeepSpeed with its MoE layer and with sonic_ep's, side by side."
     )
     parser.add_argument("--model", default="bytes", choices=sorted(MODELS), help="what to train (default: bytes)")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
-    parser.add_argument("--batch", type=int, default=32, help="sequences a step over all processes (default: 32)")
-    parser.add_argument("--seq", type=int, default=128, help="bytes a sequence (default: 128)")
-    parser.add_argument("--layers", type=int, default=2, help="transformer layers (default: 2)")
+    parser.add_argument("--steps", type=positive, default=20, help="optimizer steps (default: 20)")
+    parser.add_argument("--batch", type=positive, default=32, help="sequences a step over all processes (default: 32)")
+    parser.add_argument("--seq", type=positive, default=128, help="bytes a sequence (default: 128)")
+    parser.add_argument("--layers", type=positive, default=2, help="transformer layers (default: 2)")
     parser.add_argument("--config", default="tiny", help="sizes of the MoE layers, as of train.py (default: tiny)")
     parser.add_argument("--zero", type=int, default=1, choices=(0, 1, 2, 3), help="ZeRO stage (default: 1)")
-    parser.add_argument("--ep-size", type=int, help="processes that divide the experts (default: all)")
+    parser.add_argument("--ep-size", type=positive, help="processes that divide the experts (default: all)")
     parser.add_argument("--rounding", action="store_true", help="token rounding in sonic_ep's layers")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: 0.003)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
@@ -79,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, launch = parse(arguments), read_launch()
     try:
         check(options, launch.world_size)
+        check_torchrun("examples/deepspeed_moe.py")
         require_extra("deepspeed", "deepspeed")
         if options.model == "qwen3-moe":
             importlib.import_module("transformers")

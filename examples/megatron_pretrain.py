@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from corpus import END_OF_FILE, Corpus, load_corpus
-from parallel import choose_device, read_launch
+from parallel import check_torchrun, choose_device, positive, read_launch
 from sonic_ep.extras import require_extra
 
 # 256 bytes and a padding token that never occurs, rounded up.
@@ -37,18 +37,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="megatron_pretrain.py", description="Megatron-Core with its MoE layer and with sonic_ep's, side by side."
     )
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
-    parser.add_argument("--batch", type=int, default=16, help="sequences a step over all processes (default: 16)")
-    parser.add_argument("--micro-batch", type=int, default=2, help="sequences a microbatch (default: 2)")
-    parser.add_argument("--seq", type=int, default=64, help="bytes a sequence (default: 64)")
-    parser.add_argument("--layers", type=int, default=2, help="transformer layers, the first one dense (default: 2)")
-    parser.add_argument("--hidden", type=int, default=64, help="hidden size (default: 64)")
-    parser.add_argument("--expert-width", type=int, default=32, help="an expert's inner size (default: 32)")
-    parser.add_argument("--experts", type=int, default=16, help="experts in all (default: 16)")
-    parser.add_argument("--top-k", type=int, default=4, help="experts a token (default: 4)")
+    parser.add_argument("--steps", type=positive, default=20, help="optimizer steps (default: 20)")
+    parser.add_argument("--batch", type=positive, default=16, help="sequences a step over all processes (default: 16)")
+    parser.add_argument("--micro-batch", type=positive, default=2, help="sequences a microbatch (default: 2)")
+    parser.add_argument("--seq", type=positive, default=64, help="bytes a sequence (default: 64)")
+    parser.add_argument(
+        "--layers", type=positive, default=2, help="transformer layers, the first one dense (default: 2)"
+    )
+    parser.add_argument("--hidden", type=positive, default=64, help="hidden size (default: 64)")
+    parser.add_argument("--expert-width", type=positive, default=32, help="an expert's inner size (default: 32)")
+    parser.add_argument("--experts", type=positive, default=16, help="experts in all (default: 16)")
+    parser.add_argument("--top-k", type=positive, default=4, help="experts a token (default: 4)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: 0.003)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
-    parser.add_argument("--ep-size", type=int, help="processes that divide the experts (default: all)")
+    parser.add_argument("--ep-size", type=positive, help="processes that divide the experts (default: all)")
     parser.add_argument("--text", help="a file or folder to learn from (default: Python's standard library)")
     parser.add_argument("--data-dir", help="keep the tokenised text here, on a disk that all hosts share")
     return parser.parse_args(arguments)
@@ -74,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     try:
         check(options, launch.world_size)
+        check_torchrun("examples/megatron_pretrain.py")
         require_extra("megatron", "megatron.core")
         device = choose_device("cuda" if torch.cuda.is_available() else "cpu", launch)
         corpus = load_corpus(options.text, seq=options.seq)

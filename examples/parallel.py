@@ -17,6 +17,7 @@ The loss is the mean over the global batch, that is the mean of the ranks' own m
 Expert weights are told apart by `allreduce = False`, the mark that Megatron-LM and DeepSpeed know too.
 """
 
+import argparse
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,20 @@ def read_launch() -> Launch:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
+
+
+def check_torchrun(program: str) -> None:
+    """Raise ValueError where no launcher has said who this process is, for what cannot do without."""
+    if "RANK" not in os.environ:
+        raise ValueError(f"start it with python -m torch.distributed.run --standalone --nproc-per-node 2 {program}")
+
+
+def positive(text: str) -> int:
+    """Type of a flag that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
 
 
 def choose_device(wanted: str, launch: Launch) -> torch.device:

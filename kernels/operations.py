@@ -31,7 +31,7 @@ _MAJORS = (9, 10)
 # The router's kernels unroll a loop over a token's experts.
 _MAX_K = 16
 # TMA moves 16 bytes at least: rows of half-precision values must be multiples of 8 wide.
-_COLUMN_MULTIPLE = 8
+COLUMN_MULTIPLE = 8
 # Triton takes rows for aligned if they are a multiple of this wide.
 _ROW_MULTIPLE = 16
 
@@ -102,7 +102,7 @@ def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Oper
     if not x_RH.is_cuda:
         return reference
     H, I = w2_eHI.shape[1:]  # noqa: E741
-    return _on_gpu(x_RH.device, x_RH.dtype, H % _COLUMN_MULTIPLE == 0 and I % _COLUMN_MULTIPLE == 0, activation.name)
+    return _on_gpu(x_RH.device, x_RH.dtype, H % COLUMN_MULTIPLE == 0 and I % COLUMN_MULTIPLE == 0, activation.name)
 
 
 def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None = None) -> Tensor:
@@ -295,7 +295,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype, aligned: bool, activatio
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels compute in bfloat16 and float16, the rows are {dtype}"
     if not aligned:
-        return f"hidden size and expert width must be multiples of {_COLUMN_MULTIPLE}"
+        return f"hidden size and expert width must be multiples of {COLUMN_MULTIPLE}"
     if missing := missing_extra("cuda", *CUDA_MODULES):
         return missing
     if activation not in import_module("sonic_ep.kernels.cuda.operations").ACTIVATION_NAMES:

@@ -13,7 +13,7 @@ import torch
 
 from sonic_ep.config import load_config
 from sonic_ep.extras import require_extra
-from sonic_ep.kernels.operations import CUDA_MODULES
+from sonic_ep.kernels.operations import COLUMN_MULTIPLE, CUDA_MODULES
 
 ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100"}
 
@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def compile_ahead(config_name: str, arch: str, dtype: str, cache: str | None) -> None:
     """Compile every grouped GEMM of a config for one architecture.
 
-    Raises ImportError (missing extra), FileNotFoundError (unknown config), ValueError (an activation without a kernel).
+    Raises ImportError (missing extra), FileNotFoundError (unknown config), ValueError (an activation without a kernel,
+    or sizes that no kernel takes).
     """
     config = load_config(config_name)
     require_extra("cuda", *CUDA_MODULES)
@@ -45,6 +46,11 @@ def compile_ahead(config_name: str, arch: str, dtype: str, cache: str | None) ->
     os.environ["QUACK_ARCH"], os.environ["CUTE_DSL_ARCH"] = ARCHITECTURES[arch], arch
     if cache is not None:
         os.environ["QUACK_CACHE_DIR"] = cache
+    if config.d % COLUMN_MULTIPLE or config.n % COLUMN_MULTIPLE:
+        raise ValueError(
+            f"d={config.d} and n={config.n} must be multiples of {COLUMN_MULTIPLE}: the kernels take no other "
+            "sizes, such a layer runs in plain torch"
+        )
     known = import_module("sonic_ep.kernels.cuda.operations").ACTIVATION_NAMES
     if config.activation not in known:
         raise ValueError(f"activation={config.activation!r} has no GPU kernel; these have: {', '.join(known)}")

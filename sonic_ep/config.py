@@ -311,11 +311,15 @@ def load_config(name_or_path: str | Path) -> MoEConfig:
     if not path.is_file():
         names = ", ".join(sorted(p.stem for p in shipped.glob("*.toml")))
         raise FileNotFoundError(f"no config {str(name_or_path)!r}: give a path that ends in .toml or one of {names}")
-    with path.open("rb") as file:
-        tables = tomllib.load(file)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is no TOML: {error}") from None
     for table in tables:
         if table not in ("moe", *_PARTS):
             known = ", ".join(f"[{name}]" for name in ("moe", *_PARTS))
             raise ValueError(f"unknown table [{table}] in {path}; known tables: {known}")
+        if not isinstance(tables[table], dict):
+            raise ValueError(f"{table}={tables[table]!r} in {path} must be a table [{table}]")
     moe = {"name": path.stem, **tables.get("moe", {})}
     return MoEConfig.from_dict({**moe, **{part: tables.get(part, {}) for part in _PARTS}})

@@ -4,9 +4,16 @@ from importlib.util import find_spec
 
 
 def missing_extra(extra: str, *modules: str) -> str | None:
-    """A sentence with the pip line if a top-level module of `modules`, which the extra installs, cannot be found."""
-    missing = [module for module in modules if find_spec(module) is None]
+    """A sentence with the pip line if one of `modules`, which the extra installs, cannot be found."""
+    missing = [module for module in modules if not _is_there(module)]
     return f"{', '.join(missing)} not found; pip install 'sonic-ep[{extra}]'" if missing else None
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
 
 
 def require_extra(extra: str, *modules: str) -> None:

@@ -1,12 +1,14 @@
 """What every test starts from: one thread, seed 0, hypothesis profiles, ranks on request, no GPU assumed."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
 import torch
 
+from sonic_ep.extras import require_extra
 from tests.helpers.launch import RankPool
 from tests.helpers.poison import poisoned_empty
 
@@ -20,6 +22,13 @@ if not torch.cuda.is_available():
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_sessionstart() -> None:
+    """In CI tests do not skip for want of a package, as they do elsewhere."""
+    if "CI" in os.environ and sys.platform == "linux":
+        for extra, modules in (("megatron", ("megatron.core", "psutil")), ("deepspeed", ("deepspeed", "transformers"))):
+            require_extra(extra, *modules)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -66,8 +66,16 @@ def test_a_qwen3_moe_of_hugging_face_through_autoep(tmp_path: Path) -> None:
         (("--zero", "3"), "--zero 3 is for AutoEP: take --model qwen3-moe"),
         (("--ep-size", "3"), "--ep-size 3 divides not both 1 processes and the 16 experts of --config tiny"),
         (("--config", "none"), "none"),
+        ((), "start it with python -m torch.distributed.run .* examples/deepspeed_moe.py"),
     ],
 )
 def test_what_cannot_run_is_refused(flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         deepspeed_moe.main(flags)
+
+
+def test_what_counts_something_is_at_least_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--ep-size", "--seq"):
+        with pytest.raises(SystemExit):
+            deepspeed_moe.main((flag, "0"))
+        assert f"{flag}: 0 must be at least 1" in capsys.readouterr().err

@@ -43,6 +43,7 @@ def test_stock_and_ours_side_by_side(tmp_path: Path) -> None:
     [
         (("--batch", "7"), "--batch 7 is not a multiple of 1 processes times --micro-batch 2; take --batch 2"),
         (("--ep-size", "3"), "--ep-size 3 divides not both 1 processes and --experts 8"),
+        ((), "start it with python -m torch.distributed.run .* examples/megatron_pretrain.py"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(flags: tuple[str, ...], message: str) -> None:

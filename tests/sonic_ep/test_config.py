@@ -120,6 +120,8 @@ def test_toml_gives_the_values_and_the_rest_by_default(tmp_path: Path) -> None:
         ("[rounding]\nzzz = 1\n", "unknown config key rounding.zzz; known keys: mode, t, G"),
         ("[moe]\nd = 64\nn = 32\n", "config lacks E, K"),
         ("[layer]\nd = 64\n", r"unknown table \[layer\]"),
+        ("moe = 3\n", r"moe=3 in .*layer.toml must be a table \[moe\]"),
+        ("[moe]\nd = \n", r"layer.toml is no TOML: Invalid value"),
     ],
 )
 def test_wrong_toml_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -19,11 +19,11 @@ TOKENS, WORLD, EP = 12, 4, 2
 
 
 class Model(nn.Module):
-    def __init__(self, group: EPGroup) -> None:
+    def __init__(self, group: EPGroup, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(16, 16)
-        self.moe = MoE(CONFIG, group, seed=0)
+        self.moe = MoE(CONFIG, group, seed=seed)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.moe(self.linear(x)).y.square().mean()
@@ -37,8 +37,13 @@ def gradients(rank: int, wrapper: str) -> dict[str, Tensor]:
     """Whole dense gradients, and those of this rank's experts."""
     ep, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     same_experts, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-    model = Model(EPGroup(ep))
+    model = Model(EPGroup(ep), seed=rank // EP)  # the second group's experts are others until they are copied
     experts = {name: p for name, p in model.named_parameters() if not getattr(p, "allreduce", True)}
+    for p in experts.values():
+        dist.broadcast(p.data, group_src=0, group=same_experts)
+    for p in model.parameters():
+        if getattr(p, "allreduce", True):
+            dist.broadcast(p.data, src=0)  # as DistributedDataParallel does, FSDP does not
     wrapped: nn.Module = model
     if wrapper == "DDP":
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(experts))

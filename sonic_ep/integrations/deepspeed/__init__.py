@@ -4,8 +4,12 @@ deepspeed.initialize, puts our layer into Hugging Face models with an `expert_pa
 docs/deepspeed.md says what every argument and field does here. Tried with deepspeed 0.19.8.
 """
 
-from sonic_ep.integrations.deepspeed.autoep import AutoEP
-from sonic_ep.integrations.deepspeed.moe import MoE
-from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.extras import require_extra
+
+require_extra("deepspeed", "deepspeed")
+
+from sonic_ep.integrations.deepspeed.autoep import AutoEP  # noqa: E402
+from sonic_ep.integrations.deepspeed.moe import MoE  # noqa: E402
+from sonic_ep.integrations.options import SonicEPOptions  # noqa: E402
 
 __all__ = ["AutoEP", "MoE", "SonicEPOptions"]

@@ -3,8 +3,12 @@
 docs/megatron.md says what every MoE field of TransformerConfig does here. Tried with megatron-core 0.16.1.
 """
 
-from sonic_ep.integrations.megatron.layer import SonicEPMoELayer
-from sonic_ep.integrations.megatron.spec import get_sonic_ep_moe_spec, use_sonic_ep
-from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.extras import require_extra
+
+require_extra("megatron", "megatron.core")
+
+from sonic_ep.integrations.megatron.layer import SonicEPMoELayer  # noqa: E402
+from sonic_ep.integrations.megatron.spec import get_sonic_ep_moe_spec, use_sonic_ep  # noqa: E402
+from sonic_ep.integrations.options import SonicEPOptions  # noqa: E402
 
 __all__ = ["SonicEPMoELayer", "SonicEPOptions", "get_sonic_ep_moe_spec", "use_sonic_ep"]
