@@ -35,8 +35,8 @@ def moe_class(ours: bool) -> Any:
 
 
 class Model(nn.Module):
-    """Linear, MoE, linear, MoE with residuals. **arguments: of the MoE layers. seed: of all weights, ours and theirs
-    alike."""
+    """Linear, MoE, linear, MoE with residuals. **arguments: of the MoE layers, ep_size one for both or two. seed: of
+    all weights, ours and theirs alike."""
 
     def __init__(
         self,
@@ -51,7 +51,11 @@ class Model(nn.Module):
         torch.manual_seed(seed)
         arguments = {"num_experts": EXPERTS, **DROPLESS, **arguments}
         self.linears = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(2))
-        self.layers: Any = nn.ModuleList(moe_class(ours)(hidden, expert(), **arguments) for _ in range(2))
+        each = arguments.pop("ep_size", 1)
+        self.layers: Any = nn.ModuleList(
+            moe_class(ours)(hidden, expert(), ep_size=ep_size, **arguments)
+            for ep_size in (each if isinstance(each, tuple) else (each, each))
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         total, counts = x.new_zeros((), dtype=torch.float32), []

@@ -23,8 +23,9 @@ class StackedExperts(nn.Module):
     """w1 (e, J, H), gate and up rows in turn; w2 (e, H, I); bias1 (e * J,) and bias2 (e * H,) where the template has
     biases: flat and of that name, by which trainers spare biases weight decay.
 
-    All experts start as the template does, as DeepSpeed's copies. Every parameter is marked as DeepSpeed marks an
-    expert's: `allreduce = False` and `group_name`, by which its optimizers sort, reduce and divide the gradients.
+    All experts start as the template does, as DeepSpeed's copies; what is frozen there is frozen here. Every parameter
+    is marked as DeepSpeed marks an expert's: `allreduce = False` and `group_name`, by which its optimizers sort, reduce
+    and divide the gradients.
     """
 
     w1: nn.Parameter
@@ -35,12 +36,13 @@ class StackedExperts(nn.Module):
     def __init__(self, expert: nn.Module, template: Template, num_local_experts: int, group_name: str) -> None:
         super().__init__()
         self.template, self.num_local_experts, self._group_name = template, num_local_experts, group_name
-        values = template.values(expert)
-        for name, value in ((name, values.get(its)) for name, its in NAMES.items()):
+        values, trained = template.values(expert), template.trained(expert)
+        for name, its in NAMES.items():
             parameter = None
-            if value is not None:
-                stacked = value.detach().expand(num_local_experts, *value.shape).clone().contiguous()
-                parameter = nn.Parameter(stacked if value.dim() > 1 else stacked.flatten())
+            if its in values:
+                value = values[its].detach()
+                stacked = value.expand(num_local_experts, *value.shape).clone().contiguous()
+                parameter = nn.Parameter(stacked if value.dim() > 1 else stacked.flatten(), trained[its])
             self.register_parameter(name, parameter)
         self._mark()
 

@@ -2,7 +2,7 @@
 
 They lie in flat pieces, one expert behind the other, and DeepSpeed compares no more than sizes, if that: moments of
 other experts would be loaded, and nothing said. But its parameter groups carry the name of their expert-parallel group,
-and torch's optimizers save the groups with the moments.
+and torch's optimizers save the groups with the moments; into these groups goes the ep_size of every layer, in order.
 """
 
 import functools
@@ -15,6 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.optim import Optimizer
 
 _MARK = "sonic_ep_guard"
+_SIZES = "ep_sizes_of_layers"  # of a parameter group of experts
 
 
 def guard_optimizer_states() -> None:
@@ -22,26 +23,50 @@ def guard_optimizer_states() -> None:
 
     load_optimizer_states=False and load_module_only=True load the weights alone, from any ep_size.
     """
-    original = DeepSpeedEngine.load_checkpoint
-    if hasattr(original, _MARK):
+    load, save = DeepSpeedEngine.load_checkpoint, DeepSpeedEngine.save_checkpoint
+    if hasattr(load, _MARK):
         return
 
-    @functools.wraps(original)
+    @functools.wraps(load)
     def load_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-        # Not AutoEP's layers, see autoep.py: a universal checkpoint renames their groups, and files tell their ep_size.
-        has_experts = any(isinstance(module, StockMoE) for module in self.module.modules())  # type: ignore[union-attr]
-        with _compared(getattr(self, "basic_optimizer", None) if has_experts else None):
-            return original(self, *args, **kwargs)
+        with _compared(self):
+            return load(self, *args, **kwargs)
+
+    @functools.wraps(save)
+    def save_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+        _name_sizes(self)
+        return save(self, *args, **kwargs)
 
     setattr(load_checkpoint, _MARK, True)
-    DeepSpeedEngine.load_checkpoint = load_checkpoint
+    DeepSpeedEngine.load_checkpoint, DeepSpeedEngine.save_checkpoint = load_checkpoint, save_checkpoint
+
+
+def _optimizer_of(engine: DeepSpeedEngine) -> Optimizer | None:
+    """The one whose groups hold experts, if there are any. Not AutoEP's, see autoep.py: a universal checkpoint renames
+    their groups, and files tell their ep_size."""
+    optimizer = getattr(engine, "basic_optimizer", None)
+    return optimizer if isinstance(optimizer, Optimizer) and _sizes(engine) else None
+
+
+def _sizes(engine: DeepSpeedEngine) -> list[int]:
+    modules = engine.module.modules()  # type: ignore[union-attr]
+    return [int(module.ep_size) for module in modules if isinstance(module, StockMoE)]
+
+
+def _name_sizes(engine: DeepSpeedEngine) -> None:
+    optimizer = _optimizer_of(engine)
+    for group in [] if optimizer is None else optimizer.param_groups:
+        if group.get("moe"):
+            group[_SIZES] = _sizes(engine)
 
 
 @contextmanager
-def _compared(optimizer: Any) -> Iterator[None]:
-    if not isinstance(optimizer, Optimizer):
+def _compared(engine: DeepSpeedEngine) -> Iterator[None]:
+    optimizer = _optimizer_of(engine)
+    if optimizer is None:
         yield
         return
+    _name_sizes(engine)
     hook = optimizer.register_load_state_dict_pre_hook(_compare)
     try:
         yield
@@ -57,6 +82,17 @@ def _compare(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             "ep_size hold other experts; use the ep_size of the checkpoint, or load the weights alone with "
             "load_checkpoint(..., load_optimizer_states=False)"
         )
+    theirs, ours = _sizes_in(state_dict["param_groups"]), _sizes_in(optimizer.param_groups)
+    if theirs is not None and theirs != ours:  # checkpoints of before have none
+        raise ValueError(
+            f"the checkpoint's MoE layers have ep_size {theirs}, in their order, this model's have {ours}: optimizer "
+            "states of another ep_size hold other experts; use the checkpoint's, or load the weights alone with "
+            "load_checkpoint(..., load_optimizer_states=False)"
+        )
+
+
+def _sizes_in(groups: list[dict[str, Any]]) -> list[int] | None:
+    return next((group[_SIZES] for group in groups if _SIZES in group), None)
 
 
 def _expert_groups(groups: list[dict[str, Any]]) -> list[str]:

@@ -64,6 +64,12 @@ class Template:
             values["b2"] = _tensor(down.bias)
         return values
 
+    def trained(self, expert: nn.Module) -> dict[str, bool]:
+        """Which of `values` require a gradient."""
+        first, down = expert.get_submodule(self.first[0]), expert.get_submodule(self.down)
+        of = {"w1": first.weight, "w2": down.weight, "b1": first.bias, "b2": down.bias}
+        return {name: _tensor(of[name]).requires_grad for name in self.values(expert)}
+
     def entries(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The reverse: views of the tensors of `values`, under the names of the expert's state dict."""
         step, entries = len(self.first), {}
@@ -125,6 +131,9 @@ def _problem_with_shapes(first: list[nn.Module], down: nn.Module, width: int, hi
         return f"the last linear layer has weight {shape}, wanted {(hidden_size, width)}"
     if len({each.bias is None for each in first}) > 1:
         return "of gate and up only one has a bias; give both one or none"
+    for kind in ("weight", "bias"):
+        if len({getattr(getattr(each, kind), "requires_grad", None) for each in first}) > 1:
+            return f"of gate and up only one has a frozen {kind}, and they are one parameter here; freeze both or none"
     return None
 
 

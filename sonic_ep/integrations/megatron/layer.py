@@ -7,6 +7,7 @@ in flight.
 Legend: s sequence length and b microbatch on this rank, h hidden size (H), T = s * b tokens, E experts.
 """
 
+from types import SimpleNamespace
 from typing import Any, final
 
 from megatron.core import tensor_parallel
@@ -52,7 +53,10 @@ class SonicEPMoELayer(MoELayer):
             )
         pg_collection = pg_collection or get_default_pg_collection()
         BaseMoELayer.__init__(self, config=config, layer_number=layer_number, pg_collection=pg_collection)
-        self.options = options
+        self.submodules, self.options = submodules, options
+        self.tp_group = pg_collection.tp  # for sharded_state_dict, which else asks for Megatron's global group
+        # What inference sets in every layer's dispatcher; the router reads the same of the config.
+        self.token_dispatcher: Any = SimpleNamespace(drop_and_pad=False)
         selective = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
         self.moe_layer_recompute = "moe" in selective
         self.shared_experts_recompute = "shared_experts" in selective

@@ -154,6 +154,28 @@ def test_optimizer_states_of_another_ep_size_are_refused(
         assert "load_optimizer_states=False" in message
 
 
+def swapped_ep_sizes(rank: int, folder: str, zero: int) -> str:
+    from tests.helpers.deepspeed_cpu import deepspeed_world, engine
+    from tests.helpers.deepspeed_moe import Model
+
+    with deepspeed_world():
+        run = engine(Model(True, ep_size=(1, 2), k=2), zero=zero)
+        steps(run, rank, 0, 2)
+        run.save_checkpoint(folder)
+        engine(Model(True, ep_size=(1, 2), k=2), zero=zero).load_checkpoint(folder)
+        try:
+            engine(Model(True, ep_size=(2, 1), k=2), zero=zero).load_checkpoint(folder)
+        except ValueError as error:
+            return str(error)
+        return "loaded"
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_layers_that_change_ep_size_among_each_other_are_found(ranks: Ranks, tmp_path: Path, zero: int) -> None:
+    for message in ranks(2).run(swapped_ep_sizes, str(tmp_path), zero):
+        assert "layers have ep_size [1, 2], in their order, this model's have [2, 1]" in message
+
+
 def foreign_states(rank: int, folder: str, zero: int) -> str:
     from tests.helpers.deepspeed_cpu import deepspeed_world
 

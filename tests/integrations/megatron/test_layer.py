@@ -153,6 +153,67 @@ def test_with_tp_alone_experts_are_reduced_over_all_their_ranks(ranks: Ranks) ->
         assert (stock[0], ours[0]) == (True, False)
 
 
+def with_groups_of_its_own(rank: int) -> tuple[list[str], list[str]]:
+    """Keys of a sharded state dict, stock's and ours, where Megatron has no global groups."""
+    import torch.distributed as dist
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+
+    from sonic_ep.integrations.megatron import use_sonic_ep
+    from tests.helpers.megatron_cpu import megatron_on_cpu
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    with parallel_state(expert=2):
+        config = gpt_config()
+    world, alone = dist.new_group([0, 1]), [dist.new_group([each]) for each in range(2)][rank]
+    groups: Any = ProcessGroupCollection()
+    groups.tp = groups.expt_tp = groups.cp = groups.tp_cp = groups.expt_dp = alone
+    groups.ep = groups.tp_ep = groups.tp_dp_cp = groups.dp = groups.dp_cp = world
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
+    found = []
+    with megatron_on_cpu():
+        built: list[Any] = [
+            build_module(spec, config=config, pg_collection=groups),
+            build_module(use_sonic_ep(spec, pg_collection=groups), config=config),
+        ]
+        for layer in built:
+            layer.set_layer_number(1)
+            layer(torch.randn(S, B, config.hidden_size))[0].sum().backward()
+            found.append(sorted(layer.sharded_state_dict("mlp.", (), {"dp_cp_group": world})))
+    return found[0], found[1]
+
+
+def test_groups_of_a_programs_own_are_enough(ranks: Ranks) -> None:
+    for stock, ours in ranks(2).run(with_groups_of_its_own):
+        assert "mlp.router.weight" in stock
+        assert "mlp.router.weight" in ours
+
+
+def padded_decoding(rank: int) -> tuple[Tensor, Tensor]:
+    from megatron.core.inference import utils
+
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    outputs = []
+    with parallel_state(), torch.no_grad():
+        for layer in layers(gpt_config()):
+            layer.eval()
+            utils.moe_layer_cache = None
+            utils.set_decode_expert_padding(layer, True, capacity_factor=4)
+            outputs.append(
+                layer(torch.randn(S, B, layer.config.hidden_size, generator=torch.Generator().manual_seed(1)))[0]
+            )
+            utils.set_decode_expert_padding(layer, False)
+        utils.moe_layer_cache = None
+    return outputs[0], outputs[1]
+
+
+def test_inference_may_pad_experts_for_a_graph(ranks: Ranks) -> None:
+    ((stock, ours),) = ranks(1).run(padded_decoding)
+    assert is_close(ours, stock)
+
+
 def misuses(rank: int) -> list[str]:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
