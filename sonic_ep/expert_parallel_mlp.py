@@ -97,8 +97,8 @@ def backward(
     dw1 is (e, J, H) as w1 is, and [gate; up] where these lie apart.
     into: buffers to which dw1 and dw2 are added, and which are then returned.
 
-    dX comes first, since other ranks wait for it; then dW2, after which A' can go. Every rank takes every collective,
-    whether or not it needs the result.
+    Where other ranks wait for dX, it comes first. Alone, dW2 does: after it A' can go, before dX of all pairs takes
+    memory. Every rank takes every collective, whether or not it needs the result.
     """
     transport, receipt, pairs = call.transport, kept.receipt, _pair_lists(kept.receipt, call)
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
@@ -106,12 +106,19 @@ def backward(
     do_RH = transport.dispatch(dout_TH.contiguous(), receipt)
     rows = (lambda: kept.rows) if call.keeps_received else transport.prefetch(kept.rows, receipt)
     grads = expert_mlp.backward_hidden(ops, do_RH, kept.take_h(), kept.gates_P, weights, pairs, call.activation)
-    dh_PJ, scaled_a_PI = grads.dh_PJ, grads.scaled_a_PI
-    dx_TH = transport.combine_pairs(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, receipt)
-    dgates_N = transport.return_pairs(grads.ds_P, receipt)
+    dh_PJ, ds_P, held_a_PI = grads.dh_PJ, grads.ds_P, [grads.scaled_a_PI]
     del grads
-    dw2 = expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
-    del scaled_a_PI
+
+    def down_weights() -> Tensor | None:
+        scaled_a_PI = held_a_PI.pop()
+        return expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
+
+    others_wait = len(receipt.splits.rows_out) > 1
+    dw2 = None if others_wait else down_weights()
+    dx_TH = transport.combine_pairs(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, receipt)
+    dgates_N = transport.return_pairs(ds_P, receipt)
+    if others_wait:
+        dw2 = down_weights()
     rows_RH = rows()
     dw1 = None
     if needs_w1:

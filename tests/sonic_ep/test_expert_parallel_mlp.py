@@ -1,8 +1,10 @@
-"""Experts that are launched before the host knows how many rows they have: the same bits as after it."""
+"""In which order things are launched: backward's GEMMs, and experts before the host knows how many rows they have."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +21,7 @@ from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
 from sonic_ep.kernels import expert_mlp
 from sonic_ep.routing import Routing, SizesOnHost
+from sonic_ep.transports import transport_for
 from tests.dispatch.oracle import Case
 from tests.helpers.launch import RankPool
 from tests.helpers.noting import noting
@@ -123,3 +126,33 @@ def test_experts_of_one_rank_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes = [values.shape[0] for values in expected]
         assert all(torch.equal(a[:size], b) for a, b, size in zip(got, expected, sizes, strict=True)), case
     assert how == list(ALONE.values())
+
+
+def gemms_of_backward(rank: int) -> list[str]:
+    """In order, and of dX whether A' takes memory then."""
+    group, done, a_P = EPGroup(), list[str](), list[weakref.ref[Tensor]]()
+    backward_hidden, backward_pairs = expert_mlp.backward_hidden, expert_mlp.backward_pairs
+
+    def hidden(*args: Any) -> expert_mlp.HiddenGrads:
+        grads = backward_hidden(*args)
+        a_P.append(weakref.ref(grads.scaled_a_PI))
+        return grads
+
+    def pairs(*args: Any) -> Tensor:
+        done.append("dX" if a_P[0]() is None else "dX beside A'")
+        return backward_pairs(*args)
+
+    case = Case((13, 9)[: group.size], H, E, "top2")
+    with (
+        patch.object(expert_mlp, "backward_hidden", hidden),
+        patch.object(expert_mlp, "backward_pairs", pairs),
+        noting([done], ["dW2"], expert_mlp, "backward_down_weights"),
+        noting([done], ["dW1"], expert_mlp, "backward_up_weights"),
+    ):
+        step(transport_for(group), group, case.routing(rank), experts_of(group))
+    return done
+
+
+@pytest.mark.parametrize(("size", "order"), [(1, ["dW2", "dX", "dW1"]), (2, ["dX beside A'", "dW2", "dW1"])])
+def test_other_ranks_get_their_gradients_first(ranks: Callable[[int], RankPool], size: int, order: list[str]) -> None:
+    assert ranks(size).run(gemms_of_backward) == [order] * size
