@@ -82,8 +82,11 @@ class Options:
     log_every: int = flag(5, "steps between records in metrics.jsonl")
 
 
+_OF_THE_MODEL = ("config", "layers", "head_dim", "shared_every", "dtype")
+
+
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line. With --resume, what it leaves out comes from the resumed run."""
+    """Read the command line. With --resume, what it leaves out comes from the resumed run, the model always."""
     parser = argparse.ArgumentParser(
         prog="train.py",
         description="Train a small MoE language model with expert parallelism and token rounding.",
@@ -97,9 +100,17 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         else:
             parser.add_argument(name, type=entry.metadata["kind"], choices=entry.metadata["choices"], **about)
     given = parser.parse_args(arguments)
-    if given.resume is not None:
-        parser.set_defaults(**saved_options(Path(given.resume)))
-        given = parser.parse_args(arguments)
+    if given.resume is None:
+        return Options(**vars(given))
+    saved = saved_options(Path(given.resume))
+    parser.set_defaults(**saved)
+    given = parser.parse_args(arguments)
+    for name in _OF_THE_MODEL:
+        if getattr(given, name) != saved.get(name, getattr(given, name)):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(given, name)} is not the resumed run's {saved[name]}, whose "
+                "checkpoint holds that model; leave it out, or start a new run"
+            )
     return Options(**vars(given))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,22 @@ def test_resume_takes_the_options_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"options": {**saved, "gone_since": 1}}))
     options = parse_options(["--resume", str(tmp_path), "--steps", "9"])
     assert options == Options(steps=9, lr=0.5, rounding="up", resume=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--layers 3", "--layers 3 is not the resumed run's 4"),
+        ("--shared-every 0", "--shared-every 0 is not the resumed run's 2"),
+        ("--config olmoe", "--config olmoe is not the resumed run's tiny"),
+        ("--dtype float64", "--dtype float64 is not the resumed run's float32"),
+    ],
+)
+def test_resume_keeps_the_model(flags: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"options": dataclasses.asdict(Options())}))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parse_options(["--resume", str(tmp_path), *flags.split()])
+    assert parse_options(["--resume", str(tmp_path), "--layers", "4"]).layers == 4
 
 
 def test_resume_needs_a_run(tmp_path: Path) -> None:
