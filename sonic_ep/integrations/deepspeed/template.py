@@ -34,6 +34,7 @@ _SUPPORTED = (
     f"{', '.join(n for n, a in ACTIVATIONS.items() if not a.gated)} (gelu by its tanh approximation)"
 )
 _TRIAL_ROWS = 16
+_PERIOD = 1_048_583  # of random numbers in a trial's weights: prime, so that no two rows are alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +141,16 @@ def _problem_with_shapes(first: list[nn.Module], down: nn.Module, width: int, hi
 @torch.no_grad()
 def _tried_activation(expert: nn.Module, found: Template, hidden: int) -> str | None:
     """The activation with which our formula gives what the module gives."""
-    generator = torch.Generator().manual_seed(0)
-    exact: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}  # whatever the default device is
-    trial = copy.deepcopy(expert).double().to_empty(device="cpu").train()  # dropout shall show
-    for parameter in trial.parameters():
+    exact: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
+    numbers = torch.randn(_PERIOD, **exact)
+    trials: dict[int, Any] = {}  # what a copy has instead of the parameters
+    for parameter in expert.parameters():
         # Pre-activations of a few units, so that clamps and tails tell curves apart.
         spread = 4 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1.0
-        parameter.copy_(torch.randn(parameter.shape, **exact) * spread)
+        values = (numbers * spread).repeat(-(-parameter.numel() // _PERIOD))[: parameter.numel()]
+        trials[id(parameter)] = nn.Parameter(values.view(parameter.shape), requires_grad=False)
+        numbers = numbers.roll(1)
+    trial = copy.deepcopy(expert, trials).train()  # dropout shall show
     x = torch.randn(_TRIAL_ROWS, hidden, **exact)
     try:
         with torch.random.fork_rng(devices=[]):
