@@ -47,9 +47,9 @@ def _push_lists(
 ):
     if nobody_sends(pairs_ptr, S, RANKS):
         return
-    begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    given_up = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
     owner = tl.program_id(0) % S
-    num_pairs = tl.load(pairs_ptr + rank * S + owner)
+    num_pairs = tl.where(given_up == 0, tl.load(pairs_ptr + rank * S + owner), 0)
     first = _before(pairs_ptr, rank, owner, S, RANKS, False)
     place = _before(pairs_ptr, rank, owner, S, RANKS, True)
     rows_there = tl.load(rows_ptr + owner).to(tl.pointer_type(tl.int32)) + place
@@ -80,9 +80,9 @@ def _push_values(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    given_up = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
     source = tl.program_id(0) % S
-    num_pairs = tl.load(pairs_ptr + source * S + rank)
+    num_pairs = tl.where(given_up == 0, tl.load(pairs_ptr + source * S + rank), 0)
     first = _before(pairs_ptr, source, rank, S, RANKS, True)
     place = _before(pairs_ptr, source, rank, S, RANKS, False)
     there = tl.load(buffers_ptr + source).to(tl.pointer_type(values_ptr.dtype.element_ty)) + place

@@ -10,6 +10,8 @@ the same order, and writes the sum where it belongs instead of here. `sum_sent` 
 Legend: S ranks of the group, sources and owners alike; T tokens and H hidden size on this rank.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -53,9 +55,9 @@ def _push_rows(
 ):
     if nobody_sends(pairs_ptr, S, RANKS):
         return
-    begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    given_up = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
     blocks = tl.cdiv(H, COLUMNS)
-    tiles = tl.cdiv(T, TOKENS) * blocks
+    tiles = tl.where(given_up == 0, tl.cdiv(T, TOKENS) * blocks, 0)
     tile = tl.program_id(0)
     while tile < tiles:
         token = tile // blocks * TOKENS + tl.arange(0, TOKENS)
@@ -100,13 +102,13 @@ def _push_sums(
 ):
     if nobody_sends(pairs_ptr, S, RANKS):
         return
-    begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    given_up = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
     parts = tl.cdiv(H, BLOCK * BLOCKS)
     most = tl.load(tokens_ptr)
     for other in tl.static_range(1, S):
         most = tl.maximum(most, tl.load(tokens_ptr + other))
     # The sources take turns, so that all links are busy.
-    pieces = most.to(tl.int64) * (S * parts)
+    pieces = tl.where(given_up == 0, most.to(tl.int64) * (S * parts), 0)
     piece = tl.program_id(0).to(tl.int64)
     while piece < pieces:
         first_block = (piece % parts * BLOCKS).to(tl.int32)
@@ -171,6 +173,16 @@ def _sum_sent(
     tl.store(out_ptr + token.to(tl.int64) * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def _push_programs(device: torch.device) -> int:
+    """On half of the SMs at most: where one ran on each, lists might not get one, for which the others wait."""
+    return min(PUSH_PROGRAMS, _multiprocessors(device) // 2) if device.type == "cuda" else PUSH_PROGRAMS
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def push_rows(meeting: Meeting, x_TH: Tensor, needed: Tensor, pairs_SQ: Tensor, buffers_S: Tensor, stride: int) -> None:
     """Write each row of x to every rank that needs it, into this rank's region there.
 
@@ -180,7 +192,7 @@ def push_rows(meeting: Meeting, x_TH: Tensor, needed: Tensor, pairs_SQ: Tensor, 
     """
     T, H = x_TH.shape
     columns = min(_MAX_COLUMNS, next_power_of_2(H))
-    _push_rows[(PUSH_PROGRAMS,)](
+    _push_rows[(_push_programs(x_TH.device),)](
         x_TH,
         needed,
         pairs_SQ,

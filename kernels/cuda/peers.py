@@ -81,9 +81,10 @@ def wait_for(
     S: tl.constexpr,
 ):
     """Until the flags of a block of sources have reached `meeting`, or patience is over: then the first of those that
-    are missing is reported, and nobody waits any more."""
+    are missing is reported, and nobody waits any more. Not 0 if it has been given up."""
     flag_ptr = flag(flags_ptr, rank, source, kind, STAGE, S)
     late = _first_late(flag_ptr, source, meeting, S)
+    given_up = tl.zeros([], tl.int64)
     if late > 0:
         start = now()
         given_up = reported(state_ptr)
@@ -94,15 +95,16 @@ def wait_for(
                 tl.store(state_ptr + 3 * _STAGES, report)
                 tl.store(report_ptr, report)
             given_up = reported(state_ptr)
+    return given_up
 
 
 @triton.jit
 def begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.constexpr, S: tl.constexpr):
-    """Until all ranks' buffers may be written."""
+    """Until all ranks' buffers may be written. Not 0 if that has been given up: then none may."""
     meeting = tl.load(state_ptr + STAGE) + 1
     if tl.program_id(0) == 0:
         tell(meeting, flags_ptr, everyone(S), rank, READY, STAGE, S)
-    wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, everyone(S), READY, STAGE, S)
+    return wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, everyone(S), READY, STAGE, S)
 
 
 @triton.jit
@@ -128,11 +130,16 @@ def leave(meeting, state_ptr, STAGE: tl.constexpr):
 
 @triton.jit
 def finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.constexpr, S: tl.constexpr):
-    """Tell all ranks that this one's writes are complete, and wait for theirs. The end of a kernel."""
+    """Tell all ranks that this one's writes are complete, and wait for theirs. The end of a kernel.
+
+    A rank that has given up on another tells nobody: what it sends is made of what has not come, and the other, if it
+    is only late, shall give up as well instead of computing on that.
+    """
     meeting = tl.load(state_ptr + STAGE) + 1
     tl.debug_barrier()
     ticket = tl.atomic_add(state_ptr + _STAGES + STAGE, 1, sem="acq_rel", scope="gpu")
     if ticket == tl.num_programs(0) - 1:
-        tell(meeting, flags_ptr, everyone(S), rank, ARRIVED, STAGE, S)
-        wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, everyone(S), ARRIVED, STAGE, S)
+        if reported(state_ptr) == 0:
+            tell(meeting, flags_ptr, everyone(S), rank, ARRIVED, STAGE, S)
+            wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, everyone(S), ARRIVED, STAGE, S)
         _end(meeting, state_ptr, STAGE)

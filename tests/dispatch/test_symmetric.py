@@ -441,3 +441,29 @@ def test_a_rank_that_stays_away_is_named(ranks: Ranks, stage: str, tmp_path: Pat
     *told, _ = ranks(3).run(stays_away, Case((5, 4, 3), 3, 3, "all"), str(tmp_path), stage)
     for message in told:
         assert message.startswith(f"rank 2 of the EP group did not come to {stage} within 1 s")
+
+
+def comes_late(rank: int, case: Case, folder: str) -> str:
+    """The last rank is late, not dead. The others' hosts have launched the whole step before they are told."""
+    group, is_late = EPGroup(), rank == case.size - 1
+    transport = SymmetricTransport(group, shared_files(group, folder), patience=2.0 if is_late else 1.0)
+    everything(transport, rank, case, torch.float32)
+    group.all_gather_object(None)
+    if is_late:
+        time.sleep(3)
+    x_TH = torch.ones(case.tokens[rank], case.H)
+    with patch.object(SymmetricTransport, "raise_if_lost", lambda _: None):
+        opened = transport.open(case.routing(rank), case.plan().of_rank(rank))
+        rows_RH = transport.dispatch(x_TH, opened.receipt)
+        assert bool(transport.combine(rows_RH, opened.receipt).isnan().all())
+    with pytest.raises(RuntimeError) as told:
+        transport.raise_if_lost()
+    group.all_gather_object(None)
+    return str(told.value)
+
+
+def test_a_late_rank_is_told_too(ranks: Ranks, tmp_path: Path) -> None:
+    """Instead of computing on what ranks have sent that had given it up."""
+    *others, late = ranks(3).run(comes_late, Case((5, 4, 3), 3, 3, "all"), str(tmp_path))
+    assert all(told.startswith("rank 2 of the EP group did not come to lists within 1 s") for told in others)
+    assert late.startswith("rank 0 of the EP group did not come to lists within 2 s")

@@ -32,7 +32,7 @@ def told(rank: int, case: str) -> tuple[str, float]:
     group = EPGroup()
     layer = MoE(CONFIG, group, seed=0)
     transport = GroupTransport(group, TransportConfig()) if case == "transport" else layer.transport
-    weights = layer.experts.weights(None)
+    weights = layer.experts(None)
 
     def experts(x_TH: Tensor, routing: Routing, w1: Tensor) -> Tensor:
         return moe(x_TH, routing, w1, weights.w2_eHI, transport=transport, group=group)

@@ -84,7 +84,7 @@ def go_wrong(layer: MoE, how: str, run: Callable[..., Any]) -> str:
 
 
 def route_once_compute_twice(layer: MoE, x_TH: Tensor) -> None:
-    group, weights = layer.group, layer.experts.weights()
+    group, weights = layer.group, layer.experts()
     routing = layer.router(x_TH, group=group, sequence_length=T, exchange=layer.transport).routing
     with pytest.raises(ValueError, match="disagree"):
         functional.moe(x_TH, routing, weights.w1, weights.w2_eHI, transport=layer.transport, group=group)
