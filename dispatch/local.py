@@ -1,4 +1,4 @@
-"""One rank: the received rows are x itself. No collective, no copy of a row.
+"""One rank: the received rows are x itself. No collective, no copy of a row that starts where kernels can read it.
 
 Legend: see protocol.py.
 """
@@ -16,6 +16,8 @@ from sonic_ep.host_copy import host_may_wait
 from sonic_ep.kernels.operations import gather_sum, lists_take_room, pair_lists, values_of_pairs
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing, SizesOnHost
+
+_ALIGNMENT = 16  # bytes: where rows must start that GPU kernels read
 
 
 @final
@@ -86,10 +88,11 @@ class LocalTransport:
         return opened(P, V).ahead(rows, settle)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
-        return x_TH
+        aligned = x_TH.storage_offset() * x_TH.itemsize % _ALIGNMENT == 0
+        return x_TH if aligned else x_TH.clone()
 
     def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
-        return lambda: x_TH
+        return lambda: self.dispatch(x_TH, receipt)
 
     def keep(self, rows_RH: Tensor) -> Tensor:
         return rows_RH

@@ -6,6 +6,8 @@ They answer instead of raising, because a rank that finds its input bad must tel
 import torch
 from torch import Tensor
 
+ROW_ALIGNMENT = 16  # bytes: GPU kernels read and write rows and weights that start at a multiple
+
 
 def problem_with_input(x: object, *, d: int, dtype: torch.dtype, device: torch.device, sequences: bool) -> str | None:
     """What is wrong with x (T, d) or (B, L, d) for experts of `dtype` on `device`. sequences: (B, L, d) is required."""
@@ -21,7 +23,20 @@ def problem_with_input(x: object, *, d: int, dtype: torch.dtype, device: torch.d
         return f"x is on {x.device}, the layer's weights on {device}; move one of them"
     if x.dtype != dtype:
         return f"x has dtype {x.dtype}, the experts compute in {dtype}; cast x or use layer.to({x.dtype}) or autocast"
-    return None
+    return _problem_with_device(x)
+
+
+def _problem_with_device(x: Tensor) -> str | None:
+    """Triton and quack launch on the current device, whatever that of their arguments is."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return None
+    current = torch.cuda.current_device()
+    if x.device.index == current:
+        return None
+    return (
+        f"x is on {x.device}, but the current device, on which kernels are launched, is cuda:{current}; "
+        f"call torch.cuda.set_device({x.device.index}), or the layer under torch.cuda.device({x.device.index})"
+    )
 
 
 def _shape_of(x: Tensor) -> str:
@@ -36,7 +51,7 @@ def problem_with_rows(x_TH: Tensor, num_tokens: int) -> str | None:
         return f"x has shape {_shape_of(x_TH)}, wanted (T, d)"
     if num_tokens != x_TH.shape[0]:
         return f"the routing is of {num_tokens} tokens, x has {x_TH.shape[0]}"
-    return None
+    return _problem_with_device(x_TH)
 
 
 def problem_with_weights(
@@ -62,7 +77,7 @@ def problem_with_weights(
             return f"{name} has shape {tuple(tensor.shape)}, wanted {shape}"
         if tensor.dtype != x_TH.dtype or tensor.device != x_TH.device:
             return f"{name} is {tensor.dtype} on {tensor.device}, x is {x_TH.dtype} on {x_TH.device}; they must agree"
-        if (problem := _problem_with_strides(name, tensor)) is not None:
+        if (problem := problem_with_memory(name, tensor)) is not None:
             return problem
     return None
 
@@ -79,10 +94,19 @@ def problem_with_up(gate: Tensor, up: Tensor, *, gated: bool, b1: Tensor | None,
             f"up is {tuple(up.shape)} {up.dtype} on {up.device}, w1 (the gate) is {tuple(gate.shape)} {gate.dtype} on "
             f"{gate.device}; they must agree"
         )
-    return _problem_with_strides("up", up)
+    return problem_with_memory("up", up)
 
 
-def _problem_with_strides(name: str, tensor: Tensor) -> str | None:
-    if tensor.is_contiguous():
+def problem_with_memory(name: str, weight: Tensor) -> str | None:
+    """What is wrong with how a weight lies in memory."""
+    if not weight.is_contiguous():
+        return f"{name} is not contiguous (strides {weight.stride()}); set it to {name}.contiguous()"
+    if not weight.is_cuda or torch.compiler.is_compiling():
         return None
-    return f"{name} is not contiguous (strides {tensor.stride()}); pass {name}.contiguous()"
+    start = weight.storage_offset() * weight.itemsize
+    if start % ROW_ALIGNMENT == 0:
+        return None
+    return (
+        f"{name} starts at byte {start} of its storage, which is no multiple of {ROW_ALIGNMENT}; "
+        f"set it to {name}.clone()"
+    )

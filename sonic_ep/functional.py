@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 from torch.autograd.function import once_differentiable
 
-from sonic_ep.checks import problem_with_rows, problem_with_up, problem_with_weights
+from sonic_ep.checks import ROW_ALIGNMENT, problem_with_rows, problem_with_up, problem_with_weights
 from sonic_ep.compiled import moe_in_graph
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
@@ -25,8 +25,6 @@ from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routers.compiled import unread
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_type
-
-_TMA_BYTES = 16  # what a GEMM writes must start at a multiple
 
 
 def moe(
@@ -55,10 +53,10 @@ def moe(
              else, and under torch.compile, forward and backward each copy the two into one. Their gradients are halves
              of one tensor.
     Keeps:   x_TH, or with `keep_dispatched` the received rows, which saves one dispatch in backward.
-    Adds:    with `accumulate_into_main_grad` backward adds dW1 and dW2 to `w.main_grad`, of any floating dtype, where a
-             weight (a leaf) has one, and sets `w.grad_added_to_main_grad = True`, as Megatron-Core's layers do. The
-             gradient that autograd hands on then means nothing: zeros if `w.zero_out_wgrad`, else garbage. Not with
-             `up_eIH`, nor with halves in one w1.
+    Adds:    with `accumulate_into_main_grad` backward adds dW1 and dW2 to `w.main_grad` (any floating dtype; float64
+             for float64 weights only), where a weight (a leaf) has one, and sets `w.grad_added_to_main_grad = True`, as
+             Megatron-Core's layers do. The gradient that autograd hands on then means nothing: zeros if
+             `w.zero_out_wgrad`, else garbage. Not with `up_eIH`, nor with halves in one w1.
     Raises:  ValueError, before any collective, for weights of the wrong shape, dtype, device or strides and for a
              routing of another number of tokens. Nothing is exchanged to check this: a mistake that only one rank makes
              leaves the others waiting for it. `MoE` and `Routing.from_pairs` check across ranks.
@@ -177,8 +175,10 @@ def _without_autocast(like: Tensor) -> AbstractContextManager[object]:
 def _main_grad(weight: Tensor | None) -> Tensor | None:
     """Where to add a weight's gradient, if there is such a place and the kernels can write to it."""
     main_grad = getattr(weight, "main_grad", None)
-    usable = main_grad is not None and main_grad.is_contiguous() and main_grad.data_ptr() % _TMA_BYTES == 0
-    return main_grad if usable else None
+    if main_grad is None or weight is None:
+        return None
+    usable = main_grad.is_contiguous() and main_grad.data_ptr() % ROW_ALIGNMENT == 0
+    return main_grad if usable and (main_grad.dtype != torch.float64 or weight.dtype == torch.float64) else None
 
 
 def _placeholder(weight: Any) -> Tensor:

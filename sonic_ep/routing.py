@@ -223,12 +223,12 @@ class Routing:
 
         Shapes:  token_ids_N, expert_ids_N (N,) integers; gates_N (N,) floating point, may require grad.
         Raises:  ValueError, on every rank: a length, a token or an expert out of range, the same pair twice, an E that
-                 the ranks do not divide or do not agree about.
+                 the ranks do not divide; an E or a dtype of gates that they do not agree about.
         """
         problem = _problem_with_pairs(token_ids_N, expert_ids_N, gates_N, num_tokens, E)
         if E % group.size:
             problem = f"E={E} experts do not divide over ep_size={group.size} ranks"
-        group.raise_together(problem, E=E)
+        group.raise_together(problem, E=E, gates_dtype=str(gates_N.dtype))
         order_N = torch.argsort(expert_ids_N.long() * max(num_tokens, 1) + token_ids_N.long())
         counts_E = torch.bincount(expert_ids_N, minlength=E)
         header = torch.cat([counts_E, counts_E.new_tensor([num_tokens])])

@@ -240,10 +240,10 @@ def down_projection_backward(
         "out": {"D": dh_PJ, "mAuxOut": scaled_a_PI},
         "cu_seqlens_m": expert_starts_e,
         "A_idx": row_of_pair_P,
-        "mColVecBroadcast": gates_P,
+        "mColVecBroadcast": gates_P.float(),
         "mColVecReduce": partial_PN,
     }
-    key = _class_key("down_backward", do_RH, w2_eHI, h_PJ, gates_P)
+    key = _class_key("down_backward", do_RH, w2_eHI, h_PJ)
     _run(key, mod, tile, do_RH, w2_eHI, h_PJ, **arguments)
     ds_P = partial_PN.sum(1).to(gates_P.dtype)
     if b2_eH is not None:

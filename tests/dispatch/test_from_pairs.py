@@ -130,6 +130,18 @@ def test_experts_must_divide_over_the_ranks(ranks: Ranks) -> None:
         assert "E=5 experts do not divide over ep_size=2 ranks" in message
 
 
+def weights_of_two_dtypes(rank: int) -> str:
+    pair, dtype = torch.zeros(1, dtype=torch.int64), [torch.float32, torch.float64][rank]
+    with pytest.raises(ValueError, match="disagree about gates_dtype") as told:
+        Routing.from_pairs(pair, pair, torch.ones(1, dtype=dtype), num_tokens=1, E=2, group=EPGroup())
+    return str(told.value)
+
+
+def test_weights_have_one_dtype_on_all_ranks(ranks: Ranks) -> None:
+    for message in ranks(2).run(weights_of_two_dtypes):
+        assert message.endswith("'torch.float32' on rank 0, 'torch.float64' on rank 1")
+
+
 def wrong_on_rank_1(rank: int, changes: dict[str, Tensor]) -> str:
     """Worker: the error of this rank; afterwards the group works as before."""
     group = EPGroup()

@@ -58,6 +58,17 @@ def test_no_row_is_copied() -> None:
     assert transport.combine(rows, receipt).data_ptr() == x_TH.data_ptr()
 
 
+def test_rows_start_where_a_gpu_can_read_them() -> None:
+    transport = LocalTransport()
+    receipt = transport.open(CASE.routing(0), CASE.plan().of_rank(0)).receipt
+    for start in (0, 1, 4, 8):
+        x_TH = torch.randn(start + CASE.tokens[0] * CASE.H).bfloat16()[start:].view(-1, CASE.H)
+        for rows_RH in (transport.dispatch(x_TH, receipt), transport.prefetch(x_TH, receipt)()):
+            assert torch.equal(rows_RH, x_TH)
+            assert rows_RH.storage_offset() * rows_RH.itemsize % 16 == 0
+            assert (rows_RH is x_TH) == (start % 8 == 0)
+
+
 def test_tokens_without_an_expert_have_an_empty_list() -> None:
     """Their row is x itself like all others; that no pair reads it is what makes their output zero."""
     receipt = LocalTransport().open(CASE.routing(0), CASE.plan().of_rank(0)).receipt

@@ -162,6 +162,9 @@ def test_down_projection_backward(case: Case, poison: None) -> None:
     relative = (ds - exact[2]).norm() / exact[2].norm()
     assert relative < 2e-3, f"dS: relative error {relative:.3g}"
     assert ds.dtype == torch.float32
+    again = gpu_operations(o).down_projection_backward(o.do, o.w2, o.b2, o.h, o.gates.double(), *arguments)
+    assert torch.equal(again[0], dh)
+    assert again[2].dtype == torch.float64
 
 
 @of_cases

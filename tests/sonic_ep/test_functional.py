@@ -271,6 +271,16 @@ def test_weight_gradients_accumulate_in_main_grad(dtype: torch.dtype, poison: No
         assert weight.grad.shape == weight.shape  # DDP's hooks want one
 
 
+def test_main_grad_in_float64_is_of_float64_weights() -> None:
+    """quack's GEMMs write none."""
+    arguments = layer_arguments()
+    w1 = arguments["w1_eJH"].requires_grad_()
+    w1.main_grad = torch.zeros_like(w1, dtype=torch.float64)
+    moe(**arguments, accumulate_into_main_grad=True).sum().backward()
+    assert w1.grad.abs().sum() > 0
+    assert w1.main_grad.abs().sum() == 0
+
+
 def test_main_grad_is_used_only_where_there_is_one_and_it_is_asked_for() -> None:
     arguments = layer_arguments()
     w1, w2 = (arguments[name].requires_grad_() for name in ("w1_eJH", "w2_eHI"))
