@@ -145,10 +145,11 @@ class Router(nn.Module):
                  Until then the group exchanges nothing but what transports send by this routing.
         """
         config = self._settings()
+        expert_bias_E = self.expert_bias
         if problem is None or torch.compiler.is_compiling():
             logits_TE, x_TH = self.logits(x_TH)
         else:  # whatever it is must not keep this rank from telling the others
-            x_TH = x_TH[:0]
+            x_TH, expert_bias_E = x_TH[:0], None
             logits_TE = x_TH.new_empty(0, config.E, dtype=torch.promote_types(x_TH.dtype, torch.float32))
         situation = Situation(
             config=config,
@@ -159,15 +160,15 @@ class Router(nn.Module):
             exchange=exchange,
             meanwhile=meanwhile,
         )
-        counter_E = None if self.expert_bias is None else self._counter()
+        counter_E = None if expert_bias_E is None else self._counter()
         if torch.compiler.is_compiling():
             if meanwhile is not None:
                 meanwhile()
             choice, selection = decide_in_graph(
-                logits_TE, self.expert_bias, counter_E, self._config_text, situation, opened_next=opened_next
+                logits_TE, expert_bias_E, counter_E, self._config_text, situation, opened_next=opened_next
             )
             return _routed(x_TH, logits_TE, choice, selection, config, sequence_length)
-        return route(self, x_TH, logits_TE, self.expert_bias, counter_E, situation, sequence_length=sequence_length)
+        return route(self, x_TH, logits_TE, expert_bias_E, counter_E, situation, sequence_length=sequence_length)
 
     def _counter(self) -> Tensor:
         """The counts, moved after weights that have moved without `_apply`, as load_state_dict and FSDP move them."""
@@ -206,4 +207,5 @@ def _settle(router: nn.Module, *_: object) -> None:
 
 
 def _moved(counts_E: Tensor, device: torch.device) -> Tensor:
-    return torch.zeros_like(counts_E, device=device) if counts_E.is_meta else counts_E.to(device)
+    with torch.inference_mode(False):  # training goes on adding to what an evaluation has moved
+        return torch.zeros_like(counts_E, device=device) if counts_E.is_meta else counts_E.to(device)

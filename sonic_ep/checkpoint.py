@@ -108,9 +108,14 @@ def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.S
         problem = layer.experts.problem_with_owner()
         if problem is not None:
             raise ValueError(problem)
-        for parameter in layer.experts.parameters():
-            for name in names[parameter.data_ptr(), parameter.shape]:
-                sharded[name] = (parameter.shape, meshes[id(process_group)])
+        for value in (*layer.experts.parameters(), *layer.experts.buffers()):
+            for name in names.get((value.data_ptr(), value.shape), ()):
+                if value.dim() == 0 or value.shape[0] != layer.experts.num_local:
+                    raise ValueError(
+                        f"{name} has shape {tuple(value.shape)}, wanted a row for each of the "
+                        f"{layer.experts.num_local} local experts: it differs from rank to rank"
+                    )
+                sharded[name] = (value.shape, meshes[id(process_group)])
     return sharded
 
 

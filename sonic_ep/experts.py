@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup
-from sonic_ep.initialization import fill_normal, stream
+from sonic_ep.initialization import fill, fill_normal, stream
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.expert_mlp import ExpertWeights
 
@@ -56,7 +56,7 @@ class Experts(nn.Module):
         super().__setstate__(state)
         _mark(self)
 
-    def weights(self, dtype: torch.dtype | None = None) -> ExpertWeights:
+    def forward(self, dtype: torch.dtype | None = None) -> ExpertWeights:
         """The parameters as the kernels take them; in `dtype` if given (a differentiable cast)."""
 
         def cast(weight: Tensor) -> Tensor:
@@ -67,11 +67,18 @@ class Experts(nn.Module):
             cast(self.w1), cast(self.w2), None if b1 is None else cast(b1), None if b2 is None else cast(b2)
         )
 
-    def problem_with_owner(self) -> str | None:
+    def problem_with_owner(self, *, shared: bool = False) -> str | None:
         """Has a wrapper put parameters of its own in place of these, as FSDP does, which gathers each as if all ranks
-        had parts of one? They are not marked, or DTensors."""
-        for name, value in self.named_parameters(recurse=False):
-            if getattr(value, "allreduce", True) or hasattr(value, "placements"):
+        had parts of one? They are not marked, or DTensors. shared: all ranks have the same experts, as with one rank a
+        group; then a DTensor is what somebody was to gather before the layer runs, and has not."""
+        for name, value in self.named_parameters(recurse=bool(self._modules)):
+            sharded = hasattr(value, "placements")
+            if shared and sharded:
+                return (
+                    f"experts.{name} is sharded while the layer computes: give fully_shard the layer or its block, "
+                    "not its experts alone"
+                )
+            if not shared and (sharded or getattr(value, "allreduce", True)):
                 return (
                     f"experts.{name} is managed as if it were the same on all ranks, but each rank of the EP group has "
                     "experts of its own: leave them out of fully_shard (docs/data_parallel.md), and set allreduce = "
@@ -84,10 +91,16 @@ class Experts(nn.Module):
         """normal(0, std) weights, zero biases; expert number and seed alone decide an expert's values."""
         if self.w1.is_meta:
             return
+        weights = self.w1, self.w2
+        # A DTensor is filled as a whole: an expert of it is none that could be written to.
+        wholes = [torch.empty(w.shape, device="cpu") if hasattr(w, "placements") else w for w in weights]
         for local in range(self.num_local):
             generator = stream(seed, self.first + local)
-            for weight in (self.w1, self.w2):
-                fill_normal(weight[local], std, generator)
+            for whole in wholes:
+                fill_normal(whole[local], std, generator)
+        for weight, whole in zip(weights, wholes, strict=True):
+            if whole is not weight:
+                fill(weight, whole)
         for bias in (self.b1, self.b2):
             if bias is not None:
                 bias.zero_()

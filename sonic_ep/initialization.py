@@ -11,4 +11,14 @@ def stream(seed: int, number: int) -> torch.Generator:
 
 def fill_normal(values: Tensor, std: float, generator: torch.Generator) -> None:
     """normal(0, std) drawn on the CPU in fp32: the same on every device, and up to rounding in every dtype."""
-    values.copy_(torch.randn(values.shape, generator=generator, device="cpu", dtype=torch.float32) * std)
+    fill(values, torch.randn(values.shape, generator=generator, device="cpu", dtype=torch.float32) * std)
+
+
+def fill(values: Tensor, whole: Tensor) -> None:
+    """Copy `whole` into a tensor, or this rank's part of it into a DTensor, as FSDP has made of it. No collective."""
+    if hasattr(values, "placements"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(values, DTensor)
+        whole = distribute_tensor(whole.to(values.device), values.device_mesh, values.placements, src_data_rank=None)
+    values.copy_(whole)

@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from sonic_ep.checks import problem_with_input
+from sonic_ep.checks import problem_with_input, problem_with_memory
 from sonic_ep.config import MoEConfig
 from sonic_ep.experts import Experts
 from sonic_ep.functional import moe
@@ -91,21 +91,24 @@ class MoE(nn.Module):
                  not finite; over several ranks also when one's weights differ in device or dtype or are not contiguous.
         """
         dtype = self._autocast_dtype()
-        weights = self.experts.weights(dtype)
+        checks = not torch.compiler.is_compiling()
+        problem = self.experts.problem_with_owner(shared=self.group.size == 1) if checks else None
+        weights = self.experts(dtype)
         if dtype is not None and isinstance(x, Tensor) and x.is_floating_point():
             x = x.to(dtype)
-        problem = problem_with_input(
+        problem = problem or problem_with_input(
             x,
             d=self.config.d,
             dtype=weights.w1.dtype,
             device=weights.w1.device,
             sequences=self.config.router.balance == "sequence",
         )
-        if problem is None and self.group.size > 1 and not torch.compiler.is_compiling():
-            problem = self.experts.problem_with_owner() or self._problem_with_weights(cast=dtype is not None)
+        if problem is None and self.group.size > 1 and checks:
+            problem = self._problem_with_weights(cast=dtype is not None)
         if problem is not None:
             # Told to all ranks by the router, which raises there as here.
-            x = torch.empty(0, self.config.d, dtype=weights.w1.dtype, device=weights.w1.device)
+            device = x.device if weights.w1.is_meta and isinstance(x, Tensor) else weights.w1.device
+            x = torch.empty(0, self.config.d, dtype=weights.w1.dtype, device=device)
         x_TH = x.reshape(-1, self.config.d)
         sequence_length = x.shape[1] if x.dim() == 3 else x.shape[0]
         shared_TH: Tensor | None = None
@@ -164,12 +167,14 @@ class MoE(nn.Module):
                 return f"{name} is on {weight.device}, experts.w1 on {w1.device}; move one of them"
             if weight.dtype != w1.dtype and not cast and not name.startswith("router."):
                 return f"{name} is {weight.dtype}, experts.w1 {w1.dtype}; cast one of them"
-            if name.startswith("experts.") and not weight.is_contiguous():
-                return f"{name} is not contiguous (strides {weight.stride()}); set it to {name}.contiguous()"
+            if name.startswith("experts.") and (problem := problem_with_memory(name, weight)) is not None:
+                return problem
         return None
 
     def _autocast_dtype(self) -> torch.dtype | None:
         device_type = self.experts.w1.device.type
+        if device_type == "meta":  # which autocast does not know
+            return None
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 

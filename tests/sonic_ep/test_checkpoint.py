@@ -217,6 +217,25 @@ def test_layers_may_share_experts(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(write_and_read_shared, str(tmp_path)) == [[], []]
 
 
+def masked(rank: int, folder: str, rows: int) -> str:
+    """A buffer of each rank's own beside its experts, as torch's pruning adds one."""
+    models = [Model(EPGroup(), 5) for _ in range(2)]
+    for model, start in zip(models, (rank + 1.0, 0.0), strict=True):
+        model.first.experts.register_buffer("mask", torch.full((rows, 1), start))
+    try:
+        checkpoint.save(folder, models[0])
+    except ValueError as error:
+        return str(error)
+    checkpoint.load(folder, models[1])
+    return str(models[1].first.experts.get_buffer("mask").unique().tolist())
+
+
+def test_buffers_of_experts_are_each_ranks_own(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(masked, str(tmp_path / "fine"), 4) == ["[1.0]", "[2.0]"]
+    for message in ranks(2).run(masked, str(tmp_path / "bad"), 3):
+        assert message.startswith("first.experts.mask has shape (3, 1), wanted a row for each of the 4 local experts")
+
+
 def adafactor(rank: int, folder: str, ep_size: int, read: bool, bias: bool) -> dict[str, Tensor] | str:
     """Moments that have a row for every expert but not its shape, after two steps or read back."""
     torch.manual_seed(0)

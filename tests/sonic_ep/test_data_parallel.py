@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig
 from tests.helpers.launch import RankPool
@@ -60,6 +61,70 @@ def gradients(rank: int, wrapper: str) -> dict[str, Tensor]:
         assert p.grad is not None
         found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
     return found
+
+
+def made_on_meta(rank: int, ep_size: int) -> None:
+    """Built without memory, sharded, given memory, filled: the weights of a layer that was built with them."""
+    group = EPGroup() if ep_size > 1 else EPGroup.alone()
+    with torch.device("meta"):
+        model = Model(group)
+    experts = {p for p in model.parameters() if not getattr(p, "allreduce", True)} if ep_size > 1 else set()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=experts)
+    model.to_empty(device="cpu")
+    model.moe.initialize(3)
+    nn.init.zeros_(model.linear.weight)
+    nn.init.ones_(model.linear.bias)
+    for (name, got), wanted in zip(model.moe.named_parameters(), MoE(CONFIG, group, seed=3).parameters(), strict=True):
+        assert isinstance(got, DTensor) == (ep_size == 1 or "experts" not in name)
+        assert torch.equal(got.full_tensor() if isinstance(got, DTensor) else got, wanted), name
+    model(batch()[:TOKENS]).backward()
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_sharded_weights_are_filled_alike(ranks: Callable[[int], RankPool], ep_size: int) -> None:
+    ranks(2).run(made_on_meta, ep_size)
+
+
+def experts_alone_sharded(rank: int) -> str:
+    model = Model(EPGroup.alone())
+    fully_shard(model.moe.experts, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match="give fully_shard the layer or its block") as told:
+        model(batch()[:TOKENS])
+    return str(told.value)
+
+
+def test_experts_of_one_rank_are_sharded_with_their_layer(ranks: Callable[[int], RankPool]) -> None:
+    for message in ranks(2).run(experts_alone_sharded):
+        assert message.startswith("experts.w1 is sharded while the layer computes")
+
+
+class PerExpert(nn.Module):
+    """Adds to each expert's weight: what somebody may train instead of it."""
+
+    def __init__(self, weight: Tensor, marked: bool) -> None:
+        super().__init__()
+        self.added = nn.Parameter(torch.ones(weight.shape[0], 1, 1))
+        self.added.allreduce = not marked  # type: ignore[attr-defined]
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.added
+
+
+def parametrized(rank: int, marked: bool) -> str:
+    model = Model(EPGroup())
+    register_parametrization(model.moe.experts, "w1", PerExpert(model.moe.experts.w1, marked))
+    try:
+        model(batch()[:TOKENS]).backward()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_parameters_that_experts_are_given_must_be_marked(ranks: Callable[[int], RankPool], marked: bool) -> None:
+    for message in ranks(2).run(parametrized, marked):
+        assert ("experts.parametrizations.w1.0.added is managed as if" in message) != marked
+        assert (message == "nothing") == marked
 
 
 def experts_sharded_too(rank: int, around: str) -> str:

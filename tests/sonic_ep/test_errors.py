@@ -122,25 +122,29 @@ def spoil(layer: MoE, kind: str) -> None:
             layer.shared.double()
         case "device":
             layer.router.to_empty(device="meta")
+        case "meta":
+            layer.to_empty(device="meta")
 
 
 BAD_WEIGHTS = {
     "strides": "rank 1: experts.w2 is not contiguous (strides (32, 1, 8)); set it to experts.w2.contiguous()",
     "dtype": "is torch.float64, experts.w1 torch.float32; cast one of them",
     "device": "rank 1: router.weight is on meta, experts.w1 on cpu; move one of them",
+    "meta": "rank 1: x is on cpu, the layer's weights on meta; move one of them",
 }
 
 
-def with_bad_weights(rank: int, kind: str) -> str:
-    layer = MoE(MoEConfig(**SIZES, shared_n=4), EPGroup(), seed=0)  # type: ignore[arg-type]
+def with_bad_weights(rank: int, kind: str, router: RouterConfig) -> str:
+    layer = MoE(MoEConfig(**SIZES, shared_n=4, router=router), EPGroup(), seed=0)  # type: ignore[arg-type]
     if rank == 1:
         spoil(layer, kind)
     return message_of(lambda: layer(torch.randn(10, 8)))
 
 
 @pytest.mark.parametrize("kind", BAD_WEIGHTS)
-def test_one_ranks_bad_weights_raise_on_all(ranks: Ranks, kind: str) -> None:
-    for message in ranks(2).run(with_bad_weights, kind):
+@pytest.mark.parametrize("expert_bias", [False, True])
+def test_one_ranks_bad_weights_raise_on_all(ranks: Ranks, kind: str, expert_bias: bool) -> None:
+    for message in ranks(2).run(with_bad_weights, kind, RouterConfig(expert_bias=expert_bias)):
         assert BAD_WEIGHTS[kind] in message
 
 

@@ -3,11 +3,13 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import prune
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.routers.replay import replay_contexts
@@ -350,3 +352,30 @@ def test_sequences_keep_their_shape_and_balance_per_sequence() -> None:
     assert y.shape == x.shape
     each = [layer(x[i : i + 1]).aux_loss for i in range(3)]
     torch.testing.assert_close(aux, torch.stack(each).mean())
+
+
+def test_an_evaluation_in_inference_mode_leaves_a_layer_that_trains() -> None:
+    """Also where it is the first to bring the router's counts to a device."""
+    config = small(RouterConfig(expert_bias=True))
+    layer, x = MoE(config, device="meta"), torch.randn(6, config.d)
+    layer.load_state_dict(MoE(config, seed=0).state_dict(), assign=True)
+    with torch.inference_mode():
+        layer.eval()(x)
+    layer.train()(x).y.sum().backward()
+    layer.update_expert_bias()
+
+
+def test_hooks_of_experts_are_called() -> None:
+    """By which torch's pruning makes the weights anew in every step."""
+    config = small(rounding=RoundingConfig(mode="off"))
+    layer, x = MoE(config, seed=0), torch.randn(6, config.d)
+    with torch.no_grad():
+        prune.l1_unstructured(layer.experts, "w1", amount=0.5)
+    original: Any = layer.experts.w1_orig
+    for _ in range(2):
+        layer(x).y.square().sum().backward()
+        assert original.grad.abs().sum() > 0
+        with torch.no_grad():
+            original -= 1e-3 * original.grad
+    layer(x)
+    assert torch.equal(layer.experts.w1, original * layer.experts.w1_mask)
