@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.decision import RoundingRule
 
@@ -80,6 +81,7 @@ def _sum(values_ptr, stride, S, E, BLOCK: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
+@launched
 @triton.jit
 def _decide(
     chosen_ptr,
@@ -166,6 +168,7 @@ def _unit(keeps_ptr, t_ptr, G, MODE: tl.constexpr):
     return unit
 
 
+@launched
 @triton.jit
 def _cut_owners(
     rows_ptr,
@@ -201,6 +204,7 @@ def _cut_owners(
     tl.store(kept_ptr + expert, columns * unit, mask=own < e)
 
 
+@launched
 @triton.jit
 def _cut_ranks(
     rows_ptr,

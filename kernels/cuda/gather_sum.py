@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 
 _MAX_BLOCK = 512
@@ -44,6 +45,7 @@ def row_sum(
     return total
 
 
+@launched
 @triton.jit
 def _gather_sum(
     values_ptr,

@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import next_power_of_2
 
 
+@launched
 @triton.jit
 def _host_sizes(
     tokens_ptr,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.pair_lists import Chunks, PairBuffer
 from sonic_ep.routing import INDEX_DTYPE
@@ -44,6 +45,7 @@ def _zero_from(values_ptr, end, room, BLOCK: tl.constexpr):
         first += tl.num_programs(0) * tl.num_programs(1) * BLOCK
 
 
+@launched
 @triton.jit(do_not_specialize=["room", "room_for_pairs"])
 def _fill(
     table_ptr,
@@ -107,6 +109,7 @@ def _number_of_ones(bits):
     return (bits * 0x01010101) >> 24
 
 
+@launched
 @triton.jit
 def _group(
     table_ptr,
@@ -193,6 +196,7 @@ def pair_lists(
     return PairBuffer(row_of_pair_P, gates_P, slot_V, pairs_by_row_V, pair_starts_R)
 
 
+@launched
 @triton.jit
 def _row_starts(
     table_ptr,
@@ -238,6 +242,7 @@ def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
     return row_starts_S
 
 
+@launched
 @triton.jit(do_not_specialize=["room"])
 def _values_of_pairs(values_ptr, slot_ptr, num_pairs_ptr, out_ptr, room, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

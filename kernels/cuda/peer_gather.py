@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.peers import ARRIVED, leave, reported, tell, wait_for
 from sonic_ep.kernels.peers import Meeting, Stage
 
@@ -36,6 +37,7 @@ def _copy(from_ptr, to_ptr, F, there, BLOCK: tl.constexpr):
         offset += BLOCK
 
 
+@launched
 @triton.jit(do_not_specialize=["patience", "rank", "F", "room"])
 def _announce(
     values_ptr,
@@ -59,6 +61,7 @@ def _announce(
     tell(meeting, flags_ptr, peer, rank, ARRIVED, STAGE, S)
 
 
+@launched
 @triton.jit(do_not_specialize=["patience", "rank", "F", "room"])
 def _take_all(
     places_ptr,

@@ -7,15 +7,18 @@ other ranks, would keep one of its programs out.
 import triton
 import triton.language as tl
 
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.peers import begin, finish
 from sonic_ep.kernels.peers import Meeting, Stage
 
 
+@launched
 @triton.jit(do_not_specialize=["patience", "rank"])
 def _come(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.constexpr, S: tl.constexpr):
     begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
+@launched
 @triton.jit(do_not_specialize=["patience", "rank"])
 def _go(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE: tl.constexpr, S: tl.constexpr):
     finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)

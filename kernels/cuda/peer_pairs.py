@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.peers import begin, finish, nobody_sends
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.peers import Meeting, Stage
@@ -28,6 +29,7 @@ def _before(pairs_ptr, source, owner, S: tl.constexpr, RANKS: tl.constexpr, OF_O
     return tl.sum(tl.load(pairs_ptr + source * S + other, mask=other < owner, other=0), axis=0)
 
 
+@launched
 @triton.jit(do_not_specialize=["patience", "rank"])
 def _push_lists(
     tokens_ptr,
@@ -64,6 +66,7 @@ def _push_lists(
     finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
+@launched
 @triton.jit(do_not_specialize=["patience", "rank"])
 def _push_values(
     values_ptr,
@@ -96,6 +99,7 @@ def _push_values(
     finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
+@launched
 @triton.jit(do_not_specialize=["rank", "N"])
 def _take_values(buffer_ptr, pairs_ptr, out_ptr, rank, N, S: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     sent = _before(pairs_ptr, rank, S, S, RANKS, False)

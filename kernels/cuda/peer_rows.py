@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sonic_ep.kernels.cuda.gather_sum import UNROLL, accumulator_of, block_of, row_sum
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.peers import begin, finish, nobody_sends, take
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.peers import Meeting, Stage
@@ -33,6 +34,7 @@ PUSH_PROGRAMS = 64  # more do not help, and other kernels find room beside them
 SUM_PROGRAMS = 16 * 132  # of one warp; fewer than there is room for at once, so that all of them run together
 
 
+@launched
 @triton.jit(do_not_specialize=["patience", "rank", "T", "stride"])
 def _push_rows(
     x_ptr,
@@ -75,6 +77,7 @@ def _push_rows(
     finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
+@launched
 @triton.jit(do_not_specialize=["patience", "rank", "stride"])
 def _push_sums(
     values_ptr,
@@ -143,6 +146,7 @@ def _push_sums(
     finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "stride"])
 def _sum_sent(
     buffer_ptr,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import INDEX_DTYPE
@@ -16,6 +17,7 @@ from sonic_ep.routing import INDEX_DTYPE
 _BLOCK = 1024
 
 
+@launched
 @triton.jit
 def _plan(
     rows_ptr,
@@ -97,6 +99,7 @@ def _take(values_ptr, out_ptr, size, index, holds):
     tl.store(out_ptr + index, tl.load(values_ptr + index, mask=(index < size) & holds, other=0), mask=index < size)
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens", "most_rows", "most_pairs"])
 def _plan_within(
     table_ptr,

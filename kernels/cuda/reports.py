@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.reports import BAD_LOGIT, CONDITION, DRAW, HEADER, TOKENS
 
@@ -16,6 +17,7 @@ _TOKENS, _CONDITION, _DRAW = (tl.constexpr(place) for place in (TOKENS, CONDITIO
 _HEADER, _BAD_LOGIT = tl.constexpr(HEADER), tl.constexpr(BAD_LOGIT)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tokens", "condition"])
 def _report_of(
     counts_ptr,
@@ -38,6 +40,7 @@ def _report_of(
         tl.store(report_ptr + _DRAW, tl.load(draw_ptr) if HAS_DRAW else 0)
 
 
+@launched
 @triton.jit(do_not_specialize=["healthy"])
 def _void_unless(
     counts_ptr,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.router_scores import programs_for, sigmoid, softmax, tile_of
 from sonic_ep.kernels.cuda.sizes import next_power_of_2
 from sonic_ep.kernels.router import FusedChoice
@@ -68,6 +69,7 @@ def _allowed(
     return tl.reshape(spread, [ROWS, COLUMNS]) != 0
 
 
+@launched
 @triton.jit
 def _choose(
     logits_ptr,

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv
 
 _ALIGNMENT = 16
@@ -40,6 +41,7 @@ class _Parts(NamedTuple):
     row: int
 
 
+@launched
 @triton.jit
 def _split(values_ptr, base_ptr, slot, row, size, R, C, PADDED_C: tl.constexpr, BLOCK: tl.constexpr):
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -57,6 +59,7 @@ def _split(values_ptr, base_ptr, slot, row, size, R, C, PADDED_C: tl.constexpr, 
     tl.store(base_ptr + 3 * slot, low, mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["steps"])
 def _multiply(
     left_ptr,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.router_scores import programs_for, sigmoid, softmax, tile_of
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.router import Losses, LossGradient, PairGradients
@@ -26,6 +27,7 @@ _SUMS, _TILE_OF_SUMS = 256, 16384
 _EPSILON = tl.constexpr(1e-20)
 
 
+@launched
 @triton.jit
 def _gates_of_pairs(
     scores_ptr,
@@ -61,6 +63,7 @@ def _gates_of_pairs(
     tl.store(gates_ptr + pairs, gates * scale, mask=in_N)
 
 
+@launched
 @triton.jit
 def _spread_gradients(tokens_ptr, experts_ptr, dgates_ptr, dense_ptr, N, scale, E: tl.constexpr, PAIRS: tl.constexpr):
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
@@ -81,6 +84,7 @@ def _is_chosen(ids_ptr, rows, in_T, experts, K: tl.constexpr):
     return chosen
 
 
+@launched
 @triton.jit
 def _loss_terms(
     logits_ptr,
@@ -130,6 +134,7 @@ def _loss_terms(
         tl.store(squares_ptr + program, tl.sum(squares, axis=0))
 
 
+@launched
 @triton.jit
 def _losses(
     shares_ptr,
@@ -203,6 +208,7 @@ def _through_gates(dgates, scores, chosen, SOFTMAX: tl.constexpr):
     return dscores + tl.where(chosen, dsum[:, None], 0.0)
 
 
+@launched
 @triton.jit
 def _logits_gradient(
     logits_ptr,

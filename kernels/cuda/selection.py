@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sonic_ep.kernels.cuda.best_keys import keys_of, select
 from sonic_ep.kernels.cuda.bits import bit_count, first_bits, load_words, position_of_bit, store_columns
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 
 _TILE_WORDS = 4  # of the first kernel, by 32 experts
@@ -29,6 +30,7 @@ _SLOTS = 1024
 _WARPS, _NARROW_WARPS, _MANY_EXPERTS = 8, 4, 256
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "words"])
 def _turn(
     ids_ptr,
@@ -103,6 +105,7 @@ def _word_of_slot(ends_ptr, slots, words, top):
     return word
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "words", "top", "room"])
 def _list(
     chosen_ptr,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.sent_rows import SentRows, TokenLists
 from sonic_ep.routing import INDEX_DTYPE
@@ -29,6 +30,7 @@ def _owners(pair, pair_starts_ptr, OWNERS: tl.constexpr):
     return owner.to(tl.int64)
 
 
+@launched
 @triton.jit(do_not_specialize=["N", "T"])
 def _mark(
     token_ids_ptr,
@@ -53,6 +55,7 @@ def _mark(
         tl.store(needed_ptr + cell, 1, mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["N", "T"])
 def _look_up(
     token_ids_ptr, pair_starts_ptr, sent_before_ptr, row_of_pair_ptr, N, T, OWNERS: tl.constexpr, BLOCK: tl.constexpr
@@ -67,6 +70,7 @@ def _look_up(
     tl.store(row_of_pair_ptr + pair, row - first_row, mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["T"])
 def _by_token(
     sent_before_ptr,

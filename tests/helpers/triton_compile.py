@@ -50,7 +50,7 @@ def compile_triton(kernel: TritonKernel, arch: str) -> bytes:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(import_module(f"sonic_ep.kernels.cuda.{kernel.module}"), kernel.function)
+    function = getattr(import_module(f"sonic_ep.kernels.cuda.{kernel.module}"), kernel.function).kernel
     types = iter(kernel.arguments.split())
     signature = {name: "constexpr" if name in kernel.constants else next(types) for name in function.arg_names}
     assert not list(types), f"{kernel}: more types than arguments"
