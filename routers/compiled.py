@@ -6,7 +6,6 @@ Weights of pairs, losses and statistics are traced around it. docs/torch_compile
 Legend: T tokens on this rank, E experts, K experts per token, N selected pairs, S ranks of the EP group.
 """
 
-import dataclasses
 import functools
 import json
 
@@ -23,7 +22,6 @@ from sonic_ep.routers.topk import Choice, choose, counts_by_score, scores_of
 from sonic_ep.routing import INDEX_DTYPE, Counted, Counts, Selection, SizesOnHost
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
-_COUNTS = tuple(field.name for field in dataclasses.fields(Counts))
 # From `decide_selection` to whoever opens the routing; found by its counts.pairs_SE.
 unread: Handover[SizesOnHost] = Handover(SizesOnHost.check)
 
@@ -127,7 +125,7 @@ def _decide_selection(
     selection = decide_selection(config, choice, new_counts_E if counted else None, situation)
     # Outputs share no memory with each other or with a region's tape: a graph writes into what it is done with.
     own = torch.clone if in_region() else Tensor.contiguous
-    counts = [getattr(selection.counts, name).clone() for name in _COUNTS]
+    counts = [values.clone() for values in selection.counts]
     on_host = selection.on_host
     if on_host is not None:
         if not (opened_next and on_host.may_go_unchecked):

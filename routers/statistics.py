@@ -3,7 +3,7 @@
 Legend: S ranks of the EP group, T tokens on this rank, E experts, N listed pairs.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from sonic_ep.routing import Counts
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingStats:
+class RoutingStats(NamedTuple):
     """Figures of one forward, on the device, ratios in fp32. Each is worked out when it is asked for; the host waits if
     it reads one.
 

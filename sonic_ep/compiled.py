@@ -27,7 +27,6 @@ from sonic_ep.routing import INDEX_DTYPE, Counts, Routing
 from sonic_ep.transports import transport_held
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
-_COUNTS = tuple(field.name for field in fields(Counts))
 _LISTS = [field.name for field in fields(Receipt)]
 _PAIR_STARTS, _EXPERT_STARTS = _LISTS.index("pair_starts_R"), _LISTS.index("expert_starts_e")
 
@@ -57,7 +56,7 @@ def moe_in_graph(
         x_TH.detach(),
         routing.gates_N.detach(),
         routing.token_ids_N,
-        [getattr(routing.counts, name) for name in _COUNTS],
+        list(routing.counts),
         routing.num_tokens,
         routing.most_rows,
         routing.most_received,

@@ -19,8 +19,7 @@ from sonic_ep.host_copy import HostCopy
 INDEX_DTYPE = torch.int32  # of every per-pair and per-row index list
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(NamedTuple):
     """The group-wide integers of one routing: the same on every rank, int64, on the device of the routing.
 
     chosen_SE: plain top-K counts C[R, E]. rows_SE: n[R, E], rows of each (source rank, expert) chunk. pairs_SE: how

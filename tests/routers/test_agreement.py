@@ -61,8 +61,7 @@ def route_everywhere(rank: int, tokens: list[int], rounding: RoundingConfig, ste
         (routed.routing.gates_N.sum() + routed.aux_loss).backward()
         counts = routed.routing.counts
         described = {
-            name: value.tolist() if isinstance(value := getattr(counts, name), Tensor) else value
-            for name in counts.__slots__
+            name: value.tolist() if isinstance(value, Tensor) else value for name, value in counts._asdict().items()
         }
         assert router.weight.grad is not None
         ids = routed.routing.token_ids_N.tolist()

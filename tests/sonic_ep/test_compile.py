@@ -115,7 +115,7 @@ def assert_same_step(ours: Step, theirs: Step, tolerance: float) -> None:
             torch.testing.assert_close(getattr(mine, name), getattr(other, name), msg=name)
 
 
-FIGURES = [name for name in dir(RoutingStats) if not name.startswith("_") and name != "counts"]
+FIGURES = [name for name in vars(RoutingStats) if not name.startswith("_") and name != "counts"]
 
 
 def counters(model: Model) -> list[list[int]]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import prune
+from torch.utils._pytree import tree_leaves
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.routers.replay import replay_contexts
@@ -363,6 +364,12 @@ def test_an_evaluation_in_inference_mode_leaves_a_layer_that_trains() -> None:
         layer.eval()(x)
     layer.train()(x).y.sum().backward()
     layer.update_expert_bias()
+
+
+def test_all_that_a_layer_gives_are_tensors() -> None:
+    """To torch, which graphs nothing else."""
+    layer = MoE(small(), seed=0)
+    assert all(isinstance(leaf, Tensor) for leaf in tree_leaves(layer(torch.randn(6, layer.config.d))))
 
 
 def test_hooks_of_experts_are_called() -> None:

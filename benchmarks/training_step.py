@@ -1,0 +1,142 @@
+"""Training steps of a model over several GPUs, as users run them: attention and `MoE` in turn, forward and backward.
+
+    torchrun --nproc-per-node 4 benchmarks/training_step.py --out results.json [--shape qwen3_30b_a3b]
+                                                            [--layers 6] [--tokens 2048 8192]
+
+Nothing waits for anything but what the layers themselves wait for, so the host's time shows where it is more than the
+device's. "graphed": the MoE layers went through torch.cuda.make_graphed_callables, the rest of the model runs eagerly.
+Contestants alternate in one run; times of a step over STEPS in a row, medians over rounds, the slowest rank counts.
+"host_ms" is how long the host needed to launch it, waits included.
+"""
+
+import argparse
+import gc
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from across_ranks import summary
+from torch import Tensor, nn
+
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, load_config
+
+WARM_UP, ROUNDS, STEPS = 2, 12, 5
+LENGTH, HEAD = 2048, 128  # tokens of a sequence, width of a head
+CAPACITY = 1.25  # of static buffers
+TRANSPORTS = {
+    "all_to_all": TransportConfig(kind="all_to_all"),
+    "exact": TransportConfig(kind="symmetric"),
+    "static": TransportConfig(kind="symmetric", buffers="static"),
+    "static, graphed": TransportConfig(kind="symmetric", buffers="static"),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, config: MoEConfig, group: EPGroup) -> None:
+        super().__init__()
+        d, bf16 = config.d, {"device": "meta", "dtype": torch.bfloat16}
+        self.before_attention, self.before_experts = (nn.RMSNorm(d, **bf16) for _ in range(2))
+        self.qkv, self.out = (nn.Linear(d, width, bias=False, **bf16) for width in (3 * d, d))
+        self.moe = MoE(config, group, seed=0, **bf16)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        B, L, d = x.shape
+        heads = (part.view(B, L, -1, HEAD).transpose(1, 2) for part in self.qkv(self.before_attention(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(B, L, d))
+        y, aux_loss, _ = self.moe(self.before_experts(x))
+        return x + y, aux_loss
+
+
+class Model(nn.Module):
+    def __init__(self, config: MoEConfig, group: EPGroup, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config, group) for _ in range(layers))
+        self.to_empty(device="cuda")
+        generator = torch.Generator("cuda").manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data.normal_(std=config.d**-0.5, generator=generator)
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def step(self, x: Tensor) -> None:
+        losses = []
+        for block in self.blocks:
+            x, aux_loss = block(x)
+            losses.append(aux_loss)
+        (x.float().square().mean() + torch.stack(losses).sum()).backward()
+        self.zero_grad()
+
+
+def steps(model: Model, x: Tensor) -> dict[str, float]:
+    """Milliseconds of a step, and of the host's part in it."""
+    dist.barrier()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        model.step(x)
+    host = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return {"step_ms": (time.perf_counter() - start) / STEPS * 1e3, "host_ms": host / STEPS * 1e3}
+
+
+def measure(config: MoEConfig, T: int, layers: int) -> dict[str, dict[str, float]]:
+    group = EPGroup()  # whose transports keep to T
+    x = torch.randn(T // LENGTH, LENGTH, config.d, device="cuda", dtype=torch.bfloat16)
+    models = {}
+    for name, transport in TRANSPORTS.items():
+        rounding = RoundingConfig(capacity_factor=CAPACITY if transport.buffers == "static" else None)
+        models[name] = Model(config.replace(rounding=rounding, transport=transport), group, layers)
+        if name.endswith("graphed"):
+            samples = tuple((torch.randn_like(x).requires_grad_(),) for _ in range(layers))
+            torch.cuda.make_graphed_callables(tuple(block.moe for block in models[name].blocks), samples)  # type: ignore[arg-type]
+    samples_of: dict[str, list[dict[str, float]]] = {name: [] for name in models}
+    for number in range(WARM_UP + ROUNDS):
+        for name, model in models.items():
+            sample = steps(model, x)
+            if number >= WARM_UP:
+                samples_of[name].append(sample)
+    return {name: summary(samples) for name, samples in samples_of.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3_30b_a3b")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 8192], help=f"multiples of {LENGTH}")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    # Gradients are accumulated on the stream of the capture, which torch says once.
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    group, config = EPGroup(), load_config(options.shape)
+    results: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "ranks": group.size,
+        "shape": options.shape,
+        "layers": options.layers,
+        "cases": [],
+    }
+    for T in options.tokens:
+        times = measure(config, T, options.layers)
+        gc.collect()
+        torch.cuda.empty_cache()
+        results["cases"].append({"T": T, "times": times})
+        if group.rank == 0:
+            for name, each in times.items():
+                print(f"T={T} {name:16} { ({key: round(value, 2) for key, value in each.items()}) }", flush=True)
+            if options.out is not None:
+                options.out.write_text(json.dumps(results, indent=1) + "\n")
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
