@@ -4,7 +4,7 @@
                                                             [--layers 6] [--tokens 2048 8192]
 
 Nothing waits for anything but what the layers themselves wait for, so the host's time shows where it is more than the
-device's. "graphed": the MoE layers went through torch.cuda.make_graphed_callables, the rest of the model runs eagerly.
+device's. "graphed": the MoE layers went through graph_layers, the rest of the model runs eagerly.
 Contestants alternate in one run; times of a step over STEPS in a row, medians over rounds, the slowest rank counts.
 "host_ms" is how long the host needed to launch it, waits included.
 """
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from across_ranks import summary
 from torch import Tensor, nn
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, load_config
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, graph_layers, load_config
 
 WARM_UP, ROUNDS, STEPS = 2, 12, 5
 LENGTH, HEAD = 2048, 128  # tokens of a sequence, width of a head
@@ -93,8 +93,7 @@ def measure(config: MoEConfig, T: int, layers: int) -> dict[str, dict[str, float
         rounding = RoundingConfig(capacity_factor=CAPACITY if transport.buffers == "static" else None)
         models[name] = Model(config.replace(rounding=rounding, transport=transport), group, layers)
         if name.endswith("graphed"):
-            samples = tuple((torch.randn_like(x).requires_grad_(),) for _ in range(layers))
-            torch.cuda.make_graphed_callables(tuple(block.moe for block in models[name].blocks), samples)  # type: ignore[arg-type]
+            graph_layers([block.moe for block in models[name].blocks], x)  # type: ignore[misc]
     samples_of: dict[str, list[dict[str, float]]] = {name: [] for name in models}
     for number in range(WARM_UP + ROUNDS):
         for name, model in models.items():

@@ -5,7 +5,8 @@ Legend: T tokens on this rank, H hidden size, E experts, N selected pairs.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, final
 
@@ -175,6 +176,13 @@ class Router(nn.Module):
         if self._counts_since_update_E.device != self.weight.device:
             self._counts_since_update_E = _moved(self._counts_since_update_E, self.weight.device)
         return self._counts_since_update_E
+
+    @contextmanager
+    def uncounted(self) -> Generator[None]:
+        """Forwards in it do not count for `update_expert_bias`."""
+        counts_E = self._counter().clone()
+        yield
+        self._counter().copy_(counts_E)
 
     def keep_experts(self, out_TH: Tensor) -> None:
         """In a compiled graph: drop nothing that made this output of experts, who check the routing."""

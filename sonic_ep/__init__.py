@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sonic_ep.config import RouterConfig as RouterConfig
     from sonic_ep.config import TransportConfig as TransportConfig
     from sonic_ep.config import load_config as load_config
+    from sonic_ep.graphed_layers import graph_layers as graph_layers
     from sonic_ep.groups import EPGroup as EPGroup
     from sonic_ep.layer import MoE as MoE
     from sonic_ep.layer import MoEOutput as MoEOutput
@@ -32,6 +33,7 @@ _HOMES = {
     "RoutingStats": "sonic_ep.routers.statistics",
     "RoundingConfig": "sonic_ep.config",
     "TransportConfig": "sonic_ep.config",
+    "graph_layers": "sonic_ep.graphed_layers",
     "load_config": "sonic_ep.config",
     "replay_contexts": "sonic_ep.routers.replay",
 }
@@ -47,6 +49,7 @@ __all__ = [
     "RoundingConfig",
     "TransportConfig",
     "checkpoint",
+    "graph_layers",
     "load_config",
     "replay_contexts",
 ]

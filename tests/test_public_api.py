@@ -18,6 +18,7 @@ NAMES = {
     "RoundingConfig",
     "TransportConfig",
     "checkpoint",
+    "graph_layers",
     "load_config",
     "replay_contexts",
 }

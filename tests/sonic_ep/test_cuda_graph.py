@@ -1,18 +1,15 @@
 """CUDA graphs: a captured step does what the eager one does, whatever its inputs, though they change every size."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.initialization import stream
-from sonic_ep.layer import MoEOutput
 from sonic_ep.routers.router import Router
 from tests.helpers.launch import RankPool, most_gpus
 from tests.helpers.waiting import assert_nothing_waits
@@ -209,92 +206,3 @@ def other_number_of_tokens(rank: int) -> None:
 
 def test_static_buffers_keep_to_their_number_of_tokens(gpus: Callable[[int], RankPool]) -> None:
     gpus(2).run(other_number_of_tokens)
-
-
-class Residual(nn.Module):
-    """Two layers, as a model holds them; what it gives takes a gradient from every output that has one."""
-
-    def __init__(self, config: MoEConfig, group: EPGroup) -> None:
-        super().__init__()
-        self.layers = [MoE(config, group, seed=seed, device="cuda", dtype=torch.bfloat16) for seed in range(2)]
-        self.registered = nn.ModuleList(self.layers)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, list[MoEOutput]]:
-        outputs = []
-        for layer in self.layers:
-            outputs.append(layer(x))
-            x = x + outputs[-1].y
-        return x.float().square().mean() + torch.stack([output.aux_loss for output in outputs]).sum(), outputs
-
-
-def graphed_layers(rank: int, config: MoEConfig) -> tuple[list[str], int]:
-    """Names of what differs between layers that torch has graphed and their eager twins in training, over steps of
-    changing routing, then in evaluation; and how many routings there were."""
-    group = EPGroup()
-    eager, graphed = Residual(config, group), Residual(config, group)
-    samples = tuple((inputs(rank).requires_grad_(),) for _ in graphed.layers)
-    torch.cuda.make_graphed_callables(tuple(graphed.layers), samples)
-    for buffer in graphed.buffers():
-        buffer.zero_()  # what warming up has counted
-    differing, routings = [], set()
-    for number in range(8):
-        x, results = inputs(number + 10 * rank), []
-        for model in (eager, graphed):
-            leaf = x.clone().requires_grad_()
-            loss, outputs = model(leaf)
-            loss.backward()
-            gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-            counters = {name: value.clone() for name, value in model.named_buffers()}
-            stats = {f"figure {n}": tree_leaves(output.stats) for n, output in enumerate(outputs)}
-            results.append({"loss": loss, "dx": leaf.grad, **gradients, **counters, **stats})
-            model.zero_grad()
-        differing += [f"step {number}: {name}" for name in results[0] if not same(results[0][name], results[1][name])]
-        routings.add(str(outputs[1].stats.counts.rows_SE.tolist()))
-    if not same(*(model.eval()(inputs(3))[0] for model in (eager, graphed))):
-        differing.append("evaluation")
-    graphed.layers[0].transport.raise_if_lost()
-    return differing, len(routings)
-
-
-def same(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, list) else torch.equal(a, b)
-
-
-# The nodes that accumulate gradients were made on the stream of the capture.
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-@pytest.mark.parametrize("name", ["alone", *ACROSS, "bias"])
-def test_torch_graphs_the_layers_of_an_eager_model(gpus: Callable[[int], RankPool], name: str) -> None:
-    router = replace(LOSSES, expert_bias=name == "bias")
-    config = MoEConfig(**SHAPE, rounding=ACROSS.get(name, ACROSS["apportion"]), router=router, shared_n=64)
-    if name != "alone":
-        config = config.replace(transport=STATIC)
-    for differing, routings in gpus(1 if name == "alone" else 2).run(graphed_layers, config):
-        assert differing == []
-        assert routings > 5
-
-
-def replay_alone(rank: int) -> str:
-    """The last rank never comes to the second step, and no host of the others looks before it has been launched."""
-    config = MoEConfig(**SHAPE, rounding=ACROSS["apportion"], transport=replace(STATIC, timeout=2))
-    group = EPGroup()
-    layer = MoE(config, group, seed=1, device="cuda", dtype=torch.bfloat16)
-    torch.cuda.make_graphed_callables(layer, (inputs(rank).requires_grad_(),))
-    layer(inputs(rank).requires_grad_()).y.sum().backward()
-    torch.cuda.synchronize()
-    group.all_gather_object(None)
-    if rank == group.size - 1:
-        return ""
-    y = layer(inputs(rank).requires_grad_()).y
-    torch.cuda.synchronize()
-    assert y.isnan().all()
-    try:
-        layer.transport.raise_if_lost()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-def test_a_rank_that_does_not_replay_is_named(gpus: Callable[[int], RankPool]) -> None:
-    message, _ = gpus(2).run(replay_alone)
-    assert message.startswith("rank 1 of the EP group did not come to counts within 2 s")

@@ -1,0 +1,69 @@
+"""torch.cuda.make_graphed_callables without a GPU: what it promises and where it hurts, computed eagerly.
+
+As with graphs, the inputs, outputs and gradients of a module have one place each; what comes out is these places, and
+every forward or backward overwrites them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+_WARM_UP = 3
+
+
+def make_replayed_callables(modules: tuple[nn.Module, ...], samples: tuple[tuple[Tensor], ...]) -> None:
+    """In place of torch's function of nearly that name."""
+    for module, (sample,) in zip(modules, samples, strict=True):
+        assert not any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
+        for _ in range(_WARM_UP):
+            tree_leaves(module(sample))
+        module.forward = _replaying(module, sample, module.forward)
+
+
+def _replaying(module: nn.Module, sample: Tensor, forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    surface = (sample, *module.parameters())
+    weights = [parameter.data_ptr() for parameter in module.parameters()]
+    places: list[Tensor] = []
+    gradients: list[Tensor] = []
+    live: list[Any] = []
+
+    class Replay(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+            assert weights == [parameter.data_ptr() for parameter in module.parameters()]
+            with torch.no_grad():
+                sample.copy_(inputs[0])
+            with torch.enable_grad():
+                outputs, spec = tree_flatten(forward(sample))
+            live[:] = outputs, spec
+            _put(outputs, places)
+            return tuple(place.detach() for place in places)
+
+        @staticmethod
+        def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+            pairs = [(out, grad) for out, grad in zip(live[0], incoming, strict=True) if out.requires_grad]
+            wanted = [value for value in surface if value.requires_grad]
+            outputs, grads = zip(*pairs, strict=True)
+            _put(torch.autograd.grad(outputs, wanted, grads), gradients)
+            each = iter(gradients)
+            return tuple(next(each).detach() if value.requires_grad else None for value in surface)
+
+    def replay(x: Tensor) -> Any:
+        if not module.training:
+            return forward(x)
+        outputs = Replay.apply(x, *surface[1:])
+        return tree_unflatten(outputs, live[1])
+
+    return replay
+
+
+def _put(values: Any, places: list[Tensor]) -> None:
+    """Here, unlike in a graph, lists are as long as their step needs."""
+    places.extend(torch.empty_like(value).detach() for value in values[len(places) :])
+    for number, value in enumerate(values):
+        if places[number].shape != value.shape:
+            places[number] = torch.empty_like(value).detach()
+        places[number].copy_(value.detach())

@@ -1,0 +1,279 @@
+"""Graphed layers against eager twins: on the CPU with replays computed eagerly, on GPUs with CUDA graphs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from sonic_ep import (
+    EPGroup,
+    MoE,
+    MoEConfig,
+    MoEOutput,
+    RoundingConfig,
+    RouterConfig,
+    TransportConfig,
+    graph_layers,
+    graphed_layers,
+)
+from sonic_ep.routers.replay import replay_contexts
+from tests.helpers.launch import RankPool
+from tests.helpers.replays import make_replayed_callables
+
+STATIC = TransportConfig(kind="symmetric", buffers="static", timeout=30)
+LOSSES = RouterConfig(balance="batch", balance_coef=0.01, z_loss_coef=0.001)
+SMALL = MoEConfig(d=12, n=6, E=8, K=2, shared_n=5, router=LOSSES, rounding=RoundingConfig(t=4, G=16))
+LARGE = MoEConfig(d=256, n=128, E=16, K=4, shared_n=64, router=LOSSES, rounding=RoundingConfig(t=64))
+TOKENS = 40
+BIAS = replace(LOSSES, expert_bias=True)
+
+# torch says once that gradients are accumulated on the stream of the capture.
+on_gpus = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")]
+
+
+@pytest.fixture
+def replays() -> Iterator[None]:
+    on_cpu_too = patch.object(graphed_layers, "_DEVICES", {"cuda", "cpu"})
+    with on_cpu_too, patch.object(torch.cuda, "make_graphed_callables", make_replayed_callables):
+        yield
+
+
+def inputs(config: MoEConfig, step: int, tokens: int, device: str, dtype: torch.dtype) -> Tensor:
+    """Tokens that lean to some experts, more so every step."""
+    torch.manual_seed(step)
+    leaning = torch.randn(config.d, device=device) * step
+    return (torch.randn(tokens, config.d, device=device) + leaning * torch.rand(tokens, 1, device=device)).to(dtype)
+
+
+class Residual(nn.Module):
+    """Two layers, as a model holds them; the loss takes a gradient from every output that has one."""
+
+    def __init__(self, config: MoEConfig, group: EPGroup, device: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = [MoE(config, group, seed=seed, device=device, dtype=dtype) for seed in range(2)]
+        self.registered = nn.ModuleList(self.layers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[MoEOutput]]:
+        outputs = []
+        for layer in self.layers:
+            outputs.append(layer(x))
+            x = x + outputs[-1].y
+        return x.float().square().mean() + torch.stack([output.aux_loss for output in outputs]).sum(), outputs
+
+
+def trained(model: Residual, batches: list[Tensor], *, to_none: bool) -> tuple[dict[str, Any], str]:
+    """Everything that steps of several microbatches leave behind; and the last routing."""
+    figures: list[Tensor] = []
+    optimizer, rows = torch.optim.SGD(model.parameters(), lr=0.1), ""
+    for number, x in enumerate(batches):
+        leaf = x.clone().requires_grad_()
+        loss, outputs = model(leaf)
+        loss.backward()
+        assert leaf.grad is not None
+        figures += [value.clone() for value in (loss.detach(), leaf.grad, *tree_leaves([o.stats for o in outputs]))]
+        rows = str(outputs[1].stats.counts.rows_SE.tolist())
+        if number % 3 == 1:
+            figures += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            if model.layers[0].config.router.expert_bias:
+                for layer in model.layers:
+                    layer.update_expert_bias()
+            optimizer.zero_grad(set_to_none=to_none)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    counts = [layer.router._counts_since_update_E.clone() for layer in model.layers]
+    return {"figures": figures, "counts": counts, **state}, rows
+
+
+def differences(rank: int, config: MoEConfig, tokens: int, device: str, dtype: torch.dtype) -> tuple[list[str], int]:
+    """Names of what differs between graphed layers and eager twins after some steps; how many routings there were."""
+    group, found, routings = EPGroup() if config.transport.buffers == "static" else EPGroup.alone(), [], set()
+    for to_none in (True, False):
+        eager, graphed = (Residual(config, group, device, dtype) for _ in range(2))
+        graph_layers(graphed.layers, inputs(config, 1, tokens, device, dtype))
+        for start in (0, 6, 12):
+            batches = [inputs(config, start + n + 20 * rank, tokens, device, dtype) for n in range(5)]
+            (wanted, _), (got, rows) = (trained(model, batches, to_none=to_none) for model in (eager, graphed))
+            found += [f"steps from {start}, {to_none}: {name}" for name in wanted if not same(wanted[name], got[name])]
+            routings.add(rows)
+        x = inputs(config, 3, tokens - 1, device, dtype)
+        if not same(*(model.eval()(x)[0] for model in (eager, graphed))):
+            found.append("evaluation")
+    return found, len(routings)
+
+
+def same(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, list) else torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("mode", ["apportion", "nearest", "off"])
+@pytest.mark.parametrize("router", [LOSSES, BIAS], ids=["losses", "bias"])
+def test_replayed_layers_train_as_eager_ones(mode: Any, router: RouterConfig) -> None:
+    config = SMALL.replace(rounding=replace(SMALL.rounding, mode=mode), router=router)
+    found, routings = differences(0, config, TOKENS, "cpu", torch.float32)
+    assert found == []
+    assert routings > 2
+
+
+ACROSS = {
+    "apportion": RoundingConfig(mode="apportion", t=64, capacity_factor=1.25),
+    "nearest": RoundingConfig(mode="nearest", capacity_factor=1.0),
+    "pad": RoundingConfig(mode="pad", t=16, capacity_factor=4.0),
+    "off": RoundingConfig(mode="off", capacity_factor=1.5),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpus) for name in ("alone", "bias", *ACROSS)])
+def test_graphed_layers_train_as_eager_ones(gpus: Callable[[int], RankPool], name: str) -> None:
+    config = LARGE
+    if name != "alone":
+        rounding = ACROSS.get(name, ACROSS["apportion"])
+        config = config.replace(rounding=rounding, transport=STATIC, router=BIAS if name == "bias" else LOSSES)
+    for found, routings in gpus(1 if name == "alone" else 2).run(differences, config, 700, "cuda", torch.bfloat16):
+        assert found == []
+        assert routings > 2
+
+
+def small_layer(**changes: Any) -> MoE:
+    return MoE(SMALL.replace(**changes), seed=0)
+
+
+def sample(tokens: int = TOKENS) -> Tensor:
+    return inputs(SMALL, 1, tokens, "cpu", torch.float32).requires_grad_()
+
+
+def graphed_layer() -> MoE:
+    layer = small_layer()
+    graph_layers([layer], sample())
+    return layer
+
+
+@pytest.mark.usefixtures("replays")
+def test_another_forward_before_backward_is_an_error() -> None:
+    layer = graphed_layer()
+    first, _ = layer(sample()), layer(sample())
+    with pytest.raises(RuntimeError, match="was run again before the backward of its earlier output"):
+        first.y.sum().backward()
+    with pytest.raises(RuntimeError, match="was run again before the backward of its earlier output"):
+        first.aux_loss.backward()
+    layer(sample()).y.sum().backward()
+
+
+@pytest.mark.usefixtures("replays")
+def test_an_evaluation_between_forward_and_backward_is_none() -> None:
+    layer = graphed_layer()
+    y = layer(sample()).y
+    layer.eval()(sample(3))
+    layer.train()
+    y.sum().backward()
+
+
+@pytest.mark.usefixtures("replays")
+def test_other_inputs_are_refused() -> None:
+    layer = graphed_layer()
+    with pytest.raises(ValueError, match=r"x is \(\(39, 12\), .* graphed for \(\(40, 12\)"):
+        layer(sample(39))
+    with pytest.raises(ValueError, match=r"x is \(\(40, 12\), torch.float64"):
+        layer(sample().double())
+    with pytest.raises(ValueError, match=r"autocast: torch.bfloat16.* graphed for .*autocast: None"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            layer(sample())
+
+
+@pytest.mark.usefixtures("replays")
+def test_moved_parameters_are_refused() -> None:
+    layer = graphed_layer()
+    layer.load_state_dict(small_layer().state_dict())
+    layer(sample())
+    layer.load_state_dict(small_layer().state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match="replaced or moved since the layer was graphed"):
+        layer(sample())
+
+
+@pytest.mark.usefixtures("replays")
+def test_recomputation_is_refused() -> None:
+    layer = graphed_layer()
+    with pytest.raises(RuntimeError, match="keep it out of activation checkpointing"):
+        checkpoint(layer, sample(), use_reentrant=False, context_fn=replay_contexts)
+
+
+PROBLEMS: dict[str, tuple[Callable[[], MoE], Tensor, str]] = {
+    "eval": (lambda: small_layer().eval(), sample(), "the layer is in eval mode"),
+    "logits": (lambda: small_layer(router=RouterConfig(check_logits=True)), sample(), "router.check_logits=True reads"),
+    "width": (small_layer, torch.zeros(4, 5), "5"),
+    "dtype": (small_layer, torch.zeros(4, 12, dtype=torch.float64), "torch.float64"),
+}
+
+
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_layers_that_cannot_be_graphed_are_refused(name: str) -> None:
+    make, x, message = PROBLEMS[name]
+    with pytest.raises(ValueError, match=message):
+        graph_layers([make()], x)
+
+
+@pytest.mark.usefixtures("replays")
+def test_a_graph_is_made_once_and_of_something() -> None:
+    with pytest.raises(ValueError, match="has been graphed before"):
+        graph_layers([graphed_layer()], sample())
+    with pytest.raises(ValueError, match="layers is empty"):
+        graph_layers([], sample())
+
+
+def test_a_layer_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="the layer is on cpu, which has no CUDA graphs"):
+        graphed_layer()
+
+
+def exact_buffers(rank: int) -> str:
+    with pytest.raises(ValueError, match="transport.buffers='exact' reads row counts on the host") as told:
+        graph_layers([MoE(SMALL, EPGroup(), seed=0)], sample())
+    return str(told.value)
+
+
+@patch.object(graphed_layers, "_DEVICES", {"cpu"})
+def other_shapes(rank: int) -> str:
+    config = SMALL.replace(rounding=replace(SMALL.rounding, capacity_factor=1.25), transport=STATIC)
+    with pytest.raises(ValueError, match="disagree about shape") as told:
+        graph_layers([MoE(config, EPGroup(), seed=0)], sample(TOKENS + rank))
+    return str(told.value)
+
+
+def test_what_ranks_cannot_graph_is_refused_on_all(ranks: Callable[[int], RankPool]) -> None:
+    assert all("rank 0: transport.buffers='exact'" in message for message in ranks(2).run(exact_buffers))
+    assert all("(40, 12) on rank 0, (41, 12) on rank 1" in message for message in ranks(2).run(other_shapes))
+
+
+def replay_alone(rank: int) -> str:
+    """The last rank never comes to the second step, and no host of the others looks before it has been launched."""
+    group, config = EPGroup(), LARGE.replace(rounding=ACROSS["apportion"], transport=replace(STATIC, timeout=2))
+    layer, x = (
+        MoE(config, group, seed=1, device="cuda", dtype=torch.bfloat16),
+        inputs(LARGE, 1, 700, "cuda", torch.bfloat16),
+    )
+    graph_layers([layer], x)
+    layer(x.requires_grad_()).y.sum().backward()
+    torch.cuda.synchronize()
+    group.all_gather_object(None)
+    if rank == group.size - 1:
+        return ""
+    y = layer(x).y
+    torch.cuda.synchronize()
+    assert y.isnan().all()
+    with pytest.raises(RuntimeError) as told:
+        layer(x)
+    return str(told.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+def test_a_rank_that_does_not_replay_is_named(gpus: Callable[[int], RankPool]) -> None:
+    message, _ = gpus(2).run(replay_alone)
+    assert message.startswith("rank 1 of the EP group did not come to counts within 2 s")
