@@ -7,10 +7,13 @@ what arrived at this one. So nobody asks whether a place is free.
 Legend: S ranks, F integers of a rank.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import KernelInterface
 
 from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.peers import ARRIVED, leave, reported, tell, wait_for
@@ -105,8 +108,8 @@ def take_all(meeting: Meeting, places_S: Tensor, count: int, room: int) -> Tenso
 
 
 def _launch(
-    kernel: triton.JITFunction, meeting: Meeting, tensors: tuple[Tensor, Tensor], count: int, room: int
-) -> None:  # type: ignore[type-arg]
+    kernel: KernelInterface[Any], meeting: Meeting, tensors: tuple[Tensor, Tensor], count: int, room: int
+) -> None:
     kernel[(meeting.size,)](
         *tensors,
         *meeting.arguments,

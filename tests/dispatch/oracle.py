@@ -130,7 +130,7 @@ class Case:
 
 
 def on_device(device: str, routing: Routing, plan: RankPlan) -> tuple[Routing, RankPlan]:
-    counts = Counts(**{field.name: getattr(routing.counts, field.name).to(device) for field in fields(Counts)})
+    counts = Counts(*(values.to(device) for values in routing.counts))
     gates_N, token_ids_N = routing.gates_N.to(device), routing.token_ids_N.to(device)
     moved = replace(routing, gates_N=gates_N, token_ids_N=token_ids_N, counts=counts)
     return moved, RankPlan(*(values.to(device) for values in plan))

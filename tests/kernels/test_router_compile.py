@@ -46,7 +46,12 @@ def only_compiled(capability: int) -> Iterator[list[Any]]:
         get_current_stream=lambda _device: 0,
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
     )
-    with patch.object(driver, "_active", device), patch.object(jit.JITFunction, "run", warmup):
+    launched = import_module("sonic_ep.kernels.cuda.launch").Launched
+    with (
+        patch.object(driver, "_active", device),
+        patch.object(jit.JITFunction, "run", warmup),
+        patch.object(launched, "__getitem__", lambda self, grid: self.kernel[grid]),
+    ):
         yield compiled
 
 

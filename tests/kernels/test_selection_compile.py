@@ -44,7 +44,7 @@ class Launches:
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = import_module("sonic_ep.kernels.cuda.selection")
     for name in ("_turn", "_list"):
-        monkeypatch.setattr(module, name, Launches(getattr(module, name)))
+        monkeypatch.setattr(module, name, Launches(getattr(module, name).kernel))
     return module
 
 

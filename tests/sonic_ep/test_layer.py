@@ -193,8 +193,7 @@ def merged(selections: list[Selection], tokens: list[int]) -> Selection:
     expert_ids = torch.cat([s.expert_ids_N for s in selections])
     order = torch.argsort(expert_ids * sum(tokens) + token_ids)
     counts = selections[0].counts
-    one = replace(
-        counts,
+    one = counts._replace(
         chosen_SE=counts.chosen_SE.sum(0, keepdim=True),
         rows_SE=counts.pairs_SE.sum(0, keepdim=True),
         pairs_SE=counts.pairs_SE.sum(0, keepdim=True),
