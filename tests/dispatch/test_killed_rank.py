@@ -19,8 +19,9 @@ from tests.helpers.shared_files import shared_files
 from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
-SIZE, PATIENCE = 3, 2.0
-CASE = Case((5, 4, 3), 16, 3, "all")
+SIZE = 2 if DEVICE == "cuda" and torch.cuda.device_count() < 3 else 3
+PATIENCE = 2.0
+CASE = Case((5, 4, 3)[:SIZE], 16, SIZE, "all")
 
 
 def live(rank: int, folder: str, device: str) -> None:
@@ -64,7 +65,7 @@ def test_the_others_are_told_and_exit(tmp_path: Path) -> None:
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    assert codes == [0, 0, -signal.SIGKILL]
+    assert codes == [0] * (SIZE - 1) + [-signal.SIGKILL]
     for rank in range(SIZE - 1):
         told = (tmp_path / f"told-{rank}").read_text()
         assert told.startswith(f"rank {SIZE - 1} of the EP group did not come to combine within {PATIENCE:g} s")
