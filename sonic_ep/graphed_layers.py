@@ -26,7 +26,7 @@ def graph_layers(layers: Sequence[MoE], x: Tensor) -> None:
     Several ranks need transport.buffers = "static". x: as all of them will get it, (T, d) or (B, L, d) on a GPU.
 
     A graph knows one place for what it keeps and gives. Another forward of a layer before its backward, other shapes,
-    parameters that have moved and recomputation under `replay_contexts` raise an error; what a layer gave is
+    parameters that have moved, a copy and recomputation under `replay_contexts` raise an error; what a layer gave is
     overwritten by its next forward, so clone losses and stats that are to be kept longer. Each layer's graph has a
     gradient of each of its parameters, which `grad` is until somebody accumulates. Nothing that earlier forwards of the
     layers gave may still be held: torch would fail to capture.
@@ -90,6 +90,8 @@ class _Replays:
                 parameter.register_hook(partial(_note, self._gradients, name))
 
     def _before(self, layer: MoE, args: tuple[Any, ...]) -> None:
+        if layer is not self._layer():
+            raise RuntimeError("a copy of a graphed layer would compute with the original's weights; copy it before")
         if not layer.training:
             return
         layer.transport.raise_if_lost()
@@ -105,11 +107,14 @@ class _Replays:
             )
         self._forwards += 1
 
-    def _after(self, layer: MoE, args: object, output: MoEOutput) -> None:
-        if layer.training:
-            for value in (output.y, output.aux_loss):
-                if value.requires_grad:
-                    value.register_hook(partial(self._before_backward, self._forwards))
+    def _after(self, layer: MoE, args: object, output: MoEOutput) -> MoEOutput:
+        if not layer.training:
+            return output
+        for value in (output.y, output.aux_loss):
+            if value.requires_grad:
+                value.register_hook(partial(self._before_backward, self._forwards))
+        # To autograd whatever a replay gives might have a gradient.
+        return output._replace(stats=output.stats._replace(entropy_T=output.stats.entropy_T.detach()))
 
     def _before_backward(self, forward: int, _: Tensor) -> None:
         if forward != self._forwards:

@@ -1,5 +1,6 @@
 """Graphed layers against eager twins: on the CPU with replays computed eagerly, on GPUs with CUDA graphs."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -231,6 +232,23 @@ def test_moved_parameters_are_refused() -> None:
     layer.load_state_dict(small_layer().state_dict(), assign=True)
     with pytest.raises(RuntimeError, match="replaced or moved since the layer was graphed"):
         layer(sample())
+
+
+@pytest.mark.usefixtures("replays")
+def test_a_copy_is_refused() -> None:
+    """It would evaluate by the original's forward as well."""
+    layer = graphed_layer()
+    for clone in (copy.deepcopy(layer), copy.deepcopy(layer).eval()):
+        with pytest.raises(RuntimeError, match="a copy of a graphed layer"):
+            clone(sample())
+    layer(sample())
+
+
+@pytest.mark.usefixtures("replays")
+def test_stats_have_no_gradient() -> None:
+    stats = graphed_layer()(sample()).stats
+    assert not any(value.requires_grad for value in tree_leaves(stats))
+    stats.entropy_T.numpy()
 
 
 @pytest.mark.usefixtures("replays")
