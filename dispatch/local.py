@@ -8,6 +8,7 @@ from typing import final
 
 from torch import Tensor
 
+from sonic_ep.checks import starts_aligned
 from sonic_ep.dispatch.plan import sizes_on_host
 from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.dispatch.room import RowsForecast
@@ -16,8 +17,6 @@ from sonic_ep.host_copy import host_may_wait
 from sonic_ep.kernels.operations import gather_sum, lists_take_room, pair_lists, values_of_pairs
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import Routing, SizesOnHost
-
-_ALIGNMENT = 16  # bytes: where rows must start that GPU kernels read
 
 
 @final
@@ -88,8 +87,7 @@ class LocalTransport:
         return opened(P, V).ahead(rows, settle)
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
-        aligned = x_TH.storage_offset() * x_TH.itemsize % _ALIGNMENT == 0
-        return x_TH if aligned else x_TH.clone()
+        return x_TH if starts_aligned(x_TH) else x_TH.clone()
 
     def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
         return lambda: self.dispatch(x_TH, receipt)

@@ -103,10 +103,14 @@ def problem_with_memory(name: str, weight: Tensor) -> str | None:
         return f"{name} is not contiguous (strides {weight.stride()}); set it to {name}.contiguous()"
     if not weight.is_cuda or torch.compiler.is_compiling():
         return None
-    start = weight.storage_offset() * weight.itemsize
-    if start % ROW_ALIGNMENT == 0:
+    if starts_aligned(weight):
         return None
     return (
-        f"{name} starts at byte {start} of its storage, which is no multiple of {ROW_ALIGNMENT}; "
-        f"set it to {name}.clone()"
+        f"{name} starts at byte {weight.storage_offset() * weight.itemsize} of its storage, which is no multiple of "
+        f"{ROW_ALIGNMENT}; set it to {name}.clone()"
     )
+
+
+def starts_aligned(values: Tensor) -> bool:
+    """Do they start where kernels can read them, as far as their place in their storage says?"""
+    return values.storage_offset() * values.itemsize % ROW_ALIGNMENT == 0

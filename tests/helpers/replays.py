@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _WARM_UP = 3
 
@@ -19,7 +19,7 @@ def make_replayed_callables(modules: tuple[nn.Module, ...], samples: tuple[tuple
     for module, (sample,) in zip(modules, samples, strict=True):
         assert not any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
         for _ in range(_WARM_UP):
-            tree_leaves(module(sample))
+            module(sample)
         module.forward = _replaying(module, sample, module.forward)
 
 

@@ -11,13 +11,13 @@ from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, Tran
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.initialization import stream
 from sonic_ep.routers.router import Router
+from tests.helpers.changing_routing import BOUNDED, LOSSES, STATIC, leaning_tokens
 from tests.helpers.launch import RankPool, most_gpus
 from tests.helpers.waiting import assert_nothing_waits
 
 pytestmark = pytest.mark.gpu
 T, D = 700, 256
 SHAPE = {"d": D, "n": 128, "E": 16, "K": 4}
-LOSSES = RouterConfig(balance="batch", balance_coef=0.01, z_loss_coef=0.001)
 CONFIGS = {
     "off": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="off")),
     "nearest": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="nearest"), router=LOSSES),
@@ -32,10 +32,7 @@ CONFIGS = {
 
 
 def inputs(step: int) -> Tensor:
-    """Tokens that lean to some experts, more so every step."""
-    torch.manual_seed(step)
-    leaning = torch.randn(D, device="cuda") * step
-    return (torch.randn(T, D, device="cuda") + leaning * torch.rand(T, 1, device="cuda")).bfloat16()
+    return leaning_tokens(step, T, D, "cuda", torch.bfloat16)
 
 
 def warm_up(call: Any) -> None:
@@ -136,13 +133,6 @@ def test_routing_across_ranks_is_captured(gpus: Callable[[int], RankPool]) -> No
 
 
 STEPS = 100
-STATIC = TransportConfig(kind="symmetric", buffers="static", timeout=30)
-ACROSS = {
-    "apportion": RoundingConfig(mode="apportion", t=64, capacity_factor=1.25),
-    "nearest": RoundingConfig(mode="nearest", capacity_factor=1.0),
-    "pad": RoundingConfig(mode="pad", t=16, capacity_factor=4.0),
-    "off": RoundingConfig(mode="off", capacity_factor=1.5),
-}
 
 
 def captured_layer(rank: int, rounding: RoundingConfig, keeps: bool) -> tuple[list[str], int]:
@@ -174,15 +164,15 @@ def captured_layer(rank: int, rounding: RoundingConfig, keeps: bool) -> tuple[li
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["sends x again", "keeps rows"])
-@pytest.mark.parametrize("mode", ACROSS)
+@pytest.mark.parametrize("mode", BOUNDED)
 def test_a_layer_across_ranks_is_captured(gpus: Callable[[int], RankPool], mode: str, keeps: bool) -> None:
-    for differing, sizes in gpus(most_gpus()).run(captured_layer, ACROSS[mode], keeps):
+    for differing, sizes in gpus(most_gpus()).run(captured_layer, BOUNDED[mode], keeps):
         assert differing == []
         assert sizes > 5
 
 
 def static_step_without_a_wait(rank: int) -> None:
-    config = MoEConfig(**SHAPE, rounding=ACROSS["apportion"], transport=STATIC)
+    config = MoEConfig(**SHAPE, rounding=BOUNDED["apportion"], transport=STATIC)
     group = EPGroup()
     layer = MoE(config, group, seed=1, device="cuda", dtype=torch.bfloat16)
     x = inputs(rank).requires_grad_()
@@ -194,7 +184,7 @@ def test_a_static_step_never_waits(gpus: Callable[[int], RankPool]) -> None:
 
 
 def other_number_of_tokens(rank: int) -> None:
-    config = MoEConfig(**SHAPE, rounding=ACROSS["apportion"], transport=STATIC)
+    config = MoEConfig(**SHAPE, rounding=BOUNDED["apportion"], transport=STATIC)
     layer = MoE(config, EPGroup(), seed=1, device="cuda", dtype=torch.bfloat16)
     x = inputs(rank)
     layer(x)

@@ -21,23 +21,23 @@ from sonic_ep import (
     MoEOutput,
     RoundingConfig,
     RouterConfig,
-    TransportConfig,
     graph_layers,
     graphed_layers,
 )
 from sonic_ep.routers.replay import replay_contexts
+from tests.helpers.changing_routing import BOUNDED, LOSSES, STATIC, leaning_tokens
 from tests.helpers.launch import RankPool
 from tests.helpers.replays import make_replayed_callables
 
-STATIC = TransportConfig(kind="symmetric", buffers="static", timeout=30)
-LOSSES = RouterConfig(balance="batch", balance_coef=0.01, z_loss_coef=0.001)
 SMALL = MoEConfig(d=12, n=6, E=8, K=2, shared_n=5, router=LOSSES, rounding=RoundingConfig(t=4, G=16))
 LARGE = MoEConfig(d=256, n=128, E=16, K=4, shared_n=64, router=LOSSES, rounding=RoundingConfig(t=64))
 TOKENS = 40
 BIAS = replace(LOSSES, expert_bias=True)
 
-# torch says once that gradients are accumulated on the stream of the capture.
-on_gpus = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")]
+
+def on_gpus(test: Callable[..., None]) -> Callable[..., None]:
+    """Where torch says once that gradients are accumulated on the stream of the capture."""
+    return pytest.mark.gpu(pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")(test))
 
 
 @contextmanager
@@ -54,10 +54,7 @@ def replays() -> Iterator[None]:
 
 
 def inputs(config: MoEConfig, step: int, tokens: int, device: str, dtype: torch.dtype) -> Tensor:
-    """Tokens that lean to some experts, more so every step."""
-    torch.manual_seed(step)
-    leaning = torch.randn(config.d, device=device) * step
-    return (torch.randn(tokens, config.d, device=device) + leaning * torch.rand(tokens, 1, device=device)).to(dtype)
+    return leaning_tokens(step, tokens, config.d, device, dtype)
 
 
 class Residual(nn.Module):
@@ -130,19 +127,12 @@ def test_replayed_layers_train_as_eager_ones(mode: Any, router: RouterConfig) ->
     assert routings > 2
 
 
-ACROSS = {
-    "apportion": RoundingConfig(mode="apportion", t=64, capacity_factor=1.25),
-    "nearest": RoundingConfig(mode="nearest", capacity_factor=1.0),
-    "pad": RoundingConfig(mode="pad", t=16, capacity_factor=4.0),
-    "off": RoundingConfig(mode="off", capacity_factor=1.5),
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpus) for name in ("alone", "bias", *ACROSS)])
+@on_gpus
+@pytest.mark.parametrize("name", ["alone", "bias", *BOUNDED])
 def test_graphed_layers_train_as_eager_ones(gpus: Callable[[int], RankPool], name: str) -> None:
     config = LARGE
     if name != "alone":
-        rounding = ACROSS.get(name, ACROSS["apportion"])
+        rounding = BOUNDED.get(name, BOUNDED["apportion"])
         config = config.replace(rounding=rounding, transport=STATIC, router=BIAS if name == "bias" else LOSSES)
     for found, routings in gpus(1 if name == "alone" else 2).run(differences, config, 700, "cuda", torch.bfloat16):
         assert found == []
@@ -308,11 +298,9 @@ def test_what_ranks_cannot_graph_is_refused_on_all(ranks: Callable[[int], RankPo
 
 def replay_alone(rank: int) -> str:
     """The last rank never comes to the second step, and no host of the others looks before it has been launched."""
-    group, config = EPGroup(), LARGE.replace(rounding=ACROSS["apportion"], transport=replace(STATIC, timeout=2))
-    layer, x = (
-        MoE(config, group, seed=1, device="cuda", dtype=torch.bfloat16),
-        inputs(LARGE, 1, 700, "cuda", torch.bfloat16),
-    )
+    group, config = EPGroup(), LARGE.replace(rounding=BOUNDED["apportion"], transport=replace(STATIC, timeout=2))
+    layer = MoE(config, group, seed=1, device="cuda", dtype=torch.bfloat16)
+    x = inputs(LARGE, 1, 700, "cuda", torch.bfloat16)
     graph_layers([layer], x)
     layer(x.requires_grad_()).y.sum().backward()
     torch.cuda.synchronize()
@@ -327,8 +315,7 @@ def replay_alone(rank: int) -> str:
     return str(told.value)
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@on_gpus
 def test_a_rank_that_does_not_replay_is_named(gpus: Callable[[int], RankPool]) -> None:
     message, _ = gpus(2).run(replay_alone)
     assert message.startswith("rank 1 of the EP group did not come to counts within 2 s")
