@@ -28,8 +28,8 @@ def graph_layers(layers: Sequence[MoE], x: Tensor) -> None:
     A graph knows one place for what it keeps and gives. Another forward of a layer before its backward, other shapes,
     parameters that have moved, a copy and recomputation under `replay_contexts` raise an error; what a layer gave is
     overwritten by its next forward, so clone losses and stats that are to be kept longer. Each layer's graph has a
-    gradient of each of its parameters, which `grad` is until somebody accumulates. Nothing that earlier forwards of the
-    layers gave may still be held: torch would fail to capture.
+    gradient of each of its parameters, which `grad` is until one of the layers runs forward again. Nothing that earlier
+    forwards of the layers gave may still be held: torch would fail to capture.
 
     Raises ValueError, on every rank: no layers, one that evaluates, has been graphed, reads sizes or logits on the host
     or has FSDP's parameters; an x that the layers cannot take. torch raises AssertionError for modules with hooks.
@@ -43,8 +43,9 @@ def graph_layers(layers: Sequence[MoE], x: Tensor) -> None:
         for layer in layers:
             uncounted.enter_context(layer.router.uncounted())
         torch.cuda.make_graphed_callables(tuple(layers), samples)
+    gradients = _Gradients()
     for layer in layers:
-        _Replays(layer, x)
+        _Replays(layer, x, gradients)
 
 
 def _problem(layer: MoE, x: Tensor) -> str | None:
@@ -75,25 +76,46 @@ def _problem(layer: MoE, x: Tensor) -> str | None:
 
 
 @final
+class _Gradients:
+    """Those that replays have left where the next replay of these layers may write: forwards and backwards share
+    memory, and autograd takes a graph's own buffer for a `grad` that is None (pytorch issue 181723)."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[weakref.ref[Tensor], int]] = []
+
+    def watch(self, parameter: Tensor) -> None:
+        owner = weakref.ref(parameter)
+        parameter.register_hook(lambda gradient: self._left.append((owner, gradient.data_ptr())))
+
+    def save(self) -> None:
+        """Before a replay."""
+        for owner, place in self._left:
+            parameter = owner()
+            if parameter is not None and parameter.grad is not None and parameter.grad.data_ptr() == place:
+                parameter.grad = parameter.grad.clone()
+        self._left.clear()
+
+
+@final
 class _Replays:
     """What watches over the replays of one layer. Its hooks hold it; it holds no parameter, which would hold it too."""
 
-    def __init__(self, layer: MoE, x: Tensor) -> None:
+    def __init__(self, layer: MoE, x: Tensor, gradients: _Gradients) -> None:
         self._layer = weakref.ref(layer)
         self._wanted, self._weights = _kind(x), _places(layer)
-        self._gradients: dict[str, int] = {}  # where the graph has them, once it has been replayed
-        self._forwards = 0
+        self._gradients = gradients
+        self._forwards, self._went_back = 0, 0
         layer.register_forward_pre_hook(self._before)
         layer.register_forward_hook(self._after)
-        for name, parameter in layer.named_parameters():
+        for parameter in layer.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(partial(_note, self._gradients, name))
+                gradients.watch(parameter)
 
-    def _before(self, layer: MoE, args: tuple[Any, ...]) -> None:
+    def _before(self, layer: MoE, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         if layer is not self._layer():
             raise RuntimeError("a copy of a graphed layer would compute with the original's weights; copy it before")
         if not layer.training:
-            return
+            return None
         layer.transport.raise_if_lost()
         if in_region():
             raise RuntimeError("a graphed layer decides anew in every forward; keep it out of activation checkpointing")
@@ -105,14 +127,23 @@ class _Replays:
                 "parameters have been replaced or moved since the layer was graphed, which replays do not see; change "
                 "them in place"
             )
+        self._gradients.save()
         self._forwards += 1
+        x: Tensor = args[0]
+        if not (x.is_leaf and x.requires_grad and torch.is_grad_enabled()):
+            return None
+        x = x.view_as(x)
+        x.register_hook(Tensor.clone)  # or the leaf's `grad` would be the graph's buffer
+        return (x,)
 
     def _after(self, layer: MoE, args: object, output: MoEOutput) -> MoEOutput:
         if not layer.training:
             return output
-        for value in (output.y, output.aux_loss):
-            if value.requires_grad:
-                value.register_hook(partial(self._before_backward, self._forwards))
+        forward, node = self._forwards, output.y.grad_fn
+        if node is not None:
+            for value in (output.y, output.aux_loss):
+                value.register_hook(partial(self._before_backward, forward))
+            node.register_hook(partial(self._after_backward, forward))
         # To autograd whatever a replay gives might have a gradient.
         return output._replace(stats=output.stats._replace(entropy_T=output.stats.entropy_T.detach()))
 
@@ -122,18 +153,11 @@ class _Replays:
                 "a graphed layer was run again before the backward of its earlier output, and keeps only the last; run "
                 "one microbatch at a time, forward and backward"
             )
-        layer = self._layer()
-        assert layer is not None
-        for name, place in self._gradients.items():
-            parameter = layer.get_parameter(name)
-            if parameter.grad is not None and parameter.grad.data_ptr() == place:
-                # Autograd took the graph's buffer for `grad`: the replay would overwrite what is to be accumulated
-                # (pytorch issue 181723).
-                parameter.grad = parameter.grad.clone()
+        if forward == self._went_back:
+            self._gradients.save()
 
-
-def _note(places: dict[str, int], name: str, gradient: Tensor) -> None:
-    places[name] = gradient.data_ptr()
+    def _after_backward(self, forward: int, *_: object) -> None:
+        self._went_back = forward
 
 
 def _kind(x: Tensor) -> tuple[object, ...]:

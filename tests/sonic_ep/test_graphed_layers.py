@@ -168,6 +168,26 @@ def test_ddp_around_replayed_layers(ranks: Callable[[int], RankPool], as_view: b
     assert ranks(2).run(under_ddp, as_view) == [[], []]
 
 
+def gradients_of_two_losses(layer: MoE, frozen: MoE, x: Tensor) -> list[Tensor]:
+    """Of two backwards through one forward; those of x are looked at after another forward."""
+    x, names = x.detach().clone().requires_grad_(), [name for name, _ in layer.named_parameters()]
+    y = frozen(layer(x).y).y
+    y.square().sum().backward(retain_graph=True)
+    y.sum().backward()
+    layer(x.detach())
+    return [x.grad, *(layer.get_parameter(name).grad for name in names)]  # type: ignore[list-item]
+
+
+def test_two_losses_of_one_forward() -> None:
+    eager, graphed = ([small_layer(), small_layer(n=8)] for _ in range(2))
+    for layers in (eager, graphed):
+        layers[1].requires_grad_(False)
+    with replays_on_cpu():
+        graph_layers(graphed, sample())
+    wanted, found = (gradients_of_two_losses(layer, frozen, sample()) for layer, frozen in (eager, graphed))
+    assert all(map(torch.equal, found, wanted))
+
+
 def small_layer(**changes: Any) -> MoE:
     return MoE(SMALL.replace(**changes), seed=0)
 
