@@ -98,6 +98,12 @@ class AllToAllTransport:
     def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
         return self.combine(gather_sum(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P), receipt)
 
+    def start_combine_pairs(
+        self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
+    ) -> Callable[[], Tensor]:
+        out_TH = self.combine_pairs(values_PH, weights_P, receipt)
+        return lambda: out_TH
+
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         values_V = values_P.index_select(0, receipt.slot_V)
         values_N = self._exchange("return_pairs", values_V, receipt.splits.pairs_in, receipt.splits.pairs_out)

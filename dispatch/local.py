@@ -101,6 +101,12 @@ class LocalTransport:
     def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
         return gather_sum(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P)
 
+    def start_combine_pairs(
+        self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
+    ) -> Callable[[], Tensor]:
+        out_TH = self.combine_pairs(values_PH, weights_P, receipt)
+        return lambda: out_TH
+
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         return values_of_pairs(values_P, receipt.slot_V, receipt.pair_starts_R[-1:], receipt.num_listed)
 

@@ -41,12 +41,10 @@ class RowBuffers:
     def view(self, buffer: int, like: Tensor, num_rows: int) -> Tensor:
         return self.memory.view(buffer * self.buffer_bytes, (num_rows, like.shape[1]), like.dtype)
 
-    def copy_to_all(self, buffer: int, x_TH: Tensor, group: EPGroup, stride: int) -> None:
-        """By copy engines, to this rank's region in each rank's buffer."""
-        offset = buffer * self.buffer_bytes + group.rank * stride * x_TH.shape[1] * x_TH.element_size()
-        for turn in range(1, group.size + 1):  # from the next rank on, so that no rank is sent to by all at once
-            rank = (group.rank + turn) % group.size
-            self.memory.view_of(rank, offset, x_TH.shape, x_TH.dtype).copy_(x_TH)
+    def copy(self, rows: Tensor, buffer: int, rank: int, region: int) -> None:
+        """By a copy engine, to where a region begins in that rank's buffer, in rows."""
+        offset = buffer * self.buffer_bytes + region * _row_bytes(rows)
+        self.memory.view_of(rank, offset, rows.shape, rows.dtype).copy_(rows)
 
 
 @dataclass(frozen=True, slots=True)

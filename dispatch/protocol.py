@@ -192,6 +192,13 @@ class Transport(Exchange, Protocol):
         """`combine` of the (weighted) sums of each received row's pairs; these are rounded too. values_PH (P, H)."""
         ...
 
+    def start_combine_pairs(
+        self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
+    ) -> Callable[[], Tensor]:
+        """`combine_pairs` of what is not needed yet: sums travel beside what is launched next. What it returns gives
+        the result and must be called; nothing else may be combined until then."""
+        ...
+
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         """The value of each pair (N,) back on its token's rank, in the routing's order; padding is left out.
 

@@ -34,11 +34,14 @@ from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
 from sonic_ep.dispatch.room import Forecast, Room, RowsForecast, plan_within
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
-from sonic_ep.kernels.operations import needed_rows, pair_lists, peer_kernels
+from sonic_ep.kernels.operations import gather_sum, needed_rows, pair_lists, peer_kernels
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.kernels.peers import Meeting, Stage, flags_of
 from sonic_ep.peer_memory import PeerMemory
 from sonic_ep.routing import INDEX_DTYPE, Routing, SizesOnHost
+
+# Bytes of a region. Sums of fewer are pushed before the GEMMs as fast as copied beside them (docs/transports.md).
+_WORTH_COPYING = 16 << 20
 
 
 class _Sizes(NamedTuple):
@@ -205,14 +208,38 @@ class SymmetricTransport:
     def _combine(
         self, values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None, receipt: Receipt
     ) -> Tensor:
-        needed, tokens_S, pairs_SQ = receipt.own_lists
+        _, tokens_S, pairs_SQ = receipt.own_lists
         stride = receipt.num_rows // self.group.size
         rows = self._buffers.rows(values_PH, stride)
         meeting, kernels = self._meet(), peer_kernels()
         there = rows.addresses[2]
         kernels.push_sums(meeting, values_PH, items, starts, weights_P, tokens_S, pairs_SQ, there, stride)
         back = rows.view(2, values_PH, receipt.num_rows)
-        return kernels.sum_sent(meeting, back, needed, receipt.num_tokens, stride)
+        return self._sum_sent(back, back, receipt)
+
+    def start_combine_pairs(
+        self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
+    ) -> Callable[[], Tensor]:
+        stride = receipt.num_rows // self.group.size
+        few = stride * values_PH.shape[1] * values_PH.element_size() < _WORTH_COPYING
+        if self._dispatch == "push" or (self._dispatch == "auto" and few):
+            out_TH = self.combine_pairs(values_PH, weights_P, receipt)
+            return lambda: out_TH
+        sums_RH = gather_sum(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P)
+        rows, sums_of = self._buffers.rows(sums_RH, stride), sums_RH.split(stride)
+        sent = {rank: sums_of[rank] for rank in self._others()}
+        arrive = self._start_copies(Stage.COMBINE, sent, rows, 2, stride)
+
+        def wait() -> Tensor:
+            arrive()
+            return self._sum_sent(rows.view(2, sums_RH, receipt.num_rows), sums_RH, receipt)
+
+        return wait
+
+    def _sum_sent(self, back: Tensor, own: Tensor, receipt: Receipt) -> Tensor:
+        needed, _, _ = receipt.own_lists
+        stride = receipt.num_rows // self.group.size
+        return peer_kernels().sum_sent(self._meet(), back, own, needed, receipt.num_tokens, stride)
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         _, _, pairs_SQ = receipt.own_lists
@@ -231,16 +258,39 @@ class SymmetricTransport:
 
     def _copy(self, x_TH: Tensor, stride: int) -> Callable[[], Tensor]:
         """Start copies to all ranks, beside what is launched next; what it returns waits for all of theirs."""
-        meeting, kernels, rows = self._meet(), peer_kernels(), self._next_rows(x_TH, stride)
-        kernels.come(meeting, Stage.DISPATCH)
-        with self._aside(x_TH):
-            rows.copy_to_all(self._turn, x_TH, self.group, stride)
+        rows = self._next_rows(x_TH, stride)
+        # This rank's last: on one GPU the SMs copy, when they find time.
+        sent = {rank: x_TH for rank in (*self._others(), self.group.rank)}
+        arrive = self._start_copies(Stage.DISPATCH, sent, rows, self._turn, stride)
         rows_RH = rows.view(self._turn, x_TH, self.group.size * stride)
 
         def wait() -> Tensor:
-            self._join(x_TH)  # which lives until then
-            kernels.go(meeting, Stage.DISPATCH)
+            arrive()
             return rows_RH
+
+        return wait
+
+    def _others(self) -> list[int]:
+        """From the next rank on, so that no rank is sent to by all at once."""
+        return [(self.group.rank + turn) % self.group.size for turn in range(1, self.group.size)]
+
+    def _start_copies(
+        self, stage: Stage, sent: dict[int, Tensor], rows: RowBuffers, buffer: int, stride: int
+    ) -> Callable[[], None]:
+        """Copies to these ranks, to this rank's region. What this returns holds what is sent, and waits until what all
+        ranks send has arrived."""
+        meeting, kernels, like = self._meet(), peer_kernels(), next(iter(sent.values()))
+        kernels.come(meeting, stage)
+        with self._aside(like):
+            for rank, values in sent.items():
+                rows.copy(values, buffer, rank, self.group.rank * stride)
+            copied = torch.cuda.current_stream().record_event() if like.is_cuda else None
+
+        def wait() -> None:
+            if copied is not None:  # not all that the other stream has been given since
+                torch.cuda.current_stream().wait_event(copied)
+            sent.clear()  # it had to live until then
+            kernels.go(meeting, stage)
 
         return wait
 
@@ -250,7 +300,7 @@ class SymmetricTransport:
         return self._buffers.rows(x_TH, stride)
 
     def _aside(self, like: Tensor) -> AbstractContextManager[object]:
-        """Launches beside the current stream, behind what is on it so far; `_join` makes it wait."""
+        """Launches beside the current stream, behind what is on it so far; `_join` makes it wait for them all."""
         if not like.is_cuda:
             return nullcontext()
         if self._stream is None:

@@ -161,7 +161,7 @@ class TransportConfig:
     buffers: "exact" reads sizes on the host once a forward; "static" never does, and can be captured in a CUDA graph:
     it needs rounding.capacity_factor, and as many tokens on every rank and in every training step.
     dispatch: for "symmetric": "push" sends each row to the ranks that need it, by SMs; "copy" sends every row to every
-    rank, by copy engines, while SMs compute; "auto" copies the rows that nobody waits for, x in backward.
+    rank, by copy engines, while SMs compute; "auto" copies the rows that nobody waits for, x and dX in backward.
     timeout: seconds after which "symmetric" reports a rank that does not come.
     """
 

@@ -12,8 +12,10 @@ Legend: T tokens and H hidden size on this rank, N pairs sent, R received rows, 
 I expert width, J = 2I if gated else I.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -97,8 +99,8 @@ def backward(
     dw1 is (e, J, H) as w1 is, and [gate; up] where these lie apart.
     into: buffers to which dw1 and dw2 are added, and which are then returned.
 
-    Where other ranks wait for dX, it comes first. Alone, dW2 does: after it A' can go, before dX of all pairs takes
-    memory. Every rank takes every collective, whether or not it needs the result.
+    Where other ranks wait for dX, it comes first and travels beside dW2 and dW1. Alone, dW2 comes first: after it A'
+    can go, before dX of all pairs takes memory. Every rank takes every collective, whether or not it needs the result.
     """
     transport, receipt, pairs = call.transport, kept.receipt, _pair_lists(kept.receipt, call)
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
@@ -115,7 +117,8 @@ def backward(
 
     others_wait = len(receipt.splits.rows_out) > 1
     dw2 = None if others_wait else down_weights()
-    dx_TH = transport.combine_pairs(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, receipt)
+    start_back = transport.start_combine_pairs if needs_w1 or needs_w2 else partial(_combine_pairs, transport)
+    back = start_back(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, receipt)
     dgates_N = transport.return_pairs(ds_P, receipt)
     if others_wait:
         dw2 = down_weights()
@@ -127,7 +130,13 @@ def backward(
     db1, db2 = None, None
     if needs_b1 or needs_b2:
         db1, db2 = expert_mlp.backward_biases(ops, do_RH, kept.gates_P, dh_PJ, pairs)
-    return dx_TH, dgates_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None
+    return back(), dgates_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None
+
+
+def _combine_pairs(transport: Transport, *args: Any) -> Callable[[], Tensor]:
+    """`start_combine_pairs` with nothing to travel beside."""
+    out_TH = transport.combine_pairs(*args)
+    return lambda: out_TH
 
 
 def _pair_lists(receipt: Receipt, call: Call) -> PairLists:

@@ -79,6 +79,11 @@ class GroupTransport:
     def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
         return self.on(values_PH).combine_pairs(values_PH, weights_P, receipt)
 
+    def start_combine_pairs(
+        self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
+    ) -> Callable[[], Tensor]:
+        return self.on(values_PH).start_combine_pairs(values_PH, weights_P, receipt)
+
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         return self.on(values_P).return_pairs(values_P, receipt)
 

@@ -147,12 +147,14 @@ def _push_sums(
 
 
 @launched
-@triton.jit(do_not_specialize=["T", "stride"])
+@triton.jit(do_not_specialize=["rank", "T", "stride"])
 def _sum_sent(
     buffer_ptr,
+    own_ptr,
     needed_ptr,
     given_up_ptr,
     out_ptr,
+    rank,
     T,
     stride,
     H,
@@ -168,9 +170,10 @@ def _sum_sent(
     for owner in tl.static_range(S):
         needed = tl.load(needed_ptr + owner * T + token) > 0
         place = (owner * stride + token).to(tl.int64)
-        value = tl.load(
-            buffer_ptr + place * H + columns, mask=inside & needed, other=0.0, eviction_policy="evict_first"
-        )
+        sent_ptr = buffer_ptr
+        if owner == rank:
+            sent_ptr = own_ptr
+        value = tl.load(sent_ptr + place * H + columns, mask=inside & needed, other=0.0, eviction_policy="evict_first")
         total += value.to(ACCUMULATOR)
     if tl.load(given_up_ptr) != 0:
         total += float("nan")  # nothing that a rank did not send may pass for a sum
@@ -255,10 +258,11 @@ def push_sums(
     )
 
 
-def sum_sent(meeting: Meeting, buffer: Tensor, needed: Tensor, num_tokens: int, stride: int) -> Tensor:
+def sum_sent(meeting: Meeting, buffer: Tensor, own: Tensor, needed: Tensor, num_tokens: int, stride: int) -> Tensor:
     """(T, H) the sum over owners of what they sent back for each token, in fp32 at least, rounded once.
 
-    buffer: (S * stride, H) of this rank. needed: as in push_rows. NaN everywhere if a rank was waited for in vain.
+    buffer: (S * stride, H) of this rank. own: the same, where it has its own rows. needed: as in push_rows. NaN
+    everywhere if a rank was waited for in vain.
     """
     H = buffer.shape[1]
     out_TH = torch.empty(num_tokens, H, dtype=buffer.dtype, device=buffer.device)
@@ -266,9 +270,11 @@ def sum_sent(meeting: Meeting, buffer: Tensor, needed: Tensor, num_tokens: int, 
     if out_TH.numel():
         _sum_sent[(num_tokens * cdiv(H, block),)](
             buffer,
+            own,
             needed,
             meeting.state[-1:],
             out_TH,
+            meeting.rank,
             num_tokens,
             stride,
             H,

@@ -85,6 +85,8 @@ def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) 
     rows = transport.dispatch(x_TH, receipt).clone()
     later = transport.prefetch(x_TH, receipt)
     plain = transport.combine_pairs(values_PH, None, receipt)
+    beside = transport.start_combine_pairs(values_PH, opened.gates_P, receipt)
+    returned = transport.return_pairs(opened.gates_P, receipt)
     for other in (early, later()[used(receipt)]):
         assert other is None or torch.equal(other, rows[used(receipt)])
     return {
@@ -95,8 +97,9 @@ def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) 
         "starts": receipt.expert_starts_e,
         "weighted": transport.combine_pairs(values_PH, opened.gates_P, receipt),
         "plain": plain,
+        "beside": beside(),
         "back": transport.combine(rows, receipt),
-        "returned": transport.return_pairs(opened.gates_P, receipt),
+        "returned": returned,
     }
 
 
@@ -349,6 +352,9 @@ def with_room(rank: int, case: Case, folder: str, dispatch: Dispatch) -> None:
     values_PH = torch.randn(P, case.H, generator=torch.Generator().manual_seed(rank + 9))
     values_PH = pad(values_PH, (0, 0, 0, most - P), value=float("nan"))
     assert torch.equal(transport.combine_pairs(values_PH, opened.gates_P, receipt), expected["weighted"])
+    with lists_with_room():
+        beside = transport.start_combine_pairs(values_PH, opened.gates_P, receipt)
+    assert torch.equal(beside(), expected["weighted"])
     returned = transport.return_pairs(opened.gates_P, receipt)
     assert torch.equal(returned[:-spare], expected["returned"])
     assert not returned[-spare:].any()

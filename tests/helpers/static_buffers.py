@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 from torch.nn.functional import pad
 
+from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.kernels import operations
 from sonic_ep.routing import Routing, SizesOnHost
@@ -41,6 +42,10 @@ def with_spare(routing: Routing, spare: int, **bounds: int) -> Routing:
 
 @contextmanager
 def lists_with_room() -> Iterator[None]:
-    """Index lists by the kernels: those of plain torch have no room to spare."""
-    with patch.object(operations, "_lists", lambda module, on_gpu: import_module(f"sonic_ep.kernels.cuda.{module}")):
+    """Index lists, and sums by them, by the kernels: those of plain torch have no room to spare."""
+    summed = import_module("sonic_ep.kernels.cuda.gather_sum").gather_sum
+    by_kernels = patch.object(
+        operations, "_lists", lambda module, on_gpu: import_module(f"sonic_ep.kernels.cuda.{module}")
+    )
+    with by_kernels, patch.object(symmetric, "gather_sum", summed):
         yield

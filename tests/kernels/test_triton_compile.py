@@ -145,7 +145,7 @@ KERNELS = [
     TritonKernel(
         "peer_rows",
         "_sum_sent",
-        "*bf16 *i32 *i64 *bf16 i32 i32 i32",
+        "*bf16 *bf16 *i32 *i64 *bf16 i32 i32 i32 i32",
         {"S": 8, "BLOCK": 512, "ACCUMULATOR": "tl.float32"},
         num_warps=1,
     ),

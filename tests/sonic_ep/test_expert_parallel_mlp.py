@@ -21,7 +21,7 @@ from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
 from sonic_ep.kernels import expert_mlp
 from sonic_ep.routing import Routing, SizesOnHost
-from sonic_ep.transports import transport_for
+from sonic_ep.transports import GroupTransport, transport_for
 from tests.dispatch.oracle import Case
 from tests.helpers.launch import RankPool
 from tests.helpers.noting import noting
@@ -53,7 +53,7 @@ def step(transport: Transport, group: EPGroup, routing: Routing, experts: list[T
     leaves = [x.requires_grad_(), *experts, routing.gates_N.clone().requires_grad_()]
     with saved_tensors_hooks(see, see):
         y = moe(x, replace(routing, gates_N=leaves[3]), *experts, transport=transport, group=group)
-    return [y.detach(), *torch.autograd.grad(y, leaves, dout)]
+    return [y.detach(), *torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], dout)]
 
 
 def steps(rank: int, cases: list[Case], folder: str) -> list[str]:
@@ -128,10 +128,11 @@ def test_experts_of_one_rank_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert how == list(ALONE.values())
 
 
-def gemms_of_backward(rank: int) -> list[str]:
-    """In order, and of dX whether A' takes memory then."""
+def order_of_backward(rank: int, frozen: bool) -> list[str]:
+    """GEMMs, of dX whether A' takes memory then, and when its sums leave for their ranks and must have arrived."""
     group, done, a_P = EPGroup(), list[str](), list[weakref.ref[Tensor]]()
     backward_hidden, backward_pairs = expert_mlp.backward_hidden, expert_mlp.backward_pairs
+    start = GroupTransport.start_combine_pairs
 
     def hidden(*args: Any) -> expert_mlp.HiddenGrads:
         grads = backward_hidden(*args)
@@ -142,17 +143,36 @@ def gemms_of_backward(rank: int) -> list[str]:
         done.append("dX" if a_P[0]() is None else "dX beside A'")
         return backward_pairs(*args)
 
+    def starting(*args: Any) -> Callable[[], Tensor]:
+        done.append("leave")
+        wait = start(*args)
+
+        def waiting() -> Tensor:
+            done.append("arrive")
+            return wait()
+
+        return waiting
+
     case = Case((13, 9)[: group.size], H, E, "top2")
+    experts = [weight.requires_grad_(not frozen) for weight in experts_of(group)]
     with (
+        patch.object(GroupTransport, "start_combine_pairs", starting),
         patch.object(expert_mlp, "backward_hidden", hidden),
         patch.object(expert_mlp, "backward_pairs", pairs),
         noting([done], ["dW2"], expert_mlp, "backward_down_weights"),
         noting([done], ["dW1"], expert_mlp, "backward_up_weights"),
     ):
-        step(transport_for(group), group, case.routing(rank), experts_of(group))
+        step(transport_for(group), group, case.routing(rank), experts)
     return done
 
 
-@pytest.mark.parametrize(("size", "order"), [(1, ["dW2", "dX", "dW1"]), (2, ["dX beside A'", "dW2", "dW1"])])
-def test_other_ranks_get_their_gradients_first(ranks: Callable[[int], RankPool], size: int, order: list[str]) -> None:
-    assert ranks(size).run(gemms_of_backward) == [order] * size
+ORDERS = {
+    (1, False): ["dW2", "dX", "dW1"],
+    (2, False): ["dX beside A'", "leave", "dW2", "dW1", "arrive"],
+    (2, True): ["dX beside A'"],
+}
+
+
+@pytest.mark.parametrize(("size", "frozen"), ORDERS)
+def test_other_ranks_get_their_gradients_first(ranks: Callable[[int], RankPool], size: int, frozen: bool) -> None:
+    assert ranks(size).run(order_of_backward, frozen) == [ORDERS[size, frozen]] * size

@@ -76,7 +76,7 @@ class Residual(nn.Module):
 def trained(model: Residual, batches: list[Tensor], *, to_none: bool) -> tuple[dict[str, Any], str]:
     """Everything that steps of several microbatches leave behind; and the last routing."""
     figures: list[Tensor] = []
-    optimizer, rows = torch.optim.SGD(model.parameters(), lr=0.1), ""
+    optimizer, rows = torch.optim.SGD(model.parameters(), lr=1e-4), ""
     for number, x in enumerate(batches):
         leaf = x.clone().requires_grad_()
         loss, outputs = model(leaf)
