@@ -1,4 +1,4 @@
-"""Triton kernels compiled for an architecture without a GPU, in a process of their own that interprets nothing."""
+"""Triton kernels compiled for an architecture without a GPU, in processes of their own that interpret nothing."""
 
 import multiprocessing
 import os
@@ -31,10 +31,10 @@ class TritonKernel(NamedTuple):
 
 
 @contextmanager
-def compiling_process(cache: str) -> Iterator[Executor]:
-    """An executor in whose one process `compile_triton` works, with a compile cache of its own."""
+def compiling_processes(cache: str) -> Iterator[Executor]:
+    """An executor in whose processes `compile_triton` works, with a compile cache of its own."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_before_triton_is_imported, initargs=(cache,)) as process:
+    with ProcessPoolExecutor(2, mp_context=spawn, initializer=_before_triton_is_imported, initargs=(cache,)) as process:
         yield process
 
 

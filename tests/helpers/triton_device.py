@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.triton_interpreter import quicken_interpreter
+
 
 def triton_device() -> str:
     """The device of a test module's tensors; skips the module where its kernels cannot run. Call it while loading."""
     if find_spec("triton") is None:
         pytest.skip("needs Triton", allow_module_level=True)
     if os.environ.get("TRITON_INTERPRET") == "1":
+        quicken_interpreter()
         return "cpu"
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)

@@ -1,12 +1,12 @@
 """Triton kernels compile for Hopper and Blackwell without a GPU and without spills. One row of KERNELS each."""
 
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Future
 
 import pytest
 
 from tests.helpers.machine_code import faults, needs_compilers
-from tests.helpers.triton_compile import TritonKernel, compile_triton, compiling_process
+from tests.helpers.triton_compile import TritonKernel, compile_triton, compiling_processes
 
 pytestmark = needs_compilers
 
@@ -177,20 +177,26 @@ KERNELS = [
 ]
 
 
+CROWDED = KERNELS[0]._replace(constants=KERNELS[0].constants | {"BLOCK": 8192})
+ARCHITECTURES = ["sm_90a", "sm_100a"]
+
+
 @pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
-    with compiling_process(str(tmp_path_factory.mktemp("cache"))) as executor:
-        yield executor
+def cubins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[bytes]]]:
+    """By kernel and architecture, made side by side."""
+    wanted = [(kernel, arch) for kernel in KERNELS for arch in ARCHITECTURES]
+    with compiling_processes(str(tmp_path_factory.mktemp("cache"))) as executor:
+        made = [(CROWDED, "sm_90a"), *wanted]
+        yield {(str(kernel), arch): executor.submit(compile_triton, kernel, arch) for kernel, arch in made}
+        executor.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_compiles_without_spills(kernel: TritonKernel, arch: str, process: Executor) -> None:
-    cubin = process.submit(compile_triton, kernel, arch).result()
-    assert faults(cubin, arch, tensor_core=False) == []
+def test_compiles_without_spills(kernel: TritonKernel, arch: str, cubins: dict[tuple[str, str], Future[bytes]]) -> None:
+    assert faults(cubins[str(kernel), arch].result(), arch, tensor_core=False) == []
 
 
-def test_spills_are_seen(process: Executor) -> None:
-    crowded = KERNELS[0]._replace(constants=KERNELS[0].constants | {"BLOCK": 8192})
-    (fault,) = faults(process.submit(compile_triton, crowded, "sm_90a").result(), "sm_90a", tensor_core=False)
+def test_spills_are_seen(cubins: dict[tuple[str, str], Future[bytes]]) -> None:
+    (fault,) = faults(cubins[str(CROWDED), "sm_90a"].result(), "sm_90a", tensor_core=False)
     assert fault.endswith("accesses to spilled registers")
