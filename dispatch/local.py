@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sonic_ep.checks import starts_aligned
 from sonic_ep.dispatch.plan import sizes_on_host
-from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
+from sonic_ep.dispatch.protocol import Opened, Receipt, Splits, combine_at_once
 from sonic_ep.dispatch.room import RowsForecast
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
@@ -104,8 +104,7 @@ class LocalTransport:
     def start_combine_pairs(
         self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
     ) -> Callable[[], Tensor]:
-        out_TH = self.combine_pairs(values_PH, weights_P, receipt)
-        return lambda: out_TH
+        return combine_at_once(self, values_PH, weights_P, receipt)
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         return values_of_pairs(values_P, receipt.slot_V, receipt.pair_starts_R[-1:], receipt.num_listed)

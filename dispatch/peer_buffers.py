@@ -43,7 +43,7 @@ class RowBuffers:
 
     def copy(self, rows: Tensor, buffer: int, rank: int, region: int) -> None:
         """By a copy engine, to where a region begins in that rank's buffer, in rows."""
-        offset = buffer * self.buffer_bytes + region * _row_bytes(rows)
+        offset = buffer * self.buffer_bytes + region * row_bytes(rows)
         self.memory.view_of(rank, offset, rows.shape, rows.dtype).copy_(rows)
 
 
@@ -105,17 +105,17 @@ class PeerBuffers:
 
     def rows(self, like: Tensor, stride: int) -> RowBuffers:
         """For rows as wide as these, regions of `stride` of them."""
-        row_bytes = _row_bytes(like)
+        width = row_bytes(like)
         if not self.has_rows(like, stride):
-            self._let_go(self._rows.get(row_bytes))
-            self._rows.pop(row_bytes, None)
-            self._rows[row_bytes] = RowBuffers.allocate(self._allocate, _aligned(self._group.size * stride * row_bytes))
-        return self._rows[row_bytes]
+            self._let_go(self._rows.get(width))
+            self._rows.pop(width, None)
+            self._rows[width] = RowBuffers.allocate(self._allocate, _aligned(self._group.size * stride * width))
+        return self._rows[width]
 
     def has_rows(self, like: Tensor, stride: int) -> bool:
         """Are these there already?"""
-        rows = self._rows.get(_row_bytes(like))
-        return rows is not None and rows.buffer_bytes >= self._group.size * stride * _row_bytes(like)
+        rows = self._rows.get(row_bytes(like))
+        return rows is not None and rows.buffer_bytes >= self._group.size * stride * row_bytes(like)
 
     def keep_for_graphs(self) -> None:
         """What a CUDA graph that is being captured may write to lasts, whatever replaces it later."""
@@ -131,7 +131,7 @@ class PeerBuffers:
             self._group.all_gather_object(None)
 
 
-def _row_bytes(like: Tensor) -> int:
+def row_bytes(like: Tensor) -> int:
     return like.shape[1] * like.element_size()
 
 

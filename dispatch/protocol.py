@@ -205,3 +205,11 @@ class Transport(Exchange, Protocol):
         Zero for what a routing lists behind its pairs.
         """
         ...
+
+
+def combine_at_once(
+    transport: Transport, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
+) -> Callable[[], Tensor]:
+    """`start_combine_pairs` where sums have nothing to travel beside, or no way to."""
+    out_TH = transport.combine_pairs(values_PH, weights_P, receipt)
+    return lambda: out_TH

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import Dispatch
-from sonic_ep.dispatch.peer_buffers import Allocate, PeerBuffers, RowBuffers
+from sonic_ep.dispatch.peer_buffers import Allocate, PeerBuffers, RowBuffers, row_bytes
 from sonic_ep.dispatch.plan import sizes_on_host
-from sonic_ep.dispatch.protocol import Opened, Receipt, Splits
+from sonic_ep.dispatch.protocol import Opened, Receipt, Splits, combine_at_once
 from sonic_ep.dispatch.room import Forecast, Room, RowsForecast, plan_within
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
@@ -221,10 +221,9 @@ class SymmetricTransport:
         self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
     ) -> Callable[[], Tensor]:
         stride = receipt.num_rows // self.group.size
-        few = stride * values_PH.shape[1] * values_PH.element_size() < _WORTH_COPYING
+        few = stride * row_bytes(values_PH) < _WORTH_COPYING
         if self._dispatch == "push" or (self._dispatch == "auto" and few):
-            out_TH = self.combine_pairs(values_PH, weights_P, receipt)
-            return lambda: out_TH
+            return combine_at_once(self, values_PH, weights_P, receipt)
         sums_RH = gather_sum(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P)
         rows, sums_of = self._buffers.rows(sums_RH, stride), sums_RH.split(stride)
         sent = {rank: sums_of[rank] for rank in self._others()}

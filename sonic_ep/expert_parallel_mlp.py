@@ -12,14 +12,13 @@ Legend: T tokens and H hidden size on this rank, N pairs sent, R received rows, 
 I expert width, J = 2I if gated else I.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
-from sonic_ep.dispatch.protocol import Opened, Receipt, Transport
+from sonic_ep.dispatch.protocol import Opened, Receipt, Transport, combine_at_once
 from sonic_ep.kernels import expert_mlp
 from sonic_ep.kernels.activations import Activation
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
@@ -117,7 +116,7 @@ def backward(
 
     others_wait = len(receipt.splits.rows_out) > 1
     dw2 = None if others_wait else down_weights()
-    start_back = transport.start_combine_pairs if needs_w1 or needs_w2 else partial(_combine_pairs, transport)
+    start_back = transport.start_combine_pairs if needs_w1 or needs_w2 else partial(combine_at_once, transport)
     back = start_back(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, receipt)
     dgates_N = transport.return_pairs(ds_P, receipt)
     if others_wait:
@@ -131,12 +130,6 @@ def backward(
     if needs_b1 or needs_b2:
         db1, db2 = expert_mlp.backward_biases(ops, do_RH, kept.gates_P, dh_PJ, pairs)
     return back(), dgates_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None
-
-
-def _combine_pairs(transport: Transport, *args: Any) -> Callable[[], Tensor]:
-    """`start_combine_pairs` with nothing to travel beside."""
-    out_TH = transport.combine_pairs(*args)
-    return lambda: out_TH
 
 
 def _pair_lists(receipt: Receipt, call: Call) -> PairLists:
