@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.triton_interpreter import quicken_interpreter
+
 # Triton looks when it is imported.
 _OBSTACLE = "needs triton" if find_spec("triton") is None else "needs TRITON_INTERPRET=1 when the tests start"
 interpreted = pytest.mark.skipif(
@@ -24,6 +26,8 @@ class Implementation:
     device: torch.device
 
     def module(self, name: str) -> Any:
+        if self == INTERPRETED:
+            quicken_interpreter()
         return import_module(f"sonic_ep.{self.folder}.{name}")
 
 
