@@ -187,13 +187,13 @@ class SymmetricTransport:
 
     def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
         needed, _, pairs_SQ = receipt.own_lists
-        return self._send(x_TH.contiguous(), needed, pairs_SQ, receipt.num_rows // self.group.size)
+        return self._send(x_TH.contiguous(), needed, pairs_SQ, self._stride(receipt))
 
     def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
         if self._dispatch == "push":
             rows_RH = self.dispatch(x_TH, receipt)
             return lambda: rows_RH
-        return self._copy(x_TH.contiguous(), receipt.num_rows // self.group.size)
+        return self._copy(x_TH.contiguous(), self._stride(receipt))
 
     def keep(self, rows_RH: Tensor) -> Tensor:
         return rows_RH.clone()
@@ -209,7 +209,7 @@ class SymmetricTransport:
         self, values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None, receipt: Receipt
     ) -> Tensor:
         _, tokens_S, pairs_SQ = receipt.own_lists
-        stride = receipt.num_rows // self.group.size
+        stride = self._stride(receipt)
         rows = self._buffers.rows(values_PH, stride)
         meeting, kernels = self._meet(), peer_kernels()
         there = rows.addresses[2]
@@ -220,7 +220,7 @@ class SymmetricTransport:
     def start_combine_pairs(
         self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
     ) -> Callable[[], Tensor]:
-        stride = receipt.num_rows // self.group.size
+        stride = self._stride(receipt)
         few = stride * row_bytes(values_PH) < _WORTH_COPYING
         if self._dispatch == "push" or (self._dispatch == "auto" and few):
             return combine_at_once(self, values_PH, weights_P, receipt)
@@ -237,8 +237,11 @@ class SymmetricTransport:
 
     def _sum_sent(self, back: Tensor, own: Tensor, receipt: Receipt) -> Tensor:
         needed, _, _ = receipt.own_lists
-        stride = receipt.num_rows // self.group.size
-        return peer_kernels().sum_sent(self._meet(), back, own, needed, receipt.num_tokens, stride)
+        return peer_kernels().sum_sent(self._meet(), back, own, needed, receipt.num_tokens, self._stride(receipt))
+
+    def _stride(self, receipt: Receipt) -> int:
+        """Rows of a source's region."""
+        return receipt.num_rows // self.group.size
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         _, _, pairs_SQ = receipt.own_lists
