@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.triton_interpreter import quicken_interpreter
+from tests.helpers.triton_device import kernel_module
 
 # Triton looks when it is imported.
 _OBSTACLE = "needs triton" if find_spec("triton") is None else "needs TRITON_INTERPRET=1 when the tests start"
@@ -20,20 +20,18 @@ interpreted = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Implementation:
-    """Functions of kernels/<module>.py, or of kernels/cuda/<module>.py, and the device to call them on."""
+    """Functions of kernels/<module>.py, or in Triton of kernels/cuda/<module>.py, and the device to call them on."""
 
-    folder: str
+    in_triton: bool
     device: torch.device
 
     def module(self, name: str) -> Any:
-        if self == INTERPRETED:
-            quicken_interpreter()
-        return import_module(f"sonic_ep.{self.folder}.{name}")
+        return kernel_module(name) if self.in_triton else import_module(f"sonic_ep.kernels.{name}")
 
 
-PLAIN = Implementation("kernels", torch.device("cpu"))
-INTERPRETED = Implementation("kernels.cuda", torch.device("cpu"))
-ON_GPU = Implementation("kernels.cuda", torch.device("cuda"))
+PLAIN = Implementation(False, torch.device("cpu"))
+INTERPRETED = Implementation(True, torch.device("cpu"))
+ON_GPU = Implementation(True, torch.device("cuda"))
 
 _KERNELS = [
     pytest.param(INTERPRETED, id="interpreted", marks=interpreted),

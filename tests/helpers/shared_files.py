@@ -2,20 +2,19 @@
 
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from sonic_ep.groups import EPGroup
 from sonic_ep.peer_memory import PeerMemory
+from tests.helpers.triton_device import kernel_module
 
 
 def shared_files(group: EPGroup, folder: str) -> Callable[[int], PeerMemory]:
     """An `allocate` for SymmetricTransport. Kernels are interpreted here, by few programs, with a clock of the host."""
     # Only here: a module of tests is loaded, and says that it skips, where there is no Triton.
-    peers, peer_rows, peer_pairs = (_kernels(name) for name in ("peers", "peer_rows", "peer_pairs"))
+    peers, peer_rows, peer_pairs = (kernel_module(name) for name in ("peers", "peer_rows", "peer_pairs"))
     peers.now = _now
     peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS, peer_pairs.PAIR_PROGRAMS = 2, 3, 6
     mapped: list[torch.Tensor] = []  # a mapping lasts as long as its tensor
@@ -30,10 +29,6 @@ def shared_files(group: EPGroup, folder: str) -> Callable[[int], PeerMemory]:
         return PeerMemory(views[group.rank], torch.tensor([view.data_ptr() for view in views]), views)
 
     return allocate
-
-
-def _kernels(name: str) -> Any:
-    return import_module(f"sonic_ep.kernels.cuda.{name}")
 
 
 def _now() -> int:

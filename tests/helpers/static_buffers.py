@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from importlib import import_module
 from unittest.mock import patch
 
 from torch.nn.functional import pad
@@ -14,6 +13,7 @@ from sonic_ep.kernels import operations
 from sonic_ep.routing import Routing, SizesOnHost
 from sonic_ep.transports import GroupTransport
 from tests.helpers.shared_files import shared_files
+from tests.helpers.triton_device import kernel_module
 
 
 def static_buffers(transport: GroupTransport, folder: str) -> AbstractContextManager[None]:
@@ -43,9 +43,7 @@ def with_spare(routing: Routing, spare: int, **bounds: int) -> Routing:
 @contextmanager
 def lists_with_room() -> Iterator[None]:
     """Index lists, and sums by them, by the kernels: those of plain torch have no room to spare."""
-    summed = import_module("sonic_ep.kernels.cuda.gather_sum").gather_sum
-    by_kernels = patch.object(
-        operations, "_lists", lambda module, on_gpu: import_module(f"sonic_ep.kernels.cuda.{module}")
-    )
+    summed = kernel_module("gather_sum").gather_sum
+    by_kernels = patch.object(operations, "_lists", lambda module, on_gpu: kernel_module(module))
     with by_kernels, patch.object(symmetric, "gather_sum", summed):
         yield

@@ -23,6 +23,12 @@ def triton_device() -> str:
     return "cuda"
 
 
+def kernel_module(name: str) -> Any:
+    """kernels/cuda/<name>.py, for helpers that are loaded where there is no Triton too."""
+    quicken_interpreter()
+    return import_module(f"sonic_ep.kernels.cuda.{name}")
+
+
 def let_scalars_be_range_bounds(patch: pytest.MonkeyPatch) -> None:
     """Triton 3.6's interpreter takes int() of arrays of one element, which NumPy 2.4 refuses."""
     interpreter = import_module("triton.runtime.interpreter")

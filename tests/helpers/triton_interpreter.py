@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,9 @@ from typing import Any
 
 @functools.cache
 def quicken_interpreter() -> None:
-    """In this process, from here on."""
+    """In this process, from here on, if it interprets kernels."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
     interpreter: Any = import_module("triton.runtime.interpreter")
     core: Any = import_module("triton.language.core")
     _replace_the_language_once(interpreter, core)
