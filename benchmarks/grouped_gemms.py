@@ -1,7 +1,7 @@
 """Time every grouped GEMM of the local layer over candidate tiles, and the whole layer, on one GPU.
 
     python benchmarks/grouped_gemms.py --out results.json [--shape qwen3_30b_a3b_ep8] [--tiles [up_backward ...]]
-                                       [--in-layer] [--rounds 12]
+                                       [--in-layer [up ...]] [--rounds 12]
 
 TFLOP/s counts useful operations only: 6 P d n forward, 12 P d n backward over P pairs. Times are medians over CUDA
 events, candidates taking turns in one run, on fresh random unit-scale inputs. `--in-layer` times the layer with the
@@ -15,10 +15,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import torch
 from local_problem import LocalProblem, tiled_pairs, topk_pairs
 from torch import Tensor
+from whole_tiles import whole_tiles
 
 from sonic_ep import load_config
 from sonic_ep.kernels.cuda import operations, tiles
@@ -77,7 +79,6 @@ IN_LAYER: dict[Operation, list[TileConfig]] = {
     "up": [
         TileConfig(128, 192, True, dynamic=True),
         TileConfig(128, 192, True, 2),
-        TileConfig(192, 128, True, 2),
         TileConfig(128, 256, False, dynamic=True),
     ],
     "down": [
@@ -85,15 +86,11 @@ IN_LAYER: dict[Operation, list[TileConfig]] = {
         TileConfig(128, 192, True, 1, 2),
         TileConfig(192, 128, True, dynamic=True),
         TileConfig(192, 128, True, 1, 2),
-        TileConfig(192, 128, True, 2),
-        TileConfig(256, 128, False, 1, 2),
         TileConfig(256, 192, False, 1, 2),
     ],
     "down_backward": [
         TileConfig(128, 128, True, dynamic=True),
         TileConfig(128, 128, True, 2),
-        TileConfig(192, 128, True, dynamic=True),
-        TileConfig(192, 128, True, 2),
     ],
     "weight_up": [
         TileConfig(128, 256, False),
@@ -130,7 +127,7 @@ class Problem(LocalProblem):
         x, w1, w2 = p.x.detach(), p.w1.detach(), p.w2.detach()
         rows, starts, rounded = lists.row_of_pair_P, lists.expert_starts_e, lists.rounded
         return {
-            "up": (lambda: o.up_projection(x, w1, None, rows, starts, p.activation, rounded=rounded), 2 * unit),
+            "up": (lambda: o.up_projection(x, w1, None, rows, starts, p.activation), 2 * unit),
             "down": (lambda: o.down_projection(p.a, w2, None, starts, rounded=rounded), unit),
             "down_backward": (
                 lambda: o.down_projection_backward(p.dout, w2, None, p.h, p.gates, rows, starts, p.activation),
@@ -170,12 +167,8 @@ def with_tile(tile: TileConfig, call: Callable[[], Any], only: Operation | None 
         return tile if only in (None, operation) else tiles.tile_config(operation, *shape, **rows)
 
     def run() -> None:
-        kept, operations._PLANS = operations._PLANS, plans
-        chosen, operations.tile_config = operations.tile_config, tile_config
-        try:
+        with patch.multiple(operations, _PLANS=plans, tile_config=tile_config):
             call()
-        finally:
-            operations._PLANS, operations.tile_config = kept, chosen
 
     return run
 
@@ -205,27 +198,31 @@ def time_tiles(problem: Problem, operations: Sequence[str], rounds: int) -> dict
 
 
 def time_layer(problem: Problem) -> dict[str, float]:
-    """The table's tiles: each operation, gather-sum, the local layer forward and backward."""
+    """The table's tiles: each operation, gather-sum, the local layer forward and backward, also with whole tiles."""
     p, lists = problem, problem.lists
     y = operations.down_projection(p.a, p.w2.detach(), None, lists.expert_starts_e, rounded=lists.rounded)
     forward, backward = p.kernels()
     by_row = (p.receipt.pairs_by_row_V, p.receipt.pair_starts_R)
     contestants: dict[str, Callable[[], Any]] = {name: call for name, (call, _) in p.calls().items()}
     contestants["gather_sum"] = lambda: gather_sum(y, *by_row, p.gates)
-    contestants["forward"], contestants["backward"] = forward, backward
+    for name, call in (("forward", forward), ("backward", backward)):
+        contestants[name], contestants[f"{name}, whole tiles"] = call, whole_tiles()(call)
     times = median_ms(contestants, 20)
     unit = 6 * p.P * p.d * p.n
     for name, ms in times.items():
-        print(f"  {name:14} {ms:.3f} ms")
+        print(f"  {name:21} {ms:.3f} ms")
     print(f"  forward {unit / times['forward'] / 1e9:.0f} TFLOP/s, backward {2 * unit / times['backward'] / 1e9:.0f}")
     return times
 
 
-def time_in_layer(problem: Problem, rounds: int) -> dict[str, dict[str, tuple[float, float]]]:
-    """Forward and backward milliseconds of the local layer with the tile of one operation replaced."""
+def time_in_layer(
+    problem: Problem, operations: Sequence[Operation], rounds: int
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Forward and backward ms of the local layer with the tile of one operation replaced, of these or of all."""
     forward, backward = problem.kernels()
     contestants: dict[str, Callable[[], Any]] = {}
-    for operation, candidates in IN_LAYER.items():
+    replaced: dict[Operation, list[TileConfig]] = {name: IN_LAYER[name] for name in operations or IN_LAYER}
+    for operation, candidates in replaced.items():
         for tile in candidates:
             for name, call in (("forward", forward), ("backward", backward)):
                 contestants[f"{operation} {tile} {name}"] = with_tile(tile, call, operation)
@@ -235,7 +232,7 @@ def time_in_layer(problem: Problem, rounds: int) -> dict[str, dict[str, tuple[fl
             str(tile): (times[f"{operation} {tile} forward"], times[f"{operation} {tile} backward"])
             for tile in candidates
         }
-        for operation, candidates in IN_LAYER.items()
+        for operation, candidates in replaced.items()
     }
     for operation, rows in results.items():
         print(f"in the layer: {operation:14}", ", ".join(f"{tile} {a:.3f} + {b:.3f}" for tile, (a, b) in rows.items()))
@@ -248,7 +245,12 @@ def main() -> None:
     parser.add_argument(
         "--tiles", nargs="*", choices=get_args(Operation), help="time every candidate tile of these too"
     )
-    parser.add_argument("--in-layer", action="store_true", help="time the layer with one operation's tile replaced")
+    parser.add_argument(
+        "--in-layer",
+        nargs="*",
+        choices=get_args(Operation),
+        help="time the layer with the tile of one of these replaced",
+    )
     parser.add_argument("--rounds", type=int, default=12, help="of tiles")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -261,8 +263,8 @@ def main() -> None:
         record["layer_ms"] = time_layer(problem)
         if options.tiles is not None:
             record["tiles_ms"] = time_tiles(problem, options.tiles, options.rounds)
-        if options.in_layer:
-            record["in_layer_ms"] = time_in_layer(problem, options.rounds)
+        if options.in_layer is not None:
+            record["in_layer_ms"] = time_in_layer(problem, options.in_layer, options.rounds)
         results["shapes"][shape] = record
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         del problem

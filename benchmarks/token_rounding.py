@@ -3,11 +3,12 @@
     python benchmarks/token_rounding.py --out results.json [--shape sparse_256]
 
 The same layer, tokens and weights with rounding "off" and "nearest" (every expert's count to the nearest multiple of
-128), the latter with exact and with static buffers, taking turns in one run. `router` is the router's forward alone:
-scores, choice, decision, selection, weights. `experts` is `sonic_ep.functional.moe` on either routing. Times are
-medians over CUDA events. The device has a backlog when the host begins, as in the middle of a model; where rounding
-makes the host wait for sizes, the time that the device then waits for launches is in. changed_share is the share of
-pairs that rounding changed.
+128), the latter with exact and with static buffers, taking turns in one run; "off" also with tiles that are computed
+whole, as sonic-moe has them, where ours compute an expert's last tile only as far as it has rows. `router` is the
+router's forward alone: scores, choice, decision, selection, weights. `experts` is `sonic_ep.functional.moe` on either
+routing. Times are medians over CUDA events. The device has a backlog when the host begins, as in the middle of a model;
+where rounding makes the host wait for sizes, the time that the device then waits for launches is in. changed_share is
+the share of pairs that rounding changed.
 """
 
 import argparse
@@ -15,11 +16,13 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from whole_tiles import whole_tiles
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
 from sonic_ep.config import Buffers, RoundingMode
@@ -31,8 +34,10 @@ SHAPES = {
     "sparse_256": (16384, 256, 4, 2048, 1024),
     "qwen3_next_80b_a3b": (16384, 512, 10, 2048, 512),
 }
+WHOLE_TILES = "off, whole tiles"
 MODES: dict[str, tuple[RoundingMode, Buffers]] = {
     "off": ("off", "exact"),
+    WHOLE_TILES: ("off", "exact"),
     "nearest": ("nearest", "exact"),
     "nearest, static": ("nearest", "static"),
 }
@@ -99,7 +104,8 @@ def race(contestants: dict[str, Contestant], rounds: int) -> dict[str, dict[str,
     }
     for round_number in range(rounds + 3):
         for mode, contestant in contestants.items():
-            measured = {"layer": contestant.step(), "experts": contestant.experts(), "router": contestant.router()}
+            with whole_tiles() if mode == WHOLE_TILES else nullcontext():
+                measured = {"layer": contestant.step(), "experts": contestant.experts(), "router": contestant.router()}
             if round_number >= 3:
                 for name, value in measured.items():
                     times[mode][name].append(value)
@@ -129,7 +135,7 @@ def main() -> None:
         print(shape, SHAPES[shape], flush=True)
         for mode, row in record.items():
             total = row["layer_forward_ms"] + row["layer_backward_ms"]
-            print(f"  {mode:10} {total:.3f} ms", {key: round(value, 3) for key, value in row.items()}, flush=True)
+            print(f"  {mode:16} {total:.3f} ms", {key: round(value, 3) for key, value in row.items()}, flush=True)
         results["shapes"][shape] = {"sizes": SHAPES[shape], "modes": record}
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         torch.cuda.empty_cache()

@@ -43,9 +43,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """y_PH, the expert output of every pair, before weights and sum, and h_PJ."""
     rows, starts, rounded = lists.row_of_pair_P, lists.expert_starts_e, lists.rounded
-    h_PJ, a_PI = ops.up_projection(
-        x_RH, weights.w1, weights.b1_eJ, rows, starts, activation, weights.up_eIH, rounded=rounded
-    )
+    h_PJ, a_PI = ops.up_projection(x_RH, weights.w1, weights.b1_eJ, rows, starts, activation, weights.up_eIH)
     return ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, starts, rounded=rounded), h_PJ
 
 

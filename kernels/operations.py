@@ -48,8 +48,6 @@ class Operations(Protocol):
         expert_starts_e: Tensor,
         activation: Activation,
         up_eIH: Tensor | None = None,
-        *,
-        rounded: bool = False,
     ) -> tuple[Tensor, Tensor]: ...
 
     def down_projection(

@@ -40,14 +40,11 @@ def up_projection(
     expert_starts_e: Tensor,
     activation: Activation,
     up_eIH: Tensor | None = None,
-    *,
-    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """H = X[row_of_pair] W1^T + b1 and A = act(H): gathered grouped GEMM with the activation in its epilogue.
 
-    w1: (e, J, H), or with `up_eIH` the gate alone, (e, I, H). rounded: do experts have whole tiles of rows, as a rule?
-    It changes no value, only how a GPU computes them.
-    Returns h_PJ and a_PI in the dtype of x. Source: SonicMoE, arXiv 2512.14080, section 4.
+    w1: (e, J, H), or with `up_eIH` the gate alone, (e, I, H). Returns h_PJ and a_PI in the dtype of x.
+    Source: SonicMoE, arXiv 2512.14080, section 4.
     """
     w1_eJH = interleave_apart(w1, up_eIH)
     P, J = row_of_pair_P.shape[0], w1_eJH.shape[1]
@@ -65,7 +62,10 @@ def up_projection(
 def down_projection(
     a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, rounded: bool = False
 ) -> Tensor:
-    """y_PH = A W2^T + b2: grouped GEMM. rounded: as above."""
+    """y_PH = A W2^T + b2: grouped GEMM.
+
+    rounded: do experts have whole tiles of rows, as a rule? It changes no value, only how a GPU computes them.
+    """
     y_PH = a_PI.new_empty(a_PI.shape[0], w2_eHI.shape[1])
     for expert, rows in _experts(expert_starts_e):
         y = _up(a_PI[rows]) @ _up(w2_eHI[expert]).T

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.cuda import operations
-from sonic_ep.kernels.cuda.tiles import FEW_ROWS
 
-# Row and expert counts are symbols in the compiled kernels. An expert has many rows here: where it has few, it takes a
-# "rounded" one's kernels.
-_EXPERTS, _ROWS, _PAIRS = 2, 256, 4 * FEW_ROWS
+# Row and expert counts are symbols in the compiled kernels.
+_EXPERTS, _ROWS, _PAIRS = 2, 256, 512
 
 
 @contextmanager
@@ -60,6 +58,7 @@ def compile_operations(
     rows, starts = meta(_PAIRS, kind=torch.int32), meta(_EXPERTS + 1, kind=torch.int32)
     o = operations
     calls: dict[str, Callable[[], object]] = {
+        "up_projection": lambda: o.up_projection(x, w1, b1, rows, starts, act),
         "down_projection_backward": lambda: o.down_projection_backward(x, w2, None, h, gates, rows, starts, act),
         "weight_grad of w1": lambda: o.weight_grad(h, x, rows, starts),
         "weight_grad of w2": lambda: o.weight_grad(a, x, rows, starts, transposed=True),
@@ -72,21 +71,19 @@ def compile_operations(
     }
     gate_and_up = act.gated and not bias  # what `moe` takes apart
     if gate_and_up:
-        calls["weight_grad of gate and up"] = lambda: o.weight_grad(h, x, rows, starts, halves=True)
-    for kind, rounded in (("ragged", False), ("rounded", True)):
-        up_projection, down_projection, up_projection_backward = (
-            partial(call, rounded=rounded) for call in (o.up_projection, o.down_projection, o.up_projection_backward)
-        )
         calls |= {
-            f"up_projection, {kind}": partial(up_projection, x, w1, b1, rows, starts, act),
-            f"down_projection, {kind}": partial(down_projection, a, w2, b2, starts),
-            f"up_projection_backward, {kind}": partial(up_projection_backward, h, w1, starts),
+            "up_projection of gate and up": lambda: o.up_projection(x, gate, None, rows, starts, act, up),
+            "weight_grad of gate and up": lambda: o.weight_grad(h, x, rows, starts, halves=True),
+        }
+    for kind, rounded in (("ragged", False), ("rounded", True)):
+        down = partial(o.down_projection, rounded=rounded)
+        up_backward = partial(o.up_projection_backward, rounded=rounded)
+        calls |= {
+            f"down_projection, {kind}": partial(down, a, w2, b2, starts),
+            f"up_projection_backward, {kind}": partial(up_backward, h, w1, starts),
         }
         if gate_and_up:
-            calls |= {
-                f"up_projection of gate and up, {kind}": partial(up_projection, x, gate, None, rows, starts, act, up),
-                f"up_projection_backward of gate and up, {kind}": partial(up_projection_backward, h, gate, starts, up),
-            }
+            calls[f"up_projection_backward of gate and up, {kind}"] = partial(up_backward, h, gate, starts, up)
     with _nothing_launched():
         for name, call in calls.items():
             begun = time.monotonic()

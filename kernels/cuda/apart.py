@@ -3,14 +3,13 @@
 DeepSpeed's AutoEP holds the two in tensors of their own, (e, I, H) each. The rows of the interleaved (e, J, H) operand
 then lie at addresses that two strides describe: H from one gate row to the next, and the distance of the two tensors
 from a gate row to its up row. To TMA that is a stride like any other, so all that is missing is a tensor that says so:
-`apart` makes it, and a kernel of an `ApartMod` knows how to read it. quack has the same for halves of one tensor, where
-the distance follows from the shape (`concat_layout`).
+`apart` makes it, and a kernel of an `apart_mod` knows how to read it. quack has the same for halves of one tensor,
+where the distance follows from the shape (`concat_layout`).
 
 Legend: e local experts, I expert width, J = 2I, H hidden size.
 """
 
 import functools
-import hashlib
 from typing import Any
 
 import cutlass.cute as cute
@@ -19,11 +18,13 @@ from cutlass import Int64, const_expr
 from quack.epilogue.frontend import EpiMod
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.changed_mod import ChangedMod
+
 _STRIDE_UNIT, _STRIDE_LIMIT = 16, 1 << 40  # bytes: TMA's strides are multiples of the one and below the other
 
 
 def apart(gate_eIH: Tensor, up_eIH: Tensor) -> Tensor | None:
-    """The operand of the kernels of an `ApartMod`: what two contiguous tensors, of one shape and dtype, make together.
+    """The operand of the kernels of an `apart_mod`: what two contiguous tensors, of one shape and dtype, make together.
 
     Its shape is (e, J, H) and the stride of its second dimension the distance of the two; it is of no use to anything
     else. It holds neither of them. None where TMA cannot read them so: up before gate, or one of the two not at a
@@ -55,24 +56,10 @@ class _Memory:
         }
 
 
-class ApartMod(EpiMod):
-    """A quack epilogue whose kernels take a B that `apart` made."""
-
-    def __init__(self, mod: EpiMod) -> None:
-        self.__dict__.update(mod.__getstate__())  # without what was compiled for mod
-        self._call_cache: dict[Any, Any] = {}
-        # quack keeps compiled kernels, in memory and on disk, by this.
-        self.semantic_key = (*mod.semantic_key, "gate and up apart")
-        self.semantic_digest = hashlib.sha256(repr(self.semantic_key).encode()).hexdigest()
-        self._ident = f"{mod.fn.__name__}_{self.semantic_digest[:16]}"
-
-    def _mint(self, *key: Any) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _reading_apart(super()._mint(*key))
-
-
 @functools.cache
-def _reading_apart(kernel: type) -> type:
-    return type(f"{kernel.__name__}_apart", (_ReadsApart, kernel), {})
+def apart_mod(mod: EpiMod) -> EpiMod:
+    """A quack epilogue whose kernels take a B that `apart` made."""
+    return ChangedMod(mod, _ReadsApart, "gate and up apart")
 
 
 class _ReadsApart:

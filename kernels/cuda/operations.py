@@ -2,8 +2,8 @@
 
 quack (Dao-AILab/quack, Apache-2.0) brings variable-length grouped GEMMs with a gathered operand and epilogues written
 as functions of the accumulator. Here a *plan* (a compiled kernel and its launch recipe) is kept per operation and shape
-class, and launched for any number of rows: nothing is tuned by row counts, and one choice of two follows from them,
-whether ragged experts have few (tiles.py).
+class, and launched for any number of rows: nothing depends on row counts. On Hopper, tiles are computed only as far as
+they have rows (partial_tiles.py).
 
 Legend: R rows, H hidden size, P pair-buffer rows, e local experts, I expert width, J = 2I if gated else I.
 """
@@ -26,10 +26,11 @@ from torch import Tensor
 
 from sonic_ep.kernels.activations import Activation, interleave_apart
 from sonic_ep.kernels.cuda import gpt_oss
-from sonic_ep.kernels.cuda.apart import ApartMod, apart
+from sonic_ep.kernels.cuda.apart import apart, apart_mod
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
+from sonic_ep.kernels.cuda.partial_tiles import partial_tiles_mod
 from sonic_ep.kernels.cuda.sizes import cdiv
-from sonic_ep.kernels.cuda.tiles import FEW_ROWS, Operation, TileConfig, tile_config
+from sonic_ep.kernels.cuda.tiles import Operation, TileConfig, tile_config
 
 __all__ = [
     "ACTIVATION_NAMES",
@@ -80,9 +81,6 @@ def _bias_epilogue(acc, bias):  # type: ignore[no-untyped-def]  # traced by quac
     return {"D": acc + bias}
 
 
-_apart_mod = functools.cache(ApartMod)
-
-
 def _with_up_weights(mod: EpiMod, w1: Tensor, up_eIH: Tensor | None) -> tuple[EpiMod, Tensor]:
     """w1_eJH as a GEMM takes it, and the epilogue for that."""
     if up_eIH is None:
@@ -91,7 +89,7 @@ def _with_up_weights(mod: EpiMod, w1: Tensor, up_eIH: Tensor | None) -> tuple[Ep
     if operand is None:
         _say_that_weights_are_copied()
         return mod, interleave_apart(w1, up_eIH)
-    return _apart_mod(mod), operand
+    return apart_mod(mod), operand
 
 
 @functools.cache
@@ -111,7 +109,9 @@ def _run(
     C: Tensor | None = None,
     **arguments: Any,
 ) -> None:
-    """Launch the GEMM of an epilogue and a shape class, planned at its first use."""
+    """Launch the GEMM over rows of an epilogue and a shape class, planned at its first use."""
+    if get_device_capacity(A.device)[0] == 9:
+        mod = partial_tiles_mod(mod)
     key = (mod, tile, *key)
     plan = _PLANS.get(key)
     if plan is None:
@@ -125,9 +125,8 @@ def _tile_counter(config: GemmConfig, like: Tensor) -> Tensor | None:
     return like.new_zeros(1, dtype=torch.int32) if config.is_dynamic_persistent else None
 
 
-def _tile(operation: Operation, N: int, other: int, tensor: Tensor, **rows: bool) -> TileConfig:
-    """rows: what tile_config asks about them."""
-    return tile_config(operation, N, other, get_device_capacity(tensor.device)[0], **rows)
+def _tile(operation: Operation, N: int, other: int, tensor: Tensor, *, rounded: bool = False) -> TileConfig:
+    return tile_config(operation, N, other, get_device_capacity(tensor.device)[0], rounded=rounded)
 
 
 def _config(tile: TileConfig, tensor: Tensor) -> GemmConfig:
@@ -157,8 +156,6 @@ def up_projection(
     expert_starts_e: Tensor,
     activation: Activation,
     up_eIH: Tensor | None = None,
-    *,
-    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See kernels/reference.py."""
     P, J = row_of_pair_P.shape[0], w1.shape[1] if up_eIH is None else 2 * w1.shape[1]
@@ -172,7 +169,7 @@ def up_projection(
     if b1_eJ is not None:
         arguments["mRowVecBroadcast"] = b1_eJ
     operation: Operation = "up_clamped" if activation.name == gpt_oss.NAME and b1_eJ is not None else "up"
-    tile = _tile(operation, J, x_RH.shape[1], x_RH, rounded=rounded)
+    tile = _tile(operation, J, x_RH.shape[1], x_RH)
     _run(_class_key("up", x_RH, w1_eJH, b1_eJ), mod, tile, x_RH, w1_eJH.mT, **arguments)
     return h_PJ, a_PI
 
@@ -207,12 +204,12 @@ def _grouped_rows(
 ) -> Tensor:
     """rows_PK @ weights of each row's expert, through an epilogue."""
     P, K = rows_PK.shape
-    e, N = expert_starts_e.shape[0] - 1, weights_eKN.shape[2]
+    N = weights_eKN.shape[2]
     out_PN = rows_PK.new_empty(P, N)
     if P == 0:
         return out_PN
     arguments |= {"out": {"D": out_PN}, "cu_seqlens_m": expert_starts_e}
-    tile = _tile(operation, N, K, rows_PK, rounded=rounded, few_rows=P < FEW_ROWS * e)
+    tile = _tile(operation, N, K, rows_PK, rounded=rounded)
     _run(_class_key(operation, rows_PK, weights_eKN), mod, tile, rows_PK, weights_eKN, **arguments)
     return out_PN
 

@@ -1,10 +1,10 @@
 """Tile choice per (operation, shape class, architecture): a table, filled by measurement, never by tuning at run time.
 
-A shape class is the two sizes of a GEMM that do not change from step to step, whether experts' rows are rounded to
-whole tiles of 128, and whether experts have few rows in the mean. Nothing else depends on row counts, which change.
+A shape class is the two sizes of a GEMM that do not change from step to step, and whether experts' rows are rounded to
+whole tiles of 128. Nothing depends on row counts, which change.
 Most GEMMs over rows draw their tiles from a counter: with ragged experts, CTAs that take every 132nd tile drift apart
 until the experts in flight no longer fit the L2, unless pairs of them share the rows that they read. Their cluster
-along M stays 1: with 2 an expert's rows would be padded to 256.
+along M stays 1: with 2 a CTA idles where an expert has an odd number of tiles.
 """
 
 from dataclasses import dataclass
@@ -48,30 +48,23 @@ _SM100 = TileConfig(128, 128, False)
 # Sizes above this, as DeepSeek-V3's d of 7168 and Mixtral's n of 14336, want other tiles in some operations.
 LARGE = 6144
 
-# Experts have few rows where the mean is below this. Of 256 ragged rows, tiles of 192 compute 384, tiles of 128 in the
-# mean 320; of 320 rows both compute 384.
-FEW_ROWS = 288
 
-
-def tile_config(
-    operation: Operation, N: int, other: int, arch: int, *, rounded: bool = False, few_rows: bool = False
-) -> TileConfig:
+def tile_config(operation: Operation, N: int, other: int, arch: int, *, rounded: bool = False) -> TileConfig:
     """The tile of a GEMM with N output columns.
 
     other: the GEMM's other fixed size, K over rows, M of weight gradients. arch: major compute capability, 9 or 10.
-    Raises ValueError for another. rounded: is an expert's number of rows a multiple of 128, as a rule? Then tiles of
-    192 rows would waste what rounding has saved. few_rows: fewer an expert than FEW_ROWS, in the mean?
+    Raises ValueError for another. rounded: is an expert's number of rows a multiple of 128, as a rule?
     """
     if arch == 10:
         return _SM100
     if arch != 9:
         raise ValueError(f"no tiles for compute capability {arch}.x; supported are 9.x (Hopper) and 10.x (Blackwell)")
-    return _hopper_tile(operation, N, other, rounded=rounded, few_rows=few_rows)
+    return _hopper_tile(operation, N, other, rounded=rounded)
 
 
-def _hopper_tile(operation: Operation, N: int, other: int, *, rounded: bool, few_rows: bool) -> TileConfig:
-    """Filled from benchmarks/results/grouped_gemms_{tiles,few_rows,large}_h200.json (docs/gpu_kernels.md)."""
-    divides, many_ragged = N % 192 == 0, not (rounded or few_rows)
+def _hopper_tile(operation: Operation, N: int, other: int, *, rounded: bool) -> TileConfig:
+    """Filled from benchmarks/results/grouped_gemms_{tiles,large,partial*}_h200.json (docs/gpu_kernels.md)."""
+    divides = N % 192 == 0
     match operation:
         case "down_backward":  # 192x128, 1 % of the layer faster for d=7168, spills registers
             return _PINGPONG_128
@@ -80,12 +73,12 @@ def _hopper_tile(operation: Operation, N: int, other: int, *, rounded: bool, few
         case _ if N < 192:
             return _PINGPONG_128
         case "up":
-            return _PINGPONG_192 if rounded and divides else _WIDE
+            return _PINGPONG_192 if divides else _WIDE
         case "up_clamped":  # not timed itself; without the clamp _WIDE costs 1 % on ragged experts, 10 % on even ones
             return _WIDE
         case "down" | "up_backward":
-            if many_ragged and not divides:
+            if not (rounded or divides):
                 return _TALL_PAIRS
-            if many_ragged and other > LARGE:
+            if not rounded and other > LARGE:
                 return _LARGE_PAIRS
             return _PINGPONG_192_PAIRS if cdiv(N, 192) % 2 == 0 else _PINGPONG_192

@@ -19,7 +19,7 @@ pytestmark = needs_compilers
 
 # And how many processes compile for it: Hopper has more tiles.
 ARCHITECTURES = {"sm_90a": 2, "sm_100a": 1}
-OPERATIONS, OF_GATE_AND_UP_APART = 11, 5
+OPERATIONS, OF_GATE_AND_UP_APART = 10, 4
 # The layers that have the latter.
 GATED_WITHOUT_BIAS = 8
 # Published shapes by name; the others as (d, n, activation, bias).

@@ -1,0 +1,215 @@
+"""Hopper GEMMs over rows that load and multiply an expert's last tile only as far as the expert has rows.
+
+quack computes whole tiles: it multiplies rows behind an expert's last, and where rows are gathered it fetches row 0 for
+each of them, so that one line of the L2 is read by all SMs at once. With ragged experts, each of which ends inside a
+tile, that is a good part of the time. Here the scheduler says how many rows a tile has; the gathering warps fetch no
+others, and of the 64-row blocks of the tensor cores' instruction only those that have rows are multiplied. Results are
+the same, bit for bit: the rows that remain are summed alike, and the others were never stored.
+
+Every method overrides one of quack's (GemmSm90, VarlenMTileScheduler, quack 0.6.5) and is traced by CuTe-DSL.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+from quack import copy_utils, sm90_utils
+from quack.epilogue.frontend import EpiMod
+from quack.gemm_sm90 import GemmSm90
+from quack.tile_scheduler import VarlenMTileScheduler, WorkTileInfo
+
+from sonic_ep.kernels.cuda.changed_mod import ChangedMod
+
+_BLOCK = 64  # rows of one WGMMA instruction
+_ROW_BITS = 10  # of a record: rows of the tiles of a cluster, at most 2 x 256; the expert is above them
+
+
+@functools.cache
+def partial_tiles_mod(mod: EpiMod) -> EpiMod:
+    """An epilogue in kernels for Hopper that compute no rows behind an expert's last."""
+    return ChangedMod(mod, _ComputesRowsOnly, "partial tiles")
+
+
+def _indices(work: WorkTileInfo) -> Any:
+    """(m, n, rows, expert)."""
+    return work.tile_idx
+
+
+class _RowsScheduler(VarlenMTileScheduler):
+    """Tells all warps how many rows a tile has, in tile_idx[2], where quack keeps what only a split K needs.
+
+    The warp that draws tiles finds out, and sends it to the others beside the expert's number: read by each from global
+    memory, it would come before every tile.
+    """
+
+    params: Any
+
+    @cute.jit
+    def initial_work_tile_info(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
+        work = VarlenMTileScheduler.initial_work_tile_info(self, loc=loc, ip=ip)
+        m, n, _, expert = _indices(work)
+        rows = self._rows_from(m, expert, work.is_valid_tile, self.params.tile_shape_mn[0])
+        return WorkTileInfo((m, n, rows, expert), work.is_valid_tile)
+
+    @cute.jit
+    def write_work_tile_to_smem(self, work: WorkTileInfo, *, loc: Any = None, ip: Any = None) -> None:
+        m, n, _, expert = _indices(work)
+        most = const_expr(self.params.tile_shape_mn[0] * self.params.cluster_shape_mnk[0])
+        assert most < 2**_ROW_BITS
+        record = (expert << _ROW_BITS) + self._rows_from(m, expert, work.is_valid_tile, most)
+        both = WorkTileInfo((m, n, None, record), work.is_valid_tile)
+        VarlenMTileScheduler.write_work_tile_to_smem(self, both, loc=loc, ip=ip)
+
+    @cute.jit
+    def get_current_work(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
+        work = VarlenMTileScheduler.get_current_work(self, loc=loc, ip=ip)
+        m, n, _, record = _indices(work)
+        rows = record & (2**_ROW_BITS - 1)
+        cluster_m = const_expr(self.params.cluster_shape_mnk[0])
+        if const_expr(cluster_m > 1):  # they were counted from the cluster's first tile
+            tile_m = const_expr(self.params.tile_shape_mn[0])
+            rows = cutlass.max(cutlass.min(rows - m % cluster_m * tile_m, tile_m), 0)
+        return WorkTileInfo((m, n, rows, record >> _ROW_BITS), work.is_valid_tile)
+
+    @cute.jit
+    def _rows_from(self, m: Int32, expert: Int32, valid: Boolean, most: cutlass.Constexpr[int]) -> Int32:
+        rows = Int32(most)
+        if valid and m // self.params.cluster_shape_mnk[0] == self._cur_num_clusters_m - 1:
+            starts = self.params.cu_seqlens_m
+            left = starts[expert + 1] - starts[expert] - m * self.params.tile_shape_mn[0]
+            rows = cutlass.max(cutlass.min(left, most), 0)
+        return rows
+
+    def get_split_k_tile_range(self, k_tile_total: Int32, rows: Int32, **_: Any) -> tuple[int, Any]:
+        """What a GEMM's loops over K get is all that they hear of a tile: the count of its K tiles knows the rows."""
+        count: Any = Int32(k_tile_total)
+        # Branches on what ptxas does not know to be one value per warp cost more than they save.
+        count.rows = cute.arch.make_warp_uniform(rows)
+        return 0, count
+
+
+class _ComputesRowsOnly:
+    # GemmSm90's
+    cta_tile_shape_mnk: Any
+    cluster_shape_mnk: Any
+    atom_layout_mnk: Any
+    a_layout: Any
+    ab_load_warp_id: Any
+    num_ab_load_warps: Any
+    _make_gmem_tiled_copy_A: Any
+
+    def get_scheduler_class(self, varlen_m: bool = False) -> type:
+        assert varlen_m
+        return _RowsScheduler
+
+    @cute.jit
+    def _make_gather_A_copy(
+        self, mA: Any, sA: Any, varlen: Any, tile_idx: Any, expert: Int32
+    ) -> tuple[tuple[Callable[..., None], Callable[..., None]], None]:
+        """Two functions that copy a tile's rows of one K tile into a stage, 16 bytes a thread and row.
+
+        The first is for whole tiles, the second looks which rows there are.
+        """
+        tile_m, tile_k = const_expr(self.cta_tile_shape_mnk[0]), const_expr(self.cta_tile_shape_mnk[2])
+        tiled_copy = self._make_gmem_tiled_copy_A(mA.element_type, self.a_layout, self.num_ab_load_warps * 32)
+        thread = tiled_copy.get_slice(cute.arch.thread_idx()[0] - cute.arch.WARP_SIZE * self.ab_load_warp_id)
+        to = copy_utils.partition_D_position_independent(thread, sA)
+        at = thread.partition_S(cute.make_identity_tensor((tile_m, tile_k)))
+        count, width = const_expr(cute.size(at, mode=[1])), const_expr(cute.size(at, mode=[0]))
+        assert cute.size(at, mode=[2]) == 1
+        rows_m = cute.local_tile(varlen.offset_batch_AIdx(expert), (tile_m,), (tile_idx[0],))
+        left_m = varlen.len_m(expert) - tile_idx[0] * tile_m
+        left_k = varlen.len_k(expert) - at[0, 0, 0][1]
+        # Read before it is known which of the two it will be: of rows that are not there, the expert's last one.
+        row = cute.make_rmem_tensor(count, Int32)
+        for i in cutlass.range_constexpr(count):
+            row[i] = rows_m[cutlass.min(at[0, i, 0][0], left_m - 1)]
+        chunks = cute.logical_divide(mA, (None, tile_k))
+        chunk = at[0, 0, 0][1] // width
+
+        def copy_rows(k_tile: Int32, stage: Int32, whole: bool, pred: bool) -> None:
+            inside = None
+            if const_expr(pred):
+                inside = cute.make_rmem_tensor(1, Boolean)
+                inside[0] = k_tile * tile_k < left_k
+            for i in cutlass.range_constexpr(count):
+                if const_expr(whole) or at[0, i, 0][0] < left_m:
+                    values = cute.append_ones(chunks[row[i], (None, k_tile)], up_to_rank=2)
+                    source = cute.tiled_divide(values, (width, 1))[None, chunk, 0]
+                    cute.copy(thread, source, to[None, i, 0, stage], pred=inside)
+
+        def copy_whole(k_tile: Int32, stage: Int32, pred: bool = False) -> None:
+            copy_rows(k_tile, stage, True, pred)
+
+        def copy_fewer(k_tile: Int32, stage: Int32, pred: bool = False) -> None:
+            copy_rows(k_tile, stage, False, pred)
+
+        return (copy_whole, copy_fewer), None
+
+    @cute.jit
+    def load_AB_gather_A(
+        self, pipeline: Any, state: Any, copy_A: Any, prefetch: None, copy_B: Any, k_tiles: Any, varlen_m: bool = True
+    ) -> Any:
+        # Whole tiles have a loop of their own: with conditions in it, it takes up to 20 % longer.
+        copy_whole, copy_fewer = copy_A
+        after = state
+        if k_tiles.rows >= self.cta_tile_shape_mnk[0]:
+            after = GemmSm90.load_AB_gather_A(self, pipeline, state, copy_whole, prefetch, copy_B, k_tiles)
+        else:
+            after = GemmSm90.load_AB_gather_A(self, pipeline, state, copy_fewer, prefetch, copy_B, k_tiles)
+        return after
+
+    @cute.jit
+    def mma(
+        self, pipeline: Any, state: Any, mma_fn: Any, acc: Any, acc_slow: None, k_tiles: Any, warp_group: Int32
+    ) -> Any:
+        # Warp groups that share a tile take its blocks in turns; in ping-pong each has a tile of its own.
+        sharing = const_expr(self.atom_layout_mnk[0])
+        blocks = (k_tiles.rows + (_BLOCK - 1)) // _BLOCK
+        if const_expr(sharing > 1):
+            blocks = (blocks - warp_group + (sharing - 1)) // sharing
+        least = const_expr(0 if sharing * self.cluster_shape_mnk[0] > 1 else 1)
+        most = const_expr(cute.size(acc, mode=[1]))
+        return self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, most, least)
+
+    @cute.jit
+    def _multiply(
+        self,
+        pipeline: Any,
+        state: Any,
+        mma_fn: Any,
+        acc: Any,
+        k_tiles: Any,
+        warp_group: Int32,
+        blocks: Int32,
+        most: cutlass.Constexpr[int],
+        least: cutlass.Constexpr[int],
+    ) -> Any:
+        """The first `blocks` of a warp group's blocks, from least to most: a loop over K for each number of them."""
+        after = state
+        if const_expr(most == least):
+            fewer = _of_first_blocks(mma_fn, most)
+            after = GemmSm90.mma(self, pipeline, state, fewer, acc, None, k_tiles, warp_group)
+        else:
+            if blocks >= most:
+                fewer = _of_first_blocks(mma_fn, most)
+                after = GemmSm90.mma(self, pipeline, state, fewer, acc, None, k_tiles, warp_group)
+            else:
+                after = self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, most - 1, least)
+        return after
+
+
+def _of_first_blocks(mma_fn: Any, count: int) -> Callable[..., None]:
+    """quack's function for the products of one K tile, of the first blocks of rows alone."""
+    tiled_mma, acc, tCrA, tCrB = mma_fn.args
+    if count == 0:
+        return lambda **_: None
+    return functools.partial(sm90_utils.gemm_w_idx, tiled_mma, _first(acc, count), _first(tCrA, count), tCrB)
+
+
+def _first(tensor: Any, count: int) -> Any:
+    shape = (tensor.shape[0], count, *tensor.shape[2:])
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.layout.stride))

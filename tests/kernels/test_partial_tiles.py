@@ -1,0 +1,79 @@
+"""Tiles that are computed only as far as they have rows give what quack's own kernels give, bit for bit."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep.kernels.activations import activation_named
+from sonic_ep.kernels.cuda.tiles import TileConfig
+from sonic_ep.kernels.operations import operations_for
+
+pytestmark = pytest.mark.gpu
+
+# Around every number of 64-row blocks that a tile can have, and of tiles that a cluster can have.
+COUNTS = [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 321, 383, 384, 385, 0, 512, 600, 0]
+# (d, n) that between them take every tile of the table over rows.
+SHAPES = {"dividing": (1536, 768), "not dividing": (2048, 512), "large": (1152, 6272), "narrow": (128, 64)}
+
+
+def all_results(operations: ModuleType, d: int, n: int, *, rounded: bool) -> dict[str, Tensor]:
+    generator = torch.Generator(device="cuda").manual_seed(d + n)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
+
+    e, P, R = len(COUNTS), sum(COUNTS), 700
+    x, w1, w2, h, a, dh = draw(R, d), draw(e, 2 * n, d), draw(e, d, n), draw(P, 2 * n), draw(P, n), draw(P, 2 * n)
+    gates = torch.rand(P, device="cuda", generator=generator)
+    rows = torch.randint(R, (P,), device="cuda", dtype=torch.int32, generator=generator)
+    starts = torch.tensor([0, *COUNTS], device="cuda").cumsum(0).int()
+    act = activation_named("swiglu")
+    up = operations.up_projection(x, w1, None, rows, starts, act)
+    backward = operations.down_projection_backward(x, w2, None, h, gates, rows, starts, act)
+    return {
+        **dict(zip(("H", "A"), up, strict=True)),
+        **dict(zip(("dH", "A'", "dS"), backward, strict=True)),
+        "Y": operations.down_projection(a, w2, None, starts, rounded=rounded),
+        "dX": operations.up_projection_backward(dh, w1, starts, rounded=rounded),
+    }
+
+
+@pytest.fixture
+def on_hopper() -> ModuleType:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("only Hopper's kernels are changed")
+    rows, w2 = torch.empty(1, 64, device="cuda").bfloat16(), torch.empty(1, 64, 64, device="cuda").bfloat16()
+    operations = operations_for(rows, w2, activation_named("swiglu"))
+    assert isinstance(operations, ModuleType)
+    return operations
+
+
+def assert_equal_to_whole_tiles(
+    operations: ModuleType, d: int, n: int, monkeypatch: pytest.MonkeyPatch, *, rounded: bool = False
+) -> None:
+    got = all_results(operations, d, n, rounded=rounded)
+    with monkeypatch.context() as patch:
+        patch.setattr(operations, "partial_tiles_mod", lambda mod: mod)
+        wanted = all_results(operations, d, n, rounded=rounded)
+    for name, tensor in got.items():
+        assert torch.isfinite(tensor).all(), name
+        assert torch.equal(tensor, wanted[name]), name
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["ragged", "rounded"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_tables_tiles(
+    shape: str, rounded: bool, on_hopper: ModuleType, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_equal_to_whole_tiles(on_hopper, *SHAPES[shape], monkeypatch, rounded=rounded)
+
+
+@pytest.mark.parametrize("tile", [TileConfig(128, 128, True, 2), TileConfig(128, 128, False, 2)], ids=str)
+def test_clusters_whose_second_tile_may_have_no_rows(
+    tile: TileConfig, on_hopper: ModuleType, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_hopper, "tile_config", lambda *_, **__: tile)
+    monkeypatch.setattr(on_hopper, "_PLANS", {})
+    assert_equal_to_whole_tiles(on_hopper, 512, 256, monkeypatch)
