@@ -89,8 +89,11 @@ class Problem(LocalProblem):
         c = self.config
         router = RouterConfig(linear_dtype=linear_dtype)
         config = MoEConfig(d=c.d, n=c.n, E=c.E, K=c.K, router=router, rounding=RoundingConfig(mode="off"))
-        layer = MoE(config, seed=0, device="cuda", dtype=torch.bfloat16)
+        layer = MoE(config, seed=0, device="meta", dtype=torch.bfloat16).to_empty(device="cuda")
         layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
+        torch.nn.init.normal_(layer.router.weight, std=config.init_std)
+        for buffer in layer.buffers():
+            buffer.zero_()
         inputs = [self.x, layer.experts.w1, layer.experts.w2, layer.router.weight]
         return lambda: (layer(self.x).y, inputs)
 

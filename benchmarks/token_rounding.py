@@ -67,9 +67,13 @@ class Contestant:
         capacity = CAPACITY if buffers == "static" else None
         rounding = dataclasses.replace(config.rounding, mode=rounding_mode, capacity_factor=capacity)
         config = dataclasses.replace(config, rounding=rounding, transport=TransportConfig(buffers=buffers))
-        self.layer = MoE(config, seed=0, device="cuda", dtype=torch.bfloat16)
-        self.layer.router.weight.data.mul_(config.d**-0.5 / config.init_std)  # logits of unit scale
+        self.layer = MoE(config, seed=0, device="meta", dtype=torch.bfloat16).to_empty(device="cuda")
         generator = torch.Generator("cuda").manual_seed(0)
+        for parameter in self.layer.parameters():  # of experts as ever, of the router so that logits are of unit scale
+            std = config.d**-0.5 if parameter is self.layer.router.weight else config.init_std
+            torch.nn.init.normal_(parameter, std=std, generator=generator)
+        for buffer in self.layer.buffers():
+            buffer.zero_()
         self.x = torch.randn(T, config.d, device="cuda", generator=generator).bfloat16().requires_grad_()
         self.dy = torch.randn(T, config.d, device="cuda", generator=generator).bfloat16()
         self.group = EPGroup.alone()
