@@ -89,7 +89,7 @@ def layers_in(folder: Path) -> list[str]:
     return layers
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # the tests of other files run while it compiles (conftest.py)
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Compiled]]]:
     """Both architectures at once: two cores."""
     with ThreadPoolExecutor(len(ARCHITECTURES)) as threads:
@@ -99,7 +99,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futur
         }
 
 
-@pytest.mark.usefixtures("matrix")  # which compiles meanwhile
+@pytest.mark.usefixtures("matrix")  # which starts the compilers
 def test_kernels_on_disk_are_as_old_as_our_sources() -> None:
     program = "import sonic_ep.kernels.cuda.operations, quack.cache; print(*quack.cache.EXTRA_SOURCE_DIRS)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
