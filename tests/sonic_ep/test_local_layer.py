@@ -117,13 +117,13 @@ def test_operations_hear_whether_rows_are_rounded(monkeypatch: pytest.MonkeyPatc
 
         return call
 
-    for name in ("up_projection", "down_projection", "up_projection_backward"):
+    for name in ("down_projection", "up_projection_backward"):
         monkeypatch.setattr(reference, name, listening(getattr(reference, name)))
     for mode, training in (("apportion", True), ("apportion", False), ("off", True)):
         layer = MoE(CONFIG.replace(rounding=RoundingConfig(mode=mode, t=4, G=8)), seed=0).train(training)
         run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
         run(torch.randn(50, 8)).y.sum().backward()
-        assert heard == [mode != "off" and training] * 3, mode
+        assert heard == [mode != "off" and training] * 2, mode
         heard.clear()
 
 
