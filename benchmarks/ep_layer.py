@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from across_ranks import captured, measure_layer, summary, timed, topk_routing
+from random_layer import layer_without_experts
 from torch import Tensor
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, load_config
@@ -66,12 +67,8 @@ class Problem:
     def with_router(self, transport: TransportConfig) -> MoE:
         rounding = RoundingConfig(capacity_factor=CAPACITY)
         config = replace(self.config, shared_n=0, shared_gate=False, rounding=rounding, transport=transport)
-        layer = MoE(config, self.group, seed=0, device="meta", dtype=torch.bfloat16).to_empty(device="cuda")
+        layer = layer_without_experts(config, self.group, router_std=config.d**-0.5)  # logits of unit scale
         layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
-        generator = torch.Generator("cuda").manual_seed(0)
-        layer.router.weight.data.normal_(std=config.d**-0.5, generator=generator)  # logits of unit scale
-        for buffer in layer.buffers():
-            buffer.zero_()
         return layer
 
     def step(self, transport: Transport) -> tuple[Tensor, ...]:

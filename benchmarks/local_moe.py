@@ -28,9 +28,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from local_problem import LocalProblem, topk_pairs
+from random_layer import layer_without_experts
 from torch import Tensor
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, load_config
+from sonic_ep import EPGroup, MoEConfig, RoundingConfig, RouterConfig, load_config
 from sonic_ep.config import LinearDtype
 from sonic_ep.functional import moe
 from sonic_ep.transports import transport_for
@@ -89,11 +90,8 @@ class Problem(LocalProblem):
         c = self.config
         router = RouterConfig(linear_dtype=linear_dtype)
         config = MoEConfig(d=c.d, n=c.n, E=c.E, K=c.K, router=router, rounding=RoundingConfig(mode="off"))
-        layer = MoE(config, seed=0, device="meta", dtype=torch.bfloat16).to_empty(device="cuda")
+        layer = layer_without_experts(config, router_std=config.init_std)
         layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
-        torch.nn.init.normal_(layer.router.weight, std=config.init_std)
-        for buffer in layer.buffers():
-            buffer.zero_()
         inputs = [self.x, layer.experts.w1, layer.experts.w2, layer.router.weight]
         return lambda: (layer(self.x).y, inputs)
 

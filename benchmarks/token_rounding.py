@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_layer import layer_without_experts
 from torch import Tensor
 from whole_tiles import whole_tiles
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
+from sonic_ep import EPGroup, MoEConfig, RoundingConfig, TransportConfig
 from sonic_ep.config import Buffers, RoundingMode
 from sonic_ep.functional import moe
 from sonic_ep.transports import transport_for
@@ -67,13 +68,10 @@ class Contestant:
         capacity = CAPACITY if buffers == "static" else None
         rounding = dataclasses.replace(config.rounding, mode=rounding_mode, capacity_factor=capacity)
         config = dataclasses.replace(config, rounding=rounding, transport=TransportConfig(buffers=buffers))
-        self.layer = MoE(config, seed=0, device="meta", dtype=torch.bfloat16).to_empty(device="cuda")
+        self.layer = layer_without_experts(config, router_std=config.d**-0.5)  # logits of unit scale
         generator = torch.Generator("cuda").manual_seed(0)
-        for parameter in self.layer.parameters():  # of experts as ever, of the router so that logits are of unit scale
-            std = config.d**-0.5 if parameter is self.layer.router.weight else config.init_std
-            torch.nn.init.normal_(parameter, std=std, generator=generator)
-        for buffer in self.layer.buffers():
-            buffer.zero_()
+        for parameter in self.layer.experts.parameters():
+            torch.nn.init.normal_(parameter, std=config.init_std, generator=generator)
         self.x = torch.randn(T, config.d, device="cuda", generator=generator).bfloat16().requires_grad_()
         self.dy = torch.randn(T, config.d, device="cuda", generator=generator).bfloat16()
         self.group = EPGroup.alone()

@@ -2,16 +2,13 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 from sonic_ep.kernels.cuda import operations
-
-_PLANS: dict[tuple[object, ...], Any] = {}
 
 
 @contextmanager
 def whole_tiles() -> Generator[None, None, None]:
     """Within, on Hopper, every tile is computed whole."""
-    with patch.multiple(operations, _PLANS=_PLANS, partial_tiles_mod=lambda mod: mod):
+    with patch.object(operations, "partial_tiles_mod", lambda mod: mod):  # plans are kept by mod
         yield

@@ -130,7 +130,7 @@ class _ComputesRowsOnly:
         chunks = cute.logical_divide(mA, (None, tile_k))
         chunk = at[0, 0, 0][1] // width
 
-        def copy_rows(k_tile: Int32, stage: Int32, whole: bool, pred: bool) -> None:
+        def copy(whole: bool, k_tile: Int32, stage: Int32, pred: bool = False) -> None:
             inside = None
             if const_expr(pred):
                 inside = cute.make_rmem_tensor(1, Boolean)
@@ -141,13 +141,7 @@ class _ComputesRowsOnly:
                     source = cute.tiled_divide(values, (width, 1))[None, chunk, 0]
                     cute.copy(thread, source, to[None, i, 0, stage], pred=inside)
 
-        def copy_whole(k_tile: Int32, stage: Int32, pred: bool = False) -> None:
-            copy_rows(k_tile, stage, True, pred)
-
-        def copy_fewer(k_tile: Int32, stage: Int32, pred: bool = False) -> None:
-            copy_rows(k_tile, stage, False, pred)
-
-        return (copy_whole, copy_fewer), None
+        return (functools.partial(copy, True), functools.partial(copy, False)), None
 
     @cute.jit
     def load_AB_gather_A(
@@ -190,15 +184,11 @@ class _ComputesRowsOnly:
     ) -> Any:
         """The first `blocks` of a warp group's blocks, from least to most: a loop over K for each number of them."""
         after = state
-        if const_expr(most == least):
+        if const_expr(most == least) or blocks >= most:
             fewer = _of_first_blocks(mma_fn, most)
             after = GemmSm90.mma(self, pipeline, state, fewer, acc, None, k_tiles, warp_group)
         else:
-            if blocks >= most:
-                fewer = _of_first_blocks(mma_fn, most)
-                after = GemmSm90.mma(self, pipeline, state, fewer, acc, None, k_tiles, warp_group)
-            else:
-                after = self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, most - 1, least)
+            after = self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, most - 1, least)
         return after
 
 

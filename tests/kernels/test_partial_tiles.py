@@ -75,5 +75,4 @@ def test_clusters_whose_second_tile_may_have_no_rows(
     tile: TileConfig, on_hopper: ModuleType, poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_hopper, "tile_config", lambda *_, **__: tile)
-    monkeypatch.setattr(on_hopper, "_PLANS", {})
     assert_equal_to_whole_tiles(on_hopper, 512, 256, monkeypatch)
