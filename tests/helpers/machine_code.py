@@ -2,9 +2,12 @@
 
 import os
 import re
+import struct
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from sonic_ep.kernels.operations import CUDA_MODULES
 NVDISASM = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / "nvdisasm"
 TENSOR_CORE = {"sm_90a": "HGMMA", "sm_100a": "UTCHMMA"}
 _EM_CUDA = 190  # the ELF machine number of a cubin
+_INSTRUCTION = 16  # bytes
 _MISSING = missing_extra("cuda", *CUDA_MODULES)
 if _MISSING is None and not NVDISASM.is_file():
     _MISSING = "nvdisasm not found; pip install nvidia-cuda-nvdisasm"
@@ -31,20 +35,57 @@ def cubin(compiled: Path) -> bytes:
     return data[device[0] :] if device else b""
 
 
-def faults(cubin: bytes, arch: str, *, tensor_core: bool) -> list[str]:
-    """What is wrong with a kernel's machine code for `arch`, each with the kernel's name."""
+def faults(cubins: Sequence[bytes], arch: str, *, tensor_core: bool) -> list[list[str]]:
+    """What is wrong with the machine code of each kernel for `arch`, with the kernel's name. All are read at once:
+    the disassembler takes longer to start than to read one.
+    """
+    found: list[list[str]] = []
+    names, codes = zip(*map(_kernel, cubins), strict=True)
+    instructions = iter(_disassembled(b"".join(codes), arch))
+    for name, code, data in zip(names, codes, cubins, strict=True):
+        own = [*islice(instructions, len(code) // _INSTRUCTION)]
+        spills = sum(re.search(r"\b(?:STL|LDL)\b", text) is not None for text in own)
+        ails = {
+            "no cubin": not data,
+            "no kernel in it": not own,
+            f"not for {arch}": f"sm_{_architecture(data)}" != arch.rstrip("a"),
+            f"{spills} accesses to spilled registers": spills > 0,
+            f"no {TENSOR_CORE[arch]}": tensor_core and not any(TENSOR_CORE[arch] in text for text in own),
+        }
+        found.append([f"{name}: {fault}" for fault, present in ails.items() if present])
+    return found
+
+
+def _kernel(cubin: bytes) -> tuple[str, bytes]:
+    """Name and machine code, from the sections named .text.NAME."""
     if not cubin:
-        return ["no cubin"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        return "", b""
+    (table,), (size, number, of_names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<3H", cubin, 0x3A)
+    # name, type, flags, address, offset, size of each
+    sections = [struct.unpack_from("<2I4Q", cubin, table + size * index) for index in range(number)]
+    names_at, found = sections[of_names][4], {}
+    for name_at, _, _, _, offset, length in sections:
+        start = names_at + name_at
+        name = cubin[start : cubin.index(b"\0", start)].decode()
+        if name.startswith(".text."):
+            found[name.removeprefix(".text.")] = cubin[offset : offset + length]
+    return next(iter(found), ""), b"".join(found.values())
+
+
+def _architecture(cubin: bytes) -> int | None:
+    """90 for sm_90: ABI 8 has moved it by a byte."""
+    if not cubin:
+        return None
+    flags = int.from_bytes(cubin[0x30:0x34], "little")
+    return flags >> 8 & 0xFF if cubin[8] >= 8 else flags & 0xFF
+
+
+def _disassembled(code: bytes, arch: str) -> list[str]:
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(code)
         file.flush()
-        code = subprocess.run([str(NVDISASM), "-c", file.name], capture_output=True, text=True, check=True).stdout
-    kernel = re.search(r"^\.text\.(\w+):$", code, flags=re.MULTILINE)
-    spills = re.findall(r"\b(?:STL|LDL)\b", code)
-    found = {
-        "no kernel in it": kernel is None,
-        f"not for {arch}": re.search(rf"\.target\t{arch}$|EF_CUDA_SM{arch[3:-1]}\b", code[:500], re.MULTILINE) is None,
-        f"{len(spills)} accesses to spilled registers": bool(spills),
-        f"no {TENSOR_CORE[arch]}": tensor_core and TENSOR_CORE[arch] not in code,
-    }
-    return [f"{kernel and kernel[1]}: {fault}" for fault, present in found.items() if present]
+        command = [str(NVDISASM), "-b", f"SM{arch.removeprefix('sm_')}", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.+)$", text, flags=re.MULTILINE)
+    assert len(lines) * _INSTRUCTION == len(code), f"{len(lines)} instructions in {len(code)} bytes"
+    return lines

@@ -11,7 +11,6 @@ with TP > 1, expert-TP 1 and EP = 1 its own experts carry `allreduce = True`, so
 data-parallel group and each tensor rank keeps the gradient of its slice of the sequence alone.
 """
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -59,7 +58,6 @@ def parallel_state(
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 
-    _import_and_freeze()
     with megatron_on_cpu(), _own_groups():
         state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
@@ -77,19 +75,6 @@ def parallel_state(
             clear_aux_losses_tracker()
             get_moe_layer_wise_logging_tracker().clear()
             state.destroy_model_parallel()
-
-
-@functools.cache
-def _import_and_freeze() -> None:
-    """Keep the collector off what stays anyhow: Megatron collects twice a checkpoint, which took a second each time."""
-    import megatron.core.dist_checkpointing.strategies.torch
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.optimizer  # noqa: F401
-
-    import sonic_ep.integrations.megatron  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
 
 
 _WRAPPED: weakref.WeakSet[Any] = weakref.WeakSet()  # by DDP, since the last parallel state

@@ -27,15 +27,3 @@ def kernel_module(name: str) -> Any:
     """kernels/cuda/<name>.py, for helpers that are loaded where there is no Triton too."""
     quicken_interpreter()
     return import_module(f"sonic_ep.kernels.cuda.{name}")
-
-
-def let_scalars_be_range_bounds(patch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter takes int() of arrays of one element, which NumPy 2.4 refuses."""
-    interpreter = import_module("triton.runtime.interpreter")
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    patch.setattr(interpreter, "_patch_lang_tensor", patched)

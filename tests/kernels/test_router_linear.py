@@ -16,7 +16,7 @@ from torch import Tensor
 from sonic_ep.kernels.operations import router_linear
 from sonic_ep.routers import linear as room
 from sonic_ep.routers.linear import linear
-from tests.helpers.triton_device import let_scalars_be_range_bounds, triton_device
+from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
 KERNELS: Any = import_module("sonic_ep.kernels.cuda.router_linear")
@@ -36,11 +36,6 @@ def bf16_in_the_interpreter() -> Iterator[None]:
 
     with patch.object(interpreter.InterpreterBuilder, "create_dot", exact_dot):
         yield
-
-
-@pytest.fixture(autouse=True)
-def range_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_scalars_be_range_bounds(monkeypatch)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from sonic_ep.routers.rounding import decide
 from sonic_ep.routers.selection import choice_mask, pairs_of_choice, pairs_of_mask, select_tokens
 from sonic_ep.routers.topk import Choice
 from sonic_ep.routing import Counts
-from tests.helpers.triton_device import let_scalars_be_range_bounds, triton_device
+from tests.helpers.triton_device import triton_device
 from tests.helpers.waiting import assert_nothing_waits
 
 DEVICE = triton_device()
@@ -53,7 +53,6 @@ def _garbage_and_short_steps() -> Iterator[None]:
             # Small cases must take several steps too, and the interpreter is slow.
             for name, words in (("_COUNT_WORDS", 8), ("_STEP_WORDS", 4), ("_SLOTS", 16)):
                 patch.setattr(KERNELS, name, words)
-            let_scalars_be_range_bounds(patch)
         yield
 
 

@@ -26,18 +26,12 @@ from sonic_ep.routers.outputs import weights_and_losses
 from sonic_ep.routers.selection import top_experts
 from sonic_ep.routers.topk import Choice, choose
 from sonic_ep.routing import Routing
-from tests.helpers.triton_device import let_scalars_be_range_bounds, triton_device
+from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
 CASES = 1000 if DEVICE == "cuda" else 24
 # The interpreter computes in numpy, which warns of inf - inf.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), *([pytest.mark.gpu] if DEVICE == "cuda" else [])]
-
-
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        let_scalars_be_range_bounds(monkeypatch)
 
 
 @contextmanager
