@@ -20,7 +20,10 @@ from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
 KERNELS: Any = import_module("sonic_ep.kernels.cuda.router_linear")
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # first cuBLAS call of autograd's own thread
+]
 
 
 @pytest.fixture(autouse=True)
@@ -196,7 +199,6 @@ def test_other_rows_take_fp32_arithmetic() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # first cuBLAS call of autograd's own thread
 @pytest.mark.parametrize(
     "shape", [(16384, 128, 2048), (5000, 512, 2048), (3000, 256, 7168), (1000, 60, 1536), (24576, 8, 64)], ids=str
 )
