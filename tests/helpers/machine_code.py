@@ -18,6 +18,7 @@ from sonic_ep.kernels.operations import CUDA_MODULES
 NVDISASM = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / "nvdisasm"
 TENSOR_CORE = {"sm_90a": "HGMMA", "sm_100a": "UTCHMMA"}
 _EM_CUDA = 190  # the ELF machine number of a cubin
+_ACCELERATORS = 0x800  # in the flags of one: the "a" of sm_90a
 _INSTRUCTION = 16  # bytes
 _MISSING = missing_extra("cuda", *CUDA_MODULES)
 if _MISSING is None and not NVDISASM.is_file():
@@ -39,20 +40,19 @@ def faults(cubins: Sequence[bytes], arch: str, *, tensor_core: bool) -> list[lis
     """What is wrong with the machine code of each kernel for `arch`, with the kernel's name. All are read at once:
     the disassembler takes longer to start than to read one.
     """
-    found: list[list[str]] = []
-    names, codes = zip(*map(_kernel, cubins), strict=True)
-    instructions = iter(_disassembled(b"".join(codes), arch))
-    for name, code, data in zip(names, codes, cubins, strict=True):
-        own = [*islice(instructions, len(code) // _INSTRUCTION)]
-        spills = sum(re.search(r"\b(?:STL|LDL)\b", text) is not None for text in own)
+    kernels = [_kernel(cubin) for cubin in cubins]
+    instructions = iter(_disassembled(b"".join(code for _, code in kernels), arch))
+    found = []
+    for (name, code), cubin in zip(kernels, cubins, strict=True):
+        own = "\n".join(islice(instructions, len(code) // _INSTRUCTION))
+        spills = re.findall(r"\b(?:STL|LDL)\b", own)
         ails = {
-            "no cubin": not data,
             "no kernel in it": not own,
-            f"not for {arch}": f"sm_{_architecture(data)}" != arch.rstrip("a"),
-            f"{spills} accesses to spilled registers": spills > 0,
-            f"no {TENSOR_CORE[arch]}": tensor_core and not any(TENSOR_CORE[arch] in text for text in own),
+            f"not for {arch}": _architecture(cubin) != arch,
+            f"{len(spills)} accesses to spilled registers": bool(spills),
+            f"no {TENSOR_CORE[arch]}": tensor_core and TENSOR_CORE[arch] not in own,
         }
-        found.append([f"{name}: {fault}" for fault, present in ails.items() if present])
+        found.append([f"{name}: {fault}" for fault, present in ails.items() if present] if cubin else ["no cubin"])
     return found
 
 
@@ -72,15 +72,18 @@ def _kernel(cubin: bytes) -> tuple[str, bytes]:
     return next(iter(found), ""), b"".join(found.values())
 
 
-def _architecture(cubin: bytes) -> int | None:
-    """90 for sm_90: ABI 8 has moved it by a byte."""
-    if not cubin:
-        return None
+def _architecture(cubin: bytes) -> str | None:
+    """sm_90a: of ABI 8 from the options that its compiler notes, of older ones from the ELF flags."""
+    if cubin[8:9] >= b"\x08":
+        noted = re.search(rb"-arch (sm_\w+)", cubin)
+        return noted and noted[1].decode()
     flags = int.from_bytes(cubin[0x30:0x34], "little")
-    return flags >> 8 & 0xFF if cubin[8] >= 8 else flags & 0xFF
+    return f"sm_{flags & 0xFF}{'a' if flags & _ACCELERATORS else ''}"
 
 
 def _disassembled(code: bytes, arch: str) -> list[str]:
+    if not code:
+        return []
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(code)
         file.flush()

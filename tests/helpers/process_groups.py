@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d
 def passing_groups() -> Iterator[None]:
     """Destroy the groups that were made within, on every rank in the same order."""
     gc.collect()  # what still holds groups of an earlier test
-    # What is left, above all modules, stays as a rule: Megatron, ZeRO 3 and tests collect again and again, half a
-    # second each time if all of it is looked at.
+    # What is left, above all modules, stays as a rule, and takes long to look at: Megatron, ZeRO 3 and tests collect
+    # again and again.
     gc.freeze()
     before = set(distributed_c10d._world.pg_map)
     try:

@@ -74,10 +74,6 @@ def _share_types(interpreter: Any, core: Any) -> None:
     dtypes: dict[str, Any] = {}
 
     @functools.cache
-    def shape_of_type(sizes: tuple[int, ...]) -> Any:
-        return core.tuple(sizes)
-
-    @functools.cache
     def shape_and_numel_of_tensors(sizes: tuple[int, ...]) -> tuple[Any, Any]:
         return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
 
@@ -89,7 +85,7 @@ def _share_types(interpreter: Any, core: Any) -> None:
         if known is None:
             known = object.__new__(cls)
             make_block_type(known, element_ty, list(sizes))
-            known.shape, known.of_tensors = shape_of_type(sizes), shape_and_numel_of_tensors(sizes)
+            known.of_tensors = shape_and_numel_of_tensors(sizes)
             block_types[key] = known
         return known
 
@@ -112,8 +108,7 @@ def _share_types(interpreter: Any, core: Any) -> None:
 def _remember_conversions(interpreter: Any, core: Any, semantic: Any) -> None:
     """What the first operation on operands of two types has found out, for later ones: only where an operand stayed as
     it was, or was but broadcast, or is a number."""
-    tensor, Handle = core.tensor, interpreter.TensorHandle
-    numpy: Any = import_module("numpy")
+    tensor, Handle, builder = core.tensor, interpreter.TensorHandle, interpreter.interpreter_builder
 
     def kind(operand: Any) -> Any:
         """Equal for operands that are converted alike. Shared types are never forgotten."""
@@ -123,26 +118,28 @@ def _remember_conversions(interpreter: Any, core: Any, semantic: Any) -> None:
         return operand.__class__, repr(operand)
 
     def way(before: Any, after: Any) -> Any:
-        """How the operand got there: False if it stayed, its type and data if it is a number, its type and sizes if it
-        was broadcast; None if this is not to be told from the types."""
+        """How the operand got there: False if it stayed, its type and data if it is a number, its type alone if it was
+        broadcast; None if this is not to be told from the types."""
         if after is before:
             return False
         if not isinstance(before, tensor):
             after.handle.data.flags.writeable = False
             return after.type, after.handle.data
         if after.type.is_block() and before.type.scalar == after.type.scalar:
-            return after.type, tuple(after.type.shape.values)
+            return after.type, None
         return None
 
     def take(operand: Any, how: Any) -> Any:
         if how is False:
             return operand
-        type, what = how
-        if not isinstance(what, tuple):
-            return tensor(Handle(what, type.scalar), type)
-        data = operand.handle.data
-        data = numpy.full(what, data) if data.size == 1 else numpy.broadcast_to(data, what)
-        return tensor(Handle(data, type.scalar), type)
+        type, data = how
+        if data is not None:
+            return tensor(Handle(data, type.scalar), type)
+        handle = operand.handle
+        splat = handle.data.size == 1
+        return tensor(
+            builder.create_splat(type, handle) if splat else builder.create_broadcast(handle, type.shape), type
+        )
 
     def remembering(convert: Any) -> Any:
         ways: dict[Any, tuple[Any, Any]] = {}
