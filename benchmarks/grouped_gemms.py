@@ -90,7 +90,7 @@ IN_LAYER: dict[Operation, list[TileConfig]] = {
     ],
     "down_backward": [
         TileConfig(128, 128, True, dynamic=True),
-        TileConfig(128, 128, True, 2),
+        TileConfig(128, 192, True, dynamic=True),
     ],
     "weight_up": [
         TileConfig(128, 256, False),

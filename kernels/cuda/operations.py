@@ -58,7 +58,7 @@ _QUACK_NAMES = {
     "relu2": "relu_sq",
 }
 
-
+_HEAVY_BACKWARD = frozenset({"geglu", "gelu", gpt_oss.NAME})
 ACTIVATION_NAMES = frozenset({*_QUACK_NAMES, gpt_oss.NAME})
 
 
@@ -230,7 +230,8 @@ def down_projection_backward(
     if P == 0:
         return dh_PJ, scaled_a_PI, torch.empty_like(gates_P)
     mod = _down_backward_mod(activation)
-    tile = _tile("down_backward", I, H, do_RH)
+    operation: Operation = "down_backward_heavy" if activation.name in _HEAVY_BACKWARD else "down_backward"
+    tile = _tile(operation, I, H, do_RH)
     # One fp32 partial sum of dS per row and column tile.
     partial_PN = torch.empty(P, cdiv(I, tile.n), dtype=torch.float32, device=h_PJ.device)
     arguments: dict[str, Any] = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 from quack import copy_utils, sm90_utils
 from quack.epilogue.frontend import EpiMod
 from quack.gemm_sm90 import GemmSm90
@@ -24,6 +24,7 @@ from quack.tile_scheduler import VarlenMTileScheduler, WorkTileInfo
 from sonic_ep.kernels.cuda.changed_mod import ChangedMod
 
 _BLOCK = 64  # rows of one WGMMA instruction
+_MANY = 192  # accumulators a thread
 _ROW_BITS = 10  # of a record: rows of the tiles of a cluster, at most 2 x 256; the expert is above them
 
 
@@ -100,10 +101,28 @@ class _ComputesRowsOnly:
     ab_load_warp_id: Any
     num_ab_load_warps: Any
     _make_gmem_tiled_copy_A: Any
+    gather_A: bool
+    num_regs_load: int
+    num_regs_mma: int
 
     def get_scheduler_class(self, varlen_m: bool = False) -> type:
         assert varlen_m
         return _RowsScheduler
+
+    def _compute_tile_shape_or_override(
+        self,
+        tile: tuple[int, int, int],
+        atoms: tuple[int, int, int],
+        element: type[cutlass.Numeric] | None = None,
+        epi_tile: tuple[int, int] | None = None,
+    ) -> tuple[int, int]:
+        """Of the epilogue, whose registers are settled here too."""
+        accumulators = tile[0] * tile[1] // (atoms[0] * atoms[1] * 128)
+        if self.gather_A and accumulators >= _MANY and element is not None and element.width == 32:
+            # Of dgated, whose elements are pairs: half as many at a time, and what registers the loader can spare.
+            self.num_regs_load, self.num_regs_mma = 40, 232
+            return 64, 16
+        return GemmSm90._compute_tile_shape_or_override(tile, atoms, element, epi_tile)
 
     @cute.jit
     def _make_gather_A_copy(
@@ -124,11 +143,11 @@ class _ComputesRowsOnly:
         left_m = varlen.len_m(expert) - tile_idx[0] * tile_m
         left_k = varlen.len_k(expert) - at[0, 0, 0][1]
         # Read before it is known which of the two it will be: of rows that are not there, the expert's last one.
-        row = cute.make_rmem_tensor(count, Int32)
+        # Addresses step from K tile to K tile: computed anew they are a hundred instructions that all tiles wait for.
+        address = cute.make_rmem_tensor(count, Int64)
         for i in cutlass.range_constexpr(count):
-            row[i] = rows_m[cutlass.min(at[0, i, 0][0], left_m - 1)]
-        chunks = cute.logical_divide(mA, (None, tile_k))
-        chunk = at[0, 0, 0][1] // width
+            row = rows_m[cutlass.min(at[0, i, 0][0], left_m - 1)]
+            address[i] = (mA[row, None].iterator + at[0, 0, 0][1]).toint()
 
         def copy(whole: bool, k_tile: Int32, stage: Int32, pred: bool = False) -> None:
             inside = None
@@ -137,9 +156,10 @@ class _ComputesRowsOnly:
                 inside[0] = k_tile * tile_k < left_k
             for i in cutlass.range_constexpr(count):
                 if const_expr(whole) or at[0, i, 0][0] < left_m:
-                    values = cute.append_ones(chunks[row[i], (None, k_tile)], up_to_rank=2)
-                    source = cute.tiled_divide(values, (width, 1))[None, chunk, 0]
+                    values = cute.make_ptr(mA.element_type, address[i], mA.memspace, assumed_align=16)
+                    source = cute.make_tensor(values, cute.make_layout(((width, 1),)))
                     cute.copy(thread, source, to[None, i, 0, stage], pred=inside)
+                address[i] += tile_k * mA.element_type.width // 8
 
         return (functools.partial(copy, True), functools.partial(copy, False)), None
 
@@ -167,6 +187,9 @@ class _ComputesRowsOnly:
             blocks = (blocks - warp_group + (sharing - 1)) // sharing
         least = const_expr(0 if sharing * self.cluster_shape_mnk[0] > 1 else 1)
         most = const_expr(cute.size(acc, mode=[1]))
+        # Accumulators that some way through the kernel leaves as the last tile had them would live all along, and
+        # take their registers from the epilogue. There is a K tile, always, but only this says so.
+        k_tiles = cutlass.max(k_tiles, 1)
         return self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, most, least)
 
     @cute.jit
@@ -186,6 +209,8 @@ class _ComputesRowsOnly:
         after = state
         if const_expr(most == least) or blocks >= most:
             fewer = _of_first_blocks(mma_fn, most)
+            for block in cutlass.range_constexpr(most, cute.size(acc, mode=[1])):
+                acc[None, block, None].fill(0.0)  # not for what is stored: see mma
             after = GemmSm90.mma(self, pipeline, state, fewer, acc, None, k_tiles, warp_group)
         else:
             after = self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, most - 1, least)

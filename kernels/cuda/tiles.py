@@ -13,7 +13,10 @@ from typing import Literal
 from sonic_ep.kernels.cuda.sizes import cdiv
 
 # up_clamped: "up" under a bias and gpt-oss's clamp, an epilogue of so many registers that ping-pong tiles would spill.
-Operation = Literal["up", "up_clamped", "down", "down_backward", "up_backward", "weight_up", "weight_down"]
+# down_backward_heavy: "down_backward" of activations whose derivative takes more registers than SwiGLU's.
+Operation = Literal[
+    "up", "up_clamped", "down", "down_backward", "down_backward_heavy", "up_backward", "weight_up", "weight_down"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +66,12 @@ def tile_config(operation: Operation, N: int, other: int, arch: int, *, rounded:
 
 
 def _hopper_tile(operation: Operation, N: int, other: int, *, rounded: bool) -> TileConfig:
-    """Filled from benchmarks/results/grouped_gemms_{tiles,large,partial*}_h200.json (docs/gpu_kernels.md)."""
+    """Filled from benchmarks/results/grouped_gemms_{tiles,large,partial*,dgated}_h200.json (docs/gpu_kernels.md)."""
     divides = N % 192 == 0
     match operation:
-        case "down_backward":  # 192x128, 1 % of the layer faster for d=7168, spills registers
+        case "down_backward" if 192 * cdiv(N, 192) <= N + N // 32:
+            return _PINGPONG_192
+        case "down_backward" | "down_backward_heavy":  # 128x192 would spill registers in the latter
             return _PINGPONG_128
         case "weight_up" | "weight_down":
             return _PINGPONG_192_TALL_PAIRS if max(N, other) > LARGE else _WIDE_PAIRS

@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Of records of the same, the last counts: it has the tiles that came since.
 RECORDS = [
     json.loads((RESULTS / f"grouped_gemms_{name}_h200.json").read_text())["shapes"]
-    for name in ("tiles", "few_rows", "large", "partial", "partial_short")
+    for name in ("tiles", "few_rows", "large", "partial", "partial_short", "dgated")
 ]
 SIZES = {name: shape for record in RECORDS for name, shape in record.items()}
 
@@ -32,7 +32,7 @@ def measured(kind: str) -> dict[tuple[str, Operation], dict[str, Any]]:
 IN_LAYER = measured("in_layer_ms")
 # But for weight gradients, tiles were timed alone before they were computed only as far as they have rows. What was
 # timed in the layer since has no such times.
-SINCE = {(name, operation) for record in RECORDS[-2:] for name in record for operation in record[name]["in_layer_ms"]}
+SINCE = {(name, operation) for record in RECORDS[-3:] for name in record for operation in record[name]["in_layer_ms"]}
 ALONE = {key: tiles for key, tiles in measured("tiles_ms").items() if key not in SINCE}
 WIDTHS = st.integers(1, 4096).map(lambda eighth: 8 * eighth)
 
@@ -70,7 +70,7 @@ def test_the_layer_is_within_two_percent_of_its_fastest_with_another_tile(name: 
 
 @given(N=WIDTHS, other=WIDTHS)
 def test_rows_that_are_rounded_to_128_fill_their_tiles(N: int, other: int) -> None:
-    for operation in ("up", "up_clamped", "down", "down_backward", "up_backward"):
+    for operation in ("up", "up_clamped", "down", "down_backward", "down_backward_heavy", "up_backward"):
         tile = tile_config(operation, N, other, 9, rounded=True)
         assert 128 % (tile.m * tile.cluster_m) == 0, (operation, tile)
 
