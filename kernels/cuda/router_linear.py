@@ -27,8 +27,10 @@ from sonic_ep.kernels.cuda.sizes import cdiv
 _ALIGNMENT = 16
 _SPLIT_BLOCK = 1024
 _BLOCK_N, _BLOCK_K = 128, 64
-# The gradient of the weights: programs that run at once, rows of x that one sums at least, programs that share a sum at
-# most, and what another one costs, as a share of the GEMM. Constants, so that every device adds the same terms.
+# Tokens that a program of the logits may take beside those of a tile, and how many times as long it takes with them.
+_MORE_N, _MORE_COST = 64, 1.5
+# Programs that run at once. Of the gradient of the weights: rows of x that one sums at least, programs that share a sum
+# at most, and what another one costs, as a share of the GEMM. Constants, so that every device adds the same terms.
 _PROGRAMS, _LEAST_ROWS, _MOST_SPLITS, _SPLIT_COST = 132, 512, 16, 0.03
 
 
@@ -59,6 +61,14 @@ def _split(values_ptr, base_ptr, slot, row, size, R, C, PADDED_C: tl.constexpr, 
     tl.store(base_ptr + 3 * slot, low, mask=inside)
 
 
+@triton.jit
+def _sum_of_parts(low, middle, high, right):
+    """The products of 64 terms, from the smallest part to the largest."""
+    terms = tl.dot(low, right)
+    terms = tl.dot(middle, right, terms)
+    return tl.dot(high, right, terms)
+
+
 @launched
 @triton.jit(do_not_specialize=["steps"])
 def _multiply(
@@ -82,33 +92,53 @@ def _multiply(
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MORE_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[split, m, n] = sum over this split's k of left[m, k] * right[n, k], left given by its parts."""
+    """out[split, m, n] = sum over this split's k of left[m, k] * right[n, k], left given by its parts.
+
+    A tile is BLOCK_N + MORE_N wide, both powers of 2, or MORE_N 0.
+    """
     tiles_m = tl.cdiv(PADDED_M, BLOCK_M)
-    m = (tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    n = (tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    k = tl.program_id(1).to(tl.int64) * (steps * BLOCK_K) + tl.arange(0, BLOCK_K)
-    in_M, in_N = (m < PADDED_M)[:, None], (n < N)[None, :]
-    left_ptr += m[:, None] * left_m + k[None, :] * left_k
-    right_ptr += n[None, :] * right_n + k[:, None] * right_k
+    first_m = (tl.program_id(0) % tiles_m).to(tl.int64) * BLOCK_M
+    first_n = (tl.program_id(0) // tiles_m).to(tl.int64) * (BLOCK_N + MORE_N)
+    first_k = tl.program_id(1).to(tl.int64) * (steps * BLOCK_K)
+    left_ptr += first_m * left_m + first_k * left_k
+    right_ptr += first_n * right_n + first_k * right_k
+    out_ptr += tl.program_id(1).to(tl.int64) * out_split + first_m * out_m + first_n * out_n
+    # Within a tile 32 bits do.
+    m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    in_M, in_N = (first_m + m < PADDED_M)[:, None], (first_n + n < N)[None, :]
+    left_tile = m[:, None] * left_m + k[None, :] * left_k
+    right_tile = n[None, :] * right_n + k[:, None] * right_k
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if MORE_N:
+        more_n = BLOCK_N + tl.arange(0, MORE_N)
+        more_in_N = (first_n + more_n < N)[None, :]
+        more_tile = more_n[None, :] * right_n + k[:, None] * right_k
+        more_total = tl.zeros([BLOCK_M, MORE_N], dtype=tl.float32)
+    rest = (K - first_k).to(tl.int32)
     for _ in range(0, steps):
-        in_K = k < K
-        right = tl.load(right_ptr, mask=in_N & in_K[:, None], other=0.0)
-        low = tl.load(left_ptr + 3 * left_slot, mask=in_M & in_K[None, :], other=0.0)
-        middle = tl.load(left_ptr + 2 * left_slot, mask=in_M & in_K[None, :], other=0.0)
-        high = tl.load(left_ptr, mask=in_M & in_K[None, :], other=0.0)
-        terms = tl.dot(low, right)
-        terms = tl.dot(middle, right, terms)
-        total += tl.dot(high, right, terms)
-        k += BLOCK_K
+        in_K = k < rest
+        right = tl.load(right_ptr + right_tile, mask=in_N & in_K[:, None], other=0.0)
+        low = tl.load(left_ptr + 3 * left_slot + left_tile, mask=in_M & in_K[None, :], other=0.0)
+        middle = tl.load(left_ptr + 2 * left_slot + left_tile, mask=in_M & in_K[None, :], other=0.0)
+        high = tl.load(left_ptr + left_tile, mask=in_M & in_K[None, :], other=0.0)
+        total += _sum_of_parts(low, middle, high, right)
+        if MORE_N:
+            more_right = tl.load(right_ptr + more_tile, mask=more_in_N & in_K[:, None], other=0.0)
+            more_total += _sum_of_parts(low, middle, high, more_right)
+        rest -= BLOCK_K
         left_ptr += BLOCK_K * left_k
         right_ptr += BLOCK_K * right_k
+    in_M = (first_m + m < M)[:, None]
+    bias = tl.zeros([BLOCK_M], dtype=tl.float32)
     if HAS_BIAS:
-        total += tl.load(bias_ptr + m, mask=m < M, other=0.0)[:, None]
-    out_ptr += tl.program_id(1).to(tl.int64) * out_split
-    tl.store(out_ptr + m[:, None] * out_m + n[None, :] * out_n, total, mask=(m < M)[:, None] & in_N)
+        bias = tl.load(bias_ptr + first_m + m, mask=first_m + m < M, other=0.0)
+    out_ptr += m[:, None] * out_m
+    tl.store(out_ptr + n[None, :] * out_n, total + bias[:, None], mask=in_M & in_N)
+    if MORE_N:
+        tl.store(out_ptr + more_n[None, :] * out_n, more_total + bias[:, None], mask=in_M & more_in_N)
 
 
 def _fill(parts: _Parts, values: Tensor) -> _Parts:
@@ -145,7 +175,8 @@ def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
     (T, H), E = x_TH.shape, weight_EH.shape[0]
     logits_TE = torch.empty(T, E, dtype=torch.float32, device=x_TH.device)
     block_m = _rows_of_a_tile(E)
-    _multiply[(cdiv(E, block_m) * cdiv(T, _BLOCK_N), 1)](
+    more = _more_tokens(T, cdiv(E, block_m), x_TH.device)
+    _multiply[(cdiv(E, block_m) * cdiv(T, _BLOCK_N + more), 1)](
         weight.base,
         x_TH,
         logits_TE if bias_E is None else bias_E.contiguous(),
@@ -158,10 +189,23 @@ def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
         HAS_BIAS=bias_E is not None,
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
+        MORE_N=more,
         BLOCK_K=_BLOCK_K,
         num_warps=8,
     )
     return logits_TE
+
+
+def _more_tokens(T: int, tiles_m: int, device: torch.device) -> int:
+    """_MORE_N where wider tiles spare so many waves of programs that they take less time."""
+    waves, wider_waves = (cdiv(tiles_m * cdiv(T, width), _PROGRAMS) for width in (_BLOCK_N, _BLOCK_N + _MORE_N))
+    return _MORE_N if _MORE_COST * wider_waves < waves and _is_hopper(device) else 0
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    """For others Triton 3.6 puts the products of wider tiles on slower instructions."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def gradients(
@@ -206,6 +250,7 @@ def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
         HAS_BIAS=False,
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
+        MORE_N=0,
         BLOCK_K=_BLOCK_K,
         num_warps=8,
     )

@@ -117,10 +117,14 @@ def test_compiles_without_spills(arch: str, router: tuple[int, int, RouterConfig
     assert_no_spills(compiled, arch, tmp_path)
 
 
-@pytest.mark.parametrize("sizes", [(16384, 128, 2048), (1000, 60, 112), (16384, 8, 4096), (32768, 512, 7168)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(16384, 128, 2048), (24576, 128, 1536), (24576, 60, 112), (16384, 8, 4096), (32768, 512, 7168)], ids=str
+)
 @pytest.mark.parametrize("arch", TARGETS)
 def test_linear_compiles_onto_the_tensor_cores(arch: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
-    with only_compiled(TARGETS[arch]) as compiled:
+    kernels = import_module("sonic_ep.kernels.cuda.router_linear")
+    hopper = patch.object(kernels, "_is_hopper", lambda _device: arch == "sm_90a")
+    with hopper, only_compiled(TARGETS[arch]) as compiled:
         launch_linear(*sizes)
     assert_no_spills(compiled, arch, tmp_path)
     products = [kernel.asm["ptx"] for kernel in compiled if "_multiply" in kernel.asm["ptx"]]

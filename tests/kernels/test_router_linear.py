@@ -96,6 +96,24 @@ def test_gradient_of_the_weight_summed_by_several_programs() -> None:
         check(Case(300, 16, 48))
 
 
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("shape", [(300, 16, 48), (200, 130, 1104)], ids=str)
+def test_wider_tiles_of_tokens(shape: tuple[int, int, int]) -> None:
+    case = Case(*shape)
+    with patch.multiple(KERNELS, _PROGRAMS=1, _MORE_COST=0.9, _is_hopper=lambda _device: True):
+        assert KERNELS._more_tokens(shape[0], 1, case.x_TH.device) == KERNELS._MORE_N
+        check(case)
+
+
+@pytest.mark.parametrize(
+    ("T", "tiles_m", "wider"),
+    [(16384, 1, False), (24576, 1, True), (25400, 1, False), (32768, 1, False), (16384, 4, False)],
+)
+def test_tiles_are_wider_where_that_spares_a_second_wave(T: int, tiles_m: int, wider: bool) -> None:
+    with patch.object(KERNELS, "_is_hopper", lambda _device: True):
+        assert (KERNELS._more_tokens(T, tiles_m, torch.device("cpu")) > 0) == wider
+
+
 @pytest.mark.parametrize("tiles", [1, 12, 16, 48, 64, 70, 112, 131, 132, 133, 224, 1000])
 @pytest.mark.parametrize("most", [1, 3, 16])
 def test_splits_fill_waves(tiles: int, most: int) -> None:
@@ -200,7 +218,9 @@ def test_other_rows_take_fp32_arithmetic() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape", [(16384, 128, 2048), (5000, 512, 2048), (3000, 256, 7168), (1000, 60, 1536), (24576, 8, 64)], ids=str
+    "shape",
+    [(16384, 128, 2048), (5000, 512, 2048), (3000, 256, 7168), (1000, 60, 1536), (24576, 8, 64), (24576, 128, 1536)],
+    ids=str,
 )
 def test_as_good_as_fp32_on_the_gpu(shape: tuple[int, int, int]) -> None:
     case = Case(*shape)
@@ -208,6 +228,16 @@ def test_as_good_as_fp32_on_the_gpu(shape: tuple[int, int, int]) -> None:
     check(case)
     for first, again in zip(case.results(torch.bfloat16), case.results(torch.bfloat16), strict=True):
         assert torch.equal(first, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(24576, 128, 1536), (24500, 60, 2048)], ids=str)
+def test_wider_tiles_of_tokens_give_the_same_bits(shape: tuple[int, int, int]) -> None:
+    case = Case(*shape)
+    assert KERNELS._more_tokens(shape[0], 1, case.x_TH.device) > 0
+    wide_TE = KERNELS.logits(case.x_TH, case.weight_EH, case.bias_E)
+    with patch.object(KERNELS, "_MORE_COST", 9):
+        assert torch.equal(wide_TE, KERNELS.logits(case.x_TH, case.weight_EH, case.bias_E))
 
 
 @pytest.mark.gpu
