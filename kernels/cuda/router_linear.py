@@ -132,13 +132,15 @@ def _multiply(
         left_ptr += BLOCK_K * left_k
         right_ptr += BLOCK_K * right_k
     in_M = (first_m + m < M)[:, None]
-    bias = tl.zeros([BLOCK_M], dtype=tl.float32)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + first_m + m, mask=first_m + m < M, other=0.0)
+        bias = tl.load(bias_ptr + first_m + m[:, None], mask=in_M, other=0.0)
+        total += bias
+        if MORE_N:
+            more_total += bias
     out_ptr += m[:, None] * out_m
-    tl.store(out_ptr + n[None, :] * out_n, total + bias[:, None], mask=in_M & in_N)
+    tl.store(out_ptr + n[None, :] * out_n, total, mask=in_M & in_N)
     if MORE_N:
-        tl.store(out_ptr + more_n[None, :] * out_n, more_total + bias[:, None], mask=in_M & more_in_N)
+        tl.store(out_ptr + more_n[None, :] * out_n, more_total, mask=in_M & more_in_N)
 
 
 def _fill(parts: _Parts, values: Tensor) -> _Parts:

@@ -12,10 +12,11 @@ from sonic_ep.kernels.cuda.tiles import Operation, tile_config
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Of records of the same, the last counts: it has the tiles that came since.
-RECORDS = [
-    json.loads((RESULTS / f"grouped_gemms_{name}_h200.json").read_text())["shapes"]
-    for name in ("tiles", "few_rows", "large", "partial", "partial_short", "dgated")
-]
+WHOLE, PARTIAL = (
+    [json.loads((RESULTS / f"grouped_gemms_{name}_h200.json").read_text())["shapes"] for name in names]
+    for names in (("tiles", "few_rows", "large"), ("partial", "partial_short", "dgated"))
+)
+RECORDS = WHOLE + PARTIAL
 SIZES = {name: shape for record in RECORDS for name, shape in record.items()}
 
 
@@ -32,7 +33,7 @@ def measured(kind: str) -> dict[tuple[str, Operation], dict[str, Any]]:
 IN_LAYER = measured("in_layer_ms")
 # But for weight gradients, tiles were timed alone before they were computed only as far as they have rows. What was
 # timed in the layer since has no such times.
-SINCE = {(name, operation) for record in RECORDS[-3:] for name in record for operation in record[name]["in_layer_ms"]}
+SINCE = {(name, operation) for record in PARTIAL for name in record for operation in record[name]["in_layer_ms"]}
 ALONE = {key: tiles for key, tiles in measured("tiles_ms").items() if key not in SINCE}
 WIDTHS = st.integers(1, 4096).map(lambda eighth: 8 * eighth)
 
