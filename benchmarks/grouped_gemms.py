@@ -93,13 +93,8 @@ IN_LAYER: dict[Operation, list[TileConfig]] = {
         TileConfig(128, 192, True, dynamic=True),
     ],
     "weight_up": [
-        TileConfig(128, 256, False),
         TileConfig(128, 256, False, 2),
-        TileConfig(128, 256, False, 4),
-        TileConfig(256, 192, False),
-        TileConfig(256, 192, False, 2),
         TileConfig(128, 192, True, 2),
-        TileConfig(128, 192, True, 4),
     ],
 }
 IN_LAYER["up_backward"], IN_LAYER["weight_down"] = IN_LAYER["down"], IN_LAYER["weight_up"]

@@ -13,13 +13,12 @@ from unittest.mock import patch
 
 import quack.cute_dsl_utils
 import quack.epilogue.frontend
-import quack.gemm
 import quack.gemm_runtime.host
 import torch
 from torch import Tensor
 
 from sonic_ep.kernels.activations import activation_named
-from sonic_ep.kernels.cuda import operations
+from sonic_ep.kernels.cuda import operations, weight_gemm
 
 # Row and expert counts are symbols in the compiled kernels.
 _EXPERTS, _ROWS, _PAIRS = 2, 256, 512
@@ -31,11 +30,10 @@ def _nothing_launched() -> Generator[None, None, None]:
         return None
 
     with ExitStack() as patches:
-        patches.enter_context(patch.object(quack.epilogue.frontend.EpiPlan, "run", nothing))
-        for module in (quack.gemm, operations):
-            patches.enter_context(patch.object(module, "run_gemm_plan", nothing))
+        for plan in (quack.epilogue.frontend.EpiPlan, weight_gemm.WeightGemm):
+            patches.enter_context(patch.object(plan, "run", nothing))
         # Asks the driver how many clusters fit; of no consequence where nothing is launched.
-        for module in (quack.cute_dsl_utils, quack.gemm, quack.gemm_runtime.host, quack.epilogue.frontend):
+        for module in (quack.cute_dsl_utils, quack.gemm_runtime.host, quack.epilogue.frontend, weight_gemm):
             if hasattr(module, "get_max_active_clusters"):
                 patches.enter_context(patch.object(module, "get_max_active_clusters", lambda *_, **__: 1))
         yield

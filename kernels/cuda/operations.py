@@ -19,8 +19,6 @@ from quack.cute_dsl_utils import get_device_capacity
 from quack.epilogue.frontend import EpiMod, gemm_epilogue
 from quack.epilogue.library import dact_mod, dgated_mod, identity_epi, linear_act_mod
 from quack.epilogue.ops import RowVecLoad
-from quack.gemm import gemm as launch_gemm
-from quack.gemm import run_gemm_plan
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
@@ -31,6 +29,7 @@ from sonic_ep.kernels.cuda.gather_sum import gather_sum
 from sonic_ep.kernels.cuda.partial_tiles import partial_tiles_mod
 from sonic_ep.kernels.cuda.sizes import cdiv
 from sonic_ep.kernels.cuda.tiles import Operation, TileConfig, tile_config
+from sonic_ep.kernels.cuda.weight_gemm import WeightGemm
 
 __all__ = [
     "ACTIVATION_NAMES",
@@ -270,32 +269,12 @@ def weight_grad(
     operation: Operation = "weight_down" if transposed else "weight_up"
     # The gathered operand must be the GEMM's first one: out (e, B, A) = right^T[:, rows] left.
     D = out if transposed else out.mT
-    varlen = {"cu_seqlens_k": expert_starts_e, "A_idx": row_of_pair_P}
     key = (*_class_key(operation, left_PA, right_RB, out), accumulate, halves)
-    planned = _PLANS.get(key)
-    if planned is not None:
-        plan, config = planned
-        counter = _tile_counter(config, left_PA)
-        run_gemm_plan(plan, right_RB.T, left_PA.T, D, None, tile_count_semaphore=counter, **varlen)
-        return out
-    config = _config(_tile(operation, A, B, left_PA), left_PA)
-    plan = launch_gemm(
-        right_RB.T,
-        left_PA.T,
-        D,
-        None,
-        _tile_counter(config, left_PA),
-        config.tile_m,
-        config.tile_n,
-        config.cluster_m,
-        config.cluster_n,
-        pingpong=config.pingpong,
-        is_dynamic_persistent=config.is_dynamic_persistent,
-        add_to_output=accumulate,
-        concat_layout={"out": True} if halves else None,
-        **varlen,
-    )
-    _PLANS[key] = plan, config
+    gemm = _PLANS.get(key)
+    if gemm is None:
+        tile = _tile(operation, A, B, left_PA)
+        gemm = _PLANS[key] = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, halves=halves)
+    gemm.run(right_RB.T, left_PA.T, D, row_of_pair_P, expert_starts_e)
     return out
 
 

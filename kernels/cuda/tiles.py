@@ -66,7 +66,7 @@ def tile_config(operation: Operation, N: int, other: int, arch: int, *, rounded:
 
 
 def _hopper_tile(operation: Operation, N: int, other: int, *, rounded: bool) -> TileConfig:
-    """Filled from benchmarks/results/grouped_gemms_{tiles,large,partial*,dgated}_h200.json (docs/gpu_kernels.md)."""
+    """Filled from grouped_gemms_{tiles,large,partial*,dgated,weights}_h200.json of benchmarks/results/."""
     divides = N % 192 == 0
     match operation:
         case "down_backward" if 192 * cdiv(N, 192) <= N + N // 32:
@@ -74,7 +74,7 @@ def _hopper_tile(operation: Operation, N: int, other: int, *, rounded: bool) -> 
         case "down_backward" | "down_backward_heavy":  # 128x192 would spill registers in the latter
             return _PINGPONG_128
         case "weight_up" | "weight_down":
-            return _PINGPONG_192_TALL_PAIRS if max(N, other) > LARGE else _WIDE_PAIRS
+            return _PINGPONG_192_TALL_PAIRS if divides or max(N, other) > LARGE else _WIDE_PAIRS
         case _ if N < 192:
             return _PINGPONG_128
         case "up":

@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Of records of the same, the last counts: it has the tiles that came since.
 WHOLE, PARTIAL = (
     [json.loads((RESULTS / f"grouped_gemms_{name}_h200.json").read_text())["shapes"] for name in names]
-    for names in (("tiles", "few_rows", "large"), ("partial", "partial_short", "dgated"))
+    for names in (("tiles", "few_rows", "large"), ("partial", "partial_short", "dgated", "weights"))
 )
 RECORDS = WHOLE + PARTIAL
 SIZES = {name: shape for record in RECORDS for name, shape in record.items()}

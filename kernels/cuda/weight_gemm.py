@@ -1,0 +1,203 @@
+"""The GEMM of weight gradients, which contracts over gathered rows: quack's kernel with another loader on Hopper.
+
+quack's gathering warps read the indices of a K tile's rows just before they copy those rows, so that every K tile waits
+for two round trips to the L2, one after the other. Here indices are read two K tiles ahead, into two sets of registers
+in turns: handed on from one set to the other, they would be waited for at the hand-over. The kernel computes the same
+bits.
+
+Legend: R rows, P pair-buffer rows, e local experts, M columns of the gathered rows, N of the others.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Int32, Int64, const_expr
+from quack.cache import jit_cache
+from quack.cute_dsl_utils import get_device_capacity, get_max_active_clusters, torch2cute_dtype_map
+from quack.gemm_default_epi import GemmDefaultEpiMixin, GemmDefaultSm90, GemmDefaultSm100
+from quack.gemm_tvm_ffi_utils import (
+    compile_gemm_kernel,
+    make_fake_gemm_tensors,
+    make_fake_scheduler_args,
+    make_fake_varlen_args,
+    make_scheduler_args,
+    make_varlen_args,
+)
+from quack.rounding import RoundingMode
+from torch import Tensor
+
+from sonic_ep.kernels.cuda.tiles import TileConfig
+
+_AHEAD = 2  # K tiles
+_SWIZZLE = 8  # quack's default: tiles of a group that follow each other along one side
+
+
+class _ReadsIndicesAhead(GemmDefaultSm90):
+    """Overrides methods of GemmSm90 (quack 0.6.5), traced by CuTe-DSL."""
+
+    # GemmSm90's
+    cta_tile_shape_mnk: Any
+    a_layout: Any
+    ab_load_warp_id: Any
+    num_ab_load_warps: Any
+    _make_gmem_tiled_copy_A: Any
+
+    @cute.jit
+    def _make_gather_A_copy(
+        self, mA: Any, sA: Any, varlen: Any, tile_idx: Any, expert: Int32
+    ) -> tuple[Callable[..., None], Callable[..., Any]]:
+        """A function that copies the rows of a K tile into a stage, and one that reads their indices."""
+        tile_m, tile_k = const_expr(self.cta_tile_shape_mnk[0]), const_expr(self.cta_tile_shape_mnk[2])
+        tiled_copy = self._make_gmem_tiled_copy_A(mA.element_type, self.a_layout, self.num_ab_load_warps * 32)
+        thread = tiled_copy.get_slice(cute.arch.thread_idx()[0] - cute.arch.WARP_SIZE * self.ab_load_warp_id)
+        to = thread.partition_D(sA)
+        at = thread.partition_S(cute.make_identity_tensor((tile_m, tile_k)))
+        width, pieces, rows = (const_expr(cute.size(at, mode=[mode])) for mode in range(3))
+        indices, len_k = varlen.offset_batch_AIdx(expert), varlen.len_k(expert)
+        left_m = varlen.len_m(expert) - tile_idx[0] * tile_m
+        row_bytes = Int32(mA.stride[1]) * (mA.element_type.width // 8)
+        # Of columns behind the last one, whose products are not stored, any that are there.
+        columns = cute.make_rmem_tensor(pieces, Int64)
+        for i in cutlass.range_constexpr(pieces):
+            column = tile_idx[0] * tile_m + cutlass.min(at[0, i, 0][0], left_m - width)
+            columns[i] = mA[column, None].iterator.toint()
+
+        def read(k_tile: Int32, into: Any = None) -> Any:
+            row_indices = cute.make_rmem_tensor(rows, Int32) if into is None else into
+            for k in cutlass.range_constexpr(rows):
+                row_indices[k] = indices[cutlass.min(k_tile * tile_k + at[0, 0, k][1], len_k - 1)]
+            return row_indices
+
+        def copy(row_indices: Any, k_tile: Int32, stage: Int32, last: bool) -> None:
+            for k in cutlass.range_constexpr(rows):
+                inside = None
+                if const_expr(last):  # copies zeros where not
+                    inside = cute.make_rmem_tensor(1, Boolean)
+                    inside[0] = k_tile * tile_k + at[0, 0, k][1] < len_k
+                for i in cutlass.range_constexpr(pieces):
+                    address = columns[i] + Int64(row_indices[k]) * Int64(row_bytes)
+                    values = cute.make_ptr(mA.element_type, address, mA.memspace, assumed_align=16)
+                    source = cute.make_tensor(values, cute.make_layout(((width, 1),)))
+                    cute.copy(thread, source, to[None, i, k, stage], pred=inside)
+
+        return copy, read
+
+    @cute.jit
+    def load_AB_gather_A(
+        self, pipeline: Any, state: Any, copy_A: Any, read: Any, copy_B: Any, k_tiles: Any, varlen_m: bool = True
+    ) -> Any:
+        assert not varlen_m
+        if k_tiles > 0:
+            even, odd = read(Int32(0)), read(Int32(1))
+            free = pipeline.producer_try_acquire(state)
+            whole = k_tiles - 1
+            for pair in cutlass.range(whole // 2, unroll=1):
+                state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, 2 * pair, even, False)
+                free = pipeline.producer_try_acquire(state)
+                state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, 2 * pair + 1, odd, False)
+                free = pipeline.producer_try_acquire(state)
+            if whole % 2 == 1:
+                state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, whole - 1, even, False)
+                free = pipeline.producer_try_acquire(state)
+                for k in cutlass.range_constexpr(cute.size(even)):
+                    even[k] = odd[k]
+            state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, whole, even, True)
+        return state
+
+    @cute.jit
+    def _load_k_tile(
+        self,
+        pipeline: Any,
+        state: Any,
+        free: Boolean,
+        copy_A: Any,
+        read: Any,
+        copy_B: Any,
+        k_tile: Int32,
+        row_indices: Any,
+        last: cutlass.Constexpr[bool],
+    ) -> Any:
+        """Into the stage of `state`, which is returned advanced; leaves indices of a later K tile in row_indices."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        loads_B = warp == self.ab_load_warp_id + k_tile % self.num_ab_load_warps
+        these = cute.make_rmem_tensor_like(row_indices)
+        for k in cutlass.range_constexpr(cute.size(these)):
+            these[k] = row_indices[k]
+        if const_expr(not last):
+            read(k_tile + _AHEAD, row_indices)
+        pipeline.producer_acquire(state, free, loads_B)
+        if loads_B:
+            copy_B(k_tile, state.index, tma_bar_ptr=pipeline.producer_get_barrier(state))
+        copy_A(these, k_tile, state.index, last)
+        pipeline.producer_cpasync_commit(state)
+        state.advance()
+        return state
+
+
+_KERNELS = {9: _ReadsIndicesAhead, 10: GemmDefaultSm100}
+_PLAIN = GemmDefaultEpiMixin.EpilogueArguments(
+    **dict.fromkeys(
+        ("alpha", "beta", "mRowVecBroadcast", "mColVecBroadcast", "add_to_output", "rounding_mode", "sr_seed")
+    )
+)
+
+
+@jit_cache
+def _compile_weight_gemm(
+    dtype: Any,
+    out_dtype: Any,
+    out_major: str,
+    tile: TileConfig,
+    accumulate: bool,
+    halves: bool,
+    capacity: tuple[int, int],
+) -> Any:
+    kernel = _KERNELS[capacity[0]]
+    A, B, D, _, _, _, P, e = make_fake_gemm_tensors(
+        dtype, dtype, out_dtype, None, "m", "n", out_major, None, varlen_k=True, gather_A=True
+    )
+    return compile_gemm_kernel(
+        kernel,
+        dtype,
+        (tile.m, tile.n),
+        (tile.cluster_m, tile.cluster_n, 1),
+        tile.pingpong,
+        True,  # persistent
+        True,  # gathered
+        tile.dynamic,
+        capacity,
+        A,
+        B,
+        D,
+        None,
+        kernel.EpilogueArguments(add_to_output=accumulate, rounding_mode=RoundingMode.RN),
+        make_fake_scheduler_args(tile.dynamic, False, e),
+        make_fake_varlen_args(False, True, True, P),
+        concat_layout=("out",) if halves else None,
+    )
+
+
+class WeightGemm:
+    """D[expert] = A[:, rows of its pairs] @ B[:, its pairs]^T, compiled for a shape class.
+
+    accumulate: D += instead. halves: D's columns are stored as those of even number, then the others.
+    """
+
+    def __init__(
+        self, A_MR: Tensor, D_eMN: Tensor, tile: TileConfig, *, accumulate: bool = False, halves: bool = False
+    ) -> None:
+        capacity = get_device_capacity(A_MR.device)
+        dtypes = torch2cute_dtype_map[A_MR.dtype], torch2cute_dtype_map[D_eMN.dtype]
+        major = "n" if D_eMN.stride(-1) == 1 else "m"
+        self._compiled = _compile_weight_gemm(*dtypes, major, tile, accumulate, halves, capacity)
+        self._clusters = get_max_active_clusters(tile.cluster_m * tile.cluster_n, device_capacity=capacity)
+        self._draws = tile.dynamic
+
+    def run(self, A_MR: Tensor, B_NP: Tensor, D_eMN: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> None:
+        counter = A_MR.new_zeros(1, dtype=torch.int32) if self._draws else None
+        scheduler = make_scheduler_args(self._clusters, _SWIZZLE, counter, None)
+        varlen = make_varlen_args(None, expert_starts_e, row_of_pair_P)
+        self._compiled(A_MR, B_NP, D_eMN, None, _PLAIN, scheduler, varlen, None, None)
