@@ -1,18 +1,20 @@
 """Time every grouped GEMM of the local layer over candidate tiles, and the whole layer, on one GPU.
 
     python benchmarks/grouped_gemms.py --out results.json [--shape qwen3_30b_a3b_ep8] [--tiles [up_backward ...]]
-                                       [--in-layer [up ...]] [--rounds 12]
+                                       [--in-layer [up ...]] [--left-free 8 ...] [--rounds 12]
 
 TFLOP/s counts useful operations only: 6 P d n forward, 12 P d n backward over P pairs. Times are medians over CUDA
 events, candidates taking turns in one run, on fresh random unit-scale inputs. `--in-layer` times the layer with the
 tile of one operation replaced: at the card's power limit a GEMM that runs right after others ranks tiles otherwise
-than one that runs alone.
+than one that runs alone. `--left-free` times the layer with dX summed beside dW1, whose GEMM leaves so many
+multiprocessors to it, and with dX summed before dW1.
 """
 
 import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
@@ -23,6 +25,8 @@ from torch import Tensor
 from whole_tiles import whole_tiles
 
 from sonic_ep import load_config
+from sonic_ep.dispatch.local import LocalTransport
+from sonic_ep.dispatch.protocol import combine_at_once
 from sonic_ep.kernels.cuda import operations, tiles
 from sonic_ep.kernels.cuda.tiles import Operation, TileConfig
 from sonic_ep.kernels.operations import gather_sum
@@ -234,6 +238,25 @@ def time_in_layer(
     return results
 
 
+def time_left_free(problem: Problem, candidates: Sequence[int], rounds: int) -> dict[str, float]:
+    """Backward ms of the local layer by multiprocessors that dW1 leaves to the sums of dX; "before": nothing beside."""
+    _, backward = problem.kernels()
+
+    def before() -> None:
+        with patch.object(LocalTransport, "start_combine_pairs", combine_at_once):
+            backward()
+
+    def beside(free: int) -> None:
+        with patch.object(operations, "left_free", lambda J, arch: free):
+            backward()
+
+    contestants: dict[str, Callable[[], Any]] = {"before": before}
+    contestants |= {str(free): partial(beside, free) for free in candidates}
+    times = median_ms(contestants, rounds, backlog_cycles=10_000_000)
+    print("dX summed beside dW1: ", ", ".join(f"{name} {ms:.3f}" for name, ms in times.items()))
+    return times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
@@ -246,6 +269,7 @@ def main() -> None:
         choices=get_args(Operation),
         help="time the layer with the tile of one of these replaced",
     )
+    parser.add_argument("--left-free", nargs="+", type=int, help="multiprocessors that dW1 leaves to the sums of dX")
     parser.add_argument("--rounds", type=int, default=12, help="of tiles")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -260,6 +284,8 @@ def main() -> None:
             record["tiles_ms"] = time_tiles(problem, options.tiles, options.rounds)
         if options.in_layer is not None:
             record["in_layer_ms"] = time_in_layer(problem, options.in_layer, options.rounds)
+        if options.left_free is not None:
+            record["left_free_ms"] = time_left_free(problem, options.left_free, options.rounds)
         results["shapes"][shape] = record
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         del problem

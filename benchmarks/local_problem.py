@@ -6,13 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonic_ep import EPGroup, Routing
+from sonic_ep import EPGroup, Routing, expert_parallel_mlp
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
-from sonic_ep.kernels import expert_mlp
+from sonic_ep.expert_parallel_mlp import Call, Kept
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
-from sonic_ep.kernels.operations import gather_sum, operations_for
 
 TILE = 128
 
@@ -61,26 +60,22 @@ class LocalProblem:
         self.routing = Routing.from_pairs(
             pairs.tokens, pairs.experts, pairs.gates, num_tokens=T, E=E, group=EPGroup.alone()
         )
-        opened = LocalTransport().open(self.routing, plan_for(self.routing.counts, 0))
-        self.receipt, self.gates = opened.receipt, opened.gates_P
+        self.call = Call(LocalTransport(), self.activation, keeps_received=False, rounded=rounded)
+        self.opened = self.call.transport.open(self.routing, plan_for(self.routing.counts, 0))
+        self.receipt, self.gates = self.opened.receipt, self.opened.gates_P
         self.lists = PairLists(self.receipt.row_of_pair_P, self.receipt.expert_starts_e, rounded)
 
     def kernels(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Forward and backward of the local experts, their lists given."""
         x, weights = self.x.detach(), ExpertWeights(self.w1.detach(), self.w2.detach())
-        common = (weights, self.lists, self.activation)
-        by_row = (self.receipt.pairs_by_row_V, self.receipt.pair_starts_R)
-        ops = operations_for(self.x, self.w2, self.activation)
-        _, h = expert_mlp.forward(ops, x, *common)
+        _, kept = expert_parallel_mlp.forward(x, self.opened, weights, self.call)
+        h = kept.take_h()
 
         def forward() -> None:
-            y, _ = expert_mlp.forward(ops, x, *common)
-            gather_sum(y, *by_row, self.gates)
+            expert_parallel_mlp.forward(x, self.opened, weights, self.call)
 
         def backward() -> None:
-            grads = expert_mlp.backward_hidden(ops, self.dout, h, self.gates, *common)
-            gather_sum(expert_mlp.backward_pairs(ops, grads.dh_PJ, weights, self.lists), *by_row)
-            expert_mlp.backward_down_weights(ops, self.dout, grads.scaled_a_PI, self.lists)
-            expert_mlp.backward_up_weights(ops, x, grads.dh_PJ, self.lists)
+            kept = Kept(x, h, self.gates, self.receipt)
+            expert_parallel_mlp.backward(self.dout, kept, weights, self.call, (True, True, False, False))
 
         return forward, backward

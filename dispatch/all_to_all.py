@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sonic_ep.dispatch.plan import sizes_on_host
-from sonic_ep.dispatch.protocol import Opened, Receipt, Splits, combine_at_once
+from sonic_ep.dispatch.protocol import Combining, Opened, Receipt, Splits, combine_at_once
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
 from sonic_ep.kernels.operations import gather_sum, pair_lists, row_starts, sent_rows, token_lists
@@ -98,9 +98,7 @@ class AllToAllTransport:
     def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
         return self.combine(gather_sum(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P), receipt)
 
-    def start_combine_pairs(
-        self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
-    ) -> Callable[[], Tensor]:
+    def start_combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Combining:
         return combine_at_once(self, values_PH, weights_P, receipt)
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sonic_ep.checks import starts_aligned
 from sonic_ep.dispatch.plan import sizes_on_host
-from sonic_ep.dispatch.protocol import Opened, Receipt, Splits, combine_at_once
+from sonic_ep.dispatch.protocol import Combining, Opened, Receipt, Splits
 from sonic_ep.dispatch.room import RowsForecast
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
@@ -101,10 +101,15 @@ class LocalTransport:
     def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
         return gather_sum(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P)
 
-    def start_combine_pairs(
-        self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
-    ) -> Callable[[], Tensor]:
-        return combine_at_once(self, values_PH, weights_P, receipt)
+    def start_combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Combining:
+        # Taken before what runs beside is launched: none of that may still use this memory.
+        sums_RH = values_PH.new_empty(receipt.num_rows, values_PH.shape[1])
+
+        def result() -> Tensor:
+            lists = receipt.pairs_by_row_V, receipt.pair_starts_R
+            return gather_sum(values_PH, *lists, weights_P, into=sums_RH, beside=True)
+
+        return Combining(result, beside=True)
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         return values_of_pairs(values_P, receipt.slot_V, receipt.pair_starts_R[-1:], receipt.num_listed)

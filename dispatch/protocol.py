@@ -192,11 +192,8 @@ class Transport(Exchange, Protocol):
         """`combine` of the (weighted) sums of each received row's pairs; these are rounded too. values_PH (P, H)."""
         ...
 
-    def start_combine_pairs(
-        self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
-    ) -> Callable[[], Tensor]:
-        """`combine_pairs` of what is not needed yet: sums travel beside what is launched next. What it returns gives
-        the result and must be called; nothing else may be combined until then."""
+    def start_combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> "Combining":
+        """`combine_pairs` of what is not needed yet: sums are made or travel beside what is launched next."""
         ...
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
@@ -207,9 +204,16 @@ class Transport(Exchange, Protocol):
         ...
 
 
-def combine_at_once(
-    transport: Transport, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
-) -> Callable[[], Tensor]:
-    """`start_combine_pairs` where sums have nothing to travel beside, or no way to."""
+@dataclass(frozen=True, slots=True)
+class Combining:
+    """A combine under way. `result` must be called, right after what runs beside it was launched; until then nothing
+    else may be combined. beside: are sums made on multiprocessors, which what runs beside must leave to them?"""
+
+    result: Callable[[], Tensor]
+    beside: bool = False
+
+
+def combine_at_once(transport: Transport, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Combining:
+    """`start_combine_pairs` where sums have nothing to run beside, or no way to."""
     out_TH = transport.combine_pairs(values_PH, weights_P, receipt)
-    return lambda: out_TH
+    return Combining(lambda: out_TH)

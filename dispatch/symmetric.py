@@ -30,7 +30,7 @@ from torch import Tensor
 from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.peer_buffers import Allocate, PeerBuffers, RowBuffers, row_bytes
 from sonic_ep.dispatch.plan import sizes_on_host
-from sonic_ep.dispatch.protocol import Opened, Receipt, Splits, combine_at_once
+from sonic_ep.dispatch.protocol import Combining, Opened, Receipt, Splits, combine_at_once
 from sonic_ep.dispatch.room import Forecast, Room, RowsForecast, plan_within
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
@@ -217,9 +217,7 @@ class SymmetricTransport:
         back = rows.view(2, values_PH, receipt.num_rows)
         return self._sum_sent(back, back, receipt)
 
-    def start_combine_pairs(
-        self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
-    ) -> Callable[[], Tensor]:
+    def start_combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Combining:
         stride = self._stride(receipt)
         few = stride * row_bytes(values_PH) < _WORTH_COPYING
         if self._dispatch == "push" or (self._dispatch == "auto" and few):
@@ -233,7 +231,7 @@ class SymmetricTransport:
             arrive()
             return self._sum_sent(rows.view(2, sums_RH, receipt.num_rows), sums_RH, receipt)
 
-        return wait
+        return Combining(wait)
 
     def _sum_sent(self, back: Tensor, own: Tensor, receipt: Receipt) -> Tensor:
         needed, _, _ = receipt.own_lists

@@ -94,10 +94,14 @@ def backward_up_weights(
     into_eJH: Tensor | None = None,
     *,
     apart: bool = False,
+    beside: bool = False,
 ) -> Tensor:
-    """dW1 = dH^T X[row_of_pair] per expert, or with `apart` dgate above dup; added to `into_eJH` where there is one."""
+    """dW1 = dH^T X[row_of_pair] per expert, or with `apart` dgate above dup; added to `into_eJH` where there is one.
+
+    beside: leave some multiprocessors to sums of dX that are launched next.
+    """
     rows, starts = lists.row_of_pair_P, lists.expert_starts_e
-    return ops.weight_grad(dh_PJ, x_RH, rows, starts, halves=apart, out_eAB=into_eJH)
+    return ops.weight_grad(dh_PJ, x_RH, rows, starts, halves=apart, out_eAB=into_eJH, beside=beside)
 
 
 def backward_biases(

@@ -86,6 +86,7 @@ class Operations(Protocol):
         transposed: bool = False,
         halves: bool = False,
         out_eAB: Tensor | None = None,
+        beside: bool = False,
     ) -> Tensor: ...
 
     def bias_grad(self, values_PB: Tensor, expert_starts_e: Tensor) -> Tensor: ...
@@ -103,14 +104,22 @@ def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Oper
     return _on_gpu(x_RH.device, x_RH.dtype, H % COLUMN_MULTIPLE == 0 and I % COLUMN_MULTIPLE == 0, activation.name)
 
 
-def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None = None) -> Tensor:
+def gather_sum(
+    values_PH: Tensor,
+    items: Tensor,
+    starts: Tensor,
+    weights_P: Tensor | None = None,
+    *,
+    into: Tensor | None = None,
+    beside: bool = False,
+) -> Tensor:
     """`gather_sum` of kernels/reference.py, by the GPU kernel where Triton is installed."""
     chosen = _gather_sum_on_gpu() if values_PH.is_cuda else reference.gather_sum
-    return chosen(values_PH, items, starts, weights_P)
+    return chosen(values_PH, items, starts, weights_P, into=into, beside=beside)
 
 
 @functools.cache
-def _gather_sum_on_gpu() -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+def _gather_sum_on_gpu() -> Callable[..., Tensor]:
     if not _has_triton():
         return reference.gather_sum
     return import_module("sonic_ep.kernels.cuda.gather_sum").gather_sum

@@ -123,12 +123,14 @@ def weight_grad(
     transposed: bool = False,
     halves: bool = False,
     out_eAB: Tensor | None = None,
+    beside: bool = False,
 ) -> Tensor:
     """Per expert, left^T right[row_of_pair]: (e, A, B), a grouped GEMM over rows (varlen-K) with a gathered operand.
 
     dW1 = weight_grad(dH, X), dW2 = weight_grad(A', dO, transposed=True), which gives (e, B, A).
     halves: rows of even columns of `left` first, then those of odd ones: [gate; up], not interleaved. Alone.
     out_eAB: accumulate into this buffer instead (a main_grad, usually fp32), and return it.
+    beside: a GPU's kernel leaves multiprocessors to a gather_sum of P rows as wide as `right`, launched right after it.
     """
     assert not (halves and (transposed or out_eAB is not None))
     if halves:
@@ -159,11 +161,20 @@ def gathered_bias_grad(do_RH: Tensor, gates_P: Tensor, row_of_pair_P: Tensor, ex
     return out
 
 
-def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None = None) -> Tensor:
+def gather_sum(
+    values_PH: Tensor,
+    items: Tensor,
+    starts: Tensor,
+    weights_P: Tensor | None = None,
+    *,
+    into: Tensor | None = None,
+    beside: bool = False,
+) -> Tensor:
     """out[i] = sum over j in starts[i]..starts[i+1]-1 of weights[items[j]] * values[items[j]], in that order.
 
     Shapes:  items (V,) and starts (rows + 1,) int32: a CSR list. Accumulated in fp32 at least, rounded once; an empty
-             list gives zeros. Result (rows, H) in the dtype of values.
+             list gives zeros. Result (rows, H) in the dtype of values, in `into` if given, which is contiguous.
+    beside:  a GPU's kernel begins beside the weight_grad launched just before it, and needs none of its results.
     Example: items [0, 2, 1], starts [0, 2, 2, 3] -> values[0] + values[2], 0, values[1].
     """
     counts = starts.diff().long()
@@ -171,5 +182,5 @@ def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tens
     gathered = _up(values_PH.index_select(0, items))
     if weights_P is not None:
         gathered = gathered * _up(weights_P.index_select(0, items))[:, None]
-    out = gathered.new_zeros(counts.shape[0], values_PH.shape[1])
-    return out.index_add_(0, target_V, gathered).to(values_PH.dtype)
+    sums = gathered.new_zeros(counts.shape[0], values_PH.shape[1]).index_add_(0, target_V, gathered)
+    return sums.to(values_PH.dtype) if into is None else into.copy_(sums)

@@ -99,7 +99,8 @@ def backward(
     into: buffers to which dw1 and dw2 are added, and which are then returned.
 
     Where other ranks wait for dX, it comes first and travels beside dW2 and dW1. Alone, dW2 comes first: after it A'
-    can go, before dX of all pairs takes memory. Every rank takes every collective, whether or not it needs the result.
+    can go, before dX of all pairs takes memory, which is summed beside dW1. Every rank takes every collective, whether
+    or not it needs the result.
     """
     transport, receipt, pairs = call.transport, kept.receipt, _pair_lists(kept.receipt, call)
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
@@ -116,7 +117,8 @@ def backward(
 
     others_wait = len(receipt.splits.rows_out) > 1
     dw2 = None if others_wait else down_weights()
-    start_back = transport.start_combine_pairs if needs_w1 or needs_w2 else partial(combine_at_once, transport)
+    goes_beside = needs_w1 or (others_wait and needs_w2)
+    start_back = transport.start_combine_pairs if goes_beside else partial(combine_at_once, transport)
     back = start_back(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, receipt)
     dgates_N = transport.return_pairs(ds_P, receipt)
     if others_wait:
@@ -125,11 +127,12 @@ def backward(
     dw1 = None
     if needs_w1:
         apart = weights.up_eIH is not None
-        dw1 = expert_mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs, into[0], apart=apart)
+        dw1 = expert_mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs, into[0], apart=apart, beside=back.beside)
+    dx_TH = back.result()
     db1, db2 = None, None
     if needs_b1 or needs_b2:
         db1, db2 = expert_mlp.backward_biases(ops, do_RH, kept.gates_P, dh_PJ, pairs)
-    return back(), dgates_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None
+    return dx_TH, dgates_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None
 
 
 def _pair_lists(receipt: Receipt, call: Call) -> PairLists:

@@ -13,7 +13,7 @@ from torch import Tensor
 from sonic_ep.config import TransportConfig
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.dispatch.protocol import Opened, Receipt
+from sonic_ep.dispatch.protocol import Combining, Opened, Receipt
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.extras import missing_extra
 from sonic_ep.groups import EPGroup, exchange_named, let_be_named
@@ -79,9 +79,7 @@ class GroupTransport:
     def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
         return self.on(values_PH).combine_pairs(values_PH, weights_P, receipt)
 
-    def start_combine_pairs(
-        self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt
-    ) -> Callable[[], Tensor]:
+    def start_combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Combining:
         return self.on(values_PH).start_combine_pairs(values_PH, weights_P, receipt)
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:

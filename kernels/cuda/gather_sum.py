@@ -2,12 +2,18 @@
 
 One program of one warp sums 512 columns of one output row over its items; every value is read once, in 16-byte pieces,
 four items ahead. No intermediate row is written. Row offsets are 64-bit. In float64 it accumulates in float64.
+
+`beside`, it is a programmatic dependent launch: it begins when every CTA of the kernel before it allows that or is at
+its end, on multiprocessors that this kernel leaves free, and does not wait for its results.
 """
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
@@ -58,6 +64,7 @@ def _gather_sum(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
     blocks = tl.cdiv(H, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -79,6 +86,10 @@ def _gather_sum(
         ACCUMULATOR,
     )
     tl.store(out_ptr + row * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+    if BESIDE:
+        # Who comes next on the stream waits for this kernel, and must find the one before it at its end too.
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            gdc_wait()
 
 
 def block_of(H: int) -> int:
@@ -91,14 +102,28 @@ def accumulator_of(values: Tensor, weights: Tensor | None = None) -> tl.dtype:
     return tl.float64 if exact else tl.float32
 
 
-def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None = None) -> Tensor:
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    """Programmatic dependent launches are Hopper's and later devices'."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def gather_sum(
+    values_PH: Tensor,
+    items: Tensor,
+    starts: Tensor,
+    weights_P: Tensor | None = None,
+    *,
+    into: Tensor | None = None,
+    beside: bool = False,
+) -> Tensor:
     """See kernels/reference.py."""
     rows, H = starts.shape[0] - 1, values_PH.shape[1]
-    out = values_PH.new_empty(rows, H)
+    out = values_PH.new_empty(rows, H) if into is None else into
     if out.numel() == 0:
         return out
     values_PH = values_PH.contiguous()
-    block = block_of(H)
+    block, beside = block_of(H), beside and _can_overlap(values_PH.device)
     _gather_sum[(rows * cdiv(H, block),)](
         values_PH,
         items,
@@ -110,6 +135,8 @@ def gather_sum(values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tens
         BLOCK=block,
         UNROLL=UNROLL,
         ACCUMULATOR=accumulator_of(values_PH, weights_P),
+        BESIDE=beside,
         num_warps=1,
+        launch_pdl=beside,
     )
     return out

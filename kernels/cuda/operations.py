@@ -28,7 +28,7 @@ from sonic_ep.kernels.cuda.apart import apart, apart_mod
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
 from sonic_ep.kernels.cuda.partial_tiles import partial_tiles_mod
 from sonic_ep.kernels.cuda.sizes import cdiv
-from sonic_ep.kernels.cuda.tiles import Operation, TileConfig, tile_config
+from sonic_ep.kernels.cuda.tiles import Operation, TileConfig, left_free, tile_config
 from sonic_ep.kernels.cuda.weight_gemm import WeightGemm
 
 __all__ = [
@@ -257,6 +257,7 @@ def weight_grad(
     transposed: bool = False,
     halves: bool = False,
     out_eAB: Tensor | None = None,
+    beside: bool = False,
 ) -> Tensor:
     """See kernels/reference.py."""
     A, B = left_PA.shape[1], right_RB.shape[1]
@@ -274,7 +275,8 @@ def weight_grad(
     if gemm is None:
         tile = _tile(operation, A, B, left_PA)
         gemm = _PLANS[key] = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, halves=halves)
-    gemm.run(right_RB.T, left_PA.T, D, row_of_pair_P, expert_starts_e)
+    free = left_free(A, get_device_capacity(left_PA.device)[0]) if beside else 0
+    gemm.run(right_RB.T, left_PA.T, D, row_of_pair_P, expert_starts_e, free)
     return out
 
 

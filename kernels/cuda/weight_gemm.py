@@ -15,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass.experimental import primitives as prims
 from quack.cache import jit_cache
 from quack.cute_dsl_utils import get_device_capacity, get_max_active_clusters, torch2cute_dtype_map
 from quack.gemm_default_epi import GemmDefaultEpiMixin, GemmDefaultSm90, GemmDefaultSm100
@@ -50,6 +51,8 @@ class _ReadsIndicesAhead(GemmDefaultSm90):
         self, mA: Any, sA: Any, varlen: Any, tile_idx: Any, expert: Int32
     ) -> tuple[Callable[..., None], Callable[..., Any]]:
         """A function that copies the rows of a K tile into a stage, and one that reads their indices."""
+        # The next kernel may start: this warp has waited for the one before, and whoever needs results waits for them.
+        prims.griddepcontrol(prims.GridDepAction.LAUNCH_DEPENDENTS)
         tile_m, tile_k = const_expr(self.cta_tile_shape_mnk[0]), const_expr(self.cta_tile_shape_mnk[2])
         tiled_copy = self._make_gmem_tiled_copy_A(mA.element_type, self.a_layout, self.num_ab_load_warps * 32)
         thread = tiled_copy.get_slice(cute.arch.thread_idx()[0] - cute.arch.WARP_SIZE * self.ab_load_warp_id)
@@ -193,11 +196,21 @@ class WeightGemm:
         dtypes = torch2cute_dtype_map[A_MR.dtype], torch2cute_dtype_map[D_eMN.dtype]
         major = "n" if D_eMN.stride(-1) == 1 else "m"
         self._compiled = _compile_weight_gemm(*dtypes, major, tile, accumulate, halves, capacity)
-        self._clusters = get_max_active_clusters(tile.cluster_m * tile.cluster_n, device_capacity=capacity)
+        self._cluster_size = tile.cluster_m * tile.cluster_n
+        self._clusters = get_max_active_clusters(self._cluster_size, device_capacity=capacity)
         self._draws = tile.dynamic
 
-    def run(self, A_MR: Tensor, B_NP: Tensor, D_eMN: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> None:
+    def run(
+        self,
+        A_MR: Tensor,
+        B_NP: Tensor,
+        D_eMN: Tensor,
+        row_of_pair_P: Tensor,
+        expert_starts_e: Tensor,
+        free: int = 0,
+    ) -> None:
+        """free: multiprocessors to leave to other kernels."""
         counter = A_MR.new_zeros(1, dtype=torch.int32) if self._draws else None
-        scheduler = make_scheduler_args(self._clusters, _SWIZZLE, counter, None)
+        scheduler = make_scheduler_args(self._clusters - free // self._cluster_size, _SWIZZLE, counter, None)
         varlen = make_varlen_args(None, expert_starts_e, row_of_pair_P)
         self._compiled(A_MR, B_NP, D_eMN, None, _PLAIN, scheduler, varlen, None, None)

@@ -97,7 +97,7 @@ def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) 
         "starts": receipt.expert_starts_e,
         "weighted": transport.combine_pairs(values_PH, opened.gates_P, receipt),
         "plain": plain,
-        "beside": beside(),
+        "beside": beside.result(),
         "back": transport.combine(rows, receipt),
         "returned": returned,
     }
@@ -354,7 +354,7 @@ def with_room(rank: int, case: Case, folder: str, dispatch: Dispatch) -> None:
     assert torch.equal(transport.combine_pairs(values_PH, opened.gates_P, receipt), expected["weighted"])
     with lists_with_room():
         beside = transport.start_combine_pairs(values_PH, opened.gates_P, receipt)
-    assert torch.equal(beside(), expected["weighted"])
+    assert torch.equal(beside.result(), expected["weighted"])
     returned = transport.return_pairs(opened.gates_P, receipt)
     assert torch.equal(returned[:-spare], expected["returned"])
     assert not returned[-spare:].any()

@@ -14,14 +14,21 @@ KERNELS = [
         "gather_sum",
         "_gather_sum",
         "*bf16 *i32 *i32 *fp32 *bf16 i32",
-        {"HAS_WEIGHTS": True, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float32"},
+        {"HAS_WEIGHTS": True, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float32", "BESIDE": False},
+        num_warps=1,
+    ),
+    TritonKernel(
+        "gather_sum",
+        "_gather_sum",
+        "*bf16 *i32 *i32 *bf16 *bf16 i32",
+        {"HAS_WEIGHTS": False, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float32", "BESIDE": True},
         num_warps=1,
     ),
     TritonKernel(
         "gather_sum",
         "_gather_sum",
         "*fp64 *i32 *i32 *fp64 *fp64 i32",
-        {"HAS_WEIGHTS": True, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float64"},
+        {"HAS_WEIGHTS": True, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float64", "BESIDE": False},
         num_warps=1,
     ),
     *(
