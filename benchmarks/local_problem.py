@@ -69,7 +69,7 @@ class LocalProblem:
         """Forward and backward of the local experts, their lists given."""
         x, weights = self.x.detach(), ExpertWeights(self.w1.detach(), self.w2.detach())
         _, kept = expert_parallel_mlp.forward(x, self.opened, weights, self.call)
-        h = kept.take_h()
+        h, _ = kept.take()
 
         def forward() -> None:
             expert_parallel_mlp.forward(x, self.opened, weights, self.call)

@@ -177,7 +177,7 @@ def _forward(
         out_TH, kept = forward(x_TH.contiguous(), opened, weights, call)
     if sent is not None:
         sent.routing.check()  # now that all has been launched
-    return out_TH, kept.rows if keeps_received else x_TH.new_empty(0), kept.take_h()
+    return out_TH, kept.rows if keeps_received else x_TH.new_empty(0), kept.take()[0]
 
 
 @_forward.register_fake

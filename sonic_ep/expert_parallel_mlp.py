@@ -44,14 +44,15 @@ class Kept:
 
     rows: Tensor
     h_PJ: Tensor | None
-    gates_P: Tensor
+    gates_P: Tensor | None
     receipt: Receipt
 
-    def take_h(self) -> Tensor:
-        """H, to be forgotten here: backward needs it once, and its memory soon after."""
-        h_PJ, self.h_PJ = self.h_PJ, None
+    def take(self) -> tuple[Tensor, Tensor]:
+        """H and the weights of the pairs, to be forgotten here: backward needs their memory soon after."""
+        h_PJ, gates_P, self.h_PJ, self.gates_P = self.h_PJ, self.gates_P, None, None
         assert h_PJ is not None
-        return h_PJ
+        assert gates_P is not None
+        return h_PJ, gates_P
 
 
 def forward(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) -> tuple[Tensor, Kept]:
@@ -93,7 +94,8 @@ def backward(
     needs: Sequence[bool],
     into: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, ...]:
-    """dx_TH, dgates_N, dw1, dw2, db1, db2; the last four only as far as `needs` says. Takes `kept.h_PJ`. A collective.
+    """dx_TH, dgates_N, dw1, dw2, db1, db2; the last four only as far as `needs` says. Takes H and gates of `kept`. A
+    collective.
 
     dw1 is (e, J, H) as w1 is, and [gate; up] where these lie apart.
     into: buffers to which dw1 and dw2 are added, and which are then returned.
@@ -107,9 +109,11 @@ def backward(
     needs_w1, needs_w2, needs_b1, needs_b2 = needs
     do_RH = transport.dispatch(dout_TH.contiguous(), receipt)
     rows = (lambda: kept.rows) if call.keeps_received else transport.prefetch(kept.rows, receipt)
-    grads = expert_mlp.backward_hidden(ops, do_RH, kept.take_h(), kept.gates_P, weights, pairs, call.activation)
+    h_PJ, gates_P = kept.take()
+    grads = expert_mlp.backward_hidden(ops, do_RH, h_PJ, gates_P, weights, pairs, call.activation)
+    gates_P = gates_P if needs_b1 or needs_b2 else None
     dh_PJ, ds_P, held_a_PI = grads.dh_PJ, grads.ds_P, [grads.scaled_a_PI]
-    del grads
+    del grads, h_PJ
 
     def down_weights() -> Tensor | None:
         scaled_a_PI = held_a_PI.pop()
@@ -121,6 +125,7 @@ def backward(
     start_back = transport.start_combine_pairs if goes_beside else partial(combine_at_once, transport)
     back = start_back(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, receipt)
     dgates_N = transport.return_pairs(ds_P, receipt)
+    del ds_P
     if others_wait:
         dw2 = down_weights()
     rows_RH = rows()
@@ -130,8 +135,8 @@ def backward(
         dw1 = expert_mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs, into[0], apart=apart, beside=back.beside)
     dx_TH = back.result()
     db1, db2 = None, None
-    if needs_b1 or needs_b2:
-        db1, db2 = expert_mlp.backward_biases(ops, do_RH, kept.gates_P, dh_PJ, pairs)
+    if gates_P is not None:
+        db1, db2 = expert_mlp.backward_biases(ops, do_RH, gates_P, dh_PJ, pairs)
     return dx_TH, dgates_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None
 
 

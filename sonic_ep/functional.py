@@ -148,10 +148,10 @@ class _ExpertParallelMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, h_PJ, gates_P, w1, up_eIH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
-        # Unless the graph is kept for another backward, H lives on in `kept` alone.
+        # Unless the graph is kept for another backward, H and gates live on in `kept` alone.
         ctx.maybe_clear_saved_tensors()
         kept = Kept(rows, h_PJ, gates_P, ctx.sizes.with_lists(tuple(lists)))
-        del h_PJ
+        del h_PJ, gates_P
         weights = ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH)
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
         needs, (owner1, owner2) = (needs_gate or needs_up, *needs), ctx.owners

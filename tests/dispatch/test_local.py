@@ -3,17 +3,22 @@
 import os
 from importlib.util import find_spec
 from types import BuiltinFunctionType, FunctionType
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sonic_ep.dispatch import local
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
+from sonic_ep.dispatch.protocol import combine_at_once
+from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.routing import Routing
 from tests.dispatch.oracle import Case, on_device, receipt_lists
+from tests.helpers.poison import poisoned_empty
 from tests.helpers.static_buffers import lists_with_room, with_spare
 from tests.helpers.waiting import assert_nothing_waits
 
@@ -125,3 +130,27 @@ def test_lists_on_a_gpu_are_those_of_the_cpu_and_nothing_waits(case: Case) -> No
     assert torch.equal(transport.return_pairs(opened.gates_P, opened.receipt), on_gpu.gates_N)
     assert_nothing_waits(lambda: transport.open(on_gpu, plan_on_gpu))
     assert_nothing_waits(lambda: transport.return_pairs(opened.gates_P, opened.receipt))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [256, 768])
+def test_sums_beside_the_gradient_of_the_weights_have_the_same_bits(n: int) -> None:
+    """In passes that the host launches without a pause: the sums begin while the GEMM before them runs."""
+    T, d, e, K = 8192, 1024, 16, 4
+    torch.manual_seed(n)
+    tokens = torch.arange(T, device="cuda").repeat_interleave(K)
+    pairs = torch.rand(T, e, device="cuda").topk(K).indices.flatten(), torch.rand(T * K, device="cuda")
+    routing = Routing.from_pairs(tokens, *pairs, num_tokens=T, E=e, group=EPGroup.alone())
+    sizes = (T, d), (e, 2 * n, d), (e, d, n)
+    leaves = [torch.randn(size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+    dout = torch.randn(T, d, device="cuda", dtype=torch.bfloat16)
+
+    def gradients() -> tuple[Tensor, ...]:
+        with poisoned_empty():
+            out = moe(leaves[0], routing, *leaves[1:], transport=LocalTransport(), group=EPGroup.alone())
+            return torch.autograd.grad(out, leaves, dout)
+
+    with patch.object(LocalTransport, "start_combine_pairs", combine_at_once):
+        expected = gradients()
+    for got in [gradients() for _ in range(20)]:
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
