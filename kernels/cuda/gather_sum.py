@@ -1,7 +1,7 @@
 """gather_sum as one Triton kernel: a CSR list of rows, optionally weighted, summed in fp32 and rounded once.
 
 One program of one warp sums 512 columns of one output row over its items; every value is read once, in 16-byte pieces,
-four items ahead. No intermediate row is written. Row offsets are 64-bit. In float64 it accumulates in float64.
+four or eight items ahead. No intermediate row is written. Row offsets are 64-bit. In float64 it accumulates in float64.
 
 `beside`, it is a programmatic dependent launch: it begins when every CTA of the kernel before it allows that or is at
 its end, on multiprocessors that this kernel leaves free, and does not wait for its results.
@@ -20,6 +20,8 @@ from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 
 _MAX_BLOCK = 512
 UNROLL = 4
+# On few multiprocessors more must be on its way to each.
+_UNROLL_BESIDE = 8
 
 
 @triton.jit
@@ -133,7 +135,7 @@ def gather_sum(
         H,
         HAS_WEIGHTS=weights_P is not None,
         BLOCK=block,
-        UNROLL=UNROLL,
+        UNROLL=_UNROLL_BESIDE if beside else UNROLL,
         ACCUMULATOR=accumulator_of(values_PH, weights_P),
         BESIDE=beside,
         num_warps=1,

@@ -4,7 +4,10 @@ The kernel runs on the GPU where there is one, else interpreted on the CPU.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,20 +25,31 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 of_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def kernel(values: Tensor, items: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
+def kernel(values: Tensor, items: Tensor, starts: Tensor, weights: Tensor | None = None, **options: Any) -> Tensor:
     if DEVICE == "cpu" and values.dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter truncates to bfloat16, where a GPU rounds")
-    of_triton = import_module("sonic_ep.kernels.cuda.gather_sum").gather_sum
     weights = None if weights is None else weights.to(DEVICE)
-    return of_triton(values.to(DEVICE), items.to(DEVICE), starts.to(DEVICE), weights).cpu()
+    return of_triton().gather_sum(values.to(DEVICE), items.to(DEVICE), starts.to(DEVICE), weights, **options).cpu()
 
 
-@pytest.fixture(params=["reference", "kernel"])
+def beside(values: Tensor, items: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Into memory that is there, as beside a GEMM, which only a GPU can; elsewhere as many items ahead."""
+    module, into = of_triton(), torch.full((len(starts) - 1, values.shape[1]), float("nan")).to(DEVICE, values.dtype)
+    ahead = nullcontext() if DEVICE == "cuda" else patch.object(module, "UNROLL", module._UNROLL_BESIDE)
+    with ahead:
+        return kernel(values, items, starts, weights, into=into, beside=True)
+
+
+def of_triton() -> Any:
+    return import_module("sonic_ep.kernels.cuda.gather_sum")
+
+
+@pytest.fixture(params=["reference", "kernel", "beside"])
 def gather_sum(request: pytest.FixtureRequest) -> GatherSum:
     if request.param == "reference":
         return reference.gather_sum
     pytest.importorskip("triton")
-    return kernel
+    return kernel if request.param == "kernel" else beside
 
 
 def csr(lists: list[list[int]]) -> tuple[Tensor, Tensor]:

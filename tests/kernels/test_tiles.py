@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sonic_ep.kernels.cuda.tiles import Operation, tile_config
+from sonic_ep.kernels.cuda.tiles import Operation, left_free, tile_config
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Of records of the same, the last counts: it has the tiles that came since.
@@ -74,6 +74,23 @@ def test_rows_that_are_rounded_to_128_fill_their_tiles(N: int, other: int) -> No
     for operation in ("up", "up_clamped", "down", "down_backward", "down_backward_heavy", "up_backward"):
         tile = tile_config(operation, N, other, 9, rounded=True)
         assert 128 % (tile.m * tile.cluster_m) == 0, (operation, tile)
+
+
+LEFT_FREE = json.loads((RESULTS / "grouped_gemms_left_free_h200.json").read_text())["shapes"]
+
+
+# DeepSeek-V3's share: sums are 1.5 % of its backward, less than its times scatter.
+@pytest.mark.parametrize("name", LEFT_FREE.keys() - {"deepseek_v3_ep8_ragged"})
+def test_backward_is_within_one_percent_of_its_fastest_beside_sums(name: str) -> None:
+    times = {int(free): ms for free, ms in LEFT_FREE[name]["left_free_ms"].items() if free != "before"}
+    chosen = left_free(2 * LEFT_FREE[name]["n"], 9)
+    below, above = (max(f for f in times if f <= chosen), min(f for f in times if f >= chosen))
+    between = (times[below] + times[above]) / 2
+    assert between <= 1.01 * min(times.values()), (chosen, times)
+
+
+def test_nothing_is_left_where_nothing_begins_beside() -> None:
+    assert left_free(512, 10) == 0
 
 
 def test_unknown_architectures_are_refused() -> None:
