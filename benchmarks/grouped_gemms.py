@@ -247,7 +247,7 @@ def time_left_free(problem: Problem, candidates: Sequence[int], rounds: int) -> 
             backward()
 
     def beside(free: int) -> None:
-        with patch.object(operations, "left_free", lambda *_: free):
+        with patch.object(operations, "left_free", lambda *_: free // 2):  # clusters of 2
             backward()
 
     contestants: dict[str, Callable[[], Any]] = {"before": before}

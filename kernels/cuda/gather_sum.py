@@ -4,7 +4,7 @@ One program of one warp sums 512 columns of one output row over its items; every
 four or eight items ahead. No intermediate row is written. Row offsets are 64-bit. In float64 it accumulates in float64.
 
 `beside`, it is a programmatic dependent launch: it begins when every CTA of the kernel before it allows that or is at
-its end, on multiprocessors that this kernel leaves free, and does not wait for its results.
+its end, on multiprocessors that the other leaves free, and does not wait for its results.
 """
 
 import functools

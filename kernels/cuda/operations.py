@@ -275,7 +275,7 @@ def weight_grad(
     if gemm is None:
         tile = _tile(operation, A, B, left_PA)
         gemm = _PLANS[key] = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, halves=halves)
-    free = left_free(A, get_device_capacity(left_PA.device)[0]) if beside else 0
+    free = left_free(A, gemm.clusters, get_device_capacity(left_PA.device)[0]) if beside else 0
     gemm.run(right_RB.T, left_PA.T, D, row_of_pair_P, expert_starts_e, free)
     return out
 

@@ -51,8 +51,8 @@ _SM100 = TileConfig(128, 128, False)
 # Sizes above this, as DeepSeek-V3's d of 7168 and Mixtral's n of 14336, want other tiles in some operations.
 LARGE = 6144
 
-# Pairs of multiprocessors that sum rows as fast as all others contract them with one column.
-_SUMS_PER_COLUMN = 4608
+# Sums of rows on one multiprocessor take as long as a GEMM that contracts these rows with so many columns on 132.
+_COLUMNS_OF_SUMS = 9216
 
 
 def tile_config(operation: Operation, N: int, other: int, arch: int, *, rounded: bool = False) -> TileConfig:
@@ -92,10 +92,13 @@ def _hopper_tile(operation: Operation, N: int, other: int, *, rounded: bool) -> 
             return _PINGPONG_192_PAIRS if cdiv(N, 192) % 2 == 0 else _PINGPONG_192
 
 
-def left_free(J: int, arch: int) -> int:
-    """Multiprocessors that the GEMM of dW1 leaves to the sums of dX beside it: as many as make both end together.
+def left_free(J: int, clusters: int, arch: int) -> int:
+    """Of the clusters that fit a device, those that the GEMM of dW1 leaves to the sums of dX beside it.
 
-    The work of either is proportional to P and d, so J decides alone (grouped_gemms_left_free_h200.json). On other
-    devices than Hopper quack's kernel lets nothing begin beside it.
+    As many as make both end together: the work of either is proportional to P and d, so J decides alone
+    (grouped_gemms_left_free_h200.json). On other devices than Hopper quack's kernel lets nothing begin beside it.
     """
-    return 2 * round(_SUMS_PER_COLUMN / J) if arch == 9 else 0
+    if arch != 9:
+        return 0
+    # On more than half of a device sums are no faster: the memory is busy.
+    return min(round(clusters * _COLUMNS_OF_SUMS / (132 * J)), clusters // 2)

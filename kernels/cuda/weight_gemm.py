@@ -196,8 +196,7 @@ class WeightGemm:
         dtypes = torch2cute_dtype_map[A_MR.dtype], torch2cute_dtype_map[D_eMN.dtype]
         major = "n" if D_eMN.stride(-1) == 1 else "m"
         self._compiled = _compile_weight_gemm(*dtypes, major, tile, accumulate, halves, capacity)
-        self._cluster_size = tile.cluster_m * tile.cluster_n
-        self._clusters = get_max_active_clusters(self._cluster_size, device_capacity=capacity)
+        self.clusters = get_max_active_clusters(tile.cluster_m * tile.cluster_n, device_capacity=capacity)
         self._draws = tile.dynamic
 
     def run(
@@ -209,8 +208,8 @@ class WeightGemm:
         expert_starts_e: Tensor,
         free: int = 0,
     ) -> None:
-        """free: multiprocessors to leave to other kernels."""
+        """free: of the clusters that fit the device, those to leave to other kernels."""
         counter = A_MR.new_zeros(1, dtype=torch.int32) if self._draws else None
-        scheduler = make_scheduler_args(self._clusters - free // self._cluster_size, _SWIZZLE, counter, None)
+        scheduler = make_scheduler_args(self.clusters - free, _SWIZZLE, counter, None)
         varlen = make_varlen_args(None, expert_starts_e, row_of_pair_P)
         self._compiled(A_MR, B_NP, D_eMN, None, _PLAIN, scheduler, varlen, None, None)

@@ -83,14 +83,16 @@ LEFT_FREE = json.loads((RESULTS / "grouped_gemms_left_free_h200.json").read_text
 @pytest.mark.parametrize("name", LEFT_FREE.keys() - {"deepseek_v3_ep8_ragged"})
 def test_backward_is_within_one_percent_of_its_fastest_beside_sums(name: str) -> None:
     times = {int(free): ms for free, ms in LEFT_FREE[name]["left_free_ms"].items() if free != "before"}
-    chosen = left_free(2 * LEFT_FREE[name]["n"], 9)
+    chosen = 2 * left_free(2 * LEFT_FREE[name]["n"], 66, 9)
     below, above = (max(f for f in times if f <= chosen), min(f for f in times if f >= chosen))
     between = (times[below] + times[above]) / 2
     assert between <= 1.01 * min(times.values()), (chosen, times)
 
 
-def test_nothing_is_left_where_nothing_begins_beside() -> None:
-    assert left_free(512, 10) == 0
+@given(st.integers(1, 2**16), st.integers(1, 74))
+def test_the_gemm_keeps_half_of_any_device(J: int, clusters: int) -> None:
+    assert 2 * left_free(J, clusters, 9) <= clusters
+    assert left_free(J, clusters, 10) == 0
 
 
 def test_unknown_architectures_are_refused() -> None:
