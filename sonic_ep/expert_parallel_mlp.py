@@ -94,9 +94,9 @@ def backward(
     needs: Sequence[bool],
     into: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, ...]:
-    """dx_TH, dgates_N, dw1, dw2, db1, db2; the last four only as far as `needs` says. Takes H and gates of `kept`. A
-    collective.
+    """dx_TH, dgates_N, dw1, dw2, db1, db2; the last four only as far as `needs` says. A collective.
 
+    kept: its H and gates are taken.
     dw1 is (e, J, H) as w1 is, and [gate; up] where these lie apart.
     into: buffers to which dw1 and dw2 are added, and which are then returned.
 
@@ -121,6 +121,7 @@ def backward(
 
     others_wait = len(receipt.splits.rows_out) > 1
     dw2 = None if others_wait else down_weights()
+    # Alone, dW1 is all that comes after.
     goes_beside = needs_w1 or (others_wait and needs_w2)
     start_back = transport.start_combine_pairs if goes_beside else partial(combine_at_once, transport)
     back = start_back(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, receipt)

@@ -7,15 +7,13 @@ four or eight items ahead. No intermediate row is written. Row offsets are 64-bi
 its end, on multiprocessors that the other leaves free, and does not wait for its results.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from sonic_ep.kernels.cuda.launch import launched
+from sonic_ep.kernels.cuda.launch import launched, major
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 
 _MAX_BLOCK = 512
@@ -104,12 +102,6 @@ def accumulator_of(values: Tensor, weights: Tensor | None = None) -> tl.dtype:
     return tl.float64 if exact else tl.float32
 
 
-@functools.cache
-def _can_overlap(device: torch.device) -> bool:
-    """Programmatic dependent launches are Hopper's and later devices'."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def gather_sum(
     values_PH: Tensor,
     items: Tensor,
@@ -125,7 +117,8 @@ def gather_sum(
     if out.numel() == 0:
         return out
     values_PH = values_PH.contiguous()
-    block, beside = block_of(H), beside and _can_overlap(values_PH.device)
+    block = block_of(H)
+    beside = beside and major(values_PH.device) >= 9  # those can launch programmatic dependents
     _gather_sum[(rows * cdiv(H, block),)](
         values_PH,
         items,

@@ -5,8 +5,8 @@ has 40 launches a step. Here the first launch with arguments of some kind is Tri
 compiled kernel that it returned, as `kernel.warmup(...)[grid](...)` does in Triton's tutorials.
 """
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Launched(KernelInterface[Any]):
         self._compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, grid)
+        return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: object, **named: object) -> None:
         key = (torch.cuda.current_device(), *map(kind, arguments), *named.items())
@@ -47,6 +47,12 @@ class Launched(KernelInterface[Any]):
         constants = self.kernel.params[number:]
         assert all(parameter.is_constexpr for parameter in constants), f"{self.kernel} has more run-time arguments"
         return tuple(named[parameter.name] for parameter in constants)
+
+
+@functools.cache
+def major(device: torch.device) -> int:
+    """Major compute capability of a GPU, asked for once; 0 of the CPU, where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def kind(argument: object) -> object:

@@ -116,12 +116,12 @@ def _run(
     if plan is None:
         plan = _PLANS[key] = mod.plan(A, B, C, config=_config(tile, A), **arguments)
         plan.scratch = {}  # every launch names its own partial sums
-    plan.run(A, B, C, tile_count_semaphore=_tile_counter(plan.config, A), **arguments)
+    plan.run(A, B, C, tile_count_semaphore=_tile_counter(plan.config.is_dynamic_persistent, A), **arguments)
 
 
-def _tile_counter(config: GemmConfig, like: Tensor) -> Tensor | None:
+def _tile_counter(dynamic: bool, like: Tensor) -> Tensor | None:
     """Where the CTAs of a dynamic schedule draw their next tile from."""
-    return like.new_zeros(1, dtype=torch.int32) if config.is_dynamic_persistent else None
+    return like.new_zeros(1, dtype=torch.int32) if dynamic else None
 
 
 def _tile(operation: Operation, N: int, other: int, tensor: Tensor, *, rounded: bool = False) -> TileConfig:
@@ -276,7 +276,8 @@ def weight_grad(
         tile = _tile(operation, A, B, left_PA)
         gemm = _PLANS[key] = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, halves=halves)
     free = left_free(A, gemm.clusters, get_device_capacity(left_PA.device)[0]) if beside else 0
-    gemm.run(right_RB.T, left_PA.T, D, row_of_pair_P, expert_starts_e, free)
+    counter = _tile_counter(gemm.dynamic, left_PA)
+    gemm.run(right_RB.T, left_PA.T, D, row_of_pair_P, expert_starts_e, counter, free)
     return out
 
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.launch import launched
+from sonic_ep.kernels.cuda.launch import launched, major
 from sonic_ep.kernels.cuda.sizes import cdiv
 
 _ALIGNMENT = 16
@@ -204,10 +204,9 @@ def _more_tokens(T: int, tiles_m: int, device: torch.device) -> int:
     return _MORE_N if _MORE_COST * wider_waves < waves and _is_hopper(device) else 0
 
 
-@functools.cache
 def _is_hopper(device: torch.device) -> bool:
     """For others Triton 3.6 puts the products of wider tiles on slower instructions."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return major(device) == 9
 
 
 def gradients(

@@ -13,7 +13,6 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.experimental import primitives as prims
 from quack.cache import jit_cache
@@ -197,7 +196,7 @@ class WeightGemm:
         major = "n" if D_eMN.stride(-1) == 1 else "m"
         self._compiled = _compile_weight_gemm(*dtypes, major, tile, accumulate, halves, capacity)
         self.clusters = get_max_active_clusters(tile.cluster_m * tile.cluster_n, device_capacity=capacity)
-        self._draws = tile.dynamic
+        self.dynamic = tile.dynamic
 
     def run(
         self,
@@ -206,10 +205,10 @@ class WeightGemm:
         D_eMN: Tensor,
         row_of_pair_P: Tensor,
         expert_starts_e: Tensor,
+        counter: Tensor | None = None,
         free: int = 0,
     ) -> None:
-        """free: of the clusters that fit the device, those to leave to other kernels."""
-        counter = A_MR.new_zeros(1, dtype=torch.int32) if self._draws else None
+        """counter: of a dynamic schedule. free: of the clusters that fit a device, those to leave to other kernels."""
         scheduler = make_scheduler_args(self.clusters - free, _SWIZZLE, counter, None)
         varlen = make_varlen_args(None, expert_starts_e, row_of_pair_P)
         self._compiled(A_MR, B_NP, D_eMN, None, _PLAIN, scheduler, varlen, None, None)
