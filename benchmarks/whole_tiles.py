@@ -10,5 +10,5 @@ from sonic_ep.kernels.cuda import operations
 @contextmanager
 def whole_tiles() -> Generator[None, None, None]:
     """Within, on Hopper, every tile is computed whole."""
-    with patch.object(operations, "partial_tiles_mod", lambda mod: mod):  # plans are kept by mod
+    with patch.object(operations, "hopper_mod", lambda mod: mod):  # plans are kept by mod
         yield

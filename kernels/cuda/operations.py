@@ -2,8 +2,8 @@
 
 quack (Dao-AILab/quack, Apache-2.0) brings variable-length grouped GEMMs with a gathered operand and epilogues written
 as functions of the accumulator. Here a *plan* (a compiled kernel and its launch recipe) is kept per operation and shape
-class, and launched for any number of rows: nothing depends on row counts. On Hopper, tiles are computed only as far as
-they have rows (partial_tiles.py).
+class, and launched for any number of rows: nothing depends on row counts. hopper_rows.py has what Hopper's kernels do
+otherwise.
 
 Legend: R rows, H hidden size, P pair-buffer rows, e local experts, I expert width, J = 2I if gated else I.
 """
@@ -26,7 +26,7 @@ from sonic_ep.kernels.activations import Activation, interleave_apart
 from sonic_ep.kernels.cuda import gpt_oss
 from sonic_ep.kernels.cuda.apart import apart, apart_mod
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
-from sonic_ep.kernels.cuda.partial_tiles import partial_tiles_mod
+from sonic_ep.kernels.cuda.hopper_rows import hopper_mod
 from sonic_ep.kernels.cuda.sizes import cdiv
 from sonic_ep.kernels.cuda.tiles import Operation, TileConfig, left_free, tile_config
 from sonic_ep.kernels.cuda.weight_gemm import WeightGemm
@@ -110,7 +110,7 @@ def _run(
 ) -> None:
     """Launch the GEMM over rows of an epilogue and a shape class, planned at its first use."""
     if get_device_capacity(A.device)[0] == 9:
-        mod = partial_tiles_mod(mod)
+        mod = hopper_mod(mod)
     key = (mod, tile, *key)
     plan = _PLANS.get(key)
     if plan is None:

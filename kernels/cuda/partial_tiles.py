@@ -17,21 +17,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 from quack import copy_utils, sm90_utils
-from quack.epilogue.frontend import EpiMod
 from quack.gemm_sm90 import GemmSm90
 from quack.tile_scheduler import VarlenMTileScheduler, WorkTileInfo
 
-from sonic_ep.kernels.cuda.changed_mod import ChangedMod
+from sonic_ep.kernels.cuda.next_tile import DrawnAheadScheduler, DrawsAhead
 
 _BLOCK = 64  # rows of one WGMMA instruction
 _MANY = 192  # accumulators a thread
 _ROW_BITS = 10  # of a record: rows of the tiles of a cluster, at most 2 x 256; the expert is above them
-
-
-@functools.cache
-def partial_tiles_mod(mod: EpiMod) -> EpiMod:
-    """An epilogue in kernels for Hopper that compute no rows behind an expert's last."""
-    return ChangedMod(mod, _ComputesRowsOnly, "partial tiles")
 
 
 def _indices(work: WorkTileInfo) -> Any:
@@ -39,7 +32,7 @@ def _indices(work: WorkTileInfo) -> Any:
     return work.tile_idx
 
 
-class _RowsScheduler(VarlenMTileScheduler):
+class _RowsScheduler(DrawnAheadScheduler):
     """Tells all warps how many rows a tile has, in tile_idx[2], where quack keeps what only a split K needs.
 
     The warp that draws tiles finds out, and sends it to the others beside the expert's number: read by each from global
@@ -85,21 +78,18 @@ class _RowsScheduler(VarlenMTileScheduler):
         return rows
 
     def get_split_k_tile_range(self, k_tile_total: Int32, rows: Int32, **_: Any) -> tuple[int, Any]:
-        """What a GEMM's loops over K get is all that they hear of a tile: the count of its K tiles knows the rows."""
-        count: Any = Int32(k_tile_total)
+        """The count of its K tiles knows a tile's rows, too."""
+        first, count = DrawnAheadScheduler.get_split_k_tile_range(self, k_tile_total, rows)
         # Branches on what ptxas does not know to be one value per warp cost more than they save.
         count.rows = cute.arch.make_warp_uniform(rows)
-        return 0, count
+        return first, count
 
 
-class _ComputesRowsOnly:
+class ComputesRowsOnly(DrawsAhead):
     # GemmSm90's
     cta_tile_shape_mnk: Any
-    cluster_shape_mnk: Any
     atom_layout_mnk: Any
     a_layout: Any
-    ab_load_warp_id: Any
-    num_ab_load_warps: Any
     _make_gmem_tiled_copy_A: Any
     gather_A: bool
     num_regs_load: int
@@ -164,16 +154,24 @@ class _ComputesRowsOnly:
         return (functools.partial(copy, True), functools.partial(copy, False)), None
 
     @cute.jit
-    def load_AB_gather_A(
-        self, pipeline: Any, state: Any, copy_A: Any, prefetch: None, copy_B: Any, k_tiles: Any, varlen_m: bool = True
+    def load_part(
+        self,
+        pipeline: Any,
+        state: Any,
+        copy_A: Any,
+        copy_B: Any,
+        k_tiles: Any,
+        first: Int32,
+        end: Int32,
+        last: cutlass.Constexpr[bool],
     ) -> Any:
         # Whole tiles have a loop of their own: with conditions in it, it takes up to 20 % longer.
         copy_whole, copy_fewer = copy_A
         after = state
         if k_tiles.rows >= self.cta_tile_shape_mnk[0]:
-            after = GemmSm90.load_AB_gather_A(self, pipeline, state, copy_whole, prefetch, copy_B, k_tiles)
+            after = self.load_k_tiles(pipeline, state, copy_whole, copy_B, first, end, last)
         else:
-            after = GemmSm90.load_AB_gather_A(self, pipeline, state, copy_fewer, prefetch, copy_B, k_tiles)
+            after = self.load_k_tiles(pipeline, state, copy_fewer, copy_B, first, end, last)
         return after
 
     @cute.jit

@@ -55,7 +55,7 @@ def assert_equal_to_whole_tiles(
 ) -> None:
     got = all_results(operations, d, n, rounded=rounded)
     with monkeypatch.context() as patch:
-        patch.setattr(operations, "partial_tiles_mod", lambda mod: mod)
+        patch.setattr(operations, "hopper_mod", lambda mod: mod)
         wanted = all_results(operations, d, n, rounded=rounded)
     for name, tensor in got.items():
         assert torch.isfinite(tensor).all(), name

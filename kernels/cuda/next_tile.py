@@ -1,0 +1,116 @@
+"""Hopper GEMMs over rows that draw their next tile amid the loads of this one.
+
+To draw a tile takes an atomic addition, a search through the experts' starts and two more reads, one after the other,
+about 2 us. quack's loading warps do so when they are done with a tile, and load nothing meanwhile. Here they draw as
+soon as they have filled the stages, or two of them where one warp loads by TMA: fast enough to fill the others after.
+
+Every method overrides one of quack's (GemmSm90, VarlenMTileScheduler, quack 0.6.5) and is traced by CuTe-DSL.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+from quack.gemm_sm90 import GemmSm90
+from quack.tile_scheduler import VarlenMTileScheduler
+
+_BY_TMA = 2  # K tiles loaded before the next tile is drawn
+
+
+class DrawnAheadScheduler(VarlenMTileScheduler):
+    def get_split_k_tile_range(self, k_tile_total: Int32, rows: Any, **_: Any) -> tuple[int, Any]:
+        """What loops over K get is all that they hear of a tile: the count of its K tiles knows the scheduler."""
+        count: Any = Int32(k_tile_total)
+        count.scheduler = self
+        return 0, count
+
+    def draw(self, draws: Boolean | bool) -> None:
+        """Draws the next tile and tells it to all warps, if this is the warp that draws."""
+        VarlenMTileScheduler.advance_to_next_work(self, is_scheduler_warp=draws)
+
+    def advance_to_next_work(self, is_scheduler_warp: Boolean | bool = False, **how: Any) -> None:
+        if is_scheduler_warp is False:
+            VarlenMTileScheduler.advance_to_next_work(self, **how)
+        # Else these warps are done with a tile's loads, amid which they have drawn the next one.
+
+
+class DrawsAhead:
+    # GemmSm90's
+    ab_load_warp_id: int
+    num_ab_load_warps: int
+    ab_stage: int
+    cluster_shape_mnk: Any
+
+    # Loads the K tiles from `first` to `end`, behind the last of which lies what may not be read if `last`.
+    load_part: Any
+
+    @cute.jit
+    def load_AB_gather_A(
+        self, pipeline: Any, state: Any, copy_A: Any, prefetch: None, copy_B: Any, k_tiles: Any, varlen_m: bool = True
+    ) -> Any:
+        first = cutlass.min(k_tiles - 1, self.ab_stage)
+        state = self.load_part(pipeline, state, copy_A, copy_B, k_tiles, Int32(0), first, False)
+        self._draw(k_tiles.scheduler)
+        return self.load_part(pipeline, state, copy_A, copy_B, k_tiles, first, k_tiles, True)
+
+    @cute.jit
+    def load_tma(self, pipeline: Any, state: Any, copy_fns: Any, k_tiles: Any, k_tile_start: int = 0) -> Any:
+        first = cutlass.min(k_tiles - 1, _BY_TMA)
+        state = GemmSm90.load_tma(self, pipeline, state, copy_fns, first)
+        self._draw(k_tiles.scheduler)
+        return GemmSm90.load_tma(self, pipeline, state, copy_fns, k_tiles - first, first)
+
+    @cute.jit
+    def _draw(self, scheduler: Any) -> None:
+        draws = True
+        if const_expr(self.num_ab_load_warps > 1):
+            draws = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == self.ab_load_warp_id
+        if const_expr(self.cluster_shape_mnk[0] * self.cluster_shape_mnk[1] > 1):
+            draws = draws and cute.arch.block_idx_in_cluster() == 0
+        scheduler.draw(draws)
+
+    @cute.jit
+    def load_k_tiles(
+        self,
+        pipeline: Any,
+        state: Any,
+        copy_A: Any,
+        copy_B: Any,
+        first: Int32,
+        end: Int32,
+        last: cutlass.Constexpr[bool],
+    ) -> Any:
+        """quack's loop of warps that gather A, over some K tiles."""
+        free = Boolean(True)
+        if first < end:
+            free = pipeline.producer_try_acquire(state)
+        for k_tile in cutlass.range(first, end - 1 if const_expr(last) else end, unroll=1):
+            state = self._load_k_tile(pipeline, state, free, copy_A, copy_B, k_tile, False)
+            free = Boolean(True)
+            if k_tile + 1 < end:
+                free = pipeline.producer_try_acquire(state)
+        if const_expr(last):
+            state = self._load_k_tile(pipeline, state, free, copy_A, copy_B, end - 1, True)
+        return state
+
+    @cute.jit
+    def _load_k_tile(
+        self,
+        pipeline: Any,
+        state: Any,
+        free: Boolean,
+        copy_A: Any,
+        copy_B: Any,
+        k_tile: Int32,
+        pred: cutlass.Constexpr[bool],
+    ) -> Any:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        loads_B = warp == self.ab_load_warp_id + k_tile % self.num_ab_load_warps
+        pipeline.producer_acquire(state, free, loads_B)
+        if loads_B:
+            copy_B(k_tile, state.index, tma_bar_ptr=pipeline.producer_get_barrier(state))
+        copy_A(k_tile, state.index, pred=pred)
+        pipeline.producer_cpasync_commit(state)
+        state.advance()
+        return state
