@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sonic_ep.dispatch.plan import sizes_on_host
-from sonic_ep.dispatch.protocol import Combining, Opened, Receipt, Splits, combine_at_once
+from sonic_ep.dispatch.protocol import Combining, Opened, Receipt, Splits, combine_at_once, return_at_once
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
 from sonic_ep.kernels.operations import gather_sum, pair_lists, row_starts, sent_rows, token_lists
@@ -106,6 +106,9 @@ class AllToAllTransport:
         values_N = self._exchange("return_pairs", values_V, receipt.splits.pairs_in, receipt.splits.pairs_out)
         spare = receipt.num_listed - values_N.shape[0]
         return pad(values_N, (0, spare)) if spare else values_N
+
+    def start_return_pairs(self, parts_PN: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+        return return_at_once(self, parts_PN, receipt)
 
     def _exchange(self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
         row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0

@@ -4,6 +4,7 @@ Legend: see protocol.py.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 from torch import Tensor
@@ -112,7 +113,14 @@ class LocalTransport:
         return Combining(result, beside=True)
 
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
-        return values_of_pairs(values_P, receipt.slot_V, receipt.pair_starts_R[-1:], receipt.num_listed)
+        return values_of_pairs(values_P[:, None], receipt.slot_V, receipt.pair_starts_R[-1:], receipt.num_listed)
+
+    def start_return_pairs(self, parts_PN: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+        values_N = parts_PN.new_empty(receipt.num_listed)  # now, as in start_combine_pairs
+        num_pairs = receipt.pair_starts_R[-1:]
+        return partial(
+            values_of_pairs, parts_PN, receipt.slot_V, num_pairs, receipt.num_listed, into=values_N, beside=True
+        )
 
 
 def _rows_and_pairs(arriving: SizesOnHost) -> tuple[int, int]:

@@ -203,6 +203,11 @@ class Transport(Exchange, Protocol):
         """
         ...
 
+    def start_return_pairs(self, parts_PN: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+        """`return_pairs` of the sums of rows. The result must be called, right after something was launched that does
+        not need it: a rank alone adds and returns beside that."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Combining:
@@ -217,3 +222,9 @@ def combine_at_once(transport: Transport, values_PH: Tensor, weights_P: Tensor |
     """`start_combine_pairs` where sums have nothing to run beside, or no way to."""
     out_TH = transport.combine_pairs(values_PH, weights_P, receipt)
     return Combining(lambda: out_TH)
+
+
+def return_at_once(transport: Transport, parts_PN: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+    """`start_return_pairs`, likewise."""
+    values_N = transport.return_pairs(parts_PN.sum(1), receipt)
+    return lambda: values_N

@@ -30,7 +30,7 @@ from torch import Tensor
 from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.peer_buffers import Allocate, PeerBuffers, RowBuffers, row_bytes
 from sonic_ep.dispatch.plan import sizes_on_host
-from sonic_ep.dispatch.protocol import Combining, Opened, Receipt, Splits, combine_at_once
+from sonic_ep.dispatch.protocol import Combining, Opened, Receipt, Splits, combine_at_once, return_at_once
 from sonic_ep.dispatch.room import Forecast, Room, RowsForecast, plan_within
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
@@ -248,6 +248,9 @@ class SymmetricTransport:
         kernels.push_values(meeting, values_P.contiguous(), receipt.slot_V, pairs_SQ, pairs.addresses[2])
         buffer = pairs.memory.view(pairs.starts[2], (pairs.capacity,), values_P.dtype)
         return kernels.take_values(meeting, buffer, pairs_SQ, receipt.num_listed)
+
+    def start_return_pairs(self, parts_PN: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+        return return_at_once(self, parts_PN, receipt)
 
     def _send(self, x_TH: Tensor, needed: Tensor, pairs_SQ: Tensor, stride: int) -> Tensor:
         if self._dispatch == "copy":

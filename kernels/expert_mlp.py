@@ -49,11 +49,11 @@ def forward(
 
 @dataclass(frozen=True, slots=True)
 class HiddenGrads:
-    """dH and what comes with it. dh_PJ is for dX, dW1 and db1, scaled_a_PI (A') for dW2."""
+    """dH and what comes with it. dh_PJ is for dX, dW1 and db1, scaled_a_PI (A') for dW2, ds_PN are parts of dS."""
 
     dh_PJ: Tensor
     scaled_a_PI: Tensor
-    ds_P: Tensor
+    ds_PN: Tensor
 
 
 def backward_hidden(

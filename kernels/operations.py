@@ -138,9 +138,18 @@ def pair_lists(
     return module.pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, num_rows)
 
 
-def values_of_pairs(values_P: Tensor, slot_V: Tensor, num_pairs: Tensor, room: int) -> Tensor:
+def values_of_pairs(
+    parts_PN: Tensor,
+    slot_V: Tensor,
+    num_pairs: Tensor,
+    room: int,
+    *,
+    into: Tensor | None = None,
+    beside: bool = False,
+) -> Tensor:
     """`values_of_pairs` of kernels/pair_lists.py, likewise."""
-    return _lists("pair_lists", values_P.is_cuda).values_of_pairs(values_P, slot_V, num_pairs, room)
+    module = _lists("pair_lists", parts_PN.is_cuda)
+    return module.values_of_pairs(parts_PN, slot_V, num_pairs, room, into=into, beside=beside)
 
 
 def lists_take_room(device: torch.device) -> bool:

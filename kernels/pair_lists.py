@@ -118,13 +118,24 @@ def pair_lists(
     return PairBuffer(row_of_pair_P, gates_P, *(values.to(INDEX_DTYPE) for values in lists))
 
 
-def values_of_pairs(values_P: Tensor, slot_V: Tensor, num_pairs: Tensor, room: int) -> Tensor:
+def values_of_pairs(
+    parts_PN: Tensor,
+    slot_V: Tensor,
+    num_pairs: Tensor,
+    room: int,
+    *,
+    into: Tensor | None = None,
+    beside: bool = False,
+) -> Tensor:
     """(room,) the value of each received pair, in arrival order, and zeros behind them.
 
-    slot_V: of a PairBuffer; num_pairs: (1,) how many of its entries count, V and `room` at most.
+    parts_PN: whose rows sum to the values. slot_V: of a PairBuffer; num_pairs: (1,) how many of its entries count, V
+    and `room` at most. into: where the values go. beside: as of gather_sum in kernels/reference.py.
     """
-    values = torch.nn.functional.pad(values_P.index_select(0, slot_V[:room]), (0, max(0, room - slot_V.shape[0])))
-    return values.where(torch.arange(room, device=values.device) < num_pairs, 0)
+    values_V = parts_PN.index_select(0, slot_V[:room]).sum(1)
+    values = torch.nn.functional.pad(values_V, (0, max(0, room - slot_V.shape[0])))
+    values = values.where(torch.arange(room, device=values.device) < num_pairs, 0)
+    return values if into is None else into.copy_(values)
 
 
 def _source_of_pair(chunks: Chunks) -> Tensor:

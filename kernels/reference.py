@@ -85,8 +85,8 @@ def down_projection_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dA' = dO[row_of_pair] W2 with three epilogues: dH = act'(H) (s dA'), A' = s A, dS = <dA', A> + <dO, b2>.
 
-    A is recomputed from H, Y is never needed. gates_P: s. Returns dh_PJ and scaled_a_PI in the dtype of H, ds_P in that
-    of the gates. Source: SonicMoE, arXiv 2512.14080, section 3.2.
+    A is recomputed from H, Y is never needed. gates_P: s. Returns dh_PJ and scaled_a_PI in the dtype of H, ds_PN,
+    parts (one here) whose sum is dS, in that of the gates. Source: SonicMoE, arXiv 2512.14080, section 3.2.
     """
     dh_PJ = torch.empty_like(h_PJ)
     scaled_a_PI = h_PJ.new_empty(h_PJ.shape[0], w2_eHI.shape[2])
@@ -100,7 +100,7 @@ def down_projection_backward(
         ds_P[rows] = ds if b2_eH is None else ds + do @ _up(b2_eH[expert])
         dh_PJ[rows] = activation.backward(s * da, h).to(dh_PJ.dtype)
         scaled_a_PI[rows] = (s * a).to(scaled_a_PI.dtype)
-    return dh_PJ, scaled_a_PI, ds_P
+    return dh_PJ, scaled_a_PI, ds_P[:, None]
 
 
 def up_projection_backward(

@@ -18,7 +18,7 @@ from functools import partial
 
 from torch import Tensor
 
-from sonic_ep.dispatch.protocol import Opened, Receipt, Transport, combine_at_once
+from sonic_ep.dispatch.protocol import Opened, Receipt, Transport, combine_at_once, return_at_once
 from sonic_ep.kernels import expert_mlp
 from sonic_ep.kernels.activations import Activation
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
@@ -101,8 +101,8 @@ def backward(
     into: buffers to which dw1 and dw2 are added, and which are then returned.
 
     Where other ranks wait for dX, it comes first and travels beside dW2 and dW1. Alone, dW2 comes first: after it A'
-    can go, before dX of all pairs takes memory, which is summed beside dW1. Every rank takes every collective, whether
-    or not it needs the result.
+    can go, before dX of all pairs takes memory; dS is summed beside dW2, and dX beside dW1. Every rank takes every
+    collective, whether or not it needs the result.
     """
     transport, receipt, pairs = call.transport, kept.receipt, _pair_lists(kept.receipt, call)
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
@@ -112,7 +112,7 @@ def backward(
     h_PJ, gates_P = kept.take()
     grads = expert_mlp.backward_hidden(ops, do_RH, h_PJ, gates_P, weights, pairs, call.activation)
     gates_P = gates_P if needs_b1 or needs_b2 else None
-    dh_PJ, ds_P, held_a_PI = grads.dh_PJ, grads.ds_P, [grads.scaled_a_PI]
+    dh_PJ, held_ds_PN, held_a_PI = grads.dh_PJ, [grads.ds_PN], [grads.scaled_a_PI]
     del grads, h_PJ
 
     def down_weights() -> Tensor | None:
@@ -120,14 +120,19 @@ def backward(
         return expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
 
     others_wait = len(receipt.splits.rows_out) > 1
-    dw2 = None if others_wait else down_weights()
+    dw2, dgates_N = None, None
+    if not others_wait:
+        start_returning = transport.start_return_pairs if needs_w2 else partial(return_at_once, transport)
+        returning = start_returning(held_ds_PN.pop(), receipt)
+        dw2 = down_weights()
+        dgates_N = returning()
+        del returning
     # Alone, dW1 is all that comes after.
     goes_beside = needs_w1 or (others_wait and needs_w2)
     start_back = transport.start_combine_pairs if goes_beside else partial(combine_at_once, transport)
     back = start_back(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, receipt)
-    dgates_N = transport.return_pairs(ds_P, receipt)
-    del ds_P
     if others_wait:
+        dgates_N = transport.return_pairs(held_ds_PN.pop().sum(1), receipt)
         dw2 = down_weights()
     rows_RH = rows()
     dw1 = None

@@ -85,6 +85,9 @@ class GroupTransport:
     def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
         return self.on(values_P).return_pairs(values_P, receipt)
 
+    def start_return_pairs(self, parts_PN: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+        return self.on(parts_PN).start_return_pairs(parts_PN, receipt)
+
     def on(self, values: Tensor) -> AllToAllTransport | SymmetricTransport:
         """The transport of rows where `values` are."""
         kind = values.device.type

@@ -227,7 +227,7 @@ def down_projection_backward(
     P, (H, I) = h_PJ.shape[0], w2_eHI.shape[1:]  # noqa: E741
     dh_PJ, scaled_a_PI = torch.empty_like(h_PJ), h_PJ.new_empty(P, I)
     if P == 0:
-        return dh_PJ, scaled_a_PI, torch.empty_like(gates_P)
+        return dh_PJ, scaled_a_PI, gates_P[:, None]
     mod = _down_backward_mod(activation)
     operation: Operation = "down_backward_heavy" if activation.name in _HEAVY_BACKWARD else "down_backward"
     tile = _tile(operation, I, H, do_RH)
@@ -242,10 +242,10 @@ def down_projection_backward(
     }
     key = _class_key("down_backward", do_RH, w2_eHI, h_PJ)
     _run(key, mod, tile, do_RH, w2_eHI, h_PJ, **arguments)
-    ds_P = partial_PN.sum(1).to(gates_P.dtype)
     if b2_eH is not None:
-        ds_P = ds_P + _row_dots(do_RH, b2_eH, row_of_pair_P, expert_starts_e).to(gates_P.dtype)
-    return dh_PJ, scaled_a_PI, ds_P
+        dots_P = _row_dots(do_RH, b2_eH, row_of_pair_P, expert_starts_e)
+        partial_PN = torch.cat((partial_PN, dots_P[:, None]), 1)
+    return dh_PJ, scaled_a_PI, partial_PN.to(gates_P.dtype)
 
 
 def weight_grad(

@@ -15,14 +15,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sonic_ep.kernels.cuda.launch import launched
+from sonic_ep.kernels.cuda.gather_sum import accumulator_of
+from sonic_ep.kernels.cuda.launch import launched, major
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.pair_lists import Chunks, PairBuffer
 from sonic_ep.routing import INDEX_DTYPE
 
 _BLOCK = 256
 _TILE = 2048  # chunks that `_row_starts` looks at together
+_PARTS = 4096  # of values that one program adds
 
 
 @triton.jit
@@ -244,18 +247,61 @@ def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
 
 @launched
 @triton.jit(do_not_specialize=["room"])
-def _values_of_pairs(values_ptr, slot_ptr, num_pairs_ptr, out_ptr, room, BLOCK: tl.constexpr):
+def _values_of_pairs(
+    parts_ptr,
+    slot_ptr,
+    num_pairs_ptr,
+    out_ptr,
+    room,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    BESIDE: tl.constexpr,
+):
+    if BESIDE:
+        gdc_launch_dependents()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = index < tl.load(num_pairs_ptr)
-    slot = tl.load(slot_ptr + index, mask=real, other=0)
-    tl.store(out_ptr + index, tl.load(values_ptr + slot, mask=real, other=0.0), mask=index < room)
+    slot = tl.load(slot_ptr + index, mask=real, other=0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)[None, :]
+    parts = tl.load(parts_ptr + slot[:, None] * N + column, mask=real[:, None] & (column < N), other=0.0)
+    values = tl.sum(parts.to(ACCUMULATOR), axis=1)
+    tl.store(out_ptr + index, values.to(out_ptr.dtype.element_ty), mask=index < room)
+    if BESIDE:
+        # As in gather_sum.py.
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            gdc_wait()
 
 
-def values_of_pairs(values_P: Tensor, slot_V: Tensor, num_pairs: Tensor, room: int) -> Tensor:
+def values_of_pairs(
+    parts_PN: Tensor,
+    slot_V: Tensor,
+    num_pairs: Tensor,
+    room: int,
+    *,
+    into: Tensor | None = None,
+    beside: bool = False,
+) -> Tensor:
     """See kernels/pair_lists.py."""
-    values = values_P.new_empty(room)
+    values = parts_PN.new_empty(room) if into is None else into
+    N = parts_PN.shape[1]
+    columns = next_power_of_2(N)
+    block = max(1, min(_BLOCK, _PARTS // columns))
+    beside = beside and major(parts_PN.device) >= 9
     if room:
-        _values_of_pairs[(cdiv(room, _BLOCK),)](
-            values_P.contiguous(), slot_V.contiguous(), num_pairs, values, room, BLOCK=_BLOCK, num_warps=4
+        _values_of_pairs[(cdiv(room, block),)](
+            parts_PN.contiguous(),
+            slot_V.contiguous(),
+            num_pairs,
+            values,
+            room,
+            N=N,
+            COLUMNS=columns,
+            BLOCK=block,
+            ACCUMULATOR=accumulator_of(parts_PN),
+            BESIDE=beside,
+            num_warps=4,
+            launch_pdl=beside,
         )
     return values

@@ -3,6 +3,7 @@
 import os
 from importlib.util import find_spec
 from types import BuiltinFunctionType, FunctionType
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import combine_at_once
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.operations import values_of_pairs
 from sonic_ep.routing import Routing
 from tests.dispatch.oracle import Case, on_device, receipt_lists
 from tests.helpers.poison import poisoned_empty
@@ -139,8 +141,8 @@ def test_sums_beside_the_gradient_of_the_weights_have_the_same_bits(n: int) -> N
     T, d, e, K = 8192, 1024, 16, 4
     torch.manual_seed(n)
     tokens = torch.arange(T, device="cuda").repeat_interleave(K)
-    pairs = torch.rand(T, e, device="cuda").topk(K).indices.flatten(), torch.rand(T * K, device="cuda")
-    routing = Routing.from_pairs(tokens, *pairs, num_tokens=T, E=e, group=EPGroup.alone())
+    experts, gates = torch.rand(T, e, device="cuda").topk(K).indices.flatten(), torch.rand(T * K, device="cuda")
+    routing = Routing.from_pairs(tokens, experts, gates.requires_grad_(), num_tokens=T, E=e, group=EPGroup.alone())
     sizes = (T, d), (e, 2 * n, d), (e, d, n)
     leaves = [torch.randn(size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for size in sizes]
     dout = torch.randn(T, d, device="cuda", dtype=torch.bfloat16)
@@ -148,9 +150,15 @@ def test_sums_beside_the_gradient_of_the_weights_have_the_same_bits(n: int) -> N
     def gradients() -> tuple[Tensor, ...]:
         with poisoned_empty():
             out = moe(leaves[0], routing, *leaves[1:], transport=LocalTransport(), group=EPGroup.alone())
-            return torch.autograd.grad(out, leaves, dout)
+            return torch.autograd.grad(out, [routing.gates_N, *leaves], dout)
 
-    with patch.object(LocalTransport, "start_combine_pairs", combine_at_once):
+    def not_beside(*arguments: Any, **named: Any) -> Tensor:
+        return values_of_pairs(*arguments, **named | {"beside": False})
+
+    with (
+        patch.object(LocalTransport, "start_combine_pairs", combine_at_once),
+        patch.object(local, "values_of_pairs", not_beside),
+    ):
         expected = gradients()
     for got in [gradients() for _ in range(20)]:
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

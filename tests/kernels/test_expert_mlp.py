@@ -149,7 +149,7 @@ def computed(problem: Problem, activation: str) -> dict[str, Tensor]:
     grads = expert_mlp.backward_hidden(reference, do_RH, h_PJ, gates_P, weights, lists, act)
     dx_PH = expert_mlp.backward_pairs(reference, grads.dh_PJ, weights, lists)
     dx_RH = reference.gather_sum(dx_PH, *problem.pairs_by_row)
-    results = {"out": out_RH, "H": h_PJ[problem.real_slots], "dx": dx_RH, "ds": grads.ds_P[problem.real_slots]}
+    results = {"out": out_RH, "H": h_PJ[problem.real_slots], "dx": dx_RH, "ds": grads.ds_PN.sum(1)[problem.real_slots]}
     results["dw1"] = expert_mlp.backward_up_weights(reference, x_RH, grads.dh_PJ, lists)
     results["dw2"] = expert_mlp.backward_down_weights(reference, do_RH, grads.scaled_a_PI, lists)
     if weights.b1_eJ is not None:

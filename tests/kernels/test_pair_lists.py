@@ -158,15 +158,22 @@ def test_example_of_the_docstring(implementation: Implementation) -> None:
 @pytest.mark.parametrize(
     ("V", "num_pairs", "room"), [(0, 0, 0), (3, 3, 3), (700, 700, 900), (700, 300, 500), (5, 0, 300), (900, 600, 600)]
 )
-def test_values_of_pairs(V: int, num_pairs: int, room: int, dtype: torch.dtype, implementation: Implementation) -> None:
-    values_P = torch.arange(1, V + 51).to(dtype)
+@pytest.mark.parametrize("parts", [1, 3, 64])
+def test_values_of_pairs(
+    V: int, num_pairs: int, room: int, parts: int, dtype: torch.dtype, implementation: Implementation
+) -> None:
+    values_P = torch.arange(1, V + 51) % 200
+    parts_PN = torch.zeros(V + 50, parts, dtype=dtype)
+    parts_PN[:, 0], parts_PN[:, -1] = 7, values_P - 7 * (parts > 1)
     slot_V = torch.randperm(V + 50)[:V].to(torch.int32)
     expected = [float(values_P[slot]) for slot in slot_V[:num_pairs]] + [0.0] * (room - num_pairs)
-    arguments = [values.to(implementation.device) for values in (values_P, slot_V, torch.tensor([num_pairs]))]
+    arguments = [values.to(implementation.device) for values in (parts_PN, slot_V, torch.tensor([num_pairs]))]
+    module, into = implementation.module("pair_lists"), torch.full((room,), torch.nan, dtype=dtype)
     with poisoned_empty():
-        got = implementation.module("pair_lists").values_of_pairs(*arguments, room)
+        got = module.values_of_pairs(*arguments, room)
+        given = module.values_of_pairs(*arguments, room, into=into.to(implementation.device))
     assert got.dtype == dtype
-    assert got.tolist() == expected
+    assert got.tolist() == given.tolist() == expected
 
 
 LARGE = [

@@ -90,10 +90,10 @@ def test_down_projection(shape: Shape, bias: bool, dtype: torch.dtype) -> None:
 def down_backward(o: Operands, activation: str, *, bias: bool) -> dict[str, Tensor]:
     b2 = o.b2_eH if bias else None
     act = activation_named(activation)
-    dh_PJ, scaled_a_PI, ds_P = ops.down_projection_backward(
+    dh_PJ, scaled_a_PI, ds_PN = ops.down_projection_backward(
         o.do_RH, o.w2_eHI, b2, o.h_PJ, o.gates_P, o.row_of_pair_P, o.expert_starts_e, act
     )
-    return {"dH": dh_PJ, "A'": scaled_a_PI, "dS": ds_P}
+    return {"dH": dh_PJ, "A'": scaled_a_PI, "dS": ds_PN.sum(1)}
 
 
 def check_down_backward(o: Operands, activation: str, *, bias: bool) -> None:
