@@ -1,4 +1,4 @@
-"""Tiles that are computed only as far as they have rows give what quack's own kernels give, bit for bit."""
+"""Partial tiles, tiles drawn ahead and the epilogue change no bit of what quack's own kernels for Hopper give."""
 
 from types import ModuleType
 
@@ -50,7 +50,7 @@ def on_hopper() -> ModuleType:
     return operations
 
 
-def assert_equal_to_whole_tiles(
+def assert_equal_to_quacks(
     operations: ModuleType, d: int, n: int, monkeypatch: pytest.MonkeyPatch, *, rounded: bool = False
 ) -> None:
     got = all_results(operations, d, n, rounded=rounded)
@@ -67,7 +67,7 @@ def assert_equal_to_whole_tiles(
 def test_the_tables_tiles(
     shape: str, rounded: bool, on_hopper: ModuleType, poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_equal_to_whole_tiles(on_hopper, *SHAPES[shape], monkeypatch, rounded=rounded)
+    assert_equal_to_quacks(on_hopper, *SHAPES[shape], monkeypatch, rounded=rounded)
 
 
 @pytest.mark.parametrize("tile", [TileConfig(128, 128, True, 2), TileConfig(128, 128, False, 2)], ids=str)
@@ -75,4 +75,4 @@ def test_clusters_whose_second_tile_may_have_no_rows(
     tile: TileConfig, on_hopper: ModuleType, poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_hopper, "tile_config", lambda *_, **__: tile)
-    assert_equal_to_whole_tiles(on_hopper, 512, 256, monkeypatch)
+    assert_equal_to_quacks(on_hopper, 512, 256, monkeypatch)
