@@ -9,6 +9,6 @@ from sonic_ep.kernels.cuda import operations
 
 @contextmanager
 def whole_tiles() -> Generator[None, None, None]:
-    """Within, on Hopper, every tile is computed whole."""
+    """Within, on Hopper, quack's own kernels run, which compute every tile whole."""
     with patch.object(operations, "hopper_mod", lambda mod: mod):  # plans are kept by mod
         yield

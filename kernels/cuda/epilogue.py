@@ -90,10 +90,7 @@ class OneBarrierEpilogue:
         loaded = 0
         if const_expr(loads):
             loaded = min(pieces, self.epi_c_stage)
-            for piece in cutlass.range_constexpr(loaded):
-                if is_tma_warp:
-                    self._load_piece(epi_pipeline, epi_producer_state, copy_C, layout.get_hier_coord(piece))
-                epi_producer_state.advance()
+            self._load_pieces(epi_pipeline, epi_producer_state, copy_C, is_tma_warp, layout, 0, loaded)
 
         for piece in cutlass.range_constexpr(pieces):
             coord = layout.get_hier_coord(piece)
@@ -123,18 +120,27 @@ class OneBarrierEpilogue:
                     epi_store_pipeline.producer_commit()
                 if const_expr(loads):
                     upto = min(pieces, piece + 1 + self.epi_c_stage)
-                    for later in cutlass.range_constexpr(loaded, upto):
-                        if is_tma_warp:
-                            self._load_piece(epi_pipeline, epi_producer_state, copy_C, layout.get_hier_coord(later))
-                        epi_producer_state.advance()
+                    self._load_pieces(epi_pipeline, epi_producer_state, copy_C, is_tma_warp, layout, loaded, upto)
                     loaded = upto
 
         self.epi_end(params, tensors, epi_tile, *copies, *tile)
         return epi_read_state, epi_producer_state
 
-    @staticmethod
-    def _load_piece(pipeline: Any, state: Any, copy_C: Any, coord: Any) -> None:
-        """Into a buffer that is free, as all warps have met since they read it."""
-        pipeline.producer_acquire(state, Boolean(True))
-        copy_C(src_idx=coord, producer_state=state)
-        pipeline.producer_commit(state)
+    @cute.jit
+    def _load_pieces(
+        self,
+        pipeline: Any,
+        state: Any,
+        copy_C: Any,
+        is_tma_warp: Boolean,
+        layout: Any,
+        first: cutlass.Constexpr[int],
+        end: cutlass.Constexpr[int],
+    ) -> None:
+        """Into buffers that are free, as all warps have met since they read them."""
+        for piece in cutlass.range_constexpr(first, end):
+            if is_tma_warp:
+                pipeline.producer_acquire(state, Boolean(True))
+                copy_C(src_idx=layout.get_hier_coord(piece), producer_state=state)
+                pipeline.producer_commit(state)
+            state.advance()

@@ -3,17 +3,16 @@
 One program of one warp sums 512 columns of one output row over its items; every value is read once, in 16-byte pieces,
 four or eight items ahead. No intermediate row is written. Row offsets are 64-bit. In float64 it accumulates in float64.
 
-`beside`, it is a programmatic dependent launch: it begins when every CTA of the kernel before it allows that or is at
-its end, on multiprocessors that the other leaves free, and does not wait for its results.
+`beside` another kernel: see beside.py.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
-from sonic_ep.kernels.cuda.launch import launched, major
+from sonic_ep.kernels.cuda.beside import can_run_beside, end_after_the_kernel_before
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 
 _MAX_BLOCK = 512
@@ -87,9 +86,7 @@ def _gather_sum(
     )
     tl.store(out_ptr + row * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
     if BESIDE:
-        # Who comes next on the stream waits for this kernel, and must find the one before it at its end too.
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            gdc_wait()
+        end_after_the_kernel_before()
 
 
 def block_of(H: int) -> int:
@@ -118,7 +115,7 @@ def gather_sum(
         return out
     values_PH = values_PH.contiguous()
     block = block_of(H)
-    beside = beside and major(values_PH.device) >= 9  # those can launch programmatic dependents
+    beside = beside and can_run_beside(values_PH.device)
     _gather_sum[(rows * cdiv(H, block),)](
         values_PH,
         items,

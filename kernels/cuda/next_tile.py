@@ -15,6 +15,8 @@ from cutlass import Boolean, Int32, const_expr
 from quack.gemm_sm90 import GemmSm90
 from quack.tile_scheduler import VarlenMTileScheduler
 
+from sonic_ep.kernels.cuda.gathered_stage import load_stage
+
 _BY_TMA = 2  # K tiles loaded before the next tile is drawn
 
 
@@ -86,31 +88,10 @@ class DrawsAhead:
         if first < end:
             free = pipeline.producer_try_acquire(state)
         for k_tile in cutlass.range(first, end - 1 if const_expr(last) else end, unroll=1):
-            state = self._load_k_tile(pipeline, state, free, copy_A, copy_B, k_tile, False)
+            state = load_stage(self, pipeline, state, free, copy_A, copy_B, k_tile, False)
             free = Boolean(True)
             if k_tile + 1 < end:
                 free = pipeline.producer_try_acquire(state)
         if const_expr(last):
-            state = self._load_k_tile(pipeline, state, free, copy_A, copy_B, end - 1, True)
-        return state
-
-    @cute.jit
-    def _load_k_tile(
-        self,
-        pipeline: Any,
-        state: Any,
-        free: Boolean,
-        copy_A: Any,
-        copy_B: Any,
-        k_tile: Int32,
-        pred: cutlass.Constexpr[bool],
-    ) -> Any:
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        loads_B = warp == self.ab_load_warp_id + k_tile % self.num_ab_load_warps
-        pipeline.producer_acquire(state, free, loads_B)
-        if loads_B:
-            copy_B(k_tile, state.index, tma_bar_ptr=pipeline.producer_get_barrier(state))
-        copy_A(k_tile, state.index, pred=pred)
-        pipeline.producer_cpasync_commit(state)
-        state.advance()
+            state = load_stage(self, pipeline, state, free, copy_A, copy_B, end - 1, True)
         return state

@@ -15,10 +15,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from sonic_ep.kernels.cuda.beside import can_run_beside, end_after_the_kernel_before
 from sonic_ep.kernels.cuda.gather_sum import accumulator_of
-from sonic_ep.kernels.cuda.launch import launched, major
+from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.pair_lists import Chunks, PairBuffer
 from sonic_ep.routing import INDEX_DTYPE
@@ -269,9 +270,7 @@ def _values_of_pairs(
     values = tl.sum(parts.to(ACCUMULATOR), axis=1)
     tl.store(out_ptr + index, values.to(out_ptr.dtype.element_ty), mask=index < room)
     if BESIDE:
-        # As in gather_sum.py.
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            gdc_wait()
+        end_after_the_kernel_before()
 
 
 def values_of_pairs(
@@ -288,7 +287,7 @@ def values_of_pairs(
     N = parts_PN.shape[1]
     columns = next_power_of_2(N)
     block = max(1, min(_BLOCK, _PARTS // columns))
-    beside = beside and major(parts_PN.device) >= 9
+    beside = beside and can_run_beside(parts_PN.device)
     if room:
         _values_of_pairs[(cdiv(room, block),)](
             parts_PN.contiguous(),

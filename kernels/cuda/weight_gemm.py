@@ -9,6 +9,7 @@ Legend: R rows, P pair-buffer rows, e local experts, M columns of the gathered r
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -29,6 +30,7 @@ from quack.gemm_tvm_ffi_utils import (
 from quack.rounding import RoundingMode
 from torch import Tensor
 
+from sonic_ep.kernels.cuda.gathered_stage import load_stage
 from sonic_ep.kernels.cuda.tiles import TileConfig
 
 _AHEAD = 2  # K tiles
@@ -73,10 +75,10 @@ class _ReadsIndicesAhead(GemmDefaultSm90):
                 row_indices[k] = indices[cutlass.min(k_tile * tile_k + at[0, 0, k][1], len_k - 1)]
             return row_indices
 
-        def copy(row_indices: Any, k_tile: Int32, stage: Int32, last: bool) -> None:
+        def copy(row_indices: Any, k_tile: Int32, stage: Int32, pred: bool) -> None:
             for k in cutlass.range_constexpr(rows):
                 inside = None
-                if const_expr(last):  # copies zeros where not
+                if const_expr(pred):  # copies zeros where not
                     inside = cute.make_rmem_tensor(1, Boolean)
                     inside[0] = k_tile * tile_k + at[0, 0, k][1] < len_k
                 for i in cutlass.range_constexpr(pieces):
@@ -123,20 +125,12 @@ class _ReadsIndicesAhead(GemmDefaultSm90):
         last: cutlass.Constexpr[bool],
     ) -> Any:
         """Into the stage of `state`, which is returned advanced; leaves indices of a later K tile in row_indices."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        loads_B = warp == self.ab_load_warp_id + k_tile % self.num_ab_load_warps
         these = cute.make_rmem_tensor_like(row_indices)
         for k in cutlass.range_constexpr(cute.size(these)):
             these[k] = row_indices[k]
         if const_expr(not last):
             read(k_tile + _AHEAD, row_indices)
-        pipeline.producer_acquire(state, free, loads_B)
-        if loads_B:
-            copy_B(k_tile, state.index, tma_bar_ptr=pipeline.producer_get_barrier(state))
-        copy_A(these, k_tile, state.index, last)
-        pipeline.producer_cpasync_commit(state)
-        state.advance()
-        return state
+        return load_stage(self, pipeline, state, free, partial(copy_A, these), copy_B, k_tile, last)
 
 
 _KERNELS = {9: _ReadsIndicesAhead, 10: GemmDefaultSm100}

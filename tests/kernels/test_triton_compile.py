@@ -44,6 +44,15 @@ KERNELS = [
         TritonKernel("pair_lists", "_group", "*i32 i32 i32 *i32 *i32 *i32 *i32", {"WORDS": words, "BLOCK": 256})
         for words in (1, 4, 16)
     ),
+    *(
+        TritonKernel(
+            "pair_lists",
+            "_values_of_pairs",
+            "*fp32 *i32 *i32 *fp32 i32",
+            {"N": parts, "COLUMNS": columns, "BLOCK": block, "ACCUMULATOR": "tl.float32", "BESIDE": beside},
+        )
+        for parts, columns, block, beside in ((2, 2, 256, True), (75, 128, 32, True), (1, 1, 256, False))
+    ),
     TritonKernel(
         "pair_lists",
         "_row_starts",
