@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.beside import can_run_beside, end_after_the_kernel_before
+from sonic_ep.kernels.cuda.beside import begin_after_the_kernel_before, can_run_beside, end_after_the_kernel_before
 from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 
@@ -63,8 +63,11 @@ def _gather_sum(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
+    EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
+    if EARLY and not BESIDE:
+        begin_after_the_kernel_before()
     blocks = tl.cdiv(H, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -115,7 +118,8 @@ def gather_sum(
         return out
     values_PH = values_PH.contiguous()
     block = block_of(H)
-    beside = beside and can_run_beside(values_PH.device)
+    early = can_run_beside(values_PH.device)
+    beside = beside and early
     _gather_sum[(rows * cdiv(H, block),)](
         values_PH,
         items,
@@ -127,8 +131,9 @@ def gather_sum(
         BLOCK=block,
         UNROLL=_UNROLL_BESIDE if beside else UNROLL,
         ACCUMULATOR=accumulator_of(values_PH, weights_P),
+        EARLY=early,
         BESIDE=beside,
         num_warps=1,
-        launch_pdl=beside,
+        launch_pdl=early,
     )
     return out

@@ -13,7 +13,11 @@ class _HopperRows(OneBarrierEpilogue, ComputesRowsOnly):
     """Before quack's kernel in the order of inheritance."""
 
 
+class HopperMod(ChangedMod):
+    """An epilogue in these kernels. Their dynamic schedule needs a counter of two values, and leaves them at zero."""
+
+
 @functools.cache
-def hopper_mod(mod: EpiMod) -> EpiMod:
+def hopper_mod(mod: EpiMod) -> HopperMod:
     """An epilogue in the kernels that Hopper gets."""
-    return ChangedMod(mod, _HopperRows, "sonic_ep on Hopper")
+    return HopperMod(mod, _HopperRows, "sonic_ep on Hopper")

@@ -1,8 +1,11 @@
-"""Hopper GEMMs over rows that draw their next tile amid the loads of this one.
+"""Hopper GEMMs over rows that draw their next tile amid the loads of this one, from a counter that they leave at zero.
 
 To draw a tile takes an atomic addition, a search through the experts' starts and two more reads, one after the other,
 about 2 us. quack's loading warps do so when they are done with a tile, and load nothing meanwhile. Here they draw as
 soon as they have filled the stages, or two of them where one warp loads by TMA: fast enough to fill the others after.
+
+quack's counter must be zeroed before every launch, by a kernel of its own. Here it is followed by a count of the
+clusters that will not draw any more, and the last one of these zeroes both, for the next launch on the same stream.
 
 Every method overrides one of quack's (GemmSm90, VarlenMTileScheduler, quack 0.6.5) and is traced by CuTe-DSL.
 """
@@ -21,6 +24,9 @@ _BY_TMA = 2  # K tiles loaded before the next tile is drawn
 
 
 class DrawnAheadScheduler(VarlenMTileScheduler):
+    # VarlenMTileScheduler's
+    params: Any
+
     def get_split_k_tile_range(self, k_tile_total: Int32, rows: Any, **_: Any) -> tuple[int, Any]:
         """What loops over K get is all that they hear of a tile: the count of its K tiles knows the scheduler."""
         count: Any = Int32(k_tile_total)
@@ -35,6 +41,18 @@ class DrawnAheadScheduler(VarlenMTileScheduler):
         if is_scheduler_warp is False:
             VarlenMTileScheduler.advance_to_next_work(self, **how)
         # Else these warps are done with a tile's loads, amid which they have drawn the next one.
+
+    @cute.jit
+    def producer_tail(self) -> None:
+        """Called by the warp that draws, after its last tile."""
+        VarlenMTileScheduler.producer_tail(self)
+        counter = self.params.tile_count_semaphore
+        if const_expr(counter is not None):
+            if cute.arch.lane_idx() == 0:
+                done = cute.arch.atomic_add(counter + 1, Int32(1))
+                if done == cute.arch.grid_dim()[2] - 1:
+                    cute.arch.store(counter, Int32(0))
+                    cute.arch.store(counter + 1, Int32(0))
 
 
 class DrawsAhead:

@@ -26,7 +26,7 @@ from sonic_ep.kernels.activations import Activation, interleave_apart
 from sonic_ep.kernels.cuda import gpt_oss
 from sonic_ep.kernels.cuda.apart import apart, apart_mod
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
-from sonic_ep.kernels.cuda.hopper_rows import hopper_mod
+from sonic_ep.kernels.cuda.hopper_rows import HopperMod, hopper_mod
 from sonic_ep.kernels.cuda.sizes import cdiv
 from sonic_ep.kernels.cuda.tiles import Operation, TileConfig, left_free, tile_config
 from sonic_ep.kernels.cuda.weight_gemm import WeightGemm
@@ -97,6 +97,8 @@ def _say_that_weights_are_copied() -> None:
 
 
 _PLANS: dict[tuple[object, ...], Any] = {}
+# By device and stream, whose kernels come one after the other.
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _run(
@@ -116,12 +118,21 @@ def _run(
     if plan is None:
         plan = _PLANS[key] = mod.plan(A, B, C, config=_config(tile, A), **arguments)
         plan.scratch = {}  # every launch names its own partial sums
-    plan.run(A, B, C, tile_count_semaphore=_tile_counter(plan.config.is_dynamic_persistent, A), **arguments)
+    counter = _tile_counter(plan.config.is_dynamic_persistent, A, kept=isinstance(mod, HopperMod))
+    plan.run(A, B, C, tile_count_semaphore=counter, **arguments)
 
 
-def _tile_counter(dynamic: bool, like: Tensor) -> Tensor | None:
-    """Where the CTAs of a dynamic schedule draw their next tile from."""
-    return like.new_zeros(1, dtype=torch.int32) if dynamic else None
+def _tile_counter(dynamic: bool, like: Tensor, *, kept: bool = False) -> Tensor | None:
+    """Where the CTAs of a dynamic schedule draw their next tile from. kept: do they leave it as they found it?"""
+    if not dynamic:
+        return None
+    # A captured graph may run beside what its stream does then.
+    if not kept or like.is_meta or torch.cuda.is_current_stream_capturing():
+        return like.new_zeros(2, dtype=torch.int32)
+    key = like.device, torch.cuda.current_stream(like.device).cuda_stream
+    if key not in _COUNTERS:
+        _COUNTERS[key] = like.new_zeros(2, dtype=torch.int32)
+    return _COUNTERS[key]
 
 
 def _tile(operation: Operation, N: int, other: int, tensor: Tensor, *, rounded: bool = False) -> TileConfig:

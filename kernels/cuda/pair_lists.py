@@ -1,9 +1,9 @@
-"""The owner's index lists as two Triton kernels around a prefix sum, one more that numbers received rows, and one that
-reads by them.
+"""The owner's index lists as three Triton kernels, one more that numbers received rows, and one that reads by them.
 
 `_fill` writes what follows from a pair's place in its chunk alone, and notes the experts of each received row as bits.
-A pair's rank among its row's pairs is then the number of bits below its own expert's, so `_group` can place it without
-a sort. Atomics act on integers whose result does not depend on their order; everything is deterministic.
+`_starts` counts these and adds the counts up. A pair's rank among its row's pairs is the number of bits below its own
+expert's, so `_group` can place it without a sort. Atomics act on integers whose result does not depend on their order;
+everything is deterministic.
 
 The programs of a chunk take turns at blocks of its rows: the host need not know how long a chunk is, nor, if it gives
 the lists room to spare, how many rows there are.
@@ -11,13 +11,15 @@ the lists room to spare, how many rows there are.
 Legend: see kernels/pair_lists.py; W 32-bit words of a row's experts.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from sonic_ep.kernels.cuda.beside import can_run_beside, end_after_the_kernel_before
+from sonic_ep.kernels.cuda.beside import begin_after_the_kernel_before, can_run_beside, end_after_the_kernel_before
 from sonic_ep.kernels.cuda.gather_sum import accumulator_of
 from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
@@ -62,16 +64,17 @@ def _fill(
     gates_out_ptr,
     slot_ptr,
     bits_ptr,
-    counts_ptr,
     room,
     room_for_pairs,
     HAS_STARTS: tl.constexpr,
     ZEROED: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """row_of_pair_P, gates_P, slot_V, zeroed behind the last chunk's if so wanted; bits_RW |= the pair's expert;
-    counts_R[row + 1] += 1."""
+    """row_of_pair_P, gates_P, slot_V, zeroed behind the last chunk's if so wanted; bits_RW |= the pair's expert."""
+    if EARLY:
+        begin_after_the_kernel_before()
     if ZEROED:
         last = C - 1
         end = _slots(tl.load(table_ptr + last), table_ptr, last, C)
@@ -100,7 +103,6 @@ def _fill(
         tl.store(slot_ptr + pair, slot, mask=real)
         word = row.to(tl.int64) * WORDS + expert // 32
         tl.atomic_or(bits_ptr + word, 1 << (expert % 32), mask=real, sem="relaxed")
-        tl.atomic_add(counts_ptr + row + 1, 1, mask=real, sem="relaxed")
         first += tl.num_programs(1) * BLOCK
 
 
@@ -111,6 +113,39 @@ def _number_of_ones(bits):
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F
     return (bits * 0x01010101) >> 24
+
+
+@launched
+@triton.jit(do_not_specialize=["num_rows"])
+def _starts(
+    bits_ptr,
+    sums_ptr,
+    pair_starts_ptr,
+    num_rows,
+    WORDS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """pair_starts_R, of `bits` in BLOCK rows a program. Each tells its sum before it asks for those before it."""
+    if EARLY:
+        begin_after_the_kernel_before()
+    program = tl.program_id(0)
+    row = program * BLOCK + tl.arange(0, BLOCK)
+    word = row.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    bits = tl.load(bits_ptr + word, mask=(row < num_rows)[:, None], other=0).to(tl.uint32, bitcast=True)
+    counts = tl.sum(_number_of_ones(bits).to(tl.int32), axis=1)
+    tl.atomic_xchg(sums_ptr + program, tl.sum(counts, axis=0) + 1, sem="relaxed", scope="gpu")  # 0: not yet
+    other = tl.arange(0, PROGRAMS)
+    sums = tl.zeros([PROGRAMS], tl.int32)
+    missing = 1
+    while missing > 0:
+        sums = tl.load(sums_ptr + other, mask=other < program, other=1, volatile=True)
+        missing = tl.sum((sums == 0).to(tl.int32), axis=0)
+    ends = tl.sum(sums - 1, axis=0) + tl.cumsum(counts, axis=0)
+    tl.store(pair_starts_ptr + 1 + row, ends, mask=row < num_rows)
+    if program == 0:
+        tl.store(pair_starts_ptr, 0)
 
 
 @launched
@@ -125,8 +160,11 @@ def _group(
     pairs_by_row_ptr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """pairs_by_row_V: a pair stands behind its row's pairs of smaller experts."""
+    if EARLY:
+        begin_after_the_kernel_before()
     chunk = tl.program_id(0)
     num_pairs = tl.load(table_ptr + C + chunk)
     words = tl.arange(0, WORDS)[None, :]
@@ -159,9 +197,13 @@ def pair_lists(
         torch.empty(size, dtype=INDEX_DTYPE, device=gates_V.device) for size in (chunks.num_rows, chunks.num_pairs)
     )
     pairs_by_row_V = torch.empty_like(slot_V)
+    pair_starts_R = slot_V.new_empty(num_rows + 1)
     gates_P = gates_V.new_empty(chunks.num_rows)
-    scratch = torch.zeros(num_rows * W + num_rows + 1, dtype=INDEX_DTYPE, device=gates_V.device)
-    bits_RW, counts_R = scratch.split((num_rows * W, num_rows + 1))
+    blocks = cdiv(num_rows, _BLOCK) or 1
+    scratch = torch.zeros(num_rows * W + blocks, dtype=INDEX_DTYPE, device=gates_V.device)
+    bits_RW, sums = scratch.split((num_rows * W, blocks))
+    early = can_run_beside(gates_V.device)
+    common: dict[str, Any] = {"WORDS": W, "BLOCK": _BLOCK, "EARLY": early, "num_warps": 4, "launch_pdl": early}
     # Twice as many programs as chunks of one size would keep busy.
     grid = (C, cdiv(2 * chunks.num_rows, C * _BLOCK) or 1)
     _fill[grid](
@@ -175,28 +217,14 @@ def pair_lists(
         gates_P,
         slot_V,
         bits_RW,
-        counts_R,
         chunks.num_rows,
         chunks.num_pairs,
         HAS_STARTS=row_starts_S is not None,
         ZEROED=chunks.zeroed,
-        WORDS=W,
-        BLOCK=_BLOCK,
-        num_warps=4,
+        **common,
     )
-    pair_starts_R = counts_R.cumsum(0, dtype=INDEX_DTYPE)
-    _group[grid](
-        table_FC,
-        C,
-        e,
-        row_of_pair_P,
-        bits_RW,
-        pair_starts_R,
-        pairs_by_row_V,
-        WORDS=W,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
+    _starts[(blocks,)](bits_RW, sums, pair_starts_R, num_rows, PROGRAMS=next_power_of_2(blocks), **common)
+    _group[grid](table_FC, C, e, row_of_pair_P, bits_RW, pair_starts_R, pairs_by_row_V, **common)
     return PairBuffer(row_of_pair_P, gates_P, slot_V, pairs_by_row_V, pair_starts_R)
 
 

@@ -14,34 +14,48 @@ KERNELS = [
         "gather_sum",
         "_gather_sum",
         "*bf16 *i32 *i32 *fp32 *bf16 i32",
-        {"HAS_WEIGHTS": True, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float32", "BESIDE": False},
+        {"HAS_WEIGHTS": True, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float32", "EARLY": True, "BESIDE": False},
         num_warps=1,
     ),
     TritonKernel(
         "gather_sum",
         "_gather_sum",
         "*bf16 *i32 *i32 *bf16 *bf16 i32",
-        {"HAS_WEIGHTS": False, "BLOCK": 512, "UNROLL": 8, "ACCUMULATOR": "tl.float32", "BESIDE": True},
+        {"HAS_WEIGHTS": False, "BLOCK": 512, "UNROLL": 8, "ACCUMULATOR": "tl.float32", "EARLY": True, "BESIDE": True},
         num_warps=1,
     ),
     TritonKernel(
         "gather_sum",
         "_gather_sum",
         "*fp64 *i32 *i32 *fp64 *fp64 i32",
-        {"HAS_WEIGHTS": True, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float64", "BESIDE": False},
+        {"HAS_WEIGHTS": True, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float64", "EARLY": False, "BESIDE": False},
         num_warps=1,
     ),
     *(
         TritonKernel(
             "pair_lists",
             "_fill",
-            f"*i32 i32 i32 *i32 {gates} *i32 *i32 {gates} *i32 *i32 *i32 i32 i32",
-            {"HAS_STARTS": True, "ZEROED": words > 1, "WORDS": words, "BLOCK": 256},
+            f"*i32 i32 i32 *i32 {gates} *i32 *i32 {gates} *i32 *i32 i32 i32",
+            {"HAS_STARTS": True, "ZEROED": words > 1, "WORDS": words, "BLOCK": 256, "EARLY": True},
         )
         for gates, words in (("*fp32", 1), ("*fp32", 16), ("*fp64", 4))
     ),
     *(
-        TritonKernel("pair_lists", "_group", "*i32 i32 i32 *i32 *i32 *i32 *i32", {"WORDS": words, "BLOCK": 256})
+        TritonKernel(
+            "pair_lists",
+            "_starts",
+            "*i32 *i32 *i32 i32",
+            {"WORDS": words, "PROGRAMS": programs, "BLOCK": 256, "EARLY": True},
+        )
+        for words, programs in ((1, 1), (4, 128), (16, 4096))
+    ),
+    *(
+        TritonKernel(
+            "pair_lists",
+            "_group",
+            "*i32 i32 i32 *i32 *i32 *i32 *i32",
+            {"WORDS": words, "BLOCK": 256, "EARLY": True},
+        )
         for words in (1, 4, 16)
     ),
     *(
