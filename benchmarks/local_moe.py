@@ -1,7 +1,7 @@
 """The local MoE layer, forward and backward, against sonic-moe and a plain torch grouped_mm layer, on one GPU.
 
     python benchmarks/local_moe.py --out results.json [--shape sonic_7b ...] [--only sonic_moe sonic_moe_layer]
-                                   [--short-tuning]
+                                   [--short-tuning] [--tuning tuned.json]
 
 All contestants get the same tokens and weights and take turns in one run, in two races. *Experts*: the (token, expert,
 gate) pairs of a top-K routing are given, their index lists are not: `sonic_ep` is `sonic_ep.functional.moe`,
@@ -12,7 +12,8 @@ router; `sonic_ep_layer_bf16_router` is it with `router.linear_dtype="input"`; `
 Times are medians over CUDA events; kept is what autograd holds after forward beside inputs, weights and output; peak is
 the most that backward holds beside those, the gradients it returns left out. With `--only` some of them race:
 sonic-moe on the quack that pip gives it, which is not ours, must be a process of its own, in turns with the others.
-`--short-tuning` spares minutes of its tuning where GEMMs are large (short_tuning.py).
+`--short-tuning` spares minutes of its tuning where GEMMs are large (short_tuning.py), `--tuning` all of it where the
+file holds what an earlier run has found; what is missing is found and added (tuned_choices.py).
 """
 
 import argparse
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 from local_problem import LocalProblem, topk_pairs
 from random_layer import layer_without_experts
 from torch import Tensor
+from tuned_choices import keep, restore
 
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, RouterConfig, load_config
 from sonic_ep.config import LinearDtype
@@ -204,8 +206,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=(*OURS, *OTHERS), nargs="+", help="default: all that are installed")
     parser.add_argument("--short-tuning", action="store_true", help="tune sonic-moe's GEMMs in fewer launches")
+    parser.add_argument("--tuning", type=Path, help="what sonic-moe's tuning found, read and added to")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    if options.tuning is not None:
+        restore(options.tuning)
     if options.short_tuning:
         from short_tuning import tune_in_short
 
@@ -214,7 +219,8 @@ def main() -> None:
     wanted = options.only or [name for name in (*OURS, *OTHERS) if installed or not name.startswith("sonic_moe")]
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     results |= {"packages": {name: _version(name) for name in PACKAGES}}
-    results |= {"short_tuning": options.short_tuning, "shapes": {}}
+    tuning = options.tuning.name if options.tuning is not None and options.tuning.exists() else None
+    results |= {"short_tuning": options.short_tuning, "tuning": tuning, "shapes": {}}
     for shape in options.shape:
         torch.manual_seed(0)
         config = load_config(shape)
@@ -238,6 +244,8 @@ def main() -> None:
             print(f"  {name:26} {text} both {total:.3f} ms ({rate:.0f} TFLOP/s)", flush=True)
         results["shapes"][shape] = {"sizes": sizes, "errors": errors, "contestants": record}
         options.out.write_text(json.dumps(results, indent=1) + "\n")
+        if options.tuning is not None:
+            keep(options.tuning)
         del problem, steps
         torch.cuda.empty_cache()
 

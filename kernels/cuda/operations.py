@@ -28,6 +28,7 @@ from sonic_ep.kernels.cuda.apart import apart, apart_mod
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
 from sonic_ep.kernels.cuda.hopper_rows import HopperMod, hopper_mod
 from sonic_ep.kernels.cuda.sizes import cdiv
+from sonic_ep.kernels.cuda.tile_counter import tile_counter
 from sonic_ep.kernels.cuda.tiles import Operation, TileConfig, left_free, tile_config
 from sonic_ep.kernels.cuda.weight_gemm import WeightGemm
 
@@ -97,8 +98,6 @@ def _say_that_weights_are_copied() -> None:
 
 
 _PLANS: dict[tuple[object, ...], Any] = {}
-# By device and stream, whose kernels come one after the other.
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _run(
@@ -118,21 +117,8 @@ def _run(
     if plan is None:
         plan = _PLANS[key] = mod.plan(A, B, C, config=_config(tile, A), **arguments)
         plan.scratch = {}  # every launch names its own partial sums
-    counter = _tile_counter(plan.config.is_dynamic_persistent, A, kept=isinstance(mod, HopperMod))
+    counter = tile_counter(A, kept=isinstance(mod, HopperMod)) if plan.config.is_dynamic_persistent else None
     plan.run(A, B, C, tile_count_semaphore=counter, **arguments)
-
-
-def _tile_counter(dynamic: bool, like: Tensor, *, kept: bool = False) -> Tensor | None:
-    """Where the CTAs of a dynamic schedule draw their next tile from. kept: do they leave it as they found it?"""
-    if not dynamic:
-        return None
-    # A captured graph may run beside what its stream does then.
-    if not kept or like.is_meta or torch.cuda.is_current_stream_capturing():
-        return like.new_zeros(2, dtype=torch.int32)
-    key = like.device, torch.cuda.current_stream(like.device).cuda_stream
-    if key not in _COUNTERS:
-        _COUNTERS[key] = like.new_zeros(2, dtype=torch.int32)
-    return _COUNTERS[key]
 
 
 def _tile(operation: Operation, N: int, other: int, tensor: Tensor, *, rounded: bool = False) -> TileConfig:
@@ -287,7 +273,7 @@ def weight_grad(
         tile = _tile(operation, A, B, left_PA)
         gemm = _PLANS[key] = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, halves=halves)
     free = left_free(A, gemm.clusters, get_device_capacity(left_PA.device)[0]) if beside else 0
-    counter = _tile_counter(gemm.dynamic, left_PA)
+    counter = tile_counter(left_PA) if gemm.dynamic else None
     gemm.run(right_RB.T, left_PA.T, D, row_of_pair_P, expert_starts_e, counter, free)
     return out
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from sonic_ep.kernels.cuda.beside import begin_after_the_kernel_before, can_run_beside, end_after_the_kernel_before
+from sonic_ep.kernels.cuda.bits import bit_count
 from sonic_ep.kernels.cuda.gather_sum import accumulator_of
 from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
@@ -106,15 +107,6 @@ def _fill(
         first += tl.num_programs(1) * BLOCK
 
 
-@triton.jit
-def _number_of_ones(bits):
-    """Of uint32 values: sums of neighbouring bits, in pairs, fours and eights, and of the four bytes."""
-    bits = bits - ((bits >> 1) & 0x55555555)
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-    return (bits * 0x01010101) >> 24
-
-
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _starts(
@@ -134,7 +126,7 @@ def _starts(
     row = program * BLOCK + tl.arange(0, BLOCK)
     word = row.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     bits = tl.load(bits_ptr + word, mask=(row < num_rows)[:, None], other=0).to(tl.uint32, bitcast=True)
-    counts = tl.sum(_number_of_ones(bits).to(tl.int32), axis=1)
+    counts = tl.sum(bit_count(bits), axis=1)
     tl.atomic_xchg(sums_ptr + program, tl.sum(counts, axis=0) + 1, sem="relaxed", scope="gpu")  # 0: not yet
     other = tl.arange(0, PROGRAMS)
     sums = tl.zeros([PROGRAMS], tl.int32)
@@ -179,7 +171,7 @@ def _group(
         bits = bits.to(tl.uint32, bitcast=True)
         # In two steps: a shift by all 32 bits is undefined.
         below = tl.where(words == word, (bits << (31 - bit)) << 1, tl.where(words < word, bits, 0))
-        rank = tl.sum(_number_of_ones(below).to(tl.int32), axis=1)
+        rank = tl.sum(bit_count(below), axis=1)
         position = tl.load(pair_starts_ptr + row, mask=real, other=0) + rank
         tl.store(pairs_by_row_ptr + position, slot, mask=real)
         first += tl.num_programs(1) * BLOCK

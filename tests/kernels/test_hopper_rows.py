@@ -1,4 +1,7 @@
-"""Partial tiles, tiles drawn ahead and the epilogue change no bit of what quack's own kernels for Hopper give."""
+"""Partial tiles, tiles drawn ahead and the epilogue change no bit of what quack's own kernels for Hopper give.
+
+And the counter that tiles are drawn from is left at zero, a stream's own.
+"""
 
 from types import ModuleType
 
@@ -7,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.kernels.activations import activation_named
+from sonic_ep.kernels.cuda import tile_counter
 from sonic_ep.kernels.cuda.tiles import TileConfig
 from sonic_ep.kernels.operations import operations_for
 
@@ -76,3 +80,50 @@ def test_clusters_whose_second_tile_may_have_no_rows(
 ) -> None:
     monkeypatch.setattr(on_hopper, "tile_config", lambda *_, **__: tile)
     assert_equal_to_quacks(on_hopper, 512, 256, monkeypatch)
+
+
+def test_counters_are_left_at_zero(on_hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_counter, "_KEPT", {})
+    first, second = (all_results(on_hopper, 1536, 768, rounded=False) for _ in range(2))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    assert [counter.tolist() for counter in tile_counter._KEPT.values()] == [[0, 0]]
+
+
+def test_streams_draw_from_counters_of_their_own(on_hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_counter, "_KEPT", {})
+    wanted = all_results(on_hopper, 1536, 768, rounded=False)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(all_results(on_hopper, 1536, 768, rounded=False))
+    torch.cuda.synchronize()
+    for result in results:
+        for name, tensor in result.items():
+            assert torch.equal(tensor, wanted[name]), name
+    assert [counter.tolist() for counter in tile_counter._KEPT.values()] == [[0, 0]] * 4
+
+
+def test_a_captured_kernel_has_a_counter_of_its_own(on_hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_counter, "_KEPT", {})
+    x, w1 = torch.randn(500, 128, device="cuda").bfloat16(), torch.randn(2, 256, 128, device="cuda").bfloat16()
+    rows = torch.randint(500, (600,), device="cuda", dtype=torch.int32)
+    starts = torch.tensor([0, 200, 600], device="cuda", dtype=torch.int32)
+
+    def up() -> tuple[Tensor, Tensor]:
+        return on_hopper.up_projection(x, w1, None, rows, starts, activation_named("swiglu"))
+
+    wanted = [tensor.clone() for tensor in up()]
+    kept = dict(tile_counter._KEPT)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = up()
+    assert tile_counter._KEPT == kept
+    for _ in range(3):
+        for tensor in got:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(tensor, value) for tensor, value in zip(got, wanted, strict=True))
