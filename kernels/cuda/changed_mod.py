@@ -6,6 +6,8 @@ from typing import Any
 
 from quack.epilogue.frontend import EpiMod
 
+from sonic_ep.kernels.cuda.sources import sources
+
 
 class ChangedMod(EpiMod):
     """An epilogue as it is, in kernels that have the methods of `change` before quack's.
@@ -18,7 +20,7 @@ class ChangedMod(EpiMod):
         self._call_cache: dict[Any, Any] = {}
         self._mod, self._change = mod, change
         # quack keeps compiled kernels, in memory and on disk, by this.
-        self.semantic_key = (*mod.semantic_key, what)
+        self.semantic_key = (*mod.semantic_key, what, sources())
         self.semantic_digest = hashlib.sha256(repr(self.semantic_key).encode()).hexdigest()
         self._ident = f"{mod.fn.__name__}_{self.semantic_digest[:16]}"
 

@@ -10,11 +10,9 @@ Legend: R rows, H hidden size, P pair-buffer rows, e local experts, I expert wid
 
 import functools
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
-from quack.cache import EXTRA_SOURCE_DIRS
 from quack.cute_dsl_utils import get_device_capacity
 from quack.epilogue.frontend import EpiMod, gemm_epilogue
 from quack.epilogue.library import dact_mod, dgated_mod, identity_epi, linear_act_mod
@@ -44,9 +42,6 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("sonic_ep.kernels")
-
-# A kernel that quack keeps on disk is as old as the sources it was made from: its own, and ours.
-EXTRA_SOURCE_DIRS.append(Path(__file__).parent)
 
 # Ours to quack's.
 _QUACK_NAMES = {

@@ -31,6 +31,7 @@ from quack.rounding import RoundingMode
 from torch import Tensor
 
 from sonic_ep.kernels.cuda.gathered_stage import load_stage
+from sonic_ep.kernels.cuda.sources import sources
 from sonic_ep.kernels.cuda.tiles import TileConfig
 
 _AHEAD = 2  # K tiles
@@ -150,7 +151,9 @@ def _compile_weight_gemm(
     accumulate: bool,
     halves: bool,
     capacity: tuple[int, int],
+    written_in: str,
 ) -> Any:
+    """Kept by its arguments, of which the last one is of no other use: see sources.py."""
     kernel = _KERNELS[capacity[0]]
     A, B, D, _, _, _, P, e = make_fake_gemm_tensors(
         dtype, dtype, out_dtype, None, "m", "n", out_major, None, varlen_k=True, gather_A=True
@@ -188,7 +191,7 @@ class WeightGemm:
         capacity = get_device_capacity(A_MR.device)
         dtypes = torch2cute_dtype_map[A_MR.dtype], torch2cute_dtype_map[D_eMN.dtype]
         major = "n" if D_eMN.stride(-1) == 1 else "m"
-        self._compiled = _compile_weight_gemm(*dtypes, major, tile, accumulate, halves, capacity)
+        self._compiled = _compile_weight_gemm(*dtypes, major, tile, accumulate, halves, capacity, sources())
         self.clusters = get_max_active_clusters(tile.cluster_m * tile.cluster_n, device_capacity=capacity)
         self.dynamic = tile.dynamic
 

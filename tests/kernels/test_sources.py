@@ -1,0 +1,76 @@
+"""A kernel that is kept on disk is as old as the sources it was made from: quack's, and where it is ours, ours."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from sonic_ep.kernels.cuda.sources import digest_of, sources
+from tests.helpers.machine_code import needs_compilers
+
+FOLDER = Path(__file__).parents[2] / "kernels" / "cuda"
+
+
+def test_the_digest_is_of_all_modules() -> None:
+    assert sources() == digest_of(FOLDER)
+    assert len([*FOLDER.glob("**/*.py")]) == len([*FOLDER.glob("*.py")])
+
+
+@pytest.mark.parametrize("change", ["content", "name", "new", "gone", "moved"])
+def test_any_change_shows(change: str, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.py", tmp_path / "b.py"
+    first.write_text("x = 1\n")
+    second.write_text("y = 2\n")
+    before = digest_of(tmp_path)
+    assert digest_of(tmp_path) == before
+    match change:
+        case "content":
+            first.write_text("x = 2\n")
+        case "name":
+            first.rename(tmp_path / "c.py")
+        case "new":
+            (tmp_path / "c.py").write_text("")
+        case "gone":
+            second.unlink()
+        case _:  # from the end of one to the start of the other
+            first.write_text("")
+            second.write_text("x = 1\ny = 2\n")
+    assert digest_of(tmp_path) != before
+
+
+@needs_compilers
+def test_kernels_of_changed_epilogues_are_kept_by_it() -> None:
+    changed_mod: Any = import_module("sonic_ep.kernels.cuda.changed_mod")
+    mod = import_module("quack.epilogue.library").identity_epi
+
+    def digest(of: str) -> str:
+        with patch.object(changed_mod, "sources", lambda: of):
+            return changed_mod.ChangedMod(mod, type("Change", (), {}), "a change").semantic_digest
+
+    assert digest("these") == digest("these")
+    assert len({mod.semantic_digest, digest("these"), digest("those")}) == 3
+
+
+@needs_compilers
+def test_weight_gemms_are_kept_by_it() -> None:
+    weight_gemm: Any = import_module("sonic_ep.kernels.cuda.weight_gemm")
+    tile = import_module("sonic_ep.kernels.cuda.tiles").TileConfig(128, 128, True)
+    rows, out = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((64, 256), (2, 64, 128)))
+    given: list[tuple[Any, ...]] = []
+    with (
+        patch.object(weight_gemm, "_compile_weight_gemm", lambda *arguments: given.append(arguments)),
+        patch.object(weight_gemm, "get_device_capacity", lambda _: (9, 0)),
+        patch.object(weight_gemm, "get_max_active_clusters", lambda *_, **__: 1),
+    ):
+        weight_gemm.WeightGemm(rows, out, tile)
+    assert [arguments[-1] for arguments in given] == [sources()]
+
+
+@needs_compilers
+def test_quacks_own_kernels_are_not() -> None:
+    """Or its compile workers, which do not know ours, would put them where nobody looks."""
+    import_module("sonic_ep.kernels.cuda.operations")
+    assert import_module("quack.cache").EXTRA_SOURCE_DIRS == []
