@@ -16,6 +16,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass.experimental import primitives as prims
 from quack import copy_utils, sm90_utils
 from quack.gemm_sm90 import GemmSm90
 from quack.tile_scheduler import VarlenMTileScheduler, WorkTileInfo
@@ -43,6 +44,8 @@ class _RowsScheduler(DrawnAheadScheduler):
 
     @cute.jit
     def initial_work_tile_info(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
+        # Every warp finds its first tile itself, in the experts' starts, which the kernel before may have written.
+        prims.griddepcontrol(prims.GridDepAction.WAIT)
         work = VarlenMTileScheduler.initial_work_tile_info(self, loc=loc, ip=ip)
         m, n, _, expert = _indices(work)
         rows = self._rows_from(m, expert, work.is_valid_tile, self.params.tile_shape_mn[0])

@@ -90,6 +90,30 @@ def test_counters_are_left_at_zero(on_hopper: ModuleType, monkeypatch: pytest.Mo
     assert [counter.tolist() for counter in tile_counter._KEPT.values()] == [[0, 0]]
 
 
+def test_starts_may_be_written_by_the_kernel_before(on_hopper: ModuleType) -> None:
+    """Launched programmatically, a GEMM begins before that kernel has ended."""
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    x = torch.randn(4096, 512, device="cuda", generator=generator).bfloat16()
+    w1 = torch.randn(8, 256, 512, device="cuda", generator=generator).bfloat16()
+    rows = torch.randint(4096, (4096,), device="cuda", dtype=torch.int32, generator=generator)
+    some = torch.tensor([0, 512, 1024, 1536, 2048, 2560, 3072, 3584, 4096], device="cuda", dtype=torch.int32)
+    others = torch.tensor([0, 0, 3000, 3001, 3001, 3500, 3600, 4000, 4096], device="cuda", dtype=torch.int32)
+
+    def up(starts: Tensor) -> tuple[Tensor, Tensor]:
+        return on_hopper.up_projection(x, w1, None, rows, starts, activation_named("swiglu"))
+
+    wanted = [up(some), up(others)]
+    starts, large = torch.empty_like(some), torch.zeros(1 << 24, device="cuda")
+    results = []
+    for turn in range(40):
+        torch.cuda.synchronize()
+        large.add_(1)  # while this runs, the host launches what follows
+        torch.mul((some, others)[turn % 2], 1, out=starts)
+        results.append(up(starts))
+    for turn, result in enumerate(results):
+        assert all(torch.equal(got, value) for got, value in zip(result, wanted[turn % 2], strict=True))
+
+
 def test_streams_draw_from_counters_of_their_own(on_hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_counter, "_KEPT", {})
     wanted = all_results(on_hopper, 1536, 768, rounded=False)
