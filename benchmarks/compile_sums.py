@@ -9,6 +9,7 @@ import argparse
 from multiprocessing import get_context
 from typing import NamedTuple
 
+import torch
 from local_moe import TOKENS
 
 from sonic_ep import load_config
@@ -28,7 +29,6 @@ class Share(NamedTuple):
 
 
 def compile_share(share: Share) -> int:
-    import torch
     from sonicmoe.functional import reduction_over_k_gather as sums
 
     kernel, H = sums.token_gather_sum_kernel, share.H

@@ -13,7 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sonic_ep.kernels.cuda.launch import major
 
 
-def can_run_beside(device: torch.device) -> bool:
+def can_begin_early(device: torch.device) -> bool:
+    """Has it such launches?"""
     return major(device) >= 9
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.beside import begin_after_the_kernel_before, can_run_beside, end_after_the_kernel_before
+from sonic_ep.kernels.cuda.beside import begin_after_the_kernel_before, can_begin_early, end_after_the_kernel_before
 from sonic_ep.kernels.cuda.launch import launched
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 
@@ -118,7 +118,7 @@ def gather_sum(
         return out
     values_PH = values_PH.contiguous()
     block = block_of(H)
-    early = can_run_beside(values_PH.device)
+    early = can_begin_early(values_PH.device)
     beside = beside and early
     _gather_sum[(rows * cdiv(H, block),)](
         values_PH,

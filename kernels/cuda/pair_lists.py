@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from sonic_ep.kernels.cuda.beside import begin_after_the_kernel_before, can_run_beside, end_after_the_kernel_before
+from sonic_ep.kernels.cuda.beside import begin_after_the_kernel_before, can_begin_early, end_after_the_kernel_before
 from sonic_ep.kernels.cuda.bits import bit_count
 from sonic_ep.kernels.cuda.gather_sum import accumulator_of
 from sonic_ep.kernels.cuda.launch import launched
@@ -194,7 +194,7 @@ def pair_lists(
     blocks = cdiv(num_rows, _BLOCK) or 1
     scratch = torch.zeros(num_rows * W + blocks, dtype=INDEX_DTYPE, device=gates_V.device)
     bits_RW, sums = scratch.split((num_rows * W, blocks))
-    early = can_run_beside(gates_V.device)
+    early = can_begin_early(gates_V.device)
     common: dict[str, Any] = {"WORDS": W, "BLOCK": _BLOCK, "EARLY": early, "num_warps": 4, "launch_pdl": early}
     # Twice as many programs as chunks of one size would keep busy.
     grid = (C, cdiv(2 * chunks.num_rows, C * _BLOCK) or 1)
@@ -307,7 +307,7 @@ def values_of_pairs(
     N = parts_PN.shape[1]
     columns = next_power_of_2(N)
     block = max(1, min(_BLOCK, _PARTS // columns))
-    beside = beside and can_run_beside(parts_PN.device)
+    beside = beside and can_begin_early(parts_PN.device)
     if room:
         _values_of_pairs[(cdiv(room, block),)](
             parts_PN.contiguous(),

@@ -3,6 +3,8 @@
 quack has a place for that, quack.cache.EXTRA_SOURCE_DIRS, which every key then holds, of its own kernels too. But the
 processes in which it compiles candidates while it tunes do not import us and make other keys: whoever tunes quack's
 GEMMs beside our layer would compile every candidate a second time, one after the other.
+
+Epilogues that are but functions of ours need no digest: quack's keys of them hold their source and what it refers to.
 """
 
 import functools

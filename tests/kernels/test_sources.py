@@ -55,6 +55,20 @@ def test_kernels_of_changed_epilogues_are_kept_by_it() -> None:
 
 
 @needs_compilers
+def test_epilogues_of_ours_are_kept_by_what_they_are_and_refer_to() -> None:
+    """By quack, in kernels that we do not change, as on Blackwell."""
+    gpt_oss: Any = import_module("sonic_ep.kernels.cuda.gpt_oss")
+    operations: Any = import_module("sonic_ep.kernels.cuda.operations")
+    gemm_epilogue = import_module("quack.epilogue.frontend").gemm_epilogue
+    ours = [gpt_oss._up, gpt_oss._up_with_bias, gpt_oss.down_backward, operations._bias_epilogue]
+    assert len({mod.semantic_digest for mod in ours}) == len(ours)
+    again = gemm_epilogue(outputs=("mAuxOut",), mode="acc_pair")
+    assert again(gpt_oss._up.fn).semantic_digest == gpt_oss._up.semantic_digest
+    with patch.object(gpt_oss, "_LIMIT", 8.0):
+        assert again(gpt_oss._up.fn).semantic_digest != gpt_oss._up.semantic_digest
+
+
+@needs_compilers
 def test_weight_gemms_are_kept_by_it() -> None:
     weight_gemm: Any = import_module("sonic_ep.kernels.cuda.weight_gemm")
     tile = import_module("sonic_ep.kernels.cuda.tiles").TileConfig(128, 128, True)
