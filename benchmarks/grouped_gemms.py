@@ -88,9 +88,12 @@ IN_LAYER: dict[Operation, list[TileConfig]] = {
     "down": [
         TileConfig(128, 192, True, dynamic=True),
         TileConfig(128, 192, True, 1, 2),
+        TileConfig(128, 192, True, 1, 2, dynamic=True),
         TileConfig(192, 128, True, dynamic=True),
         TileConfig(192, 128, True, 1, 2),
+        TileConfig(192, 128, True, 1, 2, dynamic=True),
         TileConfig(256, 192, False, 1, 2),
+        TileConfig(256, 192, False, 1, 2, dynamic=True),
     ],
     "down_backward": [
         TileConfig(128, 128, True, dynamic=True),
@@ -98,7 +101,9 @@ IN_LAYER: dict[Operation, list[TileConfig]] = {
     ],
     "weight_up": [
         TileConfig(128, 256, False, 2),
+        TileConfig(128, 256, False, 2, dynamic=True),
         TileConfig(128, 192, True, 2),
+        TileConfig(128, 192, True, 2, dynamic=True),
     ],
 }
 IN_LAYER["up_backward"], IN_LAYER["weight_down"] = IN_LAYER["down"], IN_LAYER["weight_up"]

@@ -1,13 +1,15 @@
-"""Hopper GEMMs over rows that draw their next tile amid the loads of this one, from a counter that they leave at zero.
+"""Hopper GEMMs that draw their next tile amid the loads of this one, from a counter that they leave at zero.
 
-To draw a tile takes an atomic addition, a search through the experts' starts and two more reads, one after the other,
-about 2 us. quack's loading warps do so when they are done with a tile, and load nothing meanwhile. Here they draw as
-soon as they have filled the stages, or two of them where one warp loads by TMA: fast enough to fill the others after.
+To draw a tile takes an atomic addition and, over rows, a search through the experts' starts and two more reads, one
+after the other, about 2 us. quack's loading warps do so when they are done with a tile, and load nothing meanwhile.
+Here they draw as soon as they have filled the stages, or two of them where one warp loads by TMA: fast enough to fill
+the others after.
 
-quack's counter must be zeroed before every launch, by a kernel of its own. Here it is followed by a count of the
-clusters that will not draw any more, and the last one of these zeroes both, for the next launch on the same stream.
+quack's counter goes around to zero by itself where the number of tiles is known at the launch. Over rows it must be
+zeroed before every launch, by a kernel of its own. Here it is followed by a count of the clusters that will not draw
+any more, and the last one of these zeroes both, for the next launch on the same stream.
 
-Every method overrides one of quack's (GemmSm90, VarlenMTileScheduler, quack 0.6.5) and is traced by CuTe-DSL.
+Every method overrides one of quack's (GemmSm90, its schedulers, quack 0.6.5) and is traced by CuTe-DSL.
 """
 
 from typing import Any
@@ -23,9 +25,8 @@ from sonic_ep.kernels.cuda.gathered_stage import load_stage
 _BY_TMA = 2  # K tiles loaded before the next tile is drawn
 
 
-class DrawnAheadScheduler(VarlenMTileScheduler):
-    # VarlenMTileScheduler's
-    params: Any
+class DrawnAhead:
+    """What changes in a scheduler of quack's, which must come after it among a class's bases."""
 
     def get_split_k_tile_range(self, k_tile_total: Int32, rows: Any, **_: Any) -> tuple[int, Any]:
         """What loops over K get is all that they hear of a tile: the count of its K tiles knows the scheduler."""
@@ -35,12 +36,19 @@ class DrawnAheadScheduler(VarlenMTileScheduler):
 
     def draw(self, draws: Boolean | bool) -> None:
         """Draws the next tile and tells it to all warps, if this is the warp that draws."""
-        VarlenMTileScheduler.advance_to_next_work(self, is_scheduler_warp=draws)
+        super().advance_to_next_work(is_scheduler_warp=draws)  # type: ignore[misc]  # pyright: ignore
 
     def advance_to_next_work(self, is_scheduler_warp: Boolean | bool = False, **how: Any) -> None:
         if is_scheduler_warp is False:
-            VarlenMTileScheduler.advance_to_next_work(self, **how)
+            super().advance_to_next_work(**how)  # type: ignore[misc]  # pyright: ignore
         # Else these warps are done with a tile's loads, amid which they have drawn the next one.
+
+
+class DrawnAheadScheduler(DrawnAhead, VarlenMTileScheduler):
+    """Of tiles over rows."""
+
+    # VarlenMTileScheduler's
+    params: Any
 
     @cute.jit
     def producer_tail(self) -> None:
@@ -55,7 +63,20 @@ class DrawnAheadScheduler(VarlenMTileScheduler):
                     cute.arch.store(counter + 1, Int32(0))
 
 
+@cute.jit
+def draw_next(gemm: Any, scheduler: Any) -> None:
+    """Called by all loading warps: the one of its cluster that draws does so."""
+    draws = True
+    if const_expr(gemm.num_ab_load_warps > 1):
+        draws = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == gemm.ab_load_warp_id
+    if const_expr(gemm.cluster_shape_mnk[0] * gemm.cluster_shape_mnk[1] > 1):
+        draws = draws and cute.arch.block_idx_in_cluster() == 0
+    scheduler.draw(draws)
+
+
 class DrawsAhead:
+    """The loading warps of a GEMM over rows."""
+
     # GemmSm90's
     ab_load_warp_id: int
     num_ab_load_warps: int
@@ -71,24 +92,15 @@ class DrawsAhead:
     ) -> Any:
         first = cutlass.min(k_tiles - 1, self.ab_stage)
         state = self.load_part(pipeline, state, copy_A, copy_B, k_tiles, Int32(0), first, False)
-        self._draw(k_tiles.scheduler)
+        draw_next(self, k_tiles.scheduler)
         return self.load_part(pipeline, state, copy_A, copy_B, k_tiles, first, k_tiles, True)
 
     @cute.jit
     def load_tma(self, pipeline: Any, state: Any, copy_fns: Any, k_tiles: Any, k_tile_start: int = 0) -> Any:
         first = cutlass.min(k_tiles - 1, _BY_TMA)
         state = GemmSm90.load_tma(self, pipeline, state, copy_fns, first)
-        self._draw(k_tiles.scheduler)
+        draw_next(self, k_tiles.scheduler)
         return GemmSm90.load_tma(self, pipeline, state, copy_fns, k_tiles - first, first)
-
-    @cute.jit
-    def _draw(self, scheduler: Any) -> None:
-        draws = True
-        if const_expr(self.num_ab_load_warps > 1):
-            draws = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == self.ab_load_warp_id
-        if const_expr(self.cluster_shape_mnk[0] * self.cluster_shape_mnk[1] > 1):
-            draws = draws and cute.arch.block_idx_in_cluster() == 0
-        scheduler.draw(draws)
 
     @cute.jit
     def load_k_tiles(

@@ -268,7 +268,7 @@ def weight_grad(
         tile = _tile(operation, A, B, left_PA)
         gemm = _PLANS[key] = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, halves=halves)
     free = left_free(A, gemm.clusters, get_device_capacity(left_PA.device)[0]) if beside else 0
-    counter = tile_counter(left_PA) if gemm.dynamic else None
+    counter = tile_counter(left_PA, kept=True) if gemm.dynamic else None
     gemm.run(right_RB.T, left_PA.T, D, row_of_pair_P, expert_starts_e, counter, free)
     return out
 

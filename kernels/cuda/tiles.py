@@ -2,12 +2,13 @@
 
 A shape class is the two sizes of a GEMM that do not change from step to step, and whether experts' rows are rounded to
 whole tiles of 128. Nothing depends on row counts, which change.
-Most GEMMs over rows draw their tiles from a counter: with ragged experts, CTAs that take every 132nd tile drift apart
-until the experts in flight no longer fit the L2, unless pairs of them share the rows that they read. Their cluster
-along M stays 1: with 2 a CTA idles where an expert has an odd number of tiles.
+Most GEMMs draw their tiles from a counter: with ragged experts, CTAs that take every 132nd tile drift apart until the
+experts in flight no longer fit the L2. Pairs of them that share the rows which they read drift less: those with little
+to do for a tile are better off without a counter. The cluster of a GEMM over rows stays 1 along M: with 2 a CTA idles
+where an expert has an odd number of tiles.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sonic_ep.kernels.cuda.sizes import cdiv
@@ -40,16 +41,19 @@ class TileConfig:
 _PINGPONG_128 = TileConfig(128, 128, True, dynamic=True)
 _PINGPONG_192 = TileConfig(128, 192, True, dynamic=True)
 _PINGPONG_192_PAIRS = TileConfig(128, 192, True, cluster_n=2)
-_PINGPONG_192_TALL_PAIRS = TileConfig(128, 192, True, cluster_m=2)
+_PINGPONG_192_TALL_PAIRS = TileConfig(128, 192, True, cluster_m=2, dynamic=True)
 _TALL_PAIRS = TileConfig(192, 128, True, cluster_n=2)
 _LARGE_PAIRS = TileConfig(256, 192, False, cluster_n=2)
 _WIDE = TileConfig(128, 256, False, dynamic=True)
-_WIDE_PAIRS = TileConfig(128, 256, False, cluster_m=2)
+_WIDE_PAIRS = TileConfig(128, 256, False, cluster_m=2, dynamic=True)
 # Blackwell: compiled, not measured.
 _SM100 = TileConfig(128, 128, False)
 
 # Sizes above this, as DeepSeek-V3's d of 7168 and Mixtral's n of 14336, want other tiles in some operations.
 LARGE = 6144
+
+# From so many products of an element on, pairs of a GEMM over rows draw their tiles.
+_LONG = 1024
 
 # Sums of rows on one multiprocessor take as long as a GEMM that contracts these rows with so many columns on 132.
 _COLUMNS_OF_SUMS = 9216
@@ -69,7 +73,7 @@ def tile_config(operation: Operation, N: int, other: int, arch: int, *, rounded:
 
 
 def _hopper_tile(operation: Operation, N: int, other: int, *, rounded: bool) -> TileConfig:
-    """Filled from grouped_gemms_{tiles,large,partial*,dgated,weights}_h200.json of benchmarks/results/."""
+    """Filled from grouped_gemms_{tiles,large,partial*,dgated,weights,drawn}_h200.json of benchmarks/results/."""
     divides = N % 192 == 0
     match operation:
         case "down_backward" if 192 * cdiv(N, 192) <= N + N // 32:
@@ -86,10 +90,14 @@ def _hopper_tile(operation: Operation, N: int, other: int, *, rounded: bool) -> 
             return _WIDE
         case "down" | "up_backward":
             if not (rounded or divides):
-                return _TALL_PAIRS
-            if not rounded and other > LARGE:
-                return _LARGE_PAIRS
-            return _PINGPONG_192_PAIRS if cdiv(N, 192) % 2 == 0 else _PINGPONG_192
+                pairs = _TALL_PAIRS
+            elif not rounded and other > LARGE:
+                pairs = _LARGE_PAIRS
+            elif cdiv(N, 192) % 2 == 0:
+                pairs = _PINGPONG_192_PAIRS
+            else:
+                return _PINGPONG_192
+            return replace(pairs, dynamic=other >= _LONG)
 
 
 def left_free(J: int, clusters: int, arch: int) -> int:

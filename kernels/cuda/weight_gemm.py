@@ -2,8 +2,9 @@
 
 quack's gathering warps read the indices of a K tile's rows just before they copy those rows, so that every K tile waits
 for two round trips to the L2, one after the other. Here indices are read two K tiles ahead, into two sets of registers
-in turns: handed on from one set to the other, they would be waited for at the hand-over. The kernel computes the same
-bits.
+in turns: handed on from one set to the other, they would be waited for at the hand-over. And as experts' rows differ,
+so that tiles which are dealt out beforehand end at different times, they are drawn from a counter, ahead as over rows
+(next_tile.py). The kernel computes the same bits.
 
 Legend: R rows, P pair-buffer rows, e local experts, M columns of the gathered rows, N of the others.
 """
@@ -28,14 +29,20 @@ from quack.gemm_tvm_ffi_utils import (
     make_varlen_args,
 )
 from quack.rounding import RoundingMode
+from quack.tile_scheduler import TileScheduler
 from torch import Tensor
 
 from sonic_ep.kernels.cuda.gathered_stage import load_stage
+from sonic_ep.kernels.cuda.next_tile import DrawnAhead, draw_next
 from sonic_ep.kernels.cuda.sources import sources
 from sonic_ep.kernels.cuda.tiles import TileConfig
 
 _AHEAD = 2  # K tiles
 _SWIZZLE = 8  # quack's default: tiles of a group that follow each other along one side
+
+
+class _WeightScheduler(DrawnAhead, TileScheduler):
+    """Of tiles of all experts, whose number is known at the launch."""
 
 
 class _ReadsIndicesAhead(GemmDefaultSm90):
@@ -47,12 +54,18 @@ class _ReadsIndicesAhead(GemmDefaultSm90):
     ab_load_warp_id: Any
     num_ab_load_warps: Any
     _make_gmem_tiled_copy_A: Any
+    ab_stage: int
+
+    def get_scheduler_class(self, varlen_m: bool = False) -> type:
+        assert not varlen_m
+        return _WeightScheduler
 
     @cute.jit
     def _make_gather_A_copy(
         self, mA: Any, sA: Any, varlen: Any, tile_idx: Any, expert: Int32
-    ) -> tuple[Callable[..., None], Callable[..., Any]]:
-        """A function that copies the rows of a K tile into a stage, and one that reads their indices."""
+    ) -> tuple[Callable[..., None], tuple[int, Callable[..., None]]]:
+        """A function that copies the rows of a K tile into a stage; how many are a thread's, and one that reads their
+        indices."""
         # The next kernel may start: this warp has waited for the one before, and whoever needs results waits for them.
         prims.griddepcontrol(prims.GridDepAction.LAUNCH_DEPENDENTS)
         tile_m, tile_k = const_expr(self.cta_tile_shape_mnk[0]), const_expr(self.cta_tile_shape_mnk[2])
@@ -70,11 +83,9 @@ class _ReadsIndicesAhead(GemmDefaultSm90):
             column = tile_idx[0] * tile_m + cutlass.min(at[0, i, 0][0], left_m - width)
             columns[i] = mA[column, None].iterator.toint()
 
-        def read(k_tile: Int32, into: Any = None) -> Any:
-            row_indices = cute.make_rmem_tensor(rows, Int32) if into is None else into
+        def read(k_tile: Int32, into: Any) -> None:
             for k in cutlass.range_constexpr(rows):
-                row_indices[k] = indices[cutlass.min(k_tile * tile_k + at[0, 0, k][1], len_k - 1)]
-            return row_indices
+                into[k] = indices[cutlass.min(k_tile * tile_k + at[0, 0, k][1], len_k - 1)]
 
         def copy(row_indices: Any, k_tile: Int32, stage: Int32, pred: bool) -> None:
             for k in cutlass.range_constexpr(rows):
@@ -88,28 +99,53 @@ class _ReadsIndicesAhead(GemmDefaultSm90):
                     source = cute.make_tensor(values, cute.make_layout(((width, 1),)))
                     cute.copy(thread, source, to[None, i, k, stage], pred=inside)
 
-        return copy, read
+        return copy, (rows, read)
 
     @cute.jit
     def load_AB_gather_A(
-        self, pipeline: Any, state: Any, copy_A: Any, read: Any, copy_B: Any, k_tiles: Any, varlen_m: bool = True
+        self, pipeline: Any, state: Any, copy_A: Any, indices: Any, copy_B: Any, k_tiles: Any, varlen_m: bool = True
     ) -> Any:
         assert not varlen_m
+        rows, read = indices
+        even, odd = cute.make_rmem_tensor(rows, Int32), cute.make_rmem_tensor(rows, Int32)
         if k_tiles > 0:
-            even, odd = read(Int32(0)), read(Int32(1))
+            read(Int32(0), even)
+            read(Int32(1), odd)
+        whole = k_tiles - 1
+        pairs = cutlass.max(whole, 0) // 2
+        first = cutlass.min(pairs, const_expr((self.ab_stage + 1) // 2))  # fill the stages
+        state = self._load_pairs(pipeline, state, copy_A, read, copy_B, Int32(0), first, even, odd)
+        draw_next(self, k_tiles.scheduler)
+        state = self._load_pairs(pipeline, state, copy_A, read, copy_B, first, pairs, even, odd)
+        if k_tiles > 0:
             free = pipeline.producer_try_acquire(state)
-            whole = k_tiles - 1
-            for pair in cutlass.range(whole // 2, unroll=1):
-                state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, 2 * pair, even, False)
-                free = pipeline.producer_try_acquire(state)
-                state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, 2 * pair + 1, odd, False)
-                free = pipeline.producer_try_acquire(state)
             if whole % 2 == 1:
                 state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, whole - 1, even, False)
                 free = pipeline.producer_try_acquire(state)
                 for k in cutlass.range_constexpr(cute.size(even)):
                     even[k] = odd[k]
             state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, whole, even, True)
+        return state
+
+    @cute.jit
+    def _load_pairs(
+        self,
+        pipeline: Any,
+        state: Any,
+        copy_A: Any,
+        read: Any,
+        copy_B: Any,
+        first: Int32,
+        end: Int32,
+        even: Any,
+        odd: Any,
+    ) -> Any:
+        """Pairs of K tiles from `first` to `end`, whose indices are in turns in `even` and in `odd`."""
+        for pair in cutlass.range(first, end, unroll=1):
+            free = pipeline.producer_try_acquire(state)
+            state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, 2 * pair, even, False)
+            free = pipeline.producer_try_acquire(state)
+            state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, 2 * pair + 1, odd, False)
         return state
 
     @cute.jit
@@ -205,7 +241,8 @@ class WeightGemm:
         counter: Tensor | None = None,
         free: int = 0,
     ) -> None:
-        """counter: of a dynamic schedule. free: of the clusters that fit a device, those to leave to other kernels."""
+        """counter: of a dynamic schedule, zero, and zero again afterwards. free: of the clusters that fit a device,
+        those to leave to other kernels."""
         scheduler = make_scheduler_args(self.clusters - free, _SWIZZLE, counter, None)
         varlen = make_varlen_args(None, expert_starts_e, row_of_pair_P)
         self._compiled(A_MR, B_NP, D_eMN, None, _PLAIN, scheduler, varlen, None, None)

@@ -131,23 +131,39 @@ def test_streams_draw_from_counters_of_their_own(on_hopper: ModuleType, monkeypa
     assert [counter.tolist() for counter in tile_counter._KEPT.values()] == [[0, 0]] * 4
 
 
-def test_a_captured_kernel_has_a_counter_of_its_own(on_hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_counter, "_KEPT", {})
-    x, w1 = torch.randn(500, 128, device="cuda").bfloat16(), torch.randn(2, 256, 128, device="cuda").bfloat16()
-    rows = torch.randint(500, (600,), device="cuda", dtype=torch.int32)
-    starts = torch.tensor([0, 200, 600], device="cuda", dtype=torch.int32)
+@pytest.mark.parametrize("taken", [0, tile_counter._PAGE], ids=["of the page", "none left"])
+def test_captured_kernels_have_counters_of_their_own(
+    on_hopper: ModuleType, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kept in ("_KEPT", "_PAGES", "_TAKEN"):
+        monkeypatch.setattr(tile_counter, kept, {})
+    d, n, few = 256, 128, 600
+    x, w1 = torch.randn(500, d, device="cuda").bfloat16(), torch.randn(2, 2 * n, d, device="cuda").bfloat16()
+    rows = torch.randint(500, (few,), device="cuda", dtype=torch.int32)
+    starts = torch.tensor([0, 200, few], device="cuda", dtype=torch.int32)
 
-    def up() -> tuple[Tensor, Tensor]:
-        return on_hopper.up_projection(x, w1, None, rows, starts, activation_named("swiglu"))
+    def up_and_weights() -> list[Tensor]:
+        h, a = on_hopper.up_projection(x, w1, None, rows, starts, activation_named("swiglu"))
+        return [h, a, on_hopper.weight_grad(h, x, rows, starts)]
 
-    wanted = [tensor.clone() for tensor in up()]
+    wanted = [tensor.clone() for tensor in up_and_weights()]
+    device = x.device
+    monkeypatch.setitem(tile_counter._TAKEN, device, taken)
     kept = dict(tile_counter._KEPT)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = up()
+        got = up_and_weights()
     assert tile_counter._KEPT == kept
-    for _ in range(3):
+    assert tile_counter._TAKEN[device] == min(taken + 2, tile_counter._PAGE)
+    beside = torch.cuda.Stream()
+    for _ in range(20):
         for tensor in got:
             tensor.fill_(float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(beside):
+            also = up_and_weights()
         graph.replay()
-        assert all(torch.equal(tensor, value) for tensor, value in zip(got, wanted, strict=True))
+        torch.cuda.synchronize()
+        for results in (got, also):
+            assert all(torch.equal(tensor, value) for tensor, value in zip(results, wanted, strict=True))
+    assert not tile_counter._PAGES[device].any()

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Of records of the same, the last counts: it has the tiles that came since.
 WHOLE, PARTIAL = (
     [json.loads((RESULTS / f"grouped_gemms_{name}_h200.json").read_text())["shapes"] for name in names]
-    for names in (("tiles", "few_rows", "large"), ("partial", "partial_short", "dgated", "weights"))
+    for names in (("tiles", "few_rows", "large"), ("partial", "partial_short", "dgated", "weights", "drawn"))
 )
 RECORDS = WHOLE + PARTIAL
 SIZES = {name: shape for record in RECORDS for name, shape in record.items()}
@@ -53,20 +54,30 @@ def tile_of(name: str, operation: Operation) -> str:
     return str(tile_config(operation, *sizes[operation], 9, rounded=not name.endswith("_ragged")))
 
 
+def dealt_out(tile: str) -> str:
+    """Its name in records older than the drawing of tiles ahead, without which a counter was nothing for pairs."""
+    return tile if "c11" in tile else tile.removesuffix("d")
+
+
 # Fastest are tiles that lose elsewhere: a cluster along M pads experts to 256 rows; dgated's 128x192.
 SLOWER_ALONE = {("qwen3_30b_a3b_ep8", "up"): 1.09, ("mixtral_8x22b_ragged", "down_backward"): 1.08}
 
 
 @pytest.mark.parametrize(("name", "operation"), ALONE)
 def test_the_table_is_within_six_percent_of_the_fastest_tile_measured(name: str, operation: Operation) -> None:
-    times, tile = ALONE[name, operation], tile_of(name, operation)
+    times, tile = ALONE[name, operation], dealt_out(tile_of(name, operation))
     assert times[tile] <= SLOWER_ALONE.get((name, operation), 1.06) * min(times.values()), (tile, times)
 
 
 @pytest.mark.parametrize(("name", "operation"), IN_LAYER)
 def test_the_layer_is_within_two_percent_of_its_fastest_with_another_tile(name: str, operation: Operation) -> None:
-    times = {tile: sum(ms) for tile, ms in IN_LAYER[name, operation].items()}
-    assert times[tile_of(name, operation)] <= 1.02 * min(times.values()), times
+    # Forward or backward: the pass in which the operation does not run takes the same time under all tiles.
+    which = 0 if operation in ("up", "down") else 1
+    other = median(ms[1 - which] for ms in IN_LAYER[name, operation].values())
+    times = {tile: ms[which] + other for tile, ms in IN_LAYER[name, operation].items()}
+    tile = tile_of(name, operation)
+    ms = times[tile] if tile in times else times[dealt_out(tile)]
+    assert ms <= 1.02 * min(times.values()), times
 
 
 @given(N=WIDTHS, other=WIDTHS)

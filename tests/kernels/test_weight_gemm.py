@@ -1,4 +1,4 @@
-"""Weight gradients whose loader reads indices ahead are what quack's own kernel computes, bit for bit."""
+"""Weight gradients whose loader reads indices and draws tiles ahead are those of quack's own kernel, bit for bit."""
 
 import pytest
 import torch
@@ -15,10 +15,12 @@ def hopper() -> None:
         pytest.skip("only Hopper's kernel is changed")
 
 
+@pytest.mark.parametrize("free", [0, 9])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["new", "accumulated"])
 @pytest.mark.parametrize(("M", "N"), [(1536, 512), (2048, 768), (200, 136), (64, 192), (320, 6152)])
-def test_the_bits_are_those_of_quack(M: int, N: int, accumulate: bool, poison: None) -> None:
+def test_the_bits_are_those_of_quack(M: int, N: int, accumulate: bool, free: int, poison: None) -> None:
     quack = pytest.importorskip("quack.gemm")
+    from sonic_ep.kernels.cuda.tile_counter import tile_counter
     from sonic_ep.kernels.cuda.tiles import tile_config
     from sonic_ep.kernels.cuda.weight_gemm import WeightGemm
 
@@ -31,7 +33,9 @@ def test_the_bits_are_those_of_quack(M: int, N: int, accumulate: bool, poison: N
     before = torch.randn(len(COUNTS), M, N, device="cuda", generator=generator)
     got = before.clone() if accumulate else torch.empty_like(before)
     tile = tile_config("weight_down", N, M, 9)
-    WeightGemm(gathered.T, got, tile, accumulate=accumulate).run(gathered.T, others.T, got, rows, starts)
+    counter = tile_counter(gathered)
+    gemm = WeightGemm(gathered.T, got, tile, accumulate=accumulate)
+    gemm.run(gathered.T, others.T, got, rows, starts, counter, free)
     wanted = before.clone() if accumulate else torch.empty_like(before)
     sizes = tile.m, tile.n, tile.cluster_m, tile.cluster_n
     quack.gemm(
@@ -43,3 +47,4 @@ def test_the_bits_are_those_of_quack(M: int, N: int, accumulate: bool, poison: N
     )
     assert torch.isfinite(got).all()
     assert torch.equal(got, wanted)
+    assert counter.tolist() == [0, 0]
