@@ -21,7 +21,7 @@ KERNELS = [
         "gather_sum",
         "_gather_sum",
         "*bf16 *i32 *i32 *bf16 *bf16 i32",
-        {"HAS_WEIGHTS": False, "BLOCK": 512, "UNROLL": 8, "ACCUMULATOR": "tl.float32", "EARLY": True, "BESIDE": True},
+        {"HAS_WEIGHTS": False, "BLOCK": 512, "UNROLL": 8, "ACCUMULATOR": "tl.float32", "EARLY": False, "BESIDE": True},
         num_warps=1,
     ),
     TritonKernel(
