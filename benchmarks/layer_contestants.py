@@ -1,0 +1,121 @@
+"""Layers that race on the same tokens and weights: `sonic_ep.MoE` by mode, a plain torch grouped_mm layer, sonic-moe's.
+
+Each with a softmax top-K router and its gradient.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
+from sonic_ep.config import Buffers, RoundingMode, TransportKind
+
+CAPACITY = 1.25  # of static buffers
+
+
+@dataclass(frozen=True)
+class Contestant:
+    forward: Callable[[], Tensor]
+    inputs: list[Tensor]
+    dout: Tensor
+    capturable: bool = True
+
+    def step(self) -> None:
+        torch.autograd.grad(self.forward(), self.inputs, self.dout)
+
+
+class Problem:
+    """Rows and weights of unit scale, in bf16, and every contestant on them."""
+
+    def __init__(self, config: MoEConfig, T: int, group: EPGroup, device: str) -> None:
+        self.config, self.group, self.device = config, group, device
+        generator = torch.Generator(device).manual_seed(group.rank)
+
+        def draw(*size: int, scale: float = 1.0) -> Tensor:
+            return torch.randn(*size, device=device, dtype=torch.bfloat16, generator=generator).mul_(scale)
+
+        d, n, e = config.d, config.n, config.E // group.size
+        self.x, self.dout = draw(T, d), draw(T, d)
+        self.w1, self.w2 = draw(e, 2 * n, d, scale=d**-0.5), draw(e, d, n, scale=n**-0.5)
+        self.router = draw(config.E, d, scale=d**-0.5)
+        for leaf in (self.x, self.w1, self.w2, self.router):
+            leaf.requires_grad_()
+
+    def makers(self) -> dict[str, Callable[[], Contestant]]:
+        makers = self._ours()
+        if self.group.size == 1:
+            makers["torch"] = self.plain_torch
+            if self.device == "cuda" and find_spec("sonicmoe") is not None:
+                makers["sonic_moe"] = self.sonic_moe
+        return makers
+
+    def _ours(self) -> dict[str, Callable[[], Contestant]]:
+        makers: dict[str, Callable[[], Contestant]] = {}
+
+        def add(mode: RoundingMode, kind: TransportKind = "auto", buffers: Buffers = "exact") -> None:
+            words = [mode, *([] if kind == "auto" else [kind]), *([] if buffers == "exact" else [buffers])]
+            makers[", ".join(words)] = lambda: self.sonic_ep(mode, kind, buffers)
+
+        if self.group.size == 1:
+            add("off")
+            add("nearest")
+            add("nearest", buffers="static")
+            return makers
+        kinds: tuple[TransportKind, ...] = ("symmetric", "all_to_all") if self.device == "cuda" else ("all_to_all",)
+        modes: tuple[RoundingMode, ...] = ("off", "nearest", "apportion")
+        for kind in kinds:
+            for mode in modes:
+                add(mode, kind)
+        if self.device == "cuda":
+            add("nearest", "symmetric", "static")
+            add("apportion", "symmetric", "static")
+        return makers
+
+    def sonic_ep(self, mode: RoundingMode, kind: TransportKind, buffers: Buffers) -> Contestant:
+        c, static = self.config, buffers == "static"
+        rounding = RoundingConfig(mode=mode, capacity_factor=CAPACITY if static else None)
+        transport = TransportConfig(kind=kind, buffers=buffers)
+        layer = self._layer(MoEConfig(d=c.d, n=c.n, E=c.E, K=c.K, rounding=rounding, transport=transport))
+        layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
+        inputs = [self.x, layer.experts.w1, layer.experts.w2, layer.router.weight]
+        return Contestant(lambda: layer(self.x).y, inputs, self.dout, self.group.size == 1)
+
+    def _layer(self, config: MoEConfig) -> MoE:
+        if self.device == "cuda":
+            from random_layer import layer_without_experts
+
+            return layer_without_experts(config, self.group, router_std=config.d**-0.5)
+        return MoE(config, self.group, seed=0, dtype=torch.bfloat16)
+
+    def plain_torch(self) -> Contestant:
+        K, E = self.config.K, self.config.E
+
+        def forward() -> Tensor:
+            gates_TK, ids_TK = F.linear(self.x, self.router).float().softmax(1).topk(K)
+            gates_TK = gates_TK / gates_TK.sum(1, keepdim=True)
+            experts, order = ids_TK.flatten().sort(stable=True)
+            tokens = order // K
+            ends = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).int()
+            h = torch._grouped_mm(self.x[tokens], self.w1.mT, offs=ends)
+            a = F.silu(h[:, ::2]) * h[:, 1::2]
+            y = torch._grouped_mm(a, self.w2.mT, offs=ends) * gates_TK.flatten()[order, None]
+            return torch.zeros_like(self.x, dtype=torch.float32).index_add(0, tokens, y.float()).bfloat16()
+
+        return Contestant(forward, [self.x, self.w1, self.w2, self.router], self.dout)
+
+    def sonic_moe(self) -> Contestant:
+        from sonicmoe.enums import ActivationType
+        from sonicmoe.functional import moe_TC_softmax_topk_layer
+
+        w1, w2, K = self.w1.permute(1, 2, 0), self.w2.permute(1, 2, 0), self.config.K
+
+        def forward() -> Tensor:
+            stream = torch.cuda.current_stream().cuda_stream
+            arguments = (self.x, self.router, w1, None, w2, None, K, stream, ActivationType.SWIGLU)
+            return moe_TC_softmax_topk_layer(*arguments, is_softmax_over_topk=False, norm_topk_probs=True)[0]
+
+        return Contestant(forward, [self.x, self.w1, self.w2, self.router], self.dout)
