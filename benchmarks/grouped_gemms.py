@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
-from unittest.mock import patch
 
 import torch
 from local_problem import LocalProblem, tiled_pairs, topk_pairs
+from replaced import replaced
 from torch import Tensor
 from whole_tiles import whole_tiles
 
@@ -171,7 +171,7 @@ def with_tile(tile: TileConfig, call: Callable[[], Any], only: Operation | None 
         return tile if only in (None, operation) else tiles.tile_config(operation, *shape, **rows)
 
     def run() -> None:
-        with patch.multiple(operations, _PLANS=plans, tile_config=tile_config):
+        with replaced(operations, _PLANS=plans, tile_config=tile_config):
             call()
 
     return run
@@ -248,11 +248,11 @@ def time_left_free(problem: Problem, candidates: Sequence[int], rounds: int) -> 
     _, backward = problem.kernels()
 
     def before() -> None:
-        with patch.object(LocalTransport, "start_combine_pairs", combine_at_once):
+        with replaced(LocalTransport, start_combine_pairs=combine_at_once):
             backward()
 
     def beside(free: int) -> None:
-        with patch.object(operations, "left_free", lambda *_: free // 2):  # clusters of 2
+        with replaced(operations, left_free=lambda *_: free // 2):  # clusters of 2
             backward()
 
     contestants: dict[str, Callable[[], Any]] = {"before": before}

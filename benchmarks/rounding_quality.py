@@ -19,9 +19,9 @@ import tempfile
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
-from unittest.mock import patch
 
 import torch
+from replaced import replaced
 from torch import Tensor
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -32,6 +32,7 @@ import train as example  # noqa: E402
 from language_model import LanguageModel, ModelConfig  # noqa: E402
 from run_folder import read_metrics  # noqa: E402
 from sonic_ep import EPGroup, load_config  # noqa: E402
+from sonic_ep.routers import router  # noqa: E402
 from sonic_ep.routers.decision import Situation, decide_selection, select  # noqa: E402
 from sonic_ep.routers.rounding import decide  # noqa: E402
 from sonic_ep.routers.topk import Choice  # noqa: E402
@@ -130,7 +131,7 @@ def train(config: Path, mode: str, seed: int, steps: int, folder: Path) -> dict[
         "log-every": 8,
         "run-dir": run_dir,
     }
-    with patch("sonic_ep.routers.router.decide_selection", decide_as_ranks):
+    with replaced(router, decide_selection=decide_as_ranks):
         example.main([text for name, value in options.items() for text in (f"--{name}", str(value))])
     validation, training = read_metrics(run_dir, "validation"), read_metrics(run_dir, "train")
     print(run_dir.name, f"{validation[-1]['bits_per_byte']:.4f}", flush=True)

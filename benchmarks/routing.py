@@ -16,11 +16,11 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from across_ranks import slowest
 from graph_timing import captured, eager
+from replaced import replaced
 from torch import Tensor
 
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, load_config
@@ -119,7 +119,7 @@ def in_plain_torch(call: Callable[[], Any]) -> float:
     for function in cached:
         function.cache_clear()
     try:
-        with patch.object(operations, "_has_triton", lambda: False):
+        with replaced(operations, _has_triton=lambda: False):
             return eager(call)
     finally:
         for function in cached:

@@ -14,14 +14,15 @@ import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
+from replaced import replaced
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import train
 from run_folder import read_metrics
+from sonic_ep import expert_parallel_mlp
 from sonic_ep.kernels import reference
 
 NUDGES = (1e-5, -1e-5, 2e-5)
@@ -38,8 +39,8 @@ def run(
                 parameter.mul_(1 + nudge)
         return make_optimizer(model, options)  # type: ignore[arg-type]
 
-    chosen = patch("sonic_ep.expert_parallel_mlp.operations_for", return_value=reference)
-    with nullcontext() if on_kernels else chosen, patch.object(train, "make_optimizer", nudged):
+    chosen = replaced(expert_parallel_mlp, operations_for=lambda *_: reference)
+    with nullcontext() if on_kernels else chosen, replaced(train, make_optimizer=nudged):
         train.main(["--run-dir", str(folder), "--steps", str(steps), "--precision", precision, "--log-every", "1"])
     records = {kind: read_metrics(folder, kind) for kind in ("train", "validation")}
     return {kind: [record["bits_per_byte"] for record in records[kind]] for kind in records} | {

@@ -2,7 +2,8 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from unittest.mock import patch
+
+from replaced import replaced
 
 from sonic_ep.kernels.cuda import operations
 
@@ -10,5 +11,5 @@ from sonic_ep.kernels.cuda import operations
 @contextmanager
 def whole_tiles() -> Generator[None, None, None]:
     """Within, on Hopper, quack's own kernels run, which compute every tile whole."""
-    with patch.object(operations, "hopper_mod", lambda mod: mod):  # plans are kept by mod
+    with replaced(operations, hopper_mod=lambda mod: mod):  # plans are kept by mod
         yield

@@ -1,0 +1,18 @@
+"""Other values for attributes, for as long as something is measured."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Generator[None, None, None]:
+    """Within it, these attributes of a module or class have these values."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
