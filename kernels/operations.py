@@ -314,6 +314,8 @@ def _obstacle(device: torch.device, dtype: torch.dtype, aligned: bool, activatio
         return f"hidden size and expert width must be multiples of {COLUMN_MULTIPLE}"
     if missing := missing_extra("cuda", *CUDA_MODULES):
         return missing
+    if wrong := import_module("sonic_ep.kernels.cuda.versions").problem_with_versions():
+        return wrong
     if activation not in import_module("sonic_ep.kernels.cuda.operations").ACTIVATION_NAMES:
         return f"activation {activation} has no kernel yet"
     return None

@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def compile_ahead(config_name: str, arch: str, dtype: str, cache: str | None) -> None:
     """Compile every grouped GEMM of a config for one architecture.
 
-    Raises ImportError (missing extra), FileNotFoundError (unknown config), ValueError (an activation without a kernel,
-    or sizes that no kernel takes).
+    Raises ImportError (an extra that is missing or of another version), FileNotFoundError (unknown config), ValueError
+    (an activation without a kernel, or sizes that no kernel takes).
     """
     config = load_config(config_name)
     require_extra("cuda", *CUDA_MODULES)

@@ -20,6 +20,11 @@ MAY_IMPORT = {
     "routers": GROUND | {"kernels", "routers"},
 }
 MAX_LINES = 500
+# The one file that imports quack and what CuTe-DSL does not make public. A benchmark times with quack's own tuner, of
+# whatever version sonic-moe runs on.
+QUACK_COMPAT, TUNER = "kernels/cuda/quack_compat.py", "benchmarks/short_tuning.py"
+# Of CuTe-DSL, beside names with an underscore.
+NOT_PUBLIC = {"base_dsl", "compiler", "cutlass_dsl", "experimental", "impl_utils"}
 # One path a file: rglob does not enter the links sonic_ep/<room>.
 FILES = sorted(path for top in ("sonic_ep", *ROOMS, *ROOF) for path in (ROOT / top).rglob("*.py"))
 
@@ -69,6 +74,30 @@ def fault_of(name: str, floor: str) -> str | None:
     return None
 
 
+def imports_by_name(tree: ast.AST) -> Iterator[str]:
+    """Names of modules that are imported by import_module("name")."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "import_module":
+            yield from (str(text.value) for text in node.args if isinstance(text, ast.Constant))
+
+
+def is_for_quack_compat(name: str) -> bool:
+    """Is `name` one that only quack_compat.py may import?"""
+    top, *parts = name.split(".")
+    return top == "quack" or (top == "cutlass" and any(part in NOT_PUBLIC or part[0] == "_" for part in parts))
+
+
+def imports_for_quack_compat(files: list[Path]) -> list[str]:
+    """Which of the files import what only quack_compat.py may, each with the name."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    return [
+        f"{path.name} imports {name}"
+        for path, tree in trees.items()
+        for name in (*imports(tree), *imports_by_name(tree))
+        if is_for_quack_compat(name)
+    ]
+
+
 def test_rooms_are_real_folders_linked_into_the_package() -> None:
     for room in ROOMS:
         assert (ROOT / room).is_dir()
@@ -115,6 +144,24 @@ def test_only_the_operations_choice_loads_the_gpu_folder() -> None:
     assert faults == []
 
 
+def test_only_quack_compat_imports_quack_and_private_names_of_the_dsl() -> None:
+    allowed = {ROOT / QUACK_COMPAT, ROOT / TUNER}
+    others = [path for path in FILES if path not in allowed and not path.is_relative_to(ROOT / "tests")]
+    assert imports_for_quack_compat(others) == []
+    assert imports_for_quack_compat([ROOT / QUACK_COMPAT]) != []
+
+
+def test_mocks_are_for_tests() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in FILES
+        if not path.is_relative_to(ROOT / "tests")
+        for name in imports(ast.parse(path.read_text(encoding="utf-8")))
+        if name.startswith("unittest")
+    ]
+    assert faults == []
+
+
 def test_files_are_short() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
@@ -142,3 +189,25 @@ def test_files_are_short() -> None:
 )
 def test_the_rule_itself(name: str, floor: str, allowed: bool) -> None:
     assert (fault_of(name, floor) is None) is allowed
+
+
+@pytest.mark.parametrize(
+    ("line", "allowed"),
+    [
+        ("import cutlass", True),
+        ("import cutlass.cute as cute", True),
+        ("from cutlass import Int32, const_expr", True),
+        ("from cutlass.cute.nvgpu import warpgroup", True),
+        ("import torch, quack", False),
+        ("from quack.epilogue.frontend import EpiMod", False),
+        ("def load():\n    import_module('quack.cache')", False),
+        ("from cutlass.experimental import primitives as prims", False),
+        ("from cutlass.cute.experimental import iket", False),
+        ("from cutlass.base_dsl.typing import Integer", False),
+        ("import cutlass.cute._tvm_ffi_args_spec_converter", False),
+        ("from cutlass import _mlir", False),
+    ],
+)
+def test_the_rule_of_quack_compat_itself(line: str, allowed: bool, tmp_path: Path) -> None:
+    (tmp_path / "some.py").write_text(line)
+    assert (imports_for_quack_compat([tmp_path / "some.py"]) == []) is allowed

@@ -1,42 +1,23 @@
 """Compile the GPU operations of a layer without launching them, also on a machine without a GPU.
 
-The operations are called on meta tensors while quack's launches are switched off; what they compile lands in quack's
-cache. QUACK_ARCH and CUTE_DSL_ARCH must name the target before quack is imported; `sonic_ep.cli` sees to it.
+The operations are called on meta tensors while launches are switched off; what they compile lands in quack's cache.
+QUACK_ARCH and CUTE_DSL_ARCH must name the target before quack is imported; `sonic_ep.cli` sees to it.
 """
 
 import time
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any
-from unittest.mock import patch
 
-import quack.cute_dsl_utils
-import quack.epilogue.frontend
-import quack.gemm_runtime.host
 import torch
 from torch import Tensor
 
 from sonic_ep.kernels.activations import activation_named
-from sonic_ep.kernels.cuda import operations, weight_gemm
+from sonic_ep.kernels.cuda import operations
+from sonic_ep.kernels.cuda.quack_compat import without_launches
+from sonic_ep.kernels.cuda.weight_gemm import WeightGemm
 
 # Row and expert counts are symbols in the compiled kernels.
 _EXPERTS, _ROWS, _PAIRS = 2, 256, 512
-
-
-@contextmanager
-def _nothing_launched() -> Generator[None, None, None]:
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    with ExitStack() as patches:
-        for plan in (quack.epilogue.frontend.EpiPlan, weight_gemm.WeightGemm):
-            patches.enter_context(patch.object(plan, "run", nothing))
-        # Asks the driver how many clusters fit; of no consequence where nothing is launched.
-        for module in (quack.cute_dsl_utils, quack.gemm_runtime.host, quack.epilogue.frontend, weight_gemm):
-            if hasattr(module, "get_max_active_clusters"):
-                patches.enter_context(patch.object(module, "get_max_active_clusters", lambda *_, **__: 1))
-        yield
 
 
 def compile_operations(
@@ -82,7 +63,7 @@ def compile_operations(
         }
         if gate_and_up:
             calls[f"up_projection_backward of gate and up, {kind}"] = partial(up_backward, h, gate, starts, up)
-    with _nothing_launched():
+    with without_launches(WeightGemm):
         for name, call in calls.items():
             begun = time.monotonic()
             call()

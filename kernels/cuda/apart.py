@@ -15,10 +15,9 @@ from typing import Any
 import cutlass.cute as cute
 import torch
 from cutlass import Int64, const_expr
-from quack.epilogue.frontend import EpiMod
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.changed_mod import ChangedMod
+from sonic_ep.kernels.cuda.quack_compat import EpiMod, OverriddenEpiMod
 
 _STRIDE_UNIT, _STRIDE_LIMIT = 16, 1 << 40  # bytes: TMA's strides are multiples of the one and below the other
 
@@ -59,7 +58,7 @@ class _Memory:
 @functools.cache
 def apart_mod(mod: EpiMod) -> EpiMod:
     """A quack epilogue whose kernels take a B that `apart` made."""
-    return ChangedMod(mod, _ReadsApart, "gate and up apart")
+    return OverriddenEpiMod(mod, _ReadsApart, "gate and up apart")
 
 
 class _ReadsApart:

@@ -15,7 +15,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, const_expr
-from quack.epilogue.ops import DStore
+
+from sonic_ep.kernels.cuda.quack_compat import DStore, require_no_dropped_hooks
 
 
 class OneBarrierEpilogue:
@@ -63,6 +64,7 @@ class OneBarrierEpilogue:
         copies = (tiled_copy_t2r, tiled_copy_r2s)
         stores = self.epi_setup_aux_out(params, epi_smem_tensors, tiled_copy_r2s, tiled_copy_t2r, *tile)
         stores = ((DStore(), None, tiled_copy_r2s, tRS_sD, copy_D, None), *stores)
+        require_no_dropped_hooks(self)
         assert copy_D is not None
         assert all(quantized is None and condition is None for _, quantized, _, _, _, condition in stores)
         shape = cute.zipped_divide(cute.make_layout(self.cta_tile_shape_mnk[:2]), epi_tile).shape[1]

@@ -3,10 +3,17 @@
 Operands are named as in quack's own epilogues of the other activations, so that a launch is the same for all.
 """
 
-from quack.activation import dswiglu_oai, swiglu_oai
-from quack.epilogue.frontend import EpiMod, gemm_epilogue
-from quack.epilogue.math import pack, unpack
-from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
+from sonic_ep.kernels.cuda.quack_compat import (
+    ColVecLoad,
+    ColVecReduce,
+    EpiMod,
+    RowVecLoad,
+    dswiglu_oai,
+    gemm_epilogue,
+    pack,
+    swiglu_oai,
+    unpack,
+)
 
 NAME = "swiglu_oai"
 _LIMIT = 7.0

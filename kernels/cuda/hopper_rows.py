@@ -2,18 +2,16 @@
 
 import functools
 
-from quack.epilogue.frontend import EpiMod
-
-from sonic_ep.kernels.cuda.changed_mod import ChangedMod
 from sonic_ep.kernels.cuda.epilogue import OneBarrierEpilogue
 from sonic_ep.kernels.cuda.partial_tiles import ComputesRowsOnly
+from sonic_ep.kernels.cuda.quack_compat import EpiMod, OverriddenEpiMod
 
 
 class _HopperRows(OneBarrierEpilogue, ComputesRowsOnly):
     """Before quack's kernel in the order of inheritance."""
 
 
-class HopperMod(ChangedMod):
+class HopperMod(OverriddenEpiMod):
     """An epilogue in these kernels. Their dynamic schedule needs a counter of two values, and leaves them at zero."""
 
 

@@ -17,22 +17,42 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
-from quack.gemm_sm90 import GemmSm90
-from quack.tile_scheduler import VarlenMTileScheduler
 
 from sonic_ep.kernels.cuda.gathered_stage import load_stage
+from sonic_ep.kernels.cuda.quack_compat import GemmSm90, VarlenMTileScheduler
 
 _BY_TMA = 2  # K tiles loaded before the next tile is drawn
+
+
+class KTiles(Int32):
+    """The number of K tiles of an output tile, with two fields that loops over K need beside it.
+
+    quack's kernel (GemmSm90.kernel, quack 0.6.5) tells its loops over K nothing of a tile but this number, so what else
+    they need has to come with it. What is computed from it is a plain Int32.
+
+    scheduler: the one that gave the tile. rows: how many rows the tile has, an Int32; None where nobody asks.
+    """
+
+    def __init__(self, count: Any, scheduler: Any, rows: Any = None) -> None:
+        super().__init__(count)
+        self.scheduler, self.rows = scheduler, rows
+
+    @property
+    def dtype(self) -> type[Int32]:
+        """The type that arithmetic with it gives."""
+        return Int32
+
+    def __new_from_mlir_values__(self, values: Any) -> "KTiles":
+        """Called where CuTe-DSL hands it into a traced branch or loop."""
+        return KTiles(values[0], self.scheduler, self.rows)
 
 
 class DrawnAhead:
     """What changes in a scheduler of quack's, which must come after it among a class's bases."""
 
-    def get_split_k_tile_range(self, k_tile_total: Int32, rows: Any, **_: Any) -> tuple[int, Any]:
-        """What loops over K get is all that they hear of a tile: the count of its K tiles knows the scheduler."""
-        count: Any = Int32(k_tile_total)
-        count.scheduler = self
-        return 0, count
+    def get_split_k_tile_range(self, k_tile_total: Int32, rows: Any, **_: Any) -> tuple[int, KTiles]:
+        """Returns a tile's first K tile and the number of them: K is never split here."""
+        return 0, KTiles(k_tile_total, self)
 
     def draw(self, draws: Boolean | bool) -> None:
         """Draws the next tile and tells it to all warps, if this is the warp that draws."""

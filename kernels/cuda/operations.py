@@ -13,11 +13,6 @@ import logging
 from typing import Any
 
 import torch
-from quack.cute_dsl_utils import get_device_capacity
-from quack.epilogue.frontend import EpiMod, gemm_epilogue
-from quack.epilogue.library import dact_mod, dgated_mod, identity_epi, linear_act_mod
-from quack.epilogue.ops import RowVecLoad
-from quack.gemm_config import GemmConfig
 from torch import Tensor
 
 from sonic_ep.kernels.activations import Activation, interleave_apart
@@ -25,6 +20,17 @@ from sonic_ep.kernels.cuda import gpt_oss
 from sonic_ep.kernels.cuda.apart import apart, apart_mod
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
 from sonic_ep.kernels.cuda.hopper_rows import HopperMod, hopper_mod
+from sonic_ep.kernels.cuda.quack_compat import (
+    EpiMod,
+    GemmConfig,
+    RowVecLoad,
+    dact_mod,
+    dgated_mod,
+    gemm_epilogue,
+    get_device_capacity,
+    identity_epi,
+    linear_act_mod,
+)
 from sonic_ep.kernels.cuda.sizes import cdiv
 from sonic_ep.kernels.cuda.tile_counter import tile_counter
 from sonic_ep.kernels.cuda.tiles import Operation, TileConfig, left_free, tile_config

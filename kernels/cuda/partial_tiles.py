@@ -16,12 +16,16 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
-from cutlass.experimental import primitives as prims
-from quack import copy_utils, sm90_utils
-from quack.gemm_sm90 import GemmSm90
-from quack.tile_scheduler import VarlenMTileScheduler, WorkTileInfo
 
-from sonic_ep.kernels.cuda.next_tile import DrawnAheadScheduler, DrawsAhead
+from sonic_ep.kernels.cuda.next_tile import DrawnAheadScheduler, DrawsAhead, KTiles
+from sonic_ep.kernels.cuda.quack_compat import (
+    GemmSm90,
+    VarlenMTileScheduler,
+    WorkTileInfo,
+    gemm_w_idx,
+    griddepcontrol_wait,
+    partition_D_position_independent,
+)
 
 _BLOCK = 64  # rows of one WGMMA instruction
 _MANY = 192  # accumulators a thread
@@ -45,7 +49,7 @@ class _RowsScheduler(DrawnAheadScheduler):
     @cute.jit
     def initial_work_tile_info(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
         # Every warp finds its first tile itself, in the experts' starts, which the kernel before may have written.
-        prims.griddepcontrol(prims.GridDepAction.WAIT)
+        griddepcontrol_wait()
         work = VarlenMTileScheduler.initial_work_tile_info(self, loc=loc, ip=ip)
         m, n, _, expert = _indices(work)
         rows = self._rows_from(m, expert, work.is_valid_tile, self.params.tile_shape_mn[0])
@@ -80,12 +84,9 @@ class _RowsScheduler(DrawnAheadScheduler):
             rows = cutlass.max(cutlass.min(left, most), 0)
         return rows
 
-    def get_split_k_tile_range(self, k_tile_total: Int32, rows: Int32, **_: Any) -> tuple[int, Any]:
-        """The count of its K tiles knows a tile's rows, too."""
-        first, count = DrawnAheadScheduler.get_split_k_tile_range(self, k_tile_total, rows)
+    def get_split_k_tile_range(self, k_tile_total: Int32, rows: Int32, **_: Any) -> tuple[int, KTiles]:
         # Branches on what ptxas does not know to be one value per warp cost more than they save.
-        count.rows = cute.arch.make_warp_uniform(rows)
-        return first, count
+        return 0, KTiles(k_tile_total, self, cute.arch.make_warp_uniform(rows))
 
 
 class ComputesRowsOnly(DrawsAhead):
@@ -128,7 +129,7 @@ class ComputesRowsOnly(DrawsAhead):
         tile_m, tile_k = const_expr(self.cta_tile_shape_mnk[0]), const_expr(self.cta_tile_shape_mnk[2])
         tiled_copy = self._make_gmem_tiled_copy_A(mA.element_type, self.a_layout, self.num_ab_load_warps * 32)
         thread = tiled_copy.get_slice(cute.arch.thread_idx()[0] - cute.arch.WARP_SIZE * self.ab_load_warp_id)
-        to = copy_utils.partition_D_position_independent(thread, sA)
+        to = partition_D_position_independent(thread, sA)
         at = thread.partition_S(cute.make_identity_tensor((tile_m, tile_k)))
         count, width = const_expr(cute.size(at, mode=[1])), const_expr(cute.size(at, mode=[0]))
         assert cute.size(at, mode=[2]) == 1
@@ -223,7 +224,7 @@ def _of_first_blocks(mma_fn: Any, count: int) -> Callable[..., None]:
     tiled_mma, acc, tCrA, tCrB = mma_fn.args
     if count == 0:
         return lambda **_: None
-    return functools.partial(sm90_utils.gemm_w_idx, tiled_mma, _first(acc, count), _first(tCrA, count), tCrB)
+    return functools.partial(gemm_w_idx, tiled_mma, _first(acc, count), _first(tCrA, count), tCrB)
 
 
 def _first(tensor: Any, count: int) -> Any:

@@ -16,24 +16,29 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
-from cutlass.experimental import primitives as prims
-from quack.cache import jit_cache
-from quack.cute_dsl_utils import get_device_capacity, get_max_active_clusters, torch2cute_dtype_map
-from quack.gemm_default_epi import GemmDefaultEpiMixin, GemmDefaultSm90, GemmDefaultSm100
-from quack.gemm_tvm_ffi_utils import (
+from torch import Tensor
+
+from sonic_ep.kernels.cuda.gathered_stage import load_stage
+from sonic_ep.kernels.cuda.next_tile import DrawnAhead, draw_next
+from sonic_ep.kernels.cuda.quack_compat import (
+    GemmDefaultEpiMixin,
+    GemmDefaultSm90,
+    GemmDefaultSm100,
+    RoundingMode,
+    TileScheduler,
     compile_gemm_kernel,
+    get_device_capacity,
+    griddepcontrol_launch_dependents,
+    jit_cache,
     make_fake_gemm_tensors,
     make_fake_scheduler_args,
     make_fake_varlen_args,
     make_scheduler_args,
     make_varlen_args,
+    max_active_clusters,
+    require_known_methods,
+    torch2cute_dtype_map,
 )
-from quack.rounding import RoundingMode
-from quack.tile_scheduler import TileScheduler
-from torch import Tensor
-
-from sonic_ep.kernels.cuda.gathered_stage import load_stage
-from sonic_ep.kernels.cuda.next_tile import DrawnAhead, draw_next
 from sonic_ep.kernels.cuda.sources import sources
 from sonic_ep.kernels.cuda.tiles import TileConfig
 
@@ -67,7 +72,7 @@ class _ReadsIndicesAhead(GemmDefaultSm90):
         """A function that copies the rows of a K tile into a stage; how many are a thread's, and one that reads their
         indices."""
         # The next kernel may start: this warp has waited for the one before, and whoever needs results waits for them.
-        prims.griddepcontrol(prims.GridDepAction.LAUNCH_DEPENDENTS)
+        griddepcontrol_launch_dependents()
         tile_m, tile_k = const_expr(self.cta_tile_shape_mnk[0]), const_expr(self.cta_tile_shape_mnk[2])
         tiled_copy = self._make_gmem_tiled_copy_A(mA.element_type, self.a_layout, self.num_ab_load_warps * 32)
         thread = tiled_copy.get_slice(cute.arch.thread_idx()[0] - cute.arch.WARP_SIZE * self.ab_load_warp_id)
@@ -190,6 +195,7 @@ def _compile_weight_gemm(
     written_in: str,
 ) -> Any:
     """Kept by its arguments, of which the last one is of no other use: see sources.py."""
+    require_known_methods()
     kernel = _KERNELS[capacity[0]]
     A, B, D, _, _, _, P, e = make_fake_gemm_tensors(
         dtype, dtype, out_dtype, None, "m", "n", out_major, None, varlen_k=True, gather_A=True
@@ -228,7 +234,7 @@ class WeightGemm:
         dtypes = torch2cute_dtype_map[A_MR.dtype], torch2cute_dtype_map[D_eMN.dtype]
         major = "n" if D_eMN.stride(-1) == 1 else "m"
         self._compiled = _compile_weight_gemm(*dtypes, major, tile, accumulate, halves, capacity, sources())
-        self.clusters = get_max_active_clusters(tile.cluster_m * tile.cluster_n, device_capacity=capacity)
+        self.clusters = max_active_clusters(tile.cluster_m * tile.cluster_n, capacity)
         self.dynamic = tile.dynamic
 
     def run(

@@ -43,12 +43,12 @@ def test_any_change_shows(change: str, tmp_path: Path) -> None:
 
 @needs_compilers
 def test_kernels_of_changed_epilogues_are_kept_by_it() -> None:
-    changed_mod: Any = import_module("sonic_ep.kernels.cuda.changed_mod")
+    quack_compat: Any = import_module("sonic_ep.kernels.cuda.quack_compat")
     mod = import_module("quack.epilogue.library").identity_epi
 
     def digest(of: str) -> str:
-        with patch.object(changed_mod, "sources", lambda: of):
-            return changed_mod.ChangedMod(mod, type("Change", (), {}), "a change").semantic_digest
+        with patch.object(quack_compat, "sources", lambda: of):
+            return quack_compat.OverriddenEpiMod(mod, type("Change", (), {}), "a change").semantic_digest
 
     assert digest("these") == digest("these")
     assert len({mod.semantic_digest, digest("these"), digest("those")}) == 3
@@ -77,7 +77,7 @@ def test_weight_gemms_are_kept_by_it() -> None:
     with (
         patch.object(weight_gemm, "_compile_weight_gemm", lambda *arguments: given.append(arguments)),
         patch.object(weight_gemm, "get_device_capacity", lambda _: (9, 0)),
-        patch.object(weight_gemm, "get_max_active_clusters", lambda *_, **__: 1),
+        patch.object(weight_gemm, "max_active_clusters", lambda *_, **__: 1),
     ):
         weight_gemm.WeightGemm(rows, out, tile)
     assert [arguments[-1] for arguments in given] == [sources()]
