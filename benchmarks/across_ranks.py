@@ -90,6 +90,6 @@ def captured(call: Callable[[], Any]) -> Callable[[], None]:
 def topk_routing(T: int, E: int, K: int, group: EPGroup, generator: torch.Generator, skew: float = 0.0) -> Routing:
     """Plain top-K of random scores. skew: how much likelier the last expert is than the first, in logits."""
     scores_TE = torch.randn(T, E, device="cuda", generator=generator) + torch.linspace(0, skew, E, device="cuda")
-    gates_TK, ids_TK = scores_TE.softmax(1).topk(K)
+    weights_TK, ids_TK = scores_TE.softmax(1).topk(K)
     tokens = torch.arange(T, device="cuda").repeat_interleave(K)
-    return Routing.from_pairs(tokens, ids_TK.flatten(), gates_TK.flatten(), num_tokens=T, E=E, group=group)
+    return Routing.from_pairs(tokens, ids_TK.flatten(), weights_TK.flatten(), num_tokens=T, E=E, group=group)

@@ -141,14 +141,14 @@ def contestants() -> dict[str, Any]:
 
     from sonic_ep.integrations.deepspeed import AutoEP, MoE, SonicEPOptions
 
-    rounded = SonicEPOptions(rounding=ROUNDING)
+    tile_aligned = SonicEPOptions(rounding=ROUNDING)
     built = {
         "deepspeed_moe": moe_model(StockMoE),
         "sonic_ep_moe": moe_model(MoE),
-        "sonic_ep_moe_rounded": moe_model(MoE, options=rounded),
+        "sonic_ep_moe_rounded": moe_model(MoE, options=tile_aligned),
         "autoep": autoep_model(),
     }
-    for name, options in (("sonic_ep_autoep", SonicEPOptions()), ("sonic_ep_autoep_rounded", rounded)):
+    for name, options in (("sonic_ep_autoep", SonicEPOptions()), ("sonic_ep_autoep_rounded", tile_aligned)):
         AutoEP.install(options)
         built[name] = autoep_model()
     return built

@@ -58,7 +58,7 @@ class Case:
         routing = topk_routing(T, E, K, group, generator, skew)
         counts = routing.counts
         self.pairs_SQ = Plan.from_counts(counts.rows_SE, counts.pairs_SE).pairs_SQ
-        self.routing = replace(routing, most_received=int(self.pairs_SQ.sum(0).max()))
+        self.routing = replace(routing, max_received=int(self.pairs_SQ.sum(0).max()))
         self.sent = sent_rows(routing.token_ids_N, plan_for(counts, group.rank).pair_starts_Q, T)
         self.rows_out = self.sent.row_starts_Q.diff().tolist()
         self.rows_in = group.all_to_all(torch.tensor(self.rows_out, device="cuda"), [1] * group.size, [1] * group.size)
@@ -73,21 +73,21 @@ class Case:
         if blocks is not None:
             peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS = blocks, 16 * blocks
         allocate = functools.partial(symmetric_memory, self.group, self.x.device)
-        transport = SymmetricTransport(self.group, allocate, patience=60, static=True, dispatch=dispatch)
+        transport = SymmetricTransport(self.group, allocate, timeout=60, static=True, dispatch=dispatch)
         plan = plan_for(self.routing.counts, self.group.rank)
-        opened = transport.open(self.routing, plan)
-        y_PH = torch.randn(opened.gates_P.shape[0], self.d, device="cuda", dtype=torch.bfloat16)
+        prepared = transport.prepare(self.routing, plan)
+        y_PH = torch.randn(prepared.weights_P.shape[0], self.d, device="cuda", dtype=torch.bfloat16)
 
         def start() -> Any:
-            return transport.open(self.routing, plan, self.x)
+            return transport.prepare(self.routing, plan, self.x)
 
-        def combine() -> Any:
-            return transport.combine_pairs(y_PH, opened.gates_P, opened.receipt)
+        def combine_rows() -> Any:
+            return transport.combine(y_PH, prepared.weights_P, prepared.handle)
 
         try:
             return {
                 "dispatch": time_of(captured(start), self.group),
-                "combine": time_of(captured(combine), self.group),
+                "combine": time_of(captured(combine_rows), self.group),
             }
         finally:
             peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS = saved
@@ -122,15 +122,15 @@ class Case:
             torch.index_select(self.x, 0, tokens, out=packed)
             operations.all_to_all_vdev_2d(packed, rows, splits, arrived, group.name, ALIGN)
 
-        def combine() -> Tensor:
+        def combine_rows() -> Tensor:
             operations.all_to_all_vdev_2d_offset(rows, back, arrived, returned, group.name)
             return gather_sum(back, by_token, starts)
 
         start()
-        combine()
+        combine_rows()
         torch.cuda.synchronize()
         assert torch.equal(back, packed)
-        return {"dispatch": time_of(start, group), "combine": time_of(combine, group)}
+        return {"dispatch": time_of(start, group), "combine": time_of(combine_rows, group)}
 
     def pairs_by_token(self) -> tuple[Tensor, Tensor]:
         starts = torch.arange(0, (self.T + 1) * K, K, dtype=torch.int32, device="cuda")

@@ -59,7 +59,7 @@ class Problem:
         received_Q = routing.counts.rows_SE.sum(0).view(group.size, e).sum(1)
         most = round(CAPACITY * T * config.K)
         assert int(received_Q.max()) <= most
-        self.routing = replace(routing, most_received=most)
+        self.routing = replace(routing, max_received=most)
 
     def layer(self, transport: Transport) -> Callable[[Tensor], Tensor]:
         return lambda x: moe(x, self.routing, self.w1, self.w2, transport=transport, group=self.group)
@@ -125,7 +125,7 @@ def main() -> None:
     allocate = functools.partial(symmetric_memory, group, torch.device("cuda", torch.cuda.current_device()))
     exact: dict[str, Transport] = {
         "all_to_all": AllToAllTransport(group),
-        "symmetric": SymmetricTransport(group, allocate, patience=60),
+        "symmetric": SymmetricTransport(group, allocate, timeout=60),
     }
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
@@ -136,7 +136,7 @@ def main() -> None:
     for name in options.shape:
         config = load_config(name)
         for T in options.tokens:
-            static = SymmetricTransport(group, allocate, patience=60, static=True)
+            static = SymmetricTransport(group, allocate, timeout=60, static=True)
             problem = Problem(config, T, EPGroup())  # which has transports of its own, and static ones keep to their T
             transports = {**exact, "symmetric, static": static}
             times = measure(problem, transports, static, compiled=options.compiled)
@@ -150,8 +150,8 @@ def main() -> None:
             results["cases"].append({"shape": name, "T": T, "times": times})
             if group.rank == 0:
                 for transport, each in times.items():
-                    rounded = {key: round(value, 3) for key, value in each.items()}
-                    print(f"{name:20} T={T} {transport:36} {rounded}", flush=True)
+                    tile_aligned = {key: round(value, 3) for key, value in each.items()}
+                    print(f"{name:20} T={T} {transport:36} {tile_aligned}", flush=True)
                 if options.out is not None:
                     options.out.write_text(json.dumps(results, indent=1) + "\n")
     dist.destroy_process_group()

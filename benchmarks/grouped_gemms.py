@@ -26,7 +26,7 @@ from whole_tiles import whole_tiles
 
 from sonic_ep import load_config
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.dispatch.protocol import combine_at_once
+from sonic_ep.dispatch.protocol import combine_now
 from sonic_ep.kernels.cuda import operations, tiles
 from sonic_ep.kernels.cuda.tiles import Operation, TileConfig
 from sonic_ep.kernels.operations import gather_sum
@@ -117,7 +117,7 @@ class Problem(LocalProblem):
         config = load_config(config_name)
         E = config.E // ep_size
         pairs = topk_pairs(T, E, config.K) if num_pairs is None else tiled_pairs(T, E, num_pairs)
-        super().__init__(pairs, T, E, config.d, config.n, rounded=num_pairs is not None)
+        super().__init__(pairs, T, E, config.d, config.n, tile_aligned=num_pairs is not None)
 
         def draw(*size: int) -> Tensor:
             return torch.randn(*size, device="cuda").bfloat16()
@@ -129,15 +129,15 @@ class Problem(LocalProblem):
         unit = 2 * self.P * self.d * self.n
         o, p, lists = operations, self, self.lists
         x, w1, w2 = p.x.detach(), p.w1.detach(), p.w2.detach()
-        rows, starts, rounded = lists.row_of_pair_P, lists.expert_starts_e, lists.rounded
+        rows, starts, tile_aligned = lists.row_of_pair_P, lists.expert_starts_e, lists.tile_aligned
         return {
             "up": (lambda: o.up_projection(x, w1, None, rows, starts, p.activation), 2 * unit),
-            "down": (lambda: o.down_projection(p.a, w2, None, starts, rounded=rounded), unit),
+            "down": (lambda: o.down_projection(p.a, w2, None, starts, tile_aligned=tile_aligned), unit),
             "down_backward": (
-                lambda: o.down_projection_backward(p.dout, w2, None, p.h, p.gates, rows, starts, p.activation),
+                lambda: o.down_projection_backward(p.dout, w2, None, p.h, p.pair_weights, rows, starts, p.activation),
                 unit,
             ),
-            "up_backward": (lambda: o.up_projection_backward(p.dh, w1, starts, rounded=rounded), 2 * unit),
+            "up_backward": (lambda: o.up_projection_backward(p.dh, w1, starts, tile_aligned=tile_aligned), 2 * unit),
             "weight_up": (lambda: o.weight_grad(p.dh, x, rows, starts), 2 * unit),
             "weight_down": (lambda: o.weight_grad(p.a, p.dout, rows, starts, transposed=True), unit),
         }
@@ -204,11 +204,11 @@ def time_tiles(problem: Problem, operations: Sequence[str], rounds: int) -> dict
 def time_layer(problem: Problem) -> dict[str, float]:
     """The table's tiles: each operation, gather-sum, the local layer forward and backward, also with whole tiles."""
     p, lists = problem, problem.lists
-    y = operations.down_projection(p.a, p.w2.detach(), None, lists.expert_starts_e, rounded=lists.rounded)
+    y = operations.down_projection(p.a, p.w2.detach(), None, lists.expert_starts_e, tile_aligned=lists.tile_aligned)
     forward, backward = p.kernels()
-    by_row = (p.receipt.pairs_by_row_V, p.receipt.pair_starts_R)
+    by_row = (p.handle.pairs_by_row_V, p.handle.pair_starts_R)
     contestants: dict[str, Callable[[], Any]] = {name: call for name, (call, _) in p.calls().items()}
-    contestants["gather_sum"] = lambda: gather_sum(y, *by_row, p.gates)
+    contestants["gather_sum"] = lambda: gather_sum(y, *by_row, p.pair_weights)
     for name, call in (("forward", forward), ("backward", backward)):
         contestants[name], contestants[f"{name}, whole tiles"] = call, whole_tiles()(call)
     times = median_ms(contestants, 20)
@@ -243,16 +243,16 @@ def time_in_layer(
     return results
 
 
-def time_left_free(problem: Problem, candidates: Sequence[int], rounds: int) -> dict[str, float]:
+def time_reserved(problem: Problem, candidates: Sequence[int], rounds: int) -> dict[str, float]:
     """Backward ms of the local layer by multiprocessors that dW1 leaves to the sums of dX; "before": nothing beside."""
     _, backward = problem.kernels()
 
     def before() -> None:
-        with replaced(LocalTransport, start_combine_pairs=combine_at_once):
+        with replaced(LocalTransport, combine_async=combine_now):
             backward()
 
     def beside(free: int) -> None:
-        with replaced(operations, left_free=lambda *_: free // 2):  # clusters of 2
+        with replaced(operations, reserved_clusters=lambda *_: free // 2):  # clusters of 2
             backward()
 
     contestants: dict[str, Callable[[], Any]] = {"before": before}
@@ -264,14 +264,12 @@ def time_left_free(problem: Problem, candidates: Sequence[int], rounds: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
-    parser.add_argument(
-        "--tiles", nargs="*", choices=get_args(Operation), help="time every candidate tile of these too"
-    )
+    parser.add_argument("--shape", topks=SHAPES, nargs="+", default=list(SHAPES))
+    parser.add_argument("--tiles", nargs="*", topks=get_args(Operation), help="time every candidate tile of these too")
     parser.add_argument(
         "--in-layer",
         nargs="*",
-        choices=get_args(Operation),
+        topks=get_args(Operation),
         help="time the layer with the tile of one of these replaced",
     )
     parser.add_argument("--left-free", nargs="+", type=int, help="multiprocessors that dW1 leaves to the sums of dX")
@@ -289,8 +287,8 @@ def main() -> None:
             record["tiles_ms"] = time_tiles(problem, options.tiles, options.rounds)
         if options.in_layer is not None:
             record["in_layer_ms"] = time_in_layer(problem, options.in_layer, options.rounds)
-        if options.left_free is not None:
-            record["left_free_ms"] = time_left_free(problem, options.left_free, options.rounds)
+        if options.reserved_clusters is not None:
+            record["left_free_ms"] = time_reserved(problem, options.reserved_clusters, options.rounds)
         results["shapes"][shape] = record
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         del problem

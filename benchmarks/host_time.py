@@ -42,7 +42,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from across_ranks import captured
-from host_counts import on_device, on_host, profiled
+from host_counts import on_device, profiled, split_sizes
 from layer_contestants import Contestant, Problem
 
 from sonic_ep import EPGroup, load_config
@@ -70,8 +70,8 @@ class Clock:
             self.wait()
 
     def largest(self, values: dict[str, float]) -> dict[str, float]:
-        everyones = self.group.all_gather_object(values)
-        return {name: max(each[name] for each in everyones if name in each) for name in values}
+        peer_views = self.group.all_gather_object(values)
+        return {name: max(each[name] for each in peer_views if name in each) for name in values}
 
     def milliseconds(self, call: Callable[[], Any], times: int = 1, *, until_done: bool = False) -> float:
         self.ready()
@@ -168,7 +168,7 @@ def measure(problem: Problem, clock: Clock, options: argparse.Namespace, errors:
             records[name] |= times
     steps = PROFILED if on_gpu else WARM_UP
     passes: dict[str, Callable[[Contestant], dict[str, Any]]] = {
-        "calls": lambda each: on_host(each.step),
+        "calls": lambda each: split_sizes(each.step),
         "profile": lambda each: {"profile": profiled(each.step, clock.ready, steps)},
     }
     if on_gpu:  # CUPTI slows down what is timed after it, and a capture that fails may leave the device useless
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
     parser.add_argument("--only", nargs="+", help='contestants by name, as "nearest, static"; default: all')
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", topks=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     group = EPGroup.alone()

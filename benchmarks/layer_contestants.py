@@ -95,14 +95,14 @@ class Problem:
         K, E = self.config.K, self.config.E
 
         def forward() -> Tensor:
-            gates_TK, ids_TK = F.linear(self.x, self.router).float().softmax(1).topk(K)
-            gates_TK = gates_TK / gates_TK.sum(1, keepdim=True)
+            weights_TK, ids_TK = F.linear(self.x, self.router).float().softmax(1).topk(K)
+            weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
             experts, order = ids_TK.flatten().sort(stable=True)
             tokens = order // K
             ends = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).int()
             h = torch._grouped_mm(self.x[tokens], self.w1.mT, offs=ends)
             a = F.silu(h[:, ::2]) * h[:, 1::2]
-            y = torch._grouped_mm(a, self.w2.mT, offs=ends) * gates_TK.flatten()[order, None]
+            y = torch._grouped_mm(a, self.w2.mT, offs=ends) * weights_TK.flatten()[order, None]
             return torch.zeros_like(self.x, dtype=torch.float32).index_add(0, tokens, y.float()).bfloat16()
 
         return Contestant(forward, [self.x, self.w1, self.w2, self.router], self.dout)

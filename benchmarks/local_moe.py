@@ -82,10 +82,10 @@ class Problem(LocalProblem):
 
     def sonic_ep(self) -> Step:
         group = EPGroup.alone()
-        gates = self.routing.gates_N.detach().requires_grad_()
-        routing = dataclasses.replace(self.routing, gates_N=gates)
+        pair_weights = self.routing.weights_N.detach().requires_grad_()
+        routing = dataclasses.replace(self.routing, weights_N=pair_weights)
         transport = transport_for(group)
-        inputs = [self.x, self.w1, self.w2, gates]
+        inputs = [self.x, self.w1, self.w2, pair_weights]
         return lambda: (moe(self.x, routing, self.w1, self.w2, transport=transport, group=group), inputs)
 
     def sonic_ep_layer(self, linear_dtype: LinearDtype) -> Step:
@@ -103,12 +103,12 @@ class Problem(LocalProblem):
 
         w1, w2 = self.w1.permute(1, 2, 0), self.w2.permute(1, 2, 0)
         tokens, experts = self.pairs.tokens.int(), self.pairs.experts.int()
-        gates = self.pairs.gates.detach().requires_grad_()
-        inputs = [self.x, self.w1, self.w2, gates]
+        pair_weights = self.pairs.pair_weights.detach().requires_grad_()
+        inputs = [self.x, self.w1, self.w2, pair_weights]
         stream = torch.cuda.current_stream().cuda_stream
 
         def forward() -> tuple[Tensor, list[Tensor]]:
-            arguments = (self.x, gates, tokens, experts, w1, None, w2, None, self.E, stream)
+            arguments = (self.x, pair_weights, tokens, experts, w1, None, w2, None, self.E, stream)
             return moe_general_routing_inputs(*arguments, ActivationType.SWIGLU)[0], inputs
 
         return forward
@@ -130,8 +130,8 @@ class Problem(LocalProblem):
         return forward
 
     def torch_grouped(self) -> Step:
-        gates = self.pairs.gates.detach().requires_grad_()
-        inputs = [self.x, self.w1, self.w2, gates]
+        pair_weights = self.pairs.pair_weights.detach().requires_grad_()
+        inputs = [self.x, self.w1, self.w2, pair_weights]
 
         def forward() -> tuple[Tensor, list[Tensor]]:
             order = self.pairs.experts.sort(stable=True).indices
@@ -139,7 +139,7 @@ class Problem(LocalProblem):
             ends = torch.bincount(self.pairs.experts, minlength=self.E).cumsum(0).int()
             h = torch._grouped_mm(self.x[tokens], self.w1.mT, offs=ends)
             a = F.silu(h[:, ::2]) * h[:, 1::2]
-            y = torch._grouped_mm(a, self.w2.mT, offs=ends) * gates[order, None]
+            y = torch._grouped_mm(a, self.w2.mT, offs=ends) * pair_weights[order, None]
             out = torch.zeros(self.T, self.d, device="cuda").index_add(0, tokens, y.float())
             return out.bfloat16(), inputs
 
@@ -202,9 +202,9 @@ def _version(package: str) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=TOKENS, nargs="+", default=PAPER)
+    parser.add_argument("--shape", topks=TOKENS, nargs="+", default=PAPER)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=(*OURS, *OTHERS), nargs="+", help="default: all that are installed")
+    parser.add_argument("--only", topks=(*OURS, *OTHERS), nargs="+", help="default: all that are installed")
     parser.add_argument("--short-tuning", action="store_true", help="tune sonic-moe's GEMMs in fewer launches")
     parser.add_argument("--tuning", type=Path, help="what sonic-moe's tuning found, read and added to")
     parser.add_argument("--out", type=Path, required=True)

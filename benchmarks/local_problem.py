@@ -9,7 +9,7 @@ from torch import Tensor
 from sonic_ep import EPGroup, Routing, expert_parallel_mlp
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
-from sonic_ep.expert_parallel_mlp import Call, Kept
+from sonic_ep.expert_parallel_mlp import Call, SavedForBackward
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
 
@@ -22,7 +22,7 @@ class Pairs:
 
     tokens: Tensor
     experts: Tensor
-    gates: Tensor
+    pair_weights: Tensor
 
 
 def topk_pairs(T: int, E: int, K: int) -> Pairs:
@@ -45,7 +45,7 @@ def tiled_pairs(T: int, E: int, num_pairs: int) -> Pairs:
 class LocalProblem:
     """bf16, unit-scale rows; weights and rows want gradients. rounded: do experts have whole tiles of pairs?"""
 
-    def __init__(self, pairs: Pairs, T: int, E: int, d: int, n: int, *, rounded: bool = False) -> None:
+    def __init__(self, pairs: Pairs, T: int, E: int, d: int, n: int, *, tile_aligned: bool = False) -> None:
         self.pairs, self.T, self.E, self.d, self.n = pairs, T, E, d, n
         self.P = pairs.tokens.shape[0]
 
@@ -58,24 +58,24 @@ class LocalProblem:
         self.w2.requires_grad_()
         self.activation = activation_named("swiglu")
         self.routing = Routing.from_pairs(
-            pairs.tokens, pairs.experts, pairs.gates, num_tokens=T, E=E, group=EPGroup.alone()
+            pairs.tokens, pairs.experts, pairs.pair_weights, num_tokens=T, E=E, group=EPGroup.alone()
         )
-        self.call = Call(LocalTransport(), self.activation, keeps_received=False, rounded=rounded)
-        self.opened = self.call.transport.open(self.routing, plan_for(self.routing.counts, 0))
-        self.receipt, self.gates = self.opened.receipt, self.opened.gates_P
-        self.lists = PairLists(self.receipt.row_of_pair_P, self.receipt.expert_starts_e, rounded)
+        self.call = Call(LocalTransport(), self.activation, save_dispatched=False, tile_aligned=tile_aligned)
+        self.prepared = self.call.transport.prepare(self.routing, plan_for(self.routing.counts, 0))
+        self.handle, self.pair_weights = self.prepared.handle, self.prepared.weights_P
+        self.lists = PairLists(self.handle.row_of_pair_P, self.handle.expert_starts_e, tile_aligned)
 
     def kernels(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Forward and backward of the local experts, their lists given."""
         x, weights = self.x.detach(), ExpertWeights(self.w1.detach(), self.w2.detach())
-        _, kept = expert_parallel_mlp.forward(x, self.opened, weights, self.call)
-        h, _ = kept.take()
+        _, kept = expert_parallel_mlp.forward(x, self.prepared, weights, self.call)
+        h, _ = kept.pop()
 
         def forward() -> None:
-            expert_parallel_mlp.forward(x, self.opened, weights, self.call)
+            expert_parallel_mlp.forward(x, self.prepared, weights, self.call)
 
         def backward() -> None:
-            kept = Kept(x, h, self.gates, self.receipt)
+            kept = SavedForBackward(x, h, self.pair_weights, self.handle)
             expert_parallel_mlp.backward(self.dout, kept, weights, self.call, (True, True, False, False))
 
         return forward, backward

@@ -153,12 +153,12 @@ def tflops_of_step() -> float:
 def contestants() -> dict[str, Contestant]:
     from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
 
-    rounded = SonicEPOptions(rounding=RoundingConfig(mode="apportion"))
+    tile_aligned = SonicEPOptions(rounding=RoundingConfig(mode="apportion"))
     grouped = find_spec("grouped_gemm") is not None
     return {
         "grouped_gemm" if grouped else "sequential": Contestant(lambda spec: spec, grouped_gemm=grouped),
         "sonic_ep": Contestant(use_sonic_ep, grouped_gemm=False),
-        "sonic_ep_rounded": Contestant(lambda spec: use_sonic_ep(spec, rounded), grouped_gemm=False),
+        "sonic_ep_rounded": Contestant(lambda spec: use_sonic_ep(spec, tile_aligned), grouped_gemm=False),
     }
 
 

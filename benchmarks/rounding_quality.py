@@ -33,10 +33,10 @@ from language_model import LanguageModel, ModelConfig  # noqa: E402
 from run_folder import read_metrics  # noqa: E402
 from sonic_ep import EPGroup, load_config  # noqa: E402
 from sonic_ep.routers import router  # noqa: E402
-from sonic_ep.routers.decision import Situation, decide_selection, select  # noqa: E402
-from sonic_ep.routers.rounding import decide  # noqa: E402
-from sonic_ep.routers.topk import Choice  # noqa: E402
-from sonic_ep.routing import Counts, Selection  # noqa: E402
+from sonic_ep.routers.decision import RoutingContext, decide_pairs, select  # noqa: E402
+from sonic_ep.routers.rounding import round_counts  # noqa: E402
+from sonic_ep.routers.topk import TopK  # noqa: E402
+from sonic_ep.routing import GroupCounts, RoutedPairs  # noqa: E402
 
 RHOS, MODES, SEEDS = (4.0, 2.0, 1.0, 0.5), ("off", "nearest", "apportion"), (0, 1, 2)
 RANKS = 8
@@ -82,34 +82,36 @@ def parameters(config: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def decide_as_ranks(router: object, choice: Choice, counter_E: Tensor | None, situation: Situation) -> Selection:
-    """In the place of `decide_selection`: RANKS ranks with equal parts of the tokens, in training."""
-    if not situation.training:
-        return decide_selection(router, choice, counter_E, situation)
-    (T, E), rounding = choice.scores_TE.shape, situation.config.rounding
-    parts = [_part(choice, slice(rank * T // RANKS, (rank + 1) * T // RANKS)) for rank in range(RANKS)]
+def round_as_ranks(router: object, topk: TopK, counter_E: Tensor | None, context: RoutingContext) -> RoutedPairs:
+    """In the place of `decide_pairs`: RANKS ranks with equal parts of the tokens, in training."""
+    if not context.training:
+        return decide_pairs(router, topk, counter_E, context)
+    (T, E), rounding = topk.scores_TE.shape, context.config.rounding
+    parts = [_part(topk, slice(rank * T // RANKS, (rank + 1) * T // RANKS)) for rank in range(RANKS)]
     chosen_SE = torch.stack([part.counts_E() for part in parts])
     tokens_S = chosen_SE.new_full((RANKS,), T // RANKS)
-    decision = decide(chosen_SE, tokens_S, rounding)
-    counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
-    selections = [select(part, counts, rank, rounding, training=True) for rank, part in enumerate(parts)]
-    token_ids_N = torch.cat([s.token_ids_N + rank * (T // RANKS) for rank, s in enumerate(selections)])
-    expert_ids_N = torch.cat([s.expert_ids_N for s in selections])
-    chosen_N = torch.cat([s.chosen_N for s in selections])
-    real_N = torch.cat([s.token_ids_N >= 0 for s in selections])
+    decision = round_counts(chosen_SE, tokens_S, rounding)
+    counts = GroupCounts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
+    recorded_pairs = [select(part, counts, rank, rounding, training=True) for rank, part in enumerate(parts)]
+    token_ids_N = torch.cat([s.token_ids_N + rank * (T // RANKS) for rank, s in enumerate(recorded_pairs)])
+    expert_ids_N = torch.cat([s.expert_ids_N for s in recorded_pairs])
+    chosen_N = torch.cat([s.chosen_N for s in recorded_pairs])
+    real_N = torch.cat([s.token_ids_N >= 0 for s in recorded_pairs])
     order = torch.argsort(torch.where(real_N, expert_ids_N * T + token_ids_N, E * T))[: int(real_N.sum())]
     lists = (token_ids_N[order], expert_ids_N[order], chosen_N[order])
     pairs_1E = decision.pairs_SE.sum(0, keepdim=True)
-    merged = Counts(chosen_SE.sum(0)[None], pairs_1E, pairs_1E, tokens_S.sum()[None], decision.cut_S[:1], decision.t)
+    merged = GroupCounts(
+        chosen_SE.sum(0)[None], pairs_1E, pairs_1E, tokens_S.sum()[None], decision.cut_S[:1], decision.t
+    )
     if counter_E is not None:
         counter_E += merged.chosen_SE[0]
-    return Selection(choice.topk_ids_TK, *lists, merged, None)
+    return RoutedPairs(topk.topk_ids_TK, *lists, merged, None)
 
 
-def _part(choice: Choice, tokens: slice) -> Choice:
+def _part(topk: TopK, tokens: slice) -> TopK:
     fields = ("scores_TE", "ranking_TE", "topk_ids_TK")
-    parts: dict[str, Any] = {name: getattr(choice, name)[tokens].contiguous() for name in fields}
-    return dataclasses.replace(choice, **parts, plain_counts_E=None, plain_entropy_T=None)
+    parts: dict[str, Any] = {name: getattr(topk, name)[tokens].contiguous() for name in fields}
+    return dataclasses.replace(topk, **parts, plain_counts_E=None, plain_entropy_T=None)
 
 
 def train(config: Path, mode: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def train(config: Path, mode: str, seed: int, steps: int, folder: Path) -> dict[
         "log-every": 8,
         "run-dir": run_dir,
     }
-    with replaced(router, decide_selection=decide_as_ranks):
+    with replaced(router, decide_pairs=round_as_ranks):
         example.main([text for name, value in options.items() for text in (f"--{name}", str(value))])
     validation, training = read_metrics(run_dir, "validation"), read_metrics(run_dir, "train")
     print(run_dir.name, f"{validation[-1]['bits_per_byte']:.4f}", flush=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from sonic_ep import RoundingConfig
-from sonic_ep.routers.rounding import decide, predicted_change
+from sonic_ep.routers.rounding import predicted_change, round_counts
 
 E, G, SEEDS = 512, 128, 5
 
@@ -25,7 +25,7 @@ def simulated_change(ep_size: int, t: int, rho: float, seed: int) -> float:
     mean_SE = (128 * rho * popularity_E).expand(ep_size, E).contiguous()
     counts_SE = torch.poisson(mean_SE, generator=generator).long()
     tokens_S = torch.full((ep_size,), int(counts_SE.max()) + G)
-    rows_SE = decide(counts_SE, tokens_S, RoundingConfig(t=t, G=G)).rows_SE
+    rows_SE = round_counts(counts_SE, tokens_S, RoundingConfig(t=t, G=G)).rows_SE
     return float((rows_SE - counts_SE).abs().sum() / counts_SE.sum())
 
 

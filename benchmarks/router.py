@@ -20,7 +20,7 @@ from torch import Tensor
 from sonic_ep import RouterConfig, load_config
 from sonic_ep.kernels.cuda import router, router_linear
 from sonic_ep.kernels.router import LossGradient, PairGradients
-from sonic_ep.routers.selection import pairs_of_choice, top_experts
+from sonic_ep.routers.selection import pairs_of_topk, top_experts
 
 TOKENS = {"sonic_7b": 24576, "qwen3_30b_a3b": 16384, "qwen3_next_80b_a3b": 16384, "deepseek_v3": 8192}  # by config
 
@@ -40,8 +40,8 @@ def operations(shape: str) -> tuple[dict[str, Callable[[], Any]], dict[str, floa
     exact_TE = x_TH.double() @ weight_EH.double().T
     bias_E = torch.zeros(E, device="cuda") if settings.expert_bias else None
     logits_TE = router_linear.logits(x_TH, weight_EH, None)
-    chosen = router.choose(logits_TE, bias_E, K, settings)
-    tokens_N, experts_N = pairs_of_choice(chosen.topk_ids_TK)
+    chosen = router.compute_topk(logits_TE, bias_E, K, settings)
+    tokens_N, experts_N = pairs_of_topk(chosen.topk_ids_TK)
     pairs = PairGradients(tokens_N.int(), experts_N, torch.randn(T * K, device="cuda"))
     loss = LossGradient(torch.ones((), device="cuda"), torch.rand(1, E, device="cuda"))
     balanced = RouterConfig(balance="batch", balance_coef=0.01, z_loss_coef=0.001)
@@ -58,8 +58,8 @@ def operations(shape: str) -> tuple[dict[str, Callable[[], Any]], dict[str, floa
     }
     calls: dict[str, Callable[[], Any]] = {
         "logits": lambda: router_linear.logits(x_TH, weight_EH, None),
-        "choose": lambda: router.choose(logits_TE, bias_E, K, settings),
-        "gates_of_pairs": lambda: router.gates_of_pairs(
+        "choose": lambda: router.compute_topk(logits_TE, bias_E, K, settings),
+        "weights_of_pairs": lambda: router.weights_of_pairs(
             chosen.scores_TE, chosen.topk_ids_TK, pairs.token_ids_N, experts_N, settings
         ),
         "losses": lambda: router.losses(logits_TE, chosen.topk_ids_TK, chosen.counts_E[None], 1, balanced),
@@ -82,7 +82,7 @@ def operations(shape: str) -> tuple[dict[str, Callable[[], Any]], dict[str, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=TOKENS, nargs="+", default=list(TOKENS))
+    parser.add_argument("--shape", topks=TOKENS, nargs="+", default=list(TOKENS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}

@@ -28,7 +28,7 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.functional import moe
 from sonic_ep.kernels import operations
-from sonic_ep.routers.decision import Situation
+from sonic_ep.routers.decision import RoutingContext
 from sonic_ep.routers.router import route
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_for
@@ -58,7 +58,7 @@ class Case:
         self.logits_TE = torch.randn(T, config.E, device="cuda")
         self.bias_E = torch.zeros(config.E, device="cuda") if config.router.expert_bias else None
         self.counter_E = torch.zeros(config.E, dtype=torch.int64, device="cuda")
-        self.situation = Situation(
+        self.context = RoutingContext(
             config=self.config,
             group=group,
             dtype=torch.bfloat16,
@@ -67,13 +67,13 @@ class Case:
         )
 
     def route(self) -> Routing:
-        given = self.x_TH, self.logits_TE, self.bias_E, self.counter_E, self.situation
+        given = self.x_TH, self.logits_TE, self.bias_E, self.counter_E, self.context
         return route(self, *given, sequence_length=self.T).routing
 
     def to_lists(self) -> Any:
         routing = self.route()
         plan = plan_for(routing.counts, self.group.rank)
-        return LocalTransport().open(routing, plan) if self.group.size == 1 else plan
+        return LocalTransport().prepare(routing, plan) if self.group.size == 1 else plan
 
     def forward(self) -> Callable[[], Tensor]:
         """The experts' forward on this routing."""
@@ -115,7 +115,7 @@ class Case:
 
 
 def in_plain_torch(call: Callable[[], Any]) -> float:
-    cached = (operations._router_on_gpu, operations._lists, operations._selection_on_gpu)
+    cached = (operations._router_on_gpu, operations._lists, operations._select_on_gpu)
     for function in cached:
         function.cache_clear()
     try:
@@ -142,7 +142,7 @@ def times_of(case: Case) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=TOKENS, nargs="+", default=list(TOKENS))
+    parser.add_argument("--shape", topks=TOKENS, nargs="+", default=list(TOKENS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     group = EPGroup.alone()

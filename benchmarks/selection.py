@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from sonic_ep.kernels.cuda import selection as kernels
-from sonic_ep.routers.selection import choice_mask, pairs_of_choice, pairs_of_mask, select_tokens
+from sonic_ep.routers.selection import pairs_of_mask, pairs_of_topk, select_tokens, topk_mask
 
 # (T, E, K): Qwen3-30B-A3B, Qwen3-Next, the paper's 7B, Mixtral.
 SHAPES = [(16384, 128, 8), (16384, 512, 10), (24576, 128, 8), (16384, 8, 2)]
@@ -25,15 +25,15 @@ SHAPES = [(16384, 128, 8), (16384, 512, 10), (24576, 128, 8), (16384, 8, 2)]
 def contestants(T: int, E: int, K: int) -> dict[str, Callable[[], object]]:
     scores_TE = torch.randn(T, E, device="cuda").add(torch.randn(E, device="cuda") / 2).softmax(1)
     ids_TK = scores_TE.topk(K, dim=1).indices
-    counts_E = choice_mask(ids_TK, E).sum(0)
+    counts_E = topk_mask(ids_TK, E).sum(0)
     pairs_E = ((counts_E + 64) // 128 * 128).clamp(max=T)
     num_pairs, halves_E = int(pairs_E.sum()), counts_E // 2
     num_halves = int(halves_E.sum())
     return {
         "choice, kernels": lambda: kernels.chosen_pairs(ids_TK, counts_E),
-        "choice, torch": lambda: pairs_of_choice(ids_TK),
-        "selection, kernels": lambda: kernels.begin_selection(scores_TE, ids_TK, None)(pairs_E, num_pairs),
-        "half, kernels": lambda: kernels.begin_selection(scores_TE, ids_TK, None)(halves_E, num_halves),
+        "choice, torch": lambda: pairs_of_topk(ids_TK),
+        "selection, kernels": lambda: kernels.start_selection(scores_TE, ids_TK, None)(pairs_E, num_pairs),
+        "half, kernels": lambda: kernels.start_selection(scores_TE, ids_TK, None)(halves_E, num_halves),
         "selection, torch": lambda: pairs_of_mask(select_tokens(scores_TE, ids_TK, None, pairs_E), num_pairs),
     }
 

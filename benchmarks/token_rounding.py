@@ -85,13 +85,13 @@ class Contestant:
 
     def experts(self) -> Timed:
         w1, w2 = self.layer.experts.w1, self.layer.experts.w2
-        gates = self.routed.routing.gates_N.detach().requires_grad_()
-        routing = dataclasses.replace(self.routed.routing, gates_N=gates)
+        pair_weights = self.routed.routing.weights_N.detach().requires_grad_()
+        routing = dataclasses.replace(self.routed.routing, weights_N=pair_weights)
 
         def forward() -> Tensor:
             return moe(self.x, routing, w1, w2, transport=self.transport, group=self.group)
 
-        return between(forward, lambda y: torch.autograd.grad(y, [self.x, w1, w2, gates], self.dy))
+        return between(forward, lambda y: torch.autograd.grad(y, [self.x, w1, w2, pair_weights], self.dy))
 
     @torch.no_grad()
     def router(self) -> Timed:
@@ -125,7 +125,7 @@ def race(contestants: dict[str, Contestant], rounds: int) -> dict[str, dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
+    parser.add_argument("--shape", topks=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sonic_ep.dispatch.plan import sizes_on_host
-from sonic_ep.dispatch.protocol import Combining, Opened, Receipt, Splits, combine_at_once, return_at_once
+from sonic_ep.dispatch.plan import split_sizes_async
+from sonic_ep.dispatch.protocol import (
+    DispatchHandle,
+    PendingCombine,
+    PreparedDispatch,
+    Splits,
+    combine_now,
+    combine_scalars_now,
+)
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
 from sonic_ep.kernels.operations import gather_sum, pair_lists, row_starts, sent_rows, token_lists
@@ -29,7 +36,8 @@ from sonic_ep.routing import INDEX_DTYPE, Routing
 class AllToAllTransport:
     """Variable-size all-to-all over `group`.
 
-    wire_bytes counts what this rank has sent to other ranks, by kind: "lists", "dispatch", "combine", "return_pairs".
+    wire_bytes counts what this rank has sent to other ranks, by kind: "lists", "dispatch", "combine",
+    "combine_scalars".
     """
 
     sends_unchecked = False
@@ -48,26 +56,28 @@ class AllToAllTransport:
     def raise_if_lost(self) -> None:
         pass
 
-    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, whose: int | None = None) -> Opened:
+    def prepare(
+        self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
+    ) -> PreparedDispatch:
         if not host_may_wait(plan.pairs_SQ):
             raise RuntimeError(
                 f"the all-to-all of ep_size={self.group.size} needs its sizes on the host, which a CUDA graph cannot "
                 "capture; leave the layer out of the graph, or use ep_size=1"
             )
-        sizes, rank = sizes_on_host(routing).read(), self.group.rank
+        sizes, rank = split_sizes_async(routing).read(), self.group.rank
         pairs_out, pairs_in = sizes.pairs_SQ[rank], sizes.pairs_in(rank)
         splits, num_pairs = (pairs_out, pairs_in), sum(pairs_out)
         sent = sent_rows(routing.token_ids_N[:num_pairs], plan.pair_starts_Q, routing.num_tokens)
-        received = self._exchange("lists", _pack(sent.row_of_pair_N, routing.gates_N[:num_pairs]), *splits)
-        row_in_source_V, gates_V = _unpack(received, routing.gates_N.dtype)
+        received = self._exchange("lists", _pack(sent.row_of_pair_N, routing.weights_N[:num_pairs]), *splits)
+        row_in_source_V, weights_V = _unpack(received, routing.weights_N.dtype)
         chunks = plan.chunks(sizes.num_rows(rank), sum(pairs_in))
         row_starts_S = row_starts(chunks, row_in_source_V)
         starts = torch.stack([sent.row_starts_Q, row_starts_S]).cpu()
         num_sent, num_rows = starts[:, -1].tolist()
         rows_out, rows_in = starts.diff().tolist()
-        buffer = pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, num_rows)
+        buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, num_rows)
         tokens = token_lists(sent, num_sent)
-        receipt = Receipt.of(
+        handle = DispatchHandle.of(
             buffer,
             chunks.expert_starts_e,
             (tokens.token_of_sent_U, tokens.sent_by_token_U, tokens.sent_starts_T),
@@ -76,39 +86,39 @@ class AllToAllTransport:
             num_rows=num_rows,
             num_listed=routing.token_ids_N.shape[0],
         )
-        return Opened(receipt, buffer.gates_P)
+        return PreparedDispatch(handle, buffer.weights_P)
 
-    def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
-        token_of_sent_U, _, _ = receipt.own_lists
+    def dispatch(self, x_TH: Tensor, handle: DispatchHandle) -> Tensor:
+        token_of_sent_U, _, _ = handle.transport_lists
         packed_UH = x_TH.index_select(0, token_of_sent_U)
-        return self._exchange("dispatch", packed_UH, receipt.splits.rows_out, receipt.splits.rows_in)
+        return self._exchange("dispatch", packed_UH, handle.splits.rows_out, handle.splits.rows_in)
 
-    def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
-        rows_RH = self.dispatch(x_TH, receipt)
+    def dispatch_async(self, x_TH: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
+        rows_RH = self.dispatch(x_TH, handle)
         return lambda: rows_RH
 
-    def keep(self, rows_RH: Tensor) -> Tensor:
+    def clone_rows(self, rows_RH: Tensor) -> Tensor:
         return rows_RH
 
-    def combine(self, rows_RH: Tensor, receipt: Receipt) -> Tensor:
-        _, sent_by_token_U, sent_starts_T = receipt.own_lists
-        back_UH = self._exchange("combine", rows_RH, receipt.splits.rows_in, receipt.splits.rows_out)
+    def combine_rows(self, rows_RH: Tensor, handle: DispatchHandle) -> Tensor:
+        _, sent_by_token_U, sent_starts_T = handle.transport_lists
+        back_UH = self._exchange("combine", rows_RH, handle.splits.rows_in, handle.splits.rows_out)
         return gather_sum(back_UH, sent_by_token_U, sent_starts_T)
 
-    def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
-        return self.combine(gather_sum(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P), receipt)
+    def combine(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Tensor:
+        return self.combine_rows(gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P), handle)
 
-    def start_combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Combining:
-        return combine_at_once(self, values_PH, weights_P, receipt)
+    def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> PendingCombine:
+        return combine_now(self, values_PH, weights_P, handle)
 
-    def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
-        values_V = values_P.index_select(0, receipt.slot_V)
-        values_N = self._exchange("return_pairs", values_V, receipt.splits.pairs_in, receipt.splits.pairs_out)
-        spare = receipt.num_listed - values_N.shape[0]
+    def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
+        values_V = values_P.index_select(0, handle.slot_V)
+        values_N = self._exchange("combine_scalars", values_V, handle.splits.pairs_in, handle.splits.pairs_out)
+        spare = handle.num_listed - values_N.shape[0]
         return pad(values_N, (0, spare)) if spare else values_N
 
-    def start_return_pairs(self, parts_PN: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
-        return return_at_once(self, parts_PN, receipt)
+    def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
+        return combine_scalars_now(self, parts_PZ, handle)
 
     def _exchange(self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
         row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
@@ -116,9 +126,9 @@ class AllToAllTransport:
         return self.group.all_to_all(rows, send, receive)
 
 
-def _pack(row_ids_N: Tensor, gates_N: Tensor) -> Tensor:
+def _pack(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:
     """(N, units): row index and weight of each pair, so that both travel in one exchange."""
-    parts, unit = (row_ids_N, gates_N), _unit(gates_N.dtype)
+    parts, unit = (row_ids_N, weights_N), _unit(weights_N.dtype)
     return torch.cat([part[:, None].contiguous().view(unit) for part in parts], dim=1)
 
 

@@ -10,14 +10,14 @@ from typing import final
 from torch import Tensor
 
 from sonic_ep.checks import starts_aligned
-from sonic_ep.dispatch.plan import sizes_on_host
-from sonic_ep.dispatch.protocol import Combining, Opened, Receipt, Splits
-from sonic_ep.dispatch.room import RowsForecast
+from sonic_ep.dispatch.plan import split_sizes_async
+from sonic_ep.dispatch.protocol import DispatchHandle, PendingCombine, PreparedDispatch, Splits
+from sonic_ep.dispatch.room import RowPredictor
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
-from sonic_ep.kernels.operations import gather_sum, lists_take_room, pair_lists, values_of_pairs
+from sonic_ep.kernels.operations import allows_spare_capacity, gather_sum, pair_lists, values_of_pairs
 from sonic_ep.kernels.pair_lists import RankPlan
-from sonic_ep.routing import Routing, SizesOnHost
+from sonic_ep.routing import AsyncSplitSizes, Routing
 
 
 @final
@@ -34,7 +34,7 @@ class LocalTransport:
 
     def __init__(self, *, static: bool = False) -> None:
         self._static = static
-        self._forecast = RowsForecast()
+        self._row_predictor = RowPredictor()
         self.text = self.STATIC if static else ""  # as an operation of a compiled graph takes it
 
     def problem_with(self, num_tokens: int) -> str | None:
@@ -46,24 +46,26 @@ class LocalTransport:
     def raise_if_lost(self) -> None:
         pass
 
-    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, whose: int | None = None) -> Opened:
+    def prepare(
+        self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
+    ) -> PreparedDispatch:
         token_ids_N, T = routing.token_ids_N, routing.num_tokens
         P = V = N = token_ids_N.shape[0]
-        arriving, rows = None, None
-        if routing.most_rows is not None:
-            P = routing.most_rows
-            takes_room = lists_take_room(token_ids_N.device)
-            waits = not (takes_room and self._static) and host_may_wait(token_ids_N)
-            arriving = sizes_on_host(routing) if waits else None
-            if arriving is not None and takes_room:
-                rows = self._forecast.rows(whose, T)
-            elif arriving is not None:
-                P, V = _rows_and_pairs(arriving)
-        spare = routing.most_rows is not None and (arriving is None or rows is not None)
-        buffer = pair_lists(plan.chunks(P, V, zeroed=spare), token_ids_N, routing.gates_N, None, T)
+        arriving_sizes, rows = None, None
+        if routing.max_rows is not None:
+            P = routing.max_rows
+            allows_spare = allows_spare_capacity(token_ids_N.device)
+            waits = not (allows_spare and self._static) and host_may_wait(token_ids_N)
+            arriving_sizes = split_sizes_async(routing) if waits else None
+            if arriving_sizes is not None and allows_spare:
+                rows = self._row_predictor.rows(layer_key, T)
+            elif arriving_sizes is not None:
+                P, V = _rows_and_pairs(arriving_sizes)
+        spare = routing.max_rows is not None and (arriving_sizes is None or rows is not None)
+        buffer = pair_lists(plan.chunks(P, V, zeroed=spare), token_ids_N, routing.weights_N, None, T)
 
-        def opened(P: int, V: int) -> Opened:
-            receipt = Receipt.of(
+        def prepared(P: int, V: int) -> PreparedDispatch:
+            handle = DispatchHandle.of(
                 buffer,
                 plan.expert_starts_e,
                 (),
@@ -72,57 +74,57 @@ class LocalTransport:
                 num_rows=T,
                 num_listed=N,
             )
-            return Opened(receipt, buffer.gates_P).with_lists_of(P, V)
+            return PreparedDispatch(handle, buffer.weights_P).cut_to(P, V)
 
-        if arriving is None:
+        if arriving_sizes is None:
             routing.check()
-            return opened(P, V)
+            return prepared(P, V)
 
-        def settle() -> tuple[Opened, bool]:
-            P, V = _rows_and_pairs(arriving)
-            self._forecast.note(whose, P, T)
-            return opened(P, V), True
+        def resolve_sizes() -> tuple[PreparedDispatch, bool]:
+            P, V = _rows_and_pairs(arriving_sizes)
+            self._row_predictor.record(layer_key, P, T)
+            return prepared(P, V), True
 
-        if rows is None or arriving.arrived:
-            return settle()[0]
-        return opened(P, V).ahead(rows, settle)
+        if rows is None or arriving_sizes.is_ready:
+            return resolve_sizes()[0]
+        return prepared(P, V).speculative(rows, resolve_sizes)
 
-    def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
+    def dispatch(self, x_TH: Tensor, handle: DispatchHandle) -> Tensor:
         return x_TH if starts_aligned(x_TH) else x_TH.clone()
 
-    def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
-        return lambda: self.dispatch(x_TH, receipt)
+    def dispatch_async(self, x_TH: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
+        return lambda: self.dispatch(x_TH, handle)
 
-    def keep(self, rows_RH: Tensor) -> Tensor:
+    def clone_rows(self, rows_RH: Tensor) -> Tensor:
         return rows_RH
 
-    def combine(self, rows_RH: Tensor, receipt: Receipt) -> Tensor:
+    def combine_rows(self, rows_RH: Tensor, handle: DispatchHandle) -> Tensor:
         return rows_RH
 
-    def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
-        return gather_sum(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P)
+    def combine(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Tensor:
+        return gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
 
-    def start_combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Combining:
+    def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> PendingCombine:
         # Taken before what runs beside is launched: none of that may still use this memory.
-        sums_RH = values_PH.new_empty(receipt.num_rows, values_PH.shape[1])
+        sums_RH = values_PH.new_empty(handle.num_rows, values_PH.shape[1])
 
         def result() -> Tensor:
-            lists = receipt.pairs_by_row_V, receipt.pair_starts_R
-            return gather_sum(values_PH, *lists, weights_P, into=sums_RH, beside=True)
+            lists = handle.pairs_by_row_V, handle.pair_starts_R
+            return gather_sum(values_PH, *lists, weights_P, into=sums_RH, overlap_previous=True)
 
-        return Combining(result, beside=True)
+        return PendingCombine(result, reserve_sms=True)
 
-    def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
-        return values_of_pairs(values_P[:, None], receipt.slot_V, receipt.pair_starts_R[-1:], receipt.num_listed)
+    def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
+        return values_of_pairs(values_P[:, None], handle.slot_V, handle.pair_starts_R[-1:], handle.num_listed)
 
-    def start_return_pairs(self, parts_PN: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
-        values_N = parts_PN.new_empty(receipt.num_listed)  # now, as in start_combine_pairs
-        num_pairs = receipt.pair_starts_R[-1:]
+    def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
+        values_N = parts_PZ.new_empty(handle.num_listed)  # now, as in combine_async
+        num_pairs = handle.pair_starts_R[-1:]
         return partial(
-            values_of_pairs, parts_PN, receipt.slot_V, num_pairs, receipt.num_listed, into=values_N, beside=True
+            values_of_pairs, parts_PZ, handle.slot_V, num_pairs, handle.num_listed, into=values_N, overlap_previous=True
         )
 
 
-def _rows_and_pairs(arriving: SizesOnHost) -> tuple[int, int]:
-    sizes = arriving.read()
+def _rows_and_pairs(arriving_sizes: AsyncSplitSizes) -> tuple[int, int]:
+    sizes = arriving_sizes.read()
     return sizes.num_rows(0), sum(sizes.pairs_in(0))

@@ -17,9 +17,9 @@ from sonic_ep.kernels.operations import peer_kernels
 from sonic_ep.peer_memory import PeerMemory
 from sonic_ep.routing import INDEX_DTYPE
 
-_ROOM = 5 / 4  # lists have that much of it, since their lengths change from step to step
+_LIST_GROWTH = 5 / 4  # lists have that much of it, since their lengths change from step to step
 _ALIGNMENT = 256  # bytes, of everything in a buffer
-_WIDEST = 8  # bytes of a weight or a value
+_MAX_VALUE_BYTES = 8  # bytes of a weight or a value
 
 Allocate = Callable[[int], PeerMemory]
 
@@ -59,7 +59,7 @@ class ListBuffers:
 
     @classmethod
     def allocate(cls, allocate: Allocate, capacity: int) -> Self:
-        rows, wide = _aligned(capacity * INDEX_DTYPE.itemsize), _aligned(capacity * _WIDEST)
+        rows, wide = _aligned(capacity * INDEX_DTYPE.itemsize), _aligned(capacity * _MAX_VALUE_BYTES)
         starts = (0, rows, rows + wide)
         memory = allocate(rows + 2 * wide)
         return cls(memory, capacity, starts, tuple(map(memory.at, starts)))
@@ -73,41 +73,41 @@ class PeerBuffers:
         self._group = group
         self._allocate = allocate
         self._counts: tuple[int, PeerMemory] | None = None
-        self.lists_there: ListBuffers | None = None
+        self.list_buffers: ListBuffers | None = None
         self._rows: dict[int, RowBuffers] = {}
         self._of_graphs: list[object] = []
 
-    def flags(self, count: int) -> PeerMemory:
+    def signals(self, count: int) -> PeerMemory:
         """int64, zero at the start. Asked for once."""
         return self._allocate(_aligned(torch.int64.itemsize * count))
 
     def counts(self, needed: int) -> tuple[int, PeerMemory]:
         """How many integers a rank may tell, and where."""
         if self._counts is None or self._counts[0] < needed:
-            self._let_go(self._counts)
+            self._release(self._counts)
             self._counts = None
-            num_bytes = peer_kernels().PLACES * self._group.size * needed * torch.int64.itemsize
+            num_bytes = peer_kernels().NUM_SLOTS * self._group.size * needed * torch.int64.itemsize
             self._counts = needed, self._allocate(_aligned(num_bytes))
         return self._counts
 
     def lists(self, needed: int) -> ListBuffers:
         """For at least so many pairs."""
-        if self.lists_there is None or self.lists_there.capacity < needed:
-            self._let_go(self.lists_there)
-            self.lists_there = None
-            self.lists_there = ListBuffers.allocate(self._allocate, max(1, round(needed * _ROOM)))
-        return self.lists_there
+        if self.list_buffers is None or self.list_buffers.capacity < needed:
+            self._release(self.list_buffers)
+            self.list_buffers = None
+            self.list_buffers = ListBuffers.allocate(self._allocate, max(1, round(needed * _LIST_GROWTH)))
+        return self.list_buffers
 
     @property
-    def room_for_pairs(self) -> int:
+    def pair_capacity(self) -> int:
         """In the lists that are there."""
-        return 0 if self.lists_there is None else self.lists_there.capacity
+        return 0 if self.list_buffers is None else self.list_buffers.capacity
 
     def rows(self, like: Tensor, stride: int) -> RowBuffers:
         """For rows as wide as these, regions of `stride` of them."""
         width = row_bytes(like)
         if not self.has_rows(like, stride):
-            self._let_go(self._rows.get(width))
+            self._release(self._rows.get(width))
             self._rows.pop(width, None)
             self._rows[width] = RowBuffers.allocate(self._allocate, _aligned(self._group.size * stride * width))
         return self._rows[width]
@@ -117,13 +117,13 @@ class PeerBuffers:
         rows = self._rows.get(row_bytes(like))
         return rows is not None and rows.buffer_bytes >= self._group.size * stride * row_bytes(like)
 
-    def keep_for_graphs(self) -> None:
+    def retain_for_graphs(self) -> None:
         """What a CUDA graph that is being captured may write to lasts, whatever replaces it later."""
-        for memory in (self._counts, self.lists_there, *self._rows.values()):
-            if memory is not None and all(memory is not kept for kept in self._of_graphs):
+        for memory in (self._counts, self.list_buffers, *self._rows.values()):
+            if memory is not None and all(memory is not known for known in self._of_graphs):
                 self._of_graphs.append(memory)
 
-    def _let_go(self, memory: object | None) -> None:
+    def _release(self, memory: object | None) -> None:
         """Before memory is replaced: nobody may be writing to it."""
         if memory is not None:
             if torch.cuda.is_available():

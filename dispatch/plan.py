@@ -18,10 +18,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.operations import host_sizes, plan_kernel
+from sonic_ep.kernels.operations import pack_split_sizes, plan_kernel
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.kernels.tiles import TILE_ROWS
-from sonic_ep.routing import INDEX_DTYPE, Counts, Routing, SizesOnHost
+from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, GroupCounts, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Plan:
         )
 
 
-def plan_for(counts: Counts, rank: int) -> RankPlan:
+def plan_for(counts: GroupCounts, rank: int) -> RankPlan:
     """The plan of one rank, on the device of the counts; nothing waits."""
     kernel = plan_kernel(counts.rows_SE.device)
     if kernel is not None:
@@ -80,10 +80,10 @@ def plan_for(counts: Counts, rank: int) -> RankPlan:
     return Plan.from_counts(counts.rows_SE, counts.pairs_SE).of_rank(rank)
 
 
-def sizes_on_host(routing: Routing) -> SizesOnHost:
+def split_sizes_async(routing: Routing) -> AsyncSplitSizes:
     """The sizes of a routing on their way to the host: sent ahead by its router, or else from now on."""
-    if routing.on_host is not None:
-        return routing.on_host
+    if routing.split_sizes is not None:
+        return routing.split_sizes
     counts = routing.counts
-    values = host_sizes(counts.tokens_S, counts.rows_SE, counts.pairs_SE, None)
-    return SizesOnHost(values, counts.rows_SE.shape[0])
+    values = pack_split_sizes(counts.tokens_S, counts.rows_SE, counts.pairs_SE, None)
+    return AsyncSplitSizes(values, counts.rows_SE.shape[0])

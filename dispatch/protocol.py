@@ -2,8 +2,8 @@
 
     opened = transport.open(routing, plan, x)          index lists and weights out        (forward only)
     rows   = transport.dispatch(x, opened.receipt)     rows out: each distinct (token, owner rank) row once
-    out    = transport.combine_pairs(y, gates, receipt)  rows back: pairs summed per received row, then per token
-    values = transport.return_pairs(values, receipt)   one number per pair back
+    out    = transport.combine(y, gates, receipt)  rows back: pairs summed per received row, then per token
+    values = transport.combine_scalars(values, receipt)   one number per pair back
 
 Combine weights are applied on the owner's rank, so dispatch and combine are plain data movers and each other's
 backward. All are collectives of the EP group.
@@ -39,14 +39,14 @@ class Splits:
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
+class DispatchHandle:
     """How received rows and pairs map onto each other and back to tokens. Index lists are int32.
 
     row_of_pair_P: received row that each pair-buffer row computes on (padding repeats a real pair's).
     pairs_by_row_V, pair_starts_R: real pairs grouped by received row, ascending, and (R + 1) exclusive prefix sums.
     slot_V: pair-buffer row of each received pair, in arrival order.
     expert_starts_e: (e + 1) exclusive prefix sums of pair-buffer rows per local expert.
-    own_lists: what the transport that made the receipt knows of the rows that it sends, and nobody else reads.
+    transport_lists: what the transport that made the receipt knows of the rows that it sends, and nobody else reads.
     num_tokens, num_rows: T and R. num_listed: N.
     """
 
@@ -55,7 +55,7 @@ class Receipt:
     pair_starts_R: Tensor
     slot_V: Tensor
     expert_starts_e: Tensor
-    own_lists: tuple[Tensor, ...]
+    transport_lists: tuple[Tensor, ...]
     splits: Splits
     num_tokens: int
     num_rows: int
@@ -66,7 +66,7 @@ class Receipt:
         cls,
         lists: PairBuffer,
         expert_starts_e: Tensor,
-        own_lists: tuple[Tensor, ...],
+        transport_lists: tuple[Tensor, ...],
         splits: Splits,
         *,
         num_tokens: int,
@@ -80,7 +80,7 @@ class Receipt:
             lists.pair_starts_R,
             lists.slot_V,
             expert_starts_e,
-            own_lists,
+            transport_lists,
             splits,
             num_tokens,
             num_rows,
@@ -89,15 +89,15 @@ class Receipt:
 
     def lists(self) -> tuple[Tensor, ...]:
         """The tensors, for saving; `with_lists` puts them back."""
-        return *(getattr(self, name) for name in _LISTS), *self.own_lists
+        return *(getattr(self, name) for name in _LISTS), *self.transport_lists
 
-    def without_lists(self) -> "ReceiptSizes":
+    def without_lists(self) -> "HandleSizes":
         """The host-side part alone, which holds no tensor."""
-        return ReceiptSizes(self.splits, self.num_tokens, self.num_rows, self.num_listed)
+        return HandleSizes(self.splits, self.num_tokens, self.num_rows, self.num_listed)
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiptSizes:
+class HandleSizes:
     """The host-side part of a receipt."""
 
     splits: Splits
@@ -105,9 +105,9 @@ class ReceiptSizes:
     num_rows: int
     num_listed: int
 
-    def with_lists(self, lists: Sequence[Tensor]) -> Receipt:
+    def with_lists(self, lists: Sequence[Tensor]) -> DispatchHandle:
         row_of_pair_P, pairs_by_row_V, pair_starts_R, slot_V, expert_starts_e, *own = lists
-        return Receipt(
+        return DispatchHandle(
             row_of_pair_P,
             pairs_by_row_V,
             pair_starts_R,
@@ -121,12 +121,12 @@ class ReceiptSizes:
         )
 
 
-_LISTS = tuple(f.name for f in fields(Receipt) if f.type is Tensor)
+_LISTS = tuple(f.name for f in fields(DispatchHandle) if f.type is Tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """What `open` brings: the receipt and gates_P (P,), the weight of each pair-buffer row, zero on padding.
+class PreparedDispatch:
+    """What `prepare` brings: the receipt and weights_P (P,), the weight of each pair-buffer row, zero on padding.
 
     rows_RH: what `dispatch` of the rows that it was given would bring, if they are on their way already.
     settle: None where P and V are known. Else these are lists to compute on meanwhile, and it waits for the sizes: what
@@ -134,97 +134,104 @@ class Opened:
     the transport.
     """
 
-    receipt: Receipt
-    gates_P: Tensor
+    handle: DispatchHandle
+    weights_P: Tensor
     rows_RH: Tensor | None = None
-    settle: "Callable[[], tuple[Opened, bool]] | None" = None
+    resolve_sizes: "Callable[[], tuple[PreparedDispatch, bool]] | None" = None
 
-    def with_lists_of(self, num_rows: int, num_pairs: int) -> "Opened":
+    def cut_to(self, num_rows: int, num_pairs: int) -> "PreparedDispatch":
         """The same, P and V being known, where lists were made with room to spare."""
-        receipt = replace(
-            self.receipt,
-            row_of_pair_P=self.receipt.row_of_pair_P[:num_rows],
-            pairs_by_row_V=self.receipt.pairs_by_row_V[:num_pairs],
-            slot_V=self.receipt.slot_V[:num_pairs],
+        handle = replace(
+            self.handle,
+            row_of_pair_P=self.handle.row_of_pair_P[:num_rows],
+            pairs_by_row_V=self.handle.pairs_by_row_V[:num_pairs],
+            slot_V=self.handle.slot_V[:num_pairs],
         )
-        return Opened(receipt, self.gates_P[:num_rows], self.rows_RH)
+        return PreparedDispatch(handle, self.weights_P[:num_rows], self.rows_RH)
 
-    def ahead(self, num_rows: int, settle: "Callable[[], tuple[Opened, bool]]") -> "Opened":
+    def speculative(
+        self, num_rows: int, resolve_sizes: "Callable[[], tuple[PreparedDispatch, bool]]"
+    ) -> "PreparedDispatch":
         """The same with this many rows at most, before the host knows P. Experts have none if P is more: nothing may
         be written behind `num_rows`. Lists must have room that is zero."""
-        gates_P, starts_e = self.gates_P[:num_rows], self.receipt.expert_starts_e
-        starts_e = starts_e * (starts_e[-1:] <= gates_P.shape[0])
-        receipt = replace(self.receipt, row_of_pair_P=self.receipt.row_of_pair_P[:num_rows], expert_starts_e=starts_e)
-        return Opened(receipt, gates_P, self.rows_RH, settle)
+        weights_P, starts_e = self.weights_P[:num_rows], self.handle.expert_starts_e
+        starts_e = starts_e * (starts_e[-1:] <= weights_P.shape[0])
+        handle = replace(self.handle, row_of_pair_P=self.handle.row_of_pair_P[:num_rows], expert_starts_e=starts_e)
+        return PreparedDispatch(handle, weights_P, self.rows_RH, resolve_sizes)
 
 
 class Transport(Exchange, Protocol):
     """Moves rows and pair values between the ranks of one EP group. Between calls it holds buffers and byte counts."""
 
-    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, whose: int | None = None) -> Opened:
+    def prepare(
+        self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
+    ) -> PreparedDispatch:
         """Tell every owner which rows its pairs need and how they weigh. plan: this rank's, of the routing's counts.
 
         x_TH: rows to dispatch next, which need not wait for the lists. Every rank gives some, or none does. With them
         the routing may be unchecked still: call `routing.check` when all has been launched.
         whose: a number of the experts that compute on these rows, the same in every step, see room.py. With it sizes
-        may be unknown: call `settle` of what comes, if it has one, when the experts have been launched.
+        may be unknown: call `resolve_sizes` of what comes, if it has one, when the experts have been launched.
         """
         ...
 
-    def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
-        """Rows (R, H) as received: by source rank, then token. x_TH (T, H), any dtype. Backward: `combine`."""
+    def dispatch(self, x_TH: Tensor, handle: DispatchHandle) -> Tensor:
+        """Rows (R, H) as received: by source rank, then token. x_TH (T, H), any dtype. Backward: `combine_rows`."""
         ...
 
-    def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+    def dispatch_async(self, x_TH: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
         """`dispatch` of rows that are not needed yet: they travel beside what is launched next. What it returns gives
         them, must be called, and keeps x until then."""
         ...
 
-    def keep(self, rows_RH: Tensor) -> Tensor:
+    def clone_rows(self, rows_RH: Tensor) -> Tensor:
         """The rows of a dispatch, so that they last; otherwise they do until the second dispatch after it."""
         ...
 
-    def combine(self, rows_RH: Tensor, receipt: Receipt) -> Tensor:
+    def combine_rows(self, rows_RH: Tensor, handle: DispatchHandle) -> Tensor:
         """Sum over ranks of each token's row (T, H), accumulated in fp32 at least. Backward: `dispatch`."""
         ...
 
-    def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
-        """`combine` of the (weighted) sums of each received row's pairs; these are rounded too. values_PH (P, H)."""
+    def combine(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Tensor:
+        """`combine_rows` of the (weighted) sums of each received row's pairs; these are rounded too. values_PH (P,
+        H)."""
         ...
 
-    def start_combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> "Combining":
-        """`combine_pairs` of what is not needed yet: sums are made or travel beside what is launched next."""
+    def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> "PendingCombine":
+        """`combine_rows` of what is not needed yet: sums are made or travel beside what is launched next."""
         ...
 
-    def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
+    def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
         """The value of each pair (N,) back on its token's rank, in the routing's order; padding is left out.
 
         Zero for what a routing lists behind its pairs.
         """
         ...
 
-    def start_return_pairs(self, parts_PN: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
-        """`return_pairs` of the sums of rows. The result must be called, right after something was launched that does
-        not need it: a rank alone adds and returns beside that."""
+    def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
+        """`combine_scalars` of the sums of rows. The result must be called, right after something was launched that
+        does not need it: a rank alone adds and returns beside that."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Combining:
+class PendingCombine:
     """A combine under way. `result` must be called, right after what runs beside it was launched; until then nothing
     else may be combined. beside: are sums made on multiprocessors, which what runs beside must leave to them?"""
 
     result: Callable[[], Tensor]
-    beside: bool = False
+    reserve_sms: bool = False
 
 
-def combine_at_once(transport: Transport, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Combining:
-    """`start_combine_pairs` where sums have nothing to run beside, or no way to."""
-    out_TH = transport.combine_pairs(values_PH, weights_P, receipt)
-    return Combining(lambda: out_TH)
+def combine_now(
+    transport: Transport, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle
+) -> PendingCombine:
+    """`combine_async` where sums have nothing to run beside, or no way to."""
+    out_TH = transport.combine(values_PH, weights_P, handle)
+    return PendingCombine(lambda: out_TH)
 
 
-def return_at_once(transport: Transport, parts_PN: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
-    """`start_return_pairs`, likewise."""
-    values_N = transport.return_pairs(parts_PN.sum(1), receipt)
+def combine_scalars_now(transport: Transport, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
+    """`combine_scalars_async`, likewise."""
+    values_N = transport.combine_scalars(parts_PZ.sum(1), handle)
     return lambda: values_N

@@ -29,19 +29,26 @@ from torch import Tensor
 
 from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.peer_buffers import Allocate, PeerBuffers, RowBuffers, row_bytes
-from sonic_ep.dispatch.plan import sizes_on_host
-from sonic_ep.dispatch.protocol import Combining, Opened, Receipt, Splits, combine_at_once, return_at_once
-from sonic_ep.dispatch.room import Forecast, Room, RowsForecast, plan_within
+from sonic_ep.dispatch.plan import split_sizes_async
+from sonic_ep.dispatch.protocol import (
+    DispatchHandle,
+    PendingCombine,
+    PreparedDispatch,
+    Splits,
+    combine_now,
+    combine_scalars_now,
+)
+from sonic_ep.dispatch.room import RowPredictor, SizeBound, SizePredictor, bounded_plan
 from sonic_ep.groups import EPGroup
 from sonic_ep.host_copy import host_may_wait
-from sonic_ep.kernels.operations import gather_sum, needed_rows, pair_lists, peer_kernels
+from sonic_ep.kernels.operations import gather_sum, is_token_in_rank, pair_lists, peer_kernels
 from sonic_ep.kernels.pair_lists import RankPlan
-from sonic_ep.kernels.peers import Meeting, Stage, flags_of
+from sonic_ep.kernels.peers import SignalPad, Stage, num_signals
 from sonic_ep.peer_memory import PeerMemory
-from sonic_ep.routing import INDEX_DTYPE, Routing, SizesOnHost
+from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, Routing
 
 # Bytes of a region. Sums of fewer are pushed before the GEMMs as fast as copied beside them (docs/transports.md).
-_WORTH_COPYING = 16 << 20
+_MIN_COPY_BYTES = 16 << 20
 
 
 class _Sizes(NamedTuple):
@@ -51,15 +58,15 @@ class _Sizes(NamedTuple):
     stride: int
     num_rows: int
     num_pairs: int
-    most_pairs: int
-    more: bool
+    max_pairs: int
+    may_exceed: bool
 
 
 @final
 class SymmetricTransport:
     """Writes into the other ranks' memory. `allocate` gives that memory; patience: seconds to wait for a rank.
 
-    static: routings that say what no rank can exceed (Routing.most_received) are opened without a wait of the host.
+    static: routings that say what no rank can exceed (Routing.max_received) are opened without a wait of the host.
     Every rank must then have as many tokens as all had at the first one.
 
     Every call raises RuntimeError, with rank and stage, once a rank has been waited for in vain.
@@ -72,22 +79,22 @@ class SymmetricTransport:
         group: EPGroup,
         allocate: Allocate,
         *,
-        patience: float,
+        timeout: float,
         static: bool = False,
         dispatch: Dispatch = "auto",
     ) -> None:
         self.group = group
         self.name = f"{group.name} symmetric"
         self._buffers = PeerBuffers(group, allocate)
-        self._patience = patience
+        self._timeout = timeout
         self._static = static
         self._dispatch = dispatch
         self._tokens: int | None = None  # of every rank, if static
-        self._forecast, self._own_rows = Forecast(), RowsForecast()  # of exact steps
+        self._size_predictor, self._row_predictor = SizePredictor(), RowPredictor()  # of exact steps
         self._flags: PeerMemory | None = None
-        self._meeting: Meeting | None = None
+        self._pad: SignalPad | None = None
         self._regions: dict[bool, tuple[int, Tensor]] = {}
-        self._turn = 0
+        self._row_buffer = 0
         self._stream: torch.cuda.Stream | None = None
 
     def problem_with(self, num_tokens: int) -> str | None:
@@ -99,83 +106,87 @@ class SymmetricTransport:
         )
 
     def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        meeting, kernels, count = self._meet(), peer_kernels(), values.numel()
-        room, memory = self._buffers.counts(count)
-        kernels.announce(meeting, values.contiguous(), memory.addresses_S, room)
+        pad, kernels, count = self._signal_pad(), peer_kernels(), values.numel()
+        bound, memory = self._buffers.counts(count)
+        kernels.all_gather_start(pad, values.contiguous(), memory.addresses_S, bound)
         if meanwhile is not None:
             meanwhile()
-        return kernels.take_all(meeting, memory.addresses_S, count, room)
+        return kernels.all_gather_wait(pad, memory.addresses_S, count, bound)
 
     def raise_if_lost(self) -> None:
-        missing = None if self._meeting is None else self._meeting.missing()
-        if missing is not None:
-            stage, rank = missing
+        lost_peer = None if self._pad is None else self._pad.lost_peer()
+        if lost_peer is not None:
+            stage, rank = lost_peer
             raise RuntimeError(
-                f"rank {rank} of the EP group did not come to {stage.name.lower()} within {self._patience:g} s: it "
+                f"rank {rank} of the EP group did not come to {stage.name.lower()} within {self._timeout:g} s: it "
                 "died, it is stuck, or it is slower than that; look at its log, or raise transport.timeout"
             )
 
-    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, whose: int | None = None) -> Opened:
-        x_TH, turn = None if x_TH is None else x_TH.contiguous(), self._turn
-        if routing.on_host is not None:
-            routing.on_host.on_failure(functools.partial(setattr, self, "_turn", turn))
-        static = self._static and routing.most_received is not None
-        arriving = None if static else self._arriving_sizes(routing)
-        needed = needed_rows(routing.token_ids_N.contiguous(), plan.pair_starts_Q, routing.num_tokens)
-        if arriving is None:
-            return self._open(routing, plan, needed, x_TH, self._static_sizes(routing, x_TH), static=True)
-        room, ahead = self._room_ahead(arriving, routing.num_tokens, x_TH), None
-        if room is not None:
-            sizes = _Sizes(max(1, room.tokens), room.rows, room.pairs, room.pairs, more=True)
-            ahead = self._open(routing, plan_within(plan, arriving.on_device, room), needed, x_TH, sizes)
+    def prepare(
+        self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
+    ) -> PreparedDispatch:
+        x_TH, row_buffer = None if x_TH is None else x_TH.contiguous(), self._row_buffer
+        if routing.split_sizes is not None:
+            routing.split_sizes.on_failure(functools.partial(setattr, self, "_row_buffer", row_buffer))
+        static = self._static and routing.max_received is not None
+        arriving_sizes = None if static else self._start_split_sizes(routing)
+        in_rank = is_token_in_rank(routing.token_ids_N.contiguous(), plan.pair_starts_Q, routing.num_tokens)
+        if arriving_sizes is None:
+            return self._prepare(routing, plan, in_rank, x_TH, self._static_sizes(routing, x_TH), static=True)
+        bound, speculative = self._speculative_bound(arriving_sizes, routing.num_tokens, x_TH), None
+        if bound is not None:
+            sizes = _Sizes(max(1, bound.tokens), bound.rows, bound.pairs, bound.pairs, may_exceed=True)
+            speculative = self._prepare(
+                routing, bounded_plan(plan, arriving_sizes.on_device, bound), in_rank, x_TH, sizes
+            )
 
-        def settle() -> tuple[Opened, bool]:
+        def resolve_sizes() -> tuple[PreparedDispatch, bool]:
             # Here the host waits, and not before: the device goes on with what was launched meanwhile.
-            known = arriving.read()
-            most = Room.needed_by(known)
+            known = arriving_sizes.read()
+            needed = SizeBound.needed_by(known)
             P, V = known.num_rows(self.group.rank), sum(known.pairs_in(self.group.rank))
-            self._forecast.note(most, routing.num_tokens)
-            self._own_rows.note(whose, P, routing.num_tokens)
-            if room is not None and ahead is not None and room.holds(most):
-                return ahead.with_lists_of(P, V), True
-            self._turn = turn
-            sizes = _Sizes(max(1, most.tokens), P, V, most.pairs, more=False)
-            return self._open(routing, plan, needed, x_TH, sizes), False
+            self._size_predictor.record(needed, routing.num_tokens)
+            self._row_predictor.record(layer_key, P, routing.num_tokens)
+            if bound is not None and speculative is not None and bound.holds(needed):
+                return speculative.cut_to(P, V), True
+            self._row_buffer = row_buffer
+            sizes = _Sizes(max(1, needed.tokens), P, V, needed.pairs, may_exceed=False)
+            return self._prepare(routing, plan, in_rank, x_TH, sizes), False
 
-        rows = self._own_rows.rows(whose, routing.num_tokens)
-        if ahead is None or rows is None or arriving.arrived:
-            return settle()[0]
-        return ahead.ahead(rows, settle)
+        rows = self._row_predictor.rows(layer_key, routing.num_tokens)
+        if speculative is None or rows is None or arriving_sizes.is_ready:
+            return resolve_sizes()[0]
+        return speculative.speculative(rows, resolve_sizes)
 
-    def _open(
+    def _prepare(
         self,
         routing: Routing,
         plan: RankPlan,
-        needed: Tensor,
+        in_rank: Tensor,
         x_TH: Tensor | None,
         sizes: _Sizes,
         *,
         static: bool = False,
-    ) -> Opened:
+    ) -> PreparedDispatch:
         S, pairs_SQ, token_ids_N = self.group.size, plan.pairs_SQ, routing.token_ids_N.contiguous()
-        meeting, pairs = self._meet(), self._buffers.lists(sizes.most_pairs)
+        pad, pairs = self._signal_pad(), self._buffers.lists(sizes.max_pairs)
         rows_RH = None
         if x_TH is not None:
             # Beside the lists, which it does not need. It allocates no tensor that lives on, and is waited for before
             # this returns: no tensor of one stream is freed while the other uses it.
-            with self._aside(x_TH):
-                rows_RH = self._send(x_TH, needed, pairs_SQ, sizes.stride)
-        rows_at, gates_at, _ = pairs.addresses
-        peer_kernels().push_lists(meeting, token_ids_N, routing.gates_N.contiguous(), pairs_SQ, rows_at, gates_at)
+            with self._side_stream(x_TH):
+                rows_RH = self._send(x_TH, in_rank, pairs_SQ, sizes.stride)
+        rows_at, weights_at, _ = pairs.addresses
+        peer_kernels().push_lists(pad, token_ids_N, routing.weights_N.contiguous(), pairs_SQ, rows_at, weights_at)
         row_in_source_V = pairs.memory.view(pairs.starts[0], (sizes.num_pairs,), INDEX_DTYPE)
-        gates_V = pairs.memory.view(pairs.starts[1], (sizes.num_pairs,), routing.gates_N.dtype)
-        chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=sizes.more)
-        row_starts_S = self._starts_of_regions(sizes.stride, gates_V, static=static)
-        buffer = pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, S * sizes.stride)
-        receipt = Receipt.of(
+        weights_V = pairs.memory.view(pairs.starts[1], (sizes.num_pairs,), routing.weights_N.dtype)
+        chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=sizes.may_exceed)
+        row_starts_S = self._starts_of_regions(sizes.stride, weights_V, static=static)
+        buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, S * sizes.stride)
+        handle = DispatchHandle.of(
             buffer,
             plan.expert_starts_e,
-            (needed, routing.counts.tokens_S.to(INDEX_DTYPE), pairs_SQ),
+            (in_rank, routing.counts.tokens_S.to(INDEX_DTYPE), pairs_SQ),
             Splits.none(S),
             num_tokens=routing.num_tokens,
             num_rows=S * sizes.stride,
@@ -183,89 +194,91 @@ class SymmetricTransport:
         )
         if x_TH is not None:
             self._join(x_TH)
-        return Opened(receipt, buffer.gates_P, rows_RH)
+        return PreparedDispatch(handle, buffer.weights_P, rows_RH)
 
-    def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
-        needed, _, pairs_SQ = receipt.own_lists
-        return self._send(x_TH.contiguous(), needed, pairs_SQ, self._stride(receipt))
+    def dispatch(self, x_TH: Tensor, handle: DispatchHandle) -> Tensor:
+        in_rank, _, pairs_SQ = handle.transport_lists
+        return self._send(x_TH.contiguous(), in_rank, pairs_SQ, self._stride(handle))
 
-    def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+    def dispatch_async(self, x_TH: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
         if self._dispatch == "push":
-            rows_RH = self.dispatch(x_TH, receipt)
+            rows_RH = self.dispatch(x_TH, handle)
             return lambda: rows_RH
-        return self._copy(x_TH.contiguous(), self._stride(receipt))
+        return self._copy(x_TH.contiguous(), self._stride(handle))
 
-    def keep(self, rows_RH: Tensor) -> Tensor:
+    def clone_rows(self, rows_RH: Tensor) -> Tensor:
         return rows_RH.clone()
 
-    def combine(self, rows_RH: Tensor, receipt: Receipt) -> Tensor:
+    def combine_rows(self, rows_RH: Tensor, handle: DispatchHandle) -> Tensor:
         every_row = torch.arange(rows_RH.shape[0] + 1, dtype=INDEX_DTYPE, device=rows_RH.device)
-        return self._combine(rows_RH, every_row, every_row, None, receipt)
+        return self._combine(rows_RH, every_row, every_row, None, handle)
 
-    def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
-        return self._combine(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P, receipt)
+    def combine(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Tensor:
+        return self._combine(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P, handle)
 
     def _combine(
-        self, values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None, receipt: Receipt
+        self, values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None, handle: DispatchHandle
     ) -> Tensor:
-        _, tokens_S, pairs_SQ = receipt.own_lists
-        stride = self._stride(receipt)
+        _, tokens_S, pairs_SQ = handle.transport_lists
+        stride = self._stride(handle)
         rows = self._buffers.rows(values_PH, stride)
-        meeting, kernels = self._meet(), peer_kernels()
+        pad, kernels = self._signal_pad(), peer_kernels()
         there = rows.addresses[2]
-        kernels.push_sums(meeting, values_PH, items, starts, weights_P, tokens_S, pairs_SQ, there, stride)
-        back = rows.view(2, values_PH, receipt.num_rows)
-        return self._sum_sent(back, back, receipt)
+        kernels.combine_push(pad, values_PH, items, starts, weights_P, tokens_S, pairs_SQ, there, stride)
+        back = rows.view(2, values_PH, handle.num_rows)
+        return self._combine_reduce(back, back, handle)
 
-    def start_combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Combining:
-        stride = self._stride(receipt)
-        few = stride * row_bytes(values_PH) < _WORTH_COPYING
-        if self._dispatch == "push" or (self._dispatch == "auto" and few):
-            return combine_at_once(self, values_PH, weights_P, receipt)
-        sums_RH = gather_sum(values_PH, receipt.pairs_by_row_V, receipt.pair_starts_R, weights_P)
+    def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> PendingCombine:
+        stride = self._stride(handle)
+        is_small = stride * row_bytes(values_PH) < _MIN_COPY_BYTES
+        if self._dispatch == "push" or (self._dispatch == "auto" and is_small):
+            return combine_now(self, values_PH, weights_P, handle)
+        sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
         rows, sums_of = self._buffers.rows(sums_RH, stride), sums_RH.split(stride)
         sent = {rank: sums_of[rank] for rank in self._others()}
         arrive = self._start_copies(Stage.COMBINE, sent, rows, 2, stride)
 
         def wait() -> Tensor:
             arrive()
-            return self._sum_sent(rows.view(2, sums_RH, receipt.num_rows), sums_RH, receipt)
+            return self._combine_reduce(rows.view(2, sums_RH, handle.num_rows), sums_RH, handle)
 
-        return Combining(wait)
+        return PendingCombine(wait)
 
-    def _sum_sent(self, back: Tensor, own: Tensor, receipt: Receipt) -> Tensor:
-        needed, _, _ = receipt.own_lists
-        return peer_kernels().sum_sent(self._meet(), back, own, needed, receipt.num_tokens, self._stride(receipt))
+    def _combine_reduce(self, back: Tensor, own: Tensor, handle: DispatchHandle) -> Tensor:
+        in_rank, _, _ = handle.transport_lists
+        return peer_kernels().combine_reduce(
+            self._signal_pad(), back, own, in_rank, handle.num_tokens, self._stride(handle)
+        )
 
-    def _stride(self, receipt: Receipt) -> int:
+    def _stride(self, handle: DispatchHandle) -> int:
         """Rows of a source's region."""
-        return receipt.num_rows // self.group.size
+        return handle.num_rows // self.group.size
 
-    def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
-        _, _, pairs_SQ = receipt.own_lists
-        meeting, pairs, kernels = self._meet(), self._buffers.lists_there, peer_kernels()
+    def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
+        _, _, pairs_SQ = handle.transport_lists
+        pad, pairs, kernels = self._signal_pad(), self._buffers.list_buffers, peer_kernels()
         assert pairs is not None
-        kernels.push_values(meeting, values_P.contiguous(), receipt.slot_V, pairs_SQ, pairs.addresses[2])
+        kernels.push_scalars(pad, values_P.contiguous(), handle.slot_V, pairs_SQ, pairs.addresses[2])
         buffer = pairs.memory.view(pairs.starts[2], (pairs.capacity,), values_P.dtype)
-        return kernels.take_values(meeting, buffer, pairs_SQ, receipt.num_listed)
+        return kernels.collect_scalars(pad, buffer, pairs_SQ, handle.num_listed)
 
-    def start_return_pairs(self, parts_PN: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
-        return return_at_once(self, parts_PN, receipt)
+    def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
+        return combine_scalars_now(self, parts_PZ, handle)
 
-    def _send(self, x_TH: Tensor, needed: Tensor, pairs_SQ: Tensor, stride: int) -> Tensor:
+    def _send(self, x_TH: Tensor, in_rank: Tensor, pairs_SQ: Tensor, stride: int) -> Tensor:
         if self._dispatch == "copy":
             return self._copy(x_TH, stride)()
-        meeting, rows = self._meet(), self._next_rows(x_TH, stride)
-        peer_kernels().push_rows(meeting, x_TH, needed, pairs_SQ, rows.addresses[self._turn], stride)
-        return rows.view(self._turn, x_TH, self.group.size * stride)
+        pad, rows = self._signal_pad(), self._next_rows(x_TH, stride)
+        peer_kernels().push_rows(pad, x_TH, in_rank, pairs_SQ, rows.addresses[self._row_buffer], stride)
+        return rows.view(self._row_buffer, x_TH, self.group.size * stride)
 
     def _copy(self, x_TH: Tensor, stride: int) -> Callable[[], Tensor]:
         """Start copies to all ranks, beside what is launched next; what it returns waits for all of theirs."""
         rows = self._next_rows(x_TH, stride)
         # This rank's last: on one GPU the SMs copy, when they find time.
         sent = {rank: x_TH for rank in (*self._others(), self.group.rank)}
-        arrive = self._start_copies(Stage.DISPATCH, sent, rows, self._turn, stride)
-        rows_RH = rows.view(self._turn, x_TH, self.group.size * stride)
+        arrive = self._start_copies(Stage.DISPATCH, sent, rows, self._row_buffer, stride)
+        rows_RH = rows.view(self._row_buffer, x_TH, self.group.size * stride)
 
         def wait() -> Tensor:
             arrive()
@@ -275,16 +288,16 @@ class SymmetricTransport:
 
     def _others(self) -> list[int]:
         """From the next rank on, so that no rank is sent to by all at once."""
-        return [(self.group.rank + turn) % self.group.size for turn in range(1, self.group.size)]
+        return [(self.group.rank + row_buffer) % self.group.size for row_buffer in range(1, self.group.size)]
 
     def _start_copies(
         self, stage: Stage, sent: dict[int, Tensor], rows: RowBuffers, buffer: int, stride: int
     ) -> Callable[[], None]:
         """Copies to these ranks, to this rank's region. What this returns holds what is sent, and waits until what all
         ranks send has arrived."""
-        meeting, kernels, like = self._meet(), peer_kernels(), next(iter(sent.values()))
-        kernels.come(meeting, stage)
-        with self._aside(like):
+        pad, kernels, like = self._signal_pad(), peer_kernels(), next(iter(sent.values()))
+        kernels.acquire_peers(pad, stage)
+        with self._side_stream(like):
             for rank, values in sent.items():
                 rows.copy(values, buffer, rank, self.group.rank * stride)
             copied = torch.cuda.current_stream().record_event() if like.is_cuda else None
@@ -293,16 +306,16 @@ class SymmetricTransport:
             if copied is not None:  # not all that the other stream has been given since
                 torch.cuda.current_stream().wait_event(copied)
             sent.clear()  # it had to live until then
-            kernels.go(meeting, stage)
+            kernels.release_peers(pad, stage)
 
         return wait
 
     def _next_rows(self, x_TH: Tensor, stride: int) -> RowBuffers:
         """Where to send x: the buffer whose turn it is."""
-        self._turn = 1 - self._turn
+        self._row_buffer = 1 - self._row_buffer
         return self._buffers.rows(x_TH, stride)
 
-    def _aside(self, like: Tensor) -> AbstractContextManager[object]:
+    def _side_stream(self, like: Tensor) -> AbstractContextManager[object]:
         """Launches beside the current stream, behind what is on it so far; `_join` makes it wait for them all."""
         if not like.is_cuda:
             return nullcontext()
@@ -315,35 +328,37 @@ class SymmetricTransport:
         if self._stream is not None:
             torch.cuda.current_stream(like.device).wait_stream(self._stream)
 
-    def _arriving_sizes(self, routing: Routing) -> SizesOnHost:
+    def _start_split_sizes(self, routing: Routing) -> AsyncSplitSizes:
         if not host_may_wait(routing.token_ids_N):
             raise RuntimeError(
                 "sizes of buffers are read on the host, which a CUDA graph cannot capture; set "
                 "transport.buffers='static' and rounding.capacity_factor, and capture training steps"
             )
-        return sizes_on_host(routing)
+        return split_sizes_async(routing)
 
-    def _room_ahead(self, arriving: SizesOnHost, num_tokens: int, x_TH: Tensor | None) -> Room | None:
+    def _speculative_bound(
+        self, arriving_sizes: AsyncSplitSizes, num_tokens: int, x_TH: Tensor | None
+    ) -> SizeBound | None:
         """For which a step can be launched before its sizes are known; None where they are known, or it cannot."""
-        if arriving.arrived or not arriving.may_go_unchecked:
+        if arriving_sizes.is_ready or not arriving_sizes.may_launch_unchecked:
             return None
-        room = self._forecast.room(num_tokens, self._buffers.room_for_pairs)
-        return room if room is not None and self._is_ready(x_TH, room.tokens, room.pairs) else None
+        bound = self._size_predictor.bound(num_tokens, self._buffers.pair_capacity)
+        return bound if bound is not None and self._is_ready(x_TH, bound.tokens, bound.pairs) else None
 
     def _static_sizes(self, routing: Routing, x_TH: Tensor | None) -> _Sizes:
         """What no step exceeds. Checks the routing, unless it can be checked when all has been launched."""
-        T, most, on_host = routing.num_tokens, routing.most_received, routing.on_host
-        assert most is not None
-        sizes = _Sizes(max(1, T), most, most, max(most, routing.token_ids_N.shape[0]), more=True)
-        ready = T == self._tokens and self._is_ready(x_TH, T, sizes.most_pairs)
-        if ready and on_host is not None and on_host.may_go_unchecked:
+        T, needed, split_sizes = routing.num_tokens, routing.max_received, routing.split_sizes
+        assert needed is not None
+        sizes = _Sizes(max(1, T), needed, needed, max(needed, routing.token_ids_N.shape[0]), may_exceed=True)
+        ready = T == self._tokens and self._is_ready(x_TH, T, sizes.max_pairs)
+        if ready and split_sizes is not None and split_sizes.may_launch_unchecked:
             return sizes
         routing.check()
         if self._tokens is None:
-            everyones = self.group.all_gather_object(T)
-            if len(set(everyones)) > 1:
+            peer_views = self.group.all_gather_object(T)
+            if len(set(peer_views)) > 1:
                 raise ValueError(
-                    f"transport.buffers='static' wants as many tokens on every rank, not {everyones}; use 'exact'"
+                    f"transport.buffers='static' wants as many tokens on every rank, not {peer_views}; use 'exact'"
                 )
             self._tokens = T
         problem = self.problem_with(T)
@@ -354,9 +369,9 @@ class SymmetricTransport:
     def _is_ready(self, x_TH: Tensor | None, stride: int, num_pairs: int) -> bool:
         """Can rows be sent without the host's taking part in anything with other ranks? Buffers must be there. Copies
         cannot: engines ask no counts."""
-        if x_TH is None or self._meeting is None or self._dispatch == "copy":
+        if x_TH is None or self._pad is None or self._dispatch == "copy":
             return False
-        return self._buffers.has_rows(x_TH, stride) and self._buffers.room_for_pairs >= max(1, num_pairs)
+        return self._buffers.has_rows(x_TH, stride) and self._buffers.pair_capacity >= max(1, num_pairs)
 
     def _starts_of_regions(self, stride: int, like: Tensor, *, static: bool) -> Tensor:
         """(S + 1,). That of static buffers never changes, so a graph may have it."""
@@ -367,12 +382,12 @@ class SymmetricTransport:
             self._regions[static] = stride, starts_S
         return starts_S
 
-    def _meet(self) -> Meeting:
+    def _signal_pad(self) -> SignalPad:
         """The meeting of this group, made at its first use. Raises RuntimeError if a rank is missing."""
-        if self._meeting is None:
-            self._flags = self._buffers.flags(flags_of(self.group.size))
-            self._meeting = Meeting.of(self.group.rank, self._flags.addresses_S, round(self._patience * 1e9))
+        if self._pad is None:
+            self._flags = self._buffers.signals(num_signals(self.group.size))
+            self._pad = SignalPad.of(self.group.rank, self._flags.addresses_S, round(self._timeout * 1e9))
         self.raise_if_lost()
-        if not host_may_wait(self._meeting.state):
-            self._buffers.keep_for_graphs()
-        return self._meeting
+        if not host_may_wait(self._pad.state):
+            self._buffers.retain_for_graphs()
+        return self._pad

@@ -24,7 +24,7 @@ from options import Options
 from parallel import Mesh
 from sonic_ep import MoEConfig, checkpoint
 
-KEPT_CHECKPOINTS = 2
+MAX_CHECKPOINTS = 2
 
 
 class RunFolder:
@@ -121,7 +121,7 @@ def save_checkpoint(path: Path, mesh: Mesh, model: nn.Module, optimizer: torch.o
     if mesh.is_main:
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-        for old in _checkpoints(path)[:-KEPT_CHECKPOINTS]:
+        for old in _checkpoints(path)[:-MAX_CHECKPOINTS]:
             shutil.rmtree(old)
     mesh.wait()
 

@@ -142,10 +142,10 @@ def activation_named(name: str) -> Activation:
 def interleave(concatenated: Tensor, dim: int = 1) -> Tensor:
     """[gate; up] halves along `dim` -> gate and up rows in turn. Differentiable; a copy."""
     gate, up = concatenated.chunk(2, dim)
-    return interleave_apart(gate, up, dim)
+    return interleave_split(gate, up, dim)
 
 
-def interleave_apart(w1: Tensor, up: Tensor | None, dim: int = 1) -> Tensor:
+def interleave_split(w1: Tensor, up: Tensor | None, dim: int = 1) -> Tensor:
     """`interleave`, of halves in tensors of their own, w1 and `up`. Without `up` w1 is both, and returned as it is."""
     return w1 if up is None else torch.stack([w1, up], dim + 1).flatten(dim, dim + 1)
 

@@ -24,9 +24,9 @@ class RoundingRule(NamedTuple):
     capacity: tuple[int, int] | None
 
 
-class DecisionKernel(Protocol):
-    def decide(
-        self, chosen_SE: Tensor, tokens_S: Tensor, draw: Tensor, rule: RoundingRule
+class RoundingKernel(Protocol):
+    def round_counts(
+        self, chosen_SE: Tensor, tokens_S: Tensor, seed: Tensor, rule: RoundingRule
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """rows_SE, pairs_SE, cut_S and t of `Decision`, int64. draw: (), integer."""
+        """rows_SE, pairs_SE, cut_S and t of `RoundedCounts`, int64. draw: (), integer."""
         ...

@@ -35,16 +35,16 @@ class PairLists:
 
     row_of_pair_P: Tensor
     expert_starts_e: Tensor
-    rounded: bool = False
+    tile_aligned: bool = False
 
 
 def forward(
     ops: Operations, x_RH: Tensor, weights: ExpertWeights, lists: PairLists, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """y_PH, the expert output of every pair, before weights and sum, and h_PJ."""
-    rows, starts, rounded = lists.row_of_pair_P, lists.expert_starts_e, lists.rounded
+    rows, starts, tile_aligned = lists.row_of_pair_P, lists.expert_starts_e, lists.tile_aligned
     h_PJ, a_PI = ops.up_projection(x_RH, weights.w1, weights.b1_eJ, rows, starts, activation, weights.up_eIH)
-    return ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, starts, rounded=rounded), h_PJ
+    return ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, starts, tile_aligned=tile_aligned), h_PJ
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +53,29 @@ class HiddenGrads:
 
     dh_PJ: Tensor
     scaled_a_PI: Tensor
-    ds_PN: Tensor
+    ds_PZ: Tensor
 
 
 def backward_hidden(
     ops: Operations,
     do_RH: Tensor,
     h_PJ: Tensor,
-    gates_P: Tensor,
+    weights_P: Tensor,
     weights: ExpertWeights,
     lists: PairLists,
     activation: Activation,
 ) -> HiddenGrads:
     """dH, A' and dS: all that backward needs H for, so that a caller can let it go."""
     grads = ops.down_projection_backward(
-        do_RH, weights.w2_eHI, weights.b2_eH, h_PJ, gates_P, lists.row_of_pair_P, lists.expert_starts_e, activation
+        do_RH, weights.w2_eHI, weights.b2_eH, h_PJ, weights_P, lists.row_of_pair_P, lists.expert_starts_e, activation
     )
     return HiddenGrads(*grads)
 
 
 def backward_pairs(ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists: PairLists) -> Tensor:
     """dx_PH, the gradient of the row of every pair, before their sum."""
-    starts, rounded = lists.expert_starts_e, lists.rounded
-    return ops.up_projection_backward(dh_PJ, weights.w1, starts, weights.up_eIH, rounded=rounded)
+    starts, tile_aligned = lists.expert_starts_e, lists.tile_aligned
+    return ops.up_projection_backward(dh_PJ, weights.w1, starts, weights.up_eIH, tile_aligned=tile_aligned)
 
 
 def backward_down_weights(
@@ -93,22 +93,25 @@ def backward_up_weights(
     lists: PairLists,
     into_eJH: Tensor | None = None,
     *,
-    apart: bool = False,
-    beside: bool = False,
+    split_gate_up: bool = False,
+    reserve_sms: bool = False,
 ) -> Tensor:
-    """dW1 = dH^T X[row_of_pair] per expert, or with `apart` dgate above dup; added to `into_eJH` where there is one.
+    """dW1 = dH^T X[row_of_pair] per expert, or with `split_gate_up` dgate above dup; added to `into_eJH` where there is
+    one.
 
     beside: leave some multiprocessors to sums of dX that are launched next.
     """
     rows, starts = lists.row_of_pair_P, lists.expert_starts_e
-    return ops.weight_grad(dh_PJ, x_RH, rows, starts, halves=apart, out_eAB=into_eJH, beside=beside)
+    return ops.weight_grad(
+        dh_PJ, x_RH, rows, starts, split_gate_up=split_gate_up, out_eAB=into_eJH, reserve_sms=reserve_sms
+    )
 
 
 def backward_biases(
-    ops: Operations, do_RH: Tensor, gates_P: Tensor, dh_PJ: Tensor, lists: PairLists
+    ops: Operations, do_RH: Tensor, weights_P: Tensor, dh_PJ: Tensor, lists: PairLists
 ) -> tuple[Tensor, Tensor]:
     """db1 and db2."""
     return (
         ops.bias_grad(dh_PJ, lists.expert_starts_e),
-        ops.gathered_bias_grad(do_RH, gates_P, lists.row_of_pair_P, lists.expert_starts_e),
+        ops.gathered_bias_grad(do_RH, weights_P, lists.row_of_pair_P, lists.expert_starts_e),
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from sonic_ep.extras import missing_extra
 from sonic_ep.kernels import reference
 from sonic_ep.kernels.activations import Activation
-from sonic_ep.kernels.decision import DecisionKernel
+from sonic_ep.kernels.decision import RoundingKernel
 from sonic_ep.kernels.pair_lists import Chunks, PairBuffer, RankPlan
 from sonic_ep.kernels.router import RouterLinear, RouterOperations
 from sonic_ep.kernels.sent_rows import SentRows, TokenLists
@@ -51,7 +51,7 @@ class Operations(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def down_projection(
-        self, a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, rounded: bool = False
+        self, a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, tile_aligned: bool = False
     ) -> Tensor: ...
 
     def down_projection_backward(
@@ -60,7 +60,7 @@ class Operations(Protocol):
         w2_eHI: Tensor,
         b2_eH: Tensor | None,
         h_PJ: Tensor,
-        gates_P: Tensor,
+        weights_P: Tensor,
         row_of_pair_P: Tensor,
         expert_starts_e: Tensor,
         activation: Activation,
@@ -73,7 +73,7 @@ class Operations(Protocol):
         expert_starts_e: Tensor,
         up_eIH: Tensor | None = None,
         *,
-        rounded: bool = False,
+        tile_aligned: bool = False,
     ) -> Tensor: ...
 
     def weight_grad(
@@ -84,15 +84,15 @@ class Operations(Protocol):
         expert_starts_e: Tensor,
         *,
         transposed: bool = False,
-        halves: bool = False,
+        split_gate_up: bool = False,
         out_eAB: Tensor | None = None,
-        beside: bool = False,
+        reserve_sms: bool = False,
     ) -> Tensor: ...
 
     def bias_grad(self, values_PB: Tensor, expert_starts_e: Tensor) -> Tensor: ...
 
     def gathered_bias_grad(
-        self, do_RH: Tensor, gates_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor
+        self, do_RH: Tensor, weights_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor
     ) -> Tensor: ...
 
 
@@ -111,11 +111,11 @@ def gather_sum(
     weights_P: Tensor | None = None,
     *,
     into: Tensor | None = None,
-    beside: bool = False,
+    overlap_previous: bool = False,
 ) -> Tensor:
     """`gather_sum` of kernels/reference.py, by the GPU kernel where Triton is installed."""
     chosen = _gather_sum_on_gpu() if values_PH.is_cuda else reference.gather_sum
-    return chosen(values_PH, items, starts, weights_P, into=into, beside=beside)
+    return chosen(values_PH, items, starts, weights_P, into=into, overlap_previous=overlap_previous)
 
 
 @functools.cache
@@ -131,28 +131,28 @@ def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
 
 
 def pair_lists(
-    chunks: Chunks, row_in_source_V: Tensor, gates_V: Tensor, row_starts_S: Tensor | None, num_rows: int
+    chunks: Chunks, row_in_source_V: Tensor, weights_V: Tensor, row_starts_S: Tensor | None, num_rows: int
 ) -> PairBuffer:
     """`pair_lists` of kernels/pair_lists.py, likewise."""
-    module = _lists("pair_lists", gates_V.is_cuda)
-    return module.pair_lists(chunks, row_in_source_V, gates_V, row_starts_S, num_rows)
+    module = _lists("pair_lists", weights_V.is_cuda)
+    return module.pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, num_rows)
 
 
 def values_of_pairs(
-    parts_PN: Tensor,
+    parts_PZ: Tensor,
     slot_V: Tensor,
     num_pairs: Tensor,
-    room: int,
+    capacity: int,
     *,
     into: Tensor | None = None,
-    beside: bool = False,
+    overlap_previous: bool = False,
 ) -> Tensor:
     """`values_of_pairs` of kernels/pair_lists.py, likewise."""
-    module = _lists("pair_lists", parts_PN.is_cuda)
-    return module.values_of_pairs(parts_PN, slot_V, num_pairs, room, into=into, beside=beside)
+    module = _lists("pair_lists", parts_PZ.is_cuda)
+    return module.values_of_pairs(parts_PZ, slot_V, num_pairs, capacity, into=into, overlap_previous=overlap_previous)
 
 
-def lists_take_room(device: torch.device) -> bool:
+def allows_spare_capacity(device: torch.device) -> bool:
     """May lists be longer than what they hold? Then they can be made before the host knows their sizes."""
     return device.type == "cuda" and _has_triton()
 
@@ -167,9 +167,9 @@ def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Se
     return _lists("sent_rows", token_ids_N.is_cuda).sent_rows(token_ids_N, pair_starts_Q, num_tokens)
 
 
-def needed_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
-    """`needed_rows` of kernels/sent_rows.py, likewise."""
-    return _lists("sent_rows", token_ids_N.is_cuda).needed_rows(token_ids_N, pair_starts_Q, num_tokens)
+def is_token_in_rank(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
+    """`is_token_in_rank` of kernels/sent_rows.py, likewise."""
+    return _lists("sent_rows", token_ids_N.is_cuda).is_token_in_rank(token_ids_N, pair_starts_Q, num_tokens)
 
 
 def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
@@ -177,22 +177,22 @@ def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
     return _lists("sent_rows", sent.sent_before.is_cuda).token_lists(sent, num_sent)
 
 
-def host_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, reports_SF: Tensor | None) -> Tensor:
-    """`host_sizes` of kernels/host_sizes.py, likewise."""
-    return _lists("host_sizes", rows_SE.is_cuda).host_sizes(tokens_S, rows_SE, pairs_SE, reports_SF)
+def pack_split_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, status_SF: Tensor | None) -> Tensor:
+    """`pack_split_sizes` of kernels/host_sizes.py, likewise."""
+    return _lists("host_sizes", rows_SE.is_cuda).pack_split_sizes(tokens_S, rows_SE, pairs_SE, status_SF)
 
 
-def report_of(
-    counts_E: Tensor, num_tokens: int, condition: int, *, bad_logits: Tensor | None = None, draw: Tensor | None = None
+def pack_rank_status(
+    counts_E: Tensor, num_tokens: int, status: int, *, bad_logits: Tensor | None = None, seed: Tensor | None = None
 ) -> Tensor:
-    """`report_of` of kernels/reports.py, likewise."""
+    """`pack_rank_status` of kernels/reports.py, likewise."""
     module = _lists("reports", counts_E.is_cuda)
-    return module.report_of(counts_E, num_tokens, condition, bad_logits=bad_logits, draw=draw)
+    return module.pack_rank_status(counts_E, num_tokens, status, bad_logits=bad_logits, seed=seed)
 
 
-def void_unless(counts_SE: Tensor, conditions_S: Tensor, healthy: int) -> None:
-    """`void_unless` of kernels/reports.py, likewise."""
-    _lists("reports", counts_SE.is_cuda).void_unless(counts_SE, conditions_S, healthy)
+def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> None:
+    """`zero_counts_on_error` of kernels/reports.py, likewise."""
+    _lists("reports", counts_SE.is_cuda).zero_counts_on_error(counts_SE, status_S, healthy)
 
 
 @functools.cache
@@ -232,37 +232,37 @@ def _router_linear_on_gpu(device: torch.device) -> RouterLinear | None:
 
 
 class PlanKernel(Protocol):
-    """One rank's part of the plan, with the contracts of `plan_for` and `plan_within` of dispatch/{plan,room}.py."""
+    """One rank's part of the plan, with the contracts of `plan_for` and `bounded_plan` of dispatch/{plan,room}.py."""
 
     def rank_plan(self, rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> RankPlan: ...
 
-    def plan_within(self, plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan: ...
+    def bounded_plan(self, plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan: ...
 
 
 def plan_kernel(device: torch.device) -> PlanKernel | None:
     """The GPU's plan where Triton is installed; None where dispatch's plain torch must do."""
-    return cast(PlanKernel, _lists("plan", on_gpu=True)) if lists_take_room(device) else None
+    return cast(PlanKernel, _lists("plan", on_gpu=True)) if allows_spare_capacity(device) else None
 
 
-def decision_kernel(device: torch.device) -> DecisionKernel | None:
+def rounding_kernel(device: torch.device) -> RoundingKernel | None:
     """The GPU's rounding decision where Triton is installed; None where the router's plain torch must do."""
-    return cast(DecisionKernel, _lists("decision", on_gpu=True)) if lists_take_room(device) else None
+    return cast(RoundingKernel, _lists("decision", on_gpu=True)) if allows_spare_capacity(device) else None
 
 
 class PeerKernels(Protocol):
     """Kernels that write into the memory of other ranks; see kernels/cuda/peer_{gather,meeting,pairs,rows}.py."""
 
-    PLACES: int
-    announce: Callable[..., None]
-    take_all: Callable[..., Tensor]
+    NUM_SLOTS: int
+    all_gather_start: Callable[..., None]
+    all_gather_wait: Callable[..., Tensor]
     push_lists: Callable[..., None]
-    push_values: Callable[..., None]
+    push_scalars: Callable[..., None]
     push_rows: Callable[..., None]
-    come: Callable[..., None]
-    go: Callable[..., None]
-    push_sums: Callable[..., None]
-    sum_sent: Callable[..., Tensor]
-    take_values: Callable[..., Tensor]
+    acquire_peers: Callable[..., None]
+    release_peers: Callable[..., None]
+    combine_push: Callable[..., None]
+    combine_reduce: Callable[..., Tensor]
+    collect_scalars: Callable[..., Tensor]
 
 
 @functools.cache
@@ -270,26 +270,26 @@ def peer_kernels() -> PeerKernels:
     return cast(PeerKernels, import_module("sonic_ep.kernels.cuda.peer_kernels"))
 
 
-class SelectionKernels(Protocol):
+class SelectKernels(Protocol):
     """The lists of a selection, with the contract of the functions of the same names in routers/selection.py."""
 
     def chosen_pairs(self, topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def begin_selection(
+    def start_selection(
         self, scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
     ) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]: ...
 
 
-def selection_kernels(device: torch.device) -> SelectionKernels | None:
+def select_kernels(device: torch.device) -> SelectKernels | None:
     """The GPU's selection where Triton is installed; None where the router's plain torch must do."""
-    return _selection_on_gpu() if device.type == "cuda" else None
+    return _select_on_gpu() if device.type == "cuda" else None
 
 
 @functools.cache
-def _selection_on_gpu() -> SelectionKernels | None:
+def _select_on_gpu() -> SelectKernels | None:
     if not _has_triton():
         return None
-    return cast(SelectionKernels, import_module("sonic_ep.kernels.cuda.selection"))
+    return cast(SelectKernels, import_module("sonic_ep.kernels.cuda.selection"))
 
 
 @functools.cache
@@ -312,8 +312,8 @@ def _obstacle(device: torch.device, dtype: torch.dtype, aligned: bool, activatio
         return f"the kernels compute in bfloat16 and float16, the rows are {dtype}"
     if not aligned:
         return f"hidden size and expert width must be multiples of {COLUMN_MULTIPLE}"
-    if missing := missing_extra("cuda", *CUDA_MODULES):
-        return missing
+    if lost_peer := missing_extra("cuda", *CUDA_MODULES):
+        return lost_peer
     if wrong := import_module("sonic_ep.kernels.cuda.versions").problem_with_versions():
         return wrong
     if activation not in import_module("sonic_ep.kernels.cuda.operations").ACTIVATION_NAMES:

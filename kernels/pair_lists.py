@@ -66,13 +66,13 @@ class RankPlan(NamedTuple):
 class PairBuffer:
     """What every row of the pair buffer computes, and where its pairs stand. Index lists are int32.
 
-    row_of_pair_P: received row; padding repeats its chunk's last real pair. gates_P: weight, zero on padding.
+    row_of_pair_P: received row; padding repeats its chunk's last real pair. weights_P: weight, zero on padding.
     slot_V: pair-buffer row of each received pair, in arrival order. pairs_by_row_V, pair_starts_R: real pairs grouped
     by received row, ascending, and (R + 1) exclusive prefix sums.
     """
 
     row_of_pair_P: Tensor
-    gates_P: Tensor
+    weights_P: Tensor
     slot_V: Tensor
     pairs_by_row_V: Tensor
     pair_starts_R: Tensor
@@ -89,15 +89,15 @@ def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
 
 
 def pair_lists(
-    chunks: Chunks, row_in_source_V: Tensor, gates_V: Tensor, row_starts_S: Tensor | None, num_rows: int
+    chunks: Chunks, row_in_source_V: Tensor, weights_V: Tensor, row_starts_S: Tensor | None, num_rows: int
 ) -> PairBuffer:
     """The lists of a pair buffer from what was received.
 
-    Shapes:  row_in_source_V (V,) int32 and gates_V (V,), any floating dtype, in arrival order; row_starts_S of
+    Shapes:  row_in_source_V (V,) int32 and weights_V (V,), any floating dtype, in arrival order; row_starts_S of
              `row_starts`, or None for a single source; num_rows is R.
     """
     rows_C, pairs_C, tiled_C, tiles_C, tail_C, first_pair_C = chunks.table_FC.long().unbind()
-    device = gates_V.device
+    device = weights_V.device
     chunk_P = torch.repeat_interleave(rows_C, output_size=chunks.num_rows)
     index_P = torch.arange(chunks.num_rows, device=device) - (rows_C.cumsum(0) - rows_C)[chunk_P]
     slot_P = index_P + torch.where(index_P < tiled_C[chunk_P], tiles_C[chunk_P], (tail_C - tiled_C)[chunk_P])
@@ -109,32 +109,32 @@ def pair_lists(
         row_V = row_V + row_starts_S[_source_of_pair(chunks)]
     row_of_pair_P = torch.empty_like(slot_P, dtype=INDEX_DTYPE)
     row_of_pair_P[slot_P] = row_V[pair_P].to(INDEX_DTYPE)
-    gates_P = gates_V.new_zeros(chunks.num_rows)
-    gates_P[slot_V] = gates_V
+    weights_P = weights_V.new_zeros(chunks.num_rows)
+    weights_P[slot_V] = weights_V
     # A row's pairs arrive by expert, which is their order in the pair buffer too.
     sorted_rows_V, order_V = row_V.sort(stable=True)
     pair_starts_R = torch.searchsorted(sorted_rows_V, torch.arange(num_rows + 1, device=device))
     lists = (slot_V, slot_V[order_V], pair_starts_R)
-    return PairBuffer(row_of_pair_P, gates_P, *(values.to(INDEX_DTYPE) for values in lists))
+    return PairBuffer(row_of_pair_P, weights_P, *(values.to(INDEX_DTYPE) for values in lists))
 
 
 def values_of_pairs(
-    parts_PN: Tensor,
+    parts_PZ: Tensor,
     slot_V: Tensor,
     num_pairs: Tensor,
-    room: int,
+    capacity: int,
     *,
     into: Tensor | None = None,
-    beside: bool = False,
+    overlap_previous: bool = False,
 ) -> Tensor:
     """(room,) the value of each received pair, in arrival order, and zeros behind them.
 
     parts_PN: whose rows sum to the values. slot_V: of a PairBuffer; num_pairs: (1,) how many of its entries count, V
-    and `room` at most. into: where the values go. beside: as of gather_sum in kernels/reference.py.
+    and `capacity` at most. into: where the values go. beside: as of gather_sum in kernels/reference.py.
     """
-    values_V = parts_PN.index_select(0, slot_V[:room]).sum(1)
-    values = torch.nn.functional.pad(values_V, (0, max(0, room - slot_V.shape[0])))
-    values = values.where(torch.arange(room, device=values.device) < num_pairs, 0)
+    values_V = parts_PZ.index_select(0, slot_V[:capacity]).sum(1)
+    values = torch.nn.functional.pad(values_V, (0, max(0, capacity - slot_V.shape[0])))
+    values = values.where(torch.arange(capacity, device=values.device) < num_pairs, 0)
     return values if into is None else into.copy_(values)
 
 

@@ -22,50 +22,50 @@ class Stage(IntEnum):
     LISTS = 0
     DISPATCH = 1
     COMBINE = 2
-    RETURN_PAIRS = 3
+    COMBINE_SCALARS = 3
     COUNTS = 4
 
 
-MOST_RANKS = 1 << 16  # a report is stage * MOST_RANKS + rank + 1
+MAX_RANKS = 1 << 16  # a report is stage * MAX_RANKS + rank + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class SignalPad:
     """Where the ranks of a group meet.
 
-    flags_S: (S,) int64 addresses of each rank's flags, `flags_of(S)` int64, zero at the start. state: int64 of this
-    rank alone: by stage the number of meetings, of programs that are done and of pieces that these took, and what it
-    reports of a rank that it waited for in vain, after which it waits for nobody. report: (1,) int64, the same where
+    signals_S: (S,) int64 addresses of each rank's flags, `num_signals(S)` int64, zero at the start. state: int64 of
+    this rank alone: by stage the number of meetings, of programs that are done and of pieces that these took, and what
+    it reports of a rank that it waited for in vain, after which it waits for nobody. report: (1,) int64, the same where
     the host can read it while kernels run. patience: nanoseconds to wait for a rank.
     """
 
     rank: int
-    flags_S: Tensor
+    signals_S: Tensor
     state: Tensor
-    report: Tensor
-    patience: int
+    host_status: Tensor
+    timeout: int
 
     @classmethod
-    def of(cls, rank: int, flags_S: Tensor, patience: int) -> Self:
-        state = torch.zeros(3 * len(Stage) + 1, dtype=torch.int64, device=flags_S.device)
-        report = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=flags_S.is_cuda)
-        return cls(rank, flags_S, state, report, patience)
+    def of(cls, rank: int, signals_S: Tensor, timeout: int) -> Self:
+        state = torch.zeros(3 * len(Stage) + 1, dtype=torch.int64, device=signals_S.device)
+        host_status = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=signals_S.is_cuda)
+        return cls(rank, signals_S, state, host_status, timeout)
 
     @property
     def size(self) -> int:
-        return self.flags_S.shape[0]
+        return self.signals_S.shape[0]
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
         """What every kernel of a stage takes, in its order."""
-        return self.flags_S, self.state, self.report, self.patience, self.rank
+        return self.signals_S, self.state, self.host_status, self.timeout, self.rank
 
-    def missing(self) -> tuple[Stage, int] | None:
+    def lost_peer(self) -> tuple[Stage, int] | None:
         """The stage at which a rank was waited for in vain, and that rank; None while all is well. Does not wait."""
-        report = int(self.report.numpy()[0])
-        return (Stage(report // MOST_RANKS), report % MOST_RANKS - 1) if report else None
+        host_status = int(self.host_status.numpy()[0])
+        return (Stage(host_status // MAX_RANKS), host_status % MAX_RANKS - 1) if host_status else None
 
 
-def flags_of(size: int) -> int:
+def num_signals(size: int) -> int:
     """int64 flags of each rank of `size`: by stage, ready or arrived, and source rank."""
     return 2 * len(Stage) * size

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.activations import Activation, concatenate, interleave_apart
+from sonic_ep.kernels.activations import Activation, concatenate, interleave_split
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -46,7 +46,7 @@ def up_projection(
     w1: (e, J, H), or with `up_eIH` the gate alone, (e, I, H). Returns h_PJ and a_PI in the dtype of x.
     Source: SonicMoE, arXiv 2512.14080, section 4.
     """
-    w1_eJH = interleave_apart(w1, up_eIH)
+    w1_eJH = interleave_split(w1, up_eIH)
     P, J = row_of_pair_P.shape[0], w1_eJH.shape[1]
     h_PJ = x_RH.new_empty(P, J)
     a_PI = x_RH.new_empty(P, J // 2 if activation.gated else J)
@@ -60,7 +60,7 @@ def up_projection(
 
 
 def down_projection(
-    a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, rounded: bool = False
+    a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, tile_aligned: bool = False
 ) -> Tensor:
     """y_PH = A W2^T + b2: grouped GEMM.
 
@@ -78,22 +78,22 @@ def down_projection_backward(
     w2_eHI: Tensor,
     b2_eH: Tensor | None,
     h_PJ: Tensor,
-    gates_P: Tensor,
+    weights_P: Tensor,
     row_of_pair_P: Tensor,
     expert_starts_e: Tensor,
     activation: Activation,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dA' = dO[row_of_pair] W2 with three epilogues: dH = act'(H) (s dA'), A' = s A, dS = <dA', A> + <dO, b2>.
 
-    A is recomputed from H, Y is never needed. gates_P: s. Returns dh_PJ and scaled_a_PI in the dtype of H, ds_PN,
+    A is recomputed from H, Y is never needed. weights_P: s. Returns dh_PJ and scaled_a_PI in the dtype of H, ds_PN,
     parts (one here) whose sum is dS, in that of the gates. Source: SonicMoE, arXiv 2512.14080, section 3.2.
     """
     dh_PJ = torch.empty_like(h_PJ)
     scaled_a_PI = h_PJ.new_empty(h_PJ.shape[0], w2_eHI.shape[2])
-    ds_P = torch.empty_like(gates_P)
+    ds_P = torch.empty_like(weights_P)
     for expert, rows in _experts(expert_starts_e):
         do = _up(do_RH.index_select(0, row_of_pair_P[rows]))
-        h, s = _up(h_PJ[rows]), _up(gates_P[rows])[:, None]
+        h, s = _up(h_PJ[rows]), _up(weights_P[rows])[:, None]
         da = do @ _up(w2_eHI[expert])
         a = activation.forward(h)
         ds = (da * a).sum(1)
@@ -104,10 +104,10 @@ def down_projection_backward(
 
 
 def up_projection_backward(
-    dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None, *, rounded: bool = False
+    dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None, *, tile_aligned: bool = False
 ) -> Tensor:
     """dx_PH = dH W1: grouped GEMM, one row a pair; `gather_sum` adds a received row's pairs. w1, rounded: as above."""
-    w1_eJH = interleave_apart(w1, up_eIH)
+    w1_eJH = interleave_split(w1, up_eIH)
     dx_PH = dh_PJ.new_empty(dh_PJ.shape[0], w1_eJH.shape[2])
     for expert, rows in _experts(expert_starts_e):
         dx_PH[rows] = _up(dh_PJ[rows]) @ _up(w1_eJH[expert])
@@ -121,9 +121,9 @@ def weight_grad(
     expert_starts_e: Tensor,
     *,
     transposed: bool = False,
-    halves: bool = False,
+    split_gate_up: bool = False,
     out_eAB: Tensor | None = None,
-    beside: bool = False,
+    reserve_sms: bool = False,
 ) -> Tensor:
     """Per expert, left^T right[row_of_pair]: (e, A, B), a grouped GEMM over rows (varlen-K) with a gathered operand.
 
@@ -132,8 +132,8 @@ def weight_grad(
     out_eAB: accumulate into this buffer instead (a main_grad, usually fp32), and return it.
     beside: a GPU's kernel leaves multiprocessors to a gather_sum of P rows as wide as `right`, launched right after it.
     """
-    assert not (halves and (transposed or out_eAB is not None))
-    if halves:
+    assert not (split_gate_up and (transposed or out_eAB is not None))
+    if split_gate_up:
         left_PA = concatenate(left_PA)
     A, B = left_PA.shape[1], right_RB.shape[1]
     e = expert_starts_e.shape[0] - 1
@@ -152,12 +152,12 @@ def bias_grad(values_PB: Tensor, expert_starts_e: Tensor) -> Tensor:
     return out
 
 
-def gathered_bias_grad(do_RH: Tensor, gates_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:
+def gathered_bias_grad(do_RH: Tensor, weights_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:
     """db2: (e, H) sum of each expert's s * dO[row_of_pair]."""
     out = do_RH.new_zeros(expert_starts_e.shape[0] - 1, do_RH.shape[1])
     for expert, rows in _experts(expert_starts_e):
         do = _up(do_RH.index_select(0, row_of_pair_P[rows]))
-        out[expert] = gates_P[rows].to(do.dtype) @ do
+        out[expert] = weights_P[rows].to(do.dtype) @ do
     return out
 
 
@@ -168,7 +168,7 @@ def gather_sum(
     weights_P: Tensor | None = None,
     *,
     into: Tensor | None = None,
-    beside: bool = False,
+    overlap_previous: bool = False,
 ) -> Tensor:
     """out[i] = sum over j in starts[i]..starts[i+1]-1 of weights[items[j]] * values[items[j]], in that order.
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 # The fields before the counts, and their number.
-TOKENS, CONDITION, DRAW = range(3)
+TOKENS, STATUS, SEED = range(3)
 HEADER = 3
 # What each logit that is not finite adds to a condition.
 BAD_LOGIT = 32
 
 
-def report_of(
-    counts_E: Tensor, num_tokens: int, condition: int, *, bad_logits: Tensor | None = None, draw: Tensor | None = None
+def pack_rank_status(
+    counts_E: Tensor, num_tokens: int, status: int, *, bad_logits: Tensor | None = None, seed: Tensor | None = None
 ) -> Tensor:
     """(F + E,) int64, made on the device of the int64 counts: nothing is copied there, so a CUDA graph may capture it.
 
@@ -25,14 +25,14 @@ def report_of(
     """
     header_F = counts_E.new_zeros(HEADER)
     header_F[TOKENS].fill_(num_tokens)
-    header_F[CONDITION].fill_(condition)
+    header_F[STATUS].fill_(status)
     if bad_logits is not None:
-        header_F[CONDITION].add_(bad_logits, alpha=BAD_LOGIT)
-    if draw is not None:
-        header_F[DRAW].copy_(draw)
+        header_F[STATUS].add_(bad_logits, alpha=BAD_LOGIT)
+    if seed is not None:
+        header_F[SEED].copy_(seed)
     return torch.cat([header_F, counts_E])
 
 
-def void_unless(counts_SE: Tensor, conditions_S: Tensor, healthy: int) -> None:
+def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> None:
     """Make all counts zero, in place, unless each rank's condition is `healthy`. All int64."""
-    counts_SE.masked_fill_((conditions_S != healthy).any(), 0)
+    counts_SE.masked_fill_((status_S != healthy).any(), 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from sonic_ep.config import RouterConfig
 
 
-class FusedChoice(NamedTuple):
+class FusedTopK(NamedTuple):
     """scores_TE, ranking_TE: fp32, one and the same tensor without an expert bias. allowed_TE: bool, None without group
     limits. topk_ids_TK: int64, best first. counts_E: int64. entropy_T: fp32, of each token's scores as a distribution.
     bad_logits: () int64, None if not asked for.
@@ -35,13 +35,13 @@ class Losses(NamedTuple):
 
 
 class PairGradients(NamedTuple):
-    """token_ids_N, expert_ids_N: integers, no pair twice; token -1 where an entry is spare. dgates_N: fp32 gradient of
-    their weights.
+    """token_ids_N, expert_ids_N: integers, no pair twice; token -1 where an entry is spare. dweights_N: fp32 gradient
+    of their weights.
     """
 
     token_ids_N: Tensor
     expert_ids_N: Tensor
-    dgates_N: Tensor
+    dweights_N: Tensor
 
 
 class LossGradient(NamedTuple):
@@ -52,15 +52,15 @@ class LossGradient(NamedTuple):
 
 
 class RouterOperations(Protocol):
-    """Operations on fp32 logits of at least one token, but for `choose`. They record no gradient."""
+    """Operations on fp32 logits of at least one token, but for `compute_topk`. They record no gradient."""
 
-    def choose(self, logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedChoice:
+    def compute_topk(self, logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedTopK:
         """The scores, and the choice by them: exactly `top_experts(ranking_TE, allowed_TE, K)` of routers/selection.py
         with the best groups of `ranking_TE` allowed. A softmax may differ from torch's in the last bits.
         """
         ...
 
-    def gates_of_pairs(
+    def weights_of_pairs(
         self, scores_TE: Tensor, topk_ids_TK: Tensor, token_ids_N: Tensor, expert_ids_N: Tensor, config: RouterConfig
     ) -> Tensor:
         """(N,) fp32 weights by the rules of routers/topk.py. A pair is chosen if its expert is in its token's top K.
@@ -111,11 +111,11 @@ class RouterLinear(Protocol):
         *,
         of_x: bool,
         of_weight: bool,
-        others_TH: Tensor | None = None,
+        dx_others_TH: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """(T, H) bf16 gradient of x, off by about 2^-16 sum |dlogits| |w| before it is rounded; (E, H) fp32 gradient of
         the weight, off as the logits are, with T in place of H.
 
-        others_TH: contiguous, like x; the gradient of x is added to it in place, before it is rounded.
+        dx_others_TH: contiguous, like x; the gradient of x is added to it in place, before it is rounded.
         """
         ...

@@ -28,7 +28,7 @@ class SentRows:
     row_of_pair_N: Tensor
     sent_before: Tensor
     copies_T: Tensor
-    num_owners: int
+    num_dst: int
 
     @property
     def num_tokens(self) -> int:
@@ -37,7 +37,7 @@ class SentRows:
     @property
     def row_starts_Q(self) -> Tensor:
         """(Q + 1,): the first row for each owner, and U."""
-        return self.sent_before.as_strided((self.num_owners + 1,), (self.num_tokens,))
+        return self.sent_before.as_strided((self.num_dst + 1,), (self.num_tokens,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,12 @@ class TokenLists:
     sent_starts_T: Tensor
 
 
-def needed_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
+def is_token_in_rank(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
     """(Q * T,) int32: does owner q need the row of token t, 1 or 0 at q * T + t? See `sent_rows`."""
     tokens_N = token_ids_N.long()
-    return _needed(_owner_of_pair(tokens_N, pair_starts_Q), tokens_N, pair_starts_Q.shape[0] - 1, num_tokens).flatten()
+    return _token_in_rank(
+        _dst_of_pair(tokens_N, pair_starts_Q), tokens_N, pair_starts_Q.shape[0] - 1, num_tokens
+    ).flatten()
 
 
 def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> SentRows:
@@ -65,28 +67,28 @@ def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Se
     token_ids_N: (N,) int32, pairs by owner. pair_starts_Q: (Q + 1,) int32, the first pair of each owner, and N.
     """
     Q, tokens_N = pair_starts_Q.shape[0] - 1, token_ids_N.long()
-    owner_N = _owner_of_pair(tokens_N, pair_starts_Q)
-    needed_QT = _needed(owner_N, tokens_N, Q, num_tokens)
-    row_QT = needed_QT.cumsum(1) - 1
-    sent_before = torch.nn.functional.pad(needed_QT.flatten().cumsum(0), (1, 0))
-    copies_T = torch.nn.functional.pad(needed_QT.sum(0), (1, 0))
-    return SentRows(*(v.to(INDEX_DTYPE) for v in (row_QT[owner_N, tokens_N], sent_before, copies_T)), num_owners=Q)
+    dst_N = _dst_of_pair(tokens_N, pair_starts_Q)
+    is_token_in_rank_QT = _token_in_rank(dst_N, tokens_N, Q, num_tokens)
+    row_QT = is_token_in_rank_QT.cumsum(1) - 1
+    sent_before = torch.nn.functional.pad(is_token_in_rank_QT.flatten().cumsum(0), (1, 0))
+    copies_T = torch.nn.functional.pad(is_token_in_rank_QT.sum(0), (1, 0))
+    return SentRows(*(v.to(INDEX_DTYPE) for v in (row_QT[dst_N, tokens_N], sent_before, copies_T)), num_dst=Q)
 
 
-def _owner_of_pair(tokens_N: Tensor, pair_starts_Q: Tensor) -> Tensor:
+def _dst_of_pair(tokens_N: Tensor, pair_starts_Q: Tensor) -> Tensor:
     return torch.repeat_interleave(pair_starts_Q.diff(), output_size=tokens_N.shape[0])
 
 
-def _needed(owner_N: Tensor, tokens_N: Tensor, Q: int, T: int) -> Tensor:
+def _token_in_rank(dst_N: Tensor, tokens_N: Tensor, Q: int, T: int) -> Tensor:
     """(Q, T) int32."""
-    needed_QT = torch.zeros(Q, T, dtype=INDEX_DTYPE, device=tokens_N.device)
-    needed_QT[owner_N, tokens_N] = 1
-    return needed_QT
+    is_token_in_rank_QT = torch.zeros(Q, T, dtype=INDEX_DTYPE, device=tokens_N.device)
+    is_token_in_rank_QT[dst_N, tokens_N] = 1
+    return is_token_in_rank_QT
 
 
 def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
     """The lists of sent rows; num_sent is U."""
-    needed_QT = sent.sent_before.diff().view(sent.num_owners, sent.num_tokens)
-    token_of_sent_U = torch.nonzero_static(needed_QT, size=num_sent)[:, 1]
+    is_token_in_rank_QT = sent.sent_before.diff().view(sent.num_dst, sent.num_tokens)
+    token_of_sent_U = torch.nonzero_static(is_token_in_rank_QT, size=num_sent)[:, 1]
     lists = (token_of_sent_U, token_of_sent_U.argsort(stable=True), sent.copies_T.cumsum(0))
     return TokenLists(*(values.to(INDEX_DTYPE) for values in lists))

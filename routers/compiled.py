@@ -14,16 +14,16 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup, exchange_named
-from sonic_ep.handover import Handover
-from sonic_ep.routers.decision import Situation, decide_selection
-from sonic_ep.routers.replay import DECIDING_OPERATION, in_region, replaying
-from sonic_ep.routers.rounding import most_received, most_rows
-from sonic_ep.routers.topk import Choice, choose, counts_by_score, scores_of
-from sonic_ep.routing import INDEX_DTYPE, Counted, Counts, Selection, SizesOnHost
+from sonic_ep.handover import InFlight
+from sonic_ep.routers.decision import RoutingContext, decide_pairs
+from sonic_ep.routers.replay import DECIDE_PAIRS_OP, in_region, replaying
+from sonic_ep.routers.rounding import max_received, max_rows
+from sonic_ep.routers.topk import TopK, compute_topk, counts_by_score, scores_of
+from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, BalanceCounts, GroupCounts, RoutedPairs
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
-# From `decide_selection` to whoever opens the routing; found by its counts.pairs_SE.
-unread: Handover[SizesOnHost] = Handover(SizesOnHost.check)
+# From `decide_pairs` to whoever opens the routing; found by its counts.pairs_SE.
+pending_sizes: InFlight[AsyncSplitSizes] = InFlight(AsyncSplitSizes.check)
 
 
 def text_of(config: MoEConfig) -> str:
@@ -46,53 +46,53 @@ def constant_config_of(text: str) -> MoEConfig:
 constant_config_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def decide_in_graph(
+def decide_pairs_in_graph(
     logits_TE: Tensor,
     expert_bias_E: Tensor | None,
     counter_E: Tensor | None,
     config_text: str,
-    situation: Situation,
+    context: RoutingContext,
     *,
-    opened_next: bool,
-) -> tuple[Choice, Selection]:
-    """The choice by these logits, as far as weights and losses need it, and `decide_selection`. opened_next: does the
+    dispatched_next: bool,
+) -> tuple[TopK, RoutedPairs]:
+    """The choice by these logits, as far as weights and losses need it, and `decide_pairs`. dispatched_next: does the
     graph open this routing? Then reports are read when it does, if that does no harm."""
-    config, group, training = situation.config, situation.group, situation.training
-    topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, counts, counted, new_counts_E = (
-        torch.ops.sonic_ep.decide_selection(
+    config, group, training = context.config, context.group, context.training
+    topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, counts, balance_counts, new_counts_E = (
+        torch.ops.sonic_ep.decide_pairs(
             logits_TE.detach(),
             expert_bias_E,
             config_text,
             group.name,
             group.size,
-            situation.dtype,
+            context.dtype,
             training,
-            situation.problem,
-            "" if situation.exchange is None else situation.exchange.name,
-            opened_next,
+            context.problem,
+            "" if context.exchange is None else context.exchange.name,
+            dispatched_next,
         )
     )
     if training and counter_E is not None:
         torch.ops.sonic_ep.add_counts(counter_E, new_counts_E)
     T, E = logits_TE.shape
-    most = most_rows(config.rounding, T, config.K, E, group.size, training=training)
-    received = most_received(config.rounding, T, config.K, training=training)
-    selection = Selection(
+    limit = max_rows(config.rounding, T, config.K, E, group.size, training=training)
+    received = max_received(config.rounding, T, config.K, training=training)
+    routed_pairs = RoutedPairs(
         topk_ids_TK,
         token_ids_N,
         expert_ids_N,
         chosen_N,
-        Counts(*counts),
-        most,
+        GroupCounts(*counts),
+        limit,
         received,
-        counted=Counted(*counted) if counted else None,
+        balance_counts=BalanceCounts(*balance_counts) if balance_counts else None,
     )
     scores_TE = scores_of(logits_TE, config.router)
-    return Choice(scores_TE, scores_TE.detach(), None, topk_ids_TK), selection
+    return TopK(scores_TE, scores_TE.detach(), None, topk_ids_TK), routed_pairs
 
 
-@torch.library.custom_op(DECIDING_OPERATION, mutates_args=(), tags=_TAGS)
-def _decide_selection(
+@torch.library.custom_op(DECIDE_PAIRS_OP, mutates_args=(), tags=_TAGS)
+def _decide_pairs(
     logits_TE: Tensor,
     expert_bias_E: Tensor | None,
     config_text: str,
@@ -102,7 +102,7 @@ def _decide_selection(
     training: bool,
     problem: str | None,
     exchange_name: str,
-    opened_next: bool,
+    dispatched_next: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor], Tensor]:
     if torch._C._current_graph_task_id() != -1 and not replaying():
         raise RuntimeError(
@@ -115,35 +115,35 @@ def _decide_selection(
         raise RuntimeError(
             f"nobody holds the exchange {exchange_name!r}: keep what transport_for(group, config) gave, and pass it"
         )
-    situation = Situation(
+    context = RoutingContext(
         config=config, group=group, dtype=dtype, training=training, problem=problem, exchange=exchange
     )
-    choice = choose(logits_TE, expert_bias_E, config.K, config.router)
-    counted = expert_bias_E is not None
-    new_counts_E = torch.zeros(config.E if counted else 0, dtype=torch.int64, device=logits_TE.device)
-    unread.settle(group_name)
-    selection = decide_selection(config, choice, new_counts_E if counted else None, situation)
+    topk = compute_topk(logits_TE, expert_bias_E, config.K, config.router)
+    balance_counts = expert_bias_E is not None
+    new_counts_E = torch.zeros(config.E if balance_counts else 0, dtype=torch.int64, device=logits_TE.device)
+    pending_sizes.flush(group_name)
+    routed_pairs = decide_pairs(config, topk, new_counts_E if balance_counts else None, context)
     # Outputs share no memory with each other or with a region's tape: a graph writes into what it is done with.
     own = torch.clone if in_region() else Tensor.contiguous
-    counts = [values.clone() for values in selection.counts]
-    on_host = selection.on_host
-    if on_host is not None:
-        if not (opened_next and on_host.may_go_unchecked):
-            on_host.check()
-        if opened_next:
-            unread.leave(group_name, Counts(*counts).pairs_SE, on_host)
+    counts = [values.clone() for values in routed_pairs.counts]
+    split_sizes = routed_pairs.split_sizes
+    if split_sizes is not None:
+        if not (dispatched_next and split_sizes.may_launch_unchecked):
+            split_sizes.check()
+        if dispatched_next:
+            pending_sizes.put(group_name, GroupCounts(*counts).pairs_SE, split_sizes)
     return (
-        own(selection.topk_ids_TK),
-        own(selection.token_ids_N),
-        own(selection.expert_ids_N),
-        own(selection.chosen_N),
+        own(routed_pairs.topk_ids_TK),
+        own(routed_pairs.token_ids_N),
+        own(routed_pairs.expert_ids_N),
+        own(routed_pairs.chosen_N),
         counts,
-        [] if selection.counted is None else [tensor.clone() for tensor in selection.counted],
+        [] if routed_pairs.balance_counts is None else [tensor.clone() for tensor in routed_pairs.balance_counts],
         new_counts_E,
     )
 
 
-@_decide_selection.register_fake
+@_decide_pairs.register_fake
 def _(
     logits_TE: Tensor,
     expert_bias_E: Tensor | None,
@@ -154,18 +154,18 @@ def _(
     training: bool,
     problem: str | None,
     exchange_name: str,
-    opened_next: bool,
+    dispatched_next: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor], Tensor]:
     (T, E), S, config = logits_TE.shape, ep_size, config_of(config_text)
     N = torch.library.get_ctx().new_dynamic_size()
-    counted = ((T, config.K), (S, E)) if counts_by_score(config.router) else ()
+    balance_counts = ((T, config.K), (S, E)) if counts_by_score(config.router) else ()
     return (
         logits_TE.new_empty(T, config.K, dtype=torch.int64),
         logits_TE.new_empty(N, dtype=INDEX_DTYPE),
         logits_TE.new_empty(N, dtype=torch.int64),
         logits_TE.new_empty(N, dtype=torch.bool),
         [logits_TE.new_empty(shape, dtype=torch.int64) for shape in ((S, E), (S, E), (S, E), (S,), (S,), ())],
-        [logits_TE.new_empty(shape, dtype=torch.int64) for shape in counted],
+        [logits_TE.new_empty(shape, dtype=torch.int64) for shape in balance_counts],
         logits_TE.new_empty(0 if expert_bias_E is None else E, dtype=torch.int64),
     )
 
@@ -176,7 +176,7 @@ def _add_counts(counter_E: Tensor, counts_E: Tensor) -> None:
     counter_E += counts_E
 
 
-@torch.library.custom_op("sonic_ep::keep_experts", mutates_args=("counter_E",))
-def _keep_experts(counter_E: Tensor, out_TH: Tensor) -> None:
+@torch.library.custom_op("sonic_ep::prevent_dce", mutates_args=("counter_E",))
+def _prevent_dce(counter_E: Tensor, out_TH: Tensor) -> None:
     """Nothing. But it claims to write to what a module holds, so no graph drops it, nor what made `out_TH`: the experts
     read what the ranks report, which they must even where nobody uses their output."""

@@ -47,7 +47,7 @@ def linear(
 class _Plain:
     """Without kernels: one GEMM in the dtype of the weight, with the contract of RouterLinear but its bounds.
 
-    others_TH only where the weight has the dtype of x.
+    dx_others_TH only where the weight has the dtype of x.
     """
 
     def logits(self, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
@@ -61,11 +61,11 @@ class _Plain:
         *,
         of_x: bool,
         of_weight: bool,
-        others_TH: Tensor | None = None,
+        dx_others_TH: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         dx_TH = None
-        if of_x and others_TH is not None:
-            dx_TH = others_TH.addmm_(dlogits_TE, weight_EH)
+        if of_x and dx_others_TH is not None:
+            dx_TH = dx_others_TH.addmm_(dlogits_TE, weight_EH)
         elif of_x:
             dx_TH = (dlogits_TE @ weight_EH).to(x_TH.dtype)
         return dx_TH, dlogits_TE.T @ x_TH.to(dlogits_TE.dtype) if of_weight else None
@@ -90,15 +90,15 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dlogits_TE, others_TH = grad_outputs
+        dlogits_TE, dx_others_TH = grad_outputs
         if dlogits_TE is None:
-            return others_TH, None, None, None
+            return dx_others_TH, None, None, None
         x_TH, weight_EH = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        others_TH = None if others_TH is None else others_TH.contiguous()
+        dx_others_TH = None if dx_others_TH is None else dx_others_TH.contiguous()
         with torch.autocast(x_TH.device.type, enabled=False):
             dx_TH, dweight_EH = ctx.operations.gradients(
-                dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight, others_TH=others_TH
+                dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight, dx_others_TH=dx_others_TH
             )
         return dx_TH, dweight_EH, dlogits_TE.sum(0) if of_bias else None, None
 
@@ -133,7 +133,7 @@ def _(dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, of_x: bool, of_weight
     return x_TH.new_empty(x_TH.shape if of_x else 0), weight_EH.new_empty(weight_EH.shape if of_weight else 0)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -144,4 +144,4 @@ def _differentiate(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(grad if needed else None for grad, needed in zip(grads, needs, strict=True))
 
 
-_linear.register_autograd(_differentiate, setup_context=_keep)
+_linear.register_autograd(_differentiate, setup_context=_save_for_backward)

@@ -16,65 +16,67 @@ from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.operations import router_operations
 from sonic_ep.kernels.router import Losses, LossGradient, PairGradients, RouterOperations
 from sonic_ep.routers.balance import balance_loss, z_loss
-from sonic_ep.routers.topk import Choice, gates_of_pairs
-from sonic_ep.routing import Counted, Selection
+from sonic_ep.routers.topk import TopK, weights_of_pairs
+from sonic_ep.routing import BalanceCounts, RoutedPairs
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     scores_TE: Tensor
-    selection: Selection
+    routed_pairs: RoutedPairs
     sequence_length: int
     config: RouterConfig
     operations: RouterOperations
 
 
 def weights_and_losses(
-    logits_TE: Tensor, choice: Choice, selection: Selection, sequence_length: int, config: RouterConfig
+    logits_TE: Tensor, topk: TopK, routed_pairs: RoutedPairs, sequence_length: int, config: RouterConfig
 ) -> tuple[Tensor, Tensor]:
-    """(N,) combine weights of the selected pairs, and () balance loss plus z-loss; see gates_of_pairs and balance.py.
+    """(N,) combine weights of the selected pairs, and () balance loss plus z-loss; see weights_of_pairs and balance.py.
 
-    choice: of these logits, by the K experts of `selection.topk_ids_TK`.
+    choice: of these logits, by the K experts of `routed_pairs.topk_ids_TK`.
     """
-    operations = router_operations(logits_TE, selection.topk_ids_TK.shape[1])
+    operations = router_operations(logits_TE, routed_pairs.topk_ids_TK.shape[1])
     if operations is None or logits_TE.shape[0] == 0:
-        gates_N = gates_of_pairs(choice, selection.token_ids_N, selection.expert_ids_N, selection.chosen_N, config)
-        balance = balance_loss(choice.scores_TE, _counted(selection), sequence_length, config)
-        return gates_N, balance + z_loss(logits_TE, config)
-    call = _Call(choice.scores_TE.detach(), selection, sequence_length, config, operations)
+        weights_N = weights_of_pairs(
+            topk, routed_pairs.token_ids_N, routed_pairs.expert_ids_N, routed_pairs.chosen_N, config
+        )
+        balance = balance_loss(topk.scores_TE, _balance_counts(routed_pairs), sequence_length, config)
+        return weights_N, balance + z_loss(logits_TE, config)
+    call = _Call(topk.scores_TE.detach(), routed_pairs, sequence_length, config, operations)
     return _WeightsAndLosses.apply(logits_TE, call)
 
 
-def _counted(selection: Selection) -> Counted:
-    return selection.counted or Counted(selection.topk_ids_TK, selection.counts.chosen_SE)
+def _balance_counts(routed_pairs: RoutedPairs) -> BalanceCounts:
+    return routed_pairs.balance_counts or BalanceCounts(routed_pairs.topk_ids_TK, routed_pairs.counts.chosen_SE)
 
 
 class _WeightsAndLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        chosen, config = call.selection, call.config
-        gates_N = call.operations.gates_of_pairs(
+        chosen, config = call.routed_pairs, call.config
+        weights_N = call.operations.weights_of_pairs(
             call.scores_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, config
         )
         losses = _losses(logits_TE, call)
         ctx.save_for_backward(logits_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, losses.dshares_BE)
         ctx.config, ctx.operations = config, call.operations
         ctx.set_materialize_grads(False)
-        return gates_N, losses.value
+        return weights_N, losses.value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dgates_N, dloss = grad_outputs
+        dweights_N, dloss = grad_outputs
         logits_TE, topk_ids_TK, token_ids_N, expert_ids_N, dshares_BE = ctx.saved_tensors
-        pairs = None if dgates_N is None else PairGradients(token_ids_N, expert_ids_N, dgates_N)
+        pairs = None if dweights_N is None else PairGradients(token_ids_N, expert_ids_N, dweights_N)
         loss = None if dloss is None else LossGradient(dloss, dshares_BE)
         return ctx.operations.logits_gradient(logits_TE, topk_ids_TK, pairs, loss, ctx.config), None
 
 
 def _losses(logits_TE: Tensor, call: _Call) -> Losses:
-    config, counted, T = call.config, _counted(call.selection), logits_TE.shape[0]
+    config, balance_counts, T = call.config, _balance_counts(call.routed_pairs), logits_TE.shape[0]
     if config.balance == "none" and config.z_loss_coef == 0:
         return Losses(logits_TE.new_zeros(()), None)
     B = T // call.sequence_length if config.balance == "sequence" else 1
-    return call.operations.losses(logits_TE, *counted, B, config)
+    return call.operations.losses(logits_TE, *balance_counts, B, config)

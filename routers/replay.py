@@ -12,10 +12,10 @@ from typing import Any, final
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from sonic_ep.routing import Selection
+from sonic_ep.routing import RoutedPairs
 
 # The operation that decides in a compiled graph (compiled.py).
-DECIDING_OPERATION = "sonic_ep::decide_selection"
+DECIDE_PAIRS_OP = "sonic_ep::decide_pairs"
 
 
 @final
@@ -23,19 +23,19 @@ class _Tape:
     """Selections of one forward region, in order, for each router."""
 
     def __init__(self) -> None:
-        self.selections: dict[int, list[Selection]] = {}
+        self.recorded_pairs: dict[int, list[RoutedPairs]] = {}
         self.replayed: dict[int, int] = {}
 
-    def next(self, router: object) -> Selection:
+    def next(self, router: object) -> RoutedPairs:
         position = self.replayed.get(id(router), 0)
-        selections = self.selections.get(id(router), [])
-        if position >= len(selections):
+        recorded_pairs = self.recorded_pairs.get(id(router), [])
+        if position >= len(recorded_pairs):
             raise RuntimeError(
                 f"a recomputed region calls a router {position + 1} times, its first forward called it "
-                f"{len(selections)} times"
+                f"{len(recorded_pairs)} times"
             )
         self.replayed[id(router)] = position + 1
-        return selections[position]
+        return recorded_pairs[position]
 
 
 @final
@@ -58,7 +58,7 @@ class _Region:
 _REGIONS: ContextVar[tuple[_Region, ...]] = ContextVar("sonic_ep_regions", default=())
 
 
-def replayed_selection(router: object) -> Selection | None:
+def replayed_pairs(router: object) -> RoutedPairs | None:
     """The selection that `router` must repeat, or None where it decides for itself."""
     for region in reversed(_REGIONS.get()):
         if region.replays:
@@ -66,11 +66,11 @@ def replayed_selection(router: object) -> Selection | None:
     return None
 
 
-def record_selection(router: object, selection: Selection) -> None:
-    """Keep `selection` for every region that records."""
+def record_pairs(router: object, routed_pairs: RoutedPairs) -> None:
+    """Keep `routed_pairs` for every region that records."""
     for region in _REGIONS.get():
         if not region.replays:
-            region.tape.selections.setdefault(id(router), []).append(selection)
+            region.tape.recorded_pairs.setdefault(id(router), []).append(routed_pairs)
 
 
 def in_region() -> bool:
@@ -89,14 +89,14 @@ def replay_contexts() -> tuple[Any, Any]:
     Example: checkpoint(block, x, use_reentrant=False, context_fn=sonic_ep.replay_contexts)
     """
     if get_proxy_mode() is not None:
-        return create_selective_checkpoint_contexts(_keep_collectives)
+        return create_selective_checkpoint_contexts(_save_collectives)
     tape = _Tape()
     return _Region(tape, replays=False), _Region(tape, replays=True)
 
 
-def _keep_collectives(_context: object, operation: Any, *arguments: object, **__: object) -> CheckpointPolicy:
+def _save_collectives(_context: object, operation: Any, *arguments: object, **__: object) -> CheckpointPolicy:
     if operation.namespace == "sonic_ep":
         of_group = {a.name: value for a, value in zip(operation._schema.arguments, arguments, strict=True)}
-        if operation.name() == DECIDING_OPERATION or of_group.get("ep_size", 1) != 1:
+        if operation.name() == DECIDE_PAIRS_OP or of_group.get("ep_size", 1) != 1:
             return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.kernels.decision import RoundingRule
-from sonic_ep.kernels.operations import decision_kernel
+from sonic_ep.kernels.operations import rounding_kernel
 
 CHUNK_MULTIPLES = (128, 64, 32, 16)
 # Share of changed assignments that "auto" accepts; 0.066 puts rho = 2 at t = 64, where the paper's quality holds.
@@ -39,7 +39,7 @@ _SEARCH_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RoundedCounts:
     """What every rank sends to every expert. All int64, on the device of the counts.
 
     rows_SE: n[R, E], rows of each chunk, a multiple of t. pairs_SE: how many of them are real; the rest is padding.
@@ -74,7 +74,7 @@ def chunk_multiples(G: int) -> tuple[int, ...]:
     return tuple(t for t in CHUNK_MULTIPLES if t <= G and G % t == 0) or (G,)
 
 
-def keeps_choice(rounding: RoundingConfig, *, training: bool) -> bool:
+def is_plain_topk(rounding: RoundingConfig, *, training: bool) -> bool:
     """Are the pairs those of plain top-K, whatever the counts?"""
     return not training or (rounding.mode in ("off", "pad") and rounding.capacity_factor is None)
 
@@ -84,7 +84,7 @@ def leaves_sizes_open(rounding: RoundingConfig, *, training: bool) -> bool:
     return training and not (rounding.mode == "off" and rounding.capacity_factor is None)
 
 
-def most_rows(rounding: RoundingConfig, num_tokens: int, K: int, E: int, ep_size: int, *, training: bool) -> int | None:
+def max_rows(rounding: RoundingConfig, num_tokens: int, K: int, E: int, ep_size: int, *, training: bool) -> int | None:
     """What the rows of a rank with `num_tokens` cannot exceed; None where they are its T K pairs exactly.
 
     Alone, a rank rounds each count by less than a unit, to the nearest multiple by half of one at most. Apportionment
@@ -105,7 +105,7 @@ def most_rows(rounding: RoundingConfig, num_tokens: int, K: int, E: int, ep_size
     return num_tokens * K + E * unit
 
 
-def most_received(rounding: RoundingConfig, num_tokens: int, K: int, *, training: bool) -> int | None:
+def max_received(rounding: RoundingConfig, num_tokens: int, K: int, *, training: bool) -> int | None:
     """What the rows of any owner rank cannot exceed if no rank has more than `num_tokens`; None without capacity."""
     if not training or rounding.capacity_factor is None:
         return None
@@ -113,14 +113,14 @@ def most_received(rounding: RoundingConfig, num_tokens: int, K: int, *, training
     return max(num_tokens * K * numerator // denominator, rounding.G)  # one unit always fits
 
 
-def decide(
+def round_counts(
     chosen_SE: Tensor,
     tokens_S: Tensor,
     rounding: RoundingConfig,
     *,
     training: bool = True,
-    draw: Tensor | int = 0,
-) -> Decision:
+    seed: Tensor | int = 0,
+) -> RoundedCounts:
     """Decide n[R, E] from the plain top-K counts of every rank.
 
     Shapes:  chosen_SE (S, E) and tokens_S (S,) int64 on one device. E must be a multiple of S.
@@ -131,11 +131,11 @@ def decide(
     tokens_S1 = tokens_S[:, None]
     if not training or (rounding.mode == "off" and rounding.capacity_factor is None):
         one = torch.ones((), dtype=torch.int64, device=chosen_SE.device)
-        return Decision(chosen_SE, chosen_SE, torch.zeros_like(tokens_S), one)
-    kernel = decision_kernel(chosen_SE.device)
+        return RoundedCounts(chosen_SE, chosen_SE, torch.zeros_like(tokens_S), one)
+    kernel = rounding_kernel(chosen_SE.device)
     if kernel is not None:
-        seed = draw if isinstance(draw, Tensor) else torch.full((), draw, device=chosen_SE.device)
-        return Decision(*kernel.decide(chosen_SE, tokens_S, seed, rule_of(rounding, ep_size, E)))
+        seed_tensor = seed if isinstance(seed, Tensor) else torch.full((), seed, device=chosen_SE.device)
+        return RoundedCounts(*kernel.round_counts(chosen_SE, tokens_S, seed_tensor, rule_of(rounding, ep_size, E)))
     rule, total = rule_of(rounding, ep_size, E), chosen_SE.sum()
     t = torch.full_like(total, rule.t)
     for least, larger_t in rule.thresholds:
@@ -154,7 +154,7 @@ def decide(
             rows_SE = chosen_SE // t * t
         case "stochastic":
             remainder_SE = chosen_SE % t
-            rows_SE = chosen_SE - remainder_SE + t * (_noise(chosen_SE, t, draw) < remainder_SE)
+            rows_SE = chosen_SE - remainder_SE + t * (_noise(chosen_SE, t, seed) < remainder_SE)
         case "apportion":
             rows_SE = _apportion(chosen_SE, tokens_S1, t, rounding.G)
             unit = torch.full_like(t, rounding.G)
@@ -163,14 +163,14 @@ def decide(
     rows_SE = torch.where(pads, _up(chosen_SE, t), rows_SE)
     pairs_SE = torch.minimum(rows_SE, torch.where(pads, chosen_SE, tokens_S1))
     if rule.capacity is None:
-        return Decision(rows_SE, pairs_SE, torch.zeros_like(tokens_S), t)
+        return RoundedCounts(rows_SE, pairs_SE, torch.zeros_like(tokens_S), t)
     numerator, denominator = rule.capacity
     # Rows that one rank may receive: so many times the mean.
     capacity = total * numerator // (denominator * ep_size)
     capped_SE = _fit_capacity(rows_SE, t, torch.where(pads, t, unit), capacity)
-    kept_SE = torch.minimum(pairs_SE, capped_SE)
-    cut_S = (pairs_SE - kept_SE).sum(0).view(ep_size, E // ep_size).sum(1)
-    return Decision(capped_SE, kept_SE, cut_S, t)
+    remaining_SE = torch.minimum(pairs_SE, capped_SE)
+    cut_S = (pairs_SE - remaining_SE).sum(0).view(ep_size, E // ep_size).sum(1)
+    return RoundedCounts(capped_SE, remaining_SE, cut_S, t)
 
 
 def _up(counts: Tensor, unit: Tensor | int) -> Tensor:
@@ -223,11 +223,11 @@ def _ratio(factor: float) -> tuple[int, int]:
 _ratio._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _noise(like: Tensor, below: Tensor, draw: Tensor | int) -> Tensor:
+def _noise(like: Tensor, below: Tensor, seed: Tensor | int) -> Tensor:
     """Integers uniform in 0..below-1, one per (rank, expert): a 32-bit mixing hash of (draw, position)."""
     mask = 0xFFFFFFFF
     index = torch.arange(like.numel(), device=like.device, dtype=torch.int64).view_as(like)
-    mixed = (index * 0x9E3779B1 + (draw * 0x85EBCA6B + 0x165667B1) % 2**32) & mask
+    mixed = (index * 0x9E3779B1 + (seed * 0x85EBCA6B + 0x165667B1) % 2**32) & mask
     for factor in (0x21F0AAAD, 0x735A2D97):
         mixed = ((mixed ^ (mixed >> 16)) * factor) & mask
     return ((mixed ^ (mixed >> 15)) * below) >> 32
@@ -235,10 +235,10 @@ def _noise(like: Tensor, below: Tensor, draw: Tensor | int) -> Tensor:
 
 def _apportion(chosen_SE: Tensor, tokens_S1: Tensor, t: Tensor, G: int) -> Tensor:
     # Room for every rounded total, in padding if need be; none on a rank without tokens.
-    room_S1 = _up(tokens_S1, G) // t
+    caps_S1 = _up(tokens_S1, G) // t
     wanted_E = _nearest(chosen_SE.sum(0), G) // t
     # With the counts' own floors dealt, at most half a G is to be dealt or taken back, at worst by one rank.
-    return t * deal_units(chosen_SE, t, room_S1.expand_as(chosen_SE), wanted_E, search_bits=(3 * G).bit_length())
+    return t * deal_units(chosen_SE, t, caps_S1.expand_as(chosen_SE), wanted_E, search_bits=(3 * G).bit_length())
 
 
 def deal_units(
@@ -279,8 +279,8 @@ def _fit_capacity(rows_SE: Tensor, t: Tensor, unit: Tensor, capacity: Tensor) ->
     columns_eQ = (rows_SE.sum(0) // unit).view(ep_size, E // ep_size).T
     # One unit always fits: a capacity below one tile would starve the rank altogether.
     allowed_Q = torch.minimum((capacity // unit).clamp(min=1), columns_eQ.sum(0))
-    kept_eQ = deal_units(torch.zeros_like(columns_eQ), 1, columns_eQ, allowed_Q)
-    total_E = kept_eQ.T.reshape(E) * unit
+    capped_eQ = deal_units(torch.zeros_like(columns_eQ), 1, columns_eQ, allowed_Q)
+    total_E = capped_eQ.T.reshape(E) * unit
     # In proportion: a rank with few rows for a hot expert must not lose them all.
     shares_SE = rows_SE * total_E // rows_SE.sum(0).clamp(min=1)
     return t * deal_units(shares_SE, t, rows_SE // t, total_E // t)

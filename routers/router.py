@@ -17,13 +17,13 @@ from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.initialization import fill_normal
 from sonic_ep.routers.balance import updated_bias
-from sonic_ep.routers.compiled import constant_config_of, decide_in_graph, text_of
-from sonic_ep.routers.decision import Situation, decide_selection
+from sonic_ep.routers.compiled import constant_config_of, decide_pairs_in_graph, text_of
+from sonic_ep.routers.decision import RoutingContext, decide_pairs
 from sonic_ep.routers.linear import linear
 from sonic_ep.routers.outputs import weights_and_losses
 from sonic_ep.routers.statistics import RoutingStats
-from sonic_ep.routers.topk import Choice, choose
-from sonic_ep.routing import Routing, Selection
+from sonic_ep.routers.topk import TopK, compute_topk
+from sonic_ep.routing import RoutedPairs, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Routed:
 
     routing: Routing
     aux_loss: Tensor
-    choice: Choice
-    selection: Selection
+    topk: TopK
+    routed_pairs: RoutedPairs
     x_TH: Tensor
 
     def stats(self) -> RoutingStats:
-        return RoutingStats(self.choice.entropy_T(), self.selection.token_ids_N, self.selection.counts)
+        return RoutingStats(self.topk.entropy_T(), self.routed_pairs.token_ids_N, self.routed_pairs.counts)
 
 
 def route(
@@ -49,26 +49,26 @@ def route(
     logits_TE: Tensor,
     expert_bias_E: Tensor | None,
     counter_E: Tensor | None,
-    situation: Situation,
+    context: RoutingContext,
     *,
     sequence_length: int,
 ) -> Routed:
-    """From a rank's logits to its routing, outside of compiled graphs. A collective; see decide_selection. x_TH: what
+    """From a rank's logits to its routing, outside of compiled graphs. A collective; see decide_pairs. x_TH: what
     the experts read."""
-    config = situation.config
-    choice = choose(logits_TE, expert_bias_E, config.K, config.router)
-    selection = decide_selection(router, choice, counter_E, situation)
-    if selection.topk_ids_TK is not choice.topk_ids_TK:  # replayed
-        choice = dataclasses.replace(choice, topk_ids_TK=selection.topk_ids_TK, plain_counts_E=None)
-    return _routed(x_TH, logits_TE, choice, selection, config, sequence_length)
+    config = context.config
+    topk = compute_topk(logits_TE, expert_bias_E, config.K, config.router)
+    routed_pairs = decide_pairs(router, topk, counter_E, context)
+    if routed_pairs.topk_ids_TK is not topk.topk_ids_TK:  # replayed
+        topk = dataclasses.replace(topk, topk_ids_TK=routed_pairs.topk_ids_TK, plain_counts_E=None)
+    return _routed(x_TH, logits_TE, topk, routed_pairs, config, sequence_length)
 
 
 def _routed(
-    x_TH: Tensor, logits_TE: Tensor, choice: Choice, selection: Selection, config: MoEConfig, sequence_length: int
+    x_TH: Tensor, logits_TE: Tensor, topk: TopK, routed_pairs: RoutedPairs, config: MoEConfig, sequence_length: int
 ) -> Routed:
-    gates_N, loss = weights_and_losses(logits_TE, choice, selection, sequence_length, config.router)
-    routing = Routing.of(selection, gates_N, logits_TE.shape[0])
-    return Routed(routing, loss, choice, selection, x_TH)
+    weights_N, loss = weights_and_losses(logits_TE, topk, routed_pairs, sequence_length, config.router)
+    routing = Routing.of(routed_pairs, weights_N, logits_TE.shape[0])
+    return Routed(routing, loss, topk, routed_pairs, x_TH)
 
 
 @final
@@ -89,7 +89,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(E, **fp32) if config.router.expert_bias else None)
         self._counts_since_update_E = torch.zeros(config.E, dtype=torch.int64, device=device)
         self._config_text = text_of(config)
-        self.register_load_state_dict_post_hook(_settle)
+        self.register_load_state_dict_post_hook(_reset_after_load)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # A bias that moves by 0.001 a step must stay fp32 when the model is cast to bf16.
@@ -133,14 +133,14 @@ class Router(nn.Module):
         problem: str | None = None,
         exchange: Exchange | None = None,
         meanwhile: Callable[[], None] | None = None,
-        opened_next: bool = False,
+        dispatched_next: bool = False,
     ) -> Routed:
         """Route this rank's tokens. A collective: every rank of the group calls it.
 
         Shapes:  x_TH (T, d); T may be 0 and may differ between ranks. sequence_length: tokens per sequence, for the
                  "sequence" balance loss. problem: why this rank cannot route; all ranks are told and raise it.
                  exchange: how the ranks tell each other their counts; default the group's all-gather. meanwhile: what
-                 to launch while the counts travel; a compiled graph finds the order by itself. opened_next: does
+                 to launch while the counts travel; a compiled graph finds the order by itself. dispatched_next: does
                  the caller hand the routing to `moe` next? A compiled graph can check it there instead of here.
         Raises:  ValueError for `problem`; what other ranks report, when the routing is checked, see `Routing.check`.
                  Until then the group exchanges nothing but what transports send by this routing.
@@ -152,7 +152,7 @@ class Router(nn.Module):
         else:  # whatever it is must not keep this rank from telling the others
             x_TH, expert_bias_E = x_TH[:0], None
             logits_TE = x_TH.new_empty(0, config.E, dtype=torch.promote_types(x_TH.dtype, torch.float32))
-        situation = Situation(
+        context = RoutingContext(
             config=config,
             group=group,
             dtype=x_TH.dtype,
@@ -165,11 +165,11 @@ class Router(nn.Module):
         if torch.compiler.is_compiling():
             if meanwhile is not None:
                 meanwhile()
-            choice, selection = decide_in_graph(
-                logits_TE, expert_bias_E, counter_E, self._config_text, situation, opened_next=opened_next
+            topk, routed_pairs = decide_pairs_in_graph(
+                logits_TE, expert_bias_E, counter_E, self._config_text, context, dispatched_next=dispatched_next
             )
-            return _routed(x_TH, logits_TE, choice, selection, config, sequence_length)
-        return route(self, x_TH, logits_TE, expert_bias_E, counter_E, situation, sequence_length=sequence_length)
+            return _routed(x_TH, logits_TE, topk, routed_pairs, config, sequence_length)
+        return route(self, x_TH, logits_TE, expert_bias_E, counter_E, context, sequence_length=sequence_length)
 
     def _counter(self) -> Tensor:
         """The counts, moved after weights that have moved without `_apply`, as load_state_dict and FSDP move them."""
@@ -184,9 +184,9 @@ class Router(nn.Module):
         yield
         self._counter().copy_(counts_E)
 
-    def keep_experts(self, out_TH: Tensor) -> None:
+    def prevent_dce(self, out_TH: Tensor) -> None:
         """In a compiled graph: drop nothing that made this output of experts, who check the routing."""
-        torch.ops.sonic_ep.keep_experts(self._counts_since_update_E, out_TH.detach())
+        torch.ops.sonic_ep.prevent_dce(self._counts_since_update_E, out_TH.detach())
 
     def _settings(self) -> MoEConfig:
         return constant_config_of(self._config_text) if torch.compiler.is_compiling() else self.config
@@ -206,7 +206,7 @@ class Router(nn.Module):
         self._counts_since_update_E.zero_()  # in place: a captured CUDA graph goes on adding to it
 
 
-def _settle(router: nn.Module, *_: object) -> None:
+def _reset_after_load(router: nn.Module, *_: object) -> None:
     """After load_state_dict: the counts were of another bias, and assign=True may have given it another dtype."""
     assert isinstance(router, Router)
     router._counts_since_update_E.zero_()

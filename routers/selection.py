@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.operations import selection_kernels
+from sonic_ep.kernels.operations import select_kernels
 from sonic_ep.routing import INDEX_DTYPE
 
 _EXPERT_BITS = 12  # E <= 4096
@@ -47,13 +47,13 @@ def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor,
              expert. Returns token ids (N,) int32, expert ids (N,) int64 and (N,) bool: True, all are chosen. N = T K.
     Example: rows [1, 0] and [2, 1] of 3 experts -> tokens [0, 0, 1, 1], experts [0, 1, 1, 2].
     """
-    if (kernels := selection_kernels(topk_ids_TK.device)) is not None:
+    if (kernels := select_kernels(topk_ids_TK.device)) is not None:
         return kernels.chosen_pairs(topk_ids_TK, counts_E)
-    token_ids_N, expert_ids_N = pairs_of_choice(topk_ids_TK)
+    token_ids_N, expert_ids_N = pairs_of_topk(topk_ids_TK)
     return token_ids_N.to(INDEX_DTYPE), expert_ids_N, torch.ones_like(token_ids_N, dtype=torch.bool)
 
 
-def begin_selection(
+def start_selection(
     scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
 ) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
     """What can be done before it is known how many pairs an expert gets; the result, given pairs_E and num_pairs, does
@@ -63,13 +63,13 @@ def begin_selection(
              the tokens chose; the others were added. On a GPU num_pairs may be larger: token -1 and
              expert 0 then fill the end.
     """
-    if (kernels := selection_kernels(scores_TE.device)) is not None:
-        return kernels.begin_selection(scores_TE, topk_ids_TK, allowed_TE)
+    if (kernels := select_kernels(scores_TE.device)) is not None:
+        return kernels.start_selection(scores_TE, topk_ids_TK, allowed_TE)
 
     def selected_pairs(pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
         mask_TE = select_tokens(scores_TE, topk_ids_TK, allowed_TE, pairs_E)
         token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, num_pairs)
-        chosen_N = choice_mask(topk_ids_TK, mask_TE.shape[1])[token_ids_N, expert_ids_N]
+        chosen_N = topk_mask(topk_ids_TK, mask_TE.shape[1])[token_ids_N, expert_ids_N]
         return token_ids_N.to(INDEX_DTYPE), expert_ids_N, chosen_N
 
     return selected_pairs
@@ -83,7 +83,7 @@ def select_tokens(scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | N
     Example: scores of one expert [.1, .9, .5, .7], chosen by tokens 0 and 2, 3 wanted -> tokens 2, 0 and 1.
     """
     T, E = scores_TE.shape
-    chosen_TE = choice_mask(topk_ids_TK, E)
+    chosen_TE = topk_mask(topk_ids_TK, E)
     class_TE = chosen_TE.long() * 2 if allowed_TE is None else chosen_TE.long() * 2 + (~chosen_TE & allowed_TE).long()
     tokens_T1 = torch.arange(T, device=scores_TE.device)[:, None]
     keys_TE = (class_TE << (32 + _TOKEN_BITS)) | (ordered_bits(scores_TE) << _TOKEN_BITS) | (MAX_TOKENS - 1 - tokens_T1)
@@ -92,13 +92,13 @@ def select_tokens(scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | N
     return selected_TE.scatter_(0, order_TE, tokens_T1 < pairs_E[None, :])
 
 
-def choice_mask(topk_ids_TK: Tensor, E: int) -> Tensor:
+def topk_mask(topk_ids_TK: Tensor, E: int) -> Tensor:
     """(T, E) bool: did token T choose expert E?"""
     mask_TE = torch.zeros(topk_ids_TK.shape[0], E, dtype=torch.bool, device=topk_ids_TK.device)
     return mask_TE.scatter_(1, topk_ids_TK, True)
 
 
-def pairs_of_choice(topk_ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+def pairs_of_topk(topk_ids_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Every (token, expert) of a plain top-K choice, by expert, then token: token ids (N,), expert ids (N,), int64."""
     T, K = topk_ids_TK.shape
     expert_ids_N, order_N = topk_ids_TK.flatten().sort(stable=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sonic_ep.routing import Counts
+from sonic_ep.routing import GroupCounts
 
 
 class RoutingStats(NamedTuple):
@@ -21,7 +21,7 @@ class RoutingStats(NamedTuple):
 
     entropy_T: Tensor
     token_ids_N: Tensor
-    counts: Counts
+    counts: GroupCounts
 
     @property
     def entropy(self) -> Tensor:

@@ -13,12 +13,12 @@ from torch.autograd.function import once_differentiable
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.operations import router_operations
-from sonic_ep.kernels.router import FusedChoice, RouterOperations
-from sonic_ep.routers.selection import choice_mask, top_experts
+from sonic_ep.kernels.router import FusedTopK, RouterOperations
+from sonic_ep.routers.selection import top_experts, topk_mask
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TopK:
     """A plain top-K choice.
 
     scores_TE: differentiable scores in the dtype of the logits. ranking_TE: what the choice is made by (scores plus
@@ -71,7 +71,7 @@ def scores_of(logits_TE: Tensor, config: RouterConfig) -> Tensor:
     return logits_TE.softmax(dim=1) if config.score == "softmax" else logits_TE.sigmoid()
 
 
-def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> Choice:
+def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> TopK:
     """Each token's K experts with the highest score (plus bias), among its best groups.
 
     Source: group limits and bias as DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): the bias takes part in the choice
@@ -79,25 +79,25 @@ def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: Rout
     """
     fused = router_operations(logits_TE, K)
     if fused is not None:
-        return _fused_choice(fused, logits_TE, expert_bias_E, K, config)
+        return _fused_topk(fused, logits_TE, expert_bias_E, K, config)
     scores_TE = scores_of(logits_TE, config)
     ranking_TE = scores_TE.detach() if expert_bias_E is None else scores_TE.detach() + expert_bias_E
     allowed_TE = None if config.num_groups == 1 else _experts_of_best_groups(ranking_TE, config)
     bad_logits = (~logits_TE.detach().isfinite()).sum() if config.check_logits else None
     topk_ids_TK = top_experts(ranking_TE, allowed_TE, K)
     by_score_TK = top_experts(scores_TE, None, K) if counts_by_score(config) else None
-    return Choice(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, bad_logits=bad_logits, by_score_TK=by_score_TK)
+    return TopK(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, bad_logits=bad_logits, by_score_TK=by_score_TK)
 
 
-def _fused_choice(
+def _fused_topk(
     operations: RouterOperations, logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig
-) -> Choice:
-    chosen = operations.choose(logits_TE.detach(), expert_bias_E, K, config)
+) -> TopK:
+    chosen = operations.compute_topk(logits_TE.detach(), expert_bias_E, K, config)
     scores_TE = _Scores.apply(logits_TE, chosen, config.score == "softmax")
     by_score_TK = None
     if counts_by_score(config):
-        by_score_TK = operations.choose(logits_TE.detach(), None, K, _score_alone(config)).topk_ids_TK
-    return Choice(
+        by_score_TK = operations.compute_topk(logits_TE.detach(), None, K, _score_alone(config)).topk_ids_TK
+    return TopK(
         scores_TE,
         chosen.ranking_TE,
         chosen.allowed_TE,
@@ -118,7 +118,7 @@ class _Scores(torch.autograd.Function):
     """Scores that a kernel has computed from the logits, with the gradient that they have."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, chosen: FusedChoice, is_softmax: bool) -> Tensor:
+    def forward(ctx: Any, logits_TE: Tensor, chosen: FusedTopK, is_softmax: bool) -> Tensor:
         ctx.is_softmax = is_softmax
         ctx.save_for_backward(chosen.scores_TE)
         return chosen.scores_TE.detach()
@@ -138,11 +138,11 @@ def _experts_of_best_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
     per_group = E // config.num_groups
     scores_Tg = ranking_TE.view(T, config.num_groups, per_group).topk(2, dim=2).values.sum(2)
     groups = top_experts(scores_Tg, None, config.groups_per_token)
-    return choice_mask(groups, config.num_groups).repeat_interleave(per_group, dim=1)
+    return topk_mask(groups, config.num_groups).repeat_interleave(per_group, dim=1)
 
 
-def gates_of_pairs(
-    choice: Choice, token_ids_N: Tensor, expert_ids_N: Tensor, chosen_N: Tensor, config: RouterConfig
+def weights_of_pairs(
+    topk: TopK, token_ids_N: Tensor, expert_ids_N: Tensor, chosen_N: Tensor, config: RouterConfig
 ) -> Tensor:
     """(N,) combine weights, differentiable. Anything for a spare entry.
 
@@ -151,12 +151,12 @@ def gates_of_pairs(
     are already shares of one). Source: SonicMoE, arXiv 2512.14080, section 5.
     """
     # A spare entry has token -1; its weight is never used.
-    pairs_N = (token_ids_N.long() * choice.scores_TE.shape[1] + expert_ids_N).clamp(min=0)
-    gates_N = choice.scores_TE.reshape(-1).index_select(0, pairs_N)
+    pairs_N = (token_ids_N.long() * topk.scores_TE.shape[1] + expert_ids_N).clamp(min=0)
+    weights_N = topk.scores_TE.reshape(-1).index_select(0, pairs_N)
     if config.renormalize:
         # All chosen scores can underflow, under a bias or a sigmoid; DeepSeek adds the same epsilon.
-        sums_T1 = choice.scores_TE.gather(1, choice.topk_ids_TK).sum(1, keepdim=True) + 1e-20
+        sums_T1 = topk.scores_TE.gather(1, topk.topk_ids_TK).sum(1, keepdim=True) + 1e-20
         # Divided before they are read: pairs are distinct, so no two gradients meet in an atomic addition.
-        divided_N = (choice.scores_TE / sums_T1).reshape(-1).index_select(0, pairs_N)
-        gates_N = divided_N if config.score == "sigmoid" else torch.where(chosen_N, divided_N, gates_N)
-    return gates_N * config.scale if config.scale != 1 else gates_N
+        divided_N = (topk.scores_TE / sums_T1).reshape(-1).index_select(0, pairs_N)
+        weights_N = divided_N if config.score == "sigmoid" else torch.where(chosen_N, divided_N, weights_N)
+    return weights_N * config.scale if config.scale != 1 else weights_N

@@ -105,7 +105,7 @@ def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.S
         assert process_group is not None
         if id(process_group) not in meshes:
             meshes[id(process_group)] = DeviceMesh.from_group(process_group, layer.experts.w1.device.type)
-        problem = layer.experts.problem_with_owner()
+        problem = layer.experts.problem_with_sharding()
         if problem is not None:
             raise ValueError(problem)
         for value in (*layer.experts.parameters(), *layer.experts.buffers()):

@@ -29,12 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     compile_command.add_argument("--cache", help="cache folder (default: quack's, or QUACK_CACHE_DIR)")
     options = parser.parse_args(arguments)
     try:
-        compile_ahead(options.config, options.arch, options.dtype, options.cache)
+        compile_aot(options.config, options.arch, options.dtype, options.cache)
     except (ImportError, FileNotFoundError, ValueError) as error:
         sys.exit(f"sonic-ep: error: {error}")
 
 
-def compile_ahead(config_name: str, arch: str, dtype: str, cache: str | None) -> None:
+def compile_aot(config_name: str, arch: str, dtype: str, cache: str | None) -> None:
     """Compile every grouped GEMM of a config for one architecture.
 
     Raises ImportError (an extra that is missing or of another version), FileNotFoundError (unknown config), ValueError
@@ -59,9 +59,9 @@ def compile_ahead(config_name: str, arch: str, dtype: str, cache: str | None) ->
         sys.stdout.write(f"{config.name} {arch} {dtype}: {operation} {seconds:.1f} s\n")
         sys.stdout.flush()
 
-    ahead = import_module("sonic_ep.kernels.cuda.ahead")
+    aot = import_module("sonic_ep.kernels.cuda.ahead")
     kind = getattr(torch, dtype)
-    ahead.compile_operations(config.d, config.n, config.activation, bias=config.bias, dtype=kind, report=report)
+    aot.compile_operations(config.d, config.n, config.activation, bias=config.bias, dtype=kind, report=report)
 
 
 if __name__ == "__main__":

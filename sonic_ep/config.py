@@ -199,7 +199,7 @@ class MoEConfig:
     activation: swiglu, geglu (tanh-approximated GELU), reglu and swiglu_oai (gpt-oss: clamped, alpha 1.702) are gated;
     gelu, silu and relu2 are not. bias: biases on both expert projections (and on the shared expert's).
     shared_n: intermediate size of a shared expert that sees every token, 0 for none. shared_gate: scale its output by
-    sigmoid(x @ gate). init_std: standard deviation of the initial weights. keep_dispatched: keep the received rows for
+    sigmoid(x @ gate). init_std: standard deviation of the initial weights. save_dispatched: keep the received rows for
     backward instead of sending x a second time (2*U*d bytes more, one dispatch less).
 
     Raises ValueError for any value outside its limits.
@@ -215,7 +215,7 @@ class MoEConfig:
     shared_n: int = 0
     shared_gate: bool = False
     init_std: float = 0.02
-    keep_dispatched: bool = False
+    save_dispatched: bool = False
     router: RouterConfig = field(default_factory=RouterConfig)
     rounding: RoundingConfig = field(default_factory=RoundingConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
@@ -230,7 +230,7 @@ class MoEConfig:
         for part, kind in _PARTS.items():
             if not isinstance(value := getattr(self, part), kind):
                 raise ValueError(f"{part}={value!r} must be a {kind.__name__}; MoEConfig.from_dict takes nested dicts")
-        _check_flags(bias=self.bias, shared_gate=self.shared_gate, keep_dispatched=self.keep_dispatched)
+        _check_flags(bias=self.bias, shared_gate=self.shared_gate, save_dispatched=self.save_dispatched)
         _check_non_negative(init_std=self.init_std)
         if self.K > self.E:
             raise ValueError(
@@ -247,17 +247,17 @@ class MoEConfig:
         self._check_groups()
 
     def _check_groups(self) -> None:
-        groups, kept = self.router.num_groups, self.router.groups_per_token
+        groups, per_token = self.router.num_groups, self.router.groups_per_token
         if self.E % groups:
             raise ValueError(f"E={self.E} experts do not divide into router.num_groups={groups} equal groups")
         if groups > 1 and self.E // groups < 2:
             raise ValueError(
                 f"router.num_groups={groups} leaves {self.E // groups} expert a group; at least 2 are needed"
             )
-        reachable = self.E // groups * kept
+        reachable = self.E // groups * per_token
         if self.K > reachable:
             raise ValueError(
-                f"K={self.K} exceeds the {reachable} experts in router.groups_per_token={kept} groups of "
+                f"K={self.K} exceeds the {reachable} experts in router.groups_per_token={per_token} groups of "
                 f"{self.E // groups}; raise groups_per_token or lower K"
             )
 

@@ -18,83 +18,87 @@ from functools import partial
 
 from torch import Tensor
 
-from sonic_ep.dispatch.protocol import Opened, Receipt, Transport, combine_at_once, return_at_once
+from sonic_ep.dispatch.protocol import DispatchHandle, PreparedDispatch, Transport, combine_now, combine_scalars_now
 from sonic_ep.kernels import expert_mlp
 from sonic_ep.kernels.activations import Activation
 from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
 from sonic_ep.kernels.operations import operations_for
 
-_FULL = 15 / 16  # of the room that was made for H, at least, or it is not worth its memory
+_MIN_FILL = 15 / 16  # of the room that was made for H, at least, or it is not worth its memory
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call is beside its tensors. keeps_received: keep the received rows for backward, and not x. rounded: of
+    """What one call is beside its tensors. save_dispatched: keep the received rows for backward, and not x. rounded: of
     its routing."""
 
     transport: Transport
     activation: Activation
-    keeps_received: bool
-    rounded: bool
+    save_dispatched: bool
+    tile_aligned: bool
 
 
 @dataclass(slots=True)
-class Kept:
+class SavedForBackward:
     """What backward needs besides the weights. rows: x_TH, or the received rows, as the call says."""
 
     rows: Tensor
     h_PJ: Tensor | None
-    gates_P: Tensor | None
-    receipt: Receipt
+    weights_P: Tensor | None
+    handle: DispatchHandle
 
-    def take(self) -> tuple[Tensor, Tensor]:
+    def pop(self) -> tuple[Tensor, Tensor]:
         """H and the weights of the pairs, to be forgotten here: backward needs their memory soon after."""
-        h_PJ, gates_P, self.h_PJ, self.gates_P = self.h_PJ, self.gates_P, None, None
+        h_PJ, weights_P, self.h_PJ, self.weights_P = self.h_PJ, self.weights_P, None, None
         assert h_PJ is not None
-        assert gates_P is not None
-        return h_PJ, gates_P
+        assert weights_P is not None
+        return h_PJ, weights_P
 
 
-def forward(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) -> tuple[Tensor, Kept]:
+def forward(
+    x_TH: Tensor, prepared: PreparedDispatch, weights: ExpertWeights, call: Call
+) -> tuple[Tensor, SavedForBackward]:
     """out_TH, and what backward needs. opened: what the call's transport has opened for the routing. A collective.
 
     x_TH is contiguous; if `open` was given rows, it was given these.
     """
-    rows_RH, y_PH, h_PJ = _experts(x_TH, opened, weights, call)
-    if opened.settle is not None:
-        settled, narrowed = opened.settle()
-        P = settled.gates_P.shape[0]
-        room = opened.gates_P.shape[0]
-        if narrowed and P <= room:
-            y_PH, h_PJ = y_PH[:P], h_PJ[:P] if P >= room * _FULL else h_PJ[:P].clone()
+    rows_RH, y_PH, h_PJ = _experts(x_TH, prepared, weights, call)
+    if prepared.resolve_sizes is not None:
+        resolved, hit = prepared.resolve_sizes()
+        P = resolved.weights_P.shape[0]
+        capacity = prepared.weights_P.shape[0]
+        if hit and P <= capacity:
+            y_PH, h_PJ = y_PH[:P], h_PJ[:P] if P >= capacity * _MIN_FILL else h_PJ[:P].clone()
         else:
             del y_PH, h_PJ
-            rows_RH, y_PH, h_PJ = _experts(x_TH, settled, weights, call)
-        opened = settled
-    kept_rows = call.transport.keep(rows_RH) if call.keeps_received else x_TH
-    kept = Kept(kept_rows, h_PJ, opened.gates_P, opened.receipt)
-    return call.transport.combine_pairs(y_PH, opened.gates_P, opened.receipt), kept
+            rows_RH, y_PH, h_PJ = _experts(x_TH, resolved, weights, call)
+        prepared = resolved
+    saved_rows = call.transport.clone_rows(rows_RH) if call.save_dispatched else x_TH
+    saved = SavedForBackward(saved_rows, h_PJ, prepared.weights_P, prepared.handle)
+    return call.transport.combine(y_PH, prepared.weights_P, prepared.handle), saved
 
 
-def _experts(x_TH: Tensor, opened: Opened, weights: ExpertWeights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _experts(
+    x_TH: Tensor, prepared: PreparedDispatch, weights: ExpertWeights, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
     """rows_RH, y_PH and h_PJ."""
-    rows_RH = opened.rows_RH
+    rows_RH = prepared.rows_RH
     if rows_RH is None:
-        rows_RH = call.transport.dispatch(x_TH, opened.receipt)
+        rows_RH = call.transport.dispatch(x_TH, prepared.handle)
     ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
-    pairs = _pair_lists(opened.receipt, call)
+    pairs = _pair_lists(prepared.handle, call)
     return rows_RH, *expert_mlp.forward(ops, rows_RH, weights, pairs, call.activation)
 
 
 def backward(
     dout_TH: Tensor,
-    kept: Kept,
+    saved: SavedForBackward,
     weights: ExpertWeights,
     call: Call,
     needs: Sequence[bool],
     into: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, ...]:
-    """dx_TH, dgates_N, dw1, dw2, db1, db2; the last four only as far as `needs` says. A collective.
+    """dx_TH, dweights_N, dw1, dw2, db1, db2; the last four only as far as `needs` says. A collective.
 
     kept: its H and gates are taken.
     dw1 is (e, J, H) as w1 is, and [gate; up] where these lie apart.
@@ -104,47 +108,49 @@ def backward(
     can go, before dX of all pairs takes memory; dS is summed beside dW2, and dX beside dW1. Every rank takes every
     collective, whether or not it needs the result.
     """
-    transport, receipt, pairs = call.transport, kept.receipt, _pair_lists(kept.receipt, call)
+    transport, handle, pairs = call.transport, saved.handle, _pair_lists(saved.handle, call)
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
     needs_w1, needs_w2, needs_b1, needs_b2 = needs
-    do_RH = transport.dispatch(dout_TH.contiguous(), receipt)
-    rows = (lambda: kept.rows) if call.keeps_received else transport.prefetch(kept.rows, receipt)
-    h_PJ, gates_P = kept.take()
-    grads = expert_mlp.backward_hidden(ops, do_RH, h_PJ, gates_P, weights, pairs, call.activation)
-    gates_P = gates_P if needs_b1 or needs_b2 else None
-    dh_PJ, held_ds_PN, held_a_PI = grads.dh_PJ, [grads.ds_PN], [grads.scaled_a_PI]
+    do_RH = transport.dispatch(dout_TH.contiguous(), handle)
+    rows = (lambda: saved.rows) if call.save_dispatched else transport.dispatch_async(saved.rows, handle)
+    h_PJ, weights_P = saved.pop()
+    grads = expert_mlp.backward_hidden(ops, do_RH, h_PJ, weights_P, weights, pairs, call.activation)
+    weights_P = weights_P if needs_b1 or needs_b2 else None
+    dh_PJ, held_ds_PZ, held_a_PI = grads.dh_PJ, [grads.ds_PZ], [grads.scaled_a_PI]
     del grads, h_PJ
 
     def down_weights() -> Tensor | None:
         scaled_a_PI = held_a_PI.pop()
         return expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
 
-    others_wait = len(receipt.splits.rows_out) > 1
-    dw2, dgates_N = None, None
-    if not others_wait:
-        start_returning = transport.start_return_pairs if needs_w2 else partial(return_at_once, transport)
-        returning = start_returning(held_ds_PN.pop(), receipt)
+    has_peers = len(handle.splits.rows_out) > 1
+    dw2, dweights_N = None, None
+    if not has_peers:
+        start_returning = transport.combine_scalars_async if needs_w2 else partial(combine_scalars_now, transport)
+        returning = start_returning(held_ds_PZ.pop(), handle)
         dw2 = down_weights()
-        dgates_N = returning()
+        dweights_N = returning()
         del returning
     # Alone, dW1 is all that comes after.
-    goes_beside = needs_w1 or (others_wait and needs_w2)
-    start_back = transport.start_combine_pairs if goes_beside else partial(combine_at_once, transport)
-    back = start_back(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, receipt)
-    if others_wait:
-        dgates_N = transport.return_pairs(held_ds_PN.pop().sum(1), receipt)
+    overlaps = needs_w1 or (has_peers and needs_w2)
+    start_combine = transport.combine_async if overlaps else partial(combine_now, transport)
+    pending = start_combine(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, handle)
+    if has_peers:
+        dweights_N = transport.combine_scalars(held_ds_PZ.pop().sum(1), handle)
         dw2 = down_weights()
     rows_RH = rows()
     dw1 = None
     if needs_w1:
-        apart = weights.up_eIH is not None
-        dw1 = expert_mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs, into[0], apart=apart, beside=back.beside)
-    dx_TH = back.result()
+        split_gate_up = weights.up_eIH is not None
+        dw1 = expert_mlp.backward_up_weights(
+            ops, rows_RH, dh_PJ, pairs, into[0], split_gate_up=split_gate_up, reserve_sms=pending.reserve_sms
+        )
+    dx_TH = pending.result()
     db1, db2 = None, None
-    if gates_P is not None:
-        db1, db2 = expert_mlp.backward_biases(ops, do_RH, gates_P, dh_PJ, pairs)
-    return dx_TH, dgates_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None
+    if weights_P is not None:
+        db1, db2 = expert_mlp.backward_biases(ops, do_RH, weights_P, dh_PJ, pairs)
+    return dx_TH, dweights_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None
 
 
-def _pair_lists(receipt: Receipt, call: Call) -> PairLists:
-    return PairLists(receipt.row_of_pair_P, receipt.expert_starts_e, call.rounded)
+def _pair_lists(handle: DispatchHandle, call: Call) -> PairLists:
+    return PairLists(handle.row_of_pair_P, handle.expert_starts_e, call.tile_aligned)

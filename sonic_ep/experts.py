@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup
-from sonic_ep.initialization import fill, fill_normal, stream
+from sonic_ep.initialization import fill, fill_normal, rng_for
 from sonic_ep.kernels.activations import activation_named
 from sonic_ep.kernels.expert_mlp import ExpertWeights
 
@@ -67,7 +67,7 @@ class Experts(nn.Module):
             cast(self.w1), cast(self.w2), None if b1 is None else cast(b1), None if b2 is None else cast(b2)
         )
 
-    def problem_with_owner(self, *, shared: bool = False) -> str | None:
+    def problem_with_sharding(self, *, shared: bool = False) -> str | None:
         """Has a wrapper put parameters of its own in place of these, as FSDP does, which gathers each as if all ranks
         had parts of one? They are not marked, or DTensors. shared: all ranks have the same experts, as with one rank a
         group; then a DTensor is what somebody was to gather before the layer runs, and has not."""
@@ -95,7 +95,7 @@ class Experts(nn.Module):
         # A DTensor is filled as a whole: an expert of it is none that could be written to.
         wholes = [torch.empty(w.shape, device="cpu") if hasattr(w, "placements") else w for w in weights]
         for local in range(self.num_local):
-            generator = stream(seed, self.first + local)
+            generator = rng_for(seed, self.first + local)
             for whole in wholes:
                 fill_normal(whole[local], std, generator)
         for weight, whole in zip(weights, wholes, strict=True):

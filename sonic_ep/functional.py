@@ -17,12 +17,12 @@ from sonic_ep.checks import ROW_ALIGNMENT, problem_with_rows, problem_with_up, p
 from sonic_ep.compiled import moe_in_graph
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
-from sonic_ep.expert_parallel_mlp import Call, Kept, backward, forward
+from sonic_ep.expert_parallel_mlp import Call, SavedForBackward, backward, forward
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.activations import activation_named, interleave, interleave_apart
+from sonic_ep.kernels.activations import activation_named, interleave, interleave_split
 from sonic_ep.kernels.expert_mlp import ExpertWeights
 from sonic_ep.kernels.pair_lists import RankPlan
-from sonic_ep.routers.compiled import unread
+from sonic_ep.routers.compiled import pending_sizes
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_type
 
@@ -40,7 +40,7 @@ def moe(
     group: EPGroup,
     activation: str = "swiglu",
     layout: Literal["interleaved", "concatenated"] = "interleaved",
-    keep_dispatched: bool = False,
+    save_dispatched: bool = False,
     accumulate_into_main_grad: bool = False,
 ) -> Tensor:
     """out[t] = sum over the pairs (t, e, s) of the routing of s * expert_e(x[t]). A collective of `group`.
@@ -52,7 +52,7 @@ def moe(
              kept apart elsewhere. Kernels read both where they lie if up lies behind gate, at a multiple of 16 bytes;
              else, and under torch.compile, forward and backward each copy the two into one. Their gradients are halves
              of one tensor.
-    Keeps:   x_TH, or with `keep_dispatched` the received rows, which saves one dispatch in backward.
+    Keeps:   x_TH, or with `save_dispatched` the received rows, which saves one dispatch in backward.
     Adds:    with `accumulate_into_main_grad` backward adds dW1 and dW2 to `w.main_grad` (any floating dtype; float64
              for float64 weights only), where a weight (a leaf) has one, and sets `w.grad_added_to_main_grad = True`, as
              Megatron-Core's layers do. The gradient that autograd hands on then means nothing: zeros if
@@ -81,17 +81,17 @@ def moe(
         raise ValueError(problem)
     if gated and layout == "concatenated":
         w1_eJH, b1_eJ = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ)
-    gates_N = routing.gates_N.to(torch.promote_types(routing.gates_N.dtype, torch.float32))
-    routing = replace(routing, gates_N=gates_N)
+    weights_N = routing.weights_N.to(torch.promote_types(routing.weights_N.dtype, torch.float32))
+    routing = replace(routing, weights_N=weights_N)
     if torch.compiler.is_compiling():
         if accumulate_into_main_grad:
             raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
         if not isinstance(transport, transport_type(group)):
             raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
-        if routing.on_host is not None:
+        if routing.split_sizes is not None:
             _check(routing)  # of a router outside of the graph: operations know nothing of what it told the host
-        weights = ExpertWeights(interleave_apart(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH)
-        keeps_received = keep_dispatched and group.size > 1
+        weights = ExpertWeights(interleave_split(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH)
+        save_received = save_dispatched and group.size > 1
         return moe_in_graph(
             x_TH,
             routing,
@@ -99,16 +99,16 @@ def moe(
             group=group,
             transport=transport.text,
             activation=activation,
-            keeps_received=keeps_received,
+            save_dispatched=save_received,
         )
-    if routing.on_host is None:  # it may come of a router in a compiled graph of its own
-        routing = replace(routing, on_host=unread.take(group.name, routing.counts.pairs_SE))
+    if routing.split_sizes is None:  # it may come of a router in a compiled graph of its own
+        routing = replace(routing, split_sizes=pending_sizes.pop(group.name, routing.counts.pairs_SE))
     plan = plan_for(routing.counts, group.rank)
-    call = Call(transport, act, keep_dispatched, routing.rounded)
-    owners = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
+    call = Call(transport, act, save_dispatched, routing.tile_aligned)
+    params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     with _without_autocast(x_TH):
         return _ExpertParallelMLP.apply(
-            x_TH, gates_N, w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, owners
+            x_TH, weights_N, w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, params
         )
 
 
@@ -122,7 +122,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
     def forward(  # autograd wants every tensor as an argument of its own
         ctx: Any,
         x_TH: Tensor,
-        gates_N: Tensor,
+        weights_N: Tensor,
         w1: Tensor,
         up_eIH: Tensor | None,
         w2_eHI: Tensor,
@@ -131,39 +131,39 @@ class _ExpertParallelMLP(torch.autograd.Function):
         routing: Routing,
         plan: RankPlan,
         call: Call,
-        owners: tuple[Tensor | None, Tensor | None],
+        params: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
         x_TH = x_TH.contiguous()
-        with routing.reports_first():
-            opened = call.transport.open(routing, plan, x_TH, w1.data_ptr())
-            out_TH, kept = forward(x_TH, opened, ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH), call)
+        with routing.status_first():
+            prepared = call.transport.prepare(routing, plan, x_TH, w1.data_ptr())
+            out_TH, saved = forward(x_TH, prepared, ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH), call)
         routing.check()  # now that all has been launched
         weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)
-        ctx.save_for_backward(kept.rows, kept.h_PJ, kept.gates_P, *weights, *kept.receipt.lists())
+        ctx.save_for_backward(saved.rows, saved.h_PJ, saved.weights_P, *weights, *saved.handle.lists())
         # Not from saved_tensors: what hooks on them give back may have no attributes.
-        ctx.sizes, ctx.call, ctx.owners = kept.receipt.without_lists(), call, owners
+        ctx.sizes, ctx.call, ctx.params = saved.handle.without_lists(), call, params
         return out_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows, h_PJ, gates_P, w1, up_eIH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
-        # Unless the graph is kept for another backward, H and gates live on in `kept` alone.
+        rows, h_PJ, weights_P, w1, up_eIH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
+        # Unless the graph is kept for another backward, H and gates live on in `saved` alone.
         ctx.maybe_clear_saved_tensors()
-        kept = Kept(rows, h_PJ, gates_P, ctx.sizes.with_lists(tuple(lists)))
-        del h_PJ, gates_P
+        saved = SavedForBackward(rows, h_PJ, weights_P, ctx.sizes.with_lists(tuple(lists)))
+        del h_PJ, weights_P
         weights = ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH)
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
-        needs, (owner1, owner2) = (needs_gate or needs_up, *needs), ctx.owners
-        into = _main_grad(owner1) if needs[0] else None, _main_grad(owner2) if needs[1] else None
+        needs, (param1, param2) = (needs_gate or needs_up, *needs), ctx.params
+        into = _main_grad(param1) if needs[0] else None, _main_grad(param2) if needs[1] else None
         with _without_autocast(w1):
-            dx_TH, dgates_N, dw1, dw2, *dbiases = backward(grad_outputs[0], kept, weights, ctx.call, needs, into)
-        dw1 = dw1 if into[0] is None else _placeholder(owner1)
-        dw2 = dw2 if into[1] is None else _placeholder(owner2)
+            dx_TH, dweights_N, dw1, dw2, *dbiases = backward(grad_outputs[0], saved, weights, ctx.call, needs, into)
+        dw1 = dw1 if into[0] is None else _placeholder(param1)
+        dw2 = dw2 if into[1] is None else _placeholder(param2)
         dup = None
         if up_eIH is not None and dw1 is not None:
             dw1, dup = dw1.chunk(2, 1)
-        return dx_TH, dgates_N, dw1, dup, dw2, *dbiases, None, None, None, None
+        return dx_TH, dweights_N, dw1, dup, dw2, *dbiases, None, None, None, None
 
 
 def _without_autocast(like: Tensor) -> AbstractContextManager[object]:

@@ -84,14 +84,14 @@ class _Gradients:
         self._left: list[tuple[weakref.ref[Tensor], int]] = []
 
     def watch(self, parameter: Tensor) -> None:
-        owner = weakref.ref(parameter)
-        parameter.register_hook(lambda gradient: self._left.append((owner, gradient.data_ptr())))
+        param = weakref.ref(parameter)
+        parameter.register_hook(lambda gradient: self._left.append((param, gradient.data_ptr())))
 
     def save(self) -> None:
         """Before a replay."""
-        for owner, place in self._left:
-            parameter = owner()
-            if parameter is not None and parameter.grad is not None and parameter.grad.data_ptr() == place:
+        for param, address in self._left:
+            parameter = param()
+            if parameter is not None and parameter.grad is not None and parameter.grad.data_ptr() == address:
                 parameter.grad = parameter.grad.clone()
         self._left.clear()
 
@@ -102,7 +102,7 @@ class _Replays:
 
     def __init__(self, layer: MoE, x: Tensor, gradients: _Gradients) -> None:
         self._layer = weakref.ref(layer)
-        self._wanted, self._weights = _kind(x), _places(layer)
+        self._wanted, self._weights = _signature(x), _addresses(layer)
         self._gradients = gradients
         self._forwards, self._went_back = 0, 0
         layer.register_forward_pre_hook(self._before)
@@ -119,10 +119,10 @@ class _Replays:
         layer.transport.raise_if_lost()
         if in_region():
             raise RuntimeError("a graphed layer decides anew in every forward; keep it out of activation checkpointing")
-        given = _kind(args[0]) if len(args) == 1 and isinstance(args[0], Tensor) else args
+        given = _signature(args[0]) if len(args) == 1 and isinstance(args[0], Tensor) else args
         if given != self._wanted:
             raise ValueError(f"x is {given}, the layer was graphed for {self._wanted}; pass x alone, and pad the batch")
-        if _places(layer) != self._weights:
+        if _addresses(layer) != self._weights:
             raise RuntimeError(
                 "parameters have been replaced or moved since the layer was graphed, which replays do not see; change "
                 "them in place"
@@ -160,11 +160,11 @@ class _Replays:
         self._went_back = forward
 
 
-def _kind(x: Tensor) -> tuple[object, ...]:
+def _signature(x: Tensor) -> tuple[object, ...]:
     """What a graph is made for."""
     autocast = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
     return tuple(x.shape), x.dtype, x.device, f"autocast: {autocast}"
 
 
-def _places(layer: MoE) -> list[int]:
+def _addresses(layer: MoE) -> list[int]:
     return [parameter.data_ptr() for parameter in layer.parameters()]

@@ -46,7 +46,7 @@ _PROCESS_GROUPS: "WeakValueDictionary[str, dist.ProcessGroup]" = WeakValueDictio
 _EXCHANGES: "WeakValueDictionary[str, Exchange]" = WeakValueDictionary()
 
 
-def let_be_named(exchange: Exchange) -> None:
+def register_exchange(exchange: Exchange) -> None:
     """Let `exchange_named` find it, as long as somebody holds it."""
     _EXCHANGES[exchange.name] = exchange
 

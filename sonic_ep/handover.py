@@ -1,4 +1,4 @@
-"""`Handover`: what one operation of a compiled graph leaves for the next beside tensors, which are all that a graph
+"""`InFlight`: what one operation of a compiled graph leaves for the next beside tensors, which are all that a graph
 passes on: sizes that are on their way to the host, rows that are on their way to other ranks.
 """
 
@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 @final
-class Handover(Generic[V]):
+class InFlight(Generic[V]):
     """One value at a time for each group and thread, found by the memory of a tensor that the graph hands from one
     operation to the other.
 
@@ -22,24 +22,24 @@ class Handover(Generic[V]):
     def __init__(self, check: Callable[[V], object]) -> None:
         self._check = check
         # With the tensor: as long as it is here no other can have its address.
-        self._left: dict[tuple[str, int], tuple[Tensor, V]] = {}
+        self._held: dict[tuple[str, int], tuple[Tensor, V]] = {}
 
-    def leave(self, group: str, beside: Tensor, value: V) -> None:
-        """For the operation that takes `beside`, a tensor of at least one element. Checks what was left before."""
-        self.settle(group)
-        self._left[group, get_ident()] = beside, value
+    def put(self, group: str, key: Tensor, value: V) -> None:
+        """For the operation that takes `key`, a tensor of at least one element. Checks what was left before."""
+        self.flush(group)
+        self._held[group, get_ident()] = key, value
 
-    def take(self, group: str, beside: Tensor) -> V | None:
+    def pop(self, group: str, key: Tensor) -> V | None:
         """What was left beside this tensor; None if nothing was. Checks what was left beside another."""
-        left = self._left.get((group, get_ident()))
-        if left is None or left[0].data_ptr() != beside.data_ptr():
-            self.settle(group)
+        held = self._held.get((group, get_ident()))
+        if held is None or held[0].data_ptr() != key.data_ptr():
+            self.flush(group)
             return None
-        del self._left[group, get_ident()]
-        return left[1]
+        del self._held[group, get_ident()]
+        return held[1]
 
-    def settle(self, group: str) -> None:
+    def flush(self, group: str) -> None:
         """Check what was left and not taken, if anything was."""
-        left = self._left.pop((group, get_ident()), None)
-        if left is not None:
-            self._check(left[1])
+        held = self._held.pop((group, get_ident()), None)
+        if held is not None:
+            self._check(held[1])

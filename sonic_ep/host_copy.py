@@ -1,4 +1,4 @@
-"""`HostCopy`: integers of the device on their way to the host, read once they are needed and not before.
+"""`AsyncD2H`: integers of the device on their way to the host, read once they are needed and not before.
 
 While a CUDA graph is captured the host can read nothing: whoever wants to asks `host_may_wait` first.
 """
@@ -10,28 +10,28 @@ from torch import Tensor
 
 
 @final
-class HostCopy:
+class AsyncD2H:
     """A copy of `values` that starts now; `read` waits for it, and for nothing that was launched since."""
 
     def __init__(self, values: Tensor) -> None:
-        self._arrival: torch.cuda.Event | None = None
+        self._event: torch.cuda.Event | None = None
         self._values = values
         if values.is_cuda:
             self._values = torch.empty_like(values, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._arrival = torch.cuda.Event()
-            self._arrival.record(torch.cuda.current_stream(values.device))
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(values.device))
 
     @property
-    def arrived(self) -> bool:
+    def is_ready(self) -> bool:
         """Would `read` not wait?"""
-        return self._arrival is None or self._arrival.query()
+        return self._event is None or self._event.query()
 
     def read(self) -> Tensor:
         """The values, on the CPU."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-            self._arrival = None
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
         return self._values
 
 

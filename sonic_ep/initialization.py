@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def stream(seed: int, number: int) -> torch.Generator:
+def rng_for(seed: int, number: int) -> torch.Generator:
     """A generator of its own for each `number` of one seed (splitmix64's increment keeps them apart)."""
     return torch.Generator("cpu").manual_seed((seed + (number + 1) * 0x9E3779B97F4A7C15) % 2**63)
 

@@ -15,13 +15,13 @@ from sonic_ep.config import MoEConfig
 from sonic_ep.experts import Experts
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
-from sonic_ep.initialization import stream
+from sonic_ep.initialization import rng_for
 from sonic_ep.routers.router import Router
 from sonic_ep.routers.statistics import RoutingStats
 from sonic_ep.shared_expert import SharedExpert
 from sonic_ep.transports import transport_for
 
-_ROUTER_STREAM, _SHARED_STREAM = -1, -2
+_ROUTER_RNG, _SHARED_RNG = -1, -2
 
 
 class MoEOutput(NamedTuple):
@@ -77,9 +77,9 @@ class MoE(nn.Module):
         """Fill every weight from `seed`, the same for every ep_size and device."""
         std = self.config.init_std
         self.experts.initialize(seed, std)
-        self.router.initialize(std, stream(seed, _ROUTER_STREAM))
+        self.router.initialize(std, rng_for(seed, _ROUTER_RNG))
         if self.shared is not None:
-            self.shared.initialize(std, stream(seed, _SHARED_STREAM))
+            self.shared.initialize(std, rng_for(seed, _SHARED_RNG))
 
     def forward(self, x: Tensor) -> MoEOutput:
         """Apply the layer. A collective: every rank of the group calls it, in the same order, in the same mode.
@@ -92,7 +92,7 @@ class MoE(nn.Module):
         """
         dtype = self._autocast_dtype()
         checks = not torch.compiler.is_compiling()
-        problem = self.experts.problem_with_owner(shared=self.group.size == 1) if checks else None
+        problem = self.experts.problem_with_sharding(shared=self.group.size == 1) if checks else None
         weights = self.experts(dtype)
         if dtype is not None and isinstance(x, Tensor) and x.is_floating_point():
             x = x.to(dtype)
@@ -125,7 +125,7 @@ class MoE(nn.Module):
             problem=problem,
             exchange=self.transport,
             meanwhile=None if self.shared is None or problem is not None else compute_shared,
-            opened_next=True,
+            dispatched_next=True,
         )
         y_TH = moe(
             routed.x_TH,
@@ -137,10 +137,10 @@ class MoE(nn.Module):
             transport=self.transport,
             group=self.group,
             activation=self.config.activation,
-            keep_dispatched=self.config.keep_dispatched,
+            save_dispatched=self.config.save_dispatched,
         )
         if torch.compiler.is_compiling() and self.group.size > 1:
-            self.router.keep_experts(y_TH)
+            self.router.prevent_dce(y_TH)
         if shared_TH is not None:
             y_TH = y_TH + shared_TH
         return MoEOutput(y_TH.view_as(x), routed.aux_loss, routed.stats())

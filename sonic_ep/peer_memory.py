@@ -25,7 +25,7 @@ class PeerMemory:
 
     own: Tensor
     addresses_S: Tensor
-    everyones: Sequence[Tensor]
+    peer_views: Sequence[Tensor]
 
     def at(self, offset: int) -> Tensor:
         """(S,) addresses of what stands `offset` bytes behind the start of each rank's memory."""
@@ -37,7 +37,7 @@ class PeerMemory:
 
     def view_of(self, rank: int, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Those of another."""
-        return _part(self.everyones[rank], offset, size, dtype)
+        return _part(self.peer_views[rank], offset, size, dtype)
 
 
 def _part(memory: Tensor, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -59,11 +59,11 @@ def symmetric_memory(group: EPGroup, device: torch.device, num_bytes: int) -> Pe
     addresses_S = torch.tensor(handle.buffer_ptrs, dtype=torch.int64).to(device)
     torch.cuda.synchronize(device)
     dist.barrier(group.process_group, device_ids=[device.index] if group.backend == "nccl" else None)
-    everyones = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size)]
-    return PeerMemory(own, addresses_S, everyones)
+    peer_views = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size)]
+    return PeerMemory(own, addresses_S, peer_views)
 
 
-class Place(NamedTuple):
+class RankLocation(NamedTuple):
     """Where a rank is. gpu: its identity, None without one. unreachable: GPUs of the host that its own cannot reach.
     problem: why its memory cannot be written to, beside that."""
 
@@ -73,7 +73,7 @@ class Place(NamedTuple):
     problem: str | None
 
     @classmethod
-    def here(cls, device: torch.device, problem: str | None) -> "Place":
+    def here(cls, device: torch.device, problem: str | None) -> "RankLocation":
         boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         host = f"{socket.gethostname()} {boot}".strip()
         if device.type != "cuda":
@@ -85,20 +85,20 @@ class Place(NamedTuple):
         return cls(host, gpus[own], far, problem)
 
 
-def problem_between(places: list[Place]) -> str | None:
+def problem_between(locations: list[RankLocation]) -> str | None:
     """Why ranks in these places cannot write to each other's GPU memory, as far as places tell; or None."""
-    for rank, place in enumerate(places):
-        if place.gpu is None:
+    for rank, location in enumerate(locations):
+        if location.gpu is None:
             return f"the rows of rank {rank} are not on a CUDA device"
-        if place.problem is not None:
-            return f"rank {rank}: {place.problem}"
-    if len(hosts := {place.host for place in places}) > 1:
+        if location.problem is not None:
+            return f"rank {rank}: {location.problem}"
+    if len(hosts := {location.host for location in locations}) > 1:
         return f"the ranks of the group are on several hosts: {', '.join(sorted(hosts))}"
-    if len({place.gpu for place in places}) < len(places):
+    if len({location.gpu for location in locations}) < len(locations):
         return "two ranks of the group share a GPU"
-    for rank, place in enumerate(places):
-        for other, there in enumerate(places):
-            if there.gpu in place.unreachable:
+    for rank, location in enumerate(locations):
+        for other, there in enumerate(locations):
+            if there.gpu in location.unreachable:
                 return f"the GPU of rank {rank} has no peer access to that of rank {other}"
     return None
 
@@ -109,7 +109,7 @@ def problem_with_peers(group: EPGroup, device: torch.device, own_problem: str | 
     own_problem: why this rank cannot. Where nothing speaks against it a little memory is mapped, to see if it works:
     a container may forbid it.
     """
-    problem = problem_between(group.all_gather_object(Place.here(device, own_problem)))
+    problem = problem_between(group.all_gather_object(RankLocation.here(device, own_problem)))
     if problem is not None:
         return problem
     failure = None

@@ -13,10 +13,10 @@ from torch import Tensor
 from sonic_ep.config import TransportConfig
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.dispatch.protocol import Combining, Opened, Receipt
+from sonic_ep.dispatch.protocol import DispatchHandle, PendingCombine, PreparedDispatch
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.extras import missing_extra
-from sonic_ep.groups import EPGroup, exchange_named, let_be_named
+from sonic_ep.groups import EPGroup, exchange_named, register_exchange
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.peer_memory import problem_with_peers, symmetric_memory
 from sonic_ep.routing import Routing
@@ -59,40 +59,42 @@ class GroupTransport:
         for transport in self._chosen.values():
             transport.raise_if_lost()
 
-    def open(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, whose: int | None = None) -> Opened:
-        if routing.gates_N.device.type not in self._chosen:
+    def prepare(
+        self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
+    ) -> PreparedDispatch:
+        if routing.weights_N.device.type not in self._chosen:
             routing.check()  # the choice is a collective
-        return self.on(routing.gates_N).open(routing, plan, x_TH, whose)
+        return self.on(routing.weights_N).prepare(routing, plan, x_TH, layer_key)
 
-    def dispatch(self, x_TH: Tensor, receipt: Receipt) -> Tensor:
-        return self.on(x_TH).dispatch(x_TH, receipt)
+    def dispatch(self, x_TH: Tensor, handle: DispatchHandle) -> Tensor:
+        return self.on(x_TH).dispatch(x_TH, handle)
 
-    def prefetch(self, x_TH: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
-        return self.on(x_TH).prefetch(x_TH, receipt)
+    def dispatch_async(self, x_TH: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
+        return self.on(x_TH).dispatch_async(x_TH, handle)
 
-    def keep(self, rows_RH: Tensor) -> Tensor:
-        return self.on(rows_RH).keep(rows_RH)
+    def clone_rows(self, rows_RH: Tensor) -> Tensor:
+        return self.on(rows_RH).clone_rows(rows_RH)
 
-    def combine(self, rows_RH: Tensor, receipt: Receipt) -> Tensor:
-        return self.on(rows_RH).combine(rows_RH, receipt)
+    def combine_rows(self, rows_RH: Tensor, handle: DispatchHandle) -> Tensor:
+        return self.on(rows_RH).combine_rows(rows_RH, handle)
 
-    def combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Tensor:
-        return self.on(values_PH).combine_pairs(values_PH, weights_P, receipt)
+    def combine(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Tensor:
+        return self.on(values_PH).combine(values_PH, weights_P, handle)
 
-    def start_combine_pairs(self, values_PH: Tensor, weights_P: Tensor | None, receipt: Receipt) -> Combining:
-        return self.on(values_PH).start_combine_pairs(values_PH, weights_P, receipt)
+    def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> PendingCombine:
+        return self.on(values_PH).combine_async(values_PH, weights_P, handle)
 
-    def return_pairs(self, values_P: Tensor, receipt: Receipt) -> Tensor:
-        return self.on(values_P).return_pairs(values_P, receipt)
+    def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
+        return self.on(values_P).combine_scalars(values_P, handle)
 
-    def start_return_pairs(self, parts_PN: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
-        return self.on(parts_PN).start_return_pairs(parts_PN, receipt)
+    def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
+        return self.on(parts_PZ).combine_scalars_async(parts_PZ, handle)
 
     def on(self, values: Tensor) -> AllToAllTransport | SymmetricTransport:
         """The transport of rows where `values` are."""
         kind = values.device.type
         if kind not in self._chosen:
-            self._chosen[kind] = _choose(self.group, self.config, values.device)
+            self._chosen[kind] = _topk(self.group, self.config, values.device)
         return self._chosen[kind]
 
 
@@ -119,12 +121,12 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
         everywhere = all(group.all_gather_object(transport is not None))
         if transport is None or not everywhere:
             transport = GroupTransport(group, config)
-            let_be_named(transport)
+            register_exchange(transport)
         group.held[name] = transport
     return transport
 
 
-def transport_held(group: EPGroup, text: str) -> LocalTransport | GroupTransport:
+def existing_transport(group: EPGroup, text: str) -> LocalTransport | GroupTransport:
     """The one of that `text`, for operations of a compiled graph, which cannot hold it. Raises RuntimeError if nobody
     does."""
     if group.size == 1:
@@ -153,7 +155,7 @@ def _name_of(group: EPGroup, text: str) -> str:
     return f"{group.name} {text}"
 
 
-def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> AllToAllTransport | SymmetricTransport:
+def _topk(group: EPGroup, config: TransportConfig, device: torch.device) -> AllToAllTransport | SymmetricTransport:
     if config.kind == "all_to_all":
         return AllToAllTransport(group)
     if device.type == "cuda":
@@ -164,7 +166,7 @@ def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> Al
         _LOG.info("rows travel through symmetric memory (%d ranks)", group.size)
         allocate = functools.partial(symmetric_memory, group, device)
         static = config.buffers == "static"
-        return SymmetricTransport(group, allocate, patience=config.timeout, static=static, dispatch=config.dispatch)
+        return SymmetricTransport(group, allocate, timeout=config.timeout, static=static, dispatch=config.dispatch)
     if config.kind == "symmetric" or config.buffers == "static" or config.dispatch != "auto":
         dispatch = "" if config.dispatch == "auto" else f" and dispatch={config.dispatch!r}"
         raise ValueError(

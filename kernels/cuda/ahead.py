@@ -33,12 +33,12 @@ def compile_operations(
     x, w1, w2 = meta(_ROWS, d), meta(_EXPERTS, J, d), meta(_EXPERTS, d, n)
     gate, up = meta(_EXPERTS, n, d), meta(_EXPERTS, n, d)
     b1, b2 = (meta(_EXPERTS, J), meta(_EXPERTS, d)) if bias else (None, None)
-    h, a, gates = meta(_PAIRS, J), meta(_PAIRS, n), meta(_PAIRS, kind=torch.float32)
+    h, a, pair_weights = meta(_PAIRS, J), meta(_PAIRS, n), meta(_PAIRS, kind=torch.float32)
     rows, starts = meta(_PAIRS, kind=torch.int32), meta(_EXPERTS + 1, kind=torch.int32)
     o = operations
     calls: dict[str, Callable[[], object]] = {
         "up_projection": lambda: o.up_projection(x, w1, b1, rows, starts, act),
-        "down_projection_backward": lambda: o.down_projection_backward(x, w2, None, h, gates, rows, starts, act),
+        "down_projection_backward": lambda: o.down_projection_backward(x, w2, None, h, pair_weights, rows, starts, act),
         "weight_grad of w1": lambda: o.weight_grad(h, x, rows, starts),
         "weight_grad of w2": lambda: o.weight_grad(a, x, rows, starts, transposed=True),
         "weight_grad of w1 into fp32": lambda: o.weight_grad(
@@ -52,11 +52,11 @@ def compile_operations(
     if gate_and_up:
         calls |= {
             "up_projection of gate and up": lambda: o.up_projection(x, gate, None, rows, starts, act, up),
-            "weight_grad of gate and up": lambda: o.weight_grad(h, x, rows, starts, halves=True),
+            "weight_grad of gate and up": lambda: o.weight_grad(h, x, rows, starts, split_gate_up=True),
         }
-    for kind, rounded in (("ragged", False), ("rounded", True)):
-        down = partial(o.down_projection, rounded=rounded)
-        up_backward = partial(o.up_projection_backward, rounded=rounded)
+    for kind, tile_aligned in (("ragged", False), ("tile_aligned", True)):
+        down = partial(o.down_projection, tile_aligned=tile_aligned)
+        up_backward = partial(o.up_projection_backward, tile_aligned=tile_aligned)
         calls |= {
             f"down_projection, {kind}": partial(down, a, w2, b2, starts),
             f"up_projection_backward, {kind}": partial(up_backward, h, w1, starts),

@@ -3,8 +3,8 @@
 DeepSpeed's AutoEP holds the two in tensors of their own, (e, I, H) each. The rows of the interleaved (e, J, H) operand
 then lie at addresses that two strides describe: H from one gate row to the next, and the distance of the two tensors
 from a gate row to its up row. To TMA that is a stride like any other, so all that is missing is a tensor that says so:
-`apart` makes it, and a kernel of an `apart_mod` knows how to read it. quack has the same for halves of one tensor,
-where the distance follows from the shape (`concat_layout`).
+`interleaved_view` makes it, and a kernel of an `split_gate_up_mod` knows how to read it. quack has the same for halves
+of one tensor, where the distance follows from the shape (`concat_layout`).
 
 Legend: e local experts, I expert width, J = 2I, H hidden size.
 """
@@ -22,8 +22,9 @@ from sonic_ep.kernels.cuda.quack_compat import EpiMod, OverriddenEpiMod
 _STRIDE_UNIT, _STRIDE_LIMIT = 16, 1 << 40  # bytes: TMA's strides are multiples of the one and below the other
 
 
-def apart(gate_eIH: Tensor, up_eIH: Tensor) -> Tensor | None:
-    """The operand of the kernels of an `apart_mod`: what two contiguous tensors, of one shape and dtype, make together.
+def interleaved_view(gate_eIH: Tensor, up_eIH: Tensor) -> Tensor | None:
+    """The operand of the kernels of an `split_gate_up_mod`: what two contiguous tensors, of one shape and dtype, make
+    together.
 
     Its shape is (e, J, H) and the stride of its second dimension the distance of the two; it is of no use to anything
     else. It holds neither of them. None where TMA cannot read them so: up before gate, or one of the two not at a
@@ -56,12 +57,12 @@ class _Memory:
 
 
 @functools.cache
-def apart_mod(mod: EpiMod) -> EpiMod:
-    """A quack epilogue whose kernels take a B that `apart` made."""
-    return OverriddenEpiMod(mod, _ReadsApart, "gate and up apart")
+def split_gate_up_mod(mod: EpiMod) -> EpiMod:
+    """A quack epilogue whose kernels take a B that `interleaved_view` made."""
+    return OverriddenEpiMod(mod, _ReadsSplitGateUp, "gate and up apart")
 
 
-class _ReadsApart:
+class _ReadsSplitGateUp:
     """What a kernel class does differently: the layout of its B."""
 
     def rotate_batch_last(self, mA: Any, mB: Any, *others: Any, **options: Any) -> tuple[Any, ...]:

@@ -10,23 +10,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sonic_ep.kernels.cuda.launch import major
+from sonic_ep.kernels.cuda.launch import sm_major
 
 
-def can_begin_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Has it such launches?"""
-    return major(device) >= 9
+    return sm_major(device) >= 9
 
 
 @triton.jit
-def begin_after_the_kernel_before():
+def pdl_wait_and_trigger():
     """First in every program. From then on the next kernel may begin."""
     gdc_wait()
     gdc_launch_dependents()
 
 
 @triton.jit
-def end_after_the_kernel_before():
+def pdl_last_program_waits():
     """Last in every program of a grid of one dimension: one of them waits."""
     if tl.program_id(0) == tl.num_programs(0) - 1:
         gdc_wait()

@@ -31,17 +31,17 @@ def keys_of(scores):
 
 
 @triton.jit
-def _classes(chosen_ptr, open_ptr, columns, words, T, divided, HAS_ALLOWED: tl.constexpr):
+def _classes(chosen_ptr, eligible_ptr, columns, words, T, divided, HAS_ALLOWED: tl.constexpr):
     """The words at `columns` of the divided class, and of the classes above it."""
     chosen = load_words(chosen_ptr, columns, words)
     left = tl.minimum(tl.maximum(T - columns * 32, 0), 32)
-    everyone = tl.full(chosen.shape, 0xFFFFFFFF, tl.uint32)
+    all_bits = tl.full(chosen.shape, 0xFFFFFFFF, tl.uint32)
     # In two steps: a shift by all 32 bits is undefined.
-    beyond = (everyone << (left // 2).to(tl.uint32)) << (left - left // 2).to(tl.uint32)
-    existing = everyone ^ beyond
+    beyond = (all_bits << (left // 2).to(tl.uint32)) << (left - left // 2).to(tl.uint32)
+    existing = all_bits ^ beyond
     second, first_two = existing ^ chosen, existing
     if HAS_ALLOWED:
-        second = load_words(open_ptr, columns, words)
+        second = load_words(eligible_ptr, columns, words)
         first_two = chosen | second
     own = tl.where(divided == 2, chosen, tl.where(divided == 1, second, existing ^ first_two))
     above = tl.where(divided == 2, chosen ^ chosen, tl.where(divided == 1, chosen, first_two))
@@ -49,9 +49,9 @@ def _classes(chosen_ptr, open_ptr, columns, words, T, divided, HAS_ALLOWED: tl.c
 
 
 @triton.jit
-def _keys_of_words(keys_ptr, chosen_ptr, open_ptr, columns, words, T, divided, end, HAS_ALLOWED: tl.constexpr):
+def _keys_of_words(keys_ptr, chosen_ptr, eligible_ptr, columns, words, T, divided, end, HAS_ALLOWED: tl.constexpr):
     """(columns, 32) keys of the divided class, from the end that is searched (0: the best, -1: the worst); else OUT."""
-    own, _above = _classes(chosen_ptr, open_ptr, columns, words, T, divided, HAS_ALLOWED)
+    own, _above = _classes(chosen_ptr, eligible_ptr, columns, words, T, divided, HAS_ALLOWED)
     lanes = tl.arange(0, 32)[None, :]
     keys = tl.load(keys_ptr + columns[:, None] * 32 + lanes, mask=(columns < words)[:, None], other=0)
     return tl.where(((own[:, None] >> lanes) & 1) != 0, keys ^ end, OUT)
@@ -62,7 +62,7 @@ def _best_of_words(
     best_ptr,
     keys_ptr,
     chosen_ptr,
-    open_ptr,
+    eligible_ptr,
     words,
     T,
     divided,
@@ -75,7 +75,7 @@ def _best_of_words(
     greatest = tl.full([WORDS], NAN, tl.int32)
     for first in range(0, words, WORDS):
         columns = first + tl.arange(0, WORDS)
-        keys = _keys_of_words(keys_ptr, chosen_ptr, open_ptr, columns, words, T, divided, end, HAS_ALLOWED)
+        keys = _keys_of_words(keys_ptr, chosen_ptr, eligible_ptr, columns, words, T, divided, end, HAS_ALLOWED)
         best = tl.max(keys, axis=1)
         tl.store(best_ptr + columns, best, mask=columns < words)
         least = tl.minimum(least, tl.where(best == OUT, IN, best))
@@ -133,7 +133,7 @@ def _gather_words(
     listed_ptr,
     listed,
     chosen_ptr,
-    open_ptr,
+    eligible_ptr,
     words,
     T,
     divided,
@@ -145,7 +145,7 @@ def _gather_words(
     for first in range(0, listed, WORDS):
         places = first + tl.arange(0, WORDS)
         columns = tl.load(listed_ptr + places, mask=places < listed, other=words)
-        keys = _keys_of_words(keys_ptr, chosen_ptr, open_ptr, columns, words, T, divided, end, HAS_ALLOWED)
+        keys = _keys_of_words(keys_ptr, chosen_ptr, eligible_ptr, columns, words, T, divided, end, HAS_ALLOWED)
         # Words are listed in order, so none moves behind its place; but another thread may still be reading there.
         tl.debug_barrier()
         to = places[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -177,7 +177,7 @@ def select(
     scratch_ptr,
     keys_ptr,
     chosen_ptr,
-    open_ptr,
+    eligible_ptr,
     wanted,
     T,
     words,
@@ -192,7 +192,7 @@ def select(
     overwritten.
     """
     up_to_2 = row_count(chosen_ptr, words, COUNT_WORDS)
-    up_to_1 = up_to_2 + row_count(open_ptr, words, COUNT_WORDS) if HAS_ALLOWED else T
+    up_to_1 = up_to_2 + row_count(eligible_ptr, words, COUNT_WORDS) if HAS_ALLOWED else T
     divided = tl.where(wanted <= up_to_2, 2, tl.where(wanted <= up_to_1, 1, 0))
     above_it = tl.where(divided == 2, 0, tl.where(divided == 1, up_to_2, up_to_1))
     size = tl.where(divided == 2, up_to_2, tl.where(divided == 1, up_to_1, T)) - above_it
@@ -207,14 +207,14 @@ def select(
     at_high = 0  # keys from `high` on: fewer
     if k > 0:
         least, greatest = _best_of_words(
-            best_ptr, keys_ptr, chosen_ptr, open_ptr, words, T, divided, end, HAS_ALLOWED, STEP_WORDS
+            best_ptr, keys_ptr, chosen_ptr, eligible_ptr, words, T, divided, end, HAS_ALLOWED, STEP_WORDS
         )
         tl.debug_barrier()  # what one thread has written others read
         level = _level_of_words(best_ptr, words, k, least, greatest, COUNT_WORDS)
         listed = _list_words(listed_ptr, best_ptr, words, level, COUNT_WORDS)
         tl.debug_barrier()
         _gather_words(
-            keys_ptr, listed_ptr, listed, chosen_ptr, open_ptr, words, T, divided, end, HAS_ALLOWED, STEP_WORDS
+            keys_ptr, listed_ptr, listed, chosen_ptr, eligible_ptr, words, T, divided, end, HAS_ALLOWED, STEP_WORDS
         )
         tl.debug_barrier()
         keys = _gathered(keys_ptr, 0, listed, STEP_WORDS)
@@ -237,7 +237,7 @@ def select(
     for first in range(0, words, COUNT_WORDS):
         columns = first + tl.arange(0, COUNT_WORDS)
         inside = columns < words
-        own, above = _classes(chosen_ptr, open_ptr, columns, words, T, divided, HAS_ALLOWED)
+        own, above = _classes(chosen_ptr, eligible_ptr, columns, words, T, divided, HAS_ALLOWED)
         unlisted = inside & (tl.load(best_ptr + columns, mask=inside & (k > 0), other=OUT) < level)
         bits = above | tl.where(end == 0, 0, own)
         tl.store(selected_ptr + columns, bits.to(tl.int32, bitcast=True), mask=unlisted)
@@ -245,7 +245,7 @@ def select(
     for first in range(0, listed, STEP_WORDS):
         places = first + tl.arange(0, STEP_WORDS)
         columns = tl.load(listed_ptr + places, mask=places < listed, other=words)
-        _own, above = _classes(chosen_ptr, open_ptr, columns, words, T, divided, HAS_ALLOWED)
+        _own, above = _classes(chosen_ptr, eligible_ptr, columns, words, T, divided, HAS_ALLOWED)
         keys = _gathered(keys_ptr, first, listed, STEP_WORDS)
         taken_whole = tl.where(end == 0, keys >= sure, (keys < last) & (keys != OUT))
         bits = above | pack_bits(taken_whole).to(tl.uint32, bitcast=True)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.launch import launched
+from sonic_ep.kernels.cuda.launch import fast_launch
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.decision import RoundingRule
 
@@ -21,7 +21,7 @@ _MODES = {
 }
 _OFF, _PAD, _NEAREST, _UP, _DOWN, _STOCHASTIC, _APPORTION = (tl.constexpr(number) for number in _MODES.values())
 _TILE = 1024  # elements of a tile of ranks and experts
-_MOST_THRESHOLDS = 4
+_MAX_THRESHOLDS = 4
 # Of priorities without a known bound: counts and their multiples.
 _ANY_BITS = 32
 
@@ -62,9 +62,9 @@ def _deal(weights, step, caps, wanted, BITS: tl.constexpr):
 
 
 @triton.jit
-def _noise(index, below, draw):
+def _noise(index, below, seed):
     mask = (tl.zeros_like(index) + 1 << 32) - 1
-    mixed = (index * 0x9E3779B1 + ((draw * 0x85EBCA6B + 0x165667B1) & mask)) & mask
+    mixed = (index * 0x9E3779B1 + ((seed * 0x85EBCA6B + 0x165667B1) & mask)) & mask
     mixed = ((mixed ^ (mixed >> 16)) * 0x21F0AAAD) & mask
     mixed = ((mixed ^ (mixed >> 16)) * 0x735A2D97) & mask
     return ((mixed ^ (mixed >> 15)) * below) >> 32
@@ -81,15 +81,15 @@ def _sum(values_ptr, stride, S, E, BLOCK: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
-@launched
+@fast_launch
 @triton.jit
-def _decide(
+def _round_counts(
     chosen_ptr,
     tokens_ptr,
-    draw_ptr,
+    seed_ptr,
     rows_ptr,
     pairs_ptr,
-    keeps_ptr,
+    pads_ptr,
     t_ptr,
     total_ptr,
     cut_ptr,
@@ -123,10 +123,10 @@ def _decide(
     t = tl.where(total >= least_2, t_2, t)
     t = tl.where(total >= least_3, t_3, t)
     t = tl.where(total >= least_4, t_4, t)
-    keeps = total < pads_below
+    pads = total < pads_below
     if tl.program_id(0) == 0:
         tl.store(t_ptr, t)
-        tl.store(keeps_ptr, keeps.to(tl.int64))
+        tl.store(pads_ptr, pads.to(tl.int64))
         tl.store(total_ptr, total)
         source = tl.arange(0, RANKS)
         tl.store(cut_ptr + source, tl.zeros_like(source).to(tl.int64), mask=source < S)
@@ -144,7 +144,7 @@ def _decide(
         rows = chosen // t * t
     elif MODE == _STOCHASTIC:
         remainder = chosen % t
-        more = _noise(index, t, tl.load(draw_ptr).to(tl.int64)) < remainder
+        more = _noise(index, t, tl.load(seed_ptr).to(tl.int64)) < remainder
         rows = chosen - remainder + tl.where(more, t, 0)
     elif MODE == _APPORTION:
         wanted = _round(tl.sum(chosen, axis=0), G) // t
@@ -153,29 +153,29 @@ def _decide(
         else:
             caps = tl.where(inside, _ceil(tokens, G) // t, 0)
             rows = t * _deal(chosen, t, caps, wanted, BITS)
-    rows = tl.where(keeps, _ceil(chosen, t), rows)
+    rows = tl.where(pads, _ceil(chosen, t), rows)
     tl.store(rows_ptr + index, rows, mask=inside)
-    tl.store(pairs_ptr + index, tl.minimum(rows, tl.where(keeps, chosen, tokens)), mask=inside)
+    tl.store(pairs_ptr + index, tl.minimum(rows, tl.where(pads, chosen, tokens)), mask=inside)
 
 
 @triton.jit
-def _unit(keeps_ptr, t_ptr, G, MODE: tl.constexpr):
+def _unit(pads_ptr, t_ptr, G, MODE: tl.constexpr):
     """() what columns are cut in."""
     t = tl.load(t_ptr)
     unit = t
     if MODE == _APPORTION:
-        unit = tl.where(tl.load(keeps_ptr) != 0, t, G)
+        unit = tl.where(tl.load(pads_ptr) != 0, t, G)
     return unit
 
 
-@launched
+@fast_launch
 @triton.jit
-def _cut_owners(
+def _cap_dst_ranks(
     rows_ptr,
-    keeps_ptr,
+    pads_ptr,
     t_ptr,
     total_ptr,
-    kept_ptr,
+    capped_ptr,
     S,
     e,
     G,
@@ -185,10 +185,10 @@ def _cut_owners(
     BITS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """kept_E: rows that each of an owner's experts keeps."""
+    """capped_E: rows that each of an owner's experts keeps."""
     own = tl.arange(0, EXPERTS)
     expert = tl.program_id(0) * e + own
-    unit = _unit(keeps_ptr, t_ptr, G, MODE)
+    unit = _unit(pads_ptr, t_ptr, G, MODE)
     columns = tl.zeros([EXPERTS], dtype=tl.int64)
     rank = 0
     while rank < S:  # numpy refuses bounds that are no constants, so Triton's interpreter does too
@@ -199,18 +199,18 @@ def _cut_owners(
     allowed = tl.maximum(capacity // unit, 1)
     if allowed < tl.sum(columns, axis=0):  # else the search would find the columns as they are
         wanted = tl.zeros([1], dtype=tl.int64) + allowed
-        kept = _deal(tl.zeros([EXPERTS, 1], dtype=tl.int64), 1, columns[:, None], wanted, BITS)
-        columns = tl.sum(kept, axis=1)
-    tl.store(kept_ptr + expert, columns * unit, mask=own < e)
+        remaining = _deal(tl.zeros([EXPERTS, 1], dtype=tl.int64), 1, columns[:, None], wanted, BITS)
+        columns = tl.sum(remaining, axis=1)
+    tl.store(capped_ptr + expert, columns * unit, mask=own < e)
 
 
-@launched
+@fast_launch
 @triton.jit
-def _cut_ranks(
+def _cap_sources(
     rows_ptr,
     pairs_ptr,
     t_ptr,
-    kept_ptr,
+    capped_ptr,
     cut_ptr,
     S,
     E,
@@ -224,39 +224,39 @@ def _cut_ranks(
     index = rank * E + expert[None, :]
     t = tl.load(t_ptr)
     rows = tl.load(rows_ptr + index, mask=inside, other=0)
-    total = tl.load(kept_ptr + expert, mask=expert < E, other=0)
+    total = tl.load(capped_ptr + expert, mask=expert < E, other=0)
     columns = tl.sum(rows, axis=0)
     if tl.max((columns != total).to(tl.int32), axis=0) != 0:  # some column of these is cut
         pairs = tl.load(pairs_ptr + index, mask=inside, other=0)
         shares = rows * total[None, :] // tl.maximum(columns, 1)[None, :]
         capped = t * _deal(shares, t, rows // t, total // t, BITS)
-        kept = tl.minimum(pairs, capped)
+        remaining = tl.minimum(pairs, capped)
         tl.store(rows_ptr + index, capped, mask=inside)
-        tl.store(pairs_ptr + index, kept, mask=inside)
-        tl.atomic_add(cut_ptr + expert // (E // S), tl.sum(pairs - kept, axis=0), mask=expert < E, sem="relaxed")
+        tl.store(pairs_ptr + index, remaining, mask=inside)
+        tl.atomic_add(cut_ptr + expert // (E // S), tl.sum(pairs - remaining, axis=0), mask=expert < E, sem="relaxed")
 
 
-def decide(
-    chosen_SE: Tensor, tokens_S: Tensor, draw: Tensor, rule: RoundingRule
+def round_counts(
+    chosen_SE: Tensor, tokens_S: Tensor, seed: Tensor, rule: RoundingRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See kernels/decision.py."""
     S, E = chosen_SE.shape
     rows_SE, pairs_SE = (torch.empty(S, E, dtype=torch.int64, device=chosen_SE.device) for _ in range(2))
-    keeps, t, total = torch.empty(3, dtype=torch.int64, device=chosen_SE.device).unbind()
+    pads, t, total = torch.empty(3, dtype=torch.int64, device=chosen_SE.device).unbind()
     cut_S = torch.empty(S, dtype=torch.int64, device=chosen_SE.device)
     never = (1 << 62, rule.t)
-    thresholds = (*rule.thresholds, *[never] * (_MOST_THRESHOLDS - len(rule.thresholds)))
+    thresholds = (*rule.thresholds, *[never] * (_MAX_THRESHOLDS - len(rule.thresholds)))
     ranks = next_power_of_2(S)
     experts = min(next_power_of_2(E), max(1, _TILE // ranks))
     grid = (cdiv(E, experts),)
     assert chosen_SE.stride(1) == 1
-    _decide[grid](
+    _round_counts[grid](
         chosen_SE,
         tokens_S,
-        draw,
+        seed,
         rows_SE,
         pairs_SE,
-        keeps,
+        pads,
         t,
         total,
         cut_S,
@@ -277,13 +277,13 @@ def decide(
         num_warps=4,
     )
     if rule.capacity is not None:
-        kept_E = torch.empty(E, dtype=torch.int64, device=chosen_SE.device)
-        _cut_owners[(S,)](
+        capped_E = torch.empty(E, dtype=torch.int64, device=chosen_SE.device)
+        _cap_dst_ranks[(S,)](
             rows_SE,
-            keeps,
+            pads,
             t,
             total,
-            kept_E,
+            capped_E,
             S,
             E // S,
             rule.G,
@@ -293,7 +293,7 @@ def decide(
             EXPERTS=next_power_of_2(E // S),
             num_warps=4,
         )
-        _cut_ranks[grid](
-            rows_SE, pairs_SE, t, kept_E, cut_S, S, E, BITS=_ANY_BITS, RANKS=ranks, EXPERTS=experts, num_warps=4
+        _cap_sources[grid](
+            rows_SE, pairs_SE, t, capped_E, cut_S, S, E, BITS=_ANY_BITS, RANKS=ranks, EXPERTS=experts, num_warps=4
         )
     return rows_SE, pairs_SE, cut_S, t

@@ -3,7 +3,7 @@
 One program of one warp sums 512 columns of one output row over its items; every value is read once, in 16-byte pieces,
 four or eight items ahead. No intermediate row is written. Row offsets are 64-bit. In float64 it accumulates in float64.
 
-`beside` another kernel: see beside.py.
+`overlap_previous` another kernel: see beside.py.
 """
 
 import torch
@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.beside import begin_after_the_kernel_before, can_begin_early, end_after_the_kernel_before
-from sonic_ep.kernels.cuda.launch import launched
+from sonic_ep.kernels.cuda.beside import pdl_last_program_waits, pdl_wait_and_trigger, supports_pdl
+from sonic_ep.kernels.cuda.launch import fast_launch
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 
 _MAX_BLOCK = 512
 UNROLL = 4
 # On few multiprocessors more must be on its way to each.
-_UNROLL_BESIDE = 8
+_UNROLL_OVERLAPPED = 8
 # To wait for the kernel before takes a program some 2 us. From so many items a row on the loads of others hide that;
 # with 1.5 of them, as on one of 8 ranks, sums took 214 us instead of 126.
-_MANY = 5
+_MIN_ITEMS_PER_ROW_FOR_PDL = 5
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def row_sum(
     return total
 
 
-@launched
+@fast_launch
 @triton.jit
 def _gather_sum(
     values_ptr,
@@ -66,11 +66,11 @@ def _gather_sum(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
-    EARLY: tl.constexpr,
-    BESIDE: tl.constexpr,
+    PDL_WAIT: tl.constexpr,
+    PDL_OVERLAP: tl.constexpr,
 ):
-    if EARLY:
-        begin_after_the_kernel_before()
+    if PDL_WAIT:
+        pdl_wait_and_trigger()
     blocks = tl.cdiv(H, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -91,8 +91,8 @@ def _gather_sum(
         ACCUMULATOR,
     )
     tl.store(out_ptr + row * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
-    if BESIDE:
-        end_after_the_kernel_before()
+    if PDL_OVERLAP:
+        pdl_last_program_waits()
 
 
 def block_of(H: int) -> int:
@@ -112,7 +112,7 @@ def gather_sum(
     weights_P: Tensor | None = None,
     *,
     into: Tensor | None = None,
-    beside: bool = False,
+    overlap_previous: bool = False,
 ) -> Tensor:
     """See kernels/reference.py."""
     rows, H = starts.shape[0] - 1, values_PH.shape[1]
@@ -121,9 +121,9 @@ def gather_sum(
         return out
     values_PH = values_PH.contiguous()
     block = block_of(H)
-    can_be = can_begin_early(values_PH.device)
-    beside = beside and can_be
-    early = can_be and not beside and items.shape[0] >= _MANY * rows
+    pdl = supports_pdl(values_PH.device)
+    overlap_previous = overlap_previous and pdl
+    pdl_wait = pdl and not overlap_previous and items.shape[0] >= _MIN_ITEMS_PER_ROW_FOR_PDL * rows
     _gather_sum[(rows * cdiv(H, block),)](
         values_PH,
         items,
@@ -133,11 +133,11 @@ def gather_sum(
         H,
         HAS_WEIGHTS=weights_P is not None,
         BLOCK=block,
-        UNROLL=_UNROLL_BESIDE if beside else UNROLL,
+        UNROLL=_UNROLL_OVERLAPPED if overlap_previous else UNROLL,
         ACCUMULATOR=accumulator_of(values_PH, weights_P),
-        EARLY=early,
-        BESIDE=beside,
+        PDL_WAIT=pdl_wait,
+        PDL_OVERLAP=overlap_previous,
         num_warps=1,
-        launch_pdl=early or beside,
+        launch_pdl=pdl_wait or overlap_previous,
     )
     return out

@@ -3,11 +3,11 @@
 import functools
 
 from sonic_ep.kernels.cuda.epilogue import OneBarrierEpilogue
-from sonic_ep.kernels.cuda.partial_tiles import ComputesRowsOnly
+from sonic_ep.kernels.cuda.partial_tiles import SkipsMissingRows
 from sonic_ep.kernels.cuda.quack_compat import EpiMod, OverriddenEpiMod
 
 
-class _HopperRows(OneBarrierEpilogue, ComputesRowsOnly):
+class _HopperRows(OneBarrierEpilogue, SkipsMissingRows):
     """Before quack's kernel in the order of inheritance."""
 
 

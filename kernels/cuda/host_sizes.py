@@ -1,4 +1,5 @@
-"""`host_sizes` of kernels/host_sizes.py in Triton: one program for each owner, and for the rank of the same number.
+"""`pack_split_sizes` of kernels/host_sizes.py in Triton: one program for each owner, and for the rank of the same
+number.
 
 Legend: S source ranks (= Q owner ranks), E experts, e experts of one rank, F fields of a rank's report.
 """
@@ -8,20 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.launch import launched
+from sonic_ep.kernels.cuda.launch import fast_launch
 from sonic_ep.kernels.cuda.sizes import next_power_of_2
 
 
-@launched
+@fast_launch
 @triton.jit
-def _host_sizes(
+def _pack_split_sizes(
     tokens_ptr,
     rows_ptr,
     pairs_ptr,
-    reports_ptr,
+    statuses_ptr,
     sizes_ptr,
     tokens_stride,
-    reports_stride,
+    statuses_stride,
     S,
     e,
     F,
@@ -41,25 +42,25 @@ def _host_sizes(
     sizes_ptr += S * S
     tl.store(sizes_ptr + source * S + rank, pairs_S, mask=source < S)
     sizes_ptr += S * S
-    report = tl.load(reports_ptr + rank * reports_stride + field, mask=field < F, other=0)
-    tl.store(sizes_ptr + rank * F + field, report, mask=field < F)
+    status = tl.load(statuses_ptr + rank * statuses_stride + field, mask=field < F, other=0)
+    tl.store(sizes_ptr + rank * F + field, status, mask=field < F)
 
 
-def host_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, reports_SF: Tensor | None) -> Tensor:
+def pack_split_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, status_SF: Tensor | None) -> Tensor:
     """See kernels/host_sizes.py."""
     S, E = rows_SE.shape
-    reports = tokens_S[:, None][:, :0] if reports_SF is None else reports_SF
-    F = reports.shape[1]
-    assert reports.stride(1) == 1
+    statuses = tokens_S[:, None][:, :0] if status_SF is None else status_SF
+    F = statuses.shape[1]
+    assert statuses.stride(1) == 1
     sizes = torch.empty(S * (1 + 2 * S + F), dtype=torch.int64, device=rows_SE.device)
-    _host_sizes[(S,)](
+    _pack_split_sizes[(S,)](
         tokens_S,
         rows_SE.contiguous(),
         pairs_SE.contiguous(),
-        reports,
+        statuses,
         sizes,
         tokens_S.stride(0),
-        reports.stride(0),
+        statuses.stride(0),
         S,
         E // S,
         F,

@@ -16,15 +16,15 @@ from triton.runtime.jit import JITFunction, KernelInterface
 _ALIGNMENT = 16  # bytes of addresses, and what sizes may be multiples of: Triton compiles apart what is
 
 
-def launched(kernel: KernelInterface[Any]) -> KernelInterface[Any]:
+def fast_launch(kernel: KernelInterface[Any]) -> KernelInterface[Any]:
     """A kernel to be launched with run-time arguments in order, then tl.constexpr and options by name.
 
     Under TRITON_INTERPRET=1 the kernel itself.
     """
-    return Launched(kernel) if isinstance(kernel, JITFunction) else kernel
+    return FastLauncher(kernel) if isinstance(kernel, JITFunction) else kernel
 
 
-class Launched(KernelInterface[Any]):
+class FastLauncher(KernelInterface[Any]):
     def __init__(self, kernel: JITFunction[Any]) -> None:
         self.kernel = kernel
         self._compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
@@ -33,7 +33,7 @@ class Launched(KernelInterface[Any]):
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: object, **named: object) -> None:
-        key = (torch.cuda.current_device(), *map(kind, arguments), *named.items())
+        key = (torch.cuda.current_device(), *map(specialization_key, arguments), *named.items())
         known = self._compiled.get(key)
         if known is None:
             compiled = self.kernel[grid](*arguments, **named)
@@ -50,12 +50,12 @@ class Launched(KernelInterface[Any]):
 
 
 @functools.cache
-def major(device: torch.device) -> int:
+def sm_major(device: torch.device) -> int:
     """Major compute capability of a GPU, asked for once; 0 of the CPU, where kernels are interpreted."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
-def kind(argument: object) -> object:
+def specialization_key(argument: object) -> object:
     """Equal for run-time arguments that Triton compiles alike."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0

@@ -21,7 +21,7 @@ from cutlass import Boolean, Int32, const_expr
 from sonic_ep.kernels.cuda.gathered_stage import load_stage
 from sonic_ep.kernels.cuda.quack_compat import GemmSm90, VarlenMTileScheduler
 
-_BY_TMA = 2  # K tiles loaded before the next tile is drawn
+_TMA_K_TILES_FIRST = 2  # K tiles loaded before the next tile is drawn
 
 
 class KTiles(Int32):
@@ -47,16 +47,16 @@ class KTiles(Int32):
         return KTiles(values[0], self.scheduler, self.rows)
 
 
-class DrawnAhead:
+class PrefetchingScheduler:
     """What changes in a scheduler of quack's, which must come after it among a class's bases."""
 
     def get_split_k_tile_range(self, k_tile_total: Int32, rows: Any, **_: Any) -> tuple[int, KTiles]:
         """Returns a tile's first K tile and the number of them: K is never split here."""
         return 0, KTiles(k_tile_total, self)
 
-    def draw(self, draws: Boolean | bool) -> None:
+    def fetch_next_tile(self, fetches: Boolean | bool) -> None:
         """Draws the next tile and tells it to all warps, if this is the warp that draws."""
-        super().advance_to_next_work(is_scheduler_warp=draws)  # type: ignore[misc]  # pyright: ignore
+        super().advance_to_next_work(is_scheduler_warp=fetches)  # type: ignore[misc]  # pyright: ignore
 
     def advance_to_next_work(self, is_scheduler_warp: Boolean | bool = False, **how: Any) -> None:
         if is_scheduler_warp is False:
@@ -64,7 +64,7 @@ class DrawnAhead:
         # Else these warps are done with a tile's loads, amid which they have drawn the next one.
 
 
-class DrawnAheadScheduler(DrawnAhead, VarlenMTileScheduler):
+class VarlenPrefetchingScheduler(PrefetchingScheduler, VarlenMTileScheduler):
     """Of tiles over rows."""
 
     # VarlenMTileScheduler's
@@ -84,17 +84,17 @@ class DrawnAheadScheduler(DrawnAhead, VarlenMTileScheduler):
 
 
 @cute.jit
-def draw_next(gemm: Any, scheduler: Any) -> None:
+def fetch_next_tile(gemm: Any, scheduler: Any) -> None:
     """Called by all loading warps: the one of its cluster that draws does so."""
-    draws = True
+    fetches = True
     if const_expr(gemm.num_ab_load_warps > 1):
-        draws = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == gemm.ab_load_warp_id
+        fetches = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == gemm.ab_load_warp_id
     if const_expr(gemm.cluster_shape_mnk[0] * gemm.cluster_shape_mnk[1] > 1):
-        draws = draws and cute.arch.block_idx_in_cluster() == 0
-    scheduler.draw(draws)
+        fetches = fetches and cute.arch.block_idx_in_cluster() == 0
+    scheduler.fetch_next_tile(fetches)
 
 
-class DrawsAhead:
+class TilePrefetchLoader:
     """The loading warps of a GEMM over rows."""
 
     # GemmSm90's
@@ -112,14 +112,14 @@ class DrawsAhead:
     ) -> Any:
         first = cutlass.min(k_tiles - 1, self.ab_stage)
         state = self.load_part(pipeline, state, copy_A, copy_B, k_tiles, Int32(0), first, False)
-        draw_next(self, k_tiles.scheduler)
+        fetch_next_tile(self, k_tiles.scheduler)
         return self.load_part(pipeline, state, copy_A, copy_B, k_tiles, first, k_tiles, True)
 
     @cute.jit
     def load_tma(self, pipeline: Any, state: Any, copy_fns: Any, k_tiles: Any, k_tile_start: int = 0) -> Any:
-        first = cutlass.min(k_tiles - 1, _BY_TMA)
+        first = cutlass.min(k_tiles - 1, _TMA_K_TILES_FIRST)
         state = GemmSm90.load_tma(self, pipeline, state, copy_fns, first)
-        draw_next(self, k_tiles.scheduler)
+        fetch_next_tile(self, k_tiles.scheduler)
         return GemmSm90.load_tma(self, pipeline, state, copy_fns, k_tiles - first, first)
 
     @cute.jit

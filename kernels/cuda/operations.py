@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.activations import Activation, interleave_apart
+from sonic_ep.kernels.activations import Activation, interleave_split
 from sonic_ep.kernels.cuda import gpt_oss
-from sonic_ep.kernels.cuda.apart import apart, apart_mod
+from sonic_ep.kernels.cuda.apart import interleaved_view, split_gate_up_mod
 from sonic_ep.kernels.cuda.gather_sum import gather_sum
 from sonic_ep.kernels.cuda.hopper_rows import HopperMod, hopper_mod
 from sonic_ep.kernels.cuda.quack_compat import (
@@ -33,7 +33,7 @@ from sonic_ep.kernels.cuda.quack_compat import (
 )
 from sonic_ep.kernels.cuda.sizes import cdiv
 from sonic_ep.kernels.cuda.tile_counter import tile_counter
-from sonic_ep.kernels.cuda.tiles import Operation, TileConfig, left_free, tile_config
+from sonic_ep.kernels.cuda.tiles import Operation, TileConfig, reserved_clusters, tile_config
 from sonic_ep.kernels.cuda.weight_gemm import WeightGemm
 
 __all__ = [
@@ -86,11 +86,11 @@ def _with_up_weights(mod: EpiMod, w1: Tensor, up_eIH: Tensor | None) -> tuple[Ep
     """w1_eJH as a GEMM takes it, and the epilogue for that."""
     if up_eIH is None:
         return mod, w1
-    operand = apart(w1, up_eIH)
+    operand = interleaved_view(w1, up_eIH)
     if operand is None:
         _say_that_weights_are_copied()
-        return mod, interleave_apart(w1, up_eIH)
-    return apart_mod(mod), operand
+        return mod, interleave_split(w1, up_eIH)
+    return split_gate_up_mod(mod), operand
 
 
 @functools.cache
@@ -118,12 +118,12 @@ def _run(
     if plan is None:
         plan = _PLANS[key] = mod.plan(A, B, C, config=_config(tile, A), **arguments)
         plan.scratch = {}  # every launch names its own partial sums
-    counter = tile_counter(A, kept=isinstance(mod, HopperMod)) if plan.config.is_dynamic_persistent else None
+    counter = tile_counter(A, self_resetting=isinstance(mod, HopperMod)) if plan.config.is_dynamic_persistent else None
     plan.run(A, B, C, tile_count_semaphore=counter, **arguments)
 
 
-def _tile(operation: Operation, N: int, other: int, tensor: Tensor, *, rounded: bool = False) -> TileConfig:
-    return tile_config(operation, N, other, get_device_capacity(tensor.device)[0], rounded=rounded)
+def _tile(operation: Operation, N: int, other: int, tensor: Tensor, *, tile_aligned: bool = False) -> TileConfig:
+    return tile_config(operation, N, other, get_device_capacity(tensor.device)[0], tile_aligned=tile_aligned)
 
 
 def _config(tile: TileConfig, tensor: Tensor) -> GemmConfig:
@@ -172,21 +172,21 @@ def up_projection(
 
 
 def down_projection(
-    a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, rounded: bool = False
+    a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, tile_aligned: bool = False
 ) -> Tensor:
     """See kernels/reference.py."""
     mod, arguments = (identity_epi, {}) if b2_eH is None else (_bias_epilogue, {"bias": b2_eH})
-    return _grouped_rows("down", a_PI, w2_eHI.mT, expert_starts_e, mod, rounded=rounded, **arguments)
+    return _grouped_rows("down", a_PI, w2_eHI.mT, expert_starts_e, mod, tile_aligned=tile_aligned, **arguments)
 
 
 def up_projection_backward(
-    dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None, *, rounded: bool = False
+    dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None, *, tile_aligned: bool = False
 ) -> Tensor:
     """See kernels/reference.py."""
     if dh_PJ.shape[0] == 0:
         return dh_PJ.new_empty(0, w1.shape[2])
     mod, w1_eJH = _with_up_weights(identity_epi, w1, up_eIH)
-    return _grouped_rows("up_backward", dh_PJ, w1_eJH, expert_starts_e, mod, rounded=rounded)
+    return _grouped_rows("up_backward", dh_PJ, w1_eJH, expert_starts_e, mod, tile_aligned=tile_aligned)
 
 
 def _grouped_rows(
@@ -196,7 +196,7 @@ def _grouped_rows(
     expert_starts_e: Tensor,
     mod: EpiMod,
     *,
-    rounded: bool,
+    tile_aligned: bool,
     **arguments: Any,
 ) -> Tensor:
     """rows_PK @ weights of each row's expert, through an epilogue."""
@@ -206,7 +206,7 @@ def _grouped_rows(
     if P == 0:
         return out_PN
     arguments |= {"out": {"D": out_PN}, "cu_seqlens_m": expert_starts_e}
-    tile = _tile(operation, N, K, rows_PK, rounded=rounded)
+    tile = _tile(operation, N, K, rows_PK, tile_aligned=tile_aligned)
     _run(_class_key(operation, rows_PK, weights_eKN), mod, tile, rows_PK, weights_eKN, **arguments)
     return out_PN
 
@@ -216,7 +216,7 @@ def down_projection_backward(
     w2_eHI: Tensor,
     b2_eH: Tensor | None,
     h_PJ: Tensor,
-    gates_P: Tensor,
+    weights_P: Tensor,
     row_of_pair_P: Tensor,
     expert_starts_e: Tensor,
     activation: Activation,
@@ -225,25 +225,25 @@ def down_projection_backward(
     P, (H, I) = h_PJ.shape[0], w2_eHI.shape[1:]  # noqa: E741
     dh_PJ, scaled_a_PI = torch.empty_like(h_PJ), h_PJ.new_empty(P, I)
     if P == 0:
-        return dh_PJ, scaled_a_PI, gates_P[:, None]
+        return dh_PJ, scaled_a_PI, weights_P[:, None]
     mod = _down_backward_mod(activation)
     operation: Operation = "down_backward_heavy" if activation.name in _HEAVY_BACKWARD else "down_backward"
     tile = _tile(operation, I, H, do_RH)
     # One fp32 partial sum of dS per row and column tile.
-    partial_PN = torch.empty(P, cdiv(I, tile.n), dtype=torch.float32, device=h_PJ.device)
+    partial_PZ = torch.empty(P, cdiv(I, tile.n), dtype=torch.float32, device=h_PJ.device)
     arguments: dict[str, Any] = {
         "out": {"D": dh_PJ, "mAuxOut": scaled_a_PI},
         "cu_seqlens_m": expert_starts_e,
         "A_idx": row_of_pair_P,
-        "mColVecBroadcast": gates_P.float(),
-        "mColVecReduce": partial_PN,
+        "mColVecBroadcast": weights_P.float(),
+        "mColVecReduce": partial_PZ,
     }
     key = _class_key("down_backward", do_RH, w2_eHI, h_PJ)
     _run(key, mod, tile, do_RH, w2_eHI, h_PJ, **arguments)
     if b2_eH is not None:
         dots_P = _row_dots(do_RH, b2_eH, row_of_pair_P, expert_starts_e)
-        partial_PN = torch.cat((partial_PN, dots_P[:, None]), 1)
-    return dh_PJ, scaled_a_PI, partial_PN.to(gates_P.dtype)
+        partial_PZ = torch.cat((partial_PZ, dots_P[:, None]), 1)
+    return dh_PJ, scaled_a_PI, partial_PZ.to(weights_P.dtype)
 
 
 def weight_grad(
@@ -253,29 +253,29 @@ def weight_grad(
     expert_starts_e: Tensor,
     *,
     transposed: bool = False,
-    halves: bool = False,
+    split_gate_up: bool = False,
     out_eAB: Tensor | None = None,
-    beside: bool = False,
+    reserve_sms: bool = False,
 ) -> Tensor:
     """See kernels/reference.py."""
     A, B = left_PA.shape[1], right_RB.shape[1]
     e = expert_starts_e.shape[0] - 1
     accumulate = out_eAB is not None
-    assert not (halves and (transposed or accumulate))
+    assert not (split_gate_up and (transposed or accumulate))
     out = left_PA.new_empty((e, B, A) if transposed else (e, A, B)) if out_eAB is None else out_eAB
     if left_PA.shape[0] == 0:
         return out if accumulate else out.zero_()
     operation: Operation = "weight_down" if transposed else "weight_up"
     # The gathered operand must be the GEMM's first one: out (e, B, A) = right^T[:, rows] left.
     D = out if transposed else out.mT
-    key = (*_class_key(operation, left_PA, right_RB, out), accumulate, halves)
+    key = (*_class_key(operation, left_PA, right_RB, out), accumulate, split_gate_up)
     gemm = _PLANS.get(key)
     if gemm is None:
         tile = _tile(operation, A, B, left_PA)
-        gemm = _PLANS[key] = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, halves=halves)
-    free = left_free(A, gemm.clusters, get_device_capacity(left_PA.device)[0]) if beside else 0
-    counter = tile_counter(left_PA, kept=True) if gemm.dynamic else None
-    gemm.run(right_RB.T, left_PA.T, D, row_of_pair_P, expert_starts_e, counter, free)
+        gemm = _PLANS[key] = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, split_gate_up=split_gate_up)
+    reserved = reserved_clusters(A, gemm.clusters, get_device_capacity(left_PA.device)[0]) if reserve_sms else 0
+    counter = tile_counter(left_PA, self_resetting=True) if gemm.dynamic else None
+    gemm.run(right_RB.T, left_PA.T, D, row_of_pair_P, expert_starts_e, counter, reserved)
     return out
 
 
@@ -297,12 +297,12 @@ def bias_grad(values_PB: Tensor, expert_starts_e: Tensor) -> Tensor:
     return gather_sum(values_PB, pairs, expert_starts_e)
 
 
-def gathered_bias_grad(do_RH: Tensor, gates_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:
+def gathered_bias_grad(do_RH: Tensor, weights_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:
     """See kernels/reference.py."""
     e, R = expert_starts_e.shape[0] - 1, do_RH.shape[0]
     table_eR = torch.zeros(e, R, dtype=torch.float32, device=do_RH.device)
-    expert_P = _expert_of_pair(expert_starts_e, gates_P.shape[0])
-    table_eR.index_put_((expert_P, row_of_pair_P.long()), gates_P.float(), accumulate=True)
+    expert_P = _expert_of_pair(expert_starts_e, weights_P.shape[0])
+    table_eR.index_put_((expert_P, row_of_pair_P.long()), weights_P.float(), accumulate=True)
     # Rows that no expert needs may hold anything, and 0 times infinity is not 0.
     unread_R = (table_eR == 0).all(0)
     return (table_eR @ do_RH.to(torch.float32, copy=True).masked_fill_(unread_R[:, None], 0)).to(do_RH.dtype)

@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from sonic_ep.kernels.cuda.beside import begin_after_the_kernel_before, can_begin_early, end_after_the_kernel_before
+from sonic_ep.kernels.cuda.beside import pdl_last_program_waits, pdl_wait_and_trigger, supports_pdl
 from sonic_ep.kernels.cuda.bits import bit_count
 from sonic_ep.kernels.cuda.gather_sum import accumulator_of
-from sonic_ep.kernels.cuda.launch import launched
+from sonic_ep.kernels.cuda.launch import fast_launch
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.pair_lists import Chunks, PairBuffer
 from sonic_ep.routing import INDEX_DTYPE
@@ -42,47 +42,47 @@ def _slots(index, table_ptr, chunk, C):
 
 
 @triton.jit
-def _zero_from(values_ptr, end, room, BLOCK: tl.constexpr):
-    """Zeros from `end` to `room`, by all programs of a grid of two dimensions together."""
+def _zero_from(values_ptr, end, capacity, BLOCK: tl.constexpr):
+    """Zeros from `end` to `capacity`, by all programs of a grid of two dimensions together."""
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     first = end + program * BLOCK
-    while first < room:
+    while first < capacity:
         index = first + tl.arange(0, BLOCK)
-        tl.store(values_ptr + index, tl.zeros([BLOCK], tl.int32).to(values_ptr.dtype.element_ty), mask=index < room)
+        tl.store(values_ptr + index, tl.zeros([BLOCK], tl.int32).to(values_ptr.dtype.element_ty), mask=index < capacity)
         first += tl.num_programs(0) * tl.num_programs(1) * BLOCK
 
 
-@launched
-@triton.jit(do_not_specialize=["room", "room_for_pairs"])
+@fast_launch
+@triton.jit(do_not_specialize=["capacity", "pair_capacity"])
 def _fill(
     table_ptr,
     C,
     experts,
     row_in_source_ptr,
-    gates_ptr,
+    weights_ptr,
     row_starts_ptr,
     row_of_pair_ptr,
-    gates_out_ptr,
+    weights_out_ptr,
     slot_ptr,
     bits_ptr,
-    room,
-    room_for_pairs,
+    capacity,
+    pair_capacity,
     HAS_STARTS: tl.constexpr,
     ZEROED: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL_WAIT: tl.constexpr,
 ):
-    """row_of_pair_P, gates_P, slot_V, zeroed behind the last chunk's if so wanted; bits_RW |= the pair's expert."""
-    if EARLY:
-        begin_after_the_kernel_before()
+    """row_of_pair_P, weights_P, slot_V, zeroed behind the last chunk's if so wanted; bits_RW |= the pair's expert."""
+    if PDL_WAIT:
+        pdl_wait_and_trigger()
     if ZEROED:
         last = C - 1
         end = _slots(tl.load(table_ptr + last), table_ptr, last, C)
-        _zero_from(row_of_pair_ptr, end, room, BLOCK)
-        _zero_from(gates_out_ptr, end, room, BLOCK)
+        _zero_from(row_of_pair_ptr, end, capacity, BLOCK)
+        _zero_from(weights_out_ptr, end, capacity, BLOCK)
         end_of_pairs = tl.load(table_ptr + 5 * C + last) + tl.load(table_ptr + C + last)
-        _zero_from(slot_ptr, end_of_pairs, room_for_pairs, BLOCK)
+        _zero_from(slot_ptr, end_of_pairs, pair_capacity, BLOCK)
     chunk = tl.program_id(0)
     num_rows, num_pairs = tl.load(table_ptr + chunk), tl.load(table_ptr + C + chunk)
     source, expert = chunk // experts, chunk % experts
@@ -100,14 +100,14 @@ def _fill(
         if HAS_STARTS:  # a lost rank has sent nothing, and what stands here is older
             row = tl.minimum(row, tl.load(row_starts_ptr + source + 1) - 1)
         tl.store(row_of_pair_ptr + slot, row, mask=inside)
-        tl.store(gates_out_ptr + slot, tl.load(gates_ptr + pair, mask=real, other=0.0), mask=inside)
+        tl.store(weights_out_ptr + slot, tl.load(weights_ptr + pair, mask=real, other=0.0), mask=inside)
         tl.store(slot_ptr + pair, slot, mask=real)
         word = row.to(tl.int64) * WORDS + expert // 32
         tl.atomic_or(bits_ptr + word, 1 << (expert % 32), mask=real, sem="relaxed")
         first += tl.num_programs(1) * BLOCK
 
 
-@launched
+@fast_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def _starts(
     bits_ptr,
@@ -117,11 +117,11 @@ def _starts(
     WORDS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL_WAIT: tl.constexpr,
 ):
     """pair_starts_R, of `bits` in BLOCK rows a program. Each tells its sum before it asks for those before it."""
-    if EARLY:
-        begin_after_the_kernel_before()
+    if PDL_WAIT:
+        pdl_wait_and_trigger()
     program = tl.program_id(0)
     row = program * BLOCK + tl.arange(0, BLOCK)
     word = row.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
@@ -140,7 +140,7 @@ def _starts(
         tl.store(pair_starts_ptr, 0)
 
 
-@launched
+@fast_launch
 @triton.jit
 def _group(
     table_ptr,
@@ -152,11 +152,11 @@ def _group(
     pairs_by_row_ptr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL_WAIT: tl.constexpr,
 ):
     """pairs_by_row_V: a pair stands behind its row's pairs of smaller experts."""
-    if EARLY:
-        begin_after_the_kernel_before()
+    if PDL_WAIT:
+        pdl_wait_and_trigger()
     chunk = tl.program_id(0)
     num_pairs = tl.load(table_ptr + C + chunk)
     words = tl.arange(0, WORDS)[None, :]
@@ -178,7 +178,7 @@ def _group(
 
 
 def pair_lists(
-    chunks: Chunks, row_in_source_V: Tensor, gates_V: Tensor, row_starts_S: Tensor | None, num_rows: int
+    chunks: Chunks, row_in_source_V: Tensor, weights_V: Tensor, row_starts_S: Tensor | None, num_rows: int
 ) -> PairBuffer:
     """See kernels/pair_lists.py."""
     table_FC, e = chunks.table_FC, chunks.num_experts
@@ -186,16 +186,16 @@ def pair_lists(
     W = next_power_of_2(cdiv(e, 32))
 
     row_of_pair_P, slot_V = (
-        torch.empty(size, dtype=INDEX_DTYPE, device=gates_V.device) for size in (chunks.num_rows, chunks.num_pairs)
+        torch.empty(size, dtype=INDEX_DTYPE, device=weights_V.device) for size in (chunks.num_rows, chunks.num_pairs)
     )
     pairs_by_row_V = torch.empty_like(slot_V)
     pair_starts_R = slot_V.new_empty(num_rows + 1)
-    gates_P = gates_V.new_empty(chunks.num_rows)
+    weights_P = weights_V.new_empty(chunks.num_rows)
     blocks = cdiv(num_rows, _BLOCK) or 1
-    scratch = torch.zeros(num_rows * W + blocks, dtype=INDEX_DTYPE, device=gates_V.device)
+    scratch = torch.zeros(num_rows * W + blocks, dtype=INDEX_DTYPE, device=weights_V.device)
     bits_RW, sums = scratch.split((num_rows * W, blocks))
-    early = can_begin_early(gates_V.device)
-    common: dict[str, Any] = {"WORDS": W, "BLOCK": _BLOCK, "EARLY": early, "num_warps": 4, "launch_pdl": early}
+    pdl_wait = supports_pdl(weights_V.device)
+    common: dict[str, Any] = {"WORDS": W, "BLOCK": _BLOCK, "PDL_WAIT": pdl_wait, "num_warps": 4, "launch_pdl": pdl_wait}
     # Twice as many programs as chunks of one size would keep busy.
     grid = (C, cdiv(2 * chunks.num_rows, C * _BLOCK) or 1)
     _fill[grid](
@@ -203,10 +203,10 @@ def pair_lists(
         C,
         e,
         row_in_source_V.contiguous(),
-        gates_V.contiguous(),
+        weights_V.contiguous(),
         row_starts_S if row_starts_S is not None else table_FC,
         row_of_pair_P,
-        gates_P,
+        weights_P,
         slot_V,
         bits_RW,
         chunks.num_rows,
@@ -217,10 +217,10 @@ def pair_lists(
     )
     _starts[(blocks,)](bits_RW, sums, pair_starts_R, num_rows, PROGRAMS=next_power_of_2(blocks), **common)
     _group[grid](table_FC, C, e, row_of_pair_P, bits_RW, pair_starts_R, pairs_by_row_V, **common)
-    return PairBuffer(row_of_pair_P, gates_P, slot_V, pairs_by_row_V, pair_starts_R)
+    return PairBuffer(row_of_pair_P, weights_P, slot_V, pairs_by_row_V, pair_starts_R)
 
 
-@launched
+@fast_launch
 @triton.jit
 def _row_starts(
     table_ptr,
@@ -266,61 +266,61 @@ def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
     return row_starts_S
 
 
-@launched
-@triton.jit(do_not_specialize=["room"])
+@fast_launch
+@triton.jit(do_not_specialize=["capacity"])
 def _values_of_pairs(
     parts_ptr,
     slot_ptr,
     num_pairs_ptr,
     out_ptr,
-    room,
-    N: tl.constexpr,
+    capacity,
+    Z: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
-    BESIDE: tl.constexpr,
+    PDL_OVERLAP: tl.constexpr,
 ):
-    if BESIDE:
+    if PDL_OVERLAP:
         gdc_launch_dependents()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = index < tl.load(num_pairs_ptr)
     slot = tl.load(slot_ptr + index, mask=real, other=0).to(tl.int64)
     column = tl.arange(0, COLUMNS)[None, :]
-    parts = tl.load(parts_ptr + slot[:, None] * N + column, mask=real[:, None] & (column < N), other=0.0)
+    parts = tl.load(parts_ptr + slot[:, None] * Z + column, mask=real[:, None] & (column < Z), other=0.0)
     values = tl.sum(parts.to(ACCUMULATOR), axis=1)
-    tl.store(out_ptr + index, values.to(out_ptr.dtype.element_ty), mask=index < room)
-    if BESIDE:
-        end_after_the_kernel_before()
+    tl.store(out_ptr + index, values.to(out_ptr.dtype.element_ty), mask=index < capacity)
+    if PDL_OVERLAP:
+        pdl_last_program_waits()
 
 
 def values_of_pairs(
-    parts_PN: Tensor,
+    parts_PZ: Tensor,
     slot_V: Tensor,
     num_pairs: Tensor,
-    room: int,
+    capacity: int,
     *,
     into: Tensor | None = None,
-    beside: bool = False,
+    overlap_previous: bool = False,
 ) -> Tensor:
     """See kernels/pair_lists.py."""
-    values = parts_PN.new_empty(room) if into is None else into
-    N = parts_PN.shape[1]
-    columns = next_power_of_2(N)
+    values = parts_PZ.new_empty(capacity) if into is None else into
+    Z = parts_PZ.shape[1]
+    columns = next_power_of_2(Z)
     block = max(1, min(_BLOCK, _PARTS // columns))
-    beside = beside and can_begin_early(parts_PN.device)
-    if room:
-        _values_of_pairs[(cdiv(room, block),)](
-            parts_PN.contiguous(),
+    overlap_previous = overlap_previous and supports_pdl(parts_PZ.device)
+    if capacity:
+        _values_of_pairs[(cdiv(capacity, block),)](
+            parts_PZ.contiguous(),
             slot_V.contiguous(),
             num_pairs,
             values,
-            room,
-            N=N,
+            capacity,
+            Z=Z,
             COLUMNS=columns,
             BLOCK=block,
-            ACCUMULATOR=accumulator_of(parts_PN),
-            BESIDE=beside,
+            ACCUMULATOR=accumulator_of(parts_PZ),
+            PDL_OVERLAP=overlap_previous,
             num_warps=4,
-            launch_pdl=beside,
+            launch_pdl=overlap_previous,
         )
     return values

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from sonic_ep.kernels.cuda.next_tile import DrawnAheadScheduler, DrawsAhead, KTiles
+from sonic_ep.kernels.cuda.next_tile import KTiles, TilePrefetchLoader, VarlenPrefetchingScheduler
 from sonic_ep.kernels.cuda.quack_compat import (
     GemmSm90,
     VarlenMTileScheduler,
@@ -27,8 +27,8 @@ from sonic_ep.kernels.cuda.quack_compat import (
     partition_D_position_independent,
 )
 
-_BLOCK = 64  # rows of one WGMMA instruction
-_MANY = 192  # accumulators a thread
+_WGMMA_ROWS = 64  # rows of one WGMMA instruction
+_ACCUMULATORS_THAT_SPILL = 192  # accumulators a thread
 _ROW_BITS = 10  # of a record: rows of the tiles of a cluster, at most 2 x 256; the expert is above them
 
 
@@ -37,7 +37,7 @@ def _indices(work: WorkTileInfo) -> Any:
     return work.tile_idx
 
 
-class _RowsScheduler(DrawnAheadScheduler):
+class _RowsScheduler(VarlenPrefetchingScheduler):
     """Tells all warps how many rows a tile has, in tile_idx[2], where quack keeps what only a split K needs.
 
     The warp that draws tiles finds out, and sends it to the others beside the expert's number: read by each from global
@@ -58,9 +58,9 @@ class _RowsScheduler(DrawnAheadScheduler):
     @cute.jit
     def write_work_tile_to_smem(self, work: WorkTileInfo, *, loc: Any = None, ip: Any = None) -> None:
         m, n, _, expert = _indices(work)
-        most = const_expr(self.params.tile_shape_mn[0] * self.params.cluster_shape_mnk[0])
-        assert most < 2**_ROW_BITS
-        record = (expert << _ROW_BITS) + self._rows_from(m, expert, work.is_valid_tile, most)
+        limit = const_expr(self.params.tile_shape_mn[0] * self.params.cluster_shape_mnk[0])
+        assert limit < 2**_ROW_BITS
+        record = (expert << _ROW_BITS) + self._rows_from(m, expert, work.is_valid_tile, limit)
         both = WorkTileInfo((m, n, None, record), work.is_valid_tile)
         VarlenMTileScheduler.write_work_tile_to_smem(self, both, loc=loc, ip=ip)
 
@@ -76,12 +76,12 @@ class _RowsScheduler(DrawnAheadScheduler):
         return WorkTileInfo((m, n, rows, record >> _ROW_BITS), work.is_valid_tile)
 
     @cute.jit
-    def _rows_from(self, m: Int32, expert: Int32, valid: Boolean, most: cutlass.Constexpr[int]) -> Int32:
-        rows = Int32(most)
+    def _rows_from(self, m: Int32, expert: Int32, valid: Boolean, limit: cutlass.Constexpr[int]) -> Int32:
+        rows = Int32(limit)
         if valid and m // self.params.cluster_shape_mnk[0] == self._cur_num_clusters_m - 1:
             starts = self.params.cu_seqlens_m
             left = starts[expert + 1] - starts[expert] - m * self.params.tile_shape_mn[0]
-            rows = cutlass.max(cutlass.min(left, most), 0)
+            rows = cutlass.max(cutlass.min(left, limit), 0)
         return rows
 
     def get_split_k_tile_range(self, k_tile_total: Int32, rows: Int32, **_: Any) -> tuple[int, KTiles]:
@@ -89,7 +89,7 @@ class _RowsScheduler(DrawnAheadScheduler):
         return 0, KTiles(k_tile_total, self, cute.arch.make_warp_uniform(rows))
 
 
-class ComputesRowsOnly(DrawsAhead):
+class SkipsMissingRows(TilePrefetchLoader):
     # GemmSm90's
     cta_tile_shape_mnk: Any
     atom_layout_mnk: Any
@@ -112,7 +112,7 @@ class ComputesRowsOnly(DrawsAhead):
     ) -> tuple[int, int]:
         """Of the epilogue, whose registers are settled here too."""
         accumulators = tile[0] * tile[1] // (atoms[0] * atoms[1] * 128)
-        if self.gather_A and accumulators >= _MANY and element is not None and element.width == 32:
+        if self.gather_A and accumulators >= _ACCUMULATORS_THAT_SPILL and element is not None and element.width == 32:
             # Of dgated, whose elements are pairs: half as many at a time, and what registers the loader can spare.
             self.num_regs_load, self.num_regs_mma = 40, 232
             return 64, 16
@@ -184,15 +184,15 @@ class ComputesRowsOnly(DrawsAhead):
     ) -> Any:
         # Warp groups that share a tile take its blocks in turns; in ping-pong each has a tile of its own.
         sharing = const_expr(self.atom_layout_mnk[0])
-        blocks = (k_tiles.rows + (_BLOCK - 1)) // _BLOCK
+        blocks = (k_tiles.rows + (_WGMMA_ROWS - 1)) // _WGMMA_ROWS
         if const_expr(sharing > 1):
             blocks = (blocks - warp_group + (sharing - 1)) // sharing
         least = const_expr(0 if sharing * self.cluster_shape_mnk[0] > 1 else 1)
-        most = const_expr(cute.size(acc, mode=[1]))
+        limit = const_expr(cute.size(acc, mode=[1]))
         # Accumulators that some way through the kernel leaves as the last tile had them would live all along, and
         # take their registers from the epilogue. There is a K tile, always, but only this says so.
         k_tiles = cutlass.max(k_tiles, 1)
-        return self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, most, least)
+        return self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, limit, least)
 
     @cute.jit
     def _multiply(
@@ -204,18 +204,18 @@ class ComputesRowsOnly(DrawsAhead):
         k_tiles: Any,
         warp_group: Int32,
         blocks: Int32,
-        most: cutlass.Constexpr[int],
+        limit: cutlass.Constexpr[int],
         least: cutlass.Constexpr[int],
     ) -> Any:
         """The first `blocks` of a warp group's blocks, from least to most: a loop over K for each number of them."""
         after = state
-        if const_expr(most == least) or blocks >= most:
-            fewer = _of_first_blocks(mma_fn, most)
-            for block in cutlass.range_constexpr(most, cute.size(acc, mode=[1])):
+        if const_expr(limit == least) or blocks >= limit:
+            fewer = _of_first_blocks(mma_fn, limit)
+            for block in cutlass.range_constexpr(limit, cute.size(acc, mode=[1])):
                 acc[None, block, None].fill(0.0)  # not for what is stored: see mma
             after = GemmSm90.mma(self, pipeline, state, fewer, acc, None, k_tiles, warp_group)
         else:
-            after = self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, most - 1, least)
+            after = self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, limit - 1, least)
         return after
 
 

@@ -15,18 +15,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from sonic_ep.kernels.cuda.launch import launched
-from sonic_ep.kernels.cuda.peers import ARRIVED, leave, reported, tell, wait_for
-from sonic_ep.kernels.peers import Meeting, Stage
+from sonic_ep.kernels.cuda.launch import fast_launch
+from sonic_ep.kernels.cuda.peers import ARRIVED, lost_peer, put_signal, retire_program, wait_signals
+from sonic_ep.kernels.peers import SignalPad, Stage
 
-PLACES = 2
+NUM_SLOTS = 2
 _BLOCK = 512
 
 
 @triton.jit
-def _place(places_ptr, owner, source, meeting, room, S: tl.constexpr, PLACES: tl.constexpr):
-    """Where `owner` keeps what `source` says at this meeting."""
-    return tl.load(places_ptr + owner).to(tl.pointer_type(tl.int64)) + (meeting % PLACES * S + source) * room
+def _slot(slots_ptr, dst, source, epoch, capacity, S: tl.constexpr, NUM_SLOTS: tl.constexpr):
+    """Where `dst` keeps what `source` says at this meeting."""
+    return tl.load(slots_ptr + dst).to(tl.pointer_type(tl.int64)) + (epoch % NUM_SLOTS * S + source) * capacity
 
 
 @triton.jit
@@ -40,84 +40,84 @@ def _copy(from_ptr, to_ptr, F, there, BLOCK: tl.constexpr):
         offset += BLOCK
 
 
-@launched
-@triton.jit(do_not_specialize=["patience", "rank", "F", "room"])
-def _announce(
+@fast_launch
+@triton.jit(do_not_specialize=["timeout", "rank", "F", "capacity"])
+def _all_gather_start(
     values_ptr,
-    places_ptr,
-    flags_ptr,
+    slots_ptr,
+    signals_ptr,
     state_ptr,
-    report_ptr,
-    patience,
+    host_status_ptr,
+    timeout,
     rank,
     F,
-    room,
+    capacity,
     STAGE: tl.constexpr,
     S: tl.constexpr,
-    PLACES: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program a peer."""
-    meeting, peer = tl.load(state_ptr + STAGE) + 1, tl.program_id(0)
-    _copy(values_ptr, _place(places_ptr, peer, rank, meeting, room, S, PLACES), F, True, BLOCK)
+    epoch, peer = tl.load(state_ptr + STAGE) + 1, tl.program_id(0)
+    _copy(values_ptr, _slot(slots_ptr, peer, rank, epoch, capacity, S, NUM_SLOTS), F, True, BLOCK)
     tl.debug_barrier()
-    tell(meeting, flags_ptr, peer, rank, ARRIVED, STAGE, S)
+    put_signal(epoch, signals_ptr, peer, rank, ARRIVED, STAGE, S)
 
 
-@launched
-@triton.jit(do_not_specialize=["patience", "rank", "F", "room"])
-def _take_all(
-    places_ptr,
+@fast_launch
+@triton.jit(do_not_specialize=["timeout", "rank", "F", "capacity"])
+def _all_gather_wait(
+    slots_ptr,
     out_ptr,
-    flags_ptr,
+    signals_ptr,
     state_ptr,
-    report_ptr,
-    patience,
+    host_status_ptr,
+    timeout,
     rank,
     F,
-    room,
+    capacity,
     STAGE: tl.constexpr,
     S: tl.constexpr,
-    PLACES: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program a source."""
-    meeting, source = tl.load(state_ptr + STAGE) + 1, tl.program_id(0)
+    epoch, source = tl.load(state_ptr + STAGE) + 1, tl.program_id(0)
     one = source + tl.arange(0, 1)
-    wait_for(meeting, flags_ptr, state_ptr, report_ptr, patience, rank, one, ARRIVED, STAGE, S)
+    wait_signals(epoch, signals_ptr, state_ptr, host_status_ptr, timeout, rank, one, ARRIVED, STAGE, S)
     tl.debug_barrier()
-    place_ptr = _place(places_ptr, rank, source, meeting, room, S, PLACES)
-    _copy(place_ptr, out_ptr + source * F, F, reported(state_ptr) == 0, BLOCK)
-    leave(meeting, state_ptr, STAGE)
+    slot_ptr = _slot(slots_ptr, rank, source, epoch, capacity, S, NUM_SLOTS)
+    _copy(slot_ptr, out_ptr + source * F, F, lost_peer(state_ptr) == 0, BLOCK)
+    retire_program(epoch, state_ptr, STAGE)
 
 
-def announce(meeting: Meeting, values_F: Tensor, places_S: Tensor, room: int) -> None:
-    """Tell every rank these integers. `take_all` must follow on every rank before the next `announce`.
+def all_gather_start(pad: SignalPad, values_F: Tensor, slots_S: Tensor, capacity: int) -> None:
+    """Tell every rank these integers. `all_gather_wait` must follow on every rank before the next `all_gather_start`.
 
-    values_F: (F,) int64. places_S: (S,) int64 addresses of each rank's (PLACES, S, room) int64, room >= F, the same
+    values_F: (F,) int64. slots_S: (S,) int64 addresses of each rank's (PLACES, S, room) int64, room >= F, the same
     for meetings that follow each other.
     """
-    _launch(_announce, meeting, (values_F, places_S), values_F.shape[0], room)
+    _launch(_all_gather_start, pad, (values_F, slots_S), values_F.shape[0], capacity)
 
 
-def take_all(meeting: Meeting, places_S: Tensor, count: int, room: int) -> Tensor:
+def all_gather_wait(pad: SignalPad, slots_S: Tensor, count: int, capacity: int) -> Tensor:
     """(S, F) int64: what every rank has announced, once it has; zeros if a rank was waited for in vain."""
-    gathered_SF = torch.empty(meeting.size, count, dtype=torch.int64, device=places_S.device)
-    _launch(_take_all, meeting, (places_S, gathered_SF), count, room)
+    gathered_SF = torch.empty(pad.size, count, dtype=torch.int64, device=slots_S.device)
+    _launch(_all_gather_wait, pad, (slots_S, gathered_SF), count, capacity)
     return gathered_SF
 
 
 def _launch(
-    kernel: KernelInterface[Any], meeting: Meeting, tensors: tuple[Tensor, Tensor], count: int, room: int
+    kernel: KernelInterface[Any], pad: SignalPad, tensors: tuple[Tensor, Tensor], count: int, capacity: int
 ) -> None:
-    kernel[(meeting.size,)](
+    kernel[(pad.size,)](
         *tensors,
-        *meeting.arguments,
+        *pad.arguments,
         count,
-        room,
+        capacity,
         STAGE=Stage.COUNTS.value,
-        S=meeting.size,
-        PLACES=PLACES,
+        S=pad.size,
+        NUM_SLOTS=NUM_SLOTS,
         BLOCK=_BLOCK,
         num_warps=4,
     )

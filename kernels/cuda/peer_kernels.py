@@ -1,20 +1,20 @@
 """All kernels that write into the memory of other ranks."""
 
-from sonic_ep.kernels.cuda.peer_gather import PLACES, announce, take_all
-from sonic_ep.kernels.cuda.peer_meeting import come, go
-from sonic_ep.kernels.cuda.peer_pairs import push_lists, push_values, take_values
-from sonic_ep.kernels.cuda.peer_rows import push_rows, push_sums, sum_sent
+from sonic_ep.kernels.cuda.peer_gather import NUM_SLOTS, all_gather_start, all_gather_wait
+from sonic_ep.kernels.cuda.peer_meeting import acquire_peers, release_peers
+from sonic_ep.kernels.cuda.peer_pairs import collect_scalars, push_lists, push_scalars
+from sonic_ep.kernels.cuda.peer_rows import combine_push, combine_reduce, push_rows
 
 __all__ = [
-    "PLACES",
-    "announce",
-    "come",
-    "go",
+    "NUM_SLOTS",
+    "all_gather_start",
+    "acquire_peers",
+    "release_peers",
     "push_lists",
     "push_rows",
-    "push_sums",
-    "push_values",
-    "sum_sent",
-    "take_all",
-    "take_values",
+    "combine_push",
+    "push_scalars",
+    "combine_reduce",
+    "all_gather_wait",
+    "collect_scalars",
 ]

@@ -4,8 +4,8 @@ A source has a region of `stride` rows in every owner's buffer, in which the row
 rows that are sent, or asks how many they are; rows that an owner does not need are gaps. The way back has the same
 numbering: the row of token t of source s goes to row t of this rank's region at s.
 
-`push_rows` reads a token's row once and writes it to every rank that needs it. `push_sums` sums as gather_sum does, in
-the same order, and writes the sum where it belongs instead of here. `sum_sent` is the last sum, over owners.
+`push_rows` reads a token's row once and writes it to every rank that needs it. `combine_push` sums as gather_sum does,
+in the same order, and writes the sum where it belongs instead of here. `combine_reduce` is the last sum, over owners.
 
 Legend: S ranks of the group, sources and owners alike; T tokens and H hidden size on this rank.
 """
@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sonic_ep.kernels.cuda.gather_sum import UNROLL, accumulator_of, block_of, row_sum
-from sonic_ep.kernels.cuda.launch import launched
-from sonic_ep.kernels.cuda.peers import begin, finish, nobody_sends, take
+from sonic_ep.kernels.cuda.launch import fast_launch
+from sonic_ep.kernels.cuda.peers import is_empty_step, next_work_item, signal_done_and_wait, wait_peers_ready
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
-from sonic_ep.kernels.peers import Meeting, Stage
+from sonic_ep.kernels.peers import SignalPad, Stage
 
 # Values of a tile of tokens and columns, times the ranks that may need them. A kernel that fills its links ends with
 # its last tile, so tiles are as small as keeps the links full.
@@ -34,17 +34,17 @@ PUSH_PROGRAMS = 64  # more do not help, and other kernels find room beside them
 SUM_PROGRAMS = 16 * 132  # of one warp; fewer than there is room for at once, so that all of them run together
 
 
-@launched
-@triton.jit(do_not_specialize=["patience", "rank", "T", "stride"])
+@fast_launch
+@triton.jit(do_not_specialize=["timeout", "rank", "T", "stride"])
 def _push_rows(
     x_ptr,
-    needed_ptr,
+    is_token_in_rank_ptr,
     pairs_ptr,
     buffers_ptr,
-    flags_ptr,
+    signals_ptr,
     state_ptr,
-    report_ptr,
-    patience,
+    host_status_ptr,
+    timeout,
     rank,
     T,
     stride,
@@ -55,11 +55,11 @@ def _push_rows(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    if nobody_sends(pairs_ptr, S, RANKS):
+    if is_empty_step(pairs_ptr, S, RANKS):
         return
-    given_up = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    timed_out = wait_peers_ready(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE, S)
     blocks = tl.cdiv(H, COLUMNS)
-    tiles = tl.where(given_up == 0, tl.cdiv(T, TOKENS) * blocks, 0)
+    tiles = tl.where(timed_out == 0, tl.cdiv(T, TOKENS) * blocks, 0)
     tile = tl.program_id(0)
     while tile < tiles:
         token = tile // blocks * TOKENS + tl.arange(0, TOKENS)
@@ -67,19 +67,19 @@ def _push_rows(
         there = token < T
         inside = there[:, None] & (columns < H)
         x = tl.load(x_ptr + token.to(tl.int64)[:, None] * H + columns, mask=inside, other=0)
-        place = (rank * stride + token).to(tl.int64)
-        for owner in tl.static_range(S):
-            needed = tl.load(needed_ptr + owner * T + token, mask=there, other=0) > 0
-            buffer_ptr = tl.load(buffers_ptr + owner).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        offset = (rank * stride + token).to(tl.int64)
+        for dst in tl.static_range(S):
+            in_rank = tl.load(is_token_in_rank_ptr + dst * T + token, mask=there, other=0) > 0
+            buffer_ptr = tl.load(buffers_ptr + dst).to(tl.pointer_type(x_ptr.dtype.element_ty))
             buffer_ptr = tl.multiple_of(buffer_ptr, 16)
-            tl.store(buffer_ptr + place[:, None] * H + columns, x, mask=inside & needed[:, None])
-        tile = take(state_ptr, STAGE).to(tl.int32)
-    finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+            tl.store(buffer_ptr + offset[:, None] * H + columns, x, mask=inside & in_rank[:, None])
+        tile = next_work_item(state_ptr, STAGE).to(tl.int32)
+    signal_done_and_wait(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE, S)
 
 
-@launched
-@triton.jit(do_not_specialize=["patience", "rank", "stride"])
-def _push_sums(
+@fast_launch
+@triton.jit(do_not_specialize=["timeout", "rank", "stride"])
+def _combine_push(
     values_ptr,
     items_ptr,
     starts_ptr,
@@ -87,10 +87,10 @@ def _push_sums(
     tokens_ptr,
     pairs_ptr,
     buffers_ptr,
-    flags_ptr,
+    signals_ptr,
     state_ptr,
-    report_ptr,
-    patience,
+    host_status_ptr,
+    timeout,
     rank,
     stride,
     H,
@@ -103,15 +103,15 @@ def _push_sums(
     UNROLL: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    if nobody_sends(pairs_ptr, S, RANKS):
+    if is_empty_step(pairs_ptr, S, RANKS):
         return
-    given_up = begin(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+    timed_out = wait_peers_ready(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE, S)
     parts = tl.cdiv(H, BLOCK * BLOCKS)
-    most = tl.load(tokens_ptr)
+    max_tokens = tl.load(tokens_ptr)
     for other in tl.static_range(1, S):
-        most = tl.maximum(most, tl.load(tokens_ptr + other))
+        max_tokens = tl.maximum(max_tokens, tl.load(tokens_ptr + other))
     # The sources take turns, so that all links are busy.
-    pieces = tl.where(given_up == 0, most.to(tl.int64) * (S * parts), 0)
+    pieces = tl.where(timed_out == 0, max_tokens.to(tl.int64) * (S * parts), 0)
     piece = tl.program_id(0).to(tl.int64)
     while piece < pieces:
         first_block = (piece % parts * BLOCKS).to(tl.int32)
@@ -123,7 +123,7 @@ def _push_sums(
             if start < stop:
                 buffer_ptr = tl.load(buffers_ptr + source).to(tl.pointer_type(values_ptr.dtype.element_ty))
                 buffer_ptr = tl.multiple_of(buffer_ptr, 16)
-                place = rank.to(tl.int64) * stride + index
+                offset = rank.to(tl.int64) * stride + index
                 for block in range(BLOCKS):
                     columns = (first_block + block) * BLOCK + tl.arange(0, BLOCK)
                     inside = columns < H
@@ -141,18 +141,18 @@ def _push_sums(
                         UNROLL,
                         ACCUMULATOR,
                     )
-                    tl.store(buffer_ptr + place * H + columns, total.to(values_ptr.dtype.element_ty), mask=inside)
-        piece = take(state_ptr, STAGE)
-    finish(flags_ptr, state_ptr, report_ptr, patience, rank, STAGE, S)
+                    tl.store(buffer_ptr + offset * H + columns, total.to(values_ptr.dtype.element_ty), mask=inside)
+        piece = next_work_item(state_ptr, STAGE)
+    signal_done_and_wait(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE, S)
 
 
-@launched
+@fast_launch
 @triton.jit(do_not_specialize=["rank", "T", "stride"])
-def _sum_sent(
+def _combine_reduce(
     buffer_ptr,
     own_ptr,
-    needed_ptr,
-    given_up_ptr,
+    is_token_in_rank_ptr,
+    timed_out_ptr,
     out_ptr,
     rank,
     T,
@@ -167,15 +167,17 @@ def _sum_sent(
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < H
     total = tl.zeros([BLOCK], dtype=ACCUMULATOR)
-    for owner in tl.static_range(S):
-        needed = tl.load(needed_ptr + owner * T + token) > 0
-        place = (owner * stride + token).to(tl.int64)
+    for dst in tl.static_range(S):
+        in_rank = tl.load(is_token_in_rank_ptr + dst * T + token) > 0
+        offset = (dst * stride + token).to(tl.int64)
         sent_ptr = buffer_ptr
-        if owner == rank:
+        if dst == rank:
             sent_ptr = own_ptr
-        value = tl.load(sent_ptr + place * H + columns, mask=inside & needed, other=0.0, eviction_policy="evict_first")
+        value = tl.load(
+            sent_ptr + offset * H + columns, mask=inside & in_rank, other=0.0, eviction_policy="evict_first"
+        )
         total += value.to(ACCUMULATOR)
-    if tl.load(given_up_ptr) != 0:
+    if tl.load(timed_out_ptr) != 0:
         total += float("nan")  # nothing that a rank did not send may pass for a sum
     tl.store(out_ptr + token.to(tl.int64) * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -190,10 +192,12 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def push_rows(meeting: Meeting, x_TH: Tensor, needed: Tensor, pairs_SQ: Tensor, buffers_S: Tensor, stride: int) -> None:
+def push_rows(
+    pad: SignalPad, x_TH: Tensor, is_token_in_rank: Tensor, pairs_SQ: Tensor, buffers_S: Tensor, stride: int
+) -> None:
     """Write each row of x to every rank that needs it, into this rank's region there.
 
-    Shapes:  x_TH (T, H) contiguous; needed of `needed_rows`, kernels/sent_rows.py; pairs_SQ as in push_lists,
+    Shapes:  x_TH (T, H) contiguous; needed of `is_token_in_rank`, kernels/sent_rows.py; pairs_SQ as in push_lists,
              peer_pairs.py; buffers_S (S,) int64 addresses of the ranks' buffers (S * stride, H) in the dtype of x;
              stride >= T of any rank.
     """
@@ -201,25 +205,25 @@ def push_rows(meeting: Meeting, x_TH: Tensor, needed: Tensor, pairs_SQ: Tensor, 
     columns = min(_MAX_COLUMNS, next_power_of_2(H))
     _push_rows[(_push_programs(x_TH.device),)](
         x_TH,
-        needed,
+        is_token_in_rank,
         pairs_SQ,
         buffers_S,
-        *meeting.arguments,
+        *pad.arguments,
         T,
         stride,
         H,
         STAGE=Stage.DISPATCH.value,
-        S=meeting.size,
-        RANKS=next_power_of_2(meeting.size),
-        TOKENS=max(1, _PUSHED // (columns * next_power_of_2(meeting.size))),
+        S=pad.size,
+        RANKS=next_power_of_2(pad.size),
+        TOKENS=max(1, _PUSHED // (columns * next_power_of_2(pad.size))),
         COLUMNS=columns,
         num_warps=_PUSH_WARPS,
         maxnreg=_PUSH_REGISTERS,
     )
 
 
-def push_sums(
-    meeting: Meeting,
+def combine_push(
+    pad: SignalPad,
     values_PH: Tensor,
     items: Tensor,
     starts: Tensor,
@@ -235,7 +239,7 @@ def push_sums(
     buffers_S, stride: as in push_rows.
     """
     H = values_PH.shape[1]
-    _push_sums[(SUM_PROGRAMS,)](
+    _combine_push[(SUM_PROGRAMS,)](
         values_PH.contiguous(),
         items,
         starts,
@@ -243,12 +247,12 @@ def push_sums(
         tokens_S,
         pairs_SQ,
         buffers_S,
-        *meeting.arguments,
+        *pad.arguments,
         stride,
         H,
         STAGE=Stage.COMBINE.value,
-        S=meeting.size,
-        RANKS=next_power_of_2(meeting.size),
+        S=pad.size,
+        RANKS=next_power_of_2(pad.size),
         HAS_WEIGHTS=weights_P is not None,
         BLOCK=block_of(H),
         BLOCKS=min(_BLOCKS, cdiv(H, block_of(H))),
@@ -258,7 +262,9 @@ def push_sums(
     )
 
 
-def sum_sent(meeting: Meeting, buffer: Tensor, own: Tensor, needed: Tensor, num_tokens: int, stride: int) -> Tensor:
+def combine_reduce(
+    pad: SignalPad, buffer: Tensor, own: Tensor, is_token_in_rank: Tensor, num_tokens: int, stride: int
+) -> Tensor:
     """(T, H) the sum over owners of what they sent back for each token, in fp32 at least, rounded once.
 
     buffer: (S * stride, H) of this rank. own: the same, where it has its own rows. needed: as in push_rows. NaN
@@ -268,17 +274,17 @@ def sum_sent(meeting: Meeting, buffer: Tensor, own: Tensor, needed: Tensor, num_
     out_TH = torch.empty(num_tokens, H, dtype=buffer.dtype, device=buffer.device)
     block = block_of(H)
     if out_TH.numel():
-        _sum_sent[(num_tokens * cdiv(H, block),)](
+        _combine_reduce[(num_tokens * cdiv(H, block),)](
             buffer,
             own,
-            needed,
-            meeting.state[-1:],
+            is_token_in_rank,
+            pad.state[-1:],
             out_TH,
-            meeting.rank,
+            pad.rank,
             num_tokens,
             stride,
             H,
-            S=meeting.size,
+            S=pad.size,
             BLOCK=block,
             ACCUMULATOR=accumulator_of(buffer),
             num_warps=1,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.launch import launched
+from sonic_ep.kernels.cuda.launch import fast_launch
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.pair_lists import RankPlan
 from sonic_ep.routing import INDEX_DTYPE
@@ -17,7 +17,7 @@ from sonic_ep.routing import INDEX_DTYPE
 _BLOCK = 1024
 
 
-@launched
+@fast_launch
 @triton.jit
 def _plan(
     rows_ptr,
@@ -25,7 +25,7 @@ def _plan(
     table_ptr,
     expert_starts_ptr,
     pair_starts_ptr,
-    pairs_to_owners_ptr,
+    pairs_to_dst_ptr,
     rank,
     S,
     e,
@@ -35,11 +35,11 @@ def _plan(
 ):
     source, expert = tl.arange(0, SOURCES), tl.arange(0, EXPERTS)
     is_source, is_expert = source < S, expert < e
-    owner = tl.program_id(0) - 1
-    if owner >= 0:
-        to_owner = source[:, None] * (S * e) + owner * e + expert[None, :]
-        pairs = tl.load(pairs_ptr + to_owner, mask=is_source[:, None] & is_expert[None, :], other=0).to(tl.int32)
-        tl.store(pairs_to_owners_ptr + source * S + owner, tl.sum(pairs, axis=1), mask=is_source)
+    dst = tl.program_id(0) - 1
+    if dst >= 0:
+        to_dst = source[:, None] * (S * e) + dst * e + expert[None, :]
+        pairs = tl.load(pairs_ptr + to_dst, mask=is_source[:, None] & is_expert[None, :], other=0).to(tl.int32)
+        tl.store(pairs_to_dst_ptr + source * S + dst, tl.sum(pairs, axis=1), mask=is_source)
         return
     inside = is_source[:, None] & is_expert[None, :]
     arriving = source[:, None] * (S * e) + rank * e + expert[None, :]
@@ -94,24 +94,24 @@ def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> R
 
 
 @triton.jit
-def _take(values_ptr, out_ptr, size, index, holds):
+def _copy_if(values_ptr, out_ptr, size, index, fits):
     """Zeros unless the room holds them."""
-    tl.store(out_ptr + index, tl.load(values_ptr + index, mask=(index < size) & holds, other=0), mask=index < size)
+    tl.store(out_ptr + index, tl.load(values_ptr + index, mask=(index < size) & fits, other=0), mask=index < size)
 
 
-@launched
-@triton.jit(do_not_specialize=["tokens", "most_rows", "most_pairs"])
-def _plan_within(
+@fast_launch
+@triton.jit(do_not_specialize=["tokens", "max_rows", "max_pairs"])
+def _bounded_plan(
     table_ptr,
     starts_ptr,
-    pairs_to_owners_ptr,
+    pairs_to_dst_ptr,
     out_table_ptr,
     out_starts_ptr,
-    out_pairs_to_owners_ptr,
+    out_pairs_to_dst_ptr,
     sizes_ptr,
     tokens,
-    most_rows,
-    most_pairs,
+    max_rows,
+    max_pairs,
     S,
     e,
     SOURCES: tl.constexpr,
@@ -124,24 +124,24 @@ def _plan_within(
     tokens_S = tl.load(sizes_ptr + source, mask=source < S, other=0)
     rows_SQ = tl.load(sizes_ptr + S + from_to, mask=inside, other=0)
     pairs_SQ = tl.load(sizes_ptr + S + S * S + from_to, mask=inside, other=0)
-    holds = (tl.max(tokens_S, axis=0) == tokens) & (tl.max(tl.sum(rows_SQ, axis=0), axis=0) <= most_rows)
-    holds = holds & (tl.max(tl.sum(pairs_SQ, axis=0), axis=0) <= most_pairs)
-    holds = holds & (tl.max(tl.sum(pairs_SQ, axis=1), axis=0) <= most_pairs)
+    fits = (tl.max(tokens_S, axis=0) == tokens) & (tl.max(tl.sum(rows_SQ, axis=0), axis=0) <= max_rows)
+    fits = fits & (tl.max(tl.sum(pairs_SQ, axis=0), axis=0) <= max_pairs)
+    fits = fits & (tl.max(tl.sum(pairs_SQ, axis=1), axis=0) <= max_pairs)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _take(table_ptr, out_table_ptr, 6 * S * e, index, holds)
-    _take(starts_ptr, out_starts_ptr, e + 1, index, holds)
-    _take(pairs_to_owners_ptr, out_pairs_to_owners_ptr, S * S, index, holds)
+    _copy_if(table_ptr, out_table_ptr, 6 * S * e, index, fits)
+    _copy_if(starts_ptr, out_starts_ptr, e + 1, index, fits)
+    _copy_if(pairs_to_dst_ptr, out_pairs_to_dst_ptr, S * S, index, fits)
 
 
-def plan_within(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan:
-    """`plan_within` of dispatch/room.py."""
+def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan:
+    """`bounded_plan` of dispatch/room.py."""
     S, e = plan.pair_starts_Q.shape[0] - 1, plan.expert_starts_e.shape[0] - 1
     within = plan._replace(
         table_FC=torch.empty_like(plan.table_FC),
         expert_starts_e=torch.empty_like(plan.expert_starts_e),
         pairs_SQ=torch.empty_like(plan.pairs_SQ),
     )
-    _plan_within[(cdiv(max(plan.table_FC.numel(), e + 1, S * S), _BLOCK),)](
+    _bounded_plan[(cdiv(max(plan.table_FC.numel(), e + 1, S * S), _BLOCK),)](
         plan.table_FC,
         plan.expert_starts_e,
         plan.pairs_SQ,

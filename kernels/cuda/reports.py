@@ -8,45 +8,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.launch import launched
+from sonic_ep.kernels.cuda.launch import fast_launch
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
-from sonic_ep.kernels.reports import BAD_LOGIT, CONDITION, DRAW, HEADER, TOKENS
+from sonic_ep.kernels.reports import BAD_LOGIT, HEADER, SEED, STATUS, TOKENS
 
 _BLOCK = 1024
-_TOKENS, _CONDITION, _DRAW = (tl.constexpr(place) for place in (TOKENS, CONDITION, DRAW))
+_TOKENS, _STATUS, _SEED = (tl.constexpr(place) for place in (TOKENS, STATUS, SEED))
 _HEADER, _BAD_LOGIT = tl.constexpr(HEADER), tl.constexpr(BAD_LOGIT)
 
 
-@launched
-@triton.jit(do_not_specialize=["num_tokens", "condition"])
-def _report_of(
+@fast_launch
+@triton.jit(do_not_specialize=["num_tokens", "status"])
+def _pack_rank_status(
     counts_ptr,
     bad_logits_ptr,
-    draw_ptr,
-    report_ptr,
+    seed_ptr,
+    packed_ptr,
     num_tokens,
-    condition,
+    status,
     E,
     HAS_BAD_LOGITS: tl.constexpr,
-    HAS_DRAW: tl.constexpr,
+    HAS_SEED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(report_ptr + _HEADER + index, tl.load(counts_ptr + index, mask=index < E, other=0), mask=index < E)
+    tl.store(packed_ptr + _HEADER + index, tl.load(counts_ptr + index, mask=index < E, other=0), mask=index < E)
     if tl.program_id(0) == 0:
-        told = tl.load(bad_logits_ptr) * _BAD_LOGIT + condition if HAS_BAD_LOGITS else condition
-        tl.store(report_ptr + _TOKENS, num_tokens)
-        tl.store(report_ptr + _CONDITION, told)
-        tl.store(report_ptr + _DRAW, tl.load(draw_ptr) if HAS_DRAW else 0)
+        status_word = tl.load(bad_logits_ptr) * _BAD_LOGIT + status if HAS_BAD_LOGITS else status
+        tl.store(packed_ptr + _TOKENS, num_tokens)
+        tl.store(packed_ptr + _STATUS, status_word)
+        tl.store(packed_ptr + _SEED, tl.load(seed_ptr) if HAS_SEED else 0)
 
 
-@launched
+@fast_launch
 @triton.jit(do_not_specialize=["healthy"])
-def _void_unless(
+def _zero_counts_on_error(
     counts_ptr,
-    conditions_ptr,
+    status_ptr,
     counts_stride,
-    conditions_stride,
+    status_stride,
     healthy,
     S,
     E,
@@ -54,8 +54,8 @@ def _void_unless(
     BLOCK: tl.constexpr,
 ):
     rank = tl.arange(0, RANKS)
-    conditions = tl.load(conditions_ptr + rank * conditions_stride, mask=rank < S, other=healthy)
-    if tl.max((conditions != healthy).to(tl.int32), axis=0) == 0:
+    statuses = tl.load(status_ptr + rank * status_stride, mask=rank < S, other=healthy)
+    if tl.max((statuses != healthy).to(tl.int32), axis=0) == 0:
         return
     index = tl.arange(0, BLOCK)
     while tl.min(index, axis=0) < S * E:
@@ -63,37 +63,37 @@ def _void_unless(
         index += BLOCK
 
 
-def report_of(
-    counts_E: Tensor, num_tokens: int, condition: int, *, bad_logits: Tensor | None = None, draw: Tensor | None = None
+def pack_rank_status(
+    counts_E: Tensor, num_tokens: int, status: int, *, bad_logits: Tensor | None = None, seed: Tensor | None = None
 ) -> Tensor:
     """See kernels/reports.py."""
     E = counts_E.shape[0]
-    report = torch.empty(HEADER + E, dtype=torch.int64, device=counts_E.device)
-    _report_of[(cdiv(E, _BLOCK),)](
+    packed = torch.empty(HEADER + E, dtype=torch.int64, device=counts_E.device)
+    _pack_rank_status[(cdiv(E, _BLOCK),)](
         counts_E.contiguous(),
         counts_E if bad_logits is None else bad_logits,
-        counts_E if draw is None else draw,
-        report,
+        counts_E if seed is None else seed,
+        packed,
         num_tokens,
-        condition,
+        status,
         E,
         HAS_BAD_LOGITS=bad_logits is not None,
-        HAS_DRAW=draw is not None,
+        HAS_SEED=seed is not None,
         BLOCK=_BLOCK,
         num_warps=4,
     )
-    return report
+    return packed
 
 
-def void_unless(counts_SE: Tensor, conditions_S: Tensor, healthy: int) -> None:
+def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> None:
     """See kernels/reports.py."""
     S, E = counts_SE.shape
     assert counts_SE.stride(1) == 1
-    _void_unless[(1,)](
+    _zero_counts_on_error[(1,)](
         counts_SE,
-        conditions_S,
+        status_S,
         counts_SE.stride(0),
-        conditions_S.stride(0),
+        status_S.stride(0),
         healthy,
         S,
         E,

@@ -12,17 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.kernels.cuda.launch import launched
+from sonic_ep.kernels.cuda.launch import fast_launch
 from sonic_ep.kernels.cuda.router_scores import programs_for, sigmoid, softmax, tile_of
 from sonic_ep.kernels.cuda.sizes import next_power_of_2
-from sonic_ep.kernels.router import FusedChoice
+from sonic_ep.kernels.router import FusedTopK
 
-_TAKEN = tl.constexpr(-(2**31))  # below every key
+_POPPED = tl.constexpr(-(2**31))  # below every key
 _NAN_KEY = tl.constexpr(-(2**31) + 1)  # below every number's
 _NOWHERE = tl.constexpr(2**31 - 1)
 # Every program adds its counts to each expert's. With few experts programs are fewer, of four warps, since one expert's
 # additions follow each other.
-_FEW_COLUMNS, _SHARED_WARPS = 128, 4
+_SHARED_COUNT_COLUMNS, _SHARED_WARPS = 128, 4
 
 
 @triton.jit
@@ -34,11 +34,11 @@ def _keys(values):
 
 
 @triton.jit
-def _take_best(keys, columns):
+def _pop_best(keys, columns):
     """Each row's column with the largest key, the first of equal ones, and the keys without it."""
     best = tl.max(keys, axis=1)
     winner = tl.min(tl.where(keys == best[:, None], columns, _NOWHERE), axis=1)
-    return winner, tl.where(columns == winner[:, None], _TAKEN, keys)
+    return winner, tl.where(columns == winner[:, None], _POPPED, keys)
 
 
 @triton.jit
@@ -61,17 +61,17 @@ def _allowed(
     others = tl.where((places == place[:, :, None]) | (values != values), float("-inf"), values)
     sums = tl.where(has_nan != 0, float("nan"), first + tl.max(others, axis=2))
     groups = tl.arange(0, GROUPS_PADDED)[None, :]
-    keys = tl.where(groups < GROUPS, _keys(sums), _TAKEN)
+    keys = tl.where(groups < GROUPS, _keys(sums), _POPPED)
     for _ in range(GROUPS_PER_TOKEN):
-        _winner, keys = _take_best(keys, groups)
-    taken = ((keys == _TAKEN) & (groups < GROUPS)).to(tl.int32)
-    spread = tl.broadcast_to(taken[:, :, None], [ROWS, GROUPS_PADDED, GROUP_WIDTH])
+        _winner, keys = _pop_best(keys, groups)
+    popped = ((keys == _POPPED) & (groups < GROUPS)).to(tl.int32)
+    spread = tl.broadcast_to(popped[:, :, None], [ROWS, GROUPS_PADDED, GROUP_WIDTH])
     return tl.reshape(spread, [ROWS, COLUMNS]) != 0
 
 
-@launched
+@fast_launch
 @triton.jit
-def _choose(
+def _topk(
     logits_ptr,
     bias_ptr,
     scores_ptr,
@@ -123,20 +123,20 @@ def _choose(
         if HAS_BIAS:
             ranking = scores + tl.load(bias_ptr + experts, mask=is_expert, other=0.0)[None, :]
             tl.store(ranking_ptr + places, ranking, mask=inside)
-        keys = tl.where(is_expert[None, :], _keys(ranking), _TAKEN)
+        keys = tl.where(is_expert[None, :], _keys(ranking), _POPPED)
         allowed, others = inside, keys
         if GROUPS > 1:
             allowed = _allowed(ranking, is_expert[None, :], GROUPS, GROUP_WIDTH, GROUPS_PER_TOKEN, COLUMNS, ROWS)
             tl.store(allowed_ptr + places, allowed.to(tl.uint8), mask=inside)
-            others = tl.where(allowed, _TAKEN, keys)
-            keys = tl.where(allowed, keys, _TAKEN)
+            others = tl.where(allowed, _POPPED, keys)
+            keys = tl.where(allowed, keys, _POPPED)
         for k in tl.static_range(K):
             if GROUPS > 1 and k == GROUPS_PER_TOKEN * PER_GROUP:
                 keys = others
-            winner, keys = _take_best(keys, columns[None, :])
+            winner, keys = _pop_best(keys, columns[None, :])
             expert = winner // GROUP_WIDTH * PER_GROUP + winner % GROUP_WIDTH
             tl.store(ids_ptr + rows.to(tl.int64) * K + k, expert.to(tl.int64), mask=in_T)
-        chosen = inside & (keys == _TAKEN)
+        chosen = inside & (keys == _POPPED)
         if GROUPS > 1 and K <= GROUPS_PER_TOKEN * PER_GROUP:
             chosen = chosen & allowed
         counts += tl.sum(chosen.to(tl.int32), axis=0)
@@ -146,12 +146,12 @@ def _choose(
         tl.atomic_add(bad_ptr, tl.sum(bad, axis=0).to(tl.int64), sem="relaxed")
 
 
-def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedChoice:
+def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedTopK:
     """See kernels/router.py."""
     T, E = logits_TE.shape
     width = next_power_of_2(E // config.num_groups)
     columns = next_power_of_2(config.num_groups) * width
-    tile = tile_of(columns, _SHARED_WARPS if columns <= _FEW_COLUMNS else 1)
+    tile = tile_of(columns, _SHARED_WARPS if columns <= _SHARED_COUNT_COLUMNS else 1)
     logits_TE = logits_TE.contiguous()
     scores_TE = torch.empty_like(logits_TE)
     ranking_TE = scores_TE if expert_bias_E is None else torch.empty_like(logits_TE)
@@ -159,10 +159,10 @@ def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: Rout
     allowed_TE = torch.empty(T, E, dtype=torch.bool, device=logits_TE.device) if grouped else None
     topk_ids_TK = torch.empty(T, K, dtype=torch.int64, device=logits_TE.device)
     entropy_T = torch.empty(T, dtype=torch.float32, device=logits_TE.device)
-    counted = torch.zeros(E + 1, dtype=torch.int64, device=logits_TE.device)
-    counts_E, bad_logits = counted[:E], counted[E]
+    counters = torch.zeros(E + 1, dtype=torch.int64, device=logits_TE.device)
+    counts_E, bad_logits = counters[:E], counters[E]
     if T > 0:
-        _choose[(programs_for(T, tile),)](
+        _topk[(programs_for(T, tile),)](
             logits_TE,
             logits_TE if expert_bias_E is None else expert_bias_E.contiguous(),
             scores_TE,
@@ -186,4 +186,4 @@ def choose(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: Rout
             enable_fp_fusion=False,
         )
     bad_logits = bad_logits if config.check_logits else None
-    return FusedChoice(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, counts_E, entropy_T, bad_logits)
+    return FusedTopK(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, counts_E, entropy_T, bad_logits)

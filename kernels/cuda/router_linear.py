@@ -21,17 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sonic_ep.kernels.cuda.launch import launched, major
+from sonic_ep.kernels.cuda.launch import fast_launch, sm_major
 from sonic_ep.kernels.cuda.sizes import cdiv
 
 _ALIGNMENT = 16
 _SPLIT_BLOCK = 1024
 _BLOCK_N, _BLOCK_K = 128, 64
 # Tokens that a program of the logits may take beside those of a tile, and how many times as long it takes with them.
-_MORE_N, _MORE_COST = 64, 1.5
+_EXTRA_N, _EXTRA_N_COST = 64, 1.5
 # Programs that run at once. Of the gradient of the weights: rows of x that one sums at least, programs that share a sum
 # at most, and what another one costs, as a share of the GEMM. Constants, so that every device adds the same terms.
-_PROGRAMS, _LEAST_ROWS, _MOST_SPLITS, _SPLIT_COST = 132, 512, 16, 0.03
+_PROGRAMS, _MIN_ROWS_PER_SPLIT, _MAX_SPLITS, _SPLIT_COST = 132, 512, 16, 0.03
 
 
 class _Parts(NamedTuple):
@@ -43,7 +43,7 @@ class _Parts(NamedTuple):
     row: int
 
 
-@launched
+@fast_launch
 @triton.jit
 def _split(values_ptr, base_ptr, slot, row, size, R, C, PADDED_C: tl.constexpr, BLOCK: tl.constexpr):
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -69,7 +69,7 @@ def _sum_of_parts(low, middle, high, right):
     return tl.dot(high, right, terms)
 
 
-@launched
+@fast_launch
 @triton.jit(do_not_specialize=["steps"])
 def _multiply(
     left_ptr,
@@ -92,16 +92,16 @@ def _multiply(
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MORE_N: tl.constexpr,
+    EXTRA_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """out[split, m, n] = sum over this split's k of left[m, k] * right[n, k], left given by its parts.
 
-    A tile is BLOCK_N + MORE_N wide, both powers of 2, or MORE_N 0.
+    A tile is BLOCK_N + EXTRA_N wide, both powers of 2, or EXTRA_N 0.
     """
     tiles_m = tl.cdiv(PADDED_M, BLOCK_M)
     first_m = (tl.program_id(0) % tiles_m).to(tl.int64) * BLOCK_M
-    first_n = (tl.program_id(0) // tiles_m).to(tl.int64) * (BLOCK_N + MORE_N)
+    first_n = (tl.program_id(0) // tiles_m).to(tl.int64) * (BLOCK_N + EXTRA_N)
     first_k = tl.program_id(1).to(tl.int64) * (steps * BLOCK_K)
     left_ptr += first_m * left_m + first_k * left_k
     right_ptr += first_n * right_n + first_k * right_k
@@ -112,11 +112,11 @@ def _multiply(
     left_tile = m[:, None] * left_m + k[None, :] * left_k
     right_tile = n[None, :] * right_n + k[:, None] * right_k
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    if MORE_N:
-        more_n = BLOCK_N + tl.arange(0, MORE_N)
-        more_in_N = (first_n + more_n < N)[None, :]
-        more_tile = more_n[None, :] * right_n + k[:, None] * right_k
-        more_total = tl.zeros([BLOCK_M, MORE_N], dtype=tl.float32)
+    if EXTRA_N:
+        extra_n = BLOCK_N + tl.arange(0, EXTRA_N)
+        extra_in_N = (first_n + extra_n < N)[None, :]
+        extra_tile = extra_n[None, :] * right_n + k[:, None] * right_k
+        extra_total = tl.zeros([BLOCK_M, EXTRA_N], dtype=tl.float32)
     rest = (K - first_k).to(tl.int32)
     for _ in range(0, steps):
         in_K = k < rest
@@ -125,9 +125,9 @@ def _multiply(
         middle = tl.load(left_ptr + 2 * left_slot + left_tile, mask=in_M & in_K[None, :], other=0.0)
         high = tl.load(left_ptr + left_tile, mask=in_M & in_K[None, :], other=0.0)
         total += _sum_of_parts(low, middle, high, right)
-        if MORE_N:
-            more_right = tl.load(right_ptr + more_tile, mask=more_in_N & in_K[:, None], other=0.0)
-            more_total += _sum_of_parts(low, middle, high, more_right)
+        if EXTRA_N:
+            extra_right = tl.load(right_ptr + extra_tile, mask=extra_in_N & in_K[:, None], other=0.0)
+            extra_total += _sum_of_parts(low, middle, high, extra_right)
         rest -= BLOCK_K
         left_ptr += BLOCK_K * left_k
         right_ptr += BLOCK_K * right_k
@@ -135,12 +135,12 @@ def _multiply(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + first_m + m[:, None], mask=in_M, other=0.0)
         total += bias
-        if MORE_N:
-            more_total += bias
+        if EXTRA_N:
+            extra_total += bias
     out_ptr += m[:, None] * out_m
     tl.store(out_ptr + n[None, :] * out_n, total, mask=in_M & in_N)
-    if MORE_N:
-        tl.store(out_ptr + more_n[None, :] * out_n, more_total, mask=in_M & more_in_N)
+    if EXTRA_N:
+        tl.store(out_ptr + extra_n[None, :] * out_n, extra_total, mask=in_M & extra_in_N)
 
 
 def _fill(parts: _Parts, values: Tensor) -> _Parts:
@@ -155,16 +155,16 @@ def _fill(parts: _Parts, values: Tensor) -> _Parts:
 
 def _parts_of_weight(weight_EH: Tensor) -> _Parts:
     """Slots (4, e, H)."""
-    e, H = _padded(weight_EH.shape[0]), weight_EH.shape[1]
-    buffer = torch.empty(4, e, H, dtype=torch.bfloat16, device=weight_EH.device)
-    return _fill(_Parts(buffer, buffer, e * H, H), weight_EH)
+    padded_E, H = _padded(weight_EH.shape[0]), weight_EH.shape[1]
+    buffer = torch.empty(4, padded_E, H, dtype=torch.bfloat16, device=weight_EH.device)
+    return _fill(_Parts(buffer, buffer, padded_E * H, H), weight_EH)
 
 
 def _parts_of_gradient(dlogits_TE: Tensor) -> _Parts:
     """Slots (T, 4, e), the last one first."""
-    T, e = dlogits_TE.shape[0], _padded(dlogits_TE.shape[1])
-    buffer = torch.empty(T, 4, e, dtype=torch.bfloat16, device=dlogits_TE.device)
-    return _fill(_Parts(buffer, buffer[:, 3], -e, 4 * e), dlogits_TE)
+    T, padded_E = dlogits_TE.shape[0], _padded(dlogits_TE.shape[1])
+    buffer = torch.empty(T, 4, padded_E, dtype=torch.bfloat16, device=dlogits_TE.device)
+    return _fill(_Parts(buffer, buffer[:, 3], -padded_E, 4 * padded_E), dlogits_TE)
 
 
 def _padded(E: int) -> int:
@@ -177,8 +177,8 @@ def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
     (T, H), E = x_TH.shape, weight_EH.shape[0]
     logits_TE = torch.empty(T, E, dtype=torch.float32, device=x_TH.device)
     block_m = _rows_of_a_tile(E)
-    more = _more_tokens(T, cdiv(E, block_m), x_TH.device)
-    _multiply[(cdiv(E, block_m) * cdiv(T, _BLOCK_N + more), 1)](
+    extra = _extra_tokens(T, cdiv(E, block_m), x_TH.device)
+    _multiply[(cdiv(E, block_m) * cdiv(T, _BLOCK_N + extra), 1)](
         weight.base,
         x_TH,
         logits_TE if bias_E is None else bias_E.contiguous(),
@@ -191,22 +191,22 @@ def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
         HAS_BIAS=bias_E is not None,
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
-        MORE_N=more,
+        EXTRA_N=extra,
         BLOCK_K=_BLOCK_K,
         num_warps=8,
     )
     return logits_TE
 
 
-def _more_tokens(T: int, tiles_m: int, device: torch.device) -> int:
-    """_MORE_N where wider tiles spare so many waves of programs that they take less time."""
-    waves, wider_waves = (cdiv(tiles_m * cdiv(T, width), _PROGRAMS) for width in (_BLOCK_N, _BLOCK_N + _MORE_N))
-    return _MORE_N if _MORE_COST * wider_waves < waves and _is_hopper(device) else 0
+def _extra_tokens(T: int, tiles_m: int, device: torch.device) -> int:
+    """_EXTRA_N where wider tiles spare so many waves of programs that they take less time."""
+    waves, wider_waves = (cdiv(tiles_m * cdiv(T, width), _PROGRAMS) for width in (_BLOCK_N, _BLOCK_N + _EXTRA_N))
+    return _EXTRA_N if _EXTRA_N_COST * wider_waves < waves and _is_hopper(device) else 0
 
 
 def _is_hopper(device: torch.device) -> bool:
     """For others Triton 3.6 puts the products of wider tiles on slower instructions."""
-    return major(device) == 9
+    return sm_major(device) == 9
 
 
 def gradients(
@@ -216,33 +216,33 @@ def gradients(
     *,
     of_x: bool,
     of_weight: bool,
-    others_TH: Tensor | None = None,
+    dx_others_TH: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """See kernels/router.py."""
     dlogits = _parts_of_gradient(dlogits_TE)
     return (
-        _gradient_of_x(dlogits, weight_EH, others_TH) if of_x else None,
+        _gradient_of_x(dlogits, weight_EH, dx_others_TH) if of_x else None,
         _gradient_of_weight(dlogits, x_TH.contiguous(), weight_EH.shape[0]) if of_weight else None,
     )
 
 
-def _gradient_of_x(dlogits: _Parts, weight_EH: Tensor, others_TH: Tensor | None) -> Tensor:
+def _gradient_of_x(dlogits: _Parts, weight_EH: Tensor, dx_others_TH: Tensor | None) -> Tensor:
     left, right = dlogits.buffer[:, 1:].flatten(1), _parts_of_weight(weight_EH).buffer[:3].flatten(0, 1)
-    return left @ right if others_TH is None else others_TH.addmm_(left, right)
+    return left @ right if dx_others_TH is None else dx_others_TH.addmm_(left, right)
 
 
 def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
     T, H = x_TH.shape
     block_m = _rows_of_a_tile(E)
     tiles = cdiv(E, block_m) * cdiv(H, _BLOCK_N)
-    steps = cdiv(cdiv(T, _splits(tiles, min(_MOST_SPLITS, cdiv(T, _LEAST_ROWS)))), _BLOCK_K)
+    steps = cdiv(cdiv(T, _splits(tiles, min(_MAX_SPLITS, cdiv(T, _MIN_ROWS_PER_SPLIT)))), _BLOCK_K)
     splits = cdiv(T, steps * _BLOCK_K)
-    sums_SEH = torch.empty(splits, E, H, dtype=torch.float32, device=x_TH.device)
+    sums_ZEH = torch.empty(splits, E, H, dtype=torch.float32, device=x_TH.device)
     _multiply[(tiles, splits)](
         dlogits.base,
         x_TH,
-        sums_SEH,
-        sums_SEH,
+        sums_ZEH,
+        sums_ZEH,
         *(E, _padded(E), H, T),
         *(dlogits.slot, 1, dlogits.row),
         *(1, H),
@@ -251,11 +251,11 @@ def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
         HAS_BIAS=False,
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
-        MORE_N=0,
+        EXTRA_N=0,
         BLOCK_K=_BLOCK_K,
         num_warps=8,
     )
-    return sums_SEH[0] if splits == 1 else sums_SEH.sum(0)
+    return sums_ZEH[0] if splits == 1 else sums_ZEH.sum(0)
 
 
 @functools.cache

@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.kernels.cuda.launch import launched
+from sonic_ep.kernels.cuda.launch import fast_launch
 from sonic_ep.kernels.cuda.router_scores import programs_for, sigmoid, softmax, tile_of
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.router import Losses, LossGradient, PairGradients
 
 # Pairs of a program: few where each reads its token's K scores.
-_PAIRS_OF_GATES, _PAIRS = 64, 256
+_PAIRS_OF_WEIGHTS, _PAIRS = 64, 256
 # At most so many programs sum the losses' terms over tokens, if sequences are not more; one for each sequence adds them
 # up, a tile of so many values at a time.
 _SUMS, _TILE_OF_SUMS = 256, 16384
@@ -27,14 +27,14 @@ _SUMS, _TILE_OF_SUMS = 256, 16384
 _EPSILON = tl.constexpr(1e-20)
 
 
-@launched
+@fast_launch
 @triton.jit
-def _gates_of_pairs(
+def _weights_of_pairs(
     scores_ptr,
     ids_ptr,
     tokens_ptr,
     experts_ptr,
-    gates_ptr,
+    weights_ptr,
     N,
     scale,
     E: tl.constexpr,
@@ -48,30 +48,30 @@ def _gates_of_pairs(
     tokens = tl.load(tokens_ptr + pairs, mask=pairs < N, other=-1).to(tl.int64)
     in_N = tokens >= 0  # the end of the list may be spare
     experts = tl.load(experts_ptr + pairs, mask=in_N, other=0).to(tl.int64)
-    gates = tl.load(scores_ptr + tokens * E + experts, mask=in_N, other=0.0)
+    weights = tl.load(scores_ptr + tokens * E + experts, mask=in_N, other=0.0)
     if RENORMALIZE:
         k = tl.arange(0, K_PADDED)[None, :]
         inside = in_N[:, None] & (k < K)
         ids = tl.load(ids_ptr + tokens[:, None] * K + k, mask=inside, other=0)
         scores = tl.load(scores_ptr + tokens[:, None] * E + ids, mask=inside, other=0.0)
-        divided = tl.div_rn(gates, tl.sum(scores, axis=1) + _EPSILON)
+        divided = tl.div_rn(weights, tl.sum(scores, axis=1) + _EPSILON)
         if SOFTMAX:
             chosen = tl.max((inside & (ids == experts[:, None])).to(tl.int32), axis=1)
-            gates = tl.where(chosen != 0, divided, gates)
+            weights = tl.where(chosen != 0, divided, weights)
         else:
-            gates = divided
-    tl.store(gates_ptr + pairs, gates * scale, mask=in_N)
+            weights = divided
+    tl.store(weights_ptr + pairs, weights * scale, mask=in_N)
 
 
-@launched
+@fast_launch
 @triton.jit
-def _spread_gradients(tokens_ptr, experts_ptr, dgates_ptr, dense_ptr, N, scale, E: tl.constexpr, PAIRS: tl.constexpr):
+def _spread_gradients(tokens_ptr, experts_ptr, dweights_ptr, dense_ptr, N, scale, E: tl.constexpr, PAIRS: tl.constexpr):
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     tokens = tl.load(tokens_ptr + pairs, mask=pairs < N, other=-1).to(tl.int64)
     in_N = tokens >= 0
     experts = tl.load(experts_ptr + pairs, mask=in_N, other=0).to(tl.int64)
-    dgates = tl.load(dgates_ptr + pairs, mask=in_N, other=0.0)
-    tl.store(dense_ptr + tokens * E + experts, dgates * scale, mask=in_N)
+    dweights = tl.load(dweights_ptr + pairs, mask=in_N, other=0.0)
+    tl.store(dense_ptr + tokens * E + experts, dweights * scale, mask=in_N)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _is_chosen(ids_ptr, rows, in_T, experts, K: tl.constexpr):
     return chosen
 
 
-@launched
+@fast_launch
 @triton.jit
 def _loss_terms(
     logits_ptr,
@@ -134,7 +134,7 @@ def _loss_terms(
         tl.store(squares_ptr + program, tl.sum(squares, axis=0))
 
 
-@launched
+@fast_launch
 @triton.jit
 def _losses(
     shares_ptr,
@@ -147,7 +147,7 @@ def _losses(
     balance_factor,
     z_factor,
     choices,
-    P,
+    Z,
     S,
     E: tl.constexpr,
     BALANCE: tl.constexpr,
@@ -165,9 +165,9 @@ def _losses(
         shares = tl.zeros([COLUMNS], dtype=tl.float32)
         counts = tl.zeros([COLUMNS], dtype=tl.int32)
         first = 0
-        while first < P:
-            places = (sequence * P + first + row)[:, None] * E + expert[None, :]
-            inside = (first + row < P)[:, None] & is_expert[None, :]
+        while first < Z:
+            places = (sequence * Z + first + row)[:, None] * E + expert[None, :]
+            inside = (first + row < Z)[:, None] & is_expert[None, :]
             shares += tl.sum(tl.load(shares_ptr + places, mask=inside, other=0.0), axis=0)
             if COUNT:
                 counts += tl.sum(tl.load(counts_ptr + places, mask=inside, other=0), axis=0)
@@ -187,33 +187,33 @@ def _losses(
     if SQUARES:
         squares = tl.zeros([ROWS], dtype=tl.float32)
         first = 0
-        while first < P:
-            squares += tl.load(squares_ptr + sequence * P + first + row, mask=first + row < P, other=0.0)
+        while first < Z:
+            squares += tl.load(squares_ptr + sequence * Z + first + row, mask=first + row < Z, other=0.0)
             first += ROWS
         loss += tl.sum(squares, axis=0) * z_factor
     tl.store(losses_ptr + sequence + tl.arange(0, 1), loss)
 
 
 @triton.jit
-def _through_gates(dgates, scores, chosen, SOFTMAX: tl.constexpr):
-    """Gradient of scores from that of weights divided by the sum of the chosen scores; see gates_of_pairs."""
+def _through_weights(dweights, scores, chosen, SOFTMAX: tl.constexpr):
+    """Gradient of scores from that of weights divided by the sum of the chosen scores; see weights_of_pairs."""
     inverse = 1.0 / (tl.sum(tl.where(chosen, scores, 0.0), axis=1) + _EPSILON)
-    divides = dgates
-    dscores = dgates * inverse[:, None]
+    divides = dweights
+    dscores = dweights * inverse[:, None]
     if SOFTMAX:
-        divides = tl.where(chosen, dgates, 0.0)
-        dscores = tl.where(chosen, dscores, dgates)
+        divides = tl.where(chosen, dweights, 0.0)
+        dscores = tl.where(chosen, dscores, dweights)
     # In this order: the square of the inverse can overflow.
     dsum = -tl.sum(divides * scores, axis=1) * inverse * inverse
     return dscores + tl.where(chosen, dsum[:, None], 0.0)
 
 
-@launched
+@fast_launch
 @triton.jit
 def _logits_gradient(
     logits_ptr,
     ids_ptr,
-    dgates_ptr,
+    dweights_ptr,
     dshares_ptr,
     dloss_ptr,
     dlogits_ptr,
@@ -223,7 +223,7 @@ def _logits_gradient(
     K: tl.constexpr,
     SOFTMAX: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    GATES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     BALANCE: tl.constexpr,
     SQUARES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -243,10 +243,10 @@ def _logits_gradient(
         if not SOFTMAX:
             scores = tl.where(is_expert[None, :], sigmoid(logits), 0.0)
         dscores = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-        if GATES:
-            dscores = tl.load(dgates_ptr + places, mask=inside, other=0.0)
+        if WEIGHTS:
+            dscores = tl.load(dweights_ptr + places, mask=inside, other=0.0)
             if RENORMALIZE:
-                dscores = _through_gates(dscores, scores, _is_chosen(ids_ptr, rows, in_L, experts, K), SOFTMAX)
+                dscores = _through_weights(dscores, scores, _is_chosen(ids_ptr, rows, in_L, experts, K), SOFTMAX)
         if BALANCE:
             dshares_at = dshares_ptr + tl.program_id(0).to(tl.int64) * E + experts
             dshares = (tl.load(dshares_at, mask=is_expert, other=0.0) * tl.load(dloss_ptr))[None, :]
@@ -266,19 +266,19 @@ def _logits_gradient(
         start += tl.num_programs(1) * ROWS
 
 
-def gates_of_pairs(
+def weights_of_pairs(
     scores_TE: Tensor, topk_ids_TK: Tensor, token_ids_N: Tensor, expert_ids_N: Tensor, config: RouterConfig
 ) -> Tensor:
     """See kernels/router.py."""
     N, K = token_ids_N.shape[0], topk_ids_TK.shape[1]
-    gates_N = scores_TE.new_empty(N)
+    weights_N = scores_TE.new_empty(N)
     if N > 0:
-        _gates_of_pairs[(cdiv(N, _PAIRS_OF_GATES),)](
+        _weights_of_pairs[(cdiv(N, _PAIRS_OF_WEIGHTS),)](
             scores_TE,
             topk_ids_TK.contiguous(),
             token_ids_N.contiguous(),
             expert_ids_N.contiguous(),
-            gates_N,
+            weights_N,
             N,
             config.scale,
             E=scores_TE.shape[1],
@@ -286,9 +286,9 @@ def gates_of_pairs(
             K_PADDED=next_power_of_2(K),
             SOFTMAX=config.score == "softmax",
             RENORMALIZE=config.renormalize,
-            PAIRS=_PAIRS_OF_GATES,
+            PAIRS=_PAIRS_OF_WEIGHTS,
         )
-    return gates_N
+    return weights_N
 
 
 def losses(logits_TE: Tensor, ids_TK: Tensor, times_SE: Tensor, num_sequences: int, config: RouterConfig) -> Losses:
@@ -296,22 +296,22 @@ def losses(logits_TE: Tensor, ids_TK: Tensor, times_SE: Tensor, num_sequences: i
     (T, E), K, B = logits_TE.shape, ids_TK.shape[1], num_sequences
     columns, L = next_power_of_2(E), T // num_sequences
     tile = tile_of(columns, warps=4)
-    P = min(programs_for(L, tile, B), max(1, _SUMS // B))
+    Z = min(programs_for(L, tile, B), max(1, _SUMS // B))
     flags = {
         "BALANCE": config.balance != "none",
         "COUNT": config.balance in ("sequence", "batch"),
         "SQUARES": config.z_loss_coef != 0,
     }
     # What a variant does without is never touched: any tensor will do.
-    shares_BPE = logits_TE.new_empty(B, P, E) if flags["BALANCE"] else logits_TE
-    counts_BPE = logits_TE.new_empty(B, P, E, dtype=torch.int32) if flags["COUNT"] else ids_TK
-    squares_BP = logits_TE.new_empty(B, P) if flags["SQUARES"] else logits_TE
-    _loss_terms[(B, P)](
+    shares_BZE = logits_TE.new_empty(B, Z, E) if flags["BALANCE"] else logits_TE
+    counts_BZE = logits_TE.new_empty(B, Z, E, dtype=torch.int32) if flags["COUNT"] else ids_TK
+    squares_BZ = logits_TE.new_empty(B, Z) if flags["SQUARES"] else logits_TE
+    _loss_terms[(B, Z)](
         logits_TE.contiguous(),
         ids_TK.contiguous(),
-        shares_BPE,
-        counts_BPE,
-        squares_BP,
+        shares_BZE,
+        counts_BZE,
+        squares_BZ,
         L,
         E=E,
         K=K,
@@ -322,9 +322,9 @@ def losses(logits_TE: Tensor, ids_TK: Tensor, times_SE: Tensor, num_sequences: i
     assert times_SE.stride(1) == 1
     losses_B, dshares_BE = logits_TE.new_empty(B), logits_TE.new_empty(B, E) if flags["BALANCE"] else None
     _losses[(B,)](
-        shares_BPE,
-        counts_BPE,
-        squares_BP,
+        shares_BZE,
+        counts_BZE,
+        squares_BZ,
         times_SE,
         losses_B,
         losses_B if dshares_BE is None else dshares_BE,
@@ -332,7 +332,7 @@ def losses(logits_TE: Tensor, ids_TK: Tensor, times_SE: Tensor, num_sequences: i
         config.balance_coef * E / T,
         config.z_loss_coef / T,
         L * K,
-        P,
+        Z,
         times_SE.shape[0],
         E=E,
         COLUMNS=columns,
@@ -371,7 +371,7 @@ def logits_gradient(
         K=topk_ids_TK.shape[1],
         SOFTMAX=config.score == "softmax",
         RENORMALIZE=config.renormalize,
-        GATES=pairs is not None,
+        WEIGHTS=pairs is not None,
         BALANCE=dshares_BE is not None,
         SQUARES=loss is not None and config.z_loss_coef != 0,
         **tile,
@@ -380,12 +380,12 @@ def logits_gradient(
 
 
 def _spread(pairs: PairGradients, dense_TE: Tensor, scale: float) -> None:
-    N = pairs.dgates_N.shape[0]
+    N = pairs.dweights_N.shape[0]
     if N > 0:
         _spread_gradients[(cdiv(N, _PAIRS),)](
             pairs.token_ids_N.contiguous(),
             pairs.expert_ids_N.contiguous(),
-            pairs.dgates_N.contiguous(),
+            pairs.dweights_N.contiguous(),
             dense_TE,
             N,
             scale,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sonic_ep.kernels.cuda.best_keys import keys_of, select
 from sonic_ep.kernels.cuda.bits import bit_count, first_bits, load_words, position_of_bit, store_columns
-from sonic_ep.kernels.cuda.launch import launched
+from sonic_ep.kernels.cuda.launch import fast_launch
 from sonic_ep.kernels.cuda.sizes import cdiv, next_power_of_2
 
 _TILE_WORDS = 4  # of the first kernel, by 32 experts
@@ -27,17 +27,17 @@ _COUNT_WORDS = 512
 _STEP_WORDS = 128
 _SLOTS = 1024
 # Warps of a program of the second; fewer where programs of more experts than multiprocessors can share one.
-_WARPS, _NARROW_WARPS, _MANY_EXPERTS = 8, 4, 256
+_WARPS, _NARROW_WARPS, _NARROW_FROM_EXPERTS = 8, 4, 256
 
 
-@launched
+@fast_launch
 @triton.jit(do_not_specialize=["T", "words"])
-def _turn(
+def _transpose(
     ids_ptr,
     scores_ptr,
     allowed_ptr,
     chosen_ptr,
-    open_ptr,
+    eligible_ptr,
     keys_ptr,
     T,
     E,
@@ -57,8 +57,8 @@ def _turn(
     ids = tl.load(ids_ptr + rows * K + slots[None, :], mask=real & (slots < K)[None, :], other=-1)
     ids = ids.to(tl.int32) - first_expert
     # Bit j of a token: it chose expert first_expert + j. A token's experts differ, so a sum is an or.
-    choice = tl.sum(tl.where((ids >= 0) & (ids < 32), 1 << (ids & 31), 0), axis=1)
-    chosen = (choice[:, None] >> tl.arange(0, 32)[None, :]) & 1
+    chosen_word = tl.sum(tl.where((ids >= 0) & (ids < 32), 1 << (ids & 31), 0), axis=1)
+    chosen = (chosen_word[:, None] >> tl.arange(0, 32)[None, :]) & 1
     store_columns(chosen_ptr, chosen, tokens, first_expert, E, words, WORDS)
     if HAS_SCORES:
         experts = first_expert + tl.arange(0, 32)
@@ -68,7 +68,7 @@ def _turn(
         tl.store(keys_ptr + offsets, keys, mask=(experts < E)[None, :])
         if HAS_ALLOWED:
             allowed = tl.load(allowed_ptr + rows * E + experts[None, :], mask=inside, other=0).to(tl.int32)
-            store_columns(open_ptr, allowed & (1 - chosen), tokens, first_expert, E, words, WORDS)
+            store_columns(eligible_ptr, allowed & (1 - chosen), tokens, first_expert, E, words, WORDS)
 
 
 @triton.jit
@@ -105,21 +105,21 @@ def _word_of_slot(ends_ptr, slots, words, top):
     return word
 
 
-@launched
-@triton.jit(do_not_specialize=["T", "words", "top", "room"])
+@fast_launch
+@triton.jit(do_not_specialize=["T", "words", "top", "capacity"])
 def _list(
     chosen_ptr,
-    open_ptr,
+    eligible_ptr,
     keys_ptr,
     scratch_ptr,
     pairs_ptr,
     token_ids_ptr,
     expert_ids_ptr,
-    is_choice_ptr,
+    is_chosen_ptr,
     T,
     words,
     top,
-    room,
+    capacity,
     HAS_SCORES: tl.constexpr,
     HAS_ALLOWED: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -149,7 +149,7 @@ def _list(
             ends_ptr,
             keys_ptr + row * 32,
             chosen_ptr,
-            open_ptr + row,
+            eligible_ptr + row,
             wanted,
             T,
             words,
@@ -165,25 +165,25 @@ def _list(
         word = _word_of_slot(ends_ptr, slots, words, top)
         listed = (slots < pairs) & (word < words)
         bits = tl.load(selected_ptr + word, mask=listed, other=0).to(tl.uint32, bitcast=True)
-        begin = tl.load(ends_ptr + word - 1, mask=listed & (word > 0), other=0)
-        bit = position_of_bit(bits, slots - begin)
-        choice = tl.load(chosen_ptr + word, mask=listed, other=0)
+        first_slot = tl.load(ends_ptr + word - 1, mask=listed & (word > 0), other=0)
+        bit = position_of_bit(bits, slots - first_slot)
+        chosen_word = tl.load(chosen_ptr + word, mask=listed, other=0)
         tl.store(token_ids_ptr + start + slots, word * 32 + bit, mask=listed)
         tl.store(expert_ids_ptr + start + slots, expert.to(tl.int64), mask=listed)
-        tl.store(is_choice_ptr + start + slots, ((choice >> bit) & 1).to(tl.int8), mask=listed)
+        tl.store(is_chosen_ptr + start + slots, ((chosen_word >> bit) & 1).to(tl.int8), mask=listed)
     if HAS_SCORES:
         end = tl.sum(pairs_E, axis=0).to(tl.int32)
-        for first in range(end + expert * SLOTS, room, experts * SLOTS):
+        for first in range(end + expert * SLOTS, capacity, experts * SLOTS):
             spare = first + tl.arange(0, SLOTS)
-            tl.store(token_ids_ptr + spare, tl.full([SLOTS], -1, tl.int32), mask=spare < room)
-            tl.store(expert_ids_ptr + spare, tl.zeros([SLOTS], tl.int64), mask=spare < room)
+            tl.store(token_ids_ptr + spare, tl.full([SLOTS], -1, tl.int32), mask=spare < capacity)
+            tl.store(expert_ids_ptr + spare, tl.zeros([SLOTS], tl.int64), mask=spare < capacity)
 
 
-class _Turned(NamedTuple):
+class _Transposed(NamedTuple):
     """(E, W) bits of who chose and of who may be chosen, (E, 32 W) keys, and which of them are there."""
 
     chosen_EW: Tensor
-    open_EW: Tensor
+    eligible_EW: Tensor
     keys_ET: Tensor
     num_tokens: int
     flags: dict[str, bool]
@@ -191,33 +191,33 @@ class _Turned(NamedTuple):
 
 def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See routers/selection.py."""
-    turned = _turned(topk_ids_TK, None, None, counts_E.shape[0])
-    return _listed(turned, counts_E, topk_ids_TK.numel())
+    tables = _transposed(topk_ids_TK, None, None, counts_E.shape[0])
+    return _listed(tables, counts_E, topk_ids_TK.numel())
 
 
-def begin_selection(
+def start_selection(
     scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
 ) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
     """See routers/selection.py."""
-    return partial(_listed, _turned(topk_ids_TK, scores_TE, allowed_TE, scores_TE.shape[1]))
+    return partial(_listed, _transposed(topk_ids_TK, scores_TE, allowed_TE, scores_TE.shape[1]))
 
 
-def _turned(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | None, E: int) -> _Turned:
+def _transposed(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | None, E: int) -> _Transposed:
     (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
     tiles = cdiv(T, 32 * _TILE_WORDS)
     W = tiles * _TILE_WORDS
     chosen_EW = torch.empty(E, W, dtype=torch.int32, device=device)
     # What a variant does without is never touched: any tensor will do.
-    open_EW = chosen_EW if allowed_TE is None else torch.empty_like(chosen_EW)
+    eligible_EW = chosen_EW if allowed_TE is None else torch.empty_like(chosen_EW)
     keys_ET = chosen_EW if scores_TE is None else torch.empty(E, 32 * W, dtype=torch.int32, device=device)
     flags = {"HAS_SCORES": scores_TE is not None, "HAS_ALLOWED": allowed_TE is not None}
     if T:
-        _turn[(tiles, cdiv(E, 32))](
+        _transpose[(tiles, cdiv(E, 32))](
             topk_ids_TK.contiguous(),
             chosen_EW if scores_TE is None else scores_TE.contiguous(),
             chosen_EW if allowed_TE is None else allowed_TE.contiguous().view(torch.uint8),
             chosen_EW,
-            open_EW,
+            eligible_EW,
             keys_ET,
             T,
             E,
@@ -228,26 +228,26 @@ def _turned(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | 
             num_warps=4,
             **flags,
         )
-    return _Turned(chosen_EW, open_EW, keys_ET, T, flags)
+    return _Transposed(chosen_EW, eligible_EW, keys_ET, T, flags)
 
 
-def _listed(turned: _Turned, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
-    (E, W), device = turned.chosen_EW.shape, turned.chosen_EW.device
+def _listed(tables: _Transposed, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
+    (E, W), device = tables.chosen_EW.shape, tables.chosen_EW.device
     token_ids_N, expert_ids_N, chosen_N = (
         torch.empty(num_pairs, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64, torch.bool)
     )
     if num_pairs == 0:
         return token_ids_N, expert_ids_N, chosen_N
     _list[(E,)](
-        turned.chosen_EW,
-        turned.open_EW,
-        turned.keys_ET,
+        tables.chosen_EW,
+        tables.eligible_EW,
+        tables.keys_ET,
         torch.empty(E, 4, W, dtype=torch.int32, device=device),
         pairs_E.contiguous(),
         token_ids_N,
         expert_ids_N,
         chosen_N.view(torch.uint8),
-        turned.num_tokens,
+        tables.num_tokens,
         W,
         next_power_of_2(W + 1) // 2,
         num_pairs,
@@ -255,7 +255,7 @@ def _listed(turned: _Turned, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, T
         COUNT_WORDS=_COUNT_WORDS,
         STEP_WORDS=_STEP_WORDS,
         SLOTS=_SLOTS,
-        num_warps=_NARROW_WARPS if E > _MANY_EXPERTS else _WARPS,
-        **turned.flags,
+        num_warps=_NARROW_WARPS if E > _NARROW_FROM_EXPERTS else _WARPS,
+        **tables.flags,
     )
     return token_ids_N, expert_ids_N, chosen_N

@@ -12,15 +12,15 @@ _SIZE = 2  # next_tile.py's; quack's own kernels need the first value alone
 _PAGE = 4096  # counters; a graph of 60 layers has some 400
 
 # By device and stream.
-_KEPT: dict[tuple[torch.device, int], Tensor] = {}
+_STREAM_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 # By device: counters of captured kernels, and how many of them are taken. They stay so, graphs may live on.
 _PAGES: dict[torch.device, Tensor] = {}
-_TAKEN: dict[torch.device, int] = {}
+_NUM_USED: dict[torch.device, int] = {}
 
 
-def tile_counter(like: Tensor, *, kept: bool = False) -> Tensor:
+def tile_counter(like: Tensor, *, self_resetting: bool = False) -> Tensor:
     """(2,) int32 zeros on the device of `like`. kept: does the kernel leave them so?"""
-    if kept and not like.is_meta:
+    if self_resetting and not like.is_meta:
         return _of_a_graph(like) if torch.cuda.is_current_stream_capturing() else _of_a_stream(like)
     return _new(like)
 
@@ -31,16 +31,16 @@ def _new(like: Tensor, *shape: int) -> Tensor:
 
 def _of_a_stream(like: Tensor) -> Tensor:
     if like.device not in _PAGES:
-        _PAGES[like.device], _TAKEN[like.device] = _new(like, _PAGE), 0
+        _PAGES[like.device], _NUM_USED[like.device] = _new(like, _PAGE), 0
     key = like.device, torch.cuda.current_stream(like.device).cuda_stream
-    if key not in _KEPT:
-        _KEPT[key] = _new(like)
-    return _KEPT[key]
+    if key not in _STREAM_COUNTERS:
+        _STREAM_COUNTERS[key] = _new(like)
+    return _STREAM_COUNTERS[key]
 
 
 def _of_a_graph(like: Tensor) -> Tensor:
-    taken = _TAKEN.get(like.device, _PAGE)
-    if taken == _PAGE:  # all, or nothing has run before the capture: the graph zeroes it
+    used = _NUM_USED.get(like.device, _PAGE)
+    if used == _PAGE:  # all, or nothing has run before the capture: the graph zeroes it
         return _new(like)
-    _TAKEN[like.device] = taken + 1
-    return _PAGES[like.device][taken]
+    _NUM_USED[like.device] = used + 1
+    return _PAGES[like.device][used]

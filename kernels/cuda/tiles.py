@@ -53,13 +53,13 @@ _SM100 = TileConfig(128, 128, False)
 LARGE = 6144
 
 # From so many products of an element on, pairs of a GEMM over rows draw their tiles.
-_LONG = 1024
+_MIN_LONG_SUM = 1024
 
 # Sums of rows on one multiprocessor take as long as a GEMM that contracts these rows with so many columns on 132.
-_COLUMNS_OF_SUMS = 9216
+_GEMM_COLUMNS_PER_SUM = 9216
 
 
-def tile_config(operation: Operation, N: int, other: int, arch: int, *, rounded: bool = False) -> TileConfig:
+def tile_config(operation: Operation, N: int, other_size: int, arch: int, *, tile_aligned: bool = False) -> TileConfig:
     """The tile of a GEMM with N output columns.
 
     other: the GEMM's other fixed size, K over rows, M of weight gradients. arch: major compute capability, 9 or 10.
@@ -69,10 +69,10 @@ def tile_config(operation: Operation, N: int, other: int, arch: int, *, rounded:
         return _SM100
     if arch != 9:
         raise ValueError(f"no tiles for compute capability {arch}.x; supported are 9.x (Hopper) and 10.x (Blackwell)")
-    return _hopper_tile(operation, N, other, rounded=rounded)
+    return _hopper_tile(operation, N, other_size, tile_aligned=tile_aligned)
 
 
-def _hopper_tile(operation: Operation, N: int, other: int, *, rounded: bool) -> TileConfig:
+def _hopper_tile(operation: Operation, N: int, other_size: int, *, tile_aligned: bool) -> TileConfig:
     """Filled from grouped_gemms_{tiles,large,partial*,dgated,weights,drawn}_h200.json of benchmarks/results/."""
     divides = N % 192 == 0
     match operation:
@@ -81,7 +81,7 @@ def _hopper_tile(operation: Operation, N: int, other: int, *, rounded: bool) -> 
         case "down_backward" | "down_backward_heavy":  # 128x192 would spill registers in the latter
             return _PINGPONG_128
         case "weight_up" | "weight_down":
-            return _PINGPONG_192_TALL_PAIRS if divides or max(N, other) > LARGE else _WIDE_PAIRS
+            return _PINGPONG_192_TALL_PAIRS if divides or max(N, other_size) > LARGE else _WIDE_PAIRS
         case _ if N < 192:
             return _PINGPONG_128
         case "up":
@@ -89,18 +89,18 @@ def _hopper_tile(operation: Operation, N: int, other: int, *, rounded: bool) -> 
         case "up_clamped":  # not timed itself; without the clamp _WIDE costs 1 % on ragged experts, 10 % on even ones
             return _WIDE
         case "down" | "up_backward":
-            if not (rounded or divides):
+            if not (tile_aligned or divides):
                 pairs = _TALL_PAIRS
-            elif not rounded and other > LARGE:
+            elif not tile_aligned and other_size > LARGE:
                 pairs = _LARGE_PAIRS
             elif cdiv(N, 192) % 2 == 0:
                 pairs = _PINGPONG_192_PAIRS
             else:
                 return _PINGPONG_192
-            return replace(pairs, dynamic=other >= _LONG)
+            return replace(pairs, dynamic=other_size >= _MIN_LONG_SUM)
 
 
-def left_free(J: int, clusters: int, arch: int) -> int:
+def reserved_clusters(J: int, clusters: int, arch: int) -> int:
     """Of the clusters that fit a device, those that the GEMM of dW1 leaves to the sums of dX beside it.
 
     As many as make both end together: the work of either is proportional to P and d, so J decides alone
@@ -109,4 +109,4 @@ def left_free(J: int, clusters: int, arch: int) -> int:
     if arch != 9:
         return 0
     # On more than half of a device sums are no faster: the memory is busy.
-    return min(round(clusters * _COLUMNS_OF_SUMS / (132 * J)), clusters // 2)
+    return min(round(clusters * _GEMM_COLUMNS_PER_SUM / (132 * J)), clusters // 2)

@@ -19,7 +19,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from torch import Tensor
 
 from sonic_ep.kernels.cuda.gathered_stage import load_stage
-from sonic_ep.kernels.cuda.next_tile import DrawnAhead, draw_next
+from sonic_ep.kernels.cuda.next_tile import PrefetchingScheduler, fetch_next_tile
 from sonic_ep.kernels.cuda.quack_compat import (
     GemmDefaultEpiMixin,
     GemmDefaultSm90,
@@ -42,15 +42,15 @@ from sonic_ep.kernels.cuda.quack_compat import (
 from sonic_ep.kernels.cuda.sources import sources
 from sonic_ep.kernels.cuda.tiles import TileConfig
 
-_AHEAD = 2  # K tiles
+_PREFETCH_DISTANCE = 2  # K tiles
 _SWIZZLE = 8  # quack's default: tiles of a group that follow each other along one side
 
 
-class _WeightScheduler(DrawnAhead, TileScheduler):
+class _WeightScheduler(PrefetchingScheduler, TileScheduler):
     """Of tiles of all experts, whose number is known at the launch."""
 
 
-class _ReadsIndicesAhead(GemmDefaultSm90):
+class _PrefetchesIndices(GemmDefaultSm90):
     """Overrides methods of GemmSm90 (quack 0.6.5), traced by CuTe-DSL."""
 
     # GemmSm90's
@@ -120,7 +120,7 @@ class _ReadsIndicesAhead(GemmDefaultSm90):
         pairs = cutlass.max(whole, 0) // 2
         first = cutlass.min(pairs, const_expr((self.ab_stage + 1) // 2))  # fill the stages
         state = self._load_pairs(pipeline, state, copy_A, read, copy_B, Int32(0), first, even, odd)
-        draw_next(self, k_tiles.scheduler)
+        fetch_next_tile(self, k_tiles.scheduler)
         state = self._load_pairs(pipeline, state, copy_A, read, copy_B, first, pairs, even, odd)
         if k_tiles > 0:
             free = pipeline.producer_try_acquire(state)
@@ -171,11 +171,11 @@ class _ReadsIndicesAhead(GemmDefaultSm90):
         for k in cutlass.range_constexpr(cute.size(these)):
             these[k] = row_indices[k]
         if const_expr(not last):
-            read(k_tile + _AHEAD, row_indices)
+            read(k_tile + _PREFETCH_DISTANCE, row_indices)
         return load_stage(self, pipeline, state, free, partial(copy_A, these), copy_B, k_tile, last)
 
 
-_KERNELS = {9: _ReadsIndicesAhead, 10: GemmDefaultSm100}
+_KERNELS = {9: _PrefetchesIndices, 10: GemmDefaultSm100}
 _PLAIN = GemmDefaultEpiMixin.EpilogueArguments(
     **dict.fromkeys(
         ("alpha", "beta", "mRowVecBroadcast", "mColVecBroadcast", "add_to_output", "rounding_mode", "sr_seed")
@@ -190,7 +190,7 @@ def _compile_weight_gemm(
     out_major: str,
     tile: TileConfig,
     accumulate: bool,
-    halves: bool,
+    split_gate_up: bool,
     capacity: tuple[int, int],
     written_in: str,
 ) -> Any:
@@ -217,7 +217,7 @@ def _compile_weight_gemm(
         kernel.EpilogueArguments(add_to_output=accumulate, rounding_mode=RoundingMode.RN),
         make_fake_scheduler_args(tile.dynamic, False, e),
         make_fake_varlen_args(False, True, True, P),
-        concat_layout=("out",) if halves else None,
+        concat_layout=("out",) if split_gate_up else None,
     )
 
 
@@ -228,20 +228,20 @@ class WeightGemm:
     """
 
     def __init__(
-        self, A_MR: Tensor, D_eMN: Tensor, tile: TileConfig, *, accumulate: bool = False, halves: bool = False
+        self, A_mR: Tensor, D_emn: Tensor, tile: TileConfig, *, accumulate: bool = False, split_gate_up: bool = False
     ) -> None:
-        capacity = get_device_capacity(A_MR.device)
-        dtypes = torch2cute_dtype_map[A_MR.dtype], torch2cute_dtype_map[D_eMN.dtype]
-        major = "n" if D_eMN.stride(-1) == 1 else "m"
-        self._compiled = _compile_weight_gemm(*dtypes, major, tile, accumulate, halves, capacity, sources())
+        capacity = get_device_capacity(A_mR.device)
+        dtypes = torch2cute_dtype_map[A_mR.dtype], torch2cute_dtype_map[D_emn.dtype]
+        major = "n" if D_emn.stride(-1) == 1 else "m"
+        self._compiled = _compile_weight_gemm(*dtypes, major, tile, accumulate, split_gate_up, capacity, sources())
         self.clusters = max_active_clusters(tile.cluster_m * tile.cluster_n, capacity)
         self.dynamic = tile.dynamic
 
     def run(
         self,
-        A_MR: Tensor,
-        B_NP: Tensor,
-        D_eMN: Tensor,
+        A_mR: Tensor,
+        B_nP: Tensor,
+        D_emn: Tensor,
         row_of_pair_P: Tensor,
         expert_starts_e: Tensor,
         counter: Tensor | None = None,
@@ -251,4 +251,4 @@ class WeightGemm:
         those to leave to other kernels."""
         scheduler = make_scheduler_args(self.clusters - free, _SWIZZLE, counter, None)
         varlen = make_varlen_args(None, expert_starts_e, row_of_pair_P)
-        self._compiled(A_MR, B_NP, D_eMN, None, _PLAIN, scheduler, varlen, None, None)
+        self._compiled(A_mR, B_nP, D_emn, None, _PLAIN, scheduler, varlen, None, None)

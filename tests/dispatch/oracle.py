@@ -13,10 +13,10 @@ from torch import Tensor
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import Plan
-from sonic_ep.dispatch.protocol import Receipt, Splits, Transport
+from sonic_ep.dispatch.protocol import DispatchHandle, Splits, Transport
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.pair_lists import RankPlan
-from sonic_ep.routing import Counts, Routing
+from sonic_ep.routing import GroupCounts, Routing
 
 Pair = tuple[int, int]  # (expert, token): sorts in send order
 BufferRow = tuple[int, int, int]  # (source, expert, index in their chunk)
@@ -92,10 +92,12 @@ class Case:
         """(source, token) of each row that `owner` receives."""
         return [(s, token) for s in range(self.size) for token in self.tokens_needed(s, owner)]
 
-    def gates(self, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def pair_weights(self, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Never zero, so that padding shows."""
-        gates = torch.rand(len(self.pairs(rank)), generator=self._generator(rank, 1), dtype=torch.float64) + 0.125
-        return gates.to(dtype)
+        pair_weights = (
+            torch.rand(len(self.pairs(rank)), generator=self._generator(rank, 1), dtype=torch.float64) + 0.125
+        )
+        return pair_weights.to(dtype)
 
     def integers(self, rank: int, rows: int, dtype: torch.dtype, stream: int) -> Tensor:
         """Small enough that sums over ranks are exact in every dtype."""
@@ -110,10 +112,10 @@ class Case:
     def _generator(self, rank: int, stream: int) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed * 1000 + rank * 10 + stream)
 
-    def routing(self, rank: int, gates: torch.dtype = torch.float32) -> Routing:
+    def routing(self, rank: int, pair_weights: torch.dtype = torch.float32) -> Routing:
         pairs_SE = torch.tensor(self.pairs_SE())
         tokens_S = torch.tensor(self.tokens)
-        counts = Counts(
+        counts = GroupCounts(
             pairs_SE,
             torch.tensor(self.rows_SE()),
             pairs_SE,
@@ -122,17 +124,17 @@ class Case:
             torch.tensor(self.multiple),
         )
         token_ids = torch.tensor([token for _, token in self.pairs(rank)], dtype=torch.int32)
-        most_rows = sum(self.rows_SE()[rank]) if self.multiple > 1 else None
-        return Routing(self.gates(rank, gates), token_ids, counts, self.tokens[rank], most_rows)
+        max_rows = sum(self.rows_SE()[rank]) if self.multiple > 1 else None
+        return Routing(self.pair_weights(rank, pair_weights), token_ids, counts, self.tokens[rank], max_rows)
 
     def plan(self) -> Plan:
         return Plan.from_counts(torch.tensor(self.rows_SE()), torch.tensor(self.pairs_SE()), self.tile)
 
 
 def on_device(device: str, routing: Routing, plan: RankPlan) -> tuple[Routing, RankPlan]:
-    counts = Counts(*(values.to(device) for values in routing.counts))
-    gates_N, token_ids_N = routing.gates_N.to(device), routing.token_ids_N.to(device)
-    moved = replace(routing, gates_N=gates_N, token_ids_N=token_ids_N, counts=counts)
+    counts = GroupCounts(*(values.to(device) for values in routing.counts))
+    weights_N, token_ids_N = routing.weights_N.to(device), routing.token_ids_N.to(device)
+    moved = replace(routing, weights_N=weights_N, token_ids_N=token_ids_N, counts=counts)
     return moved, RankPlan(*(values.to(device) for values in plan))
 
 
@@ -142,16 +144,16 @@ class Outcome:
 
     rows: Tensor  # dispatch(random bits)
     lists: dict[str, Tensor]  # of the receipt
-    own_lists: tuple[Tensor, ...]
+    transport_lists: tuple[Tensor, ...]
     splits: Splits
     num_tokens: int
     num_rows: int
-    gates_P: Tensor
+    weights_P: Tensor
     roundtrip: Tensor  # combine(dispatch(integers))
     received_dot: float  # <dispatch(x), g> over the rows of this rank, for integers x and g
     sent_dot: float  # <x, combine(g)> over its tokens
-    returned: Tensor  # return_pairs(gates_P)
-    wire_bytes: dict[str, int]  # of one open, two dispatches, two combines and one return_pairs
+    returned: Tensor  # combine_scalars(weights_P)
+    wire_bytes: dict[str, int]  # of one open, two dispatches, two combines and one combine_scalars
 
 
 def group_of(case: Case) -> EPGroup:
@@ -163,38 +165,38 @@ def transport_of(group: EPGroup) -> LocalTransport | AllToAllTransport:
     return LocalTransport() if group.size == 1 else AllToAllTransport(group)
 
 
-def exchange(rank: int, case: Case, dtype: torch.dtype, gates: torch.dtype) -> Outcome:
+def exchange(rank: int, case: Case, dtype: torch.dtype, pair_weights: torch.dtype) -> Outcome:
     """Worker: everything the contract offers, once."""
     transport = transport_of(group_of(case))
-    return use(transport, rank, case, dtype, gates)
+    return use(transport, rank, case, dtype, pair_weights)
 
 
-def use(transport: Transport, rank: int, case: Case, dtype: torch.dtype, gates: torch.dtype) -> Outcome:
-    opened = transport.open(case.routing(rank, gates), case.plan().of_rank(rank))
-    receipt = opened.receipt
-    rows = transport.dispatch(case.bits(rank, dtype), receipt)
+def use(transport: Transport, rank: int, case: Case, dtype: torch.dtype, pair_weights: torch.dtype) -> Outcome:
+    prepared = transport.prepare(case.routing(rank, pair_weights), case.plan().of_rank(rank))
+    handle = prepared.handle
+    rows = transport.dispatch(case.bits(rank, dtype), handle)
     x_TH = case.integers(rank, case.tokens[rank], dtype, stream=3)
-    x_RH = transport.dispatch(x_TH, receipt)
-    g_RH = case.integers(rank, receipt.num_rows, dtype, stream=4)
-    g_TH = transport.combine(g_RH, receipt)
+    x_RH = transport.dispatch(x_TH, handle)
+    g_RH = case.integers(rank, handle.num_rows, dtype, stream=4)
+    g_TH = transport.combine_rows(g_RH, handle)
     return Outcome(
         rows=rows,
-        lists=receipt_lists(receipt),
-        own_lists=receipt.own_lists,
-        splits=receipt.splits,
-        num_tokens=receipt.num_tokens,
-        num_rows=receipt.num_rows,
-        gates_P=opened.gates_P,
-        roundtrip=transport.combine(x_RH, receipt),
+        lists=receipt_lists(handle),
+        transport_lists=handle.transport_lists,
+        splits=handle.splits,
+        num_tokens=handle.num_tokens,
+        num_rows=handle.num_rows,
+        weights_P=prepared.weights_P,
+        roundtrip=transport.combine_rows(x_RH, handle),
         received_dot=dot(x_RH, g_RH),
         sent_dot=dot(x_TH, g_TH),
-        returned=transport.return_pairs(opened.gates_P, receipt),
+        returned=transport.combine_scalars(prepared.weights_P, handle),
         wire_bytes=dict(getattr(transport, "wire_bytes", {})),
     )
 
 
-def receipt_lists(receipt: Receipt) -> dict[str, Tensor]:
-    values = {f.name: getattr(receipt, f.name) for f in fields(Receipt)}
+def receipt_lists(handle: DispatchHandle) -> dict[str, Tensor]:
+    values = {f.name: getattr(handle, f.name) for f in fields(DispatchHandle)}
     return {name: v for name, v in values.items() if isinstance(v, Tensor)}
 
 
@@ -203,40 +205,42 @@ def dot(left: Tensor, right: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class OwnerLists:
+class RecvLists:
     """What an owner must know of its pairs, by loops."""
 
     row_of_pair: list[int]
-    gates: list[float]
+    pair_weights: list[float]
     pairs_by_row: list[int]
     pair_starts: list[int]
     slots: list[int]
     expert_starts: list[int]
 
 
-def owner_lists(case: Case, owner: int, gates: torch.dtype) -> OwnerLists:
-    """The owner's side of a receipt and gates_P."""
+def recv_lists(case: Case, owner: int, pair_weights: torch.dtype) -> RecvLists:
+    """The owner's side of a receipt and weights_P."""
     row_number = {key: row for row, key in enumerate(case.received(owner))}
     pairs_of_row: list[list[int]] = [[] for _ in row_number]
     slot_of_pair: dict[BufferRow, int] = {}
-    row_of_pair, gates_P, experts = [], [], []
+    row_of_pair, weights_P, experts = [], [], []
     chunks = {
         (s, k): [t for expert, t in case.pairs(s) if expert == k] for s in range(case.size) for k in range(case.E)
     }
-    gate_of = [dict(zip(case.pairs(s), case.gates(s, gates).tolist(), strict=True)) for s in range(case.size)]
+    gate_of = [
+        dict(zip(case.pairs(s), case.pair_weights(s, pair_weights).tolist(), strict=True)) for s in range(case.size)
+    ]
     for slot, (s, expert, i) in enumerate(pair_buffer(case.rows_SE(), owner, case.tile)):
         chunk = chunks[s, expert]
         token = chunk[min(i, len(chunk) - 1)]  # padding repeats the last pair of its chunk
         row_of_pair.append(row_number[s, token])
         experts.append(expert)
-        gates_P.append(gate_of[s][expert, token] if i < len(chunk) else 0.0)
+        weights_P.append(gate_of[s][expert, token] if i < len(chunk) else 0.0)
         if i < len(chunk):
             pairs_of_row[row_number[s, token]].append(slot)
             slot_of_pair[s, expert, i] = slot
     own = [k for k in range(case.E) if case.owner(k) == owner]
-    return OwnerLists(
+    return RecvLists(
         row_of_pair,
-        gates_P,
+        weights_P,
         [slot for slots in pairs_of_row for slot in slots],
         [sum(map(len, pairs_of_row[:row])) for row in range(len(pairs_of_row) + 1)],
         [slot_of_pair[key] for key in sorted(slot_of_pair)],

@@ -27,24 +27,24 @@ FOUR = CASES[3]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-def bytes_sent(case: Case, rank: int, dtype: torch.dtype, gates: torch.dtype) -> dict[str, int]:
-    """One open, dispatch, combine and return_pairs: to other ranks only, padding never."""
+def bytes_sent(case: Case, rank: int, dtype: torch.dtype, pair_weights: torch.dtype) -> dict[str, int]:
+    """One open, dispatch, combine and combine_scalars: to other ranks only, padding never."""
     others = [q for q in range(case.size) if q != rank]
     out = sum(len({t for k, t in case.pairs(rank) if case.owner(k) == q}) for q in others)
     back = sum(len({t for k, t in case.pairs(s) if case.owner(k) == rank}) for s in others)
     pairs_out = sum(case.owner(k) != rank for k, _ in case.pairs(rank))
     pairs_back = sum(case.owner(k) == rank for s in others for k, _ in case.pairs(s))
     return {
-        "lists": pairs_out * (4 + gates.itemsize),
+        "lists": pairs_out * (4 + pair_weights.itemsize),
         "dispatch": out * case.H * dtype.itemsize,
         "combine": back * case.H * dtype.itemsize,
-        "return_pairs": pairs_back * gates.itemsize,
+        "combine_scalars": pairs_back * pair_weights.itemsize,
     }
 
 
-def check_wire_bytes(ranks: Ranks, case: Case, dtype: torch.dtype, gates: torch.dtype) -> None:
-    for rank, outcome in enumerate(ranks(case.size).run(oracle.exchange, case, dtype, gates)):
-        expected = bytes_sent(case, rank, dtype, gates)
+def check_wire_bytes(ranks: Ranks, case: Case, dtype: torch.dtype, pair_weights: torch.dtype) -> None:
+    for rank, outcome in enumerate(ranks(case.size).run(oracle.exchange, case, dtype, pair_weights)):
+        expected = bytes_sent(case, rank, dtype, pair_weights)
         # `exchange` dispatches and combines twice.
         assert outcome.wire_bytes == {
             **expected,
@@ -58,23 +58,23 @@ def test_wire_bytes(ranks: Ranks, case: Case) -> None:
     check_wire_bytes(ranks, case, torch.float32, torch.float32)
 
 
-@pytest.mark.parametrize("gates", DTYPES, ids="gates-{}".format)
+@pytest.mark.parametrize("pair_weights", DTYPES, ids="gates-{}".format)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids="rows-{}".format)
-def test_wire_bytes_of_any_dtype(ranks: Ranks, dtype: torch.dtype, gates: torch.dtype) -> None:
-    check_wire_bytes(ranks, FOUR, dtype, gates)
+def test_wire_bytes_of_any_dtype(ranks: Ranks, dtype: torch.dtype, pair_weights: torch.dtype) -> None:
+    check_wire_bytes(ranks, FOUR, dtype, pair_weights)
 
 
 def test_wire_bytes_by_hand(ranks: Ranks) -> None:
     """3 tokens a rank, every token to both experts: 3 rows of 4 floats and 3 pairs cross in each direction."""
     case = Case((3, 3), 4, 2, "all")
     for outcome in ranks(2).run(oracle.exchange, case, torch.float32, torch.float32):
-        assert outcome.wire_bytes == {"lists": 24, "dispatch": 2 * 48, "combine": 2 * 48, "return_pairs": 12}
+        assert outcome.wire_bytes == {"lists": 24, "dispatch": 2 * 48, "combine": 2 * 48, "combine_scalars": 12}
 
 
 def one_row_to_many_experts(rank: int, case: Case) -> tuple[int, int]:
     """Worker: rows and pairs that this rank sent."""
     transport = AllToAllTransport(EPGroup())
-    splits = transport.open(case.routing(rank), case.plan().of_rank(rank)).receipt.splits
+    splits = transport.prepare(case.routing(rank), case.plan().of_rank(rank)).handle.splits
     return sum(splits.rows_out), sum(splits.pairs_out)
 
 
@@ -86,7 +86,7 @@ def test_a_row_travels_once_to_a_rank_however_many_experts_need_it(ranks: Ranks)
 def dispatch_of_any_kind(rank: int, case: Case) -> list[bool]:
     """Worker: rows of integers, of no stride, of one column, and columns of a wider matrix arrive as they were."""
     transport = AllToAllTransport(EPGroup())
-    receipt = transport.open(case.routing(rank), case.plan().of_rank(rank)).receipt
+    handle = transport.prepare(case.routing(rank), case.plan().of_rank(rank)).handle
     T = max(case.tokens)
     ids = torch.arange(T)[:, None]
     kinds: list[Callable[[int], Tensor]] = [
@@ -96,7 +96,7 @@ def dispatch_of_any_kind(rank: int, case: Case) -> list[bool]:
     ]
     equal = []
     for kind in kinds:
-        rows = transport.dispatch(kind(rank)[: case.tokens[rank]], receipt)
+        rows = transport.dispatch(kind(rank)[: case.tokens[rank]], handle)
         equal.append(torch.equal(rows, torch.stack([kind(s)[t] for s, t in case.received(rank)])))
     return equal
 
@@ -108,9 +108,9 @@ def test_rows_of_any_kind(ranks: Ranks) -> None:
 def sum_of_unequal_parts(rank: int, case: Case, dtype: torch.dtype) -> Tensor:
     """Worker: rank 0 answers every row with 1, each other rank with half of the last place of 1."""
     transport = AllToAllTransport(EPGroup())
-    receipt = transport.open(case.routing(rank), case.plan().of_rank(rank)).receipt
+    handle = transport.prepare(case.routing(rank), case.plan().of_rank(rank)).handle
     value = 1.0 if rank == 0 else torch.finfo(dtype).eps / 2
-    return transport.combine(torch.full((receipt.num_rows, case.H), value, dtype=dtype), receipt)
+    return transport.combine_rows(torch.full((handle.num_rows, case.H), value, dtype=dtype), handle)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -125,11 +125,11 @@ def two_layers_at_once(rank: int, first: Case, second: Case) -> list[bool]:
     """Worker: one transport, two receipts, used in turn as two layers of a model use them."""
     transport = AllToAllTransport(EPGroup())
     cases = (first, second)
-    receipts = [transport.open(case.routing(rank), case.plan().of_rank(rank)).receipt for case in cases]
+    handles = [transport.prepare(case.routing(rank), case.plan().of_rank(rank)).handle for case in cases]
     x = [case.integers(rank, case.tokens[rank], torch.float32, stream=3) for case in cases]
-    rows = [transport.dispatch(*each) for each in zip(x, receipts, strict=True)]
+    rows = [transport.dispatch(*each) for each in zip(x, handles, strict=True)]
     alone = [oracle.exchange(rank, case, torch.float32, torch.float32).roundtrip for case in cases]
-    back = [transport.combine(rows[i], receipts[i]) for i in (1, 0)]
+    back = [transport.combine_rows(rows[i], handles[i]) for i in (1, 0)]
     return [torch.equal(back[0], alone[1]), torch.equal(back[1], alone[0])]
 
 
@@ -151,7 +151,7 @@ def test_groups_do_not_mix(ranks: Ranks) -> None:
         case, member = cases[rank % 2], rank // 2
         expected = [case.bits(s, torch.float32)[t] for s, t in case.received(member)]
         assert torch.equal(outcome.rows.view(torch.int32), torch.stack(expected).view(torch.int32))
-        assert torch.equal(outcome.returned, case.gates(member))
+        assert torch.equal(outcome.returned, case.pair_weights(member))
 
 
 def test_a_rank_alone_needs_no_torch_distributed() -> None:
@@ -161,5 +161,5 @@ def test_a_rank_alone_needs_no_torch_distributed() -> None:
     outcome = oracle.use(AllToAllTransport(EPGroup.alone()), 0, case, torch.float32, torch.float32)
     needed = sorted({token for _, token in case.pairs(0)})
     assert torch.equal(outcome.rows.view(torch.int32), case.bits(0, torch.float32)[needed].view(torch.int32))
-    assert torch.equal(outcome.returned, case.gates(0))
+    assert torch.equal(outcome.returned, case.pair_weights(0))
     assert sum(outcome.wire_bytes.values()) == 0

@@ -29,16 +29,16 @@ T, E = 6, 4
 def columns(case: Case, rank: int, order: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, experts and weights of a rank's pairs, in a given order."""
     pairs = torch.tensor(case.pairs(rank), dtype=torch.int64).view(-1, 2)[order]
-    return pairs[:, 1], pairs[:, 0], case.gates(rank)[order]
+    return pairs[:, 1], pairs[:, 0], case.pair_weights(rank)[order]
 
 
 def shuffled(rank: int, case: Case, ids: torch.dtype) -> Routing:
     """Worker: a routing from pairs in a random order."""
     order = torch.randperm(len(case.pairs(rank)), generator=torch.Generator().manual_seed(rank)).tolist()
-    tokens, experts, gates = columns(case, rank, order)
+    tokens, experts, pair_weights = columns(case, rank, order)
     group = oracle.group_of(case)
     return Routing.from_pairs(
-        tokens.to(ids), experts.to(ids), gates, num_tokens=case.tokens[rank], E=case.E, group=group
+        tokens.to(ids), experts.to(ids), pair_weights, num_tokens=case.tokens[rank], E=case.E, group=group
     )
 
 
@@ -49,7 +49,7 @@ def test_any_order_becomes_send_order(ranks: Ranks, case: Case, ids: torch.dtype
     for rank, routing in enumerate(routings):
         assert routing.token_ids_N.dtype == torch.int32
         assert routing.token_ids_N.tolist() == [token for _, token in case.pairs(rank)]
-        assert torch.equal(routing.gates_N, case.gates(rank))
+        assert torch.equal(routing.weights_N, case.pair_weights(rank))
         assert routing.num_tokens == case.tokens[rank]
         counts = routing.counts
         for counts_SE in (counts.chosen_SE, counts.rows_SE, counts.pairs_SE):
@@ -62,13 +62,13 @@ def test_any_order_becomes_send_order(ranks: Ranks, case: Case, ids: torch.dtype
 
 def test_weights_are_differentiable() -> None:
     """Gradients come back in the caller's order."""
-    gates = torch.rand(4, requires_grad=True)
+    pair_weights = torch.rand(4, requires_grad=True)
     tokens, experts = torch.tensor([2, 0, 1, 0]), torch.tensor([1, 1, 0, 0])
-    routing = Routing.from_pairs(tokens, experts, gates, num_tokens=3, E=2, group=EPGroup.alone())
+    routing = Routing.from_pairs(tokens, experts, pair_weights, num_tokens=3, E=2, group=EPGroup.alone())
     assert routing.token_ids_N.tolist() == [0, 1, 0, 2]
-    (routing.gates_N * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()
-    assert gates.grad is not None
-    assert gates.grad.tolist() == [4.0, 3.0, 2.0, 1.0]
+    (routing.weights_N * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()
+    assert pair_weights.grad is not None
+    assert pair_weights.grad.tolist() == [4.0, 3.0, 2.0, 1.0]
 
 
 def call(group: EPGroup, **changes: Any) -> Routing:
@@ -76,20 +76,20 @@ def call(group: EPGroup, **changes: Any) -> Routing:
     arguments: dict[str, Any] = {
         "token_ids_N": torch.tensor([0, 5, 0]),
         "expert_ids_N": torch.tensor([3, 0, 1]),
-        "gates_N": torch.ones(3),
+        "weights_N": torch.ones(3),
     }
     return Routing.from_pairs(**{**arguments, **changes}, num_tokens=T, E=E, group=group)
 
 
 WRONG: dict[str, tuple[dict[str, Tensor], str]] = {
-    "fewer-gates": ({"gates_N": torch.ones(2)}, r"one shape .*\(3,\), \(3,\), \(2,\)"),
+    "fewer-gates": ({"weights_N": torch.ones(2)}, r"one shape .*\(3,\), \(3,\), \(2,\)"),
     "fewer-tokens": ({"token_ids_N": torch.tensor([0, 5])}, r"one shape .*\(2,\), \(3,\), \(3,\)"),
     "more-experts": ({"expert_ids_N": torch.tensor([3, 0, 1, 2])}, r"one shape .*\(3,\), \(4,\), \(3,\)"),
     "columns": (
         {
             "token_ids_N": torch.tensor([[0], [5]]),
             "expert_ids_N": torch.tensor([[3], [0]]),
-            "gates_N": torch.ones(2, 1),
+            "weights_N": torch.ones(2, 1),
         },
         r"one shape \(N,\)",
     ),
@@ -103,7 +103,10 @@ WRONG: dict[str, tuple[dict[str, Tensor], str]] = {
     ),
     "float-tokens": ({"token_ids_N": torch.tensor([0.0, 5.0, 0.0])}, r"token_ids must be integers, got torch\.float32"),
     "float-experts": ({"expert_ids_N": torch.rand(3)}, r"expert_ids must be integers, got torch\.float32"),
-    "integer-gates": ({"gates_N": torch.ones(3, dtype=torch.int64)}, r"gates must be floating point, got torch\.int64"),
+    "integer-gates": (
+        {"weights_N": torch.ones(3, dtype=torch.int64)},
+        r"weights must be floating point, got torch\.int64",
+    ),
     "bool-experts": ({"expert_ids_N": torch.tensor([True, False, True])}, r"must be integers, got torch\.bool"),
 }
 
@@ -130,7 +133,7 @@ def test_experts_must_divide_over_the_ranks(ranks: Ranks) -> None:
 
 def weights_of_two_dtypes(rank: int) -> str:
     pair, dtype = torch.zeros(1, dtype=torch.int64), [torch.float32, torch.float64][rank]
-    with pytest.raises(ValueError, match="disagree about gates_dtype") as told:
+    with pytest.raises(ValueError, match="disagree about weights_dtype") as told:
         Routing.from_pairs(pair, pair, torch.ones(1, dtype=dtype), num_tokens=1, E=2, group=EPGroup())
     return str(told.value)
 

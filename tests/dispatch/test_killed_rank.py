@@ -20,7 +20,7 @@ from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
 SIZE = 2 if DEVICE == "cuda" and torch.cuda.device_count() < 3 else 3
-PATIENCE = 2.0
+TIMEOUT = 2.0
 CASE = Case((5, 4, 3)[:SIZE], 16, SIZE, "all")
 
 
@@ -36,17 +36,17 @@ def live(rank: int, folder: str, device: str) -> None:
         if device == "cpu"
         else functools.partial(symmetric_memory, group, torch.device("cuda", rank))
     )
-    transport = SymmetricTransport(group, allocate, patience=PATIENCE)
+    transport = SymmetricTransport(group, allocate, timeout=TIMEOUT)
     told = Path(folder) / f"told-{rank}"
     try:
         for step in range(5):
-            opened = transport.open(*on_device(device, CASE.routing(rank), CASE.plan().of_rank(rank)))
-            rows = transport.dispatch(torch.ones(CASE.tokens[rank], CASE.H, device=device), opened.receipt)
+            prepared = transport.prepare(*on_device(device, CASE.routing(rank), CASE.plan().of_rank(rank)))
+            rows = transport.dispatch(torch.ones(CASE.tokens[rank], CASE.H, device=device), prepared.handle)
             if step == 1 and rank == SIZE - 1:
                 if device == "cuda":
                     torch.cuda.synchronize()
                 os.kill(os.getpid(), signal.SIGKILL)
-            transport.combine(rows, opened.receipt)
+            transport.combine_rows(rows, prepared.handle)
             if device == "cuda":
                 torch.cuda.synchronize()
     except RuntimeError as error:
@@ -68,4 +68,4 @@ def test_the_others_are_told_and_exit(tmp_path: Path) -> None:
     assert codes == [0] * (SIZE - 1) + [-signal.SIGKILL]
     for rank in range(SIZE - 1):
         told = (tmp_path / f"told-{rank}").read_text()
-        assert told.startswith(f"rank {SIZE - 1} of the EP group did not come to combine within {PATIENCE:g} s")
+        assert told.startswith(f"rank {SIZE - 1} of the EP group did not come to combine within {TIMEOUT:g} s")

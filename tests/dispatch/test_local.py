@@ -14,14 +14,14 @@ from torch import Tensor
 from sonic_ep.dispatch import local
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
-from sonic_ep.dispatch.protocol import combine_at_once
+from sonic_ep.dispatch.protocol import combine_now
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.operations import values_of_pairs
 from sonic_ep.routing import Routing
 from tests.dispatch.oracle import Case, on_device, receipt_lists
 from tests.helpers.poison import poisoned_empty
-from tests.helpers.static_buffers import lists_with_room, with_spare
+from tests.helpers.static_buffers import lists_with_spare, with_spare
 from tests.helpers.waiting import assert_nothing_waits
 
 INTERPRETS = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,32 +45,32 @@ def no_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_of_torch_distributed_is_called() -> None:
     pairs = torch.tensor(CASE.pairs(0))
     routing = Routing.from_pairs(
-        pairs[:, 1], pairs[:, 0], CASE.gates(0), num_tokens=CASE.tokens[0], E=CASE.E, group=EPGroup.alone()
+        pairs[:, 1], pairs[:, 0], CASE.pair_weights(0), num_tokens=CASE.tokens[0], E=CASE.E, group=EPGroup.alone()
     )
     transport = LocalTransport()
     for each, plan in ((routing, plan_for(routing.counts, 0)), (CASE.routing(0), CASE.plan().of_rank(0))):
-        opened = transport.open(each, plan)
-        rows = transport.dispatch(CASE.bits(0, torch.float32), opened.receipt)
-        transport.combine(rows, opened.receipt)
-        transport.return_pairs(opened.gates_P, opened.receipt)
+        prepared = transport.prepare(each, plan)
+        rows = transport.dispatch(CASE.bits(0, torch.float32), prepared.handle)
+        transport.combine_rows(rows, prepared.handle)
+        transport.combine_scalars(prepared.weights_P, prepared.handle)
 
 
 def test_no_row_is_copied() -> None:
     transport = LocalTransport()
-    receipt = transport.open(CASE.routing(0), CASE.plan().of_rank(0)).receipt
+    handle = transport.prepare(CASE.routing(0), CASE.plan().of_rank(0)).handle
     x_TH = CASE.bits(0, torch.float32)
-    rows = transport.dispatch(x_TH, receipt)
+    rows = transport.dispatch(x_TH, handle)
     assert rows.data_ptr() == x_TH.data_ptr()
     assert rows.shape == x_TH.shape
-    assert transport.combine(rows, receipt).data_ptr() == x_TH.data_ptr()
+    assert transport.combine_rows(rows, handle).data_ptr() == x_TH.data_ptr()
 
 
 def test_rows_start_where_a_gpu_can_read_them() -> None:
     transport = LocalTransport()
-    receipt = transport.open(CASE.routing(0), CASE.plan().of_rank(0)).receipt
+    handle = transport.prepare(CASE.routing(0), CASE.plan().of_rank(0)).handle
     for start in (0, 1, 4, 8):
         x_TH = torch.randn(start + CASE.tokens[0] * CASE.H).bfloat16()[start:].view(-1, CASE.H)
-        for rows_RH in (transport.dispatch(x_TH, receipt), transport.prefetch(x_TH, receipt)()):
+        for rows_RH in (transport.dispatch(x_TH, handle), transport.dispatch_async(x_TH, handle)()):
             assert torch.equal(rows_RH, x_TH)
             assert rows_RH.storage_offset() * rows_RH.itemsize % 16 == 0
             assert (rows_RH is x_TH) == (start % 8 == 0)
@@ -78,44 +78,44 @@ def test_rows_start_where_a_gpu_can_read_them() -> None:
 
 def test_tokens_without_an_expert_have_an_empty_list() -> None:
     """Their row is x itself like all others; that no pair reads it is what makes their output zero."""
-    receipt = LocalTransport().open(CASE.routing(0), CASE.plan().of_rank(0)).receipt
+    handle = LocalTransport().prepare(CASE.routing(0), CASE.plan().of_rank(0)).handle
     lonely = sorted(set(range(CASE.tokens[0])) - {token for _, token in CASE.pairs(0)})
     assert lonely
-    assert receipt.pair_starts_R.diff()[lonely].tolist() == [0] * len(lonely)
-    assert not set(receipt.row_of_pair_P.tolist()) & set(lonely)
-    assert receipt.num_rows == CASE.tokens[0]
+    assert handle.pair_starts_R.diff()[lonely].tolist() == [0] * len(lonely)
+    assert not set(handle.row_of_pair_P.tolist()) & set(lonely)
+    assert handle.num_rows == CASE.tokens[0]
 
 
 def test_values_of_padding_do_not_return() -> None:
     transport = LocalTransport()
-    opened = transport.open(CASE.routing(0), CASE.plan().of_rank(0))
-    values_P = torch.full_like(opened.gates_P, torch.nan)
-    slots = opened.receipt.slot_V.long()
+    prepared = transport.prepare(CASE.routing(0), CASE.plan().of_rank(0))
+    values_P = torch.full_like(prepared.weights_P, torch.nan)
+    slots = prepared.handle.slot_V.long()
     values_P[slots] = torch.arange(slots.shape[0], dtype=values_P.dtype)
     assert slots.shape[0] < values_P.shape[0]
-    assert transport.return_pairs(values_P, opened.receipt).tolist() == list(range(slots.shape[0]))
+    assert transport.combine_scalars(values_P, prepared.handle).tolist() == list(range(slots.shape[0]))
 
 
 @pytest.mark.skipif(not INTERPRETS, reason="interprets Triton kernels, with TRITON_INTERPRET=1")
 def test_static_lists_ask_for_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have room to spare, whose entries read row 0 with weight 0."""
     routing, plan, spare = CASE.routing(0), CASE.plan().of_rank(0), 7
-    expected = LocalTransport().open(routing, plan)
-    P, V = expected.gates_P.shape[0], expected.receipt.slot_V.shape[0]
-    roomy = with_spare(routing, spare, most_rows=P + 11)
-    monkeypatch.setattr(local, "lists_take_room", lambda _: True)
-    monkeypatch.setattr(local, "sizes_on_host", None)
-    with lists_with_room():
-        opened = LocalTransport(static=True).open(roomy, plan)
-    assert opened.gates_P.shape[0] == P + 11
-    for name, values in receipt_lists(expected.receipt).items():
-        got, size = getattr(opened.receipt, name), values.shape[0]
+    expected = LocalTransport().prepare(routing, plan)
+    P, V = expected.weights_P.shape[0], expected.handle.slot_V.shape[0]
+    roomy = with_spare(routing, spare, max_rows=P + 11)
+    monkeypatch.setattr(local, "allows_spare_capacity", lambda _: True)
+    monkeypatch.setattr(local, "split_sizes_async", None)
+    with lists_with_spare():
+        prepared = LocalTransport(static=True).prepare(roomy, plan)
+    assert prepared.weights_P.shape[0] == P + 11
+    for name, values in receipt_lists(expected.handle).items():
+        got, size = getattr(prepared.handle, name), values.shape[0]
         assert torch.equal(got[:size], values), name
         assert name == "pairs_by_row_V" or not got[size:].any(), name  # nobody reads that one behind its rows
-    assert torch.equal(opened.gates_P[:P], expected.gates_P)
-    assert not opened.gates_P[P:].any()
-    returned = LocalTransport(static=True).return_pairs(opened.gates_P + 1, opened.receipt)
-    assert torch.equal(returned[:V], routing.gates_N + 1)
+    assert torch.equal(prepared.weights_P[:P], expected.weights_P)
+    assert not prepared.weights_P[P:].any()
+    returned = LocalTransport(static=True).combine_scalars(prepared.weights_P + 1, prepared.handle)
+    assert torch.equal(returned[:V], routing.weights_N + 1)
     assert not returned[V:].any()
 
 
@@ -124,14 +124,14 @@ def test_static_lists_ask_for_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lists_on_a_gpu_are_those_of_the_cpu_and_nothing_waits(case: Case) -> None:
     transport, routing, plan = LocalTransport(), case.routing(0), case.plan().of_rank(0)
     on_gpu, plan_on_gpu = on_device("cuda", routing, plan)
-    expected, opened = transport.open(routing, plan), transport.open(on_gpu, plan_on_gpu)
-    for name, values in receipt_lists(expected.receipt).items():
-        got = getattr(opened.receipt, name)
+    expected, prepared = transport.prepare(routing, plan), transport.prepare(on_gpu, plan_on_gpu)
+    for name, values in receipt_lists(expected.handle).items():
+        got = getattr(prepared.handle, name)
         assert got is values is None or torch.equal(got.cpu(), values), name
-    assert torch.equal(opened.gates_P.cpu(), expected.gates_P)
-    assert torch.equal(transport.return_pairs(opened.gates_P, opened.receipt), on_gpu.gates_N)
-    assert_nothing_waits(lambda: transport.open(on_gpu, plan_on_gpu))
-    assert_nothing_waits(lambda: transport.return_pairs(opened.gates_P, opened.receipt))
+    assert torch.equal(prepared.weights_P.cpu(), expected.weights_P)
+    assert torch.equal(transport.combine_scalars(prepared.weights_P, prepared.handle), on_gpu.weights_N)
+    assert_nothing_waits(lambda: transport.prepare(on_gpu, plan_on_gpu))
+    assert_nothing_waits(lambda: transport.combine_scalars(prepared.weights_P, prepared.handle))
 
 
 @pytest.mark.gpu
@@ -141,8 +141,10 @@ def test_sums_beside_the_gradient_of_the_weights_have_the_same_bits(n: int) -> N
     T, d, e, K = 8192, 1024, 16, 4
     torch.manual_seed(n)
     tokens = torch.arange(T, device="cuda").repeat_interleave(K)
-    experts, gates = torch.rand(T, e, device="cuda").topk(K).indices.flatten(), torch.rand(T * K, device="cuda")
-    routing = Routing.from_pairs(tokens, experts, gates.requires_grad_(), num_tokens=T, E=e, group=EPGroup.alone())
+    experts, pair_weights = torch.rand(T, e, device="cuda").topk(K).indices.flatten(), torch.rand(T * K, device="cuda")
+    routing = Routing.from_pairs(
+        tokens, experts, pair_weights.requires_grad_(), num_tokens=T, E=e, group=EPGroup.alone()
+    )
     sizes = (T, d), (e, 2 * n, d), (e, d, n)
     leaves = [torch.randn(size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for size in sizes]
     dout = torch.randn(T, d, device="cuda", dtype=torch.bfloat16)
@@ -150,13 +152,13 @@ def test_sums_beside_the_gradient_of_the_weights_have_the_same_bits(n: int) -> N
     def gradients() -> tuple[Tensor, ...]:
         with poisoned_empty():
             out = moe(leaves[0], routing, *leaves[1:], transport=LocalTransport(), group=EPGroup.alone())
-            return torch.autograd.grad(out, [routing.gates_N, *leaves], dout)
+            return torch.autograd.grad(out, [routing.weights_N, *leaves], dout)
 
     def not_beside(*arguments: Any, **named: Any) -> Tensor:
-        return values_of_pairs(*arguments, **named | {"beside": False})
+        return values_of_pairs(*arguments, **named | {"overlap_previous": False})
 
     with (
-        patch.object(LocalTransport, "start_combine_pairs", combine_at_once),
+        patch.object(LocalTransport, "combine_async", combine_now),
         patch.object(local, "values_of_pairs", not_beside),
     ):
         expected = gradients()

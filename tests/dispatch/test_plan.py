@@ -8,11 +8,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sonic_ep.dispatch.plan import Plan, sizes_on_host
+from sonic_ep.dispatch.plan import Plan, split_sizes_async
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.host_sizes import host_sizes
+from sonic_ep.kernels.host_sizes import pack_split_sizes
 from sonic_ep.kernels.tiles import TILE_ROWS
-from sonic_ep.routing import Counts, HostSizes, Routing, SizesOnHost
+from sonic_ep.routing import AsyncSplitSizes, GroupCounts, Routing, SplitSizes
 from tests.dispatch.oracle import pair_buffer
 from tests.helpers.launch import RankPool
 
@@ -110,17 +110,17 @@ def test_heads_are_full_tiles_before_one_partial_piece_of_each_source(load: Load
             assert in_order == sorted(in_order)
 
 
-def host_sizes_of(load: Load) -> HostSizes:
+def host_sizes_of(load: Load) -> SplitSizes:
     """With the sizes sent ahead, and without: the same."""
     rows_SE, pairs_SE = torch.tensor(load.rows), torch.tensor(load.pairs)
     tokens_S = torch.arange(load.size) + 3
-    counts = Counts(pairs_SE, rows_SE, pairs_SE, tokens_S, torch.zeros_like(tokens_S), torch.ones(()))
+    counts = GroupCounts(pairs_SE, rows_SE, pairs_SE, tokens_S, torch.zeros_like(tokens_S), torch.ones(()))
     routing = Routing(torch.zeros(0), torch.zeros(0, dtype=torch.int32), counts, 3)
-    reports_SF = torch.arange(2 * load.size).view(load.size, 2)
+    status_SF = torch.arange(2 * load.size).view(load.size, 2)
     told: list[list[int]] = []
-    ahead = SizesOnHost(host_sizes(tokens_S, rows_SE, pairs_SE, reports_SF), load.size, told.append)
-    sizes = sizes_on_host(routing).read()
-    assert sizes_on_host(replace(routing, on_host=ahead)).read() == sizes
+    speculative = AsyncSplitSizes(pack_split_sizes(tokens_S, rows_SE, pairs_SE, status_SF), load.size, told.append)
+    sizes = split_sizes_async(routing).read()
+    assert split_sizes_async(replace(routing, split_sizes=speculative)).read() == sizes
     assert told == [list(range(2 * load.size))]
     assert sizes.tokens_S == tuple(range(3, 3 + load.size))
     return sizes

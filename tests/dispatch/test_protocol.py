@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sonic_ep.dispatch.protocol import Receipt
+from sonic_ep.dispatch.protocol import DispatchHandle
 from tests.dispatch import oracle
 from tests.dispatch.oracle import Case, Outcome
 from tests.helpers.launch import RankPool
@@ -42,11 +42,11 @@ CASES = [
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-def outcomes(ranks: Ranks, case: Case, dtype: torch.dtype, gates: torch.dtype = torch.float32) -> list[Outcome]:
+def outcomes(ranks: Ranks, case: Case, dtype: torch.dtype, pair_weights: torch.dtype = torch.float32) -> list[Outcome]:
     """What every rank sees; a rank alone is this process, without torch.distributed."""
     if case.size == 1:
-        return [oracle.exchange(0, case, dtype, gates)]
-    return ranks(case.size).run(oracle.exchange, case, dtype, gates)
+        return [oracle.exchange(0, case, dtype, pair_weights)]
+    return ranks(case.size).run(oracle.exchange, case, dtype, pair_weights)
 
 
 def equal_bits(actual: Tensor, expected: Tensor) -> bool:
@@ -54,14 +54,16 @@ def equal_bits(actual: Tensor, expected: Tensor) -> bool:
     return torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def check(ranks: Ranks, case: Case, dtype: torch.dtype = torch.float32, gates: torch.dtype = torch.float32) -> None:
-    seen = outcomes(ranks, case, dtype, gates)
+def check(
+    ranks: Ranks, case: Case, dtype: torch.dtype = torch.float32, pair_weights: torch.dtype = torch.float32
+) -> None:
+    seen = outcomes(ranks, case, dtype, pair_weights)
     for rank, outcome in enumerate(seen):
         check_rows(case, rank, outcome, dtype)
-        check_owner_lists(case, rank, outcome, gates)
+        check_recv_lists(case, rank, outcome, pair_weights)
         check_token_lists(case, rank, outcome)
         check_splits(case, rank, outcome)
-        check_way_back(case, rank, outcome, dtype, gates)
+        check_way_back(case, rank, outcome, dtype, pair_weights)
     assert sum(outcome.received_dot for outcome in seen) == sum(outcome.sent_dot for outcome in seen)
 
 
@@ -73,8 +75,8 @@ def check_rows(case: Case, rank: int, outcome: Outcome, dtype: torch.dtype) -> N
     assert outcome.num_rows == len(rows)
 
 
-def check_owner_lists(case: Case, rank: int, outcome: Outcome, gates: torch.dtype) -> None:
-    expected = oracle.owner_lists(case, rank, gates)
+def check_recv_lists(case: Case, rank: int, outcome: Outcome, pair_weights: torch.dtype) -> None:
+    expected = oracle.recv_lists(case, rank, pair_weights)
     for name, values in {
         "row_of_pair_P": expected.row_of_pair,
         "pairs_by_row_V": expected.pairs_by_row,
@@ -83,19 +85,19 @@ def check_owner_lists(case: Case, rank: int, outcome: Outcome, gates: torch.dtyp
         "expert_starts_e": expected.expert_starts,
     }.items():
         check_list(outcome, name, values)
-    assert equal_bits(outcome.gates_P, torch.tensor(expected.gates, dtype=torch.float64).to(gates))
+    assert equal_bits(outcome.weights_P, torch.tensor(expected.pair_weights, dtype=torch.float64).to(pair_weights))
 
 
 def check_token_lists(case: Case, rank: int, outcome: Outcome) -> None:
     if case.size == 1:
-        assert outcome.own_lists == ()
+        assert outcome.transport_lists == ()
         return
     sent = [token for owner in range(case.size) for token in case.tokens_needed(rank, owner)]
     by_token = [[u for u, token in enumerate(sent) if token == t] for t in range(case.tokens[rank])]
     starts = [sum(map(len, by_token[:t])) for t in range(len(by_token) + 1)]
     expected = [sent, [u for rows in by_token for u in rows], starts]
-    assert [values.tolist() for values in outcome.own_lists] == expected
-    assert {values.dtype for values in outcome.own_lists} == {torch.int32}
+    assert [values.tolist() for values in outcome.transport_lists] == expected
+    assert {values.dtype for values in outcome.transport_lists} == {torch.int32}
 
 
 def check_list(outcome: Outcome, name: str, expected: list[int]) -> None:
@@ -104,26 +106,26 @@ def check_list(outcome: Outcome, name: str, expected: list[int]) -> None:
 
 
 def check_splits(case: Case, rank: int, outcome: Outcome) -> None:
-    everyone = range(case.size)
+    all_peers = range(case.size)
 
     def pairs(source: int, owner: int) -> int:
         return sum(case.owner(expert) == owner for expert, _ in case.pairs(source))
 
-    assert outcome.splits.rows_out == tuple(len(case.tokens_needed(rank, q)) for q in everyone)
-    assert outcome.splits.rows_in == tuple(len(case.tokens_needed(s, rank)) for s in everyone)
-    assert outcome.splits.pairs_out == tuple(pairs(rank, q) for q in everyone)
-    assert outcome.splits.pairs_in == tuple(pairs(s, rank) for s in everyone)
+    assert outcome.splits.rows_out == tuple(len(case.tokens_needed(rank, q)) for q in all_peers)
+    assert outcome.splits.rows_in == tuple(len(case.tokens_needed(s, rank)) for s in all_peers)
+    assert outcome.splits.pairs_out == tuple(pairs(rank, q) for q in all_peers)
+    assert outcome.splits.pairs_in == tuple(pairs(s, rank) for s in all_peers)
     assert outcome.num_tokens == case.tokens[rank]
 
 
-def check_way_back(case: Case, rank: int, outcome: Outcome, dtype: torch.dtype, gates: torch.dtype) -> None:
+def check_way_back(case: Case, rank: int, outcome: Outcome, dtype: torch.dtype, pair_weights: torch.dtype) -> None:
     """combine(dispatch(x)) is x times the number of ranks that need it; weights return as they were sent."""
     x_TH = case.integers(rank, case.tokens[rank], dtype, stream=3)
     needed = [token for owner in range(case.size) for token in case.tokens_needed(rank, owner)]
     times = torch.tensor([needed.count(token) for token in range(case.tokens[rank])], dtype=dtype)
     assert outcome.roundtrip.dtype == dtype
     assert torch.equal(outcome.roundtrip, x_TH * times[:, None])
-    assert equal_bits(outcome.returned, case.gates(rank, gates))
+    assert equal_bits(outcome.returned, case.pair_weights(rank, pair_weights))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -137,10 +139,10 @@ def test_exchange_of_any_dtype(ranks: Ranks, case: Case, dtype: torch.dtype) -> 
     check(ranks, case, dtype)
 
 
-@pytest.mark.parametrize("gates", DTYPES, ids="gates-{}".format)
+@pytest.mark.parametrize("pair_weights", DTYPES, ids="gates-{}".format)
 @pytest.mark.parametrize("case", [CASES[1], CASES[5], CASES[13]], ids=str)
-def test_exchange_of_gates_of_any_dtype(ranks: Ranks, case: Case, gates: torch.dtype) -> None:
-    check(ranks, case, gates=gates)
+def test_exchange_of_gates_of_any_dtype(ranks: Ranks, case: Case, pair_weights: torch.dtype) -> None:
+    check(ranks, case, pair_weights=pair_weights)
 
 
 def cases(size: int) -> st.SearchStrategy[Case]:
@@ -166,15 +168,15 @@ def test_exchange_of_any_routing(ranks: Ranks, size: int, data: st.DataObject) -
 def adjoint(rank: int, case: Case) -> tuple[float, float, float]:
     """Worker: <dispatch(x), g>, <x, combine(g)> and a bound on their rounding, for normal values in float64."""
     transport = oracle.transport_of(oracle.group_of(case))
-    receipt = transport.open(case.routing(rank), case.plan().of_rank(rank)).receipt
+    handle = transport.prepare(case.routing(rank), case.plan().of_rank(rank)).handle
     generator = torch.Generator().manual_seed(rank)
     x_TH, g_RH = (
-        torch.randn(n, case.H, generator=generator, dtype=torch.float64) for n in (case.tokens[rank], receipt.num_rows)
+        torch.randn(n, case.H, generator=generator, dtype=torch.float64) for n in (case.tokens[rank], handle.num_rows)
     )
-    rows = transport.dispatch(x_TH, receipt)
+    rows = transport.dispatch(x_TH, handle)
     return (
         oracle.dot(rows, g_RH),
-        oracle.dot(x_TH, transport.combine(g_RH, receipt)),
+        oracle.dot(x_TH, transport.combine_rows(g_RH, handle)),
         oracle.dot(rows.abs(), g_RH.abs()),
     )
 
@@ -185,11 +187,11 @@ def test_combine_is_the_transpose_of_dispatch(ranks: Ranks, case: Case) -> None:
     assert abs(received - sent) <= 1e-14 * bound
 
 
-def roundtrip_of_lists(rank: int, case: Case) -> tuple[Receipt, Receipt]:
+def roundtrip_of_lists(rank: int, case: Case) -> tuple[DispatchHandle, DispatchHandle]:
     """Worker: a receipt, and the same taken apart for saving and put together again."""
     transport = oracle.transport_of(oracle.group_of(case))
-    receipt = transport.open(case.routing(rank), case.plan().of_rank(rank)).receipt
-    return receipt, receipt.without_lists().with_lists(receipt.lists())
+    handle = transport.prepare(case.routing(rank), case.plan().of_rank(rank)).handle
+    return handle, handle.without_lists().with_lists(handle.lists())
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[13]], ids=str)

@@ -21,18 +21,18 @@ from torch.nn.functional import pad
 from sonic_ep.config import Dispatch, RoundingConfig
 from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
-from sonic_ep.dispatch.protocol import Opened, Receipt, Transport
+from sonic_ep.dispatch.protocol import DispatchHandle, PreparedDispatch, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.peer_memory import PeerMemory
-from sonic_ep.routers.agreement import Report, agree
-from sonic_ep.routing import SizesOnHost
+from sonic_ep.routers.agreement import RankStatus, gather_counts
+from sonic_ep.routing import AsyncSplitSizes
 from tests.dispatch.oracle import Case
 from tests.helpers.launch import RankPool
 from tests.helpers.noting import noting
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.shared_files import shared_files
-from tests.helpers.static_buffers import lists_with_room, with_spare
+from tests.helpers.static_buffers import lists_with_spare, with_spare
 from tests.helpers.triton_device import triton_device
 
 if triton_device() != "cpu":
@@ -54,51 +54,51 @@ CASES = [
 ]
 
 
-def settled(ahead: Opened) -> Opened:
+def resolved(speculative: PreparedDispatch) -> PreparedDispatch:
     """What becomes of lists that experts compute on before sizes are known: they have no rows where P is too many."""
-    if ahead.settle is None:
-        return ahead
-    opened, narrowed = ahead.settle()
-    assert opened.settle is None
-    P, room = opened.gates_P.shape[0], ahead.gates_P.shape[0]
-    if narrowed:
-        assert torch.equal(ahead.receipt.expert_starts_e, opened.receipt.expert_starts_e * (P <= room))
+    if speculative.resolve_sizes is None:
+        return speculative
+    prepared, hit = speculative.resolve_sizes()
+    assert prepared.resolve_sizes is None
+    P, room = prepared.weights_P.shape[0], speculative.weights_P.shape[0]
+    if hit:
+        assert torch.equal(speculative.handle.expert_starts_e, prepared.handle.expert_starts_e * (P <= room))
         for early, known in (
-            (ahead.gates_P, opened.gates_P),
-            (ahead.receipt.row_of_pair_P, opened.receipt.row_of_pair_P),
+            (speculative.weights_P, prepared.weights_P),
+            (speculative.handle.row_of_pair_P, prepared.handle.row_of_pair_P),
         ):
             assert torch.equal(early[:P], known[:room])
             assert not early[P:].any()
     else:
-        assert not ahead.receipt.expert_starts_e.any()
-    return opened
+        assert not speculative.handle.expert_starts_e.any()
+    return prepared
 
 
 def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a rank sees of one exchange; received rows by source and token, without gaps."""
     x_TH = torch.randn(case.tokens[rank], case.H, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    opened = settled(transport.open(case.routing(rank), case.plan().of_rank(rank), x_TH, whose=7))
-    receipt, P = opened.receipt, opened.gates_P.shape[0]
-    early = opened.rows_RH
-    early = None if early is None else early[used(receipt)]
+    prepared = resolved(transport.prepare(case.routing(rank), case.plan().of_rank(rank), x_TH, layer_key=7))
+    handle, P = prepared.handle, prepared.weights_P.shape[0]
+    early = prepared.rows_RH
+    early = None if early is None else early[used(handle)]
     values_PH = torch.randn(P, case.H, generator=torch.Generator().manual_seed(rank + 9)).to(dtype)
-    rows = transport.dispatch(x_TH, receipt).clone()
-    later = transport.prefetch(x_TH, receipt)
-    plain = transport.combine_pairs(values_PH, None, receipt)
-    beside = transport.start_combine_pairs(values_PH, opened.gates_P, receipt)
-    returned = transport.return_pairs(opened.gates_P, receipt)
-    for other in (early, later()[used(receipt)]):
-        assert other is None or torch.equal(other, rows[used(receipt)])
+    rows = transport.dispatch(x_TH, handle).clone()
+    later = transport.dispatch_async(x_TH, handle)
+    plain = transport.combine(values_PH, None, handle)
+    reserve_sms = transport.combine_async(values_PH, prepared.weights_P, handle)
+    returned = transport.combine_scalars(prepared.weights_P, handle)
+    for other in (early, later()[used(handle)]):
+        assert other is None or torch.equal(other, rows[used(handle)])
     return {
-        "rows": rows[used(receipt)],
-        "rows of pairs": rows[receipt.row_of_pair_P.long()],
-        "gates": opened.gates_P,
-        "slots": receipt.slot_V,
-        "starts": receipt.expert_starts_e,
-        "weighted": transport.combine_pairs(values_PH, opened.gates_P, receipt),
+        "rows": rows[used(handle)],
+        "rows of pairs": rows[handle.row_of_pair_P.long()],
+        "gates": prepared.weights_P,
+        "slots": handle.slot_V,
+        "starts": handle.expert_starts_e,
+        "weighted": transport.combine(values_PH, prepared.weights_P, handle),
         "plain": plain,
-        "beside": beside.result(),
-        "back": transport.combine(rows, receipt),
+        "beside": reserve_sms.result(),
+        "back": transport.combine_rows(rows, handle),
         "returned": returned,
     }
 
@@ -111,7 +111,7 @@ def gathered(rank: int, folder: str, lengths: list[int], seed: int) -> None:
     """Ranks come early and late, and do something else between telling and listening."""
     rng = random.Random(f"{seed} {rank}")
     group = EPGroup()
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=60)
+    transport = SymmetricTransport(group, shared_files(group, folder), timeout=60)
     for step, F in enumerate(lengths):
         time.sleep(rng.choice([0, 0, 0.01]))
         done: list[float] = []
@@ -130,13 +130,13 @@ def test_all_gather_of_any_length_by_ranks_in_any_order(ranks: Ranks, size: int,
     ranks(size).run(gathered, str(tmp_path), [5, 5, 5, 1, 130, 130, 7, 5, 5, 513], seed)
 
 
-def used(receipt: Receipt) -> Tensor:
-    return receipt.pair_starts_R.diff() > 0
+def used(handle: DispatchHandle) -> Tensor:
+    return handle.pair_starts_R.diff() > 0
 
 
 def same_as_all_to_all(rank: int, cases: list[Case], folder: str, dispatch: Dispatch = "auto") -> None:
     group = EPGroup()
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=60, dispatch=dispatch)
+    transport = SymmetricTransport(group, shared_files(group, folder), timeout=60, dispatch=dispatch)
     for case in cases:
         expected = everything(AllToAllTransport(group), rank, case, torch.float32)
         assert_equal(everything(transport, rank, case, torch.float32), expected)
@@ -153,22 +153,22 @@ def test_the_same_as_all_to_all(ranks: Ranks, case: Case, dispatch: Dispatch, tm
     ranks(case.size).run(same_as_all_to_all, [case, case], str(tmp_path), dispatch)
 
 
-def ahead_of_sizes(rank: int, cases: list[Case], folder: str, early: int | None = None) -> list[str]:
+def before_sizes(rank: int, cases: list[Case], folder: str, early: int | None = None) -> list[str]:
     """Steps of changing sizes; how each of them was opened. early: a rank that has its sizes at once."""
     group, how = EPGroup(), []
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=60)
+    transport = SymmetricTransport(group, shared_files(group, folder), timeout=60)
     for case in cases:
         expected = everything(AllToAllTransport(group), rank, case, torch.float32)
         how.append("")
         with (
-            lists_with_room(),
+            lists_with_spare(),
             poisoned_empty(),
-            noting(how, "o", SymmetricTransport, "_open"),
-            noting(how, "r", SizesOnHost, "read"),
-            patch.object(SizesOnHost, "arrived", rank == early),
+            noting(how, "o", SymmetricTransport, "_prepare"),
+            noting(how, "r", AsyncSplitSizes, "read"),
+            patch.object(AsyncSplitSizes, "is_ready", rank == early),
         ):
             assert_equal(everything(transport, rank, case, torch.float32), expected)
-        assert transport._turn == 3 * len(how) % 2  # of the row buffers, none is skipped
+        assert transport._row_buffer == 3 * len(how) % 2  # of the row buffers, none is skipped
     return how
 
 
@@ -189,20 +189,20 @@ CHANGING = {
 
 
 def test_what_is_launched_before_sizes_are_known(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks(2).run(ahead_of_sizes, list(CHANGING), str(tmp_path))
+    first, second = ranks(2).run(before_sizes, list(CHANGING), str(tmp_path))
     assert first == list(CHANGING.values())
     assert second != first  # each guesses by its own tokens
 
 
 def test_ranks_need_not_know_their_sizes_alike(ranks: Ranks, tmp_path: Path) -> None:
-    late, early = ranks(2).run(ahead_of_sizes, list(CHANGING), str(tmp_path), 1)
+    late, early = ranks(2).run(before_sizes, list(CHANGING), str(tmp_path), 1)
     assert late == list(CHANGING.values())
     assert set(early) == {"ro"}
 
 
 def test_steps_that_are_alike_are_launched_before_sizes_are_known(ranks: Ranks, tmp_path: Path) -> None:
     cases = [Case((7, 8, 9, 10), 4, 8, "all", seed=seed) for seed in range(3)]
-    for how in ranks(4).run(ahead_of_sizes, cases, str(tmp_path)):
+    for how in ranks(4).run(before_sizes, cases, str(tmp_path)):
         assert how == ["ro", "or", "or"]
 
 
@@ -225,15 +225,15 @@ def bytes_asked_for(rank: int, case: Case, folder: str) -> list[int]:
         asked.append(num_bytes)
         return files(num_bytes)
 
-    everything(SymmetricTransport(group, allocate, patience=60), rank, case, torch.float32)
+    everything(SymmetricTransport(group, allocate, timeout=60), rank, case, torch.float32)
     return asked
 
 
 def test_memory_is_what_the_module_says(ranks: Ranks, tmp_path: Path) -> None:
     """Flags, lists with a quarter of room, three buffers of rows; each part of them rounded up to 256 bytes."""
     case = Case((13, 9), 5, 4, "all")
-    most_pairs = max(len(case.pairs(0)), 2 * sum(case.tokens))
-    capacity, row_bytes = round(most_pairs * 5 / 4), 5 * 4
+    max_pairs = max(len(case.pairs(0)), 2 * sum(case.tokens))
+    capacity, row_bytes = round(max_pairs * 5 / 4), 5 * 4
 
     def rounded(size: int) -> int:
         return -(-size // 256) * 256
@@ -243,16 +243,16 @@ def test_memory_is_what_the_module_says(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def tell(rank: int, group: EPGroup, transport: SymmetricTransport) -> None:
-    report = Report(counts_E=torch.full((6,), rank), num_tokens=9, dtype=torch.float32, training=True)
-    _, on_host, _ = agree(report, RoundingConfig(mode="off"), group, transport)
-    assert on_host is not None
-    on_host.check()
+    report = RankStatus(counts_E=torch.full((6,), rank), num_tokens=9, dtype=torch.float32, training=True)
+    _, split_sizes, _ = gather_counts(report, RoundingConfig(mode="off"), group, transport)
+    assert split_sizes is not None
+    split_sizes.check()
 
 
 def tells_nothing(rank: int, folder: str) -> str:
     """The last rank leaves before the second agreement; what the others are told, instead of what it said before."""
     group = EPGroup()
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=1)
+    transport = SymmetricTransport(group, shared_files(group, folder), timeout=1)
     tell(rank, group, transport)
     try:
         if rank < group.size - 1:
@@ -273,7 +273,7 @@ def test_an_agreement_without_a_rank_is_none(ranks: Ranks, tmp_path: Path) -> No
 def tells_of_nobody(rank: int, folder: str) -> list[list[int]]:
     """What an all-gather gives without its last rank, where both of the places have been used."""
     group = EPGroup()
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=1)
+    transport = SymmetricTransport(group, shared_files(group, folder), timeout=1)
     values_SF = torch.empty(0, 1)
     for step in range(4):
         if step < 3 or rank < group.size - 1:
@@ -299,7 +299,7 @@ def grown_after_capture(rank: int, folder: str) -> list[int]:
         mappings.append(weakref.ref(memory.addresses_S, lambda _: given.append(num_bytes)))
         return memory
 
-    transport, counts = SymmetricTransport(group, allocate, patience=60), []
+    transport, counts = SymmetricTransport(group, allocate, timeout=60), []
     for factor in (1, 3, 9, 27):
         case = Case((5 * factor, 4 * factor), 3, 4, "all")
         everything(transport, rank, case, torch.float32)
@@ -320,7 +320,7 @@ def test_what_a_graph_has_captured_is_kept(ranks: Ranks, tmp_path: Path) -> None
 
 def test_exact_steps_leave_the_regions_of_static_ones_alone() -> None:
     transport = SymmetricTransport(
-        EPGroup.alone(), lambda _: pytest.fail("no memory is needed"), patience=1, static=True
+        EPGroup.alone(), lambda _: pytest.fail("no memory is needed"), timeout=1, static=True
     )
     like = torch.empty(0)
     static = transport._starts_of_regions(4, like, static=True)
@@ -330,32 +330,32 @@ def test_exact_steps_leave_the_regions_of_static_ones_alone() -> None:
     assert transport._starts_of_regions(4, like, static=True) is static
 
 
-def with_room(rank: int, case: Case, folder: str, dispatch: Dispatch) -> None:
+def static_with_spare(rank: int, case: Case, folder: str, dispatch: Dispatch) -> None:
     """Static buffers: lists with room to spare, whose entries read row 0 with weight 0; no sizes are read."""
     group = EPGroup()
     expected = everything(AllToAllTransport(group), rank, case, torch.float32)
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=60, static=True, dispatch=dispatch)
+    transport = SymmetricTransport(group, shared_files(group, folder), timeout=60, static=True, dispatch=dispatch)
     routing, plan = case.routing(rank), case.plan().of_rank(rank)
     spare, most = 7, max(sum(rows) for rows in zip(*case.rows_SE(), strict=True)) * case.E + 9
-    roomy = with_spare(routing, spare, most_received=most)
-    with lists_with_room():
-        opened = transport.open(roomy, plan)
-    receipt, P, V = opened.receipt, expected["gates"].shape[0], expected["slots"].shape[0]
-    assert opened.gates_P.shape[0] == most
-    for values, size in ((opened.gates_P, P), (receipt.row_of_pair_P, P), (receipt.slot_V, V)):
+    roomy = with_spare(routing, spare, max_received=most)
+    with lists_with_spare():
+        prepared = transport.prepare(roomy, plan)
+    handle, P, V = prepared.handle, expected["gates"].shape[0], expected["slots"].shape[0]
+    assert prepared.weights_P.shape[0] == most
+    for values, size in ((prepared.weights_P, P), (handle.row_of_pair_P, P), (handle.slot_V, V)):
         assert not values[size:].any()
-    assert torch.equal(opened.gates_P[:P], expected["gates"])
-    assert torch.equal(receipt.slot_V[:V], expected["slots"])
+    assert torch.equal(prepared.weights_P[:P], expected["gates"])
+    assert torch.equal(handle.slot_V[:V], expected["slots"])
     x_TH = torch.randn(case.tokens[rank], case.H, generator=torch.Generator().manual_seed(rank))
-    rows = transport.dispatch(x_TH, receipt)
-    assert torch.equal(rows[receipt.row_of_pair_P[:P].long()], expected["rows of pairs"])
+    rows = transport.dispatch(x_TH, handle)
+    assert torch.equal(rows[handle.row_of_pair_P[:P].long()], expected["rows of pairs"])
     values_PH = torch.randn(P, case.H, generator=torch.Generator().manual_seed(rank + 9))
     values_PH = pad(values_PH, (0, 0, 0, most - P), value=float("nan"))
-    assert torch.equal(transport.combine_pairs(values_PH, opened.gates_P, receipt), expected["weighted"])
-    with lists_with_room():
-        beside = transport.start_combine_pairs(values_PH, opened.gates_P, receipt)
-    assert torch.equal(beside.result(), expected["weighted"])
-    returned = transport.return_pairs(opened.gates_P, receipt)
+    assert torch.equal(transport.combine(values_PH, prepared.weights_P, handle), expected["weighted"])
+    with lists_with_spare():
+        reserve_sms = transport.combine_async(values_PH, prepared.weights_P, handle)
+    assert torch.equal(reserve_sms.result(), expected["weighted"])
+    returned = transport.combine_scalars(prepared.weights_P, handle)
     assert torch.equal(returned[:-spare], expected["returned"])
     assert not returned[-spare:].any()
     problem = transport.problem_with(case.tokens[rank] + 1)
@@ -366,15 +366,15 @@ def with_room(rank: int, case: Case, folder: str, dispatch: Dispatch) -> None:
 @pytest.mark.parametrize("dispatch", ["push", "copy"])
 @pytest.mark.parametrize("case", [Case((9, 9), 5, 4, multiple=8), Case((5, 5, 5, 5), 3, 8)], ids=str)
 def test_static_buffers(ranks: Ranks, case: Case, dispatch: Dispatch, tmp_path: Path) -> None:
-    ranks(case.size).run(with_room, case, str(tmp_path), dispatch)
+    ranks(case.size).run(static_with_spare, case, str(tmp_path), dispatch)
 
 
 def different_tokens(rank: int, folder: str) -> None:
     group, case = EPGroup(), Case((3, 4), 2, 2)
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=60, static=True)
-    routing = replace(case.routing(rank), most_received=99)
+    transport = SymmetricTransport(group, shared_files(group, folder), timeout=60, static=True)
+    routing = replace(case.routing(rank), max_received=99)
     with pytest.raises(ValueError, match=r"wants as many tokens on every rank, not \[3, 4\]; use 'exact'"):
-        transport.open(routing, case.plan().of_rank(rank))
+        transport.prepare(routing, case.plan().of_rank(rank))
 
 
 def test_static_buffers_want_as_many_tokens_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
@@ -386,9 +386,9 @@ def in_any_order(rank: int, case: Case, folder: str, seed: int, dispatch: Dispat
     rng = random.Random(f"{seed} {rank}")
     group = EPGroup()
     expected = everything(AllToAllTransport(group), rank, case, torch.float32)
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=60, dispatch=dispatch)
+    transport = SymmetricTransport(group, shared_files(group, folder), timeout=60, dispatch=dispatch)
     for module in (peer_rows, peer_pairs, peer_meeting):
-        for name in ("begin", "finish"):
+        for name in ("wait_peers_ready", "signal_done_and_wait"):
             original = getattr(module, name)
 
             def late(*args: Any, original: Any = original) -> Any:
@@ -401,7 +401,7 @@ def in_any_order(rank: int, case: Case, folder: str, seed: int, dispatch: Dispat
             assert_equal(everything(transport, rank, case, torch.float32), expected)
     finally:
         for module in (peer_rows, peer_pairs, peer_meeting):
-            for name in ("begin", "finish"):
+            for name in ("wait_peers_ready", "signal_done_and_wait"):
                 setattr(module, name, getattr(peers, name))
 
 
@@ -413,26 +413,26 @@ def test_late_ranks_in_any_order(ranks: Ranks, seed: int, dispatch: Dispatch, tm
 def stays_away(rank: int, case: Case, folder: str, stage: str) -> str:
     """The last rank leaves before `stage`; what the others are told."""
     group = EPGroup()
-    transport, counts_F = SymmetricTransport(group, shared_files(group, folder), patience=1), counts_of(rank, 0, 3)
+    transport, counts_F = SymmetricTransport(group, shared_files(group, folder), timeout=1), counts_of(rank, 0, 3)
     transport.all_gather(counts_F)
     everything(transport, rank, case, torch.float32)
-    opened = (
+    prepared = (
         None
         if stage == "lists" and rank == group.size - 1
-        else transport.open(case.routing(rank), case.plan().of_rank(rank))
+        else transport.prepare(case.routing(rank), case.plan().of_rank(rank))
     )
     if rank == group.size - 1:
         group.all_gather_object(None)
         return ""
     start = time.monotonic()
-    assert opened is not None
+    assert prepared is not None
     x_TH = torch.ones(case.tokens[rank], case.H)
     try:
         for _ in range(2):
             if stage == "counts":
                 transport.all_gather(counts_F)
-            rows = transport.dispatch(x_TH, opened.receipt)
-            out_TH = transport.combine(rows, opened.receipt)
+            rows = transport.dispatch(x_TH, prepared.handle)
+            out_TH = transport.combine_rows(rows, prepared.handle)
             assert bool(out_TH.isnan().all())
     except RuntimeError as error:
         assert time.monotonic() - start < 20
@@ -452,16 +452,16 @@ def test_a_rank_that_stays_away_is_named(ranks: Ranks, stage: str, tmp_path: Pat
 def comes_late(rank: int, case: Case, folder: str) -> str:
     """The last rank is late, not dead. The others' hosts have launched the whole step before they are told."""
     group, is_late = EPGroup(), rank == case.size - 1
-    transport = SymmetricTransport(group, shared_files(group, folder), patience=2.0 if is_late else 1.0)
+    transport = SymmetricTransport(group, shared_files(group, folder), timeout=2.0 if is_late else 1.0)
     everything(transport, rank, case, torch.float32)
     group.all_gather_object(None)
     if is_late:
         time.sleep(3)
     x_TH = torch.ones(case.tokens[rank], case.H)
     with patch.object(SymmetricTransport, "raise_if_lost", lambda _: None):
-        opened = transport.open(case.routing(rank), case.plan().of_rank(rank))
-        rows_RH = transport.dispatch(x_TH, opened.receipt)
-        assert bool(transport.combine(rows_RH, opened.receipt).isnan().all())
+        prepared = transport.prepare(case.routing(rank), case.plan().of_rank(rank))
+        rows_RH = transport.dispatch(x_TH, prepared.handle)
+        assert bool(transport.combine_rows(rows_RH, prepared.handle).isnan().all())
     with pytest.raises(RuntimeError) as told:
         transport.raise_if_lost()
     group.all_gather_object(None)

@@ -17,7 +17,7 @@ from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
 from sonic_ep.peer_memory import problem_with_peers, symmetric_memory
-from sonic_ep.routing import Routing, SizesOnHost
+from sonic_ep.routing import AsyncSplitSizes, Routing
 from tests.helpers.launch import RankPool, most_gpus
 
 pytestmark = pytest.mark.gpu
@@ -35,18 +35,18 @@ def here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def symmetric(group: EPGroup, patience: float = 20, dispatch: Dispatch = "auto") -> SymmetricTransport:
+def symmetric(group: EPGroup, timeout: float = 20, dispatch: Dispatch = "auto") -> SymmetricTransport:
     allocate = functools.partial(symmetric_memory, group, here())
-    return SymmetricTransport(group, allocate, patience=patience, dispatch=dispatch)
+    return SymmetricTransport(group, allocate, timeout=timeout, dispatch=dispatch)
 
 
 def routing_of(rank: int, group: EPGroup, T: int, E: int, K: int, seed: int) -> Routing:
     generator = torch.Generator().manual_seed(100 * seed + rank)
     scores_TE = torch.randn(T, E, generator=generator) + torch.linspace(0, 2, E)
-    gates_TK, ids_TK = scores_TE.softmax(1).topk(K)
+    weights_TK, ids_TK = scores_TE.softmax(1).topk(K)
     token_ids = torch.arange(T).repeat_interleave(K)
     return Routing.from_pairs(
-        token_ids.cuda(), ids_TK.flatten().cuda(), gates_TK.flatten().cuda(), num_tokens=T, E=E, group=group
+        token_ids.cuda(), ids_TK.flatten().cuda(), weights_TK.flatten().cuda(), num_tokens=T, E=E, group=group
     )
 
 
@@ -60,16 +60,16 @@ def step(
     x, dout = (torch.randn(routing.num_tokens, d, **bf16) for _ in range(2))  # type: ignore[call-overload]
     w1 = torch.randn(e, 2 * n, d, **bf16) / d**0.5  # type: ignore[call-overload]
     w2 = torch.randn(e, d, n, **bf16) / n**0.5  # type: ignore[call-overload]
-    gates = routing.gates_N.detach().requires_grad_()
-    leaves = [x.requires_grad_(), gates, w1.requires_grad_(), w2.requires_grad_()]
-    trained = Routing(gates, routing.token_ids_N, routing.counts, routing.num_tokens, routing.most_rows)
-    y = moe(x, trained, w1, w2, transport=transport, group=group, keep_dispatched=kept)
+    pair_weights = routing.weights_N.detach().requires_grad_()
+    leaves = [x.requires_grad_(), pair_weights, w1.requires_grad_(), w2.requires_grad_()]
+    trained = Routing(pair_weights, routing.token_ids_N, routing.counts, routing.num_tokens, routing.max_rows)
+    y = moe(x, trained, w1, w2, transport=transport, group=group, save_dispatched=kept)
     return [y.detach(), *torch.autograd.grad(y, leaves, dout)]
 
 
-def sent_ahead(rank: int, shape: tuple[int, int, int, int, tuple[int, ...]], early: int) -> list[str]:
+def sent_early(rank: int, shape: tuple[int, int, int, int, tuple[int, ...]], early: int) -> list[str]:
     """`same_as_all_to_all` where one rank, or none, has the sizes of a step at once."""
-    with patch.object(SizesOnHost, "arrived", rank == early):
+    with patch.object(AsyncSplitSizes, "is_ready", rank == early):
         return same_as_all_to_all(rank, shape, "auto")
 
 
@@ -107,7 +107,7 @@ def test_the_same_bits_as_all_to_all(
 def test_the_same_bits_ahead_of_sizes(
     gpus: Gpus, shape: tuple[int, int, int, int, tuple[int, ...]], early: int
 ) -> None:
-    assert gpus(2).run(sent_ahead, shape, early) == [[]] * 2
+    assert gpus(2).run(sent_early, shape, early) == [[]] * 2
 
 
 def counts_of_all(rank: int) -> bool:
@@ -161,7 +161,7 @@ def test_many_steps_with_late_ranks_and_two_microbatches(gpus: Gpus) -> None:
 
 def one_rank_stays_away(rank: int) -> str:
     group = EPGroup()
-    transport = symmetric(group, patience=2)
+    transport = symmetric(group, timeout=2)
     # More tiles of tokens than programs that push them, and fewer than twice as many.
     routing, shape = routing_of(rank, group, 1536 // group.size, 8, 2, 0), (2048, 64, 8 // group.size)
     step(transport, group, routing, shape, kept=False, seed=0)

@@ -64,13 +64,13 @@ def deepspeed_world() -> Iterator[None]:
         finally:
             groups._release_process_group_references(None)
             comm.cdb = None
-            _take_apart(_ENGINES)
+            _split_gate_up(_ENGINES)
 
 
 _ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # of this world
 
 
-def _take_apart(engines: weakref.WeakSet[Any]) -> None:
+def _split_gate_up(engines: weakref.WeakSet[Any]) -> None:
     """A model that has been trained refers to itself through autograd's nodes, where Python's collector does not look,
     and an engine to the groups."""
     for each in engines:

@@ -121,10 +121,10 @@ def _megatron_calls() -> bool:
 
 
 def _for_megatron(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def choose(*args: Any, **kwargs: Any) -> Any:
+    def compute_topk(*args: Any, **kwargs: Any) -> Any:
         return (stand_in if _megatron_calls() else original)(*args, **kwargs)
 
-    return choose
+    return compute_topk
 
 
 def _on_cpu(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -47,7 +47,9 @@ def activate(name: str, h: Tensor) -> Tensor:
     raise AssertionError(name)
 
 
-def gates(x: Tensor, weights: Weights, selected: Tensor, topk: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor]:
+def pair_weights(
+    x: Tensor, weights: Weights, selected: Tensor, topk: Tensor, config: MoEConfig
+) -> tuple[Tensor, Tensor]:
     """(T, E) combine weights, zero outside the selection, and logits."""
     logits = x @ weights.router.T
     if weights.router_bias is not None:
@@ -64,7 +66,7 @@ def gates(x: Tensor, weights: Weights, selected: Tensor, topk: Tensor, config: M
 
 def dense_moe(x: Tensor, weights: Weights, selected: Tensor, topk: Tensor, config: MoEConfig) -> Tensor:
     """Output of one rank's tokens."""
-    weight, _ = gates(x, weights, selected, topk, config)
+    weight, _ = pair_weights(x, weights, selected, topk, config)
     h = torch.einsum("td,ejd->etj", x, weights.w1)
     if weights.b1 is not None:
         h = h + weights.b1[:, None]

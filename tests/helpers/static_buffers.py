@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.kernels import operations
-from sonic_ep.routing import Routing, SizesOnHost
+from sonic_ep.routing import AsyncSplitSizes, Routing
 from sonic_ep.transports import GroupTransport
 from tests.helpers.shared_files import shared_files
 from tests.helpers.triton_device import kernel_module
@@ -25,8 +25,8 @@ def static_buffers(transport: GroupTransport, folder: str) -> AbstractContextMan
 def buffers_in_files(transport: GroupTransport, folder: str, *, static: bool) -> Iterator[None]:
     """Likewise, or through exact ones, whose sizes come late."""
     group = transport.group
-    transport._chosen["cpu"] = SymmetricTransport(group, shared_files(group, folder), patience=60, static=static)
-    with lists_with_room(), patch.object(SizesOnHost, "arrived", False):
+    transport._chosen["cpu"] = SymmetricTransport(group, shared_files(group, folder), timeout=60, static=static)
+    with lists_with_spare(), patch.object(AsyncSplitSizes, "is_ready", False):
         yield
 
 
@@ -34,14 +34,14 @@ def with_spare(routing: Routing, spare: int, **bounds: int) -> Routing:
     """The same with entries behind its pairs, which must count for nothing. bounds: what it then tells of its rows."""
     return replace(
         routing,
-        gates_N=pad(routing.gates_N, (0, spare), value=9.0),
+        weights_N=pad(routing.weights_N, (0, spare), value=9.0),
         token_ids_N=pad(routing.token_ids_N, (0, spare), value=-1),
         **bounds,  # type: ignore[arg-type]
     )
 
 
 @contextmanager
-def lists_with_room() -> Iterator[None]:
+def lists_with_spare() -> Iterator[None]:
     """Index lists, and sums by them, by the kernels: those of plain torch have no room to spare."""
     summed = kernel_module("gather_sum").gather_sum
     by_kernels = patch.object(operations, "_lists", lambda module, on_gpu: kernel_module(module))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 GATED = ("swiglu", "geglu", "reglu", "swiglu_oai")
 PLAIN = ("gelu", "silu", "relu2")
-HALVES = (torch.bfloat16, torch.float16)
+SPLIT_GATE_UP = (torch.bfloat16, torch.float16)
 
 
 def _gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Operands:
     b1_eJ: Tensor
     w2_eHI: Tensor
     b2_eH: Tensor
-    gates_P: Tensor
+    weights_P: Tensor
     do_RH: Tensor
     h_PJ: Tensor
     a_PI: Tensor
@@ -104,7 +104,7 @@ class Operands:
             b1_eJ=draw(e, J),
             w2_eHI=draw(e, H, I, scale=1 / I**0.5),
             b2_eH=draw(e, H),
-            gates_P=draw(P),
+            weights_P=draw(P),
             do_RH=draw(R, H),
             h_PJ=draw(P, J, scale=4),
             a_PI=draw(P, I),
@@ -121,7 +121,7 @@ class Operands:
     @property
     def pair_by_expert(self) -> Tensor:
         """One-hot: the expert of each pair."""
-        slots = torch.arange(self.gates_P.shape[0])[:, None]
+        slots = torch.arange(self.weights_P.shape[0])[:, None]
         starts = self.expert_starts_e
         return ((slots >= starts[:-1]) & (slots < starts[1:])).to(self.x_RH.dtype)
 
@@ -145,7 +145,7 @@ def down(o: Operands, a_PI: Tensor, *, bias: bool) -> Tensor:
 
 def down_backward(o: Operands, activation: str, *, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dH, s A and dS of sum_p <dO[row_of_pair_p], s_p Y_p>, by autograd."""
-    h_PJ, s_P = o.h_PJ.clone().requires_grad_(), o.gates_P.clone().requires_grad_()
+    h_PJ, s_P = o.h_PJ.clone().requires_grad_(), o.weights_P.clone().requires_grad_()
     a_PI = activate(activation, h_PJ)
     z_PH = s_P[:, None] * down(o, a_PI, bias=bias)
     dh_PJ, ds_P = torch.autograd.grad(z_PH, (h_PJ, s_P), o.pair_by_row @ o.do_RH)
@@ -166,7 +166,7 @@ def assert_rounded_once(
     assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, wanted {tuple(exact.shape)}"
     assert exact.dtype == torch.float64
     noise = (1e-12 if actual.dtype == computed == torch.float64 else 1e-5) * max(1.0, largest(exact))
-    half_ulp = 0.5 * torch.finfo(actual.dtype).eps if actual.dtype in HALVES else 0.0
+    half_ulp = 0.5 * torch.finfo(actual.dtype).eps if actual.dtype in SPLIT_GATE_UP else 0.0
     excess = (actual.double() - exact).abs() - half_ulp * exact.abs() - noise
     # Negated, so that NaN fails.
     bad = ~(excess <= 0)

@@ -19,7 +19,7 @@ class Received:
     plan: Plan
     owner: int
     row_in_source_V: Tensor
-    gates_V: Tensor
+    weights_V: Tensor
     num_rows: int
 
     @property
@@ -32,16 +32,16 @@ class Received:
         return plan.chunks(num_rows, num_pairs)
 
 
-def received_by(case: Case, owner: int, gates: torch.dtype = torch.float32) -> Received:
+def received_by(case: Case, owner: int, pair_weights: torch.dtype = torch.float32) -> Received:
     """What `owner` receives in a case of tests/dispatch/oracle.py."""
     rows: list[int] = []
-    weights = [torch.empty(0, dtype=gates)]
+    weights = [torch.empty(0, dtype=pair_weights)]
     for source in range(case.size):
         tokens = case.tokens_needed(source, owner)
         pairs = case.pairs(source)
         own = [i for i, (expert, _) in enumerate(pairs) if case.owner(expert) == owner]
         rows += [tokens.index(pairs[i][1]) for i in own]
-        weights.append(case.gates(source, gates)[own])
+        weights.append(case.pair_weights(source, pair_weights)[own])
     row_in_source_V = torch.tensor(rows, dtype=torch.int32)
     return Received(case.plan(), owner, row_in_source_V, torch.cat(weights), len(case.received(owner)))
 
@@ -58,12 +58,12 @@ class Draw:
     chances: float | tuple[float, ...]
     multiple: int = 1
     hot: int | None = None
-    gates: torch.dtype = torch.float32
+    pair_weights: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         T = f"{self.tokens[0]}x{len(self.tokens)}" if len(set(self.tokens)) == 1 else ".".join(map(str, self.tokens))
         hot = "" if self.hot is None else f"-hot{self.hot}"
-        return f"T{T}-e{self.e}-t{self.multiple}{hot}-{str(self.gates).removeprefix('torch.')}"
+        return f"T{T}-e{self.e}-t{self.multiple}{hot}-{str(self.pair_weights).removeprefix('torch.')}"
 
     def receive(self) -> Received:
         S, e = len(self.tokens), self.e
@@ -80,5 +80,5 @@ class Draw:
             rows.append(chosen_Te.T.nonzero()[:, 1])
         rows_SE = -(-pairs_SE // self.multiple) * self.multiple
         row_in_source_V = torch.cat(rows).int()
-        gates_V = torch.rand(row_in_source_V.shape[0]).to(self.gates) + 0.125
-        return Received(Plan.from_counts(rows_SE, pairs_SE), S - 1, row_in_source_V, gates_V, num_rows)
+        weights_V = torch.rand(row_in_source_V.shape[0]).to(self.pair_weights) + 0.125
+        return Received(Plan.from_counts(rows_SE, pairs_SE), S - 1, row_in_source_V, weights_V, num_rows)

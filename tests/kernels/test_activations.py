@@ -105,10 +105,10 @@ def test_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_interleaved_means_gate_first_in_turn() -> None:
-    halves = torch.tensor([[10, 11, 12, 20, 21, 22]])  # gates 10.., ups 20..
+    split_gate_up = torch.tensor([[10, 11, 12, 20, 21, 22]])  # gates 10.., ups 20..
     turns = torch.tensor([[10, 20, 11, 21, 12, 22]])
-    assert torch.equal(interleave(halves), turns)
-    assert torch.equal(concatenate(turns), halves)
+    assert torch.equal(interleave(split_gate_up), turns)
+    assert torch.equal(concatenate(turns), split_gate_up)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def test_layouts_are_each_others_inverse(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_layout_of_any_dim(dim: int) -> None:
-    halves = torch.randn(6, 6, 6)
-    turns = interleave(halves, dim)
+    split_gate_up = torch.randn(6, 6, 6)
+    turns = interleave(split_gate_up, dim)
     for i in range(3):
-        assert torch.equal(turns.select(dim, 2 * i), halves.select(dim, i))
-        assert torch.equal(turns.select(dim, 2 * i + 1), halves.select(dim, 3 + i))
-    assert torch.equal(concatenate(turns, dim), halves)
+        assert torch.equal(turns.select(dim, 2 * i), split_gate_up.select(dim, i))
+        assert torch.equal(turns.select(dim, 2 * i + 1), split_gate_up.select(dim, 3 + i))
+    assert torch.equal(concatenate(turns, dim), split_gate_up)
 
 
 @pytest.mark.parametrize("convert", [interleave, concatenate])
@@ -139,11 +139,11 @@ def test_layout_conversion_is_a_copy(convert, I: int) -> None:  # type: ignore[n
 
 
 def test_layout_conversion_is_differentiable() -> None:
-    halves = torch.randn(2, 6, 3, requires_grad=True)
+    split_gate_up = torch.randn(2, 6, 3, requires_grad=True)
     weight = torch.randn(2, 6, 3)
-    (interleave(halves) * weight).sum().backward()
-    assert halves.grad is not None
-    assert torch.equal(halves.grad, concatenate(weight))
+    (interleave(split_gate_up) * weight).sum().backward()
+    assert split_gate_up.grad is not None
+    assert torch.equal(split_gate_up.grad, concatenate(weight))
 
 
 def test_interleaved_weights_give_the_glu_of_the_two_halves() -> None:

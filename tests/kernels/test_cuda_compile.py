@@ -20,7 +20,7 @@ pytestmark = needs_compilers
 
 # And how many processes compile for it: Hopper has more tiles.
 ARCHITECTURES = {"sm_90a": 2, "sm_100a": 1}
-OPERATIONS, OF_GATE_AND_UP_APART = 10, 4
+OPERATIONS, OF_SPLIT_GATE_UP = 10, 4
 # The layers that have the latter.
 GATED_WITHOUT_BIAS = 8
 # Published shapes by name; the others as (d, n, activation, bias).
@@ -42,11 +42,11 @@ LAYERS: dict[str, tuple[int, int, str, bool] | None] = {
 DTYPES = {"bfloat16": list(LAYERS), "float16": ["qwen3_30b_a3b"]}
 PROGRAM = """
 import sys
-from sonic_ep.cli import compile_ahead
+from sonic_ep.cli import compile_aot
 arch, cache, *layers = sys.argv[1:]
 for layer in layers:
     config, dtype = layer.split(":")
-    compile_ahead(config, arch, dtype, cache)
+    compile_aot(config, arch, dtype, cache)
 """
 
 
@@ -110,6 +110,6 @@ def test_layers_have_every_activation() -> None:
 def test_every_kernel_compiles(arch: str, matrix: dict[str, Future[Compiled]]) -> None:
     lines, errors, faults_of_kernels = matrix[arch].result()
     assert errors == []
-    assert len(lines) == OPERATIONS * sum(map(len, DTYPES.values())) + OF_GATE_AND_UP_APART * GATED_WITHOUT_BIAS
+    assert len(lines) == OPERATIONS * sum(map(len, DTYPES.values())) + OF_SPLIT_GATE_UP * GATED_WITHOUT_BIAS
     assert len(faults_of_kernels) >= 35  # operations of one tile and epilogue share a kernel
     assert [fault for found in faults_of_kernels for fault in found] == []

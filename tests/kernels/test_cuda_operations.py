@@ -77,7 +77,7 @@ class Operands:
         self.b2 = draw(e, case.H, scale=0.5) if case.bias else None
         self.h = draw(P, J)
         self.a, self.dh = draw(P, case.I), draw(P, J)
-        self.gates = torch.rand(P, device="cuda")
+        self.pair_weights = torch.rand(P, device="cuda")
         self.rows = torch.randint(case.R, (P,), device="cuda", dtype=torch.int32)
         self.starts = torch.tensor([0, *case.counts], device="cuda").cumsum(0).int()
 
@@ -124,17 +124,17 @@ def test_up_projection(case: Case, poison: None) -> None:
 
 
 # Tiles must compute any number of rows, whatever is promised.
-@pytest.mark.parametrize("rounded", [False, True], ids=["ragged", "rounded"])
+@pytest.mark.parametrize("tile_aligned", [False, True], ids=["ragged", "rounded"])
 @of_cases
-def test_down_projection_and_up_backward(case: Case, rounded: bool, poison: None) -> None:
+def test_down_projection_and_up_backward(case: Case, tile_aligned: bool, poison: None) -> None:
     o = Operands(case)
     operations = gpu_operations(o)
-    y = operations.down_projection(o.a, o.w2, o.b2, o.starts, rounded=rounded)
+    y = operations.down_projection(o.a, o.w2, o.b2, o.starts, tile_aligned=tile_aligned)
     exact = reference.down_projection(o.a.float(), o.w2.float(), o.exact(o.b2), o.starts)
     bias = o.b2
     half = per_expert(o, lambda e, r: o.a[r] @ o.w2[e].T + (0 if bias is None else bias[e]), y)
     assert_quack_rule("Y", y, exact, half)
-    dx = operations.up_projection_backward(o.dh, o.w1, o.starts, rounded=rounded)
+    dx = operations.up_projection_backward(o.dh, o.w1, o.starts, tile_aligned=tile_aligned)
     exact = reference.up_projection_backward(o.dh.float(), o.w1.float(), o.starts)
     assert_quack_rule("dX", dx, exact, per_expert(o, lambda e, r: o.dh[r] @ o.w1[e], dx))
 
@@ -143,19 +143,19 @@ def test_down_projection_and_up_backward(case: Case, rounded: bool, poison: None
 def test_down_projection_backward(case: Case, poison: None) -> None:
     o = Operands(case)
     arguments = (o.rows, o.starts, o.activation)
-    dh, scaled_a, ds = gpu_operations(o).down_projection_backward(o.do, o.w2, o.b2, o.h, o.gates, *arguments)
+    dh, scaled_a, ds = gpu_operations(o).down_projection_backward(o.do, o.w2, o.b2, o.h, o.pair_weights, *arguments)
     exact = reference.down_projection_backward(
-        o.do.float(), o.w2.float(), o.exact(o.b2), o.h.float(), o.gates, *arguments
+        o.do.float(), o.w2.float(), o.exact(o.b2), o.h.float(), o.pair_weights, *arguments
     )
     da = per_expert(o, lambda e, r: o.do[o.rows[r].long()] @ o.w2[e], o.a)
     a = o.activation.forward(o.h)
-    s = o.gates[:, None].to(case.dtype)
+    s = o.pair_weights[:, None].to(case.dtype)
     assert_quack_rule("dH", dh, exact[0], o.activation.backward(s * da, o.h))
     assert_quack_rule("A'", scaled_a, exact[1], s * a)
     relative = (ds.sum(1) - exact[2].sum(1)).norm() / exact[2].norm()
     assert relative < 2e-3, f"dS: relative error {relative:.3g}"
     assert ds.dtype == torch.float32
-    again = gpu_operations(o).down_projection_backward(o.do, o.w2, o.b2, o.h, o.gates.double(), *arguments)
+    again = gpu_operations(o).down_projection_backward(o.do, o.w2, o.b2, o.h, o.pair_weights.double(), *arguments)
     assert torch.equal(again[0], dh)
     assert again[2].dtype == torch.float64
 
@@ -176,15 +176,15 @@ def test_weight_and_bias_grads(case: Case, poison: None) -> None:
         ("db1", operations.bias_grad(o.dh, o.starts), reference.bias_grad(o.dh.float(), o.starts)),
         (
             "db2",
-            operations.gathered_bias_grad(o.do, o.gates, o.rows, o.starts),
-            reference.gathered_bias_grad(o.do.float(), o.gates, o.rows, o.starts),
+            operations.gathered_bias_grad(o.do, o.pair_weights, o.rows, o.starts),
+            reference.gathered_bias_grad(o.do.float(), o.pair_weights, o.rows, o.starts),
         ),
     ):
         assert_quack_rule(name, got, exact, exact.to(case.dtype))
 
 
 # Values before gate, and from its end to up; None: up comes first. What TMA cannot read so is copied.
-PLACES = {"behind": (0, 0), "far behind": (8, 1 << 20), "odd": (0, 4), "both odd": (4, 8), "first": (0, None)}
+NUM_SLOTS = {"behind": (0, 0), "far behind": (8, 1 << 20), "odd": (0, 4), "both odd": (4, 8), "first": (0, None)}
 
 
 def laid_out(gate: Tensor, up: Tensor, before: int, gap: int | None) -> tuple[Tensor, Tensor]:
@@ -196,7 +196,7 @@ def laid_out(gate: Tensor, up: Tensor, before: int, gap: int | None) -> tuple[Te
     return at_gate.copy_(gate), at_up.copy_(up)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", NUM_SLOTS)
 @of_cases
 def test_gate_and_up_apart_give_the_same_bits(case: Case, place: str, poison: None) -> None:
     o = Operands(case)
@@ -204,15 +204,15 @@ def test_gate_and_up_apart_give_the_same_bits(case: Case, place: str, poison: No
         pytest.skip("apart are the weights of gated activations without bias")
     operations = gpu_operations(o)
     gate, up = o.w1.unflatten(1, (-1, 2)).unbind(2)
-    gate, up = laid_out(gate, up, *PLACES[place])
+    gate, up = laid_out(gate, up, *NUM_SLOTS[place])
     lists = o.rows, o.starts
     wanted = operations.up_projection(o.x, o.w1, None, *lists, o.activation)
     assert all(map(torch.equal, operations.up_projection(o.x, gate, None, *lists, o.activation, up), wanted))
     wanted_dx = operations.up_projection_backward(o.dh, o.w1, o.starts)
     assert torch.equal(operations.up_projection_backward(o.dh, gate, o.starts, up), wanted_dx)
     if place == "behind":
-        halves = operations.weight_grad(o.dh, o.x, *lists, halves=True)
-        assert torch.equal(halves, concatenate(operations.weight_grad(o.dh, o.x, *lists)))
+        split_gate_up = operations.weight_grad(o.dh, o.x, *lists, split_gate_up=True)
+        assert torch.equal(split_gate_up, concatenate(operations.weight_grad(o.dh, o.x, *lists)))
 
 
 def test_what_can_be_read_where_it_lies() -> None:
@@ -257,12 +257,12 @@ def test_no_rows_at_all() -> None:
 def test_rows_that_nobody_needs_may_hold_anything() -> None:
     """As the gaps between received rows do."""
     o = Operands(Case((100, 28), 600, 64, 32, bias=True))
-    expected = gpu_operations(o).gathered_bias_grad(o.do, o.gates, o.rows, o.starts)
-    unread = torch.ones(600, dtype=torch.bool, device="cuda")
-    unread[o.rows.long()] = False
-    assert unread.any()
-    o.do[unread] = torch.inf
-    assert torch.equal(gpu_operations(o).gathered_bias_grad(o.do, o.gates, o.rows, o.starts), expected)
+    expected = gpu_operations(o).gathered_bias_grad(o.do, o.pair_weights, o.rows, o.starts)
+    pending_sizes = torch.ones(600, dtype=torch.bool, device="cuda")
+    pending_sizes[o.rows.long()] = False
+    assert pending_sizes.any()
+    o.do[pending_sizes] = torch.inf
+    assert torch.equal(gpu_operations(o).gathered_bias_grad(o.do, o.pair_weights, o.rows, o.starts), expected)
 
 
 def test_nothing_waits_for_the_device() -> None:
@@ -275,8 +275,8 @@ def test_nothing_waits_for_the_device() -> None:
 
     def forward_and_backward() -> None:
         y, h = expert_mlp.forward(operations, o.x, weights, lists, o.activation)
-        gather_sum(y, pairs, row_starts, o.gates)
-        grads = expert_mlp.backward_hidden(operations, o.do, h, o.gates, weights, lists, o.activation)
+        gather_sum(y, pairs, row_starts, o.pair_weights)
+        grads = expert_mlp.backward_hidden(operations, o.do, h, o.pair_weights, weights, lists, o.activation)
         expert_mlp.backward_pairs(operations, grads.dh_PJ, weights, lists)
         expert_mlp.backward_up_weights(operations, o.x, grads.dh_PJ, lists)
         expert_mlp.backward_down_weights(operations, o.do, grads.scaled_a_PI, lists)

@@ -40,7 +40,7 @@ class Case:
         return f"R{R}-H{self.H}-I{self.I}-e{self.e}-V{P}{padding}"
 
 
-def random_choice(R: int, e: int, seed: int) -> tuple[tuple[int, ...], ...]:
+def random_topk(R: int, e: int, seed: int) -> tuple[tuple[int, ...], ...]:
     """None to all experts for each row."""
     rng = random.Random(seed)
     return tuple(tuple(sorted(rng.sample(range(e), rng.randint(0, e)))) for _ in range(R))
@@ -49,7 +49,7 @@ def random_choice(R: int, e: int, seed: int) -> tuple[tuple[int, ...], ...]:
 CASES = [
     Case(7, 5, 3, ((0, 1, 2), (), (1,), (0, 2), ())),
     Case(7, 5, 3, ((0, 1, 2), (), (1,), (0, 2), ()), padding=((0, 3), (2, 1))),
-    Case(16, 8, 8, random_choice(21, 8, seed=1), padding=((0, 2), (5, 7), (7, 1))),
+    Case(16, 8, 8, random_topk(21, 8, seed=1), padding=((0, 2), (5, 7), (7, 1))),
     Case(4, 3, 4, ((2,),) * 9),  # one expert takes all
     Case(4, 3, 1, ((0,), (), (0,)), padding=((0, 5),)),
     Case(3, 1, 2, ((0, 1),)),
@@ -61,11 +61,11 @@ PADDED = [case for case in CASES if case.padding]
 
 @dataclass(frozen=True)
 class Problem:
-    """One case with numbers. gates_V and the real slots stand by expert, then row."""
+    """One case with numbers. weights_V and the real slots stand by expert, then row."""
 
     x_RH: Tensor
     do_RH: Tensor
-    gates_P: Tensor
+    weights_P: Tensor
     weights: dict[str, Tensor]
     lists: PairLists
     pairs_by_row: tuple[Tensor, Tensor]
@@ -87,9 +87,9 @@ class Problem:
             weights |= {"b1": draw(e, J), "b2": draw(e, H)}
         lists, pairs_by_row, real_slots = lists_of(case)
         x_RH, do_RH = draw(R, H), draw(R, H)
-        gates_P = torch.zeros(lists.row_of_pair_P.shape[0], dtype=torch.float64)
-        gates_P[real_slots] = draw(len(real_slots))
-        return cls(x_RH, do_RH, gates_P, weights, lists, pairs_by_row, real_slots)
+        weights_P = torch.zeros(lists.row_of_pair_P.shape[0], dtype=torch.float64)
+        weights_P[real_slots] = draw(len(real_slots))
+        return cls(x_RH, do_RH, weights_P, weights, lists, pairs_by_row, real_slots)
 
     def expert_weights(self) -> ExpertWeights:
         return ExpertWeights(*(self.weights.get(name) for name in WEIGHTS))  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def lists_of(case: Case) -> tuple[PairLists, tuple[Tensor, Tensor], list[int]]:
 def dense(case: Case, problem: Problem, activation: str) -> dict[str, Tensor]:
     """out, H of each real pair, and every gradient of <out, dO>: one expert on one row at a time."""
     x_RH = problem.x_RH.clone().requires_grad_()
-    gates_V = problem.gates_P[problem.real_slots].requires_grad_()
+    weights_V = problem.weights_P[problem.real_slots].requires_grad_()
     weights = {name: w.clone().requires_grad_() for name, w in problem.weights.items()}
     out = [torch.zeros(case.H, dtype=torch.float64) for _ in case.experts_of_row]
     pre_activations = []
@@ -128,10 +128,10 @@ def dense(case: Case, problem: Problem, activation: str) -> dict[str, Tensor]:
             y = weights["w2"][expert] @ oracle.activate(activation, h) + (
                 weights["b2"][expert] if "b2" in weights else 0
             )
-            out[row] = out[row] + gates_V[len(pre_activations)] * y
+            out[row] = out[row] + weights_V[len(pre_activations)] * y
             pre_activations.append(h.detach())
     out_RH = torch.stack(out) if out else x_RH * 0
-    leaves = {"x": x_RH, "s": gates_V, **weights}
+    leaves = {"x": x_RH, "s": weights_V, **weights}
     grads = torch.autograd.grad(
         (out_RH * problem.do_RH).sum() + sum(0 * leaf.sum() for leaf in leaves.values()), list(leaves.values())
     )
@@ -141,19 +141,19 @@ def dense(case: Case, problem: Problem, activation: str) -> dict[str, Tensor]:
 
 
 def computed(problem: Problem, activation: str) -> dict[str, Tensor]:
-    """The same from expert_mlp. dS of padding is left out, as return_pairs leaves it out."""
+    """The same from expert_mlp. dS of padding is left out, as combine_scalars leaves it out."""
     act, lists, weights = activation_named(activation), problem.lists, problem.expert_weights()
-    x_RH, do_RH, gates_P = problem.x_RH, problem.do_RH, problem.gates_P
+    x_RH, do_RH, weights_P = problem.x_RH, problem.do_RH, problem.weights_P
     y_PH, h_PJ = expert_mlp.forward(reference, x_RH, weights, lists, act)
-    out_RH = reference.gather_sum(y_PH, *problem.pairs_by_row, gates_P)
-    grads = expert_mlp.backward_hidden(reference, do_RH, h_PJ, gates_P, weights, lists, act)
+    out_RH = reference.gather_sum(y_PH, *problem.pairs_by_row, weights_P)
+    grads = expert_mlp.backward_hidden(reference, do_RH, h_PJ, weights_P, weights, lists, act)
     dx_PH = expert_mlp.backward_pairs(reference, grads.dh_PJ, weights, lists)
     dx_RH = reference.gather_sum(dx_PH, *problem.pairs_by_row)
-    results = {"out": out_RH, "H": h_PJ[problem.real_slots], "dx": dx_RH, "ds": grads.ds_PN.sum(1)[problem.real_slots]}
+    results = {"out": out_RH, "H": h_PJ[problem.real_slots], "dx": dx_RH, "ds": grads.ds_PZ.sum(1)[problem.real_slots]}
     results["dw1"] = expert_mlp.backward_up_weights(reference, x_RH, grads.dh_PJ, lists)
     results["dw2"] = expert_mlp.backward_down_weights(reference, do_RH, grads.scaled_a_PI, lists)
     if weights.b1_eJ is not None:
-        results["db1"], results["db2"] = expert_mlp.backward_biases(reference, do_RH, gates_P, grads.dh_PJ, lists)
+        results["db1"], results["db2"] = expert_mlp.backward_biases(reference, do_RH, weights_P, grads.dh_PJ, lists)
     return results
 
 
@@ -185,7 +185,7 @@ def test_padding_changes_no_bit(case: Case, activation: str) -> None:
     """On integers, where sums are exact in any order, results with and without padding are equal."""
     without = Case(case.H, case.I, case.e, case.experts_of_row)
     padded, plain = (Problem.draw(each, activation, bias=True, integers=True) for each in (case, without))
-    assert padded.gates_P.shape[0] > plain.gates_P.shape[0]
+    assert padded.weights_P.shape[0] > plain.weights_P.shape[0]
     actual, expected = computed(padded, activation), computed(plain, activation)
     for name in expected:
         assert torch.equal(actual[name], expected[name]), name
@@ -197,7 +197,7 @@ def test_padding_rows_carry_exact_zeros_into_the_gradients(case: Case, activatio
     problem = Problem.draw(case, activation, bias=True)
     act, weights, lists = activation_named(activation), problem.expert_weights(), problem.lists
     _, h_PJ = expert_mlp.forward(reference, problem.x_RH, weights, lists, act)
-    grads = expert_mlp.backward_hidden(reference, problem.do_RH, h_PJ, problem.gates_P, weights, lists, act)
+    grads = expert_mlp.backward_hidden(reference, problem.do_RH, h_PJ, problem.weights_P, weights, lists, act)
     padding = torch.ones(h_PJ.shape[0], dtype=torch.bool)
     padding[problem.real_slots] = False
     assert padding.any()

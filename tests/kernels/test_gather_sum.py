@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.kernels import reference
-from tests.kernels.oracle import HALVES, assert_rounded_once
+from tests.kernels.oracle import SPLIT_GATE_UP, assert_rounded_once
 
 GatherSum = Callable[..., Tensor]
 
@@ -32,12 +32,12 @@ def kernel(values: Tensor, items: Tensor, starts: Tensor, weights: Tensor | None
     return of_triton().gather_sum(values.to(DEVICE), items.to(DEVICE), starts.to(DEVICE), weights, **options).cpu()
 
 
-def beside(values: Tensor, items: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
+def overlap_previous(values: Tensor, items: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
     """Into memory that is there, as beside a GEMM, which only a GPU can; elsewhere as many items ahead."""
     module, into = of_triton(), torch.full((len(starts) - 1, values.shape[1]), float("nan")).to(DEVICE, values.dtype)
-    ahead = nullcontext() if DEVICE == "cuda" else patch.object(module, "UNROLL", module._UNROLL_BESIDE)
+    ahead = nullcontext() if DEVICE == "cuda" else patch.object(module, "UNROLL", module._UNROLL_OVERLAPPED)
     with ahead:
-        return kernel(values, items, starts, weights, into=into, beside=True)
+        return kernel(values, items, starts, weights, into=into, overlap_previous=True)
 
 
 def of_triton() -> Any:
@@ -49,7 +49,7 @@ def gather_sum(request: pytest.FixtureRequest) -> GatherSum:
     if request.param == "reference":
         return reference.gather_sum
     pytest.importorskip("triton")
-    return kernel if request.param == "kernel" else beside
+    return kernel if request.param == "kernel" else overlap_previous
 
 
 def csr(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def test_adds_in_the_order_of_the_list(gather_sum: GatherSum) -> None:
     assert gather_sum(values, *csr([[0, 1, 2], [0, 2, 1], [2, 1, 0], [1, 2, 0]])).flatten().tolist() == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", SPLIT_GATE_UP, ids=str)
 def test_rounds_once_at_the_end(dtype: torch.dtype, gather_sum: GatherSum) -> None:
     """1 + eight eighths of the last place: all of it is lost if every sum is rounded."""
     eps = torch.finfo(dtype).eps

@@ -22,7 +22,7 @@ COUNTS = [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 32
 SHAPES = {"dividing": (1536, 768), "not dividing": (2048, 512), "large": (1152, 6272), "narrow": (128, 64)}
 
 
-def all_results(operations: ModuleType, d: int, n: int, *, rounded: bool) -> dict[str, Tensor]:
+def all_results(operations: ModuleType, d: int, n: int, *, tile_aligned: bool) -> dict[str, Tensor]:
     generator = torch.Generator(device="cuda").manual_seed(d + n)
 
     def draw(*shape: int) -> Tensor:
@@ -30,17 +30,17 @@ def all_results(operations: ModuleType, d: int, n: int, *, rounded: bool) -> dic
 
     e, P, R = len(COUNTS), sum(COUNTS), 700
     x, w1, w2, h, a, dh = draw(R, d), draw(e, 2 * n, d), draw(e, d, n), draw(P, 2 * n), draw(P, n), draw(P, 2 * n)
-    gates = torch.rand(P, device="cuda", generator=generator)
+    pair_weights = torch.rand(P, device="cuda", generator=generator)
     rows = torch.randint(R, (P,), device="cuda", dtype=torch.int32, generator=generator)
     starts = torch.tensor([0, *COUNTS], device="cuda").cumsum(0).int()
     act = activation_named("swiglu")
     up = operations.up_projection(x, w1, None, rows, starts, act)
-    backward = operations.down_projection_backward(x, w2, None, h, gates, rows, starts, act)
+    backward = operations.down_projection_backward(x, w2, None, h, pair_weights, rows, starts, act)
     return {
         **dict(zip(("H", "A"), up, strict=True)),
         **dict(zip(("dH", "A'", "dS"), backward, strict=True)),
-        "Y": operations.down_projection(a, w2, None, starts, rounded=rounded),
-        "dX": operations.up_projection_backward(dh, w1, starts, rounded=rounded),
+        "Y": operations.down_projection(a, w2, None, starts, tile_aligned=tile_aligned),
+        "dX": operations.up_projection_backward(dh, w1, starts, tile_aligned=tile_aligned),
     }
 
 
@@ -55,23 +55,23 @@ def on_hopper() -> ModuleType:
 
 
 def assert_equal_to_quacks(
-    operations: ModuleType, d: int, n: int, monkeypatch: pytest.MonkeyPatch, *, rounded: bool = False
+    operations: ModuleType, d: int, n: int, monkeypatch: pytest.MonkeyPatch, *, tile_aligned: bool = False
 ) -> None:
-    got = all_results(operations, d, n, rounded=rounded)
+    got = all_results(operations, d, n, tile_aligned=tile_aligned)
     with monkeypatch.context() as patch:
         patch.setattr(operations, "hopper_mod", lambda mod: mod)
-        wanted = all_results(operations, d, n, rounded=rounded)
+        wanted = all_results(operations, d, n, tile_aligned=tile_aligned)
     for name, tensor in got.items():
         assert torch.isfinite(tensor).all(), name
         assert torch.equal(tensor, wanted[name]), name
 
 
-@pytest.mark.parametrize("rounded", [False, True], ids=["ragged", "rounded"])
+@pytest.mark.parametrize("tile_aligned", [False, True], ids=["ragged", "rounded"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_tables_tiles(
-    shape: str, rounded: bool, on_hopper: ModuleType, poison: None, monkeypatch: pytest.MonkeyPatch
+    shape: str, tile_aligned: bool, on_hopper: ModuleType, poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_equal_to_quacks(on_hopper, *SHAPES[shape], monkeypatch, rounded=rounded)
+    assert_equal_to_quacks(on_hopper, *SHAPES[shape], monkeypatch, tile_aligned=tile_aligned)
 
 
 @pytest.mark.parametrize("tile", [TileConfig(128, 128, True, 2), TileConfig(128, 128, False, 2)], ids=str)
@@ -83,11 +83,11 @@ def test_clusters_whose_second_tile_may_have_no_rows(
 
 
 def test_counters_are_left_at_zero(on_hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_counter, "_KEPT", {})
-    first, second = (all_results(on_hopper, 1536, 768, rounded=False) for _ in range(2))
+    monkeypatch.setattr(tile_counter, "_STREAM_COUNTERS", {})
+    first, second = (all_results(on_hopper, 1536, 768, tile_aligned=False) for _ in range(2))
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
-    assert [counter.tolist() for counter in tile_counter._KEPT.values()] == [[0, 0]]
+    assert [counter.tolist() for counter in tile_counter._STREAM_COUNTERS.values()] == [[0, 0]]
 
 
 def test_starts_may_be_written_by_the_kernel_before(on_hopper: ModuleType) -> None:
@@ -115,27 +115,27 @@ def test_starts_may_be_written_by_the_kernel_before(on_hopper: ModuleType) -> No
 
 
 def test_streams_draw_from_counters_of_their_own(on_hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_counter, "_KEPT", {})
-    wanted = all_results(on_hopper, 1536, 768, rounded=False)
+    monkeypatch.setattr(tile_counter, "_STREAM_COUNTERS", {})
+    wanted = all_results(on_hopper, 1536, 768, tile_aligned=False)
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
     results = []
     for _ in range(5):
         for stream in streams:
             with torch.cuda.stream(stream):
-                results.append(all_results(on_hopper, 1536, 768, rounded=False))
+                results.append(all_results(on_hopper, 1536, 768, tile_aligned=False))
     torch.cuda.synchronize()
     for result in results:
         for name, tensor in result.items():
             assert torch.equal(tensor, wanted[name]), name
-    assert [counter.tolist() for counter in tile_counter._KEPT.values()] == [[0, 0]] * 4
+    assert [counter.tolist() for counter in tile_counter._STREAM_COUNTERS.values()] == [[0, 0]] * 4
 
 
 @pytest.mark.parametrize("taken", [0, tile_counter._PAGE], ids=["of the page", "none left"])
 def test_captured_kernels_have_counters_of_their_own(
     on_hopper: ModuleType, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for kept in ("_KEPT", "_PAGES", "_TAKEN"):
+    for kept in ("_STREAM_COUNTERS", "_PAGES", "_NUM_USED"):
         monkeypatch.setattr(tile_counter, kept, {})
     d, n, few = 256, 128, 600
     x, w1 = torch.randn(500, d, device="cuda").bfloat16(), torch.randn(2, 2 * n, d, device="cuda").bfloat16()
@@ -148,13 +148,13 @@ def test_captured_kernels_have_counters_of_their_own(
 
     wanted = [tensor.clone() for tensor in up_and_weights()]
     device = x.device
-    monkeypatch.setitem(tile_counter._TAKEN, device, taken)
-    kept = dict(tile_counter._KEPT)
+    monkeypatch.setitem(tile_counter._NUM_USED, device, taken)
+    kept = dict(tile_counter._STREAM_COUNTERS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = up_and_weights()
-    assert tile_counter._KEPT == kept
-    assert tile_counter._TAKEN[device] == min(taken + 2, tile_counter._PAGE)
+    assert tile_counter._STREAM_COUNTERS == kept
+    assert tile_counter._NUM_USED[device] == min(taken + 2, tile_counter._PAGE)
     beside = torch.cuda.Stream()
     for _ in range(20):
         for tensor in got:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sonic_ep.kernels.host_sizes import host_sizes
+from sonic_ep.kernels.host_sizes import pack_split_sizes
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.triton_device import triton_device
 
@@ -24,12 +24,12 @@ def check(size: int, e: int, fields: int | None, seed: int) -> None:
 
     def arguments(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         there = gathered.to(device)  # of which agreement gives columns
-        reports_SF = None if fields is None else there[:, :fields]
-        return there[:, 0], rows_SE.to(device), pairs_SE.to(device), reports_SF
+        status_SF = None if fields is None else there[:, :fields]
+        return there[:, 0], rows_SE.to(device), pairs_SE.to(device), status_SF
 
     with poisoned_empty():
-        got = KERNEL.host_sizes(*arguments(DEVICE))
-    assert torch.equal(got.cpu(), host_sizes(*arguments("cpu")))
+        got = KERNEL.pack_split_sizes(*arguments(DEVICE))
+    assert torch.equal(got.cpu(), pack_split_sizes(*arguments("cpu")))
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -45,5 +45,5 @@ def test_layers(size: int, E: int) -> None:
 
 def test_an_example_by_hand() -> None:
     rows = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    got = host_sizes(torch.tensor([9, 8]), rows, rows - 1, torch.tensor([[70, 71], [72, 73]]))
+    got = pack_split_sizes(torch.tensor([9, 8]), rows, rows - 1, torch.tensor([[70, 71], [72, 73]]))
     assert got.tolist() == [9, 8, *(3, 7), *(11, 15), *(1, 5), *(9, 13), 70, 71, 72, 73]

@@ -36,12 +36,12 @@ def compiled_for(argument: object) -> object:
 def test_arguments_of_one_kind_are_compiled_alike(arguments: list[object]) -> None:
     seen: dict[object, object] = {}
     for argument in arguments:
-        assert seen.setdefault(launch.kind(argument), compiled_for(argument)) == compiled_for(argument)
+        assert seen.setdefault(launch.specialization_key(argument), compiled_for(argument)) == compiled_for(argument)
 
 
 def test_other_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match=r"was given \[1\], wanted a tensor or a number"):
-        launch.kind([1])
+        launch.specialization_key([1])
 
 
 class Recorder:
@@ -70,7 +70,7 @@ class Compiled:
 def test_the_second_launch_of_a_kind_goes_straight_to_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     recorder, x = Recorder(), torch.zeros(8)
-    kernel = launch.Launched(recorder)
+    kernel = launch.FastLauncher(recorder)
     options = {"B": 2, "A": 3, "num_warps": 4}
     for n, named in ((5, options), (6, options), (16, options), (7, options | {"A": 4}), (32, options)):
         kernel[2, 3](x, n, **named)
@@ -85,7 +85,7 @@ def test_the_second_launch_of_a_kind_goes_straight_to_what_was_compiled(monkeypa
     ]
 
 
-@launch.launched
+@launch.fast_launch
 @triton.jit
 def scaled(x_ptr, factor, n, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

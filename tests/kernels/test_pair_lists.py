@@ -40,18 +40,18 @@ def lists_of(implementation: Implementation, received: Received) -> tuple[PairBu
     """What both functions give, from poisoned memory."""
     module, device = implementation.module("pair_lists"), implementation.device
     chunks = received.chunks(device)
-    rows_V, gates_V = received.row_in_source_V.to(device), received.gates_V.to(device)
+    rows_V, weights_V = received.row_in_source_V.to(device), received.weights_V.to(device)
     with poisoned_empty():
         row_starts_S = module.row_starts(chunks, rows_V)
         starts = None if received.one_source else row_starts_S
-        return module.pair_lists(chunks, rows_V, gates_V, starts, received.num_rows), row_starts_S
+        return module.pair_lists(chunks, rows_V, weights_V, starts, received.num_rows), row_starts_S
 
 
-def check(implementation: Implementation, case: Case, gates: torch.dtype = torch.float32) -> None:
+def check(implementation: Implementation, case: Case, pair_weights: torch.dtype = torch.float32) -> None:
     for owner in range(case.size):
-        received = received_by(case, owner, gates)
+        received = received_by(case, owner, pair_weights)
         buffer, row_starts_S = lists_of(implementation, received)
-        expected = oracle.owner_lists(case, owner, gates)
+        expected = oracle.recv_lists(case, owner, pair_weights)
         for name, values in {
             "row_of_pair_P": expected.row_of_pair,
             "slot_V": expected.slots,
@@ -60,8 +60,11 @@ def check(implementation: Implementation, case: Case, gates: torch.dtype = torch
         }.items():
             got: Tensor = getattr(buffer, name)
             assert (got.dtype, got.tolist()) == (torch.int32, values), (owner, name)
-        assert buffer.gates_P.dtype == gates
-        assert buffer.gates_P.tolist() == torch.tensor(expected.gates, dtype=torch.float64).to(gates).tolist()
+        assert buffer.weights_P.dtype == pair_weights
+        assert (
+            buffer.weights_P.tolist()
+            == torch.tensor(expected.pair_weights, dtype=torch.float64).to(pair_weights).tolist()
+        )
         if case.size > 1:
             sent = [len(case.tokens_needed(source, owner)) for source in range(case.size)]
             assert row_starts_S.dtype == torch.int32
@@ -75,10 +78,10 @@ def test_lists_match_loops(case: Case, implementation: Implementation) -> None:
 
 
 @of_all
-@pytest.mark.parametrize("gates", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_gates_of_any_dtype(gates: torch.dtype, implementation: Implementation) -> None:
-    check(implementation, CASES[1], gates)
-    check(implementation, CASES[11], gates)
+@pytest.mark.parametrize("pair_weights", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_gates_of_any_dtype(pair_weights: torch.dtype, implementation: Implementation) -> None:
+    check(implementation, CASES[1], pair_weights)
+    check(implementation, CASES[11], pair_weights)
 
 
 @of_kernels
@@ -92,7 +95,7 @@ def test_what_a_lost_rank_has_left_stays_in_its_region(late: int, implementation
     pairs_S = chunks.table_FC[1].view(3, -1).sum(1).tolist()
     rows_V = received.row_in_source_V.clone()
     rows_V[sum(pairs_S[:late]) : sum(pairs_S[: late + 1])] += 10**6
-    lists = module.pair_lists(chunks, rows_V.to(device), received.gates_V.to(device), starts_S, received.num_rows)
+    lists = module.pair_lists(chunks, rows_V.to(device), received.weights_V.to(device), starts_S, received.num_rows)
     assert int(lists.row_of_pair_P.max()) < received.num_rows
     assert int(((lists.row_of_pair_P >= first) & (lists.row_of_pair_P < stop)).sum()) == pairs_S[late]
 
@@ -106,13 +109,13 @@ def test_room_behind_the_lists_is_zero_if_so_wanted(case: Case, spare: int, impl
         wanted, _ = lists_of(implementation, received)
         device, P, V = implementation.device, wanted.row_of_pair_P.shape[0], wanted.slot_V.shape[0]
         chunks = replace(received.chunks(device), num_rows=P + spare, num_pairs=V + 2 * spare, zeroed=True)
-        rows_V, gates_V = received.row_in_source_V.to(device), received.gates_V.to(device)
+        rows_V, weights_V = received.row_in_source_V.to(device), received.weights_V.to(device)
         module = implementation.module("pair_lists")
         with poisoned_empty():
             starts = None if received.one_source else module.row_starts(chunks, rows_V)
-            lists = module.pair_lists(chunks, rows_V, gates_V, starts, received.num_rows)
-        for name, room in (("row_of_pair_P", spare), ("gates_P", spare), ("slot_V", 2 * spare)):
-            assert getattr(lists, name).tolist() == [*getattr(wanted, name).tolist(), *[0] * room], name
+            lists = module.pair_lists(chunks, rows_V, weights_V, starts, received.num_rows)
+        for name, capacity in (("row_of_pair_P", spare), ("weights_P", spare), ("slot_V", 2 * spare)):
+            assert getattr(lists, name).tolist() == [*getattr(wanted, name).tolist(), *[0] * capacity], name
         assert torch.equal(lists.pairs_by_row_V[:V], wanted.pairs_by_row_V)
         assert torch.equal(lists.pair_starts_R, wanted.pair_starts_R)
 
@@ -150,35 +153,36 @@ def test_example_of_the_docstring(implementation: Implementation) -> None:
     assert buffer.row_of_pair_P.tolist() == [0, 2, 3, 5, 6, 2]
     assert buffer.pairs_by_row_V.tolist() == [0, 1, 5, 2, 3, 4]
     assert buffer.pair_starts_R.tolist() == [0, 1, 1, 3, 4, 4, 5, 6]
-    assert buffer.gates_P.tolist() == [1, 2, 3, 4, 5, 6]
+    assert buffer.weights_P.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 @of_all
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("V", "num_pairs", "room"), [(0, 0, 0), (3, 3, 3), (700, 700, 900), (700, 300, 500), (5, 0, 300), (900, 600, 600)]
+    ("V", "num_pairs", "capacity"),
+    [(0, 0, 0), (3, 3, 3), (700, 700, 900), (700, 300, 500), (5, 0, 300), (900, 600, 600)],
 )
 @pytest.mark.parametrize("parts", [1, 3, 64])
 def test_values_of_pairs(
-    V: int, num_pairs: int, room: int, parts: int, dtype: torch.dtype, implementation: Implementation
+    V: int, num_pairs: int, capacity: int, parts: int, dtype: torch.dtype, implementation: Implementation
 ) -> None:
     values_P = torch.arange(1, V + 51) % 200
-    parts_PN = torch.zeros(V + 50, parts, dtype=dtype)
-    parts_PN[:, 0], parts_PN[:, -1] = 7, values_P - 7 * (parts > 1)
+    parts_PZ = torch.zeros(V + 50, parts, dtype=dtype)
+    parts_PZ[:, 0], parts_PZ[:, -1] = 7, values_P - 7 * (parts > 1)
     slot_V = torch.randperm(V + 50)[:V].to(torch.int32)
-    expected = [float(values_P[slot]) for slot in slot_V[:num_pairs]] + [0.0] * (room - num_pairs)
-    arguments = [values.to(implementation.device) for values in (parts_PN, slot_V, torch.tensor([num_pairs]))]
-    module, into = implementation.module("pair_lists"), torch.full((room,), torch.nan, dtype=dtype)
+    expected = [float(values_P[slot]) for slot in slot_V[:num_pairs]] + [0.0] * (capacity - num_pairs)
+    arguments = [values.to(implementation.device) for values in (parts_PZ, slot_V, torch.tensor([num_pairs]))]
+    module, into = implementation.module("pair_lists"), torch.full((capacity,), torch.nan, dtype=dtype)
     with poisoned_empty():
-        got = module.values_of_pairs(*arguments, room)
-        given = module.values_of_pairs(*arguments, room, into=into.to(implementation.device))
+        got = module.values_of_pairs(*arguments, capacity)
+        given = module.values_of_pairs(*arguments, capacity, into=into.to(implementation.device))
     assert got.dtype == dtype
     assert got.tolist() == given.tolist() == expected
 
 
 LARGE = [
     Draw((24576,), 128, 8 / 128),
-    Draw((24576,), 128, 8 / 128, multiple=128, gates=torch.float64),
+    Draw((24576,), 128, 8 / 128, multiple=128, pair_weights=torch.float64),
     Draw((16384,), 512, 10 / 512, hot=511),
     Draw((1001,), 512, 0.5, multiple=16),
     Draw((5003,), 1, 0.7, multiple=64),
@@ -188,7 +192,7 @@ LARGE = [
     Draw((0,), 64, 0.1),
     Draw((8191,) * 8, 16, 8 / 128, multiple=32),
     Draw((1000, 0, 37, 4001), 33, 0.05, hot=0),
-    Draw((97,) * 64, 2, 0.3, multiple=16, gates=torch.float64),
+    Draw((97,) * 64, 2, 0.3, multiple=16, pair_weights=torch.float64),
     Draw((50, 60), 512, 0.2),
     Draw((0, 0, 0), 16, 0.5),
 ]
@@ -214,11 +218,11 @@ def test_large_lists_match_the_plain_ones_on_a_gpu(draw: Draw) -> None:
 def test_nothing_waits_for_the_device(draw: Draw) -> None:
     received = draw.receive()
     module, device = ON_GPU.module("pair_lists"), ON_GPU.device
-    rows_V, gates_V = received.row_in_source_V.to(device), received.gates_V.to(device)
+    rows_V, weights_V = received.row_in_source_V.to(device), received.weights_V.to(device)
 
     chunks = received.chunks(device)
 
     def lists() -> None:
-        module.pair_lists(chunks, rows_V, gates_V, module.row_starts(chunks, rows_V), received.num_rows)
+        module.pair_lists(chunks, rows_V, weights_V, module.row_starts(chunks, rows_V), received.num_rows)
 
     assert_nothing_waits(lists)

@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sonic_ep.dispatch.plan import Plan
-from sonic_ep.dispatch.room import Room, plan_within
-from sonic_ep.kernels.host_sizes import host_sizes
+from sonic_ep.dispatch.room import SizeBound, bounded_plan
+from sonic_ep.kernels.host_sizes import pack_split_sizes
 from sonic_ep.kernels.operations import PlanKernel
 from sonic_ep.kernels.pair_lists import RankPlan
-from sonic_ep.routing import SizesOnHost
+from sonic_ep.routing import AsyncSplitSizes
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.triton_device import triton_device
 
@@ -47,13 +47,13 @@ def test_layers(size: int, E: int) -> None:
 
 def check_within(size: int, e: int, multiple: int, pairs_SE: torch.Tensor, change: tuple[int, int, int]) -> None:
     rows_SE, tokens_S = -(-pairs_SE // multiple) * multiple, torch.arange(size) + 3
-    values = host_sizes(tokens_S, rows_SE, pairs_SE, torch.full((size, 2), 99))
-    needed = Room.needed_by(SizesOnHost(values, size).read())
-    room = Room(*(most + more for most, more in zip(needed, change, strict=True)))
+    values = pack_split_sizes(tokens_S, rows_SE, pairs_SE, torch.full((size, 2), 99))
+    needed = SizeBound.needed_by(AsyncSplitSizes(values, size).read())
+    room = SizeBound(*(most + more for most, more in zip(needed, change, strict=True)))
     plan = Plan.from_counts(rows_SE, pairs_SE, 4).of_rank(size - 1)
     with poisoned_empty():
-        got = KERNEL.plan_within(RankPlan(*(part.to(DEVICE) for part in plan)), values.to(DEVICE), *room)
-    for part, wanted in zip(got, plan_within(plan, values, room), strict=True):
+        got = KERNEL.bounded_plan(RankPlan(*(part.to(DEVICE) for part in plan)), values.to(DEVICE), *room)
+    for part, wanted in zip(got, bounded_plan(plan, values, room), strict=True):
         assert part.dtype == torch.int32
         assert part.is_contiguous()
         assert torch.equal(part.cpu(), wanted)

@@ -173,8 +173,8 @@ def test_all_overridden_methods_are_known() -> None:
     scheduler = import_module("quack.tile_scheduler")
     found = (
         overridden(ours("hopper_rows", "_HopperRows"), sm90)
-        | overridden(ours("apart", "_ReadsApart"), sm90)
-        | overridden(ours("weight_gemm", "_ReadsIndicesAhead"), sm90)
+        | overridden(ours("apart", "_ReadsSplitGateUp"), sm90)
+        | overridden(ours("weight_gemm", "_PrefetchesIndices"), sm90)
         | overridden(ours("partial_tiles", "_RowsScheduler"), scheduler.VarlenMTileScheduler)
         | overridden(ours("weight_gemm", "_WeightScheduler"), scheduler.TileScheduler)
         | overridden(ours("quack_compat", "OverriddenEpiMod"), frontend.EpiMod)

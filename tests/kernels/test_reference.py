@@ -15,8 +15,8 @@ from sonic_ep.kernels import reference as ops
 from sonic_ep.kernels.activations import activation_named, interleave
 from tests.kernels import oracle
 from tests.kernels.oracle import (
-    HALVES,
     SHAPES,
+    SPLIT_GATE_UP,
     Operands,
     Shape,
     assert_no_worse_than_low_precision,
@@ -39,7 +39,7 @@ def check(actual: dict[str, Tensor], formula: Formula, operands: Operands) -> No
     dtype = operands.x_RH.dtype
     for name, exact in formula(operands.to(torch.float64)).items():
         assert_rounded_once(actual[name], exact, name)
-    if dtype in HALVES:
+    if dtype in SPLIT_GATE_UP:
         exact32, low = formula(operands.to(torch.float32)), formula(operands)
         for name in exact32:
             assert_no_worse_than_low_precision(actual[name], exact32[name], low[name], name)
@@ -73,8 +73,10 @@ def test_gate_and_up_apart_are_as_good_as_interleaved(shape: Shape) -> None:
     assert all(map(torch.equal, ops.up_projection(o.x_RH, gate, None, *lists, act, up), wanted))
     wanted_dx = ops.up_projection_backward(o.dh_PJ, o.w1_eJH, o.expert_starts_e)
     assert torch.equal(ops.up_projection_backward(o.dh_PJ, gate, o.expert_starts_e, up), wanted_dx)
-    halves = ops.weight_grad(o.dh_PJ, o.x_RH, *lists, halves=True)
-    torch.testing.assert_close(interleave(halves), ops.weight_grad(o.dh_PJ, o.x_RH, *lists), rtol=1e-12, atol=1e-12)
+    split_gate_up = ops.weight_grad(o.dh_PJ, o.x_RH, *lists, split_gate_up=True)
+    torch.testing.assert_close(
+        interleave(split_gate_up), ops.weight_grad(o.dh_PJ, o.x_RH, *lists), rtol=1e-12, atol=1e-12
+    )
 
 
 @of_every_dtype
@@ -90,10 +92,10 @@ def test_down_projection(shape: Shape, bias: bool, dtype: torch.dtype) -> None:
 def down_backward(o: Operands, activation: str, *, bias: bool) -> dict[str, Tensor]:
     b2 = o.b2_eH if bias else None
     act = activation_named(activation)
-    dh_PJ, scaled_a_PI, ds_PN = ops.down_projection_backward(
-        o.do_RH, o.w2_eHI, b2, o.h_PJ, o.gates_P, o.row_of_pair_P, o.expert_starts_e, act
+    dh_PJ, scaled_a_PI, ds_PZ = ops.down_projection_backward(
+        o.do_RH, o.w2_eHI, b2, o.h_PJ, o.weights_P, o.row_of_pair_P, o.expert_starts_e, act
     )
-    return {"dH": dh_PJ, "A'": scaled_a_PI, "dS": ds_PN.sum(1)}
+    return {"dH": dh_PJ, "A'": scaled_a_PI, "dS": ds_PZ.sum(1)}
 
 
 def check_down_backward(o: Operands, activation: str, *, bias: bool) -> None:
@@ -175,48 +177,50 @@ def test_bias_grad(shape: Shape, dtype: torch.dtype) -> None:
 
 
 def gathered_bias_formula(o: Operands) -> dict[str, Tensor]:
-    return {"db2": o.pair_by_expert.T @ (o.gates_P[:, None] * (o.pair_by_row @ o.do_RH))}
+    return {"db2": o.pair_by_expert.T @ (o.weights_P[:, None] * (o.pair_by_row @ o.do_RH))}
 
 
 @of_every_dtype
 @of_every_shape
 def test_gathered_bias_grad(shape: Shape, dtype: torch.dtype) -> None:
     o = Operands.draw(shape, "swiglu", dtype)
-    db2 = ops.gathered_bias_grad(o.do_RH, o.gates_P, o.row_of_pair_P, o.expert_starts_e)
+    db2 = ops.gathered_bias_grad(o.do_RH, o.weights_P, o.row_of_pair_P, o.expert_starts_e)
     assert db2.dtype == dtype
     check({"db2": db2}, gathered_bias_formula, o)
 
 
 of_mixed_dtypes = pytest.mark.parametrize(
-    ("rows", "gates"),
+    ("rows", "pair_weights"),
     [
-        pytest.param(rows, gates, id=f"rows-{rows}-gates-{gates}")
+        pytest.param(rows, pair_weights, id=f"rows-{rows}-gates-{pair_weights}")
         for rows in DTYPES
-        for gates in DTYPES
-        if rows != gates
+        for pair_weights in DTYPES
+        if rows != pair_weights
     ],
 )
 
 
-def mixed(rows: torch.dtype, gates: torch.dtype) -> Operands:
+def mixed(rows: torch.dtype, pair_weights: torch.dtype) -> Operands:
     """What routers give: combine weights in a dtype of their own, such as fp32 weights for bf16 rows."""
     o = Operands.draw(RAGGED, "swiglu", rows)
-    return replace(o, gates_P=o.gates_P.to(gates))
+    return replace(o, weights_P=o.weights_P.to(pair_weights))
 
 
 @of_mixed_dtypes
-def test_ds_has_the_dtype_of_the_gates_and_the_rest_that_of_the_rows(rows: torch.dtype, gates: torch.dtype) -> None:
-    o = mixed(rows, gates)
+def test_ds_has_the_dtype_of_the_gates_and_the_rest_that_of_the_rows(
+    rows: torch.dtype, pair_weights: torch.dtype
+) -> None:
+    o = mixed(rows, pair_weights)
     actual = down_backward(o, "swiglu", bias=True)
-    assert {name: values.dtype for name, values in actual.items()} == {"dH": rows, "A'": rows, "dS": gates}
+    assert {name: values.dtype for name, values in actual.items()} == {"dH": rows, "A'": rows, "dS": pair_weights}
     for name, exact in zip(actual, oracle.down_backward(o.to(torch.float64), "swiglu", bias=True), strict=True):
         assert_rounded_once(actual[name], exact, name, computed=torch.float32)
 
 
 @of_mixed_dtypes
-def test_gathered_bias_grad_takes_gates_of_any_dtype(rows: torch.dtype, gates: torch.dtype) -> None:
-    o = mixed(rows, gates)
-    db2 = ops.gathered_bias_grad(o.do_RH, o.gates_P, o.row_of_pair_P, o.expert_starts_e)
+def test_gathered_bias_grad_takes_gates_of_any_dtype(rows: torch.dtype, pair_weights: torch.dtype) -> None:
+    o = mixed(rows, pair_weights)
+    db2 = ops.gathered_bias_grad(o.do_RH, o.weights_P, o.row_of_pair_P, o.expert_starts_e)
     assert db2.dtype == rows
     assert_rounded_once(db2, gathered_bias_formula(o.to(torch.float64))["db2"], computed=torch.float32)
 
@@ -250,7 +254,7 @@ def test_backward_reads_only_what_pairs_need(holed: tuple[Operands, Operands]) -
     assert_rounded_once(dx_PH, up_backward_formula(clean)["dX"], "dX")
     dw = ops.weight_grad(o.dh_PJ, o.x_RH, o.row_of_pair_P, o.expert_starts_e)
     assert_rounded_once(dw, weight_grad_formula(clean)["dW"], "dW")
-    db2 = ops.gathered_bias_grad(o.do_RH, o.gates_P, o.row_of_pair_P, o.expert_starts_e)
+    db2 = ops.gathered_bias_grad(o.do_RH, o.weights_P, o.row_of_pair_P, o.expert_starts_e)
     assert_rounded_once(db2, gathered_bias_formula(clean)["db2"], "db2")
 
 

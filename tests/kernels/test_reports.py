@@ -23,9 +23,9 @@ def test_a_report_is_header_and_counts(E: int, draw: int | None, bad_logits: int
     for module, device in ((PLAIN, "cpu"), (KERNEL, DEVICE)):
         options = {
             name: None if value is None else torch.tensor(value, device=device)
-            for name, value in (("bad_logits", bad_logits), ("draw", draw))
+            for name, value in (("bad_logits", bad_logits), ("seed", draw))
         }
-        report = module.report_of(counts_E.to(device), 12345, 9, **options)
+        report = module.pack_rank_status(counts_E.to(device), 12345, 9, **options)
         assert report.dtype == torch.int64
         assert report.tolist() == expected
 
@@ -33,7 +33,7 @@ def test_a_report_is_header_and_counts(E: int, draw: int | None, bad_logits: int
 def voided(module: Any, device: str, gathered: Tensor, fields: int) -> Tensor:
     """As agreement calls it: on columns of what was gathered, and nothing else may change."""
     gathered = gathered.to(device, copy=True)
-    module.void_unless(gathered[:, fields:], gathered[:, 1], 3)
+    module.zero_counts_on_error(gathered[:, fields:], gathered[:, 1], 3)
     return gathered.cpu()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.kernels.router import FusedChoice, RouterOperations
+from sonic_ep.kernels.router import FusedTopK, RouterOperations
 from sonic_ep.routers import topk
 from sonic_ep.routers.selection import top_experts
 from tests.helpers.triton_device import triton_device
@@ -113,8 +113,8 @@ def exact_scores(logits_TE: Tensor, config: RouterConfig) -> Tensor:
     return terms_TE / terms_TE.sum(1, keepdim=True)
 
 
-def assert_as_written(logits_TE: Tensor, bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedChoice:
-    chosen = OPERATIONS.choose(logits_TE, bias_E, K, config)
+def assert_as_written(logits_TE: Tensor, bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedTopK:
+    chosen = OPERATIONS.compute_topk(logits_TE, bias_E, K, config)
     expected = exact_scores(logits_TE, config)
     torch.testing.assert_close(chosen.scores_TE.double(), expected, rtol=1e-6, atol=1e-37, equal_nan=True)
     ranking_TE = chosen.scores_TE if bias_E is None else chosen.scores_TE + bias_E
@@ -126,7 +126,7 @@ def assert_as_written(logits_TE: Tensor, bias_E: Tensor | None, K: int, config: 
         assert torch.equal(chosen.allowed_TE, allowed_TE)  # type: ignore[arg-type]
     assert torch.equal(chosen.topk_ids_TK, top_experts(ranking_TE, allowed_TE, K))
     assert torch.equal(chosen.counts_E, torch.bincount(chosen.topk_ids_TK.flatten(), minlength=logits_TE.shape[1]))
-    plain = topk.Choice(chosen.scores_TE.double(), chosen.ranking_TE, None, chosen.topk_ids_TK)
+    plain = topk.TopK(chosen.scores_TE.double(), chosen.ranking_TE, None, chosen.topk_ids_TK)
     torch.testing.assert_close(chosen.entropy_T.double(), plain.entropy_T(), rtol=1e-5, atol=1e-5, equal_nan=True)
     assert chosen.bad_logits == (~logits_TE.isfinite()).sum()
     return chosen
@@ -164,7 +164,7 @@ def test_columns_of_a_wider_matrix() -> None:
 
 def test_bad_logits_are_counted_only_where_asked_for() -> None:
     logits_TE = torch.randn(5, 8, device=DEVICE)
-    assert OPERATIONS.choose(logits_TE, None, 2, RouterConfig()).bad_logits is None
+    assert OPERATIONS.compute_topk(logits_TE, None, 2, RouterConfig()).bad_logits is None
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -172,11 +172,11 @@ def test_scores_of_the_choice_carry_their_gradient(score: Any) -> None:
     config = RouterConfig(score=score, renormalize=False)
     logits_TE = torch.randn(6, 8, device=DEVICE, requires_grad=True)
     with patch.object(topk, "router_operations", lambda *_: OPERATIONS):
-        choice = topk.choose(logits_TE, None, 2, config)
-    assert choice.plain_counts_E is not None
-    assert not choice.ranking_TE.requires_grad
+        result = topk.compute_topk(logits_TE, None, 2, config)
+    assert result.plain_counts_E is not None
+    assert not result.ranking_TE.requires_grad
     weight_TE = torch.randn(6, 8, device=DEVICE)
-    (gradient,) = torch.autograd.grad((choice.scores_TE * weight_TE).sum(), logits_TE)
+    (gradient,) = torch.autograd.grad((result.scores_TE * weight_TE).sum(), logits_TE)
     (expected,) = torch.autograd.grad((topk.scores_of(logits_TE, config) * weight_TE).sum(), logits_TE)
     torch.testing.assert_close(gradient, expected)
 
@@ -200,6 +200,8 @@ def test_the_widest_router() -> None:
 
 @pytest.mark.gpu
 def test_the_gpu_takes_the_kernel() -> None:
-    choice = topk.choose(torch.randn(64, 16, device="cuda"), None, 4, RouterConfig())
-    assert choice.plain_counts_E is not None
-    assert topk.choose(torch.randn(64, 16, device="cuda").double(), None, 4, RouterConfig()).plain_counts_E is None
+    result = topk.compute_topk(torch.randn(64, 16, device="cuda"), None, 4, RouterConfig())
+    assert result.plain_counts_E is not None
+    assert (
+        topk.compute_topk(torch.randn(64, 16, device="cuda").double(), None, 4, RouterConfig()).plain_counts_E is None
+    )

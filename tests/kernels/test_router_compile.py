@@ -46,11 +46,11 @@ def only_compiled(capability: int) -> Iterator[list[Any]]:
         get_current_stream=lambda _device: 0,
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
     )
-    launched = import_module("sonic_ep.kernels.cuda.launch").Launched
+    fast_launch = import_module("sonic_ep.kernels.cuda.launch").FastLauncher
     with (
         patch.object(driver, "_active", device),
         patch.object(jit.JITFunction, "run", warmup),
-        patch.object(launched, "__getitem__", lambda self, grid: self.kernel[grid]),
+        patch.object(fast_launch, "__getitem__", lambda self, grid: self.kernel[grid]),
     ):
         yield compiled
 
@@ -73,8 +73,8 @@ def launch_all(E: int, K: int, config: RouterConfig) -> None:
     operations: RouterOperations = import_module("sonic_ep.kernels.cuda.router")  # type: ignore[assignment]
     logits_TE, ids_TK = meta(4096, E), meta(4096, K, dtype=torch.int64)
     tokens_N, experts_N = meta(9000, dtype=torch.int32), meta(9000, dtype=torch.int64)
-    operations.choose(logits_TE, meta(E) if config.expert_bias else None, K, config)
-    operations.gates_of_pairs(logits_TE, ids_TK, tokens_N, experts_N, config)
+    operations.compute_topk(logits_TE, meta(E) if config.expert_bias else None, K, config)
+    operations.weights_of_pairs(logits_TE, ids_TK, tokens_N, experts_N, config)
     if config.balance != "none" or config.z_loss_coef:
         B = 4 if config.balance == "sequence" else 1
         operations.losses(logits_TE, ids_TK, meta(8, E, dtype=torch.int64), B, config)

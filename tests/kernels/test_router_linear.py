@@ -92,7 +92,7 @@ def test_as_good_as_fp32(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.usefixtures("split")
 def test_gradient_of_the_weight_summed_by_several_programs() -> None:
-    with patch.object(KERNELS, "_LEAST_ROWS", 64):
+    with patch.object(KERNELS, "_MIN_ROWS_PER_SPLIT", 64):
         check(Case(300, 16, 48))
 
 
@@ -100,8 +100,8 @@ def test_gradient_of_the_weight_summed_by_several_programs() -> None:
 @pytest.mark.parametrize("shape", [(300, 16, 48), (200, 130, 1104)], ids=str)
 def test_wider_tiles_of_tokens(shape: tuple[int, int, int]) -> None:
     case = Case(*shape)
-    with patch.multiple(KERNELS, _PROGRAMS=1, _MORE_COST=0.9, _is_hopper=lambda _device: True):
-        assert KERNELS._more_tokens(shape[0], 1, case.x_TH.device) == KERNELS._MORE_N
+    with patch.multiple(KERNELS, _PROGRAMS=1, _EXTRA_N_COST=0.9, _is_hopper=lambda _device: True):
+        assert KERNELS._extra_tokens(shape[0], 1, case.x_TH.device) == KERNELS._EXTRA_N
         check(case)
 
 
@@ -111,7 +111,7 @@ def test_wider_tiles_of_tokens(shape: tuple[int, int, int]) -> None:
 )
 def test_tiles_are_wider_where_that_spares_a_second_wave(T: int, tiles_m: int, wider: bool) -> None:
     with patch.object(KERNELS, "_is_hopper", lambda _device: True):
-        assert (KERNELS._more_tokens(T, tiles_m, torch.device("cpu")) > 0) == wider
+        assert (KERNELS._extra_tokens(T, tiles_m, torch.device("cpu")) > 0) == wider
 
 
 @pytest.mark.parametrize("tiles", [1, 12, 16, 48, 64, 70, 112, 131, 132, 133, 224, 1000])
@@ -143,12 +143,12 @@ def test_each_gradient_alone(wanted: int) -> None:
 @pytest.mark.usefixtures("split")
 def test_the_experts_gradient_is_added_before_rounding() -> None:
     case = Case(40, 24, 48)
-    others_TH = torch.randn_like(case.x_TH)
-    both_TH = others_TH.clone()
+    dx_others_TH = torch.randn_like(case.x_TH)
+    both_TH = dx_others_TH.clone()
     arguments = case.dlogits_TE, case.x_TH, case.weight_EH
-    dx_TH, _ = KERNELS.gradients(*arguments, of_x=True, of_weight=False, others_TH=both_TH)
+    dx_TH, _ = KERNELS.gradients(*arguments, of_x=True, of_weight=False, dx_others_TH=both_TH)
     assert dx_TH is both_TH
-    exact = case.dlogits_TE.double() @ case.weight_EH.double() + others_TH.double()
+    exact = case.dlogits_TE.double() @ case.weight_EH.double() + dx_others_TH.double()
     assert error(dx_TH, exact) < 2.0**-8
 
 
@@ -234,9 +234,9 @@ def test_as_good_as_fp32_on_the_gpu(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("shape", [(24576, 128, 1536), (24500, 60, 2048)], ids=str)
 def test_wider_tiles_of_tokens_give_the_same_bits(shape: tuple[int, int, int]) -> None:
     case = Case(*shape)
-    assert KERNELS._more_tokens(shape[0], 1, case.x_TH.device) > 0
+    assert KERNELS._extra_tokens(shape[0], 1, case.x_TH.device) > 0
     wide_TE = KERNELS.logits(case.x_TH, case.weight_EH, case.bias_E)
-    with patch.object(KERNELS, "_MORE_COST", 9):
+    with patch.object(KERNELS, "_EXTRA_N_COST", 9):
         assert torch.equal(wide_TE, KERNELS.logits(case.x_TH, case.weight_EH, case.bias_E))
 
 

@@ -21,9 +21,9 @@ from sonic_ep.routers import outputs, topk
 from sonic_ep.routers.outputs import weights_and_losses
 from sonic_ep.routers.replay import replay_contexts
 from sonic_ep.routers.router import Router
-from sonic_ep.routers.selection import choice_mask, pairs_of_mask, select_tokens, top_experts
-from sonic_ep.routers.topk import Choice, times_chosen
-from sonic_ep.routing import INDEX_DTYPE, Counted, Counts, Selection
+from sonic_ep.routers.selection import pairs_of_mask, select_tokens, top_experts, topk_mask
+from sonic_ep.routers.topk import TopK, times_chosen
+from sonic_ep.routing import INDEX_DTYPE, BalanceCounts, GroupCounts, RoutedPairs
 from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
@@ -47,20 +47,22 @@ def fused() -> AbstractContextManager[None]:
     return choosing(OPERATIONS)
 
 
-def selection_of(choice: Choice, pairs_E: Tensor, other_ranks_E: Tensor) -> Selection:
+def pairs_of(result: TopK, pairs_E: Tensor, other_ranks_E: Tensor) -> RoutedPairs:
     """Each expert's `pairs_E` best tokens; another rank of the group chose `other_ranks_E`."""
-    mask_TE = select_tokens(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_E.to(DEVICE))
+    mask_TE = select_tokens(result.ranking_TE, result.topk_ids_TK, result.allowed_TE, pairs_E.to(DEVICE))
     token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, int(pairs_E.sum()))
-    chosen_N = choice_mask(choice.topk_ids_TK, mask_TE.shape[1])[token_ids_N, expert_ids_N]
-    chosen_SE, counted = _gathered(choice.counts_E(), other_ranks_E), None
-    if choice.by_score_TK is not None:
-        assert torch.equal(choice.by_score_TK, top_experts(choice.scores_TE, None, choice.topk_ids_TK.shape[1]))
-        by_score_E = times_chosen(choice.by_score_TK, mask_TE.shape[1])
-        counted = Counted(choice.by_score_TK, _gathered(by_score_E, other_ranks_E.flip(0)))
+    chosen_N = topk_mask(result.topk_ids_TK, mask_TE.shape[1])[token_ids_N, expert_ids_N]
+    chosen_SE, balance_counts = _gathered(result.counts_E(), other_ranks_E), None
+    if result.by_score_TK is not None:
+        assert torch.equal(result.by_score_TK, top_experts(result.scores_TE, None, result.topk_ids_TK.shape[1]))
+        by_score_E = times_chosen(result.by_score_TK, mask_TE.shape[1])
+        balance_counts = BalanceCounts(result.by_score_TK, _gathered(by_score_E, other_ranks_E.flip(0)))
     tokens_S = torch.tensor([mask_TE.shape[0], 1], device=DEVICE)
-    counts = Counts(chosen_SE, chosen_SE, chosen_SE, tokens_S, tokens_S * 0, 1)
+    counts = GroupCounts(chosen_SE, chosen_SE, chosen_SE, tokens_S, tokens_S * 0, 1)
     token_ids_N = token_ids_N.to(INDEX_DTYPE)
-    return Selection(choice.topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, counts, None, counted=counted)
+    return RoutedPairs(
+        result.topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, counts, None, balance_counts=balance_counts
+    )
 
 
 def _gathered(own_E: Tensor, other_E: Tensor) -> Tensor:
@@ -79,10 +81,10 @@ class Case:
         self.logits_TE = (torch.randn(T, E, generator=generator) * scale).to(DEVICE)
         bias_E = torch.randn(E, generator=generator).to(DEVICE) if config.expert_bias else None
         with fused():
-            self.choice = topk.choose(self.logits_TE, bias_E, K, config)
+            self.result = topk.compute_topk(self.logits_TE, bias_E, K, config)
         pairs_E = torch.randint(0, T + 1, (E,), generator=generator)
-        self.selection = selection_of(self.choice, pairs_E, torch.randint(9, (E,), generator=generator))
-        self.dgates_N = torch.randn(int(pairs_E.sum()), generator=generator).to(DEVICE)
+        self.routed_pairs = pairs_of(self.result, pairs_E, torch.randint(9, (E,), generator=generator))
+        self.dweights_N = torch.randn(int(pairs_E.sum()), generator=generator).to(DEVICE)
         # A loss is a mean over tokens: T makes its gradient as large as that of the weights.
         self.dloss = (T * torch.randn((), generator=generator)).to(DEVICE)
 
@@ -90,18 +92,18 @@ class Case:
         """Weights, loss, and the gradient of the logits from both."""
         logits_TE = self.logits_TE.requires_grad_()
         with fused():
-            gates_N, loss = weights_and_losses(logits_TE, self.choice, self.selection, self.L, self.config)
-        gradient = torch.autograd.grad([gates_N, loss], logits_TE, [self.dgates_N, self.dloss])[0]
-        return gates_N.detach(), loss.detach(), gradient
+            weights_N, loss = weights_and_losses(logits_TE, self.result, self.routed_pairs, self.L, self.config)
+        gradient = torch.autograd.grad([weights_N, loss], logits_TE, [self.dweights_N, self.dloss])[0]
+        return weights_N.detach(), loss.detach(), gradient
 
     def exact(self) -> tuple[Tensor, Tensor, Tensor]:
         """The same in double precision, by plain torch."""
         logits_TE = self.logits_TE.detach().double().requires_grad_()
         scores_TE = topk.scores_of(logits_TE, self.config)
-        choice = Choice(scores_TE, scores_TE.detach(), self.choice.allowed_TE, self.selection.topk_ids_TK)
-        gates_N, loss = weights_and_losses(logits_TE, choice, self.selection, self.L, self.config)
-        pulls = [self.dgates_N.double(), self.dloss.double()]
-        return gates_N.detach(), loss.detach(), torch.autograd.grad([gates_N, loss], logits_TE, pulls)[0]
+        result = TopK(scores_TE, scores_TE.detach(), self.result.allowed_TE, self.routed_pairs.topk_ids_TK)
+        weights_N, loss = weights_and_losses(logits_TE, result, self.routed_pairs, self.L, self.config)
+        pulls = [self.dweights_N.double(), self.dloss.double()]
+        return weights_N.detach(), loss.detach(), torch.autograd.grad([weights_N, loss], logits_TE, pulls)[0]
 
     def check(self) -> None:
         names = ("weights", "loss", "gradient of the logits")
@@ -168,18 +170,18 @@ def test_one_output_alone_has_its_own_gradient(score: Any) -> None:
     whole = case.fused()[2]
     logits_TE = case.logits_TE.requires_grad_()
     with fused():
-        gates_N, loss = weights_and_losses(logits_TE, case.choice, case.selection, case.L, case.config)
-    (of_gates,) = torch.autograd.grad(gates_N, logits_TE, case.dgates_N, retain_graph=True)
+        weights_N, loss = weights_and_losses(logits_TE, case.result, case.routed_pairs, case.L, case.config)
+    (of_weights,) = torch.autograd.grad(weights_N, logits_TE, case.dweights_N, retain_graph=True)
     (of_loss,) = torch.autograd.grad(loss, logits_TE, case.dloss)
-    assert of_gates.abs().max() > 0
+    assert of_weights.abs().max() > 0
     assert of_loss.abs().max() > 0
-    torch.testing.assert_close(of_gates + of_loss, whole)
+    torch.testing.assert_close(of_weights + of_loss, whole)
 
 
 def test_no_pairs_at_all() -> None:
     case = Case(1, 4, 6, 2, RouterConfig(z_loss_coef=0.1))
     none_E = torch.zeros(6, dtype=torch.int64)
-    case.selection, case.dgates_N = selection_of(case.choice, none_E, none_E), torch.empty(0, device=DEVICE)
+    case.routed_pairs, case.dweights_N = pairs_of(case.result, none_E, none_E), torch.empty(0, device=DEVICE)
     case.check()
 
 
@@ -190,11 +192,11 @@ def test_no_tokens(score: Any, losses: dict[str, Any]) -> None:
     config = RouterConfig(score=score, **losses)
     none_E = torch.zeros(6, dtype=torch.int64)
     with fused():
-        choice = topk.choose(logits_TE, None, 2, config)
-        selection = selection_of(choice, none_E, none_E + 1)
-        gates_N, loss = weights_and_losses(logits_TE, choice, selection, 1, config)
+        result = topk.compute_topk(logits_TE, None, 2, config)
+        routed_pairs = pairs_of(result, none_E, none_E + 1)
+        weights_N, loss = weights_and_losses(logits_TE, result, routed_pairs, 1, config)
     assert loss == 0
-    (gradient,) = torch.autograd.grad(gates_N.sum() + loss, logits_TE)
+    (gradient,) = torch.autograd.grad(weights_N.sum() + loss, logits_TE)
     assert gradient.shape == (0, 6)
 
 
@@ -205,7 +207,7 @@ def test_sigmoid_scores_that_all_underflow_give_finite_weights_and_gradients(ren
     for level in (-200.0, -80.0, -50.0):
         case.logits_TE = torch.full((3, 4), level, device=DEVICE)
         with fused():
-            case.choice = topk.choose(case.logits_TE, None, 2, config)
+            case.result = topk.compute_topk(case.logits_TE, None, 2, config)
         for values in case.fused():
             assert values.isfinite().all()
 
@@ -225,8 +227,8 @@ def test_the_selection_given_counts_and_not_the_choice() -> None:
     """Under replay the choice of the recomputed logits may be another than the selection's."""
     case = Case(1, 8, 8, 2, RouterConfig(balance="batch", balance_coef=0.5))
     other = Case(1, 8, 8, 2, case.config, seed=1)
-    assert not torch.equal(case.selection.topk_ids_TK, other.selection.topk_ids_TK)
-    case.selection, case.dgates_N = other.selection, other.dgates_N
+    assert not torch.equal(case.routed_pairs.topk_ids_TK, other.routed_pairs.topk_ids_TK)
+    case.routed_pairs, case.dweights_N = other.routed_pairs, other.dweights_N
     case.check()
 
 
@@ -235,7 +237,7 @@ def test_one_tensor_of_tokens_by_experts_is_kept() -> None:
     kept: list[Tensor] = []
     logits_TE = case.logits_TE.requires_grad_()
     with fused(), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        weights_and_losses(logits_TE, case.choice, case.selection, case.L, case.config)
+        weights_and_losses(logits_TE, case.result, case.routed_pairs, case.L, case.config)
     large = [tensor for tensor in kept if tensor.numel() >= logits_TE.numel() and tensor.is_floating_point()]
     assert [tensor.data_ptr() for tensor in large] == [logits_TE.data_ptr()]
 
@@ -244,7 +246,7 @@ def router_gradients(router: Router, x_TH: Tensor, *, recompute: bool) -> list[T
     def block(x_TH: Tensor) -> Tensor:
         routed = router(x_TH, group=EPGroup.alone(), sequence_length=12)
         token_ids_N = routed.routing.token_ids_N.long()
-        return x_TH.index_add(0, token_ids_N, x_TH[token_ids_N] * routed.routing.gates_N[:, None]) + routed.aux_loss
+        return x_TH.index_add(0, token_ids_N, x_TH[token_ids_N] * routed.routing.weights_N[:, None]) + routed.aux_loss
 
     x_TH = x_TH.detach().requires_grad_()
     if recompute:

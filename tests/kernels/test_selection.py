@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.kernels.operations import SelectionKernels, selection_kernels
+from sonic_ep.kernels.operations import SelectKernels, select_kernels
 from sonic_ep.routers.decision import select
-from sonic_ep.routers.rounding import decide
-from sonic_ep.routers.selection import choice_mask, pairs_of_choice, pairs_of_mask, select_tokens
-from sonic_ep.routers.topk import Choice
-from sonic_ep.routing import Counts
+from sonic_ep.routers.rounding import round_counts
+from sonic_ep.routers.selection import pairs_of_mask, pairs_of_topk, select_tokens, topk_mask
+from sonic_ep.routers.topk import TopK
+from sonic_ep.routing import GroupCounts
 from tests.helpers.triton_device import triton_device
 from tests.helpers.waiting import assert_nothing_waits
 
 DEVICE = triton_device()
 INTERPRETED = DEVICE == "cpu"
-KERNELS: SelectionKernels = import_module("sonic_ep.kernels.cuda.selection")  # type: ignore[assignment]
+KERNELS: SelectKernels = import_module("sonic_ep.kernels.cuda.selection")  # type: ignore[assignment]
 NAN, INF = float("nan"), float("inf")
 SMALLEST, LARGEST = 2.0**-149, (2 - 2.0**-23) * 2.0**127
 # Zeros of both signs, denormals, the ends, infinities, NaN of both signs, ties.
@@ -67,18 +67,18 @@ class Case(NamedTuple):
     def expected(self) -> Lists:
         mask_TE = select_tokens(self.scores_TE, self.topk_ids_TK.long(), self.allowed_TE, self.pairs_E)
         token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, int(self.pairs_E.sum()))
-        chosen_TE = choice_mask(self.topk_ids_TK.long(), mask_TE.shape[1])
+        chosen_TE = topk_mask(self.topk_ids_TK.long(), mask_TE.shape[1])
         return token_ids_N.int(), expert_ids_N, chosen_TE[token_ids_N, expert_ids_N]
 
     def by_kernel(self) -> Lists:
         operands = (self.scores_TE, self.topk_ids_TK, self.allowed_TE)
-        return KERNELS.begin_selection(*operands)(self.pairs_E, int(self.pairs_E.sum()))
+        return KERNELS.start_selection(*operands)(self.pairs_E, int(self.pairs_E.sum()))
 
     def counts_E(self) -> Tensor:
-        return choice_mask(self.topk_ids_TK.long(), self.pairs_E.shape[0]).sum(0)
+        return topk_mask(self.topk_ids_TK.long(), self.pairs_E.shape[0]).sum(0)
 
 
-def random_choice(T: int, E: int, K: int) -> Tensor:
+def random_topk(T: int, E: int, K: int) -> Tensor:
     return torch.rand(T, E, device=DEVICE).argsort(1)[:, :K].contiguous()
 
 
@@ -103,9 +103,9 @@ def cases(draw: st.DrawFn) -> Case:
     scores = values[draw(st.sampled_from([*values]))].to(draw(st.sampled_from([torch.float32, torch.float64])))
     scores = scores + torch.rand(T, E) * 1e-12 if scores.dtype == torch.float64 else scores
     index_dtype = draw(st.sampled_from([torch.int64, torch.int32]))
-    ids = random_choice(T, E, K).to(index_dtype)
+    ids = random_topk(T, E, K).to(index_dtype)
     allowed = (torch.rand(T, E, device=DEVICE) < 0.4) if draw(st.booleans()) else None
-    counts = choice_mask(ids.long(), E).sum(0).cpu()
+    counts = topk_mask(ids.long(), E).sum(0).cpu()
     wanted = [draw(st.sampled_from([0, T, int(c), int(c) - 1, int(c) + 1, T // 2, T - 1])) for c in counts]
     pairs = torch.tensor(wanted, dtype=index_dtype).clamp(0, T)
     return Case(scores.to(DEVICE), ids, allowed, pairs.to(DEVICE))
@@ -120,7 +120,7 @@ def test_selection_is_the_references(case: Case) -> None:
 @settings(max_examples=20 if INTERPRETED else 200)
 @given(case=cases())
 def test_lists_of_a_choice_are_the_references(case: Case) -> None:
-    token_ids_N, expert_ids_N = pairs_of_choice(case.topk_ids_TK.long())
+    token_ids_N, expert_ids_N = pairs_of_topk(case.topk_ids_TK.long())
     expected = token_ids_N.int(), expert_ids_N, torch.ones_like(token_ids_N, dtype=torch.bool)
     assert_same(KERNELS.chosen_pairs(case.topk_ids_TK, case.counts_E()), expected)
 
@@ -131,7 +131,7 @@ def test_more_experts_than_a_tile(allowed: bool) -> None:
     T, E, K = 40, 33, 5
     allowed_TE = (torch.rand(T, E, device=DEVICE) < 0.5) if allowed else None
     pairs_E = torch.arange(E, device=DEVICE) % (T + 1)
-    case = Case(torch.randn(T, E, device=DEVICE), random_choice(T, E, K), allowed_TE, pairs_E)
+    case = Case(torch.randn(T, E, device=DEVICE), random_topk(T, E, K), allowed_TE, pairs_E)
     assert_same(case.by_kernel(), case.expected())
     assert_same(
         KERNELS.chosen_pairs(case.topk_ids_TK, case.counts_E()), case._replace(pairs_E=case.counts_E()).expected()
@@ -142,9 +142,9 @@ def test_more_experts_than_a_tile(allowed: bool) -> None:
 @pytest.mark.parametrize("T", [40, 0])
 def test_what_is_spare_behind_the_pairs_names_no_token(T: int, spare: int, poison: None) -> None:
     pairs_E = torch.tensor([40, 0, 17], device=DEVICE).clamp(max=T)
-    case = Case(torch.randn(T, 3, device=DEVICE), random_choice(T, 3, 2), None, pairs_E)
+    case = Case(torch.randn(T, 3, device=DEVICE), random_topk(T, 3, 2), None, pairs_E)
     N = int(pairs_E.sum())
-    begun = KERNELS.begin_selection(case.scores_TE, case.topk_ids_TK, None)
+    begun = KERNELS.start_selection(case.scores_TE, case.topk_ids_TK, None)
     token_ids_N, expert_ids_N, chosen_N = begun(pairs_E, N + spare)
     assert_same((token_ids_N[:N], expert_ids_N[:N], chosen_N[:N]), case.expected())
     assert token_ids_N[N:].tolist() == [-1] * spare
@@ -153,7 +153,7 @@ def test_what_is_spare_behind_the_pairs_names_no_token(T: int, spare: int, poiso
 
 def test_operands_may_be_views() -> None:
     T, E = 70, 3
-    scores_TE, ids_TK = torch.randn(E, T, device=DEVICE).T, random_choice(T, E, 2).T.contiguous().T
+    scores_TE, ids_TK = torch.randn(E, T, device=DEVICE).T, random_topk(T, E, 2).T.contiguous().T
     allowed_TE = (torch.rand(E, T, device=DEVICE) < 0.5).T
     pairs_E = torch.tensor([[20, 0], [70, 0], [50, 0]], device=DEVICE)[:, 0]
     case = Case(scores_TE, ids_TK, allowed_TE, pairs_E)
@@ -167,10 +167,10 @@ def routed_case(T: int, E: int, K: int, *, tied: bool = False, groups: bool = Fa
     allowed_TE = None
     ranking_TE = scores_TE
     if groups:
-        allowed_TE = choice_mask(random_choice(T, 8, 4), 8).repeat_interleave(E // 8, dim=1)
+        allowed_TE = topk_mask(random_topk(T, 8, 4), 8).repeat_interleave(E // 8, dim=1)
         ranking_TE = torch.where(allowed_TE, scores_TE, -1.0)
     ids_TK = ranking_TE.topk(K, dim=1).indices
-    pairs_E = ((choice_mask(ids_TK, E).sum(0) + 64) // 128 * 128).clamp(max=T)
+    pairs_E = ((topk_mask(ids_TK, E).sum(0) + 64) // 128 * 128).clamp(max=T)
     return Case(scores_TE, ids_TK, allowed_TE, pairs_E)
 
 
@@ -198,9 +198,9 @@ def test_layer_sizes(shape: tuple[int, int, int], kind: str) -> None:
     assert_same(first, case.expected())
     for _ in range(3):
         assert_same(case.by_kernel(), first)
-    choice_lists = KERNELS.chosen_pairs(case.topk_ids_TK, case.counts_E())
-    token_ids_N, expert_ids_N = pairs_of_choice(case.topk_ids_TK)
-    assert_same(choice_lists, (token_ids_N.int(), expert_ids_N, torch.ones_like(choice_lists[2])))
+    topk_lists = KERNELS.chosen_pairs(case.topk_ids_TK, case.counts_E())
+    token_ids_N, expert_ids_N = pairs_of_topk(case.topk_ids_TK)
+    assert_same(topk_lists, (token_ids_N.int(), expert_ids_N, torch.ones_like(topk_lists[2])))
 
 
 @pytest.mark.gpu
@@ -225,19 +225,19 @@ def test_constant_scores_at_layer_size(value: float, pairs: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
-@pytest.mark.parametrize("rounded", [False, True], ids=["plain", "rounded"])
-def test_the_router_selects_by_kernel_and_reads_nothing_back(rounded: bool) -> None:
-    assert selection_kernels(torch.device("cuda")) is KERNELS
+@pytest.mark.parametrize("tile_aligned", [False, True], ids=["plain", "rounded"])
+def test_the_router_selects_by_kernel_and_reads_nothing_back(tile_aligned: bool) -> None:
+    assert select_kernels(torch.device("cuda")) is KERNELS
     case = routed_case(3000, 64, 6)
-    choice = Choice(case.scores_TE, case.scores_TE, None, case.topk_ids_TK)
+    topk = TopK(case.scores_TE, case.scores_TE, None, case.topk_ids_TK)
     chosen_SE, tokens_S = case.counts_E()[None], torch.tensor([3000], device="cuda")
-    rounding = RoundingConfig(mode="nearest" if rounded else "off")
-    decision = decide(chosen_SE, tokens_S, rounding)
-    counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
-    assert_nothing_waits(lambda: select(choice, counts, 0, rounding, training=True))
-    selection = select(choice, counts, 0, rounding, training=True)
+    rounding = RoundingConfig(mode="nearest" if tile_aligned else "off")
+    decision = round_counts(chosen_SE, tokens_S, rounding)
+    counts = GroupCounts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
+    assert_nothing_waits(lambda: select(topk, counts, 0, rounding, training=True))
+    routed_pairs = select(topk, counts, 0, rounding, training=True)
     expected = case._replace(pairs_E=decision.pairs_SE[0]).expected()
     N = expected[0].shape[0]
-    assert_same((selection.token_ids_N[:N], selection.expert_ids_N[:N], selection.chosen_N[:N]), expected)
-    assert (selection.token_ids_N[N:] == -1).all()
-    assert (N < selection.token_ids_N.shape[0]) == rounded
+    assert_same((routed_pairs.token_ids_N[:N], routed_pairs.expert_ids_N[:N], routed_pairs.chosen_N[:N]), expected)
+    assert (routed_pairs.token_ids_N[N:] == -1).all()
+    assert (N < routed_pairs.token_ids_N.shape[0]) == tile_aligned

@@ -43,7 +43,7 @@ class Launches:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = import_module("sonic_ep.kernels.cuda.selection")
-    for name in ("_turn", "_list"):
+    for name in ("_transpose", "_list"):
         monkeypatch.setattr(module, name, Launches(getattr(module, name).kernel))
     return module
 
@@ -90,7 +90,7 @@ def test_compiles_without_spills(
     else:
         scores_TE = torch.empty(T, E, dtype=torch.float64 if variant == "float64" else torch.float32, device="meta")
         allowed_TE = torch.empty(T, E, dtype=torch.bool, device="meta") if variant == "allowed" else None
-        module.begin_selection(scores_TE, ids_TK, allowed_TE)(pairs_E, T * K)
+        module.start_selection(scores_TE, ids_TK, allowed_TE)(pairs_E, T * K)
     for launches in (module._turn, module._list):
         ((args, kwargs),) = launches.calls
         usage = resources(launches.kernel, args, kwargs, tmp_path)

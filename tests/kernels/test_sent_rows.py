@@ -25,7 +25,7 @@ def lists_of(implementation: Implementation, needs: Needs, num_tokens: int) -> t
     num_sent = sum(len(set(tokens)) for tokens in needs)
     with poisoned_empty():
         sent = module.sent_rows(token_ids_N.to(device), pair_starts_Q, num_tokens)
-        needed = module.needed_rows(token_ids_N.to(device), pair_starts_Q, num_tokens)
+        needed = module.is_token_in_rank(token_ids_N.to(device), pair_starts_Q, num_tokens)
         assert torch.equal(needed, sent.sent_before.diff())
         assert needed.dtype == torch.int32
         return sent, module.token_lists(sent, num_sent)
@@ -51,7 +51,7 @@ def check(implementation: Implementation, needs: Needs, T: int) -> None:
         (tokens.sent_starts_T, [sum(map(len, by_token[:t])) for t in range(T + 1)]),
     ):
         assert (got.dtype, got.tolist()) == (torch.int32, expected)
-    assert (sent.num_owners, sent.num_tokens) == (len(needs), T)
+    assert (sent.num_dst, sent.num_tokens) == (len(needs), T)
 
 
 CASES: dict[str, tuple[Needs, int]] = {

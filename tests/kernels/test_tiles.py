@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sonic_ep.kernels.cuda.tiles import Operation, left_free, tile_config
+from sonic_ep.kernels.cuda.tiles import Operation, reserved_clusters, tile_config
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Of records of the same, the last counts: it has the tiles that came since.
@@ -51,7 +51,7 @@ def tile_of(name: str, operation: Operation) -> str:
         "weight_up": (2 * n, d),
         "weight_down": (n, d),
     }
-    return str(tile_config(operation, *sizes[operation], 9, rounded=not name.endswith("_ragged")))
+    return str(tile_config(operation, *sizes[operation], 9, tile_aligned=not name.endswith("_ragged")))
 
 
 def dealt_out(tile: str) -> str:
@@ -83,18 +83,18 @@ def test_the_layer_is_within_two_percent_of_its_fastest_with_another_tile(name: 
 @given(N=WIDTHS, other=WIDTHS)
 def test_rows_that_are_rounded_to_128_fill_their_tiles(N: int, other: int) -> None:
     for operation in ("up", "up_clamped", "down", "down_backward", "down_backward_heavy", "up_backward"):
-        tile = tile_config(operation, N, other, 9, rounded=True)
+        tile = tile_config(operation, N, other, 9, tile_aligned=True)
         assert 128 % (tile.m * tile.cluster_m) == 0, (operation, tile)
 
 
-LEFT_FREE = json.loads((RESULTS / "grouped_gemms_left_free_h200.json").read_text())["shapes"]
+RESERVED = json.loads((RESULTS / "grouped_gemms_left_free_h200.json").read_text())["shapes"]
 
 
 # DeepSeek-V3's share: sums are 1.5 % of its backward, less than its times scatter.
-@pytest.mark.parametrize("name", LEFT_FREE.keys() - {"deepseek_v3_ep8_ragged"})
+@pytest.mark.parametrize("name", RESERVED.keys() - {"deepseek_v3_ep8_ragged"})
 def test_backward_is_within_one_percent_of_its_fastest_beside_sums(name: str) -> None:
-    times = {int(free): ms for free, ms in LEFT_FREE[name]["left_free_ms"].items() if free != "before"}
-    chosen = 2 * left_free(2 * LEFT_FREE[name]["n"], 66, 9)
+    times = {int(free): ms for free, ms in RESERVED[name]["left_free_ms"].items() if free != "before"}
+    chosen = 2 * reserved_clusters(2 * RESERVED[name]["n"], 66, 9)
     below, above = (max(f for f in times if f <= chosen), min(f for f in times if f >= chosen))
     between = (times[below] + times[above]) / 2
     assert between <= 1.01 * min(times.values()), (chosen, times)
@@ -102,8 +102,8 @@ def test_backward_is_within_one_percent_of_its_fastest_beside_sums(name: str) ->
 
 @given(st.integers(1, 2**16), st.integers(1, 74))
 def test_the_gemm_keeps_half_of_any_device(J: int, clusters: int) -> None:
-    assert 2 * left_free(J, clusters, 9) <= clusters
-    assert left_free(J, clusters, 10) == 0
+    assert 2 * reserved_clusters(J, clusters, 9) <= clusters
+    assert reserved_clusters(J, clusters, 10) == 0
 
 
 def test_unknown_architectures_are_refused() -> None:

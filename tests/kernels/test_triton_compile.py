@@ -14,38 +14,59 @@ KERNELS = [
         "gather_sum",
         "_gather_sum",
         "*bf16 *i32 *i32 *fp32 *bf16 i32",
-        {"HAS_WEIGHTS": True, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float32", "EARLY": True, "BESIDE": False},
+        {
+            "HAS_WEIGHTS": True,
+            "BLOCK": 512,
+            "UNROLL": 4,
+            "ACCUMULATOR": "tl.float32",
+            "PDL_WAIT": True,
+            "PDL_OVERLAP": False,
+        },
         num_warps=1,
     ),
     TritonKernel(
         "gather_sum",
         "_gather_sum",
         "*bf16 *i32 *i32 *bf16 *bf16 i32",
-        {"HAS_WEIGHTS": False, "BLOCK": 512, "UNROLL": 8, "ACCUMULATOR": "tl.float32", "EARLY": False, "BESIDE": True},
+        {
+            "HAS_WEIGHTS": False,
+            "BLOCK": 512,
+            "UNROLL": 8,
+            "ACCUMULATOR": "tl.float32",
+            "PDL_WAIT": False,
+            "PDL_OVERLAP": True,
+        },
         num_warps=1,
     ),
     TritonKernel(
         "gather_sum",
         "_gather_sum",
         "*fp64 *i32 *i32 *fp64 *fp64 i32",
-        {"HAS_WEIGHTS": True, "BLOCK": 512, "UNROLL": 4, "ACCUMULATOR": "tl.float64", "EARLY": False, "BESIDE": False},
+        {
+            "HAS_WEIGHTS": True,
+            "BLOCK": 512,
+            "UNROLL": 4,
+            "ACCUMULATOR": "tl.float64",
+            "PDL_WAIT": False,
+            "PDL_OVERLAP": False,
+        },
         num_warps=1,
     ),
     *(
         TritonKernel(
             "pair_lists",
             "_fill",
-            f"*i32 i32 i32 *i32 {gates} *i32 *i32 {gates} *i32 *i32 i32 i32",
-            {"HAS_STARTS": True, "ZEROED": words > 1, "WORDS": words, "BLOCK": 256, "EARLY": True},
+            f"*i32 i32 i32 *i32 {pair_weights} *i32 *i32 {pair_weights} *i32 *i32 i32 i32",
+            {"HAS_STARTS": True, "ZEROED": words > 1, "WORDS": words, "BLOCK": 256, "PDL_WAIT": True},
         )
-        for gates, words in (("*fp32", 1), ("*fp32", 16), ("*fp64", 4))
+        for pair_weights, words in (("*fp32", 1), ("*fp32", 16), ("*fp64", 4))
     ),
     *(
         TritonKernel(
             "pair_lists",
             "_starts",
             "*i32 *i32 *i32 i32",
-            {"WORDS": words, "PROGRAMS": programs, "BLOCK": 256, "EARLY": True},
+            {"WORDS": words, "PROGRAMS": programs, "BLOCK": 256, "PDL_WAIT": True},
         )
         for words, programs in ((1, 1), (4, 128), (16, 4096))
     ),
@@ -54,7 +75,7 @@ KERNELS = [
             "pair_lists",
             "_group",
             "*i32 i32 i32 *i32 *i32 *i32 *i32",
-            {"WORDS": words, "BLOCK": 256, "EARLY": True},
+            {"WORDS": words, "BLOCK": 256, "PDL_WAIT": True},
         )
         for words in (1, 4, 16)
     ),
@@ -63,7 +84,7 @@ KERNELS = [
             "pair_lists",
             "_values_of_pairs",
             "*fp32 *i32 *i32 *fp32 i32",
-            {"N": parts, "COLUMNS": columns, "BLOCK": block, "ACCUMULATOR": "tl.float32", "BESIDE": beside},
+            {"Z": parts, "COLUMNS": columns, "BLOCK": block, "ACCUMULATOR": "tl.float32", "PDL_OVERLAP": beside},
         )
         for parts, columns, block, beside in ((2, 2, 256, True), (75, 128, 32, True), (1, 1, 256, False))
     ),
@@ -76,7 +97,7 @@ KERNELS = [
     *(
         TritonKernel(
             "decision",
-            "_decide",
+            "_round_counts",
             "*i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i64 i32 i64 i32 i64 i32 i64 i32 i32 i64 i32",
             {"MODE": mode, "BITS": 9, "ONE_RANK": ranks == 1, "RANKS": ranks, "EXPERTS": experts, "BLOCK": 1024},
         )
@@ -84,13 +105,13 @@ KERNELS = [
     ),
     TritonKernel(
         "decision",
-        "_cut_owners",
+        "_cap_dst_ranks",
         "*i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i32",
         {"MODE": 5, "BITS": 32, "EXPERTS": 512},
     ),
     TritonKernel(
         "decision",
-        "_cut_ranks",
+        "_cap_sources",
         "*i64 *i64 *i64 *i64 *i64 i32 i32",
         {"BITS": 32, "RANKS": 8, "EXPERTS": 128},
     ),
@@ -107,7 +128,7 @@ KERNELS = [
     *(
         TritonKernel(
             "plan",
-            "_plan_within",
+            "_bounded_plan",
             "*i32 *i32 *i32 *i32 *i32 *i32 *i64 i32 i32 i32 i32 i32",
             {"SOURCES": sources, "BLOCK": 1024},
         )
@@ -116,31 +137,35 @@ KERNELS = [
     *(
         TritonKernel(
             "host_sizes",
-            "_host_sizes",
+            "_pack_split_sizes",
             "*i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i32",
             {"SOURCES": sources, "EXPERTS": experts, "FIELDS": 8},
         )
         for sources, experts in ((1, 512), (8, 64), (64, 64))
     ),
     *(
-        TritonKernel("reports", "_void_unless", "*i64 *i64 i32 i32 i32 i32 i32", {"RANKS": ranks, "BLOCK": 1024})
+        TritonKernel(
+            "reports", "_zero_counts_on_error", "*i64 *i64 i32 i32 i32 i32 i32", {"RANKS": ranks, "BLOCK": 1024}
+        )
         for ranks in (2, 8, 64)
     ),
     *(
         TritonKernel(
             "reports",
-            "_report_of",
+            "_pack_rank_status",
             "*i64 *i64 *i64 *i64 i32 i32 i32",
-            {"HAS_BAD_LOGITS": some, "HAS_DRAW": some, "BLOCK": 1024},
+            {"HAS_BAD_LOGITS": some, "HAS_SEED": some, "BLOCK": 1024},
         )
         for some in (True, False)
     ),
     *(
-        TritonKernel("sent_rows", "_mark", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "COUNTS": counts, "BLOCK": 256})
+        TritonKernel(
+            "sent_rows", "_mark", "*i32 *i32 *i32 *i32 i32 i32", {"DST_RANKS": 8, "COUNTS": counts, "BLOCK": 256}
+        )
         for counts in (True, False)
     ),
-    TritonKernel("sent_rows", "_look_up", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "BLOCK": 256}),
-    TritonKernel("sent_rows", "_by_token", "*i32 *i32 *i32 *i32 i32 i32", {"OWNERS": 8, "TOKENS": 256}),
+    TritonKernel("sent_rows", "_look_up", "*i32 *i32 *i32 *i32 i32 i32", {"DST_RANKS": 8, "BLOCK": 256}),
+    TritonKernel("sent_rows", "_by_token", "*i32 *i32 *i32 *i32 i32 i32", {"DST_RANKS": 8, "TOKENS": 256}),
     *(
         TritonKernel(
             "peer_rows",
@@ -155,7 +180,7 @@ KERNELS = [
     *(
         TritonKernel(
             "peer_rows",
-            "_push_sums",
+            "_combine_push",
             "*bf16 *i32 *i32 *fp32 *i32 *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32",
             {
                 "STAGE": 2,
@@ -173,14 +198,14 @@ KERNELS = [
     ),
     TritonKernel(
         "peer_rows",
-        "_sum_sent",
+        "_combine_reduce",
         "*bf16 *bf16 *i32 *i64 *bf16 i32 i32 i32 i32",
         {"S": 8, "BLOCK": 512, "ACCUMULATOR": "tl.float32"},
         num_warps=1,
     ),
     *(
         TritonKernel("peer_meeting", name, "*i64 *i64 *i64 i64 i32", {"STAGE": 1, "S": 4}, num_warps=1)
-        for name in ("_come", "_go")
+        for name in ("_acquire_peers", "_release_peers")
     ),
     TritonKernel(
         "peer_pairs",
@@ -190,7 +215,7 @@ KERNELS = [
     ),
     TritonKernel(
         "peer_pairs",
-        "_push_values",
+        "_push_scalars",
         "*fp32 *i32 *i32 *i64 *i64 *i64 *i64 i64 i32",
         {"STAGE": 3, "S": 8, "RANKS": 8, "BLOCK": 512},
     ),
@@ -199,9 +224,9 @@ KERNELS = [
             "peer_gather",
             name,
             "*i64 *i64 *i64 *i64 *i64 i64 i32 i32 i32",
-            {"STAGE": 4, "S": 8, "PLACES": 2, "BLOCK": 512},
+            {"STAGE": 4, "S": 8, "NUM_SLOTS": 2, "BLOCK": 512},
         )
-        for name in ("_announce", "_take_all")
+        for name in ("_all_gather_start", "_all_gather_wait")
     ),
 ]
 

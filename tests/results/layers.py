@@ -19,7 +19,7 @@ EP_SIZES = (1, 2, 4)  # the first is 1, on whose rank the probe runs
 # K > 2: two terms have the same sum in either order.
 SIZES = {"d": 40, "n": 24, "E": 8, "K": 3, "init_std": 0.5}
 # Backward uses the rows that forward received. The only place that names the field.
-KEPT = {"keep_dispatched": True}
+KEPT = {"save_dispatched": True}
 TILES = {"t": 4, "G": 16}
 GLOBAL = {"balance": "global", "balance_coef": 0.3, "z_loss_coef": 0.05}
 STATS = (

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.routers.rounding import Decision, decide
+from sonic_ep.routers.rounding import RoundedCounts, round_counts
 
 MODES = ("apportion", "nearest", "up", "down", "stochastic", "pad", "off")
 KINDS = ("empty", "full", "sparse", "skewed", "any")
@@ -21,12 +21,12 @@ class Case(NamedTuple):
     t: int
     G: int
 
-    def decide(
-        self, mode: str, *, capacity_factor: float | None = None, training: bool = True, draw: int = 0
-    ) -> Decision:
+    def round_counts(
+        self, mode: str, *, capacity_factor: float | None = None, training: bool = True, seed: int = 0
+    ) -> RoundedCounts:
         rounding = RoundingConfig(mode=mode, t=self.t, G=self.G, capacity_factor=capacity_factor)  # type: ignore[arg-type]
         chosen_SE, tokens_S = torch.tensor(self.chosen), torch.tensor(self.tokens)
-        return decide(chosen_SE, tokens_S, rounding, training=training, draw=draw)
+        return round_counts(chosen_SE, tokens_S, rounding, training=training, seed=seed)
 
     def columns(self) -> Iterator[tuple[int, ...]]:
         """The counts of each expert, by rank."""
@@ -53,17 +53,17 @@ def counts_of_rank(kind: str, T: int, E: int, favourite: int) -> st.SearchStrate
 
 
 @st.composite
-def cases(draw: st.DrawFn, max_ranks: int = 8) -> Case:
-    ep_size = draw(st.integers(1, max_ranks))
-    E = ep_size * draw(st.integers(1, 3))
-    G = draw(st.sampled_from([1, 2, 6, 8, 16, 48, 128, 256]))
-    t = draw(st.sampled_from(divisors(G)))
-    tokens = draw(st.lists(st.one_of(st.integers(0, 20), st.integers(0, 700)), min_size=ep_size, max_size=ep_size))
-    kind = draw(st.sampled_from(KINDS))
-    favourite = draw(st.integers(0, E - 1))
-    return Case([draw(counts_of_rank(kind, T, E, favourite)) for T in tokens], tokens, t, G)
+def cases(seed: st.DrawFn, max_ranks: int = 8) -> Case:
+    ep_size = seed(st.integers(1, max_ranks))
+    E = ep_size * seed(st.integers(1, 3))
+    G = seed(st.sampled_from([1, 2, 6, 8, 16, 48, 128, 256]))
+    t = seed(st.sampled_from(divisors(G)))
+    tokens = seed(st.lists(st.one_of(st.integers(0, 20), st.integers(0, 700)), min_size=ep_size, max_size=ep_size))
+    kind = seed(st.sampled_from(KINDS))
+    favourite = seed(st.integers(0, E - 1))
+    return Case([seed(counts_of_rank(kind, T, E, favourite)) for T in tokens], tokens, t, G)
 
 
-def assert_same(decision: Decision, other: Decision) -> None:
+def assert_same(rounded: RoundedCounts, other: RoundedCounts) -> None:
     for name in ("rows_SE", "pairs_SE", "cut_S", "t"):
-        assert torch.equal(getattr(decision, name), getattr(other, name)), name
+        assert torch.equal(getattr(rounded, name), getattr(other, name)), name

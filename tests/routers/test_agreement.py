@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup
-from sonic_ep.routers.agreement import Report, agree
+from sonic_ep.routers.agreement import RankStatus, gather_counts
 from sonic_ep.routers.router import Router
 from sonic_ep.routers.selection import MAX_TOKENS
 from tests.helpers.launch import RankPool
@@ -58,7 +58,7 @@ def route_everywhere(rank: int, tokens: list[int], rounding: RoundingConfig, ste
     for _ in range(steps):
         router.zero_grad()
         routed = router(tokens_of(rank, tokens[rank]), group=EPGroup(), sequence_length=tokens[rank])
-        (routed.routing.gates_N.sum() + routed.aux_loss).backward()
+        (routed.routing.weights_N.sum() + routed.aux_loss).backward()
         counts = routed.routing.counts
         described = {
             name: value.tolist() if isinstance(value, Tensor) else value for name, value in counts._asdict().items()
@@ -141,20 +141,20 @@ def attempt(rank: int, case: str) -> tuple[str | None, list[int]]:
             case "dtype" if rank == 1:
                 x_TH = x_TH.double()
             case "tokens" if rank == 1:
-                report = Report(
+                status = RankStatus(
                     counts_E=torch.zeros(E, dtype=torch.int64),
                     num_tokens=MAX_TOKENS,
                     dtype=torch.float32,
                     training=True,
                 )
-                agree(report, router.config.rounding, group)
+                gather_counts(status, router.config.rounding, group)
         router(x_TH, group=group, sequence_length=20).routing.check()
     except ValueError as error:
         message = str(error)
-    counted = router._counts_since_update_E.tolist()
+    balance_counts = router._counts_since_update_E.tolist()
     routed = router.train()(tokens_of(rank, 20), group=group, sequence_length=20)
     routed.routing.check()
-    return message, [*counted, *routed.routing.counts.pairs_SE.flatten().tolist()]
+    return message, [*balance_counts, *routed.routing.counts.pairs_SE.flatten().tolist()]
 
 
 MESSAGES = {
@@ -207,18 +207,18 @@ def test_bias_update_sums_over_data_parallel_groups(ranks: Pools) -> None:
 # One process is enough.
 
 
-def report_of(counts: list[int], **changes: Any) -> Report:
+def status_of(counts: list[int], **changes: Any) -> RankStatus:
     facts: dict[str, Any] = {"num_tokens": 20, "dtype": torch.float32, "training": True} | changes
-    return Report(counts_E=torch.tensor(counts), **facts)
+    return RankStatus(counts_E=torch.tensor(counts), **facts)
 
 
 def test_alone_the_counts_are_the_reports() -> None:
-    report = report_of([5, 12, 0], by_score_E=torch.tensor([9, 8, 0]))
-    counts, on_host, by_score_SE = agree(report, RoundingConfig(mode="up", t=8, G=8), EPGroup.alone())
+    status = status_of([5, 12, 0], by_score_E=torch.tensor([9, 8, 0]))
+    counts, split_sizes, by_score_SE = gather_counts(status, RoundingConfig(mode="up", t=8, G=8), EPGroup.alone())
     assert by_score_SE is not None
     assert by_score_SE.tolist() == [[9, 8, 0]]
-    assert on_host is not None
-    assert on_host.read() == ((20,), ((24,),), ((24,),))
+    assert split_sizes is not None
+    assert split_sizes.read() == ((20,), ((24,),), ((24,),))
     assert counts.chosen_SE.tolist() == [[5, 12, 0]]
     assert counts.rows_SE.tolist() == counts.pairs_SE.tolist() == [[8, 16, 0]]
     assert counts.tokens_S.tolist() == [20]
@@ -228,19 +228,23 @@ def test_alone_the_counts_are_the_reports() -> None:
 @pytest.mark.parametrize("bad", [1, 2**31 - 1, 2**31, 2**32], ids=str)
 def test_any_number_of_bad_logits_is_an_error(bad: int) -> None:
     # A million tokens times 4096 experts, all NaN, is 2^32.
-    _, on_host, _ = agree(report_of([5, 12, 0], bad_logits=torch.tensor(bad)), ROUNDINGS["off"], EPGroup.alone())
-    assert on_host is not None
-    for ask in (on_host.check, on_host.read, on_host.check):
+    _, split_sizes, _ = gather_counts(
+        status_of([5, 12, 0], bad_logits=torch.tensor(bad)), ROUNDINGS["off"], EPGroup.alone()
+    )
+    assert split_sizes is not None
+    for ask in (split_sizes.check, split_sizes.read, split_sizes.check):
         with pytest.raises(ValueError, match=r"NaN or inf \(rank 0: [1-9]"):
             ask()
 
 
 def test_the_largest_batch_is_let_through_and_one_more_token_is_not() -> None:
     large = [MAX_TOKENS - 1, 3]
-    counts, on_host, _ = agree(report_of(large, num_tokens=MAX_TOKENS - 1), ROUNDINGS["nearest"], EPGroup.alone())
-    assert on_host is not None
-    on_host.check()
+    counts, split_sizes, _ = gather_counts(
+        status_of(large, num_tokens=MAX_TOKENS - 1), ROUNDINGS["nearest"], EPGroup.alone()
+    )
+    assert split_sizes is not None
+    split_sizes.check()
     assert counts.chosen_SE.tolist() == [large]
     assert counts.rows_SE.tolist() == [[MAX_TOKENS, 0]]
     with pytest.raises(ValueError, match=f"T={MAX_TOKENS}.*{MAX_TOKENS - 1}"):
-        agree(report_of([0, 0], num_tokens=MAX_TOKENS), ROUNDINGS["nearest"], EPGroup.alone())
+        gather_counts(status_of([0, 0], num_tokens=MAX_TOKENS), ROUNDINGS["nearest"], EPGroup.alone())

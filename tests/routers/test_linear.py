@@ -103,14 +103,14 @@ class Handed(torch.autograd.Function):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_gradients_of_both_results_are_summed(dtype: torch.dtype, linear_dtype: LinearDtype) -> None:
     case = Case(dtype)
-    x_TH, others_TH = case.x_TH.clone().requires_grad_(), torch.randn_like(case.x_TH)
+    x_TH, dx_others_TH = case.x_TH.clone().requires_grad_(), torch.randn_like(case.x_TH)
     logits_TE, passed_TH = linear(x_TH, case.weight_EH, case.bias_E, linear_dtype)
     assert torch.equal(passed_TH, x_TH)
     assert passed_TH.data_ptr() == x_TH.data_ptr()
-    handed_TH = others_TH.clone()
+    handed_TH = dx_others_TH.clone()
     loss = (logits_TE * case.dlogits_TE).sum() + Handed.apply(passed_TH, handed_TH)
     (dx_TH,) = torch.autograd.grad(loss, x_TH)
-    wanted_TH = case.results(linear_dtype)["dx"].double() + others_TH.double()
+    wanted_TH = case.results(linear_dtype)["dx"].double() + dx_others_TH.double()
     assert error(dx_TH, wanted_TH) < 4 * torch.finfo(dtype).eps
     if linear_dtype == "input":
         assert dx_TH.data_ptr() == handed_TH.data_ptr()
@@ -149,10 +149,10 @@ def test_behind_the_logits_everything_is_fp32() -> None:
     assert logits_TE.dtype == torch.float32
     assert torch.equal(logits_TE, logits_TE.bfloat16().float())
     routed = router(x_TH, group=EPGroup.alone(), sequence_length=T)
-    gates_N = routed.routing.gates_N
-    assert gates_N.dtype == routed.aux_loss.dtype == torch.float32
-    assert not torch.equal(gates_N, gates_N.bfloat16().float())
-    (gates_N.square().sum() + routed.aux_loss).backward()
+    weights_N = routed.routing.weights_N
+    assert weights_N.dtype == routed.aux_loss.dtype == torch.float32
+    assert not torch.equal(weights_N, weights_N.bfloat16().float())
+    (weights_N.square().sum() + routed.aux_loss).backward()
     for parameter in router.parameters():
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.routers.rounding import Decision, chunk_multiples, decide, predicted_change
+from sonic_ep.routers.rounding import RoundedCounts, chunk_multiples, predicted_change, round_counts
 
 BUDGET = 0.066
 CHUNKS = (128, 64, 32, 16)
@@ -23,8 +23,8 @@ def even_counts(rho: float, ep_size: int, E: int = 64) -> torch.Tensor:
     return counts.view(ep_size, E)
 
 
-def auto(chosen_SE: torch.Tensor) -> Decision:
-    return decide(chosen_SE, torch.full((chosen_SE.shape[0],), 10**6), RoundingConfig())
+def auto(chosen_SE: torch.Tensor) -> RoundedCounts:
+    return round_counts(chosen_SE, torch.full((chosen_SE.shape[0],), 10**6), RoundingConfig())
 
 
 class Measured(NamedTuple):
@@ -43,13 +43,13 @@ def measure(rho: float, ep_size: int, t: int | None, spread: float, seed: int) -
     popularity_E = -torch.rand(shape, E, generator=generator, dtype=torch.float64).log().mean(0)
     chosen_SE = torch.poisson((rho * 128 * popularity_E).expand(ep_size, E), generator=generator).long()
     rounding = RoundingConfig() if t is None else RoundingConfig(t=t)
-    decision = decide(chosen_SE, torch.full((ep_size,), 10**6), rounding)
-    changed = (decision.pairs_SE - chosen_SE).abs().sum() / chosen_SE.sum()
+    rounded = round_counts(chosen_SE, torch.full((ep_size,), 10**6), rounding)
+    changed = (rounded.pairs_SE - chosen_SE).abs().sum() / chosen_SE.sum()
     return Measured(
         changed.item(),
         chosen_SE.sum().item() / (128 * chosen_SE.numel()),
-        int(decision.t),
-        torch.equal(decision.pairs_SE, chosen_SE),
+        int(rounded.t),
+        torch.equal(rounded.pairs_SE, chosen_SE),
     )
 
 
@@ -97,19 +97,19 @@ def test_auto_keeps_the_measured_change_near_the_budget(ep_size: int) -> None:
 )
 def test_auto_takes_the_largest_t_within_budget_for_8_ranks(rho: float, t: int) -> None:
     for E in (8, 64, 512):
-        decision = auto(even_counts(rho, 8, E))
-        assert int(decision.t) == t
-        assert (decision.rows_SE % t == 0).all()
-        assert (decision.rows_SE.sum(0) % 128 == 0).all()
+        rounded = auto(even_counts(rho, 8, E))
+        assert int(rounded.t) == t
+        assert (rounded.rows_SE % t == 0).all()
+        assert (rounded.rows_SE.sum(0) % 128 == 0).all()
 
 
 def test_auto_pads_when_no_t_is_within_budget() -> None:
     for rho in (0.64, 0.3, 0.01, 0.0):
         chosen_SE = even_counts(rho, 8)
-        decision = auto(chosen_SE)
-        assert int(decision.t) == 16
-        assert torch.equal(decision.pairs_SE, chosen_SE)
-        assert torch.equal(decision.rows_SE, (chosen_SE + 15) // 16 * 16)
+        rounded = auto(chosen_SE)
+        assert int(rounded.t) == 16
+        assert torch.equal(rounded.pairs_SE, chosen_SE)
+        assert torch.equal(rounded.rows_SE, (chosen_SE + 15) // 16 * 16)
 
 
 def test_auto_never_takes_a_smaller_t_for_more_tokens() -> None:
@@ -128,6 +128,6 @@ def test_auto_chooses_among_the_usual_chunks_that_divide_G(G: int, multiples: tu
 @pytest.mark.parametrize("mode", ["nearest", "up", "down", "stochastic"])
 def test_auto_is_the_whole_tile_where_each_rank_rounds_alone(mode: str) -> None:
     chosen_SE = torch.tensor([[100, 300], [7, 0]])
-    decision = decide(chosen_SE, torch.tensor([400, 400]), RoundingConfig(mode=mode, G=64))  # type: ignore[arg-type]
-    assert int(decision.t) == 64
-    assert (decision.rows_SE % 64 == 0).all()
+    rounded = round_counts(chosen_SE, torch.tensor([400, 400]), RoundingConfig(mode=mode, G=64))  # type: ignore[arg-type]
+    assert int(rounded.t) == 64
+    assert (rounded.rows_SE % 64 == 0).all()

@@ -39,7 +39,7 @@ def block_of(router: Router, group: EPGroup | None = None) -> Block:
         token_ids_N = routed.routing.token_ids_N.long()
         experts_N = torch.repeat_interleave(routed.routing.counts.pairs_SE[members.rank])
         rows_NH = x_TH[token_ids_N].tanh() * (1 + experts_N[:, None])
-        return x_TH.index_add(0, token_ids_N, rows_NH * routed.routing.gates_N[:, None]) + routed.aux_loss
+        return x_TH.index_add(0, token_ids_N, rows_NH * routed.routing.weights_N[:, None]) + routed.aux_loss
 
     return block
 
@@ -225,7 +225,7 @@ def test_a_recomputation_is_counted_once() -> None:
     with torch.no_grad():
         router.weight.copy_(torch.eye(4))
     once = torch.eye(4)[[0, 0, 0, 1]].requires_grad_()
-    checkpointed(lambda x: router(x, group=EPGroup.alone(), sequence_length=4).routing.gates_N * x.sum())(
+    checkpointed(lambda x: router(x, group=EPGroup.alone(), sequence_length=4).routing.weights_N * x.sum())(
         once
     ).sum().backward()
     router(torch.eye(4)[[1, 1, 1, 2, 2, 3, 3]], group=EPGroup.alone(), sequence_length=7)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.routers.rounding import deal_units, decide, most_received, most_rows
+from sonic_ep.routers.rounding import deal_units, max_received, max_rows, round_counts
 from tests.routers.rounding_cases import MODES, Case, assert_same, cases
 
 PER_RANK_MODES = ("nearest", "up", "down", "stochastic")
@@ -32,7 +32,7 @@ def ceil_multiple(count: int, unit: int) -> int:
     return -(-count // unit) * unit
 
 
-def rows_by_owner(rows_SE: Tensor) -> list[int]:
+def rows_by_dst(rows_SE: Tensor) -> list[int]:
     ep_size, E = rows_SE.shape
     return rows_SE.sum(0).view(ep_size, E // ep_size).sum(1).tolist()
 
@@ -42,17 +42,17 @@ def rows_by_owner(rows_SE: Tensor) -> list[int]:
 
 @settings(max_examples=150)
 @given(
-    case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([None, 1.0, 1.3]), draw=st.integers(0, 2**31 - 2)
+    case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([None, 1.0, 1.3]), seed=st.integers(0, 2**31 - 2)
 )
 def test_chunks_are_multiples_of_t_and_hold_only_tokens_that_exist(
-    case: Case, mode: str, factor: float | None, draw: int
+    case: Case, mode: str, factor: float | None, seed: int
 ) -> None:
-    decision = case.decide(mode, capacity_factor=factor, draw=draw)
+    rounded = case.round_counts(mode, capacity_factor=factor, seed=seed)
     t = 1 if mode == "off" else case.t
-    assert int(decision.t) == t
+    assert int(rounded.t) == t
     for rank, T in enumerate(case.tokens):
         for count, rows, pairs in zip(
-            case.chosen[rank], decision.rows_SE[rank].tolist(), decision.pairs_SE[rank].tolist(), strict=True
+            case.chosen[rank], rounded.rows_SE[rank].tolist(), rounded.pairs_SE[rank].tolist(), strict=True
         ):
             assert rows % t == 0
             assert 0 <= pairs <= min(rows, T)
@@ -61,32 +61,32 @@ def test_chunks_are_multiples_of_t_and_hold_only_tokens_that_exist(
 
 
 @given(
-    case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([None, 1.0, 1.3]), draw=st.integers(0, 2**31 - 2)
+    case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([None, 1.0, 1.3]), seed=st.integers(0, 2**31 - 2)
 )
-def test_the_decision_depends_on_the_values_alone(case: Case, mode: str, factor: float | None, draw: int) -> None:
+def test_the_decision_depends_on_the_values_alone(case: Case, mode: str, factor: float | None, seed: int) -> None:
     rounding = RoundingConfig(mode=mode, t=case.t, G=case.G, capacity_factor=factor)  # type: ignore[arg-type]
     chosen_SE, tokens_S = torch.tensor(case.chosen), torch.tensor(case.tokens)
     # As the all-gather leaves them: a slice of a wider tensor.
     gathered = torch.cat([tokens_S[:, None], chosen_SE], dim=1)
     before = gathered.clone()
-    sliced = decide(gathered[:, 1:], gathered[:, 0], rounding, draw=draw)
-    assert_same(decide(chosen_SE, tokens_S, rounding, draw=draw), sliced)
+    sliced = round_counts(gathered[:, 1:], gathered[:, 0], rounding, seed=seed)
+    assert_same(round_counts(chosen_SE, tokens_S, rounding, seed=seed), sliced)
     assert torch.equal(gathered, before), "the counts were written to"
 
 
 @given(case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([None, 1.0, 1.3]))
 def test_without_training_it_is_off(case: Case, mode: str, factor: float | None) -> None:
-    decision = case.decide(mode, capacity_factor=factor, training=False)
-    assert decision.rows_SE.tolist() == decision.pairs_SE.tolist() == case.chosen
-    assert decision.cut_S.tolist() == [0] * len(case.tokens)
-    assert int(decision.t) == 1
-    assert_same(decision, case.decide("off"))
+    rounded = case.round_counts(mode, capacity_factor=factor, training=False)
+    assert rounded.rows_SE.tolist() == rounded.pairs_SE.tolist() == case.chosen
+    assert rounded.cut_S.tolist() == [0] * len(case.tokens)
+    assert int(rounded.t) == 1
+    assert_same(rounded, case.round_counts("off"))
 
 
 @st.composite
-def aligned_cases(draw: st.DrawFn) -> Case:
+def aligned_cases(seed: st.DrawFn) -> Case:
     """Every count a multiple of t, every column sum one of G: rounding has nothing to do."""
-    case = draw(cases())
+    case = seed(cases())
     columns = []
     for column in case.columns():
         first, *rest = (count // case.t * case.t for count in column)
@@ -95,13 +95,13 @@ def aligned_cases(draw: st.DrawFn) -> Case:
     return case._replace(chosen=chosen, tokens=[max(row) + T for row, T in zip(chosen, case.tokens, strict=True)])
 
 
-@given(case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([None, 1.0]), draw=st.integers(0, 99))
-def test_no_rank_has_more_rows_than_most_rows_says(case: Case, mode: str, factor: float | None, draw: int) -> None:
+@given(case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([None, 1.0]), seed=st.integers(0, 99))
+def test_no_rank_has_more_rows_than_most_rows_says(case: Case, mode: str, factor: float | None, seed: int) -> None:
     """Beside its pairs, whose number T K stands for."""
     rounding = RoundingConfig(mode=mode, t=case.t, G=case.G, capacity_factor=factor)  # type: ignore[arg-type]
-    most = most_rows(rounding, 0, 1, len(case.chosen[0]), len(case.tokens), training=True)
-    decision = case.decide(mode, capacity_factor=factor, draw=draw)
-    for chosen, rows in zip(case.chosen, decision.rows_SE.sum(1).tolist(), strict=True):
+    most = max_rows(rounding, 0, 1, len(case.chosen[0]), len(case.tokens), training=True)
+    rounded = case.round_counts(mode, capacity_factor=factor, seed=seed)
+    for chosen, rows in zip(case.chosen, rounded.rows_SE.sum(1).tolist(), strict=True):
         assert rows <= sum(chosen) + most if most is not None else rows == sum(chosen)
 
 
@@ -114,26 +114,26 @@ def test_nor_where_t_is_chosen_automatically(counts: list[list[int]], divisor: i
     """Many pairs, or so few that some modes pad."""
     chosen_SE = torch.tensor(counts) // divisor
     rounding = RoundingConfig(mode=mode)  # type: ignore[arg-type]
-    most = most_rows(rounding, 0, 1, 4, len(counts), training=True)
-    rows_S = decide(chosen_SE, chosen_SE.amax(1), rounding).rows_SE.sum(1)
+    most = max_rows(rounding, 0, 1, 4, len(counts), training=True)
+    rows_S = round_counts(chosen_SE, chosen_SE.amax(1), rounding).rows_SE.sum(1)
     assert most is None or (rows_S <= chosen_SE.sum(1) + most).all()
 
 
-@given(case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([1.0, 1.25, 3.0]), draw=st.integers(0, 99))
-def test_no_owner_has_more_rows_than_most_received_says(case: Case, mode: str, factor: float, draw: int) -> None:
+@given(case=cases(), mode=st.sampled_from(MODES), factor=st.sampled_from([1.0, 1.25, 3.0]), seed=st.integers(0, 99))
+def test_no_owner_has_more_rows_than_most_received_says(case: Case, mode: str, factor: float, seed: int) -> None:
     """With as many experts a token as the counts have, if every rank had the tokens of the one with most."""
     S, E = len(case.chosen), len(case.chosen[0])
     rounding = RoundingConfig(mode=mode, t=case.t, G=case.G, capacity_factor=factor)  # type: ignore[arg-type]
-    most = most_received(rounding, max(map(sum, case.chosen)), 1, training=True)
+    most = max_received(rounding, max(map(sum, case.chosen)), 1, training=True)
     assert most is not None
-    rows_SE = case.decide(mode, capacity_factor=factor, draw=draw).rows_SE
+    rows_SE = case.round_counts(mode, capacity_factor=factor, seed=seed).rows_SE
     assert int(rows_SE.view(S, S, E // S).sum((0, 2)).max()) <= most
 
 
-@given(case=aligned_cases(), mode=st.sampled_from(MODES), draw=st.integers(0, 2**31 - 2))
-def test_aligned_counts_stay(case: Case, mode: str, draw: int) -> None:
-    decision = case.decide(mode, draw=draw)
-    assert decision.rows_SE.tolist() == decision.pairs_SE.tolist() == case.chosen
+@given(case=aligned_cases(), mode=st.sampled_from(MODES), seed=st.integers(0, 2**31 - 2))
+def test_aligned_counts_stay(case: Case, mode: str, seed: int) -> None:
+    rounded = case.round_counts(mode, seed=seed)
+    assert rounded.rows_SE.tolist() == rounded.pairs_SE.tolist() == case.chosen
 
 
 # Apportionment.
@@ -142,7 +142,7 @@ def test_aligned_counts_stay(case: Case, mode: str, draw: int) -> None:
 @settings(max_examples=150)
 @given(case=cases())
 def test_apportion_rounds_an_experts_total_to_the_nearest_multiple_of_G(case: Case) -> None:
-    totals = case.decide("apportion").rows_SE.sum(0).tolist()
+    totals = case.round_counts("apportion").rows_SE.sum(0).tolist()
     for column, total in zip(case.columns(), totals, strict=True):
         assert total % case.G == 0
         assert 2 * abs(total - sum(column)) <= case.G
@@ -152,36 +152,36 @@ def test_apportion_rounds_an_experts_total_to_the_nearest_multiple_of_G(case: Ca
 @given(case=cases())
 def test_apportion_in_whole_tiles_gives_each_rank_the_floor_or_ceiling_of_its_own_count(case: Case) -> None:
     case = case._replace(t=case.G)
-    for counts, rows in zip(case.chosen, case.decide("apportion").rows_SE.tolist(), strict=True):
+    for counts, rows in zip(case.chosen, case.round_counts("apportion").rows_SE.tolist(), strict=True):
         for count, n in zip(counts, rows, strict=True):
             assert n in (count // case.G * case.G, ceil_multiple(count, case.G))
 
 
 @given(case=cases(max_ranks=1))
 def test_apportion_on_one_rank_is_sonicmoes_nearest_rounding(case: Case) -> None:
-    decision = case.decide("apportion")
+    rounded = case.round_counts("apportion")
     (counts,), (T,) = case.chosen, case.tokens
     wanted = [nearest_multiple(count, case.G) for count in counts]
-    assert decision.rows_SE.tolist() == [wanted]
+    assert rounded.rows_SE.tolist() == [wanted]
     # SonicMoE takes the best `wanted` tokens, which are all of them if there are fewer.
-    assert decision.pairs_SE.tolist() == [[min(rows, T) for rows in wanted]]
+    assert rounded.pairs_SE.tolist() == [[min(rows, T) for rows in wanted]]
 
 
 @pytest.mark.parametrize("t", [16, 32, 64])
 def test_a_batch_smaller_than_a_tile_keeps_its_experts(t: int) -> None:
     # 100 tokens on an expert round to 128: take all there are. Rounding to what 100 tokens fill would leave it none.
-    assert Case([[100, 80]], [100], t, 128).decide("apportion").pairs_SE.tolist() == [[100, 100]]
-    assert Case([[40, 0], [40, 0]], [40, 40], t, 128).decide("apportion").pairs_SE.tolist() == [[40, 0], [40, 0]]
+    assert Case([[100, 80]], [100], t, 128).round_counts("apportion").pairs_SE.tolist() == [[100, 100]]
+    assert Case([[40, 0], [40, 0]], [40, 40], t, 128).round_counts("apportion").pairs_SE.tolist() == [[40, 0], [40, 0]]
 
 
 @st.composite
-def small_cases(draw: st.DrawFn) -> Case:
+def small_cases(seed: st.DrawFn) -> Case:
     """Few units a column, so that every way to deal them can be listed, and tokens enough for any of them."""
-    ep_size = draw(st.integers(1, 4))
-    t = draw(st.integers(1, 6))
+    ep_size = seed(st.integers(1, 4))
+    t = seed(st.integers(1, 6))
     row = st.lists(st.integers(0, 3 * t), min_size=ep_size, max_size=ep_size)
-    chosen = draw(st.lists(row, min_size=ep_size, max_size=ep_size))
-    return Case(chosen, [100] * ep_size, t, t * draw(st.integers(1, 3)))
+    chosen = seed(st.lists(row, min_size=ep_size, max_size=ep_size))
+    return Case(chosen, [100] * ep_size, t, t * seed(st.integers(1, 3)))
 
 
 def ways_to_deal(units: int, holders: int) -> Iterator[list[int]]:
@@ -197,33 +197,33 @@ def changes(rows: Iterable[int], counts: Iterable[int]) -> int:
 
 @given(case=small_cases())
 def test_apportion_changes_as_few_assignments_as_its_column_totals_allow(case: Case) -> None:
-    rows_SE = case.decide("apportion").rows_SE
+    rows_SE = case.round_counts("apportion").rows_SE
     for counts, rows in zip(case.columns(), rows_SE.T.tolist(), strict=True):
         dealt = ways_to_deal(sum(rows) // case.t, len(rows))
         assert changes(rows, counts) == min(changes([n * case.t for n in each], counts) for each in dealt)
 
 
 def test_apportion_gives_a_tied_unit_to_the_lowest_rank() -> None:
-    decision = Case([[4, 4, 0, 4], [4, 0, 4, 4], [0, 4, 4, 4], [0, 0, 0, 4]], [8] * 4, 8, 8).decide("apportion")
-    assert decision.rows_SE.tolist() == [[8, 8, 0, 8], [0, 0, 8, 8], [0, 0, 0, 0], [0, 0, 0, 0]]
+    rounded = Case([[4, 4, 0, 4], [4, 0, 4, 4], [0, 4, 4, 4], [0, 0, 0, 4]], [8] * 4, 8, 8).round_counts("apportion")
+    assert rounded.rows_SE.tolist() == [[8, 8, 0, 8], [0, 0, 8, 8], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
 def test_apportion_with_fewer_tokens_than_a_chunk_completes_it_with_padding() -> None:
-    decision = Case([[5, 2], [5, 0]], [5, 5], 8, 8).decide("apportion")
-    assert decision.rows_SE.tolist() == [[8, 0], [0, 0]]
-    assert decision.pairs_SE.tolist() == [[5, 0], [0, 0]]
+    rounded = Case([[5, 2], [5, 0]], [5, 5], 8, 8).round_counts("apportion")
+    assert rounded.rows_SE.tolist() == [[8, 0], [0, 0]]
+    assert rounded.pairs_SE.tolist() == [[5, 0], [0, 0]]
 
 
 @st.composite
-def deals(draw: st.DrawFn) -> tuple[list[int], int, list[int], int]:
+def deals(seed: st.DrawFn) -> tuple[list[int], int, list[int], int]:
     """Weights, step, caps and wanted units of one column."""
-    holders = draw(st.integers(1, 5))
+    holders = seed(st.integers(1, 5))
     # Small numbers tie; large ones reach the ends of what counts may be.
-    most_step, most_weight = draw(st.sampled_from([(3, 6), (3, 6), (2**28, 2**29 - 1)]))
-    step = draw(st.integers(1, most_step))
-    weights = draw(st.lists(st.integers(0, most_weight), min_size=holders, max_size=holders))
-    caps = draw(st.lists(st.integers(0, 4), min_size=holders, max_size=holders))
-    return weights, step, caps, draw(st.integers(0, sum(caps)))
+    most_step, most_weight = seed(st.sampled_from([(3, 6), (3, 6), (2**28, 2**29 - 1)]))
+    step = seed(st.integers(1, most_step))
+    weights = seed(st.lists(st.integers(0, most_weight), min_size=holders, max_size=holders))
+    caps = seed(st.lists(st.integers(0, 4), min_size=holders, max_size=holders))
+    return weights, step, caps, seed(st.integers(0, sum(caps)))
 
 
 @settings(max_examples=200)
@@ -251,31 +251,31 @@ def test_nearest_up_and_down_round_every_count_by_itself(case: Case) -> None:
     def each(rounded: Any) -> list[list[int]]:
         return [[rounded(count) for count in row] for row in case.chosen]
 
-    assert case.decide("nearest").rows_SE.tolist() == each(lambda count: nearest_multiple(count, case.t))
-    assert case.decide("up").rows_SE.tolist() == each(lambda count: ceil_multiple(count, case.t))
-    assert case.decide("down").rows_SE.tolist() == each(lambda count: count // case.t * case.t)
+    assert case.round_counts("nearest").rows_SE.tolist() == each(lambda count: nearest_multiple(count, case.t))
+    assert case.round_counts("up").rows_SE.tolist() == each(lambda count: ceil_multiple(count, case.t))
+    assert case.round_counts("down").rows_SE.tolist() == each(lambda count: count // case.t * case.t)
 
 
 @given(case=cases())
 def test_pad_keeps_the_choice_and_completes_its_chunks(case: Case) -> None:
-    decision = case.decide("pad")
-    assert decision.rows_SE.tolist() == [[ceil_multiple(count, case.t) for count in row] for row in case.chosen]
-    assert decision.pairs_SE.tolist() == case.chosen
+    rounded = case.round_counts("pad")
+    assert rounded.rows_SE.tolist() == [[ceil_multiple(count, case.t) for count in row] for row in case.chosen]
+    assert rounded.pairs_SE.tolist() == case.chosen
 
 
 @given(case=cases())
 def test_off_changes_nothing(case: Case) -> None:
-    decision = case.decide("off")
-    assert decision.rows_SE.tolist() == decision.pairs_SE.tolist() == case.chosen
+    rounded = case.round_counts("off")
+    assert rounded.rows_SE.tolist() == rounded.pairs_SE.tolist() == case.chosen
 
 
-@given(case=cases(), draw=st.integers(0, 2**31 - 2))
-def test_stochastic_gives_the_floor_or_ceiling_and_repeats_with_its_draw(case: Case, draw: int) -> None:
-    decision = case.decide("stochastic", draw=draw)
-    for counts, rows in zip(case.chosen, decision.rows_SE.tolist(), strict=True):
+@given(case=cases(), seed=st.integers(0, 2**31 - 2))
+def test_stochastic_gives_the_floor_or_ceiling_and_repeats_with_its_draw(case: Case, seed: int) -> None:
+    rounded = case.round_counts("stochastic", seed=seed)
+    for counts, rows in zip(case.chosen, rounded.rows_SE.tolist(), strict=True):
         for count, n in zip(counts, rows, strict=True):
             assert n in (count // case.t * case.t, ceil_multiple(count, case.t))
-    assert_same(decision, case.decide("stochastic", draw=draw))
+    assert_same(rounded, case.round_counts("stochastic", seed=seed))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_stochastic_gives_the_floor_or_ceiling_and_repeats_with_its_draw(case: C
 def test_stochastic_rounds_up_as_often_as_the_remainder_says(draws: range) -> None:
     t = 16
     case = Case([[16 * rank + expert for expert in range(16)] for rank in range(8)], [1000] * 8, t, 16)
-    ups = torch.stack([case.decide("stochastic", draw=draw).rows_SE for draw in draws]).double() / t
+    ups = torch.stack([case.round_counts("stochastic", seed=seed).rows_SE for seed in draws]).double() / t
     ups -= torch.tensor(case.chosen).div(t, rounding_mode="floor")
     chance = torch.arange(16, dtype=torch.float64).expand(8, 16) / t
     spread = (chance * (1 - chance) / len(draws)).sqrt()
@@ -300,7 +300,7 @@ def test_stochastic_rounds_up_as_often_as_the_remainder_says(draws: range) -> No
 
 def test_stochastic_differs_between_draws() -> None:
     case = Case([[8] * 16 for _ in range(4)], [100] * 4, 16, 16)
-    assert len({str(case.decide("stochastic", draw=draw).rows_SE.tolist()) for draw in range(50)}) == 50
+    assert len({str(case.round_counts("stochastic", seed=seed).rows_SE.tolist()) for seed in range(50)}) == 50
 
 
 # Capacity.
@@ -311,11 +311,11 @@ def test_stochastic_differs_between_draws() -> None:
 def test_no_owner_receives_more_than_capacity_and_only_the_overfull_are_cut(
     case: Case, mode: str, factor: float
 ) -> None:
-    free, held = case.decide(mode, draw=7), case.decide(mode, capacity_factor=factor, draw=7)
+    free, held = case.round_counts(mode, seed=7), case.round_counts(mode, capacity_factor=factor, seed=7)
     unit = {"apportion": case.G, "off": 1}.get(mode, case.t)
     pairs_per_rank = Fraction(sum(map(sum, case.chosen)), len(case.tokens))
     limit = max(int(Fraction(str(factor)) * pairs_per_rank) // unit, 1) * unit
-    before, after = rows_by_owner(free.rows_SE), rows_by_owner(held.rows_SE)
+    before, after = rows_by_dst(free.rows_SE), rows_by_dst(held.rows_SE)
     assert after == [min(rows, limit) for rows in before]
     per_rank = len(case.chosen[0]) // len(case.tokens)
     for owner, rows in enumerate(before):
@@ -330,7 +330,7 @@ def test_no_owner_receives_more_than_capacity_and_only_the_overfull_are_cut(
 
 @given(case=cases(), mode=st.sampled_from(MODES))
 def test_capacity_takes_from_an_owners_largest_experts(case: Case, mode: str) -> None:
-    free, held = case.decide(mode, draw=7), case.decide(mode, capacity_factor=1.0, draw=7)
+    free, held = case.round_counts(mode, seed=7), case.round_counts(mode, capacity_factor=1.0, seed=7)
     unit = {"apportion": case.G, "off": 1}.get(mode, case.t)
     per_rank = len(case.chosen[0]) // len(case.tokens)
     before, after = free.rows_SE.sum(0).tolist(), held.rows_SE.sum(0).tolist()
@@ -342,12 +342,12 @@ def test_capacity_takes_from_an_owners_largest_experts(case: Case, mode: str) ->
 
 def test_capacity_of_a_batch_too_small_to_round_is_cut_in_chunks_of_padding() -> None:
     chosen_SE, tokens_S = torch.tensor([[60, 2], [50, 0]]), torch.tensor([60, 60])
-    decision = decide(chosen_SE, tokens_S, RoundingConfig(capacity_factor=1.5))
+    rounded = round_counts(chosen_SE, tokens_S, RoundingConfig(capacity_factor=1.5))
     # A mean of 56 pairs, of which 84 are allowed: five chunks of 16 of the eight that expert 0 would have.
-    assert int(decision.t) == 16
-    assert decision.rows_SE.sum(0).tolist() == [80, 16]
-    assert (decision.pairs_SE <= chosen_SE).all()
-    assert decision.cut_S.tolist() == [110 - int(decision.pairs_SE[:, 0].sum()), 0]
+    assert int(rounded.t) == 16
+    assert rounded.rows_SE.sum(0).tolist() == [80, 16]
+    assert (rounded.pairs_SE <= chosen_SE).all()
+    assert rounded.cut_S.tolist() == [110 - int(rounded.pairs_SE[:, 0].sum()), 0]
 
 
 @given(case=cases(), mode=st.sampled_from(MODES))
@@ -355,7 +355,7 @@ def test_capacity_that_nobody_reaches_changes_nothing(case: Case, mode: str) -> 
     # ep_size times the mean is everything there is; the rest is what rounding up may add.
     factor = len(case.tokens) * (1.0 + len(case.chosen[0]) * case.G)
     if any(map(any, case.chosen)):
-        assert_same(case.decide(mode, draw=7), case.decide(mode, capacity_factor=factor, draw=7))
+        assert_same(case.round_counts(mode, seed=7), case.round_counts(mode, capacity_factor=factor, seed=7))
 
 
 # Made for a GPU: integers only, and nothing is read on the host.
@@ -379,10 +379,10 @@ def test_the_decision_is_integers_and_reads_nothing_on_the_host(mode: str, t: An
     rounding = RoundingConfig(mode=mode, t=t, capacity_factor=factor)  # type: ignore[arg-type]
     chosen_SE = torch.randint(0, 500, (4, 8))
     with IntegersOnly():
-        real = decide(chosen_SE, torch.full((4,), 600), rounding, draw=3)
+        real = round_counts(chosen_SE, torch.full((4,), 600), rounding, seed=3)
     # A fake tensor has no values: reading one raises.
     with FakeTensorMode():
-        fake = decide(torch.empty(4, 8, dtype=torch.int64), torch.empty(4, dtype=torch.int64), rounding, draw=3)
+        fake = round_counts(torch.empty(4, 8, dtype=torch.int64), torch.empty(4, dtype=torch.int64), rounding, seed=3)
     for name in ("rows_SE", "pairs_SE", "cut_S", "t"):
         assert getattr(fake, name).shape == getattr(real, name).shape
         assert getattr(real, name).dtype == torch.int64

@@ -67,10 +67,10 @@ def plain_topk(router: Router, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def assert_plain(routed: Routed, router: Router, x_TH: Tensor) -> None:
-    tokens, experts, gates = plain_topk(router, x_TH)
+    tokens, experts, pair_weights = plain_topk(router, x_TH)
     assert torch.equal(routed.routing.token_ids_N.long(), tokens)
     assert torch.equal(expert_ids(routed), experts)
-    assert torch.equal(routed.routing.gates_N, gates)
+    assert torch.equal(routed.routing.weights_N, pair_weights)
     assert routed.stats().changed_share == 0
 
 
@@ -131,11 +131,11 @@ def test_what_comes_out_is_what_the_counts_say(mode: str, T: int, groups: int) -
     routing, counts = routed.routing, routed.routing.counts
     assert routing.num_tokens == T
     assert routing.token_ids_N.dtype == torch.int32
-    assert routing.gates_N.shape == routing.token_ids_N.shape == (int(counts.pairs_SE.sum()),)
+    assert routing.weights_N.shape == routing.token_ids_N.shape == (int(counts.pairs_SE.sum()),)
     for ids in routing.token_ids_N.split(counts.pairs_SE[0].tolist()):
         assert ids.tolist() == sorted(set(ids.tolist())), "tokens of an expert: ascending, none twice"
         assert all(0 <= token < T for token in ids.tolist())
-    assert (routing.gates_N > 0).all()
+    assert (routing.weights_N > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def test_gradient_of_gates_and_losses_is_the_dense_formulas() -> None:
     parameters = dict(router.named_parameters())
     x_TH = torch.randn(20, H, dtype=torch.float64, requires_grad=True)
     routed = route(router, x_TH)
-    weight_N = torch.randn(routed.routing.gates_N.shape, dtype=torch.float64)
+    weight_N = torch.randn(routed.routing.weights_N.shape, dtype=torch.float64)
     given_ids, experts = routed.routing.token_ids_N.long(), expert_ids(routed)
-    ours = torch.autograd.grad(routed.routing.gates_N @ weight_N + routed.aux_loss, [x_TH, *parameters.values()])
+    ours = torch.autograd.grad(routed.routing.weights_N @ weight_N + routed.aux_loss, [x_TH, *parameters.values()])
 
     logits_TE = x_TH @ parameters["weight"].T + parameters["bias"]
     exponentials_TE = logits_TE.exp()
@@ -237,7 +237,7 @@ def test_what_is_to_be_done_meanwhile_is_done_once(mode: str) -> None:
 
     def run(x_TH: Tensor) -> Tensor:
         routed = router(x_TH, group=ALONE, sequence_length=9, meanwhile=lambda: done.append((2 * x_TH).requires_grad))
-        return routed.routing.gates_N
+        return routed.routing.weights_N
 
     run(x_TH)
     router.eval()
@@ -252,7 +252,7 @@ def test_no_tokens_give_a_gradient_of_zero() -> None:
     router = make_router(rounding=RoundingConfig(), balance="global", balance_coef=0.1, z_loss_coef=0.1)
     routed = route(router, torch.empty(0, H))
     assert routed.aux_loss.item() == 0
-    (routed.routing.gates_N.sum() + routed.aux_loss).backward()
+    (routed.routing.weights_N.sum() + routed.aux_loss).backward()
     assert torch.equal(router.weight.grad, torch.zeros_like(router.weight))  # type: ignore[arg-type]
 
 

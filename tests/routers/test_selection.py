@@ -16,16 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.routers.selection import (
-    begin_selection,
-    choice_mask,
     chosen_pairs,
     ordered_bits,
-    pairs_of_choice,
     pairs_of_mask,
+    pairs_of_topk,
     select_tokens,
+    start_selection,
     top_experts,
+    topk_mask,
 )
-from sonic_ep.routers.topk import choose
+from sonic_ep.routers.topk import compute_topk
 
 NAN, INF = float("nan"), float("inf")
 SMALLEST, LARGEST = 2.0**-149, (2 - 2.0**-23) * 2.0**127
@@ -79,14 +79,14 @@ class Case(NamedTuple):
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    T, E = draw(st.integers(0, 12)), draw(st.integers(1, 6))
-    K = draw(st.integers(1, E))
+def cases(seed: st.DrawFn) -> Case:
+    T, E = seed(st.integers(0, 12)), seed(st.integers(1, 6))
+    K = seed(st.integers(1, E))
     any_float = st.floats(width=32, allow_nan=True)
-    score = draw(st.sampled_from([st.sampled_from(AWKWARD), st.sampled_from([0.25, 0.5]), any_float]))
-    scores = draw(st.lists(st.lists(score, min_size=E, max_size=E), min_size=T, max_size=T))
-    allowed = draw(st.none() | st.lists(st.lists(st.booleans(), min_size=E, max_size=E), min_size=T, max_size=T))
-    return Case(scores, allowed, K, draw(st.lists(st.integers(0, T), min_size=E, max_size=E)))
+    score = seed(st.sampled_from([st.sampled_from(AWKWARD), st.sampled_from([0.25, 0.5]), any_float]))
+    scores = seed(st.lists(st.lists(score, min_size=E, max_size=E), min_size=T, max_size=T))
+    allowed = seed(st.none() | st.lists(st.lists(st.booleans(), min_size=E, max_size=E), min_size=T, max_size=T))
+    return Case(scores, allowed, K, seed(st.lists(st.integers(0, T), min_size=E, max_size=E)))
 
 
 @settings(max_examples=200)
@@ -194,9 +194,9 @@ def test_pairs_come_by_expert_then_token(case: Case) -> None:
 def test_a_pure_choice_has_the_same_pairs_by_both_ways(case: Case) -> None:
     topk_ids_TK = torch.tensor(case.topk_ids(), dtype=torch.int64).view(-1, case.K)
     expected = sorted((e, t) for t, ids in enumerate(case.topk_ids()) for e in ids)
-    token_ids_N, expert_ids_N = pairs_of_choice(topk_ids_TK)
+    token_ids_N, expert_ids_N = pairs_of_topk(topk_ids_TK)
     assert list(zip(expert_ids_N.tolist(), token_ids_N.tolist(), strict=True)) == expected
-    mask_TE = choice_mask(topk_ids_TK, len(case.pairs))
+    mask_TE = topk_mask(topk_ids_TK, len(case.pairs))
     for listed, masked in zip((token_ids_N, expert_ids_N), pairs_of_mask(mask_TE, len(expected)), strict=True):
         assert torch.equal(listed, masked)
     # And selecting each expert's plain count selects the choice.
@@ -214,7 +214,7 @@ def test_lists_of_the_docstrings_example() -> None:
 def test_lists_say_which_pairs_were_chosen(case: Case) -> None:
     topk_ids_TK = torch.tensor(case.topk_ids(), dtype=torch.int64).view(-1, case.K)
     pairs_E = torch.tensor(case.pairs)
-    lists = begin_selection(case.scores_TE(), topk_ids_TK, case.allowed_TE())(pairs_E, sum(case.pairs))
+    lists = start_selection(case.scores_TE(), topk_ids_TK, case.allowed_TE())(pairs_E, sum(case.pairs))
     selected = case.select().T.nonzero().tolist()
     expected = [(token, expert, expert in case.topk_ids()[token]) for expert, token in selected]
     assert list(zip(*(each.tolist() for each in lists), strict=True)) == expected
@@ -227,10 +227,10 @@ def test_choosing_and_selecting_reads_nothing_on_the_host(score: str, groups: in
     config = RouterConfig(score=score, num_groups=groups, groups_per_token=max(groups // 2, 1))  # type: ignore[arg-type]
     # A fake tensor has no values: reading one raises.
     with FakeTensorMode():
-        choice = choose(torch.empty(10, 8), torch.empty(8), 3, config)
+        topk = compute_topk(torch.empty(10, 8), torch.empty(8), 3, config)
         pairs_E = torch.empty(8, dtype=torch.int64)
-        lists = begin_selection(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE)(pairs_E, 24)
+        lists = start_selection(topk.ranking_TE, topk.topk_ids_TK, topk.allowed_TE)(pairs_E, 24)
         assert [each.shape for each in lists] == [(24,)] * 3
-        counts_E = choice.counts_E()
+        counts_E = topk.counts_E()
         assert counts_E.shape == (8,)
-        assert [each.shape for each in chosen_pairs(choice.topk_ids_TK, counts_E)] == [(30,)] * 3
+        assert [each.shape for each in chosen_pairs(topk.topk_ids_TK, counts_E)] == [(30,)] * 3

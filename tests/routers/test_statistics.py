@@ -12,33 +12,33 @@ from hypothesis import strategies as st
 
 from sonic_ep.config import RoundingConfig, RouterConfig
 from sonic_ep.routers.decision import select
-from sonic_ep.routers.rounding import decide
+from sonic_ep.routers.rounding import round_counts
 from sonic_ep.routers.statistics import RoutingStats
-from sonic_ep.routers.topk import Choice, choose
-from sonic_ep.routing import Counts, Selection
+from sonic_ep.routers.topk import TopK, compute_topk
+from sonic_ep.routing import GroupCounts, RoutedPairs
 
 MODES = ("apportion", "nearest", "up", "down", "stochastic", "pad", "off")
 
 
 def route(
     tokens: list[int], E: int, K: int, rounding: RoundingConfig, seed: int = 0
-) -> tuple[list[Choice], list[Selection], Counts]:
+) -> tuple[list[TopK], list[RoutedPairs], GroupCounts]:
     """Every rank's choice and selection, in one process."""
     generator = torch.Generator().manual_seed(seed)
-    choices = [choose(2 * torch.randn(T, E, generator=generator), None, K, RouterConfig()) for T in tokens]
-    chosen_SE, tokens_S = torch.stack([choice.counts_E() for choice in choices]), torch.tensor(tokens)
-    decision = decide(chosen_SE, tokens_S, rounding, draw=seed)
-    counts = Counts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, int(decision.t))
-    selections = [select(choice, counts, rank, rounding, training=True) for rank, choice in enumerate(choices)]
-    return choices, selections, counts
+    topks = [compute_topk(2 * torch.randn(T, E, generator=generator), None, K, RouterConfig()) for T in tokens]
+    chosen_SE, tokens_S = torch.stack([topk.counts_E() for topk in topks]), torch.tensor(tokens)
+    rounded = round_counts(chosen_SE, tokens_S, rounding, seed=seed)
+    counts = GroupCounts(chosen_SE, rounded.rows_SE, rounded.pairs_SE, tokens_S, rounded.cut_S, int(rounded.t))
+    recorded_pairs = [select(topk, counts, rank, rounding, training=True) for rank, topk in enumerate(topks)]
+    return topks, recorded_pairs, counts
 
 
-def pairs_of(choice: Choice) -> set[tuple[int, int]]:
-    return {(token, expert) for token, ids in enumerate(choice.topk_ids_TK.tolist()) for expert in ids}
+def pairs_of(topk: TopK) -> set[tuple[int, int]]:
+    return {(token, expert) for token, ids in enumerate(topk.topk_ids_TK.tolist()) for expert in ids}
 
 
-def selected(selection: Selection) -> set[tuple[int, int]]:
-    return set(zip(selection.token_ids_N.tolist(), selection.expert_ids_N.tolist(), strict=True))
+def selected(routed_pairs: RoutedPairs) -> set[tuple[int, int]]:
+    return set(zip(routed_pairs.token_ids_N.tolist(), routed_pairs.expert_ids_N.tolist(), strict=True))
 
 
 @given(
@@ -53,20 +53,20 @@ def test_shares_are_those_of_the_pairs_themselves(
 ) -> None:
     E = len(tokens) * per_rank
     rounding = RoundingConfig(mode=mode, t=4, G=8, capacity_factor=factor)  # type: ignore[arg-type]
-    choices, selections, counts = route(tokens, E, min(2, E), rounding, seed)
-    plain = sum(len(pairs_of(choice)) for choice in choices)
+    topks, recorded_pairs, counts = route(tokens, E, min(2, E), rounding, seed)
+    plain = sum(len(pairs_of(topk)) for topk in topks)
     changed = sum(
-        len(pairs_of(choice) ^ selected(selection)) for choice, selection in zip(choices, selections, strict=True)
+        len(pairs_of(topk) ^ selected(routed_pairs)) for topk, routed_pairs in zip(topks, recorded_pairs, strict=True)
     )
-    rows, pairs = int(counts.rows_SE.sum()), sum(len(selection.token_ids_N) for selection in selections)
-    for T, choice, selection in zip(tokens, choices, selections, strict=True):
-        stats = RoutingStats(choice.entropy_T(), selection.token_ids_N, selection.counts)
+    rows, pairs = int(counts.rows_SE.sum()), sum(len(routed_pairs.token_ids_N) for routed_pairs in recorded_pairs)
+    for T, topk, routed_pairs in zip(tokens, topks, recorded_pairs, strict=True):
+        stats = RoutingStats(topk.entropy_T(), routed_pairs.token_ids_N, routed_pairs.counts)
         assert stats.changed_share.item() == pytest.approx(changed / max(plain, 1))
         assert stats.capacity_cut_share.item() == pytest.approx(int(counts.cut_S.sum()) / max(plain, 1))
         assert stats.pad_share.item() == pytest.approx((rows - pairs) / max(rows, 1))
-        assert stats.tokens_without_expert.item() == T - len({token for token, _ in selected(selection)})
+        assert stats.tokens_without_expert.item() == T - len({token for token, _ in selected(routed_pairs)})
         assert stats.counts_E.tolist() == [
-            sum((token, expert) in pairs_of(other) for other in choices for token in range(40)) for expert in range(E)
+            sum((token, expert) in pairs_of(other) for other in topks for token in range(40)) for expert in range(E)
         ]
         assert stats.t == counts.t
 
@@ -75,10 +75,10 @@ def stats_of_counts(chosen: list[list[int]], rows: list[list[int]]) -> RoutingSt
     """Stats of rank 0 where only the counts matter."""
     chosen_SE, rows_SE = torch.tensor(chosen), torch.tensor(rows)
     tokens_S = torch.full((len(chosen),), 4)
-    counts = Counts(chosen_SE, rows_SE, chosen_SE, tokens_S, torch.zeros_like(tokens_S), 1)
-    choice = choose(torch.zeros(4, chosen_SE.shape[1]), None, 1, RouterConfig())
+    counts = GroupCounts(chosen_SE, rows_SE, chosen_SE, tokens_S, torch.zeros_like(tokens_S), 1)
+    topk = compute_topk(torch.zeros(4, chosen_SE.shape[1]), None, 1, RouterConfig())
     no_pairs = torch.empty(0, dtype=torch.int64)
-    return RoutingStats(choice.entropy_T(), no_pairs, counts)
+    return RoutingStats(topk.entropy_T(), no_pairs, counts)
 
 
 def test_loads_are_the_fullest_over_the_mean() -> None:
@@ -104,31 +104,31 @@ def test_no_pairs_at_all_give_finite_figures() -> None:
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_entropy_is_the_mean_over_tokens_in_nats(score: str) -> None:
     config = RouterConfig(score=score)  # type: ignore[arg-type]
-    choice = choose(torch.randn(7, 5, dtype=torch.float64), None, 2, config)
-    _, (selection,), _ = route([7], 5, 2, RoundingConfig(mode="off"))
+    topk = compute_topk(torch.randn(7, 5, dtype=torch.float64), None, 2, config)
+    _, (routed_pairs,), _ = route([7], 5, 2, RoundingConfig(mode="off"))
     expected = 0.0
-    for scores in choice.scores_TE.tolist():
+    for scores in topk.scores_TE.tolist():
         shares = [value / math.fsum(scores) for value in scores]
         expected -= math.fsum(share * math.log(share) for share in shares) / 7
-    assert RoutingStats(choice.entropy_T(), selection.token_ids_N, selection.counts).entropy.item() == pytest.approx(
-        expected, rel=1e-9
-    )
+    assert RoutingStats(
+        topk.entropy_T(), routed_pairs.token_ids_N, routed_pairs.counts
+    ).entropy.item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_entropy_of_a_uniform_and_of_a_certain_router() -> None:
-    _, (selection,), _ = route([3], 8, 1, RoundingConfig(mode="off"))
-    uniform = choose(torch.zeros(3, 8), None, 1, RouterConfig())
-    certain = choose(1000.0 * torch.eye(8)[:3], None, 1, RouterConfig())
-    assert RoutingStats(uniform.entropy_T(), selection.token_ids_N, selection.counts).entropy.item() == pytest.approx(
-        math.log(8), rel=1e-6
-    )
-    assert RoutingStats(certain.entropy_T(), selection.token_ids_N, selection.counts).entropy.item() == 0
+    _, (routed_pairs,), _ = route([3], 8, 1, RoundingConfig(mode="off"))
+    uniform = compute_topk(torch.zeros(3, 8), None, 1, RouterConfig())
+    certain = compute_topk(1000.0 * torch.eye(8)[:3], None, 1, RouterConfig())
+    assert RoutingStats(
+        uniform.entropy_T(), routed_pairs.token_ids_N, routed_pairs.counts
+    ).entropy.item() == pytest.approx(math.log(8), rel=1e-6)
+    assert RoutingStats(certain.entropy_T(), routed_pairs.token_ids_N, routed_pairs.counts).entropy.item() == 0
 
 
 def test_figures_carry_no_graph() -> None:
-    choice = choose(torch.randn(6, 4, requires_grad=True), None, 2, RouterConfig())
-    _, (selection,), _ = route([6], 4, 2, RoundingConfig(mode="off"))
-    stats = RoutingStats(choice.entropy_T(), selection.token_ids_N, selection.counts)
+    topk = compute_topk(torch.randn(6, 4, requires_grad=True), None, 2, RouterConfig())
+    _, (routed_pairs,), _ = route([6], 4, 2, RoundingConfig(mode="off"))
+    stats = RoutingStats(topk.entropy_T(), routed_pairs.token_ids_N, routed_pairs.counts)
     assert not stats.entropy.requires_grad
     assert not stats.tokens_without_expert.requires_grad
 
@@ -139,7 +139,7 @@ def test_ratios_are_fp32_whatever_the_default(default: torch.dtype) -> None:
     stats = RoutingStats(
         torch.zeros(40000),
         torch.zeros(0, dtype=torch.int32),
-        Counts(counts_SE, counts_SE, counts_SE, torch.tensor([40000]), torch.tensor([300]), torch.tensor(1)),
+        GroupCounts(counts_SE, counts_SE, counts_SE, torch.tensor([40000]), torch.tensor([300]), torch.tensor(1)),
     )
     torch.set_default_dtype(default)
     try:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.routers.selection import pairs_of_choice, pairs_of_mask, select_tokens
-from sonic_ep.routers.topk import Choice, choose, gates_of_pairs
+from sonic_ep.routers.selection import pairs_of_mask, pairs_of_topk, select_tokens
+from sonic_ep.routers.topk import TopK, compute_topk, weights_of_pairs
 
 
 class Token(NamedTuple):
@@ -46,16 +46,16 @@ def route_by_hand(logits: list[float], bias: list[float], K: int, config: Router
     return Token(scores, ids, [scores[e] / divisor * config.scale for e in ids], sorted(allowed))
 
 
-def dense_gates(choice: Choice, token_ids_N: Tensor, expert_ids_N: Tensor, gates_N: Tensor) -> Tensor:
-    return torch.zeros_like(choice.scores_TE).index_put((token_ids_N, expert_ids_N), gates_N)
+def dense_weights(topk: TopK, token_ids_N: Tensor, expert_ids_N: Tensor, weights_N: Tensor) -> Tensor:
+    return torch.zeros_like(topk.scores_TE).index_put((token_ids_N, expert_ids_N), weights_N)
 
 
-def plain_gates(choice: Choice, config: RouterConfig) -> Tensor:
+def plain_weights(topk: TopK, config: RouterConfig) -> Tensor:
     """(T, E) weights of the plain choice."""
-    token_ids_N, expert_ids_N = pairs_of_choice(choice.topk_ids_TK)
+    token_ids_N, expert_ids_N = pairs_of_topk(topk.topk_ids_TK)
     chosen_N = torch.ones_like(token_ids_N, dtype=torch.bool)
-    gates_N = gates_of_pairs(choice, token_ids_N, expert_ids_N, chosen_N, config)
-    return dense_gates(choice, token_ids_N, expert_ids_N, gates_N)
+    weights_N = weights_of_pairs(topk, token_ids_N, expert_ids_N, chosen_N, config)
+    return dense_weights(topk, token_ids_N, expert_ids_N, weights_N)
 
 
 SCORES = {"softmax": {"score": "softmax"}, "sigmoid": {"score": "sigmoid"}}
@@ -79,17 +79,17 @@ def test_choice_and_weights_are_the_loops(
     config = RouterConfig(**score, **options)
     logits_TE = torch.randn(T, E, dtype=torch.float64) * 2
     bias_E = torch.randn(E, dtype=torch.float64) * 0.2 if config.expert_bias else None
-    choice = choose(logits_TE, bias_E, K, config)
-    gates_TE = plain_gates(choice, config)
+    topk = compute_topk(logits_TE, bias_E, K, config)
+    weights_TE = plain_weights(topk, config)
     bias = [0.0] * E if bias_E is None else bias_E.tolist()
     for token, logits in enumerate(logits_TE.tolist()):
         expected = route_by_hand(logits, bias, K, config)
-        assert choice.topk_ids_TK[token].tolist() == expected.ids
+        assert topk.topk_ids_TK[token].tolist() == expected.ids
         scores_E = torch.tensor(expected.scores, dtype=torch.float64)
-        torch.testing.assert_close(choice.scores_TE[token], scores_E, rtol=1e-12, atol=0)
-        assert gates_TE[token, expected.ids].tolist() == pytest.approx(expected.weights, rel=1e-12)
-        if choice.allowed_TE is not None:
-            assert choice.allowed_TE[token].nonzero().flatten().tolist() == expected.allowed
+        torch.testing.assert_close(topk.scores_TE[token], scores_E, rtol=1e-12, atol=0)
+        assert weights_TE[token, expected.ids].tolist() == pytest.approx(expected.weights, rel=1e-12)
+        if topk.allowed_TE is not None:
+            assert topk.allowed_TE[token].nonzero().flatten().tolist() == expected.allowed
         else:
             assert config.num_groups == 1
 
@@ -97,47 +97,47 @@ def test_choice_and_weights_are_the_loops(
 @pytest.mark.parametrize(("E", "K"), [(1, 1), (16, 16), (4, 4)])
 @pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
 def test_every_expert_may_be_chosen(score: dict[str, Any], E: int, K: int) -> None:
-    choice = choose(torch.randn(9, E), None, K, RouterConfig(**score))
-    assert choice.topk_ids_TK.sort(1).values.tolist() == [list(range(E))] * 9
-    torch.testing.assert_close(plain_gates(choice, RouterConfig(**score)).sum(1), torch.ones(9))
+    topk = compute_topk(torch.randn(9, E), None, K, RouterConfig(**score))
+    assert topk.topk_ids_TK.sort(1).values.tolist() == [list(range(E))] * 9
+    torch.testing.assert_close(plain_weights(topk, RouterConfig(**score)).sum(1), torch.ones(9))
 
 
 def test_bias_moves_the_choice_and_not_the_weight() -> None:
     logits_TE = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     config = RouterConfig(renormalize=False, score="sigmoid", expert_bias=True)
-    choice = choose(logits_TE, torch.tensor([0.0, 0.0, 0.0, 9.0]), 2, config)
-    assert choice.topk_ids_TK.tolist() == [[3, 0]]
-    assert torch.equal(plain_gates(choice, config)[0, [3, 0]], logits_TE.sigmoid()[0, [3, 0]])
+    topk = compute_topk(logits_TE, torch.tensor([0.0, 0.0, 0.0, 9.0]), 2, config)
+    assert topk.topk_ids_TK.tolist() == [[3, 0]]
+    assert torch.equal(plain_weights(topk, config)[0, [3, 0]], logits_TE.sigmoid()[0, [3, 0]])
 
 
 def test_bias_takes_part_in_the_choice_of_groups() -> None:
     config = RouterConfig(score="sigmoid", num_groups=2, groups_per_token=1, expert_bias=True)
     # The second group wins by its bias; its experts then win inside it by biased score, the first group's by none.
-    choice = choose(torch.tensor([[3.0, 3.0, 0.0, 1.0]]), torch.tensor([0.0, 0.0, 2.0, 0.5]), 2, config)
-    assert choice.topk_ids_TK.tolist() == [[2, 3]]
+    topk = compute_topk(torch.tensor([[3.0, 3.0, 0.0, 1.0]]), torch.tensor([0.0, 0.0, 2.0, 0.5]), 2, config)
+    assert topk.topk_ids_TK.tolist() == [[2, 3]]
 
 
 def test_counts_are_of_the_plain_choice() -> None:
-    choice = choose(torch.randn(50, 6), None, 2, RouterConfig())
-    ids = choice.topk_ids_TK.flatten().tolist()
-    assert choice.counts_E().tolist() == [ids.count(expert) for expert in range(6)]
+    topk = compute_topk(torch.randn(50, 6), None, 2, RouterConfig())
+    ids = topk.topk_ids_TK.flatten().tolist()
+    assert topk.counts_E().tolist() == [ids.count(expert) for expert in range(6)]
 
 
 class Selected(NamedTuple):
-    choice: Choice
+    topk: TopK
     token_ids_N: Tensor
     expert_ids_N: Tensor
     chosen_N: Tensor
-    gates_N: Tensor
+    weights_N: Tensor
 
 
 def select(logits_TE: Tensor, bias_E: Tensor | None, K: int, pairs_E: Tensor, config: RouterConfig) -> Selected:
-    choice = choose(logits_TE, bias_E, K, config)
-    mask_TE = select_tokens(choice.ranking_TE, choice.topk_ids_TK, choice.allowed_TE, pairs_E)
+    topk = compute_topk(logits_TE, bias_E, K, config)
+    mask_TE = select_tokens(topk.ranking_TE, topk.topk_ids_TK, topk.allowed_TE, pairs_E)
     token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, int(pairs_E.sum()))
-    chosen_N = (choice.topk_ids_TK[token_ids_N] == expert_ids_N[:, None]).any(1)
-    gates_N = gates_of_pairs(choice, token_ids_N, expert_ids_N, chosen_N, config)
-    return Selected(choice, token_ids_N, expert_ids_N, chosen_N, gates_N)
+    chosen_N = (topk.topk_ids_TK[token_ids_N] == expert_ids_N[:, None]).any(1)
+    weights_N = weights_of_pairs(topk, token_ids_N, expert_ids_N, chosen_N, config)
+    return Selected(topk, token_ids_N, expert_ids_N, chosen_N, weights_N)
 
 
 @given(
@@ -160,22 +160,22 @@ def test_kept_pairs_weigh_exactly_what_plain_topk_gives_and_added_ones_their_own
     pairs_E = torch.randint(0, T + 1, (E,), generator=generator)
     selected = select(logits_TE, None, K, pairs_E, config)
     kept = selected.chosen_N
-    plain_TE = plain_gates(selected.choice, config)
-    assert torch.equal(selected.gates_N[kept], plain_TE[selected.token_ids_N[kept], selected.expert_ids_N[kept]])
-    added = selected.choice.scores_TE[selected.token_ids_N[~kept], selected.expert_ids_N[~kept]]
+    plain_TE = plain_weights(selected.topk, config)
+    assert torch.equal(selected.weights_N[kept], plain_TE[selected.token_ids_N[kept], selected.expert_ids_N[kept]])
+    added = selected.topk.scores_TE[selected.token_ids_N[~kept], selected.expert_ids_N[~kept]]
     if renormalize and score == "sigmoid":
-        sums_T = selected.choice.scores_TE.gather(1, selected.choice.topk_ids_TK).sum(1)
+        sums_T = selected.topk.scores_TE.gather(1, selected.topk.topk_ids_TK).sum(1)
         added = added / sums_T[selected.token_ids_N[~kept]]
-    torch.testing.assert_close(selected.gates_N[~kept], added * scale)
+    torch.testing.assert_close(selected.weights_N[~kept], added * scale)
 
 
 @pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
 def test_an_added_pair_never_outweighs_the_tokens_best(score: dict[str, Any]) -> None:
     # All tokens for all experts. Scores far below one would let an undivided sigmoid score through.
     selected = select(torch.randn(40, 8) - 3, None, 2, torch.full((8,), 40), RouterConfig(**score))
-    gates_TE = dense_gates(selected.choice, selected.token_ids_N, selected.expert_ids_N, selected.gates_N)
-    assert (gates_TE.argmax(1) == selected.choice.topk_ids_TK[:, 0]).all()
-    assert (gates_TE > 0).all()
+    weights_TE = dense_weights(selected.topk, selected.token_ids_N, selected.expert_ids_N, selected.weights_N)
+    assert (weights_TE.argmax(1) == selected.topk.topk_ids_TK[:, 0]).all()
+    assert (weights_TE > 0).all()
 
 
 @pytest.mark.parametrize("renormalize", [True, False], ids=["renormalized", "plain"])
@@ -185,8 +185,8 @@ def test_gradient_of_gates_is_that_of_the_dense_formula(score: dict[str, Any], r
     T, E, K = 12, 6, 2
     logits_TE = torch.randn(T, E, dtype=torch.float64, requires_grad=True)
     selected = select(logits_TE, None, K, torch.tensor([9, 1, 0, 12, 4, 5]), config)
-    weight_N = torch.randn(selected.gates_N.shape, dtype=torch.float64)
-    (gradient,) = torch.autograd.grad(selected.gates_N @ weight_N, logits_TE)
+    weight_N = torch.randn(selected.weights_N.shape, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(selected.weights_N @ weight_N, logits_TE)
 
     exponentials_TE = logits_TE.exp()
     if config.score == "softmax":
@@ -198,7 +198,7 @@ def test_gradient_of_gates_is_that_of_the_dense_formula(score: dict[str, Any], r
         selected.token_ids_N.tolist(), selected.expert_ids_N.tolist(), selected.chosen_N.tolist(), weight_N, strict=True
     ):
         divides = renormalize and (chosen or config.score == "sigmoid")
-        divisor = sum(scores_TE[token, e] for e in selected.choice.topk_ids_TK[token].tolist()) if divides else 1.0
+        divisor = sum(scores_TE[token, e] for e in selected.topk.topk_ids_TK[token].tolist()) if divides else 1.0
         total = total + weight * 1.5 * scores_TE[token, expert] / divisor
     (expected,) = torch.autograd.grad(total, logits_TE)
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
@@ -211,31 +211,31 @@ def test_gradcheck_of_gates(score: dict[str, Any], options: dict[str, Any]) -> N
     logits_TE = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
     pairs_E = torch.tensor([2, 1, 0, 3] * 4)
 
-    def gates(logits_TE: Tensor) -> Tensor:
-        return select(logits_TE, torch.zeros(16, dtype=torch.float64), 4, pairs_E, config).gates_N
+    def pair_weights(logits_TE: Tensor) -> Tensor:
+        return select(logits_TE, torch.zeros(16, dtype=torch.float64), 4, pairs_E, config).weights_N
 
-    assert torch.autograd.gradcheck(gates, logits_TE)
+    assert torch.autograd.gradcheck(pair_weights, logits_TE)
 
 
 def test_ranking_carries_no_gradient() -> None:
-    choice = choose(torch.randn(4, 6, requires_grad=True), torch.zeros(6), 2, RouterConfig(expert_bias=True))
-    assert choice.scores_TE.requires_grad
-    assert not choice.ranking_TE.requires_grad
+    topk = compute_topk(torch.randn(4, 6, requires_grad=True), torch.zeros(6), 2, RouterConfig(expert_bias=True))
+    assert topk.scores_TE.requires_grad
+    assert not topk.ranking_TE.requires_grad
 
 
 @pytest.mark.parametrize("renormalize", [True, False], ids=["renormalized", "plain"])
 def test_sigmoid_scores_that_all_underflow_give_finite_weights_and_gradients(renormalize: bool) -> None:
     config = RouterConfig(score="sigmoid", renormalize=renormalize)
     logits_TE = torch.full((3, 4), -200.0, requires_grad=True)
-    gates_TE = plain_gates(choose(logits_TE, None, 2, config), config)
-    assert gates_TE.isfinite().all()
-    (gradient,) = torch.autograd.grad(gates_TE.sum(), logits_TE)
+    weights_TE = plain_weights(compute_topk(logits_TE, None, 2, config), config)
+    assert weights_TE.isfinite().all()
+    (gradient,) = torch.autograd.grad(weights_TE.sum(), logits_TE)
     assert gradient.isfinite().all()
 
 
 def test_softmax_scores_of_zero_chosen_by_bias_give_finite_weights() -> None:
     # The first expert takes all of the softmax, the bias takes it out of the choice.
     config = RouterConfig(expert_bias=True)
-    choice = choose(torch.tensor([[200.0, 0.0, 0.0]]), torch.tensor([-2.0, 0.0, 0.0]), 2, config)
-    assert choice.topk_ids_TK.tolist() == [[1, 2]]
-    assert plain_gates(choice, config).isfinite().all()
+    topk = compute_topk(torch.tensor([[200.0, 0.0, 0.0]]), torch.tensor([-2.0, 0.0, 0.0]), 2, config)
+    assert topk.topk_ids_TK.tolist() == [[1, 2]]
+    assert plain_weights(topk, config).isfinite().all()

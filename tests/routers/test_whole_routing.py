@@ -21,10 +21,10 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels import pair_lists
-from sonic_ep.routers.decision import Situation, decide_selection
+from sonic_ep.routers.decision import RoutingContext, decide_pairs
 from sonic_ep.routers.outputs import weights_and_losses
 from sonic_ep.routers.selection import top_experts
-from sonic_ep.routers.topk import Choice, choose
+from sonic_ep.routers.topk import TopK, compute_topk
 from sonic_ep.routing import Routing
 from tests.helpers.triton_device import triton_device
 
@@ -45,11 +45,11 @@ def routing_by(*, kernels: bool) -> Iterator[None]:
     made = {
         "routers.topk.router_operations": lambda *_: kernel("router"),
         "routers.outputs.router_operations": lambda *_: kernel("router"),
-        "routers.rounding.decision_kernel": lambda _: kernel("decision"),
-        "routers.selection.selection_kernels": lambda _: kernel("selection"),
-        "routers.decision.lists_take_room": lambda _: kernels,
+        "routers.rounding.rounding_kernel": lambda _: kernel("decision"),
+        "routers.selection.select_kernels": lambda _: kernel("selection"),
+        "routers.decision.allows_spare_capacity": lambda _: kernels,
         "dispatch.plan.plan_kernel": lambda _: kernel("plan"),
-        "dispatch.local.lists_take_room": lambda _: kernels,
+        "dispatch.local.allows_spare_capacity": lambda _: kernels,
         "dispatch.local.pair_lists": lists.pair_lists,
     }
     with ExitStack() as stack:
@@ -99,32 +99,34 @@ class Case:
         config = MoEConfig(d=8, n=8, E=E, K=K, router=router, rounding=rounding)
         return cls(config, logits_TE.to(DEVICE), bias_E)
 
-    def routed(self, choice: Choice) -> dict[str, Tensor]:
+    def routed(self, topk: TopK) -> dict[str, Tensor]:
         """Every integer and weight of the routing that follows from a choice, and of its lists."""
         counter_E = torch.zeros(self.config.E, dtype=torch.int64, device=DEVICE)
-        situation = Situation(config=self.config, group=EPGroup.alone(), dtype=torch.bfloat16, training=True)
+        context = RoutingContext(config=self.config, group=EPGroup.alone(), dtype=torch.bfloat16, training=True)
         torch.manual_seed(1)  # what stochastic rounding draws
-        chosen = decide_selection(self, choice, counter_E, situation)
+        chosen = decide_pairs(self, topk, counter_E, context)
         T = self.logits_TE.shape[0]
-        gates_N, _ = weights_and_losses(self.logits_TE, choice, chosen, T, self.config.router)
+        weights_N, _ = weights_and_losses(self.logits_TE, topk, chosen, T, self.config.router)
         plan = plan_for(chosen.counts, 0)
-        opened = LocalTransport().open(Routing(gates_N, chosen.token_ids_N, chosen.counts, T, chosen.most_rows), plan)
+        prepared = LocalTransport().prepare(
+            Routing(weights_N, chosen.token_ids_N, chosen.counts, T, chosen.max_rows), plan
+        )
         N = int(chosen.counts.pairs_SE.sum())
-        counts, receipt = chosen.counts, opened.receipt
+        counts, handle = chosen.counts, prepared.handle
         return {
             "counter": counter_E,
             **{f"counts.{name}": getattr(counts, name) for name in ("chosen_SE", "rows_SE", "pairs_SE", "cut_S", "t")},
             "tokens": chosen.token_ids_N[:N],
             "experts": chosen.expert_ids_N[:N],
             "chosen": chosen.chosen_N[:N],
-            "gates": gates_N[:N],
+            "gates": weights_N[:N],
             **{f"plan.{name}": value for name, value in plan._asdict().items()},
-            "gates of rows": opened.gates_P,
-            "row_of_pair": receipt.row_of_pair_P,
-            "pairs_by_row": receipt.pairs_by_row_V,
-            "pair_starts": receipt.pair_starts_R,
-            "slots": receipt.slot_V,
-            "expert_starts": receipt.expert_starts_e,
+            "gates of rows": prepared.weights_P,
+            "row_of_pair": handle.row_of_pair_P,
+            "pairs_by_row": handle.pairs_by_row_V,
+            "pair_starts": handle.pair_starts_R,
+            "slots": handle.slot_V,
+            "expert_starts": handle.expert_starts_e,
         }
 
 
@@ -132,11 +134,11 @@ class Case:
 def test_the_kernels_route_as_plain_torch(seed: int) -> None:
     case = Case.draw(seed)
     with routing_by(kernels=True):
-        choice = choose(case.logits_TE, case.bias_E, case.config.K, case.config.router)
-        by_kernels = case.routed(choice)
-    assert torch.equal(choice.topk_ids_TK, top_experts(choice.ranking_TE, choice.allowed_TE, case.config.K))
+        topk = compute_topk(case.logits_TE, case.bias_E, case.config.K, case.config.router)
+        by_kernels = case.routed(topk)
+    assert torch.equal(topk.topk_ids_TK, top_experts(topk.ranking_TE, topk.allowed_TE, case.config.K))
     with routing_by(kernels=False):
-        plainly = case.routed(replace(choice, plain_counts_E=None, plain_entropy_T=None))
+        plainly = case.routed(replace(topk, plain_counts_E=None, plain_entropy_T=None))
     for name, wanted in plainly.items():
         # Weights are quotients, whose last bit is the compiler's.
         tolerance = {"rtol": 1e-6, "atol": 1e-7} if name.startswith("gates") else {"rtol": 0, "atol": 0}

@@ -28,7 +28,7 @@ from sonic_ep import (
 )
 from sonic_ep import compiled as layer_operations
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
-from sonic_ep.dispatch.protocol import Opened
+from sonic_ep.dispatch.protocol import PreparedDispatch
 from sonic_ep.functional import moe
 from sonic_ep.routers import compiled as router_operations
 from sonic_ep.routers.compiled import text_of
@@ -126,7 +126,7 @@ def counters(model: Model) -> list[list[int]]:
     "config",
     [
         small(LOSSES, bias=True, shared_n=5),
-        small(DEEPSEEK, activation="relu2", keep_dispatched=True),
+        small(DEEPSEEK, activation="relu2", save_dispatched=True),
         small(rounding=RoundingConfig(mode="off")),
     ],
     ids=["rounded", "deepseek", "off"],
@@ -192,15 +192,15 @@ def test_the_functional_layer() -> None:
     alone = EPGroup.alone()
     E, w1, w2 = 4, torch.randn(4, 12, 8, requires_grad=True), torch.randn(4, 8, 6, requires_grad=True)
     tokens, experts = torch.tensor([0, 1, 2, 2, 4]), torch.tensor([3, 0, 0, 1, 3])
-    gates, x = torch.rand(5, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    pair_weights, x = torch.rand(5, requires_grad=True), torch.randn(5, 8, requires_grad=True)
     routing = Routing.from_pairs(tokens, experts, torch.rand(5), num_tokens=5, E=E, group=alone)
-    routing = replace(routing, gates_N=gates)
+    routing = replace(routing, weights_N=pair_weights)
 
     def run(x: Tensor) -> Tensor:
         return moe(x, routing, w1, w2, transport=transport_for(alone), group=alone, layout="concatenated")
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    ours, theirs = (torch.autograd.grad(f(x).square().sum(), [x, w1, w2, gates]) for f in (compiled, run))
+    ours, theirs = (torch.autograd.grad(f(x).square().sum(), [x, w1, w2, pair_weights]) for f in (compiled, run))
     torch.testing.assert_close(ours, theirs)
 
 
@@ -220,7 +220,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, name, called)
 
-    spy(router_operations, "decide_selection")
+    spy(router_operations, "decide_pairs")
     spy(layer_operations, "forward")
     spy(layer_operations, "backward")
     return calls
@@ -233,7 +233,7 @@ def test_a_checkpoint_in_the_graph_keeps_the_decision_and_recomputes_the_rest(mo
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.randn(50, config.d)
     assert_same_step(train_step(compiled, model, x), train_step(plain, plain, x), 1e-6)
-    assert calls == ["decide_selection", "forward"] * 2 + ["forward", "backward"] * 2
+    assert calls == ["decide_pairs", "forward"] * 2 + ["forward", "backward"] * 2
     assert counters(model) == counters(plain)
 
 
@@ -259,7 +259,7 @@ def test_a_checkpoint_around_compiled_blocks_replays(monkeypatch: pytest.MonkeyP
         return checkpoint(model, x, use_reentrant=False, context_fn=replay_contexts, preserve_rng_state=False)
 
     assert_same_step(train_step(run, model, x), train_step(plain, plain, x), 1e-6)
-    assert calls == ["decide_selection", "forward"] * 4 + ["backward"] * 2
+    assert calls == ["decide_pairs", "forward"] * 4 + ["backward"] * 2
     assert counters(model) == counters(plain)
     y, _, _ = checkpoint(model, x.requires_grad_(), use_reentrant=False)  # type: ignore[misc]
     with pytest.raises(RuntimeError, match=r"context_fn=sonic_ep\.replay_contexts"):
@@ -321,7 +321,7 @@ def ranks_step(rank: int, config: MoEConfig, options: dict[str, Any], device: st
 
 RANK_CASES: dict[str, tuple[MoEConfig, dict[str, Any]]] = {
     "resend": (small(LOSSES, bias=True, transport=TransportConfig(kind="all_to_all")), {}),
-    "keep-and-checkpoint": (small(LOSSES, STOCHASTIC, keep_dispatched=True), {"context_fn": replay_contexts}),
+    "keep-and-checkpoint": (small(LOSSES, STOCHASTIC, save_dispatched=True), {"context_fn": replay_contexts}),
 }
 
 
@@ -344,13 +344,13 @@ def ranks_static(rank: int, folder: str) -> tuple[list[float], list[bool], str]:
     compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     transport = transport_for(group, config.transport)
     assert isinstance(transport, GroupTransport)
-    errors, bounded, stock = [], [], transport.open
+    errors, bounded, stock = [], [], transport.prepare
 
-    def opening(routing: Routing, *arguments: Any) -> Opened:
-        bounded.append(routing.most_received is not None)
+    def opening(routing: Routing, *arguments: Any) -> PreparedDispatch:
+        bounded.append(routing.max_received is not None)
         return stock(routing, *arguments)
 
-    transport.open = opening  # type: ignore[method-assign]
+    transport.prepare = opening  # type: ignore[method-assign]
     with static_buffers(transport, folder):
         for seed in range(3):
             x = torch.randn(24, config.d, generator=torch.Generator().manual_seed(10 * seed + rank))
@@ -400,24 +400,35 @@ def test_operations_keep_torchs_rules() -> None:
     config = small(LOSSES, bias=True)
     layer = MoE(config, seed=0)
     experts = layer.experts
-    decide = (torch.randn(30, 8), layer.router.expert_bias, text_of(config), "", 1, torch.float32, True, None, "", True)
-    torch.library.opcheck(torch.ops.sonic_ep.decide_selection, decide)
-    _, token_ids_N, _, _, counts, _, new_counts_E = torch.ops.sonic_ep.decide_selection(*decide)
+    round_counts = (
+        torch.randn(30, 8),
+        layer.router.expert_bias,
+        text_of(config),
+        "",
+        1,
+        torch.float32,
+        True,
+        None,
+        "",
+        True,
+    )
+    torch.library.opcheck(torch.ops.sonic_ep.decide_pairs, round_counts)
+    _, token_ids_N, _, _, counts, _, new_counts_E = torch.ops.sonic_ep.decide_pairs(*round_counts)
     torch.library.opcheck(torch.ops.sonic_ep.add_counts, (torch.zeros_like(new_counts_E), new_counts_E))
-    torch.library.opcheck(torch.ops.sonic_ep.keep_experts, (torch.zeros_like(new_counts_E), torch.zeros(3, 4)))
-    gates_N = torch.rand(token_ids_N.shape)
+    torch.library.opcheck(torch.ops.sonic_ep.prevent_dce, (torch.zeros_like(new_counts_E), torch.zeros(3, 4)))
+    weights_N = torch.rand(token_ids_N.shape)
     x = torch.randn(30, 12)
-    opening = (x, gates_N, token_ids_N, counts, 30, token_ids_N.shape[0] + 8 * 128, None, "", 1, "")
-    torch.library.opcheck(torch.ops.sonic_ep.open_routing, opening)
-    opened = torch.ops.sonic_ep.open_routing(*opening)
+    opening = (x, weights_N, token_ids_N, counts, 30, token_ids_N.shape[0] + 8 * 128, None, "", 1, "")
+    torch.library.opcheck(torch.ops.sonic_ep.prepare_dispatch, opening)
+    prepared = torch.ops.sonic_ep.prepare_dispatch(*opening)
     weights = (experts.w1, experts.w2, experts.b1, experts.b2)
-    forward = (x.requires_grad_(), gates_N.requires_grad_(), *opened, *weights, "", 1, "", "swiglu", False, True)
+    forward = (x.requires_grad_(), weights_N.requires_grad_(), *prepared, *weights, "", 1, "", "swiglu", False, True)
     torch.library.opcheck(torch.ops.sonic_ep.expert_parallel_mlp, forward)
     with torch.no_grad():
         _, _, h_PJ = torch.ops.sonic_ep.expert_parallel_mlp(*forward)
-        gates_P, lists, splits = opened
-        saved = (torch.randn(30, 12), x.detach(), h_PJ, gates_P, lists, splits, *(w.detach() for w in weights))  # type: ignore[union-attr]
-        backward = (*saved, gates_N.shape[0], "", 1, "", "swiglu", False, True, [True, False, True, True])
+        weights_P, lists, splits = prepared
+        saved = (torch.randn(30, 12), x.detach(), h_PJ, weights_P, lists, splits, *(w.detach() for w in weights))  # type: ignore[union-attr]
+        backward = (*saved, weights_N.shape[0], "", 1, "", "swiglu", False, True, [True, False, True, True])
         torch.library.opcheck(torch.ops.sonic_ep.expert_parallel_mlp_backward, backward)
 
 

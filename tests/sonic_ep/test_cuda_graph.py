@@ -11,7 +11,7 @@ from torch import Tensor
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
 from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.plan import plan_for
-from sonic_ep.initialization import stream
+from sonic_ep.initialization import rng_for
 from sonic_ep.routers.router import Router
 from tests.helpers.changing_routing import BOUNDED, LOSSES, STATIC, leaning_tokens
 from tests.helpers.launch import RankPool, most_gpus
@@ -108,13 +108,13 @@ def captured_routing(rank: int) -> list[bool]:
     group = EPGroup()
     torch.manual_seed(0)
     router, x = Router(config, device=torch.device("cuda")), inputs(0)
-    router.initialize(0.02, stream(7, 0))
+    router.initialize(0.02, rng_for(7, 0))
 
     def step() -> tuple[Tensor, ...]:
         with torch.no_grad():
             routing = router(x, group=group, sequence_length=T).routing
             plan = plan_for(routing.counts, group.rank)
-        return routing.counts.rows_SE, plan.table_FC, plan.pairs_SQ, routing.token_ids_N, routing.gates_N
+        return routing.counts.rows_SE, plan.table_FC, plan.pairs_SQ, routing.token_ids_N, routing.weights_N
 
     graph, captured = capture(step)
     equal = []
@@ -141,7 +141,7 @@ def captured_layer(rank: int, rounding: RoundingConfig, keeps: bool) -> tuple[li
     """Names of what differs between a replay and the eager step with exact buffers, over steps of changing routing; and
     how many numbers of rows this rank has had."""
     torch.manual_seed(rank)
-    config = MoEConfig(**SHAPE, rounding=rounding, router=LOSSES, transport=STATIC, keep_dispatched=keeps)
+    config = MoEConfig(**SHAPE, rounding=rounding, router=LOSSES, transport=STATIC, save_dispatched=keeps)
     group, x, dy = EPGroup(), inputs(rank).requires_grad_(), torch.randn(T, D, device="cuda").bfloat16()
     layer = MoE(config, group, seed=1, device="cuda", dtype=torch.bfloat16)
     other = config.replace(transport=TransportConfig(kind="all_to_all"))
@@ -152,7 +152,7 @@ def captured_layer(rank: int, rounding: RoundingConfig, keeps: bool) -> tuple[li
         gradients = torch.autograd.grad((y * dy).sum() + aux, [x, *layer.parameters()])
         return y.detach(), stats.counts.rows_SE, *gradients
 
-    with patch.object(symmetric, "_WORTH_COPYING", 0):
+    with patch.object(symmetric, "_MIN_COPY_BYTES", 0):
         graph, captured = capture(lambda: step(layer))
     names = ("y", "rows", "dx", *(name for name, _ in layer.named_parameters()))
     differing, sizes = [], set()

@@ -16,18 +16,18 @@ from sonic_ep import EPGroup
 from sonic_ep.dispatch import local
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.dispatch.protocol import Combining, Transport
+from sonic_ep.dispatch.protocol import PendingCombine, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
 from sonic_ep.kernels import expert_mlp
-from sonic_ep.routing import Routing, SizesOnHost
+from sonic_ep.routing import AsyncSplitSizes, Routing
 from sonic_ep.transports import GroupTransport, transport_for
 from tests.dispatch.oracle import Case
 from tests.helpers.launch import RankPool
 from tests.helpers.noting import noting
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.shared_files import shared_files
-from tests.helpers.static_buffers import lists_with_room, with_spare
+from tests.helpers.static_buffers import lists_with_spare, with_spare
 from tests.helpers.triton_device import triton_device
 
 pytestmark = pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels; see test_symmetric_gpu.py")
@@ -50,26 +50,26 @@ def step(transport: Transport, group: EPGroup, routing: Routing, experts: list[T
 
     generator = torch.Generator().manual_seed(group.rank)
     x, dout = (torch.randn(routing.num_tokens, H, generator=generator) for _ in range(2))
-    leaves = [x.requires_grad_(), *experts, routing.gates_N.clone().requires_grad_()]
+    leaves = [x.requires_grad_(), *experts, routing.weights_N.clone().requires_grad_()]
     with saved_tensors_hooks(see, see):
-        y = moe(x, replace(routing, gates_N=leaves[3]), *experts, transport=transport, group=group)
+        y = moe(x, replace(routing, weights_N=leaves[3]), *experts, transport=transport, group=group)
     return [y.detach(), *torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], dout)]
 
 
 def steps(rank: int, cases: list[Case], folder: str) -> list[str]:
     """How each step went: the order of opening, reading sizes and computing."""
     group, how = EPGroup(), []
-    transport, experts = SymmetricTransport(group, shared_files(group, folder), patience=60), experts_of(group)
+    transport, experts = SymmetricTransport(group, shared_files(group, folder), timeout=60), experts_of(group)
     for case in cases:
         expected = step(AllToAllTransport(group), group, case.routing(rank), experts)
         how.append("")
         with (
-            lists_with_room(),
+            lists_with_spare(),
             poisoned_empty(),
-            noting(how, "o", SymmetricTransport, "_open"),
-            noting(how, "r", SizesOnHost, "read"),
+            noting(how, "o", SymmetricTransport, "_prepare"),
+            noting(how, "r", AsyncSplitSizes, "read"),
             noting(how, "e", expert_mlp, "forward"),
-            patch.object(SizesOnHost, "arrived", False),
+            patch.object(AsyncSplitSizes, "is_ready", False),
         ):
             got = step(transport, group, case.routing(rank), experts)
         assert all(map(torch.equal, got, expected)), case
@@ -107,22 +107,22 @@ ALONE = {
 def test_experts_of_one_rank_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
     group, transport, how = EPGroup.alone(), LocalTransport(), []
     experts = experts_of(group)
-    monkeypatch.setattr(local, "lists_take_room", lambda _: True)
-    monkeypatch.setattr(SizesOnHost, "arrived", False)
+    monkeypatch.setattr(local, "allows_spare_capacity", lambda _: True)
+    monkeypatch.setattr(AsyncSplitSizes, "is_ready", False)
     for case in ALONE:
         routing = case.routing(0)
         how.append("")
         with (
-            lists_with_room(),
+            lists_with_spare(),
             poisoned_empty(),
-            noting(how, "r", SizesOnHost, "read"),
+            noting(how, "r", AsyncSplitSizes, "read"),
             noting(how, "e", expert_mlp, "forward"),
         ):
             expected = step(LocalTransport(), group, routing, experts)
             assert how[-1] == "re"
             how[-1] = ""
-            assert routing.most_rows is not None
-            got = step(transport, group, with_spare(routing, 3, most_rows=routing.most_rows + 20), experts)
+            assert routing.max_rows is not None
+            got = step(transport, group, with_spare(routing, 3, max_rows=routing.max_rows + 20), experts)
         sizes = [values.shape[0] for values in expected]
         assert all(torch.equal(a[:size], b) for a, b, size in zip(got, expected, sizes, strict=True)), case
     assert how == list(ALONE.values())
@@ -132,7 +132,7 @@ def order_of_backward(rank: int, frozen: bool) -> list[str]:
     """GEMMs, of dX whether A' takes memory then, and when its sums leave for their ranks and must have arrived."""
     group, done, a_P = EPGroup(), list[str](), list[weakref.ref[Tensor]]()
     backward_hidden, backward_pairs = expert_mlp.backward_hidden, expert_mlp.backward_pairs
-    start = GroupTransport.start_combine_pairs
+    start = GroupTransport.combine_async
 
     def hidden(*args: Any) -> expert_mlp.HiddenGrads:
         grads = backward_hidden(*args)
@@ -143,7 +143,7 @@ def order_of_backward(rank: int, frozen: bool) -> list[str]:
         done.append("dX" if a_P[0]() is None else "dX beside A'")
         return backward_pairs(*args)
 
-    def starting(*args: Any) -> Combining:
+    def starting(*args: Any) -> PendingCombine:
         done.append("leave")
         combining = start(*args)
 
@@ -156,7 +156,7 @@ def order_of_backward(rank: int, frozen: bool) -> list[str]:
     case = Case((13, 9)[: group.size], H, E, "top2")
     experts = [weight.requires_grad_(not frozen) for weight in experts_of(group)]
     with (
-        patch.object(GroupTransport, "start_combine_pairs", starting),
+        patch.object(GroupTransport, "combine_async", starting),
         patch.object(expert_mlp, "backward_hidden", hidden),
         patch.object(expert_mlp, "backward_pairs", pairs),
         noting([done], ["dW2"], expert_mlp, "backward_down_weights"),

@@ -44,11 +44,11 @@ def random_routing(rank: int, K: int, E: int, group: EPGroup) -> tuple[Routing, 
     ids = torch.rand(T, E, generator=generator).topk(K).indices
     mask = torch.zeros(T, E, dtype=torch.bool).scatter_(1, ids, True)
     experts, tokens = mask.T.nonzero(as_tuple=True)
-    gates = torch.rand(tokens.shape[0], generator=generator)
-    return Routing.from_pairs(tokens, experts, gates, num_tokens=T, E=E, group=group), mask
+    pair_weights = torch.rand(tokens.shape[0], generator=generator)
+    return Routing.from_pairs(tokens, experts, pair_weights, num_tokens=T, E=E, group=group), mask
 
 
-def measured_and_formula(rank: int, granularity: int, dtype: torch.dtype, keep: bool) -> dict[str, int]:
+def measured_and_formula(rank: int, granularity: int, dtype: torch.dtype, clone_rows: bool) -> dict[str, int]:
     """Kept bytes at d/n = granularity, K*n fixed, and the terms of docs/memory.md."""
     group = EPGroup()
     n, K = D // granularity, granularity
@@ -60,7 +60,7 @@ def measured_and_formula(rank: int, granularity: int, dtype: torch.dtype, keep: 
     x = torch.randn(T, D, dtype=dtype, requires_grad=True)
 
     def run() -> Tensor:
-        return moe(x, routing, w1, w2, transport=transport_for(group), group=group, keep_dispatched=keep)
+        return moe(x, routing, w1, w2, transport=transport_for(group), group=group, save_dispatched=clone_rows)
 
     masks = [random_routing(r, K, E, EPGroup.alone())[1] for r in range(group.size)]
     own = slice(rank * e, (rank + 1) * e)
@@ -72,7 +72,7 @@ def measured_and_formula(rank: int, granularity: int, dtype: torch.dtype, keep: 
         lists += 8 * sent + 4 * (T + 1)
     return {
         "measured": saved_bytes(run, [w1, w2]),
-        "x": (U if keep else T) * D * dtype.itemsize,
+        "x": (U if clone_rows else T) * D * dtype.itemsize,
         "h": P * 2 * n * dtype.itemsize,
         "lists": lists,
         "P": P,
@@ -80,37 +80,37 @@ def measured_and_formula(rank: int, granularity: int, dtype: torch.dtype, keep: 
     }
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
+@pytest.mark.parametrize("clone_rows", [False, True], ids=["resend", "keep"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 def test_kept_bytes_match_the_formula_and_do_not_grow(
-    ranks: Ranks, ep_size: int, dtype: torch.dtype, keep: bool
+    ranks: Ranks, ep_size: int, dtype: torch.dtype, clone_rows: bool
 ) -> None:
     group_totals = []
     for granularity in (1, 2, 4, 8):
-        per_rank = ranks(ep_size).run(measured_and_formula, granularity, dtype, keep)
+        per_rank = ranks(ep_size).run(measured_and_formula, granularity, dtype, clone_rows)
         for terms in per_rank:
             assert terms["measured"] == terms["x"] + terms["h"] + terms["lists"], (granularity, terms)
             assert terms["h"] == (4 if dtype == torch.bfloat16 else 8) * terms["P"] * terms["n"]
-        group_totals.append(sum(terms["h"] + (0 if keep else terms["x"]) for terms in per_rank))
+        group_totals.append(sum(terms["h"] + (0 if clone_rows else terms["x"]) for terms in per_rank))
     # Activations of the whole group at fixed K*n: exactly flat in granularity (lists grow with K, by 16 bytes a pair).
     assert len(set(group_totals)) == 1, group_totals
 
 
-def wire_bytes(rank: int, dtype: torch.dtype, keep: bool) -> tuple[dict[str, int], dict[str, int]]:
+def wire_bytes(rank: int, dtype: torch.dtype, clone_rows: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Counted by the transport, and by hand, over one forward and backward."""
     group = EPGroup()
     K, E, n = 3, 16, 8
     e = E // group.size
     routing, mask = random_routing(rank, K, E, group)
-    gates = routing.gates_N.requires_grad_(True)
+    pair_weights = routing.weights_N.requires_grad_(True)
     w1, w2 = torch.randn(e, 2 * n, D).to(dtype), torch.randn(e, D, n).to(dtype)
     x = torch.randn(T, D).to(dtype).requires_grad_(True)
     transport = AllToAllTransport(group)
-    out = moe(x, routing, w1, w2, transport=transport, group=group, keep_dispatched=keep)
+    out = moe(x, routing, w1, w2, transport=transport, group=group, save_dispatched=clone_rows)
     forward = dict(transport.wire_bytes)
     out.sum().backward()
-    assert gates.grad is not None
+    assert pair_weights.grad is not None
 
     needed = torch.stack([random_routing(r, K, E, EPGroup.alone())[1] for r in range(group.size)])
     needed = needed.view(group.size, T, group.size, e)
@@ -125,20 +125,20 @@ def wire_bytes(rank: int, dtype: torch.dtype, keep: bool) -> tuple[dict[str, int
     assert forward == wanted_forward, (forward, wanted_forward)
     wanted = {
         "lists": lists,
-        "dispatch": (2 if keep else 3) * sent * row_bytes,  # x, dO and, unless kept, x again
+        "dispatch": (2 if clone_rows else 3) * sent * row_bytes,  # x, dO and, unless kept, x again
         "combine": 2 * received * row_bytes,  # out, dX
-        "return_pairs": returned,
+        "combine_scalars": returned,
     }
     return dict(transport.wire_bytes), wanted
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["resend", "keep"])
+@pytest.mark.parametrize("clone_rows", [False, True], ids=["resend", "keep"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_wire_bytes_are_distinct_rows_and_index_lists(
-    ranks: Ranks, ep_size: int, dtype: torch.dtype, keep: bool
+    ranks: Ranks, ep_size: int, dtype: torch.dtype, clone_rows: bool
 ) -> None:
-    for counted, wanted in ranks(ep_size).run(wire_bytes, dtype, keep):
+    for counted, wanted in ranks(ep_size).run(wire_bytes, dtype, clone_rows):
         assert counted == wanted
 
 
@@ -224,11 +224,11 @@ def test_wrong_arguments_name_value_and_limit(name: str, change: Callable[[Tenso
 
 def test_half_precision_weights_of_pairs_count_in_fp32() -> None:
     arguments = layer_arguments()
-    gates = arguments["routing"].gates_N.bfloat16()
-    rounded = replace(arguments["routing"], gates_N=gates.float())
+    pair_weights = arguments["routing"].weights_N.bfloat16()
+    rounded = replace(arguments["routing"], weights_N=pair_weights.float())
     wanted = moe(**{**arguments, "routing": rounded})
-    leaf = gates.requires_grad_(True)
-    got = moe(**{**arguments, "routing": replace(arguments["routing"], gates_N=leaf)})
+    leaf = pair_weights.requires_grad_(True)
+    got = moe(**{**arguments, "routing": replace(arguments["routing"], weights_N=leaf)})
     assert torch.equal(got, wanted)
     got.sum().backward()
     assert leaf.grad.dtype == torch.bfloat16

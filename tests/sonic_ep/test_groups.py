@@ -50,11 +50,11 @@ def test_subgroups_and_strangers(ranks: Ranks) -> None:
 
 def named(rank: int) -> bool:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    pair, everyone = EPGroup(pairs[rank % 2]), EPGroup()
-    assert pair.name != everyone.name
+    pair, all_peers = EPGroup(pairs[rank % 2]), EPGroup()
+    assert pair.name != all_peers.name
     found = EPGroup.named(pair.name)
     assert (found.rank, found.size) == (rank // 2, 2)
-    return found.process_group is pair.process_group and EPGroup.named(everyone.name).size == 4
+    return found.process_group is pair.process_group and EPGroup.named(all_peers.name).size == 4
 
 
 def test_a_group_is_found_by_its_name(ranks: Ranks) -> None:

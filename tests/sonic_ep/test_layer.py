@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.routers.replay import replay_contexts
-from sonic_ep.routing import Selection
+from sonic_ep.routing import RoutedPairs
 from tests.helpers import oracle
 from tests.helpers.launch import RankPool
 
@@ -46,9 +46,9 @@ CASES: dict[str, tuple[MoEConfig, str]] = {
         "ragged",
     ),
     "batch-loss": (small(replace(LOSSES, balance="batch")), "ragged"),
-    "kept-rows": (small(keep_dispatched=True, bias=True), "ragged"),
+    "kept-rows": (small(save_dispatched=True, bias=True), "ragged"),
     "through-router": (small(THROUGH_ROUTER, shared_n=5), "ragged"),
-    "through-router-kept-rows": (small(THROUGH_ROUTER, keep_dispatched=True), "ragged"),
+    "through-router-kept-rows": (small(THROUGH_ROUTER, save_dispatched=True), "ragged"),
     "through-router-one-rank-empty": (small(THROUGH_ROUTER), "empty"),
     "shared-gate": (small(shared_n=5, shared_gate=True, bias=True, K=3), "ragged"),
     **{f"act-{name}": (small(activation=name, bias=True), "equal") for name in ("geglu", "reglu", "swiglu_oai")},
@@ -89,11 +89,11 @@ def build(config: MoEConfig, group: EPGroup, kind: str, device: str = "cpu") -> 
     return layer.to(device)
 
 
-def run(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor, Selection]:
+def run(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor, RoutedPairs]:
     record, _ = replay_contexts()
     with record:
         y, aux, _ = layer(x)
-    return y, aux, record.tape.selections[id(layer.router)][0]
+    return y, aux, record.tape.recorded_pairs[id(layer.router)][0]
 
 
 def whole(local: Tensor | None, group: EPGroup) -> Tensor | None:
@@ -101,11 +101,11 @@ def whole(local: Tensor | None, group: EPGroup) -> Tensor | None:
     return None if local is None else torch.cat(group.all_gather_object(local.detach().cpu()))
 
 
-def masks(selection: Selection, T: int, E: int) -> tuple[Tensor, Tensor]:
+def masks(routed_pairs: RoutedPairs, T: int, E: int) -> tuple[Tensor, Tensor]:
     selected = torch.zeros(T, E, dtype=torch.bool)
-    is_pair = selection.token_ids_N >= 0  # the end of the lists may be spare
-    selected[selection.token_ids_N[is_pair].long().cpu(), selection.expert_ids_N[is_pair].cpu()] = True
-    topk = torch.zeros(T, E, dtype=torch.bool).scatter_(1, selection.topk_ids_TK.cpu(), True)
+    is_pair = routed_pairs.token_ids_N >= 0  # the end of the lists may be spare
+    selected[routed_pairs.token_ids_N[is_pair].long().cpu(), routed_pairs.expert_ids_N[is_pair].cpu()] = True
+    topk = torch.zeros(T, E, dtype=torch.bool).scatter_(1, routed_pairs.topk_ids_TK.cpu(), True)
     return selected, topk
 
 
@@ -120,27 +120,27 @@ def errors_against_oracle(rank: int, config: MoEConfig, kind: str, device: str =
     layer = build(config, group, kind, device)
     x, dout = (values.to(device) for values in inputs(config, kind, rank))
     x.requires_grad_(True)
-    y, aux, selection = run(layer, x)
+    y, aux, routed_pairs = run(layer, x)
     ((y * dout).sum() + aux).backward()
 
-    selections = group.all_gather_object(replace(selection, on_host=None))
+    recorded_pairs = group.all_gather_object(replace(routed_pairs, split_sizes=None))
     experts = {n: whole(getattr(layer.experts, n), group) for n in ("w1", "w2", "b1", "b2")}
     experts = {n: w if w is None else w.requires_grad_(True) for n, w in experts.items()}
     per_rank = []
     total = torch.zeros((), dtype=torch.float64)
-    counts = sum(masks(s, tokens_of(kind, r), config.E)[1].sum(0) for r, s in enumerate(selections))
+    counts = sum(masks(s, tokens_of(kind, r), config.E)[1].sum(0) for r, s in enumerate(recorded_pairs))
     for r in range(group.size):
         xr, gr = inputs(config, kind, r)
         leaf = lambda t: None if t is None else t.detach().cpu().clone().requires_grad_(True)  # noqa: E731
         shared = {n: leaf(p) for n, p in layer.shared.named_parameters()} if layer.shared else {}
         weights = oracle.Weights(leaf(layer.router.weight), leaf(layer.router.bias), **experts, shared=shared)  # type: ignore[arg-type]
         xr.requires_grad_(True)
-        selected, topk = masks(selections[r], xr.shape[0], config.E)
+        selected, topk = masks(recorded_pairs[r], xr.shape[0], config.E)
         yr = oracle.dense_moe(xr, weights, selected, topk, config)
         total = total + (yr * gr).sum()
         lr = torch.zeros((), dtype=torch.float64)
         if xr.shape[0]:
-            _, logits = oracle.gates(xr, weights, selected, topk, config)
+            _, logits = oracle.pair_weights(xr, weights, selected, topk, config)
             lr = oracle.losses(logits, topk, counts, config)
             total = total + lr
         per_rank.append((xr, yr, lr, weights))
@@ -186,13 +186,13 @@ def test_the_cases_do_round(ranks: Ranks) -> None:
 # --- a step of EP=4 equals a step of EP=1 given the same selection ------------------------------------------------
 
 
-def merged(selections: list[Selection], tokens: list[int]) -> Selection:
+def merged(recorded_pairs: list[RoutedPairs], tokens: list[int]) -> RoutedPairs:
     """The selections of all ranks as one rank's over the concatenated tokens."""
     offsets = torch.tensor(tokens).cumsum(0) - torch.tensor(tokens)
-    token_ids = torch.cat([s.token_ids_N.long() + o for s, o in zip(selections, offsets, strict=True)])
-    expert_ids = torch.cat([s.expert_ids_N for s in selections])
+    token_ids = torch.cat([s.token_ids_N.long() + o for s, o in zip(recorded_pairs, offsets, strict=True)])
+    expert_ids = torch.cat([s.expert_ids_N for s in recorded_pairs])
     order = torch.argsort(expert_ids * sum(tokens) + token_ids)
-    counts = selections[0].counts
+    counts = recorded_pairs[0].counts
     one = counts._replace(
         chosen_SE=counts.chosen_SE.sum(0, keepdim=True),
         rows_SE=counts.pairs_SE.sum(0, keepdim=True),
@@ -200,11 +200,11 @@ def merged(selections: list[Selection], tokens: list[int]) -> Selection:
         tokens_S=counts.tokens_S.sum(0, keepdim=True),
         cut_S=counts.cut_S.sum(0, keepdim=True),
     )
-    return Selection(
-        torch.cat([s.topk_ids_TK for s in selections]),
+    return RoutedPairs(
+        torch.cat([s.topk_ids_TK for s in recorded_pairs]),
         token_ids[order].int(),
         expert_ids[order],
-        torch.cat([s.chosen_N for s in selections])[order],
+        torch.cat([s.chosen_N for s in recorded_pairs])[order],
         one,
         None,
     )
@@ -216,15 +216,15 @@ def step_difference(rank: int, config: MoEConfig) -> dict[str, float]:
     layer, alone = build(config, group, "ragged"), build(config, EPGroup.alone(), "ragged")
     before = {n: p.detach().clone() for n, p in layer.named_parameters()}
     x, dout = inputs(config, "ragged", rank)
-    y, aux, selection = run(layer, x)
+    y, aux, routed_pairs = run(layer, x)
     ((y * dout).sum() + aux / group.size).backward()
     for parameter in layer.parameters():
         if getattr(parameter, "allreduce", True):
             dist.all_reduce(parameter.grad)
-    selections = group.all_gather_object(replace(selection, on_host=None))
+    recorded_pairs = group.all_gather_object(replace(routed_pairs, split_sizes=None))
     tokens = [tokens_of("ragged", r) for r in range(group.size)]
     record, replay = replay_contexts()
-    record.tape.selections[id(alone.router)] = [merged(selections, tokens)]
+    record.tape.recorded_pairs[id(alone.router)] = [merged(recorded_pairs, tokens)]
     everything = [inputs(config, "ragged", r) for r in range(group.size)]
     with replay:
         y1, _, _ = alone(torch.cat([x for x, _ in everything]))

@@ -3,40 +3,40 @@
 import pytest
 import torch
 
-from sonic_ep.peer_memory import PeerMemory, Place, problem_between
+from sonic_ep.peer_memory import PeerMemory, RankLocation, problem_between
 
 NOBODY: frozenset[str] = frozenset()
 
 
-def place(
+def location(
     gpu: str | None, host: str = "one", unreachable: frozenset[str] = NOBODY, problem: str | None = None
-) -> Place:
-    return Place(host, gpu, unreachable, problem)
+) -> RankLocation:
+    return RankLocation(host, gpu, unreachable, problem)
 
 
 @pytest.mark.parametrize(
-    ("places", "problem"),
+    ("locations", "problem"),
     [
-        ([place("a"), place("b")], None),
-        ([place("a", unreachable=frozenset("x")), place("b")], None),
-        ([place("a"), place(None)], "the rows of rank 1 are not on a CUDA device"),
-        ([place("a"), place("b", problem="triton not found")], "rank 1: triton not found"),
-        ([place("a", "two"), place("b", "one")], "the ranks of the group are on several hosts: one, two"),
-        ([place("a"), place("b"), place("a")], "two ranks of the group share a GPU"),
+        ([location("a"), location("b")], None),
+        ([location("a", unreachable=frozenset("x")), location("b")], None),
+        ([location("a"), location(None)], "the rows of rank 1 are not on a CUDA device"),
+        ([location("a"), location("b", problem="triton not found")], "rank 1: triton not found"),
+        ([location("a", "two"), location("b", "one")], "the ranks of the group are on several hosts: one, two"),
+        ([location("a"), location("b"), location("a")], "two ranks of the group share a GPU"),
         (
-            [place("a"), place("b", unreachable=frozenset("ac")), place("c")],
+            [location("a"), location("b", unreachable=frozenset("ac")), location("c")],
             "the GPU of rank 1 has no peer access to that of rank 0",
         ),
     ],
     ids=str,
 )
-def test_problem_between_places(places: list[Place], problem: str | None) -> None:
-    assert problem_between(places) == problem
+def test_problem_between_places(locations: list[RankLocation], problem: str | None) -> None:
+    assert problem_between(locations) == problem
 
 
 def test_a_place_without_a_gpu() -> None:
-    here = Place.here(torch.device("cpu"), None)
-    assert here == Place.here(torch.device("cpu"), None)
+    here = RankLocation.here(torch.device("cpu"), None)
+    assert here == RankLocation.here(torch.device("cpu"), None)
     assert here.host
     assert here.gpu is None
 

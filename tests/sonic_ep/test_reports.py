@@ -46,7 +46,7 @@ def told(rank: int, case: str) -> tuple[str, float]:
         return experts(x_TH, routed.routing, w1)
 
     x_TH, message = torch.randn(T, 8, generator=torch.Generator().manual_seed(rank)), ""
-    choice = patch.object(transports, "_choose", chosen_together) if case == "transport" else nullcontext()
+    choice = patch.object(transports, "_topk", chosen_together) if case == "transport" else nullcontext()
     with choice, torch.no_grad():
         try:
             if rank == 1:

@@ -20,7 +20,7 @@ from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, Tran
 from sonic_ep import compiled as compiled_operations
 from sonic_ep.config import Buffers
 from sonic_ep.dispatch.symmetric import SymmetricTransport
-from sonic_ep.routing import SizesOnHost
+from sonic_ep.routing import AsyncSplitSizes
 from tests.helpers.launch import RankPool
 from tests.helpers.noting import noting
 from tests.helpers.static_buffers import buffers_in_files
@@ -205,8 +205,8 @@ def order(rank: int, folder: str, buffers: Buffers, compiled: Compiled) -> list[
     with (
         buffers_in_files(layer.transport, folder, static=buffers == "static"),  # pyright: ignore[reportArgumentType]
         noting(did, ["send"], SymmetricTransport, "_send"),
-        noting(did, ["combine"], SymmetricTransport, "combine_pairs"),
-        noting(did, ["read"], SizesOnHost, "read"),
+        noting(did, ["combine"], SymmetricTransport, "combine"),
+        noting(did, ["read"], AsyncSplitSizes, "read"),
         torch.no_grad(),
     ):
         run = compiled_or_not(layer, compiled)
@@ -232,7 +232,7 @@ def test_reports_are_read_late(
 def recomputed(rank: int, folder: str, compiled: Compiled) -> None:
     """Steps of changing numbers of tokens, recomputed in backward: some are launched ahead of sizes, some behind."""
     group = EPGroup()
-    exact = MoEConfig(d=8, n=4, E=8, K=2, rounding=RoundingConfig(mode="off"), keep_dispatched=True)
+    exact = MoEConfig(d=8, n=4, E=8, K=2, rounding=RoundingConfig(mode="off"), save_dispatched=True)
     layer = MoE(exact, group, seed=0)
     plain = MoE(exact.replace(transport=TransportConfig(kind="all_to_all")), group, seed=0)
     with buffers_in_files(layer.transport, folder, static=False):  # pyright: ignore[reportArgumentType]

@@ -36,20 +36,20 @@ class AutoEP:
     @staticmethod
     def uninstall() -> None:
         """Give DeepSpeed its own layer back."""
-        for (owner, name), stock in _WRAPPED.items():
-            setattr(owner, name, stock)
+        for (cls, name), stock in _WRAPPED.items():
+            setattr(cls, name, stock)
         _WRAPPED.clear()
 
 
-def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Let `owner.name(self, ...)` be `wrapper(stock, self, ...)`."""
-    stock = _WRAPPED[owner, name] = getattr(owner, name)
+def _wrap(cls: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Let `cls.name(self, ...)` be `wrapper(stock, self, ...)`."""
+    stock = _WRAPPED[cls, name] = getattr(cls, name)
 
     @functools.wraps(stock)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(stock, *args, **kwargs)
 
-    setattr(owner, name, wrapped)
+    setattr(cls, name, wrapped)
 
 
 def _replace(stock: Callable[..., Any], *args: Any, layer: Callable[..., Any], **kwargs: Any) -> Any:

@@ -52,7 +52,7 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
         self.router.bind(config_of(spec, config, options))
         self.experts.__class__ = SonicEPGroupedExperts
         self.experts.bind(activation_of(spec), options)
-        self._meet_in(EPGroup.alone())
+        self._use_group(EPGroup.alone())
 
     def set_deepspeed_parallelism(
         self, use_data_before_expert_parallel_: bool = False, folding_group_handles: Any = None
@@ -64,9 +64,9 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
                 "supported: tokens would be routed once for every TP rank; set tensor_parallel.autotp_size to 1"
             )
         super().set_deepspeed_parallelism(use_data_before_expert_parallel_, folding_group_handles)
-        self._meet_in(EPGroup(self.ep_group) if self.ep_size > 1 else EPGroup.alone())
+        self._use_group(EPGroup(self.ep_group) if self.ep_size > 1 else EPGroup.alone())
 
-    def _meet_in(self, group: EPGroup) -> None:
+    def _use_group(self, group: EPGroup) -> None:
         self.ep, self.transport = group, transport_for(group, self.experts.options.transport)
 
     def _forward(self, hidden_states: Tensor) -> Any:
@@ -100,5 +100,5 @@ class SonicEPGroupedExperts(GroupedExperts):
             transport=transport,
             group=group,
             activation=self.our_activation,
-            keep_dispatched=self.options.keep_dispatched,
+            save_dispatched=self.options.save_dispatched,
         )

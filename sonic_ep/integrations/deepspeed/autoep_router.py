@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.routers.decision import Situation
+from sonic_ep.routers.decision import RoutingContext
 from sonic_ep.routers.router import route
 from sonic_ep.routing import Routing
 
@@ -32,12 +32,12 @@ class SonicEPRouter(TokenChoiceTopKRouter):
         logits_TE = self.gate(x_TH).float()
         bias_E = self.e_score_correction_bias
         bias_E = None if bias_E is None else bias_E.detach().float()
-        situation = Situation(
+        context = RoutingContext(
             config=self.config,
             group=group,
             dtype=x_TH.dtype,
             training=self.training,
             exchange=exchange,
         )
-        routed = route(self, x_TH, logits_TE, bias_E, None, situation, sequence_length=x_TH.shape[0])
-        return routed.routing, routed.choice.counts_E()
+        routed = route(self, x_TH, logits_TE, bias_E, None, context, sequence_length=x_TH.shape[0])
+        return routed.routing, routed.topk.counts_E()

@@ -1,4 +1,4 @@
-"""`Gate`: DeepSpeed's TopKGate with drop_tokens=False, by our router: the same choice, weights, counts and loss.
+"""`TopKGate`: DeepSpeed's TopKGate with drop_tokens=False, by our router: the same choice, weights, counts and loss.
 
 softmax over all experts in fp32. k = 1: the weight is the probability itself; k > 1: the k probabilities over their
 sum. k = 2: the second expert is the second best, as with top2_2nd_expert_sampling=False. The loss is, over this rank's
@@ -29,7 +29,7 @@ _OFF = RoundingConfig(mode="off")
 
 
 @dataclass(frozen=True, slots=True)
-class Gated:
+class GateOutput:
     """routing; l_aux () unweighted; exp_counts_E (E,) int64, this rank's choices before rounding; x_TH for `moe` alone,
     see Routed."""
 
@@ -40,7 +40,7 @@ class Gated:
 
 
 @final
-class Gate(nn.Module):
+class TopKGate(nn.Module):
     """wg.weight (E, H). jitter: training noise on the gate's input. rounding: in training; None is plain top-k."""
 
     def __init__(self, hidden_size: int, width: int, E: int, k: int, *, jitter: bool, rounding: RoundingConfig | None):
@@ -63,7 +63,7 @@ class Gate(nn.Module):
         group: EPGroup,
         problem: str | None = None,
         exchange: Exchange | None = None,
-    ) -> Gated:
+    ) -> GateOutput:
         """Route this rank's tokens. A collective of the EP group.
 
         used_T: for k = 1, bool; a token that is not used counts nowhere and gets no expert's output. It is computed
@@ -71,28 +71,28 @@ class Gate(nn.Module):
         Raises ValueError on every rank, see Router, also for `exchange`; `problem`: why this rank cannot go on.
         """
         routed = self.wg(x_TH, group=group, sequence_length=x_TH.shape[0], problem=problem, exchange=exchange)
-        routing, l_aux, counts_E = routed.routing, routed.aux_loss, routed.choice.counts_E()
+        routing, l_aux, counts_E = routed.routing, routed.aux_loss, routed.topk.counts_E()
         if used_T is not None:
             routing = _of_used(routing, used_T)
-            counts_E = _first_choices(routed, used_T)
+            counts_E = _first_experts(routed, used_T)
         if used_T is not None or self.k == 2:
-            l_aux = _loss(routed, _first_choices(routed, used_T))
-        return Gated(routing, l_aux, counts_E, routed.x_TH)
+            l_aux = _loss(routed, _first_experts(routed, used_T))
+        return GateOutput(routing, l_aux, counts_E, routed.x_TH)
 
 
 def _of_used(routing: Routing, used_T: Tensor) -> Routing:
     tokens_N = routing.token_ids_N.long().clamp(min=0)  # a spare entry has token -1
-    return replace(routing, gates_N=routing.gates_N * used_T.index_select(0, tokens_N))
+    return replace(routing, weights_N=routing.weights_N * used_T.index_select(0, tokens_N))
 
 
-def _first_choices(routed: Routed, used_T: Tensor | None) -> Tensor:
+def _first_experts(routed: Routed, used_T: Tensor | None) -> Tensor:
     """(E,) int64: how many (used) tokens have each expert as their best."""
-    E, ids_T = routed.choice.scores_TE.shape[1], routed.choice.topk_ids_TK[:, 0]
+    E, ids_T = routed.topk.scores_TE.shape[1], routed.topk.topk_ids_TK[:, 0]
     ones_T = torch.ones_like(ids_T) if used_T is None else used_T.long()
     return torch.zeros(E, dtype=torch.int64, device=ids_T.device).scatter_add_(0, ids_T, ones_T)
 
 
 def _loss(routed: Routed, counts_E: Tensor) -> Tensor:
-    scores_TE = routed.choice.scores_TE
+    scores_TE = routed.topk.scores_TE
     T, E = scores_TE.shape
     return (scores_TE.sum(0) * counts_E).sum() * (E / max(T, 1) ** 2)

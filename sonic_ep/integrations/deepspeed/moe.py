@@ -21,7 +21,7 @@ from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.deepspeed.experts import StackedExperts
-from sonic_ep.integrations.deepspeed.gate import Gate
+from sonic_ep.integrations.deepspeed.gate import TopKGate
 from sonic_ep.integrations.deepspeed.moe_options import check
 from sonic_ep.integrations.deepspeed.optimizer_states import guard_optimizer_states
 from sonic_ep.integrations.deepspeed.template import Template, read_template
@@ -66,7 +66,7 @@ class MoE(StockMoE):
         options, template = options or SonicEPOptions(), read_template(expert, hidden_size)
         experts = StackedExperts(expert, template, self.num_local_experts, self.expert_group_name)
         jitter = noisy_gate_policy == "Jitter"
-        gate = Gate(hidden_size, template.width, num_experts, k, jitter=jitter, rounding=options.rounding)
+        gate = TopKGate(hidden_size, template.width, num_experts, k, jitter=jitter, rounding=options.rounding)
         self.deepspeed_moe = RoutedExperts(gate, experts, ep_size, options)
         if use_residual:
             self.mlp = expert
@@ -98,10 +98,10 @@ class MoE(StockMoE):
         """
         output, l_aux, exp_counts = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
-            beside: Any = self.mlp(hidden_states)
-            beside = beside[0] if isinstance(beside, tuple) else beside
+            residual: Any = self.mlp(hidden_states)
+            residual = residual[0] if isinstance(residual, tuple) else residual
             shares = F.softmax(self.coefficient(hidden_states), dim=-1)
-            output = output * shares[..., 0:1] + beside * shares[..., 1:]
+            output = output * shares[..., 0:1] + residual * shares[..., 1:]
         return output, l_aux, exp_counts
 
 
@@ -109,23 +109,23 @@ class MoE(StockMoE):
 class RoutedExperts(nn.Module):
     """Gate and experts, and the group that they share. Its name in the layer, `deepspeed_moe`, is in every key."""
 
-    def __init__(self, gate: Gate, experts: StackedExperts, ep_size: int, options: SonicEPOptions) -> None:
+    def __init__(self, gate: TopKGate, experts: StackedExperts, ep_size: int, options: SonicEPOptions) -> None:
         super().__init__()
         self.gate, self.experts, self.options = gate, experts, options
         self.ep_size = ep_size
         self.group: EPGroup | None = None
         self.transport: Transport | None = None
         if ep_size == 1:
-            self._meet_in(EPGroup.alone())
+            self._use_group(EPGroup.alone())
 
     def _set_ep_group(self, ep_group: Any) -> None:
         """What DeepSpeed's layer calls on its own; any number of times."""
         if self.ep_size > 1 and (self.group is None or self.group.process_group is not ep_group):
             group = EPGroup(ep_group)
             _check_alike(group, self.gate, self.experts.template, self.options)
-            self._meet_in(group)
+            self._use_group(group)
 
-    def _meet_in(self, group: EPGroup) -> None:
+    def _use_group(self, group: EPGroup) -> None:
         self.group, self.transport = group, transport_for(group, self.options.transport)
 
     def forward(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +148,7 @@ class RoutedExperts(nn.Module):
             transport=self.transport,
             group=self.group,
             activation=self.experts.template.activation,
-            keep_dispatched=self.options.keep_dispatched,
+            save_dispatched=self.options.save_dispatched,
         )
         return y_TH.view_as(x), gated.l_aux, gated.exp_counts_E
 
@@ -179,7 +179,7 @@ class RoutedExperts(nn.Module):
         return used_token.reshape(-1).to(x_TH.device) != 0, None
 
 
-def _check_alike(group: EPGroup, gate: Gate, template: Template, options: SonicEPOptions) -> None:
+def _check_alike(group: EPGroup, gate: TopKGate, template: Template, options: SonicEPOptions) -> None:
     """Once for each layer: ranks that differ would wait for each other, or mix up experts."""
     described = group.all_gather_object(f"{gate.wg.config}, {template}, {options}")
     if len(set(described)) > 1:

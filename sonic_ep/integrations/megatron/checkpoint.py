@@ -122,7 +122,7 @@ def _build(
 
     if not gated:
         return shard(stacked)
-    return [shard(half.contiguous(), (axes + 1, number, 2)) for number, half in enumerate(_halves(stacked))]
+    return [shard(half.contiguous(), (axes + 1, number, 2)) for number, half in enumerate(_gate_and_up(stacked))]
 
 
 @torch.no_grad()
@@ -156,7 +156,7 @@ def _build_singletons(
 
     if not gated:
         return singletons(stacked)
-    gate, up = _halves(stacked)
+    gate, up = _gate_and_up(stacked)
     return [singletons(gate, "_w"), singletons(up, "_v")]
 
 
@@ -171,7 +171,7 @@ def _merge_singletons(loaded: Any, *, gated: bool, flat: bool) -> Tensor:
     return _merge([torch.stack(half) for half in loaded] if gated else torch.stack(loaded), gated=gated, flat=flat)
 
 
-def _halves(stacked: Tensor) -> tuple[Tensor, Tensor]:
+def _gate_and_up(stacked: Tensor) -> tuple[Tensor, Tensor]:
     """Gate and up rows of interleaved ones, as views."""
     return stacked[:, 0::2], stacked[:, 1::2]
 

@@ -53,7 +53,7 @@ class SonicEPExperts(MegatronModule):
         self.transport = transport_for(self.group, options.transport)
         self.activation = activation_of(config)
         self.gated = activation_named(self.activation).gated
-        self.keep_dispatched = options.keep_dispatched
+        self.save_dispatched = options.save_dispatched
         H, I = config.hidden_size, config.moe_ffn_hidden_size  # noqa: E741
         assert I is not None  # TransformerConfig fills it in
         J = 2 * I if self.gated else I
@@ -116,7 +116,7 @@ class SonicEPExperts(MegatronModule):
             transport=self.transport,
             group=self.group,
             activation=self.activation,
-            keep_dispatched=self.keep_dispatched,
+            save_dispatched=self.save_dispatched,
             accumulate_into_main_grad=self.config.gradient_accumulation_fusion,
         )
 

@@ -63,9 +63,9 @@ class SonicEPMoELayer(MoELayer):
         self.cudagraph_tensor_store = MoECudaGraphTensorStore()  # always empty; `route` looks
         self.router = submodules.router(config=config, pg_collection=pg_collection)
         self.experts = SonicEPExperts(self.num_local_experts, config, pg_collection, options)
-        self.rounded = None
+        self.rounded_router = None
         if options.rounding is not None:
-            self.rounded = RoundedRouter(self.router, config, options.rounding, self.experts.group)
+            self.rounded_router = RoundedRouter(self.router, config, options.rounding, self.experts.group)
         if self.use_shared_expert:
             self.shared_experts = build_module(
                 submodules.shared_experts,
@@ -101,23 +101,23 @@ class SonicEPMoELayer(MoELayer):
 
     def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         shared = self.shared_experts_compute(hidden_states)  # None without one, and with one of its own stream
-        beside: Any = self.shared_experts if self.shared_expert_overlap else None
-        if beside is not None:
-            beside.pre_forward_comm(hidden_states)
-            beside.linear_fc1_forward_and_act()
-            beside.linear_fc2_forward()
-            beside.post_forward_comm()
+        overlapped: Any = self.shared_experts if self.shared_expert_overlap else None
+        if overlapped is not None:
+            overlapped.pre_forward_comm(hidden_states)
+            overlapped.linear_fc1_forward_and_act()
+            overlapped.linear_fc2_forward()
+            overlapped.post_forward_comm()
         routing = self._routing(hidden_states, padding_mask)
         output = self.experts(hidden_states.reshape(-1, hidden_states.shape[-1]), routing).view_as(hidden_states)
-        if beside is not None:
-            shared = beside.get_output()
+        if overlapped is not None:
+            shared = overlapped.get_output()
         return output if shared is None else output + shared
 
     def _routing(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Routing:
         probs_TE, routing_map_TE = self.route(hidden_states, padding_mask)
         transport = self.experts.transport
-        if self.rounded is not None and self.training:
-            return self.rounded.routing(probs_TE, routing_map_TE, hidden_states.dtype, transport)
+        if self.rounded_router is not None and self.training:
+            return self.rounded_router.routing(probs_TE, routing_map_TE, hidden_states.dtype, transport)
         drops = self.config.moe_expert_capacity_factor is not None
         return routing_of_map(
             probs_TE,

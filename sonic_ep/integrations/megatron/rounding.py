@@ -16,9 +16,9 @@ from torch import Tensor
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.integrations.megatron.routing_map import topk_ids
-from sonic_ep.routers.decision import Situation, decide_selection
-from sonic_ep.routers.selection import choice_mask
-from sonic_ep.routers.topk import Choice, gates_of_pairs, scores_of
+from sonic_ep.routers.decision import RoutingContext, decide_pairs
+from sonic_ep.routers.selection import topk_mask
+from sonic_ep.routers.topk import TopK, scores_of, weights_of_pairs
 from sonic_ep.routing import Routing
 
 
@@ -67,28 +67,32 @@ class RoundedRouter:
         # Of softmax scores, Megatron's groups know nothing, if these are made of the chosen logits.
         by_logits = self.config.moe_router_score_function == "softmax" and not self.config.moe_router_pre_softmax
         allowed_TE = self._allowed(logits.detach().reshape(T, E) if by_logits else ranking_TE)
-        choice = Choice(scores_TE, ranking_TE, allowed_TE, ids_TK, routing_map_TE.sum(0))
-        situation = Situation(config=self.moe_config, group=self.group, dtype=dtype, training=True, exchange=exchange)
-        selection = decide_selection(self.router, choice, None, situation)  # Megatron's router counts by itself
+        topk = TopK(scores_TE, ranking_TE, allowed_TE, ids_TK, routing_map_TE.sum(0))
+        context = RoutingContext(
+            config=self.moe_config, group=self.group, dtype=dtype, training=True, exchange=exchange
+        )
+        routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router counts by itself
         # A spare entry has token -1; its weight is never used.
-        pairs_N = (selection.token_ids_N.long() * E + selection.expert_ids_N).clamp(min=0)
+        pairs_N = (routed_pairs.token_ids_N.long() * E + routed_pairs.expert_ids_N).clamp(min=0)
         # The router's probability is 0 where it did not choose.
-        gates_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
-        lists = (selection.token_ids_N, selection.expert_ids_N, selection.chosen_N)
-        added_N = gates_of_pairs(choice, *lists, self.moe_config.router)
+        weights_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
+        lists = (routed_pairs.token_ids_N, routed_pairs.expert_ids_N, routed_pairs.chosen_N)
+        added_N = weights_of_pairs(topk, *lists, self.moe_config.router)
         added_N = added_N * (self.config.moe_router_topk_scaling_factor or 1)
-        gates_N = gates_N + torch.where(selection.chosen_N, 0, added_N)
-        return Routing.of(selection, gates_N, T)
+        weights_N = weights_N + torch.where(routed_pairs.chosen_N, 0, added_N)
+        return Routing.of(routed_pairs, weights_N, T)
 
     def _allowed(self, values_TE: Tensor) -> Tensor | None:
         """(T, E) bool: the experts of each token's best groups, by the rule of Megatron's group_limited_topk.
 
         values_TE: what the router gives that: logits, scores, or these and the expert bias.
         """
-        groups, kept = self.config.moe_router_num_groups, self.config.moe_router_group_topk
-        if not groups or not kept:
+        groups, groups_per_token = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        if not groups or not groups_per_token:
             return None
-        scores_Tg = values_TE.unflatten(1, (groups, -1)).topk(self.config.moe_router_topk // kept, dim=2)[0].sum(2)
-        return choice_mask(scores_Tg.topk(kept, dim=1).indices, groups).repeat_interleave(
+        scores_Tg = (
+            values_TE.unflatten(1, (groups, -1)).topk(self.config.moe_router_topk // groups_per_token, dim=2)[0].sum(2)
+        )
+        return topk_mask(scores_Tg.topk(groups_per_token, dim=1).indices, groups).repeat_interleave(
             values_TE.shape[1] // groups, dim=1
         )

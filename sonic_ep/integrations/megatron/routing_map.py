@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.routers.agreement import Report, agree
+from sonic_ep.routers.agreement import RankStatus, gather_counts
 from sonic_ep.routers.selection import chosen_pairs, pairs_of_mask
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
@@ -34,16 +34,16 @@ def routing_of_map(
 
     Shapes:  probs_TE (T, E) floating point; routing_map_TE (T, E) bool. K: how many experts every token is mapped to,
              where all have as many; None where tokens were dropped, which takes one host sync more. dtype, training: of
-             the experts' input and of the layer, which must agree over the ranks. exchange: see `agree`.
+             the experts' input and of the layer, which must agree over the ranks. exchange: see `gather_counts`.
     """
     T, E = routing_map_TE.shape
     counts_E = routing_map_TE.sum(0)
-    report = Report(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
-    counts, on_host, _ = agree(report, _OFF, group, exchange)
+    status = RankStatus(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
+    counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
     if K is None:
         token_ids_N, expert_ids_N = pairs_of_mask(routing_map_TE, int(counts.pairs_SE[group.rank].sum()))
     else:
         token_ids_N, expert_ids_N, _ = chosen_pairs(topk_ids(routing_map_TE, K), counts_E)
     pairs_N = token_ids_N.long() * E + expert_ids_N
-    gates_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
-    return Routing(gates_N, token_ids_N.to(INDEX_DTYPE), counts, T, on_host=on_host)
+    weights_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
+    return Routing(weights_N, token_ids_N.to(INDEX_DTYPE), counts, T, split_sizes=split_sizes)

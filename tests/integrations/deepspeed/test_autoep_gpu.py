@@ -106,7 +106,7 @@ def reads_of_weights(rank: int, zero: int, ep_size: int) -> list[bool]:
         reads.append(operand is not None)
         return operand
 
-    with deepspeed_world(), patch.object(operations, "apart", spy):
+    with deepspeed_world(), patch.object(operations, "interleaved_view", spy):
         steps_of(fresh_engine(zero, ep_size, ours=True), rank, 2)
     return reads
 

@@ -120,7 +120,7 @@ def test_it_trains_as_deepspeeds(gpus: Ranks, zero: int) -> None:
 def rounded_curve(rank: int) -> list[tuple[float, ...]]:
     from sonic_ep.integrations.deepspeed import SonicEPOptions
 
-    options = SonicEPOptions(rounding=RoundingConfig(t=64), keep_dispatched=True)
+    options = SonicEPOptions(rounding=RoundingConfig(t=64), save_dispatched=True)
     return curve(rank, True, 1, 2, 16, options=options)
 
 

@@ -20,7 +20,7 @@ def layer_of(rank: int, rounding: RoundingConfig | None, **arguments: Any) -> An
     from sonic_ep.integrations.deepspeed import SonicEPOptions
     from tests.helpers.deepspeed_moe import Model, scatter_experts
 
-    options = SonicEPOptions(rounding=rounding, keep_dispatched=True)
+    options = SonicEPOptions(rounding=rounding, save_dispatched=True)
     model = Model(True, ep_size=2, options=options, **arguments)
     scatter_experts(model, rank % 2)
     layer = model.layers[0]

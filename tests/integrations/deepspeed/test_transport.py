@@ -81,7 +81,7 @@ def static_and_exact(rank: int, folder: str) -> tuple[list[dict[str, Tensor]], l
             with pytest.raises(ValueError, match="buffers='static'") as caught:
                 static(more)
             evaluated = [layer.eval()(more)[0].detach() for layer in (exact, static)]
-    return steps, evaluated, str(caught.value), routings[0].most_received
+    return steps, evaluated, str(caught.value), routings[0].max_received
 
 
 def test_static_buffers(ranks: Ranks, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ Curve = list[tuple[float, float]]
 BEFORE, AFTER = 2, 3  # steps
 
 
-class Place(NamedTuple):
+class RankLocation(NamedTuple):
     """Whose experts, and over how many ranks."""
 
     kind: str
@@ -38,23 +38,23 @@ class Journey(NamedTuple):
     """Where it starts, through what it goes, and how: with the distributed optimizer, a tensor for each expert, other
     fields of TransformerConfig."""
 
-    start: Place
-    stops: list[Place]
+    start: RankLocation
+    stops: list[RankLocation]
     distributed: bool = False
     singleton: bool = False
     sharding: str = "fully_reshardable"
     config: Mapping[str, Any] = {}
 
 
-OURS = {ep: Place("ours", ep) for ep in (1, 2, 4)}
-SEQUENTIAL = {ep: Place("sequential", ep) for ep in (1, 2, 4)}
+OURS = {ep: RankLocation("ours", ep) for ep in (1, 2, 4)}
+SEQUENTIAL = {ep: RankLocation("sequential", ep) for ep in (1, 2, 4)}
 JOURNEYS = {
     "EP1": Journey(OURS[1], [SEQUENTIAL[1]], singleton=True),
     "EP2-distributed": Journey(OURS[2], [SEQUENTIAL[2], SEQUENTIAL[4], OURS[4]], distributed=True, singleton=True),
     "biases": Journey(OURS[2], [SEQUENTIAL[2], OURS[4]], config={"add_bias_linear": True}),
     "biases-distributed": Journey(SEQUENTIAL[2], [OURS[2]], distributed=True, config={"add_bias_linear": True}),
-    "EP4": Journey(OURS[4], [SEQUENTIAL[2], SEQUENTIAL[4], Place("grouped", 2)]),
-    "SequentialMLP-EP1-distributed": Journey(SEQUENTIAL[1], [OURS[1], Place("grouped", 1)], distributed=True),
+    "EP4": Journey(OURS[4], [SEQUENTIAL[2], SEQUENTIAL[4], RankLocation("grouped", 2)]),
+    "SequentialMLP-EP1-distributed": Journey(SEQUENTIAL[1], [OURS[1], RankLocation("grouped", 1)], distributed=True),
     "SequentialMLP-EP2": Journey(SEQUENTIAL[2], [OURS[2], OURS[4]], singleton=True),
     "SequentialMLP-EP4-distributed": Journey(SEQUENTIAL[4], [OURS[2], OURS[4]], distributed=True),
     # Each rank's buffer as it is: for the same experts on the same ranks, of other data-parallel ones.
@@ -62,7 +62,7 @@ JOURNEYS = {
 }
 
 
-def travel(rank: int, folder: Path, journey: Journey) -> tuple[Curve, dict[Place, Curve]]:
+def travel(rank: int, folder: Path, journey: Journey) -> tuple[Curve, dict[RankLocation, Curve]]:
     """(the curve of going on at the start, the same after each stop)."""
     from tests.helpers.megatron_training import parallel_state
 
@@ -80,7 +80,7 @@ def travel(rank: int, folder: Path, journey: Journey) -> tuple[Curve, dict[Place
         return stayed, {place: resume(journey, journey.start, folder_of(folder, place)) for place in journey.stops}
 
 
-def resume(journey: Journey, place: Place, folder: Path) -> Curve:
+def resume(journey: Journey, place: RankLocation, folder: Path) -> Curve:
     """What a run at `place` does with a checkpoint, from other weights; inside parallel_state."""
     run = run_with(place.kind, seed=1, distributed=journey.distributed, **journey.config)
     load(run, folder, journey)
@@ -92,7 +92,7 @@ def train(run: Any, steps: int) -> Curve:
     return [(step.loss, step.grad_norm) for step in run.train(steps)]
 
 
-def folder_of(folder: Path, place: Place) -> Path:
+def folder_of(folder: Path, place: RankLocation) -> Path:
     return folder / f"{place.kind}-{place.ep}"
 
 
@@ -127,7 +127,7 @@ def test_training_goes_on_bitwise(ranks: Ranks, tmp_path: Path, journey: Journey
         assert resumed == dict.fromkeys(journey.stops, stayed)
 
 
-def change_over(rank: int, folder: Path, journey: Journey) -> tuple[Curve, dict[Place, Curve]]:
+def change_over(rank: int, folder: Path, journey: Journey) -> tuple[Curve, dict[RankLocation, Curve]]:
     """(the curve of going on at the start, what each stop makes of the same checkpoint)."""
     from tests.helpers.megatron_training import parallel_state
 
@@ -158,7 +158,7 @@ def test_training_goes_on_in_the_other_implementation(ranks: Ranks, tmp_path: Pa
 def leave_ep1(rank: int, folder: Path, kind: str) -> None:
     from tests.helpers.megatron_training import parallel_state
 
-    journey = Journey(Place(kind, 1), [])
+    journey = Journey(RankLocation(kind, 1), [])
     with parallel_state(expert=1):
         run = run_with(kind)
         train(run, 1)

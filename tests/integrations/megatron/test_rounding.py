@@ -111,13 +111,13 @@ def allowed_and_chosen(rank: int, fields: dict[str, Any]) -> tuple[Tensor, Tenso
     from sonic_ep.integrations.megatron import rounding
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
-    with parallel_state(), patch.object(rounding, "decide_selection", wraps=rounding.decide_selection) as decide:
+    with parallel_state(), patch.object(rounding, "decide_pairs", wraps=rounding.decide_pairs) as round_counts:
         config = gpt_config(**GROUP_LIMITED, **fields, **NO_LOSS)
         layer_of(config, ROUNDING)(hidden_states(rank, config))
-    decide.assert_called_once()
-    choice = decide.call_args.args[1]
-    chosen_TE = torch.zeros_like(choice.allowed_TE).scatter_(1, choice.topk_ids_TK, True)
-    return choice.allowed_TE, chosen_TE
+    round_counts.assert_called_once()
+    topk = round_counts.call_args.args[1]
+    chosen_TE = torch.zeros_like(topk.allowed_TE).scatter_(1, topk.topk_ids_TK, True)
+    return topk.allowed_TE, chosen_TE
 
 
 @pytest.mark.parametrize(

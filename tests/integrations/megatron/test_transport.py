@@ -84,7 +84,7 @@ def static_and_exact(rank: int, folder: str) -> tuple[list[list[Tensor]], str, i
             static.eval()
             exact.eval()
             results += [[exact(longer)[0].detach()], [static(longer)[0].detach()]]
-    return results, str(caught.value), routings[0].most_received
+    return results, str(caught.value), routings[0].max_received
 
 
 def test_static_buffers(ranks: Ranks, tmp_path: Path) -> None:
