@@ -28,7 +28,7 @@ train: $(STAMP)
 # tests compile the launches of their own process, and so have a run of their own.
 test: $(STAMP)
 	$(RUN) -m pytest $(ARGS)
-	$(if $(ARGS),,TRITON_INTERPRET=0 $(RUN) -m pytest tests/kernels/test_router_compile.py tests/kernels/test_selection_compile.py)
+	$(if $(ARGS),,TRITON_INTERPRET=0 $(RUN) -m pytest tests/kernels/route/test_router_compile.py tests/kernels/route/test_select_compile.py)
 
 lint: $(STAMP)
 	$(RUN) -m ruff format --check .

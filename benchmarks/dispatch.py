@@ -39,9 +39,9 @@ from sonic_ep import EPGroup
 from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.plan import Plan, plan_for
 from sonic_ep.dispatch.symmetric import SymmetricTransport
-from sonic_ep.kernels.cuda import peer_rows
-from sonic_ep.kernels.operations import gather_sum, sent_rows, token_lists
-from sonic_ep.peer_memory import symmetric_memory
+from sonic_ep.kernels.backend import gather_sum, sent_rows, token_lists
+from sonic_ep.kernels.dispatch.symmetric import rows as peer_rows
+from sonic_ep.symmetric_memory import symmetric_memory
 
 E, K = 128, 8
 BLOCKS = (8, 16, 24, 32, 48, 64)

@@ -32,7 +32,7 @@ from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
-from sonic_ep.peer_memory import symmetric_memory
+from sonic_ep.symmetric_memory import symmetric_memory
 
 SHAPES = ("qwen3_30b_a3b", "qwen3_next_80b_a3b", "sonic_7b")
 WARM_UP, ROUNDS = 3, 15

@@ -27,9 +27,10 @@ from whole_tiles import whole_tiles
 from sonic_ep import load_config
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.protocol import combine_now
-from sonic_ep.kernels.cuda import operations, tiles
-from sonic_ep.kernels.cuda.tiles import Operation, TileConfig
-from sonic_ep.kernels.operations import gather_sum
+from sonic_ep.kernels.backend import gather_sum
+from sonic_ep.kernels.experts import grouped_gemm as operations
+from sonic_ep.kernels.experts import tile_table as tiles
+from sonic_ep.kernels.experts.tile_table import Operation, TileConfig
 
 # name: (config, ep_size, T received rows, pairs of experts with full tiles; None: ragged top-K)
 SHAPES: dict[str, tuple[str, int, int, int | None]] = {

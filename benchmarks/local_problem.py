@@ -10,8 +10,8 @@ from sonic_ep import EPGroup, Routing, expert_parallel_mlp
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.expert_parallel_mlp import Call, SavedForBackward
-from sonic_ep.kernels.activations import activation_named
-from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
+from sonic_ep.kernels.experts.activations import activation_named
+from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
 
 TILE = 128
 

@@ -33,8 +33,8 @@ from language_model import LanguageModel, ModelConfig  # noqa: E402
 from run_folder import read_metrics  # noqa: E402
 from sonic_ep import EPGroup, load_config  # noqa: E402
 from sonic_ep.routers import router  # noqa: E402
-from sonic_ep.routers.decision import RoutingContext, decide_pairs, select  # noqa: E402
 from sonic_ep.routers.rounding import round_counts  # noqa: E402
+from sonic_ep.routers.route import RoutingContext, decide_pairs, select  # noqa: E402
 from sonic_ep.routers.topk import TopK  # noqa: E402
 from sonic_ep.routing import GroupCounts, RoutedPairs  # noqa: E402
 

@@ -27,8 +27,8 @@ from sonic_ep import EPGroup, MoEConfig, RoundingConfig, load_config
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.functional import moe
-from sonic_ep.kernels import operations
-from sonic_ep.routers.decision import RoutingContext
+from sonic_ep.kernels import backend as operations
+from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.router import route
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_for

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import train
 from run_folder import read_metrics
 from sonic_ep import expert_parallel_mlp
-from sonic_ep.kernels import reference
+from sonic_ep.kernels.experts import reference
 
 NUDGES = (1e-5, -1e-5, 2e-5)
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from replaced import replaced
 
-from sonic_ep.kernels.cuda import operations
+from sonic_ep.kernels.experts import grouped_gemm as operations
 
 
 @contextmanager

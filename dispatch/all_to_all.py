@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import (
     DispatchHandle,
@@ -26,9 +27,8 @@ from sonic_ep.dispatch.protocol import (
     combine_scalars_now,
 )
 from sonic_ep.groups import EPGroup
-from sonic_ep.host_copy import host_may_wait
-from sonic_ep.kernels.operations import gather_sum, pair_lists, row_starts, sent_rows, token_lists
-from sonic_ep.kernels.pair_lists import RankPlan
+from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists
+from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
 

@@ -9,14 +9,14 @@ from typing import final
 
 from torch import Tensor
 
+from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.checks import starts_aligned
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle, PendingCombine, PreparedDispatch, Splits
-from sonic_ep.dispatch.room import RowPredictor
+from sonic_ep.dispatch.speculation import RowPredictor
 from sonic_ep.groups import EPGroup
-from sonic_ep.host_copy import host_may_wait
-from sonic_ep.kernels.operations import allows_spare_capacity, gather_sum, pair_lists, values_of_pairs
-from sonic_ep.kernels.pair_lists import RankPlan
+from sonic_ep.kernels.backend import allows_spare_capacity, gather_sum, pair_lists, values_of_pairs
+from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.routing import AsyncSplitSizes, Routing
 
 

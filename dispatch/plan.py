@@ -18,9 +18,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.operations import pack_split_sizes, plan_kernel
-from sonic_ep.kernels.pair_lists import RankPlan
-from sonic_ep.kernels.tiles import TILE_ROWS
+from sonic_ep.kernels.backend import pack_split_sizes, plan_kernel
+from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
+from sonic_ep.kernels.experts.tile_table import TILE_ROWS
 from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, GroupCounts, Routing
 
 

@@ -19,7 +19,7 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from sonic_ep.groups import Exchange
-from sonic_ep.kernels.pair_lists import PairBuffer, RankPlan
+from sonic_ep.kernels.dispatch.recv_index.reference import PairBuffer, RankPlan
 from sonic_ep.routing import Routing
 
 
@@ -170,8 +170,8 @@ class Transport(Exchange, Protocol):
 
         x_TH: rows to dispatch next, which need not wait for the lists. Every rank gives some, or none does. With them
         the routing may be unchecked still: call `routing.check` when all has been launched.
-        whose: a number of the experts that compute on these rows, the same in every step, see room.py. With it sizes
-        may be unknown: call `resolve_sizes` of what comes, if it has one, when the experts have been launched.
+        whose: a number of the experts that compute on these rows, the same in every step, see speculation.py. With it
+        sizes may be unknown: call `resolve_sizes` of what comes, if it has one, when the experts have been launched.
         """
         ...
 

@@ -1,7 +1,7 @@
 """The transport of ranks that write into each other's memory: NVLink, no collective of a library.
 
-Every stage is one kernel (kernels/peers.py): it meets the other ranks, writes where they read, and ends when theirs
-have ended.
+Every stage is one kernel (kernels/dispatch/symmetric/signal_pad.py): it meets the other ranks, writes where they read,
+and ends when theirs have ended.
 
 Buffers are shared by all that use the transport: index lists and returned values once, rows by the width of a row. A
 source owns a region of `stride` rows in each of them, stride being the most tokens of any rank, where the row of its
@@ -10,8 +10,8 @@ token t is t: rows are received with gaps, `num_rows` is S * stride, and nobody 
     bytes of a rank  =  3 * S * stride * row_bytes, for each row width, + 20 a pair, + flags and counts
 
 Sizes are *exact*, when the host waits for them once in a forward, with rows on their way already where steps are alike
-(room.py); or *static*: lists have room for the most rows that the router's capacity allows, the host waits for no size,
-and a CUDA graph can be captured.
+(speculation.py); or *static*: lists have room for the most rows that the router's capacity allows, the host waits for
+no size, and a CUDA graph can be captured.
 
 A dispatch alternates between two row buffers, so what it returns stays valid until the second dispatch after it. All
 kernels must be launched on streams that wait for each other, as autograd does.
@@ -27,8 +27,8 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.config import Dispatch
-from sonic_ep.dispatch.peer_buffers import Allocate, PeerBuffers, RowBuffers, row_bytes
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import (
     DispatchHandle,
@@ -38,14 +38,14 @@ from sonic_ep.dispatch.protocol import (
     combine_now,
     combine_scalars_now,
 )
-from sonic_ep.dispatch.room import RowPredictor, SizeBound, SizePredictor, bounded_plan
+from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor, bounded_plan
+from sonic_ep.dispatch.symmetric_buffers import Allocate, PeerBuffers, RowBuffers, row_bytes
 from sonic_ep.groups import EPGroup
-from sonic_ep.host_copy import host_may_wait
-from sonic_ep.kernels.operations import gather_sum, is_token_in_rank, pair_lists, peer_kernels
-from sonic_ep.kernels.pair_lists import RankPlan
-from sonic_ep.kernels.peers import SignalPad, Stage, num_signals
-from sonic_ep.peer_memory import PeerMemory
+from sonic_ep.kernels.backend import gather_sum, is_token_in_rank, pair_lists, peer_kernels
+from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
+from sonic_ep.kernels.dispatch.symmetric.signal_pad import SignalPad, Stage, num_signals
 from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, Routing
+from sonic_ep.symmetric_memory import PeerMemory
 
 # Bytes of a region. Sums of fewer are pushed before the GEMMs as fast as copied beside them (docs/transports.md).
 _MIN_COPY_BYTES = 16 << 20

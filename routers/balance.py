@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.routers.selection import topk_mask
+from sonic_ep.routers.select import topk_mask
 from sonic_ep.routers.topk import times_chosen
 from sonic_ep.routing import BalanceCounts
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup, exchange_named
-from sonic_ep.handover import InFlight
-from sonic_ep.routers.decision import RoutingContext, decide_pairs
+from sonic_ep.in_flight import InFlight
 from sonic_ep.routers.replay import DECIDE_PAIRS_OP, in_region, replaying
 from sonic_ep.routers.rounding import max_received, max_rows
+from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK, compute_topk, counts_by_score, scores_of
 from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, BalanceCounts, GroupCounts, RoutedPairs
 

@@ -1,8 +1,8 @@
 """The router's linear layer: logits in fp32 at least, on tensor cores where they can be that exact.
 
-A bf16 row times fp32 weights needs no fp32 arithmetic: kernels/router.py states how it is done and the error. Whoever
-wants one bf16 product instead says so (`router.linear_dtype`). Other rows take torch's own GEMM, in which TF32 is the
-user's choice (torch.set_float32_matmul_precision).
+A bf16 row times fp32 weights needs no fp32 arithmetic: kernels/route/interface.py states how it is done and the error.
+Whoever wants one bf16 product instead says so (`router.linear_dtype`). Other rows take torch's own GEMM, in which TF32
+is the user's choice (torch.set_float32_matmul_precision).
 
 Legend: T tokens, H hidden size, E experts.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sonic_ep.config import LinearDtype
-from sonic_ep.kernels.operations import router_linear
-from sonic_ep.kernels.router import RouterLinear
+from sonic_ep.kernels.backend import router_linear
+from sonic_ep.kernels.route.interface import RouterLinear
 
 
 def linear(

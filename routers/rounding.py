@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.kernels.decision import RoundingRule
-from sonic_ep.kernels.operations import rounding_kernel
+from sonic_ep.kernels.backend import rounding_kernel
+from sonic_ep.kernels.route.rounding.interface import RoundingRule
 
 CHUNK_MULTIPLES = (128, 64, 32, 16)
 # Share of changed assignments that "auto" accepts; 0.066 puts rho = 2 at t = 64, where the paper's quality holds.

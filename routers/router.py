@@ -18,11 +18,11 @@ from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.initialization import fill_normal
 from sonic_ep.routers.balance import updated_bias
 from sonic_ep.routers.compiled import constant_config_of, decide_pairs_in_graph, text_of
-from sonic_ep.routers.decision import RoutingContext, decide_pairs
 from sonic_ep.routers.linear import linear
-from sonic_ep.routers.outputs import weights_and_losses
-from sonic_ep.routers.statistics import RoutingStats
+from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.stats import RoutingStats
 from sonic_ep.routers.topk import TopK, compute_topk
+from sonic_ep.routers.weights_and_losses import weights_and_losses
 from sonic_ep.routing import RoutedPairs, Routing
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.kernels.operations import router_operations
-from sonic_ep.kernels.router import FusedTopK, RouterOperations
-from sonic_ep.routers.selection import top_experts, topk_mask
+from sonic_ep.kernels.backend import router_operations
+from sonic_ep.kernels.route.interface import FusedTopK, RouterOperations
+from sonic_ep.routers.select import top_experts, topk_mask
 
 
 @dataclass(frozen=True, slots=True)

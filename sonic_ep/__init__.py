@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from sonic_ep.config import RouterConfig as RouterConfig
     from sonic_ep.config import TransportConfig as TransportConfig
     from sonic_ep.config import load_config as load_config
-    from sonic_ep.graphed_layers import graph_layers as graph_layers
+    from sonic_ep.cuda_graphs import graph_layers as graph_layers
     from sonic_ep.groups import EPGroup as EPGroup
     from sonic_ep.layer import MoE as MoE
     from sonic_ep.layer import MoEOutput as MoEOutput
     from sonic_ep.routers.replay import replay_contexts as replay_contexts
-    from sonic_ep.routers.statistics import RoutingStats as RoutingStats
+    from sonic_ep.routers.stats import RoutingStats as RoutingStats
     from sonic_ep.routing import Routing as Routing
 
 __version__ = "0.1.0"
@@ -30,10 +30,10 @@ _HOMES = {
     "MoEOutput": "sonic_ep.layer",
     "RouterConfig": "sonic_ep.config",
     "Routing": "sonic_ep.routing",
-    "RoutingStats": "sonic_ep.routers.statistics",
+    "RoutingStats": "sonic_ep.routers.stats",
     "RoundingConfig": "sonic_ep.config",
     "TransportConfig": "sonic_ep.config",
-    "graph_layers": "sonic_ep.graphed_layers",
+    "graph_layers": "sonic_ep.cuda_graphs",
     "load_config": "sonic_ep.config",
     "replay_contexts": "sonic_ep.routers.replay",
 }

@@ -13,7 +13,7 @@ import torch
 
 from sonic_ep.config import load_config
 from sonic_ep.extras import require_extra
-from sonic_ep.kernels.operations import COLUMN_MULTIPLE, CUDA_MODULES
+from sonic_ep.kernels.backend import COLUMN_MULTIPLE, CUDA_MODULES
 
 ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100"}
 
@@ -51,7 +51,7 @@ def compile_aot(config_name: str, arch: str, dtype: str, cache: str | None) -> N
             f"d={config.d} and n={config.n} must be multiples of {COLUMN_MULTIPLE}: the kernels take no other "
             "sizes, such a layer runs in plain torch"
         )
-    known = import_module("sonic_ep.kernels.cuda.operations").ACTIVATION_NAMES
+    known = import_module("sonic_ep.kernels.experts.grouped_gemm").ACTIVATION_NAMES
     if config.activation not in known:
         raise ValueError(f"activation={config.activation!r} has no GPU kernel; these have: {', '.join(known)}")
 
@@ -59,7 +59,7 @@ def compile_aot(config_name: str, arch: str, dtype: str, cache: str | None) -> N
         sys.stdout.write(f"{config.name} {arch} {dtype}: {operation} {seconds:.1f} s\n")
         sys.stdout.flush()
 
-    aot = import_module("sonic_ep.kernels.cuda.ahead")
+    aot = import_module("sonic_ep.kernels.experts.aot")
     kind = getattr(torch, dtype)
     aot.compile_operations(config.d, config.n, config.activation, bias=config.bias, dtype=kind, report=report)
 

@@ -19,10 +19,10 @@ from functools import partial
 from torch import Tensor
 
 from sonic_ep.dispatch.protocol import DispatchHandle, PreparedDispatch, Transport, combine_now, combine_scalars_now
-from sonic_ep.kernels import expert_mlp
-from sonic_ep.kernels.activations import Activation
-from sonic_ep.kernels.expert_mlp import ExpertWeights, PairLists
-from sonic_ep.kernels.operations import operations_for
+from sonic_ep.kernels.backend import operations_for
+from sonic_ep.kernels.experts import mlp
+from sonic_ep.kernels.experts.activations import Activation
+from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
 
 _MIN_FILL = 15 / 16  # of the room that was made for H, at least, or it is not worth its memory
 
@@ -87,7 +87,7 @@ def _experts(
         rows_RH = call.transport.dispatch(x_TH, prepared.handle)
     ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
     pairs = _pair_lists(prepared.handle, call)
-    return rows_RH, *expert_mlp.forward(ops, rows_RH, weights, pairs, call.activation)
+    return rows_RH, *mlp.forward(ops, rows_RH, weights, pairs, call.activation)
 
 
 def backward(
@@ -114,14 +114,14 @@ def backward(
     do_RH = transport.dispatch(dout_TH.contiguous(), handle)
     rows = (lambda: saved.rows) if call.save_dispatched else transport.dispatch_async(saved.rows, handle)
     h_PJ, weights_P = saved.pop()
-    grads = expert_mlp.backward_hidden(ops, do_RH, h_PJ, weights_P, weights, pairs, call.activation)
+    grads = mlp.backward_hidden(ops, do_RH, h_PJ, weights_P, weights, pairs, call.activation)
     weights_P = weights_P if needs_b1 or needs_b2 else None
     dh_PJ, held_ds_PZ, held_a_PI = grads.dh_PJ, [grads.ds_PZ], [grads.scaled_a_PI]
     del grads, h_PJ
 
     def down_weights() -> Tensor | None:
         scaled_a_PI = held_a_PI.pop()
-        return expert_mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
+        return mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
 
     has_peers = len(handle.splits.rows_out) > 1
     dw2, dweights_N = None, None
@@ -134,7 +134,7 @@ def backward(
     # Alone, dW1 is all that comes after.
     overlaps = needs_w1 or (has_peers and needs_w2)
     start_combine = transport.combine_async if overlaps else partial(combine_now, transport)
-    pending = start_combine(expert_mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, handle)
+    pending = start_combine(mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, handle)
     if has_peers:
         dweights_N = transport.combine_scalars(held_ds_PZ.pop().sum(1), handle)
         dw2 = down_weights()
@@ -142,13 +142,13 @@ def backward(
     dw1 = None
     if needs_w1:
         split_gate_up = weights.up_eIH is not None
-        dw1 = expert_mlp.backward_up_weights(
+        dw1 = mlp.backward_up_weights(
             ops, rows_RH, dh_PJ, pairs, into[0], split_gate_up=split_gate_up, reserve_sms=pending.reserve_sms
         )
     dx_TH = pending.result()
     db1, db2 = None, None
     if weights_P is not None:
-        db1, db2 = expert_mlp.backward_biases(ops, do_RH, weights_P, dh_PJ, pairs)
+        db1, db2 = mlp.backward_biases(ops, do_RH, weights_P, dh_PJ, pairs)
     return dx_TH, dweights_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import fill, fill_normal, rng_for
-from sonic_ep.kernels.activations import activation_named
-from sonic_ep.kernels.expert_mlp import ExpertWeights
+from sonic_ep.kernels.experts.activations import activation_named
+from sonic_ep.kernels.experts.mlp import ExpertWeights
 
 
 @final

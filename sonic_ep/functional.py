@@ -19,9 +19,9 @@ from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.expert_parallel_mlp import Call, SavedForBackward, backward, forward
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.activations import activation_named, interleave, interleave_split
-from sonic_ep.kernels.expert_mlp import ExpertWeights
-from sonic_ep.kernels.pair_lists import RankPlan
+from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
+from sonic_ep.kernels.experts.activations import activation_named, interleave, interleave_split
+from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.routers.compiled import pending_sizes
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_type

@@ -1,6 +1,6 @@
 """`EPGroup`: the ranks that share one set of experts, and the few collectives that the layer needs of them.
 
-With peer_memory.py the only file that talks to torch.distributed. With one rank no collective is ever called, and
+With symmetric_memory.py the only file that talks to torch.distributed. With one rank no collective is ever called, and
 torch.distributed need not be initialised.
 """
 
@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from sonic_ep.host_copy import host_may_wait
+from sonic_ep.async_d2h import host_may_wait
 
 
 class Exchange(Protocol):

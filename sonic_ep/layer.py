@@ -17,7 +17,7 @@ from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import rng_for
 from sonic_ep.routers.router import Router
-from sonic_ep.routers.statistics import RoutingStats
+from sonic_ep.routers.stats import RoutingStats
 from sonic_ep.shared_expert import SharedExpert
 from sonic_ep.transports import transport_for
 

@@ -13,8 +13,8 @@ from typing import NamedTuple, Self, final
 import torch
 from torch import Tensor
 
+from sonic_ep.async_d2h import AsyncD2H
 from sonic_ep.groups import EPGroup
-from sonic_ep.host_copy import AsyncD2H
 
 INDEX_DTYPE = torch.int32  # of every per-pair and per-row index list
 
@@ -57,9 +57,9 @@ class AsyncSplitSizes:
     """Sizes on their way to the host from the moment they are decided, and with them what the ranks report: whoever
     needs them does not wait for what was launched since.
 
-    on_device: of `pack_split_sizes` (kernels/host_sizes.py), for that many ranks. check: given the reports, rank after
-    rank, raises what is wrong; None if nothing can be. zeroed_on_error: no rank sends anything then, whatever was
-    launched; see kernels/reports.py.
+    on_device: of `pack_split_sizes` (kernels/dispatch/split_sizes/reference.py), for that many ranks. check: given the
+    reports, rank after rank, raises what is wrong; None if nothing can be. zeroed_on_error: no rank sends anything
+    then, whatever was launched; see kernels/route/status/reference.py.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Routing:
         """Raises what the ranks reported when this was decided, on all of them alike. Waits for their reports, where
         there are any. To be called before anything is exchanged, but by a transport of which nobody sends then anyhow.
 
-        Raises:  ValueError or RuntimeError, see `gather_counts` in routers/agreement.py.
+        Raises:  ValueError or RuntimeError, see `gather_counts` in routers/count_exchange.py.
         """
         if self.split_sizes is not None:
             self.split_sizes.check()

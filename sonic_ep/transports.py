@@ -17,9 +17,9 @@ from sonic_ep.dispatch.protocol import DispatchHandle, PendingCombine, PreparedD
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.extras import missing_extra
 from sonic_ep.groups import EPGroup, exchange_named, register_exchange
-from sonic_ep.kernels.pair_lists import RankPlan
-from sonic_ep.peer_memory import problem_with_peers, symmetric_memory
+from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.routing import Routing
+from sonic_ep.symmetric_memory import problem_with_peers, symmetric_memory
 
 _LOG = logging.getLogger("sonic_ep.transports")
 

@@ -11,7 +11,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {"kernels", "dispatch", "routers", "configs"}
 ROOF = {"integrations", "examples", "benchmarks", "tests"}
-GROUND = {"config", "routing", "groups", "checks", "extras", "handover", "host_copy", "initialization", "peer_memory"}
+GROUND = {
+    "config",
+    "routing",
+    "groups",
+    "checks",
+    "extras",
+    "async_d2h",
+    "in_flight",
+    "initialization",
+    "symmetric_memory",
+}
 # Which parts of sonic_ep each floor may import; the layer may import all but the roof, and the roof everything.
 MAY_IMPORT = {
     "ground": GROUND,
@@ -22,11 +32,14 @@ MAY_IMPORT = {
 MAX_LINES = 500
 # The one file that imports quack and what CuTe-DSL does not make public. A benchmark times with quack's own tuner, of
 # whatever version sonic-moe runs on.
-QUACK_COMPAT, TUNER = "kernels/cuda/quack_compat.py", "benchmarks/short_tuning.py"
+QUACK_COMPAT, TUNER = "kernels/experts/quack_compat.py", "benchmarks/short_tuning.py"
 # Of CuTe-DSL, beside names with an underscore.
 NOT_PUBLIC = {"base_dsl", "compiler", "cutlass_dsl", "experimental", "impl_utils"}
 # One path a file: rglob does not enter the links sonic_ep/<room>.
+GPU_PACKAGES = {"triton", "quack", "cutlass"}
+PRODUCT = {"sonic_ep", "kernels", "dispatch", "routers"}
 FILES = sorted(path for top in ("sonic_ep", *ROOMS, *ROOF) for path in (ROOT / top).rglob("*.py"))
+KERNELS = [path for path in FILES if path.is_relative_to(ROOT / "kernels")]
 
 
 def floor_of(path: Path) -> str:
@@ -120,28 +133,61 @@ def test_imports_are_absolute_and_only_go_down() -> None:
     assert faults == []
 
 
+def gpu_modules() -> set[Path]:
+    """Returns the modules of kernels/ that need Triton or quack to be loaded, whether they or what they import do."""
+    needs = {path: {*imports_on_loading(ast.parse(path.read_text(encoding="utf-8")))} for path in KERNELS}
+    found = {path for path, names in needs.items() if any(name.split(".")[0] in GPU_PACKAGES for name in names)}
+    while True:
+        loaded = {f"{name_of(path)}." for path in found}
+        more = {path for path, names in needs.items() if any(f"{name}.".startswith(tuple(loaded)) for name in names)}
+        if more <= found:
+            return found
+        found |= more
+
+
+def name_of(path: Path) -> str:
+    """Returns the dotted name by which a module of a top-level folder is imported."""
+    return ".".join(("sonic_ep", *path.relative_to(ROOT).with_suffix("").parts))
+
+
 def test_the_core_needs_torch_and_the_standard_library_alone() -> None:
     known = sys.stdlib_module_names | {"torch", "sonic_ep"}
+    of_gpu = gpu_modules()
     faults = [
         f"{path.relative_to(ROOT)} imports {name} when it is loaded"
         for path in FILES
-        if floor_of(path) != "roof" and not path.is_relative_to(ROOT / "kernels" / "cuda")
+        if floor_of(path) != "roof" and path not in of_gpu
         for name in imports_on_loading(ast.parse(path.read_text(encoding="utf-8")))
         if name.split(".")[0] not in known
     ]
     assert faults == []
 
 
-def test_only_the_operations_choice_loads_the_gpu_folder() -> None:
-    # kernels/cuda imports its extras when it is loaded, so nothing may load it but by import_module, after a check.
+def test_gpu_modules_are_imported_by_each_other_alone() -> None:
+    # They import their extras when they are loaded, so nothing else may load them but by import_module, after a check.
+    of_gpu = gpu_modules()
+    assert {path.stem for path in of_gpu} > {"triton", "grouped_gemm", "quack_compat", "signals", "fused"}
+    assert not {path.stem for path in of_gpu} & {"reference", "backend", "signal_pad", "activations", "mlp"}
+    loaded = tuple(f"{name_of(path)}." for path in of_gpu)
     faults = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in FILES
-        if floor_of(path) != "roof" and not path.is_relative_to(ROOT / "kernels" / "cuda")
+        if floor_of(path) != "roof" and path not in of_gpu
         for name in imports(ast.parse(path.read_text(encoding="utf-8")))
-        if name.startswith("sonic_ep.kernels.cuda")
+        if f"{name}.".startswith(loaded)
     ]
     assert faults == []
+
+
+def test_folders_are_small() -> None:
+    limits = {"kernels": 10, "sonic_ep": 20}
+    crowded = {
+        str(folder.relative_to(ROOT)): count
+        for folder in {path.parent for path in FILES if path.relative_to(ROOT).parts[0] in PRODUCT}
+        if (count := len([*folder.glob("*.py")])) > limits.get(folder.relative_to(ROOT).parts[0], 15)
+        and not (folder.relative_to(ROOT).parts[0] == "sonic_ep" and folder != ROOT / "sonic_ep" and count <= 15)
+    }
+    assert crowded == {}
 
 
 def test_only_quack_compat_imports_quack_and_private_names_of_the_dsl() -> None:
@@ -171,11 +217,11 @@ def test_files_are_short() -> None:
     ("name", "floor", "allowed"),
     [
         ("sonic_ep.config.MoEConfig", "kernels", True),
-        ("sonic_ep.kernels.reference", "routers", True),
+        ("sonic_ep.kernels.experts.reference", "routers", True),
         ("sonic_ep.dispatch.plan", "routers", False),
         ("sonic_ep.routers.topk", "dispatch", False),
         ("sonic_ep.dispatch.plan", "kernels", False),
-        ("sonic_ep.kernels.tiles", "ground", False),
+        ("sonic_ep.kernels.experts.tile_rows", "ground", False),
         ("sonic_ep.MoE", "routers", False),
         ("sonic_ep", "ground", False),
         ("sonic_ep.routers.topk", "layer", True),

@@ -15,7 +15,7 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import Plan
 from sonic_ep.dispatch.protocol import DispatchHandle, Splits, Transport
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.pair_lists import RankPlan
+from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.routing import GroupCounts, Routing
 
 Pair = tuple[int, int]  # (expert, token): sorts in send order

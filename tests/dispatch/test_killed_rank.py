@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
-from sonic_ep.peer_memory import symmetric_memory
+from sonic_ep.symmetric_memory import symmetric_memory
 from tests.dispatch.oracle import Case, on_device
 from tests.helpers.shared_files import shared_files
 from tests.helpers.triton_device import triton_device

@@ -17,7 +17,7 @@ from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import combine_now
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.operations import values_of_pairs
+from sonic_ep.kernels.backend import values_of_pairs
 from sonic_ep.routing import Routing
 from tests.dispatch.oracle import Case, on_device, receipt_lists
 from tests.helpers.poison import poisoned_empty

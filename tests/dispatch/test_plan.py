@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sonic_ep.dispatch.plan import Plan, split_sizes_async
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.host_sizes import pack_split_sizes
-from sonic_ep.kernels.tiles import TILE_ROWS
+from sonic_ep.kernels.dispatch.split_sizes.reference import pack_split_sizes
+from sonic_ep.kernels.experts.tile_table import TILE_ROWS
 from sonic_ep.routing import AsyncSplitSizes, GroupCounts, Routing, SplitSizes
 from tests.dispatch.oracle import pair_buffer
 from tests.helpers.launch import RankPool

@@ -24,9 +24,9 @@ from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import DispatchHandle, PreparedDispatch, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
-from sonic_ep.peer_memory import PeerMemory
-from sonic_ep.routers.agreement import RankStatus, gather_counts
+from sonic_ep.routers.count_exchange import RankStatus, gather_counts
 from sonic_ep.routing import AsyncSplitSizes
+from sonic_ep.symmetric_memory import PeerMemory
 from tests.dispatch.oracle import Case
 from tests.helpers.launch import RankPool
 from tests.helpers.noting import noting
@@ -39,7 +39,8 @@ if triton_device() != "cpu":
     pytest.skip("interprets its kernels; see test_symmetric_gpu.py", allow_module_level=True)
 
 peers, peer_rows, peer_pairs, peer_meeting = (
-    import_module(f"sonic_ep.kernels.cuda.{name}") for name in ("peers", "peer_rows", "peer_pairs", "peer_meeting")
+    import_module(f"sonic_ep.kernels.dispatch.symmetric.{name}")
+    for name in ("signals", "rows", "pairs", "acquire_release")
 )
 Ranks = Callable[[int], RankPool]
 CASES = [

@@ -16,8 +16,8 @@ from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
-from sonic_ep.peer_memory import problem_with_peers, symmetric_memory
 from sonic_ep.routing import AsyncSplitSizes, Routing
+from sonic_ep.symmetric_memory import problem_with_peers, symmetric_memory
 from tests.helpers.launch import RankPool, most_gpus
 
 pytestmark = pytest.mark.gpu

@@ -20,13 +20,17 @@ interpreted = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Implementation:
-    """Functions of kernels/<module>.py, or in Triton of kernels/cuda/<module>.py, and the device to call them on."""
+    """Functions of kernels/<operation>/reference.py or triton.py, and the device to call them on."""
 
     in_triton: bool
     device: torch.device
 
-    def module(self, name: str) -> Any:
-        return kernel_module(name) if self.in_triton else import_module(f"sonic_ep.kernels.{name}")
+    def module(self, operation: str) -> Any:
+        return (
+            kernel_module(f"{operation}.triton")
+            if self.in_triton
+            else import_module(f"sonic_ep.kernels.{operation}.reference")
+        )
 
 
 PLAIN = Implementation(False, torch.device("cpu"))

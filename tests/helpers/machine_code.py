@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sonic_ep.extras import missing_extra
-from sonic_ep.kernels.operations import CUDA_MODULES
+from sonic_ep.kernels.backend import CUDA_MODULES
 
 NVDISASM = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / "nvdisasm"
 TENSOR_CORE = {"sm_90a": "HGMMA", "sm_100a": "UTCHMMA"}

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from sonic_ep.kernels.activations import concatenate, interleave
+from sonic_ep.kernels.experts.activations import concatenate, interleave
 
 EXPERTS = 8
 KINDS = ("ours", "sequential", "grouped", "te_grouped")

@@ -7,14 +7,17 @@ from pathlib import Path
 import torch
 
 from sonic_ep.groups import EPGroup
-from sonic_ep.peer_memory import PeerMemory
+from sonic_ep.symmetric_memory import PeerMemory
 from tests.helpers.triton_device import kernel_module
 
 
 def shared_files(group: EPGroup, folder: str) -> Callable[[int], PeerMemory]:
     """An `allocate` for SymmetricTransport. Kernels are interpreted here, by few programs, with a clock of the host."""
     # Only here: a module of tests is loaded, and says that it skips, where there is no Triton.
-    peers, peer_rows, peer_pairs = (kernel_module(name) for name in ("peers", "peer_rows", "peer_pairs"))
+    peers, peer_rows, peer_pairs = (
+        kernel_module(name)
+        for name in ("dispatch.symmetric.signals", "dispatch.symmetric.rows", "dispatch.symmetric.pairs")
+    )
     peers.now = _now
     peer_rows.PUSH_PROGRAMS, peer_rows.SUM_PROGRAMS, peer_pairs.PAIR_PROGRAMS = 2, 3, 6
     mapped: list[torch.Tensor] = []  # a mapping lasts as long as its tensor

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.symmetric import SymmetricTransport
-from sonic_ep.kernels import operations
+from sonic_ep.kernels import backend as operations
 from sonic_ep.routing import AsyncSplitSizes, Routing
 from sonic_ep.transports import GroupTransport
 from tests.helpers.shared_files import shared_files
@@ -43,7 +43,7 @@ def with_spare(routing: Routing, spare: int, **bounds: int) -> Routing:
 @contextmanager
 def lists_with_spare() -> Iterator[None]:
     """Index lists, and sums by them, by the kernels: those of plain torch have no room to spare."""
-    summed = kernel_module("gather_sum").gather_sum
-    by_kernels = patch.object(operations, "_lists", lambda module, on_gpu: kernel_module(module))
+    summed = kernel_module("combine.gather_sum.triton").gather_sum
+    by_kernels = patch.object(operations, "_lists", lambda operation, on_gpu: kernel_module(f"{operation}.triton"))
     with by_kernels, patch.object(symmetric, "gather_sum", summed):
         yield

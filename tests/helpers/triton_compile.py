@@ -12,7 +12,7 @@ _CAPABILITY = {"sm_90a": 90, "sm_100a": 100}
 
 
 class TritonKernel(NamedTuple):
-    """One specialisation of a kernel of kernels/cuda/.
+    """One specialisation of a kernel of kernels/<module>.py.
 
     arguments: the types of its run-time arguments in Triton's words, in order; pointers are 16-byte aligned.
     constants: its tl.constexpr arguments by name; "tl.float32" stands for that object.
@@ -50,7 +50,7 @@ def compile_triton(kernel: TritonKernel, arch: str) -> bytes:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(import_module(f"sonic_ep.kernels.cuda.{kernel.module}"), kernel.function).kernel
+    function = getattr(import_module(f"sonic_ep.kernels.{kernel.module}"), kernel.function).kernel
     types = iter(kernel.arguments.split())
     signature = {name: "constexpr" if name in kernel.constants else next(types) for name in function.arg_names}
     assert not list(types), f"{kernel}: more types than arguments"

@@ -24,6 +24,6 @@ def triton_device() -> str:
 
 
 def kernel_module(name: str) -> Any:
-    """kernels/cuda/<name>.py, for helpers that are loaded where there is no Triton too."""
+    """kernels/<name>.py, for helpers that are loaded where there is no Triton too."""
     quicken_interpreter()
-    return import_module(f"sonic_ep.kernels.cuda.{name}")
+    return import_module(f"sonic_ep.kernels.{name}")

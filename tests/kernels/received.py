@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.dispatch.plan import Plan
-from sonic_ep.kernels.pair_lists import Chunks, RankPlan
+from sonic_ep.kernels.dispatch.recv_index.reference import Chunks, RankPlan
 from tests.dispatch.oracle import Case
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ pytestmark = needs_compilers
 
 KERNELS = [
     TritonKernel(
-        "gather_sum",
+        "combine.gather_sum.triton",
         "_gather_sum",
         "*bf16 *i32 *i32 *fp32 *bf16 i32",
         {
@@ -25,7 +25,7 @@ KERNELS = [
         num_warps=1,
     ),
     TritonKernel(
-        "gather_sum",
+        "combine.gather_sum.triton",
         "_gather_sum",
         "*bf16 *i32 *i32 *bf16 *bf16 i32",
         {
@@ -39,7 +39,7 @@ KERNELS = [
         num_warps=1,
     ),
     TritonKernel(
-        "gather_sum",
+        "combine.gather_sum.triton",
         "_gather_sum",
         "*fp64 *i32 *i32 *fp64 *fp64 i32",
         {
@@ -54,7 +54,7 @@ KERNELS = [
     ),
     *(
         TritonKernel(
-            "pair_lists",
+            "dispatch.recv_index.triton",
             "_fill",
             f"*i32 i32 i32 *i32 {pair_weights} *i32 *i32 {pair_weights} *i32 *i32 i32 i32",
             {"HAS_STARTS": True, "ZEROED": words > 1, "WORDS": words, "BLOCK": 256, "PDL_WAIT": True},
@@ -63,7 +63,7 @@ KERNELS = [
     ),
     *(
         TritonKernel(
-            "pair_lists",
+            "dispatch.recv_index.triton",
             "_starts",
             "*i32 *i32 *i32 i32",
             {"WORDS": words, "PROGRAMS": programs, "BLOCK": 256, "PDL_WAIT": True},
@@ -72,7 +72,7 @@ KERNELS = [
     ),
     *(
         TritonKernel(
-            "pair_lists",
+            "dispatch.recv_index.triton",
             "_group",
             "*i32 i32 i32 *i32 *i32 *i32 *i32",
             {"WORDS": words, "BLOCK": 256, "PDL_WAIT": True},
@@ -81,7 +81,7 @@ KERNELS = [
     ),
     *(
         TritonKernel(
-            "pair_lists",
+            "dispatch.recv_index.triton",
             "_values_of_pairs",
             "*fp32 *i32 *i32 *fp32 i32",
             {"Z": parts, "COLUMNS": columns, "BLOCK": block, "ACCUMULATOR": "tl.float32", "PDL_OVERLAP": beside},
@@ -89,14 +89,14 @@ KERNELS = [
         for parts, columns, block, beside in ((2, 2, 256, True), (75, 128, 32, True), (1, 1, 256, False))
     ),
     TritonKernel(
-        "pair_lists",
+        "dispatch.recv_index.triton",
         "_row_starts",
         "*i32 *i32 *i32 i32 i32",
         {"EXPERTS": 512, "SOURCES_BLOCK": 64, "EXPERTS_BLOCK": 32},
     ),
     *(
         TritonKernel(
-            "decision",
+            "route.rounding.triton",
             "_round_counts",
             "*i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i64 i32 i64 i32 i64 i32 i64 i32 i32 i64 i32",
             {"MODE": mode, "BITS": 9, "ONE_RANK": ranks == 1, "RANKS": ranks, "EXPERTS": experts, "BLOCK": 1024},
@@ -104,20 +104,20 @@ KERNELS = [
         for mode, ranks, experts in ((5, 1, 128), (5, 8, 128), (4, 64, 16), (1, 8, 128))
     ),
     TritonKernel(
-        "decision",
+        "route.rounding.triton",
         "_cap_dst_ranks",
         "*i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i32",
         {"MODE": 5, "BITS": 32, "EXPERTS": 512},
     ),
     TritonKernel(
-        "decision",
+        "route.rounding.triton",
         "_cap_sources",
         "*i64 *i64 *i64 *i64 *i64 i32 i32",
         {"BITS": 32, "RANKS": 8, "EXPERTS": 128},
     ),
     *(
         TritonKernel(
-            "plan",
+            "dispatch.plan.triton",
             "_plan",
             "*i64 *i64 *i32 *i32 *i32 *i32 i32 i32 i32",
             {"TILE": 128, "SOURCES": sources, "EXPERTS": experts},
@@ -127,7 +127,7 @@ KERNELS = [
     ),
     *(
         TritonKernel(
-            "plan",
+            "dispatch.plan.triton",
             "_bounded_plan",
             "*i32 *i32 *i32 *i32 *i32 *i32 *i64 i32 i32 i32 i32 i32",
             {"SOURCES": sources, "BLOCK": 1024},
@@ -136,7 +136,7 @@ KERNELS = [
     ),
     *(
         TritonKernel(
-            "host_sizes",
+            "dispatch.split_sizes.triton",
             "_pack_split_sizes",
             "*i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i32",
             {"SOURCES": sources, "EXPERTS": experts, "FIELDS": 8},
@@ -145,13 +145,16 @@ KERNELS = [
     ),
     *(
         TritonKernel(
-            "reports", "_zero_counts_on_error", "*i64 *i64 i32 i32 i32 i32 i32", {"RANKS": ranks, "BLOCK": 1024}
+            "route.status.triton",
+            "_zero_counts_on_error",
+            "*i64 *i64 i32 i32 i32 i32 i32",
+            {"RANKS": ranks, "BLOCK": 1024},
         )
         for ranks in (2, 8, 64)
     ),
     *(
         TritonKernel(
-            "reports",
+            "route.status.triton",
             "_pack_rank_status",
             "*i64 *i64 *i64 *i64 i32 i32 i32",
             {"HAS_BAD_LOGITS": some, "HAS_SEED": some, "BLOCK": 1024},
@@ -160,15 +163,22 @@ KERNELS = [
     ),
     *(
         TritonKernel(
-            "sent_rows", "_mark", "*i32 *i32 *i32 *i32 i32 i32", {"DST_RANKS": 8, "COUNTS": counts, "BLOCK": 256}
+            "dispatch.send_index.triton",
+            "_mark",
+            "*i32 *i32 *i32 *i32 i32 i32",
+            {"DST_RANKS": 8, "COUNTS": counts, "BLOCK": 256},
         )
         for counts in (True, False)
     ),
-    TritonKernel("sent_rows", "_look_up", "*i32 *i32 *i32 *i32 i32 i32", {"DST_RANKS": 8, "BLOCK": 256}),
-    TritonKernel("sent_rows", "_by_token", "*i32 *i32 *i32 *i32 i32 i32", {"DST_RANKS": 8, "TOKENS": 256}),
+    TritonKernel(
+        "dispatch.send_index.triton", "_look_up", "*i32 *i32 *i32 *i32 i32 i32", {"DST_RANKS": 8, "BLOCK": 256}
+    ),
+    TritonKernel(
+        "dispatch.send_index.triton", "_by_token", "*i32 *i32 *i32 *i32 i32 i32", {"DST_RANKS": 8, "TOKENS": 256}
+    ),
     *(
         TritonKernel(
-            "peer_rows",
+            "dispatch.symmetric.rows",
             "_push_rows",
             f"{rows} *i32 *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32 i32",
             {"STAGE": 1, "S": ranks, "RANKS": ranks, "TOKENS": 16 // ranks, "COLUMNS": 2048},
@@ -179,7 +189,7 @@ KERNELS = [
     ),
     *(
         TritonKernel(
-            "peer_rows",
+            "dispatch.symmetric.rows",
             "_combine_push",
             "*bf16 *i32 *i32 *fp32 *i32 *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32",
             {
@@ -197,31 +207,33 @@ KERNELS = [
         for weighted in (True, False)
     ),
     TritonKernel(
-        "peer_rows",
+        "dispatch.symmetric.rows",
         "_combine_reduce",
         "*bf16 *bf16 *i32 *i64 *bf16 i32 i32 i32 i32",
         {"S": 8, "BLOCK": 512, "ACCUMULATOR": "tl.float32"},
         num_warps=1,
     ),
     *(
-        TritonKernel("peer_meeting", name, "*i64 *i64 *i64 i64 i32", {"STAGE": 1, "S": 4}, num_warps=1)
+        TritonKernel(
+            "dispatch.symmetric.acquire_release", name, "*i64 *i64 *i64 i64 i32", {"STAGE": 1, "S": 4}, num_warps=1
+        )
         for name in ("_acquire_peers", "_release_peers")
     ),
     TritonKernel(
-        "peer_pairs",
+        "dispatch.symmetric.pairs",
         "_push_lists",
         "*i32 *fp32 *i32 *i64 *i64 *i64 *i64 *i64 i64 i32",
         {"STAGE": 0, "S": 8, "RANKS": 8, "BLOCK": 512},
     ),
     TritonKernel(
-        "peer_pairs",
+        "dispatch.symmetric.pairs",
         "_push_scalars",
         "*fp32 *i32 *i32 *i64 *i64 *i64 *i64 i64 i32",
         {"STAGE": 3, "S": 8, "RANKS": 8, "BLOCK": 512},
     ),
     *(
         TritonKernel(
-            "peer_gather",
+            "dispatch.symmetric.all_gather",
             name,
             "*i64 *i64 *i64 *i64 *i64 i64 i32 i32 i32",
             {"STAGE": 4, "S": 8, "NUM_SLOTS": 2, "BLOCK": 512},

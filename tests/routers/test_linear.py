@@ -1,6 +1,6 @@
 """The router's linear layer in the dtype of x: what is rounded, what is not, and nothing by autocast.
 
-tests/kernels/test_router_linear.py has the one in fp32 on tensor cores. Legend: T tokens, H hidden size, E experts.
+tests/kernels/route/test_linear.py has the one in fp32 on tensor cores. Legend: T tokens, H hidden size, E experts.
 """
 
 from typing import Any

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.routers.selection import pairs_of_mask, pairs_of_topk, select_tokens
+from sonic_ep.routers.select import pairs_of_mask, pairs_of_topk, select_tokens
 from sonic_ep.routers.topk import TopK, compute_topk, weights_of_pairs
 
 

@@ -20,11 +20,11 @@ from sonic_ep.config import MoEConfig, RoundingConfig, RoundingMode, RouterConfi
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels import pair_lists
-from sonic_ep.routers.decision import RoutingContext, decide_pairs
-from sonic_ep.routers.outputs import weights_and_losses
-from sonic_ep.routers.selection import top_experts
+from sonic_ep.kernels.dispatch.recv_index import reference as recv_index
+from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.select import top_experts
 from sonic_ep.routers.topk import TopK, compute_topk
+from sonic_ep.routers.weights_and_losses import weights_and_losses
 from sonic_ep.routing import Routing
 from tests.helpers.triton_device import triton_device
 
@@ -39,16 +39,16 @@ def routing_by(*, kernels: bool) -> Iterator[None]:
     """Every choice between plain torch and a kernel, made for all of them."""
 
     def kernel(name: str) -> Any:
-        return import_module(f"sonic_ep.kernels.cuda.{name}") if kernels else None
+        return import_module(f"sonic_ep.kernels.{name}") if kernels else None
 
-    lists = kernel("pair_lists") or pair_lists
+    lists = kernel("dispatch.recv_index.triton") or recv_index
     made = {
-        "routers.topk.router_operations": lambda *_: kernel("router"),
-        "routers.outputs.router_operations": lambda *_: kernel("router"),
-        "routers.rounding.rounding_kernel": lambda _: kernel("decision"),
-        "routers.selection.select_kernels": lambda _: kernel("selection"),
-        "routers.decision.allows_spare_capacity": lambda _: kernels,
-        "dispatch.plan.plan_kernel": lambda _: kernel("plan"),
+        "routers.topk.router_operations": lambda *_: kernel("route.fused"),
+        "routers.weights_and_losses.router_operations": lambda *_: kernel("route.fused"),
+        "routers.rounding.rounding_kernel": lambda _: kernel("route.rounding.triton"),
+        "routers.select.select_kernels": lambda _: kernel("route.select.triton"),
+        "routers.route.allows_spare_capacity": lambda _: kernels,
+        "dispatch.plan.plan_kernel": lambda _: kernel("dispatch.plan.triton"),
         "dispatch.local.allows_spare_capacity": lambda _: kernels,
         "dispatch.local.pair_lists": lists.pair_lists,
     }

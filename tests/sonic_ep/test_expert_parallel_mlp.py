@@ -19,7 +19,7 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.protocol import PendingCombine, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
-from sonic_ep.kernels import expert_mlp
+from sonic_ep.kernels.experts import mlp
 from sonic_ep.routing import AsyncSplitSizes, Routing
 from sonic_ep.transports import GroupTransport, transport_for
 from tests.dispatch.oracle import Case
@@ -68,7 +68,7 @@ def steps(rank: int, cases: list[Case], folder: str) -> list[str]:
             poisoned_empty(),
             noting(how, "o", SymmetricTransport, "_prepare"),
             noting(how, "r", AsyncSplitSizes, "read"),
-            noting(how, "e", expert_mlp, "forward"),
+            noting(how, "e", mlp, "forward"),
             patch.object(AsyncSplitSizes, "is_ready", False),
         ):
             got = step(transport, group, case.routing(rank), experts)
@@ -116,7 +116,7 @@ def test_experts_of_one_rank_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
             lists_with_spare(),
             poisoned_empty(),
             noting(how, "r", AsyncSplitSizes, "read"),
-            noting(how, "e", expert_mlp, "forward"),
+            noting(how, "e", mlp, "forward"),
         ):
             expected = step(LocalTransport(), group, routing, experts)
             assert how[-1] == "re"
@@ -131,10 +131,10 @@ def test_experts_of_one_rank_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
 def order_of_backward(rank: int, frozen: bool) -> list[str]:
     """GEMMs, of dX whether A' takes memory then, and when its sums leave for their ranks and must have arrived."""
     group, done, a_P = EPGroup(), list[str](), list[weakref.ref[Tensor]]()
-    backward_hidden, backward_pairs = expert_mlp.backward_hidden, expert_mlp.backward_pairs
+    backward_hidden, backward_pairs = mlp.backward_hidden, mlp.backward_pairs
     start = GroupTransport.combine_async
 
-    def hidden(*args: Any) -> expert_mlp.HiddenGrads:
+    def hidden(*args: Any) -> mlp.HiddenGrads:
         grads = backward_hidden(*args)
         a_P.append(weakref.ref(grads.scaled_a_PI))
         return grads
@@ -157,10 +157,10 @@ def order_of_backward(rank: int, frozen: bool) -> list[str]:
     experts = [weight.requires_grad_(not frozen) for weight in experts_of(group)]
     with (
         patch.object(GroupTransport, "combine_async", starting),
-        patch.object(expert_mlp, "backward_hidden", hidden),
-        patch.object(expert_mlp, "backward_pairs", pairs),
-        noting([done], ["dW2"], expert_mlp, "backward_down_weights"),
-        noting([done], ["dW1"], expert_mlp, "backward_up_weights"),
+        patch.object(mlp, "backward_hidden", hidden),
+        patch.object(mlp, "backward_pairs", pairs),
+        noting([done], ["dW2"], mlp, "backward_down_weights"),
+        noting([done], ["dW1"], mlp, "backward_up_weights"),
     ):
         step(transport_for(group), group, case.routing(rank), experts)
     return done

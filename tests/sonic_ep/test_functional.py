@@ -12,8 +12,8 @@ from torch import Tensor
 from sonic_ep import EPGroup, Routing
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.functional import moe
-from sonic_ep.kernels import reference
-from sonic_ep.kernels.activations import concatenate
+from sonic_ep.kernels.experts import reference
+from sonic_ep.kernels.experts.activations import concatenate
 from sonic_ep.transports import transport_for
 from tests.helpers.launch import RankPool
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from sonic_ep import MoE, MoEConfig, RoundingConfig, RouterConfig, replay_contexts
-from sonic_ep.kernels import reference
+from sonic_ep.kernels.experts import reference
 
 CONFIG = MoEConfig(d=8, n=4, E=8, K=2, shared_n=4, rounding=RoundingConfig(t=4, G=8))
 

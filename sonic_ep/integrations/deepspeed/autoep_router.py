@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.routers.decision import RoutingContext
+from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.router import route
 from sonic_ep.routing import Routing
 

@@ -21,10 +21,10 @@ from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.deepspeed.experts import StackedExperts
-from sonic_ep.integrations.deepspeed.gate import TopKGate
 from sonic_ep.integrations.deepspeed.moe_options import check
 from sonic_ep.integrations.deepspeed.optimizer_states import guard_optimizer_states
 from sonic_ep.integrations.deepspeed.template import Template, read_template
+from sonic_ep.integrations.deepspeed.topk_gate import TopKGate
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.transports import transport_for
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sonic_ep.kernels.activations import ACTIVATIONS
+from sonic_ep.kernels.experts.activations import ACTIVATIONS
 
 # down last; of three, gate first. Llama and its kin, Mixtral; then MLPs of two layers, nn.Sequential among them.
 _NAMES = (

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFac
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 
-from sonic_ep.kernels.activations import concatenate, interleave
+from sonic_ep.kernels.experts.activations import concatenate, interleave
 
 Layout = Literal["sequential", "grouped", "te_grouped"]
 Offsets = tuple[tuple[int, int, int], ...]

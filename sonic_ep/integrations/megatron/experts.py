@@ -22,7 +22,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.megatron.checkpoint import HeldExperts, by_expert, load_any_layout, sharded_experts
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.kernels.activations import activation_named, interleave
+from sonic_ep.kernels.experts.activations import activation_named, interleave
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_for
 

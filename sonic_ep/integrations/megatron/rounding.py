@@ -16,8 +16,8 @@ from torch import Tensor
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.integrations.megatron.routing_map import topk_ids
-from sonic_ep.routers.decision import RoutingContext, decide_pairs
-from sonic_ep.routers.selection import topk_mask
+from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.select import topk_mask
 from sonic_ep.routers.topk import TopK, scores_of, weights_of_pairs
 from sonic_ep.routing import Routing
 

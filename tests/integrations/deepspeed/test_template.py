@@ -11,7 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("deepspeed")
 
 from sonic_ep.integrations.deepspeed.template import read_template
-from sonic_ep.kernels.activations import activation_named
+from sonic_ep.kernels.experts.activations import activation_named
 
 HIDDEN, WIDTH = 12, 20
 

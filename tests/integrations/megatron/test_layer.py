@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.activations import concatenate
+from sonic_ep.kernels.experts.activations import concatenate
 from tests.helpers.launch import RankPool
 
 pytest.importorskip("megatron.core")

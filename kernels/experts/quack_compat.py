@@ -1,0 +1,296 @@
+"""The only importer of quack, and of what CuTe-DSL does not make public.
+
+Our kernels override methods of quack's kernel classes and call others by the position of their arguments. Nobody
+promises that these stay as they are, so three checks stand between us and another quack:
+
+- importing this module raises ImportError where versions other than those of versions.py are installed;
+- before a kernel of ours is compiled, quack's methods are compared with quack_methods.json, which holds their
+  signatures and digests of their sources (`require_known_methods`). A kernel that is loaded from the cache was compiled
+  from the same sources, as quack's cache keys hold a digest of them. On import, the comparison would cost 0.1 s;
+- our epilogue refuses kernel classes that need what it leaves out (`require_no_dropped_hooks`).
+
+After a deliberate change of version: look at the diff of every method that is named, adapt what overrides or calls it,
+then renew the digests with
+
+    python -m sonic_ep.kernels.experts.quack_compat
+"""
+
+import ast
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sonic_ep.kernels.common.sources import sources_of
+from sonic_ep.kernels.common.versions import problem_with_versions
+
+if _problem := problem_with_versions():
+    raise ImportError(_problem)
+
+from cutlass.experimental import primitives as _primitives
+from quack.activation import dswiglu_oai, swiglu_oai
+from quack.cache import jit_cache
+from quack.copy_utils import partition_D_position_independent
+from quack.cute_dsl_utils import get_device_capacity, torch2cute_dtype_map
+from quack.epilogue.frontend import EpiMod, EpiPlan, gemm_epilogue
+from quack.epilogue.library import dact_mod, dgated_mod, identity_epi, linear_act_mod
+from quack.epilogue.math import pack, unpack
+from quack.epilogue.mixin import ComposableEpiMixin
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, DStore, EpiOp, RowVecLoad
+from quack.gemm_base import GemmBase
+from quack.gemm_config import GemmConfig
+from quack.gemm_default_epi import GemmDefaultEpiMixin, GemmDefaultSm90, GemmDefaultSm100
+from quack.gemm_runtime import host as _host
+from quack.gemm_sm90 import GemmSm90
+from quack.gemm_tvm_ffi_utils import (
+    compile_gemm_kernel,
+    make_fake_gemm_tensors,
+    make_fake_scheduler_args,
+    make_fake_varlen_args,
+    make_scheduler_args,
+    make_varlen_args,
+)
+from quack.rounding import RoundingMode
+from quack.sm90_utils import gemm_w_idx
+from quack.tile_scheduler import TileScheduler, VarlenMTileScheduler, WorkTileInfo
+
+__all__ = [
+    "ColVecLoad",
+    "ColVecReduce",
+    "DStore",
+    "EpiMod",
+    "GemmConfig",
+    "GemmDefaultEpiMixin",
+    "GemmDefaultSm90",
+    "GemmDefaultSm100",
+    "GemmSm90",
+    "OverriddenEpiMod",
+    "RoundingMode",
+    "RowVecLoad",
+    "TileScheduler",
+    "VarlenMTileScheduler",
+    "WorkTileInfo",
+    "compile_gemm_kernel",
+    "dact_mod",
+    "dgated_mod",
+    "dswiglu_oai",
+    "gemm_epilogue",
+    "gemm_w_idx",
+    "get_device_capacity",
+    "griddepcontrol_launch_dependents",
+    "griddepcontrol_wait",
+    "identity_epi",
+    "jit_cache",
+    "linear_act_mod",
+    "make_fake_gemm_tensors",
+    "make_fake_scheduler_args",
+    "make_fake_varlen_args",
+    "make_scheduler_args",
+    "make_varlen_args",
+    "max_active_clusters",
+    "pack",
+    "partition_D_position_independent",
+    "problem_with_overrides",
+    "require_known_methods",
+    "require_no_dropped_hooks",
+    "swiglu_oai",
+    "torch2cute_dtype_map",
+    "unpack",
+    "without_launches",
+]
+
+_METHODS = Path(__file__).with_name("quack_methods.json")
+_DIGITS = 16  # of a digest
+
+
+def problem_with_overrides() -> str | None:
+    """Returns what differs between quack's methods and quack_methods.json and what to do about it, or None."""
+    differences = [
+        f"{name} ({known['why']}): {difference}"
+        for name, known in json.loads(_METHODS.read_text(encoding="utf-8")).items()
+        if (difference := _difference(known, _description(name)))
+    ]
+    if not differences:
+        return None
+    return "\n".join(
+        (
+            "quack's source is not the one that our kernels were written for:",
+            *differences,
+            "Install the supported version: pip install --force-reinstall 'sonic-ep[cuda]'. If the change is meant: "
+            "look at the diff of each method, adapt what overrides or calls it, then renew the digests with "
+            "python -m sonic_ep.kernels.experts.quack_compat",
+        )
+    )
+
+
+@functools.cache
+def require_known_methods() -> None:
+    """Raises RuntimeError if there is a problem with overrides; looks once, then no more."""
+    if problem := problem_with_overrides():
+        raise RuntimeError(problem)
+
+
+def _difference(known: dict[str, str], found: dict[str, str]) -> str | None:
+    for what in ("signature", "sha256"):
+        if known[what] != found[what]:
+            return f"expected {what} {known[what]}, found {found[what]}"
+    return None
+
+
+def _description(name: str) -> dict[str, str]:
+    """Returns signature and digest of a function by its name, MODULE:QUALIFIED_NAME, as the module's file has it.
+
+    Not as inspect would find it: CuTe-DSL 4.8.1 gives a method other code when it traces it for the first time.
+    """
+    module, path = name.split(":")
+    lines, found = _parsed(module)
+    for part in path.split("."):
+        named = [node for node in found.body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part]
+        if not named:
+            return dict.fromkeys(("signature", "sha256"), "nothing of this name")
+        found = named[-1]
+    assert isinstance(found, ast.FunctionDef)
+    first = min(node.lineno for node in (found, *found.decorator_list))
+    source = "\n".join(lines[first - 1 : found.end_lineno])
+    return {"signature": _signature(found), "sha256": hashlib.sha256(source.encode()).hexdigest()[:_DIGITS]}
+
+
+@functools.lru_cache(maxsize=1)  # the names of a module follow each other
+def _parsed(module: str) -> tuple[list[str], ast.Module | ast.ClassDef | ast.FunctionDef]:
+    spec = find_spec(module)
+    text = "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
+    return text.splitlines(), ast.parse(text)
+
+
+def _signature(function: ast.FunctionDef) -> str:
+    """Returns parameters by name and kind, without their types; `=...` stands for any default."""
+    given = function.args
+    any_default = ast.Constant(...)
+
+    def plain(parameters: list[ast.arg]) -> list[ast.arg]:
+        return [ast.arg(parameter.arg) for parameter in parameters]
+
+    parameters = ast.arguments(
+        posonlyargs=plain(given.posonlyargs),
+        args=plain(given.args),
+        vararg=given.vararg and ast.arg(given.vararg.arg),
+        kwonlyargs=plain(given.kwonlyargs),
+        kw_defaults=[default and any_default for default in given.kw_defaults],
+        kwarg=given.kwarg and ast.arg(given.kwarg.arg),
+        defaults=[any_default for _ in given.defaults],
+    )
+    return f"({ast.unparse(parameters)})"
+
+
+def _renew_methods() -> None:
+    """Writes signatures and digests of the installed quack into quack_methods.json, and says which have changed."""
+    methods = json.loads(_METHODS.read_text(encoding="utf-8"))
+    for name, known in methods.items():
+        found = _description(name)
+        if difference := _difference(known, found):
+            sys.stdout.write(f"{name} ({known['why']}): {difference}\n")
+        known |= found
+    _METHODS.write_text(json.dumps(dict(sorted(methods.items())), indent=4) + "\n", encoding="utf-8")
+
+
+def require_no_dropped_hooks(kernel: Any) -> None:
+    """Raises NotImplementedError if a kernel needs one of the hooks that epilogue.py does not call.
+
+    quack's epilogue (GemmBase.epilogue, 0.6.5) calls three more than ours: epi_needs_acc_prepass (a pass over all
+    accumulators before the first is stored), _epi_store_quant (a codec that quantizes an output) and epi_tile_load_s2r
+    (a tile of another operand than C, from shared memory to registers). For the kernels that are compiled here they do
+    nothing, so that leaving them out changes no result. kernel: of one of quack's classes, while it is traced.
+    """
+    of_quack, own = (GemmBase, ComposableEpiMixin), type(kernel)
+    stored = ("D", *(op.name for op in kernel._epi_ops if op.is_tile_store()))
+    needed = {
+        "epi_needs_acc_prepass": kernel.epi_needs_acc_prepass,
+        "_epi_store_quant": own._epi_store_quant not in [base._epi_store_quant for base in of_quack]
+        or any(kernel._epi_store_quant(name) is not None for name in stored),
+        "epi_tile_load_s2r": own.epi_tile_load_s2r not in [base.epi_tile_load_s2r for base in of_quack]
+        or any(type(op).load_s2r is not EpiOp.load_s2r for op in kernel._epi_ops),
+    }
+    if hooks := [name for name, is_needed in needed.items() if is_needed]:
+        raise NotImplementedError(
+            f"{own.__name__} needs {', '.join(hooks)}, which kernels/experts/sm90/epilogue.py does not call; "
+            "compile this kernel with quack's own epilogue or add the call there"
+        )
+
+
+class OverriddenEpiMod(EpiMod):
+    """A quack epilogue whose kernel classes have the methods of a class of ours before quack's.
+
+    mod: the epilogue, which stays as it is. overrides: the class with our methods. what: the change in words, unlike
+    that of all other overrides of this epilogue. quack keeps compiled kernels, in memory and on disk, by
+    `semantic_digest`, which therefore holds `what` and our sources.
+    """
+
+    def __init__(self, mod: EpiMod, overrides: type, what: str) -> None:
+        self.__dict__.update(mod.__getstate__())  # without what was compiled for mod
+        self._call_cache: dict[Any, Any] = {}
+        self._mod, self._overrides = mod, overrides
+        self.semantic_key = (*mod.semantic_key, what, sources_of(overrides.__module__))
+        self.semantic_digest = hashlib.sha256(repr(self.semantic_key).encode()).hexdigest()
+        self._ident = f"{mod.fn.__name__}_{self.semantic_digest[:16]}"
+
+    def _mint(self, *key: Any) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _overridden(self._mod._mint(*key), self._overrides)
+
+
+@functools.cache
+def _overridden(kernel: type, overrides: type) -> type:
+    def __init__(self: Any, *arguments: Any, **options: Any) -> None:  # noqa: N807
+        require_known_methods()  # quack makes an object of the class only to compile it
+        super(both, self).__init__(*arguments, **options)
+
+    both = type(f"{kernel.__name__}{overrides.__name__}", (overrides, kernel), {"__init__": __init__})
+    return both
+
+
+def max_active_clusters(ctas: int, capacity: tuple[int, int]) -> int:
+    """Returns how many clusters of so many CTAs fit the current device at once, as its driver says."""
+    return _host.get_max_active_clusters(ctas, device_capacity=capacity)
+
+
+@contextmanager
+def without_launches(*launchers: type) -> Generator[None, None, None]:
+    """Within it, kernels are compiled but not launched, also on a machine without a GPU.
+
+    launchers: classes of ours whose method `run` launches a kernel, as quack's EpiPlan.run does. quack's own plan()
+    compiles without a launch; what it cannot do is to leave out the question to the driver how many clusters fit.
+    """
+    with ExitStack() as stack:
+        for launcher in (EpiPlan, *launchers):
+            stack.enter_context(_replaced(launcher, "run", lambda *_, **__: None))
+        stack.enter_context(_replaced(_host, "get_max_active_clusters", lambda *_, **__: 1))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Generator[None, None, None]:
+    """Within it, an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def griddepcontrol_wait() -> None:
+    """Traced: waits until the kernel before has ended, of which this one was launched as a programmatic dependent."""
+    _primitives.griddepcontrol(_primitives.GridDepAction.WAIT)
+
+
+def griddepcontrol_launch_dependents() -> None:
+    """Traced: allows the next kernel to start while this one still runs."""
+    _primitives.griddepcontrol(_primitives.GridDepAction.LAUNCH_DEPENDENTS)
+
+
+if __name__ == "__main__":
+    _renew_methods()

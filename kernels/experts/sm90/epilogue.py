@@ -1,0 +1,148 @@
+"""The epilogue of Hopper GEMMs over rows: one barrier and one fence where quack has two of each.
+
+A tile is stored in pieces: accumulators from registers through shared memory, in two or four buffers. For each piece
+quack's warps meet twice, before they write its buffer (the one that stores has waited until what it held was stored)
+and after (so that it may store this), and give back what was loaded for it (dgated's H) through a fence and an mbarrier
+of its own. Here the warp that stores waits for the next buffers before all meet after these writes, so that this says
+everything: the writes are done, what was loaded for them is read, the next buffers are free. Of four buffers, two are
+written between two meetings. quack's ping-pong dgated spends two fifths of its epilogue in waits for all of that.
+
+Overrides GemmSm90.epilogue (quack 0.6.5), traced by CuTe-DSL. Results are the same bits.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, const_expr
+
+from sonic_ep.kernels.experts.quack_compat import DStore, require_no_dropped_hooks
+
+
+class OneBarrierEpilogue:
+    # GemmSm90's
+    cta_tile_shape_mnk: Any
+    epi_stage: int
+    epi_c_stage: int
+    epi_m_major: bool
+    epi_setup_aux_out: Any
+    epi_begin: Any
+    epi_begin_loop: Any
+    epi_visit_subtile: Any
+    epi_end_loop: Any
+    epi_end: Any
+
+    @cute.jit
+    def epilogue(
+        self,
+        params: Any,
+        epi_smem_tensors: Any,
+        epi_pipeline: Any,
+        epi_store_pipeline: Any,
+        epi_read_state: Any,
+        epi_producer_state: Any,
+        epi_tile: Any,
+        load_acc_subtile: Any,
+        tRS_rD: Any,
+        tRS_rC: Any,
+        tiled_copy_t2r: Any,
+        tiled_copy_r2s: Any,
+        tRS_sD: Any,
+        tiled_copy_s2r: Any,
+        tSR_rC: Any,
+        tSR_sC: Any,
+        copy_D: Any,
+        copy_C: Any,
+        tile_coord_mnkl: Any,
+        varlen_manager: Any,
+        epilogue_barrier: Any,
+        tile_scheduler: Any,
+        tidx: Any,
+        is_tma_warp: Any,
+    ) -> tuple[Any, Any]:
+        tile = (tile_coord_mnkl, varlen_manager, tidx)
+        copies = (tiled_copy_t2r, tiled_copy_r2s)
+        stores = self.epi_setup_aux_out(params, epi_smem_tensors, tiled_copy_r2s, tiled_copy_t2r, *tile)
+        stores = ((DStore(), None, tiled_copy_r2s, tRS_sD, copy_D, None), *stores)
+        require_no_dropped_hooks(self)
+        assert copy_D is not None
+        assert all(quantized is None and condition is None for _, quantized, _, _, _, condition in stores)
+        shape = cute.zipped_divide(cute.make_layout(self.cta_tile_shape_mnk[:2]), epi_tile).shape[1]
+        order = (0, 1) if const_expr(self.epi_m_major) else (1, 0)
+        layout = cute.make_ordered_layout(shape, order=order)
+        pieces = cute.size(shape)
+        before = tile_scheduler.num_tiles_executed * pieces
+        loads = const_expr(copy_C is not None)
+        # Pieces between two meetings: others are being stored meanwhile.
+        together = 2 if const_expr(self.epi_stage >= 4) else 1
+        assert self.epi_stage > 1
+        assert pieces % together == 0
+
+        tensors = self.epi_begin(
+            params,
+            epi_smem_tensors,
+            epi_tile,
+            *copies,
+            tile_coord_mnkl,
+            varlen_manager,
+            epilogue_barrier,
+            tidx,
+            tRS_rD.layout,
+        )
+        loaded = 0
+        if const_expr(loads):
+            loaded = min(pieces, self.epi_c_stage)
+            self._load_pieces(epi_pipeline, epi_producer_state, copy_C, is_tma_warp, layout, 0, loaded)
+
+        for piece in cutlass.range_constexpr(pieces):
+            coord = layout.get_hier_coord(piece)
+            load_acc_subtile(tRS_rD, coord)
+            if const_expr(loads):
+                epi_pipeline.consumer_wait(epi_read_state)
+                cute.copy(tiled_copy_s2r, tSR_sC[None, None, None, epi_read_state.index], tSR_rC)
+                epi_read_state.advance()
+            loop_tensors = self.epi_begin_loop(params, tensors, coord)
+            others = self.epi_visit_subtile(params, loop_tensors, tRS_rD, tRS_rC)
+            self.epi_end_loop(params, tensors, coord, tRS_rD, epi_tile, *copies, tile_coord_mnkl, varlen_manager, tidx)
+            outs = [
+                store[0].store_convert(self, values, loop_tensors.get("sr_seed"), tidx, tile_coord_mnkl, before, piece)
+                for store, values in zip(stores, (tRS_rD, *others), strict=True)
+            ]
+            for (op, _, copy, to, _, _), out in zip(stores, outs, strict=True):
+                op.store_r2s(self, copy, out, to[None, None, None, (before + piece) % self.epi_stage], tidx)
+            if const_expr((piece + 1) % together == 0):
+                cute.arch.fence_view_async_shared()
+                if is_tma_warp:  # until the buffers that the next pieces will have are read
+                    cute.arch.cp_async_bulk_wait_group(self.epi_stage // together - 2, read=True)
+                epilogue_barrier.arrive_and_wait()
+                if is_tma_warp:
+                    for done in cutlass.range_constexpr(piece + 1 - together, piece + 1):
+                        for _, _, _, _, copy_out, _ in stores:
+                            copy_out(src_idx=(before + done) % self.epi_stage, dst_idx=layout.get_hier_coord(done))
+                    epi_store_pipeline.producer_commit()
+                if const_expr(loads):
+                    upto = min(pieces, piece + 1 + self.epi_c_stage)
+                    self._load_pieces(epi_pipeline, epi_producer_state, copy_C, is_tma_warp, layout, loaded, upto)
+                    loaded = upto
+
+        self.epi_end(params, tensors, epi_tile, *copies, *tile)
+        return epi_read_state, epi_producer_state
+
+    @cute.jit
+    def _load_pieces(
+        self,
+        pipeline: Any,
+        state: Any,
+        copy_C: Any,
+        is_tma_warp: Boolean,
+        layout: Any,
+        first: cutlass.Constexpr[int],
+        end: cutlass.Constexpr[int],
+    ) -> None:
+        """Into buffers that are free, as all warps have met since they read them."""
+        for piece in cutlass.range_constexpr(first, end):
+            if is_tma_warp:
+                pipeline.producer_acquire(state, Boolean(True))
+                copy_C(src_idx=layout.get_hier_coord(piece), producer_state=state)
+                pipeline.producer_commit(state)
+            state.advance()

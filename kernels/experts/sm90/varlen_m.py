@@ -1,0 +1,232 @@
+"""Hopper GEMMs over rows that load and multiply an expert's last tile only as far as the expert has rows.
+
+quack computes whole tiles: it multiplies rows behind an expert's last, and where rows are gathered it fetches row 0 for
+each of them, so that one line of the L2 is read by all SMs at once. With ragged experts, each of which ends inside a
+tile, that is a good part of the time. Here the scheduler says how many rows a tile has; the gathering warps fetch no
+others, and of the 64-row blocks of the tensor cores' instruction only those that have rows are multiplied. Results are
+the same, bit for bit: the rows that remain are summed alike, and the others were never stored.
+
+Every method overrides one of quack's (GemmSm90, VarlenMTileScheduler, quack 0.6.5) and is traced by CuTe-DSL.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+
+from sonic_ep.kernels.experts.quack_compat import (
+    GemmSm90,
+    VarlenMTileScheduler,
+    WorkTileInfo,
+    gemm_w_idx,
+    griddepcontrol_wait,
+    partition_D_position_independent,
+)
+from sonic_ep.kernels.experts.sm90.tile_prefetch import KTiles, TilePrefetchLoader, VarlenPrefetchingScheduler
+
+_WGMMA_ROWS = 64  # rows of one WGMMA instruction
+_ACCUMULATORS_THAT_SPILL = 192  # accumulators a thread
+_ROW_BITS = 10  # of a record: rows of the tiles of a cluster, at most 2 x 256; the expert is above them
+
+
+def _indices(work: WorkTileInfo) -> Any:
+    """(m, n, rows, expert)."""
+    return work.tile_idx
+
+
+class _RowsScheduler(VarlenPrefetchingScheduler):
+    """Tells all warps how many rows a tile has, in tile_idx[2], where quack keeps what only a split K needs.
+
+    The warp that draws tiles finds out, and sends it to the others beside the expert's number: read by each from global
+    memory, it would come before every tile.
+    """
+
+    params: Any
+
+    @cute.jit
+    def initial_work_tile_info(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
+        # Every warp finds its first tile itself, in the experts' starts, which the kernel before may have written.
+        griddepcontrol_wait()
+        work = VarlenMTileScheduler.initial_work_tile_info(self, loc=loc, ip=ip)
+        m, n, _, expert = _indices(work)
+        rows = self._rows_from(m, expert, work.is_valid_tile, self.params.tile_shape_mn[0])
+        return WorkTileInfo((m, n, rows, expert), work.is_valid_tile)
+
+    @cute.jit
+    def write_work_tile_to_smem(self, work: WorkTileInfo, *, loc: Any = None, ip: Any = None) -> None:
+        m, n, _, expert = _indices(work)
+        limit = const_expr(self.params.tile_shape_mn[0] * self.params.cluster_shape_mnk[0])
+        assert limit < 2**_ROW_BITS
+        record = (expert << _ROW_BITS) + self._rows_from(m, expert, work.is_valid_tile, limit)
+        both = WorkTileInfo((m, n, None, record), work.is_valid_tile)
+        VarlenMTileScheduler.write_work_tile_to_smem(self, both, loc=loc, ip=ip)
+
+    @cute.jit
+    def get_current_work(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
+        work = VarlenMTileScheduler.get_current_work(self, loc=loc, ip=ip)
+        m, n, _, record = _indices(work)
+        rows = record & (2**_ROW_BITS - 1)
+        cluster_m = const_expr(self.params.cluster_shape_mnk[0])
+        if const_expr(cluster_m > 1):  # they were counted from the cluster's first tile
+            tile_m = const_expr(self.params.tile_shape_mn[0])
+            rows = cutlass.max(cutlass.min(rows - m % cluster_m * tile_m, tile_m), 0)
+        return WorkTileInfo((m, n, rows, record >> _ROW_BITS), work.is_valid_tile)
+
+    @cute.jit
+    def _rows_from(self, m: Int32, expert: Int32, valid: Boolean, limit: cutlass.Constexpr[int]) -> Int32:
+        rows = Int32(limit)
+        if valid and m // self.params.cluster_shape_mnk[0] == self._cur_num_clusters_m - 1:
+            starts = self.params.cu_seqlens_m
+            left = starts[expert + 1] - starts[expert] - m * self.params.tile_shape_mn[0]
+            rows = cutlass.max(cutlass.min(left, limit), 0)
+        return rows
+
+    def get_split_k_tile_range(self, k_tile_total: Int32, rows: Int32, **_: Any) -> tuple[int, KTiles]:
+        # Branches on what ptxas does not know to be one value per warp cost more than they save.
+        return 0, KTiles(k_tile_total, self, cute.arch.make_warp_uniform(rows))
+
+
+class SkipsMissingRows(TilePrefetchLoader):
+    # GemmSm90's
+    cta_tile_shape_mnk: Any
+    atom_layout_mnk: Any
+    a_layout: Any
+    _make_gmem_tiled_copy_A: Any
+    gather_A: bool
+    num_regs_load: int
+    num_regs_mma: int
+
+    def get_scheduler_class(self, varlen_m: bool = False) -> type:
+        assert varlen_m
+        return _RowsScheduler
+
+    def _compute_tile_shape_or_override(
+        self,
+        tile: tuple[int, int, int],
+        atoms: tuple[int, int, int],
+        element: type[cutlass.Numeric] | None = None,
+        epi_tile: tuple[int, int] | None = None,
+    ) -> tuple[int, int]:
+        """Of the epilogue, whose registers are settled here too."""
+        accumulators = tile[0] * tile[1] // (atoms[0] * atoms[1] * 128)
+        if self.gather_A and accumulators >= _ACCUMULATORS_THAT_SPILL and element is not None and element.width == 32:
+            # Of dgated, whose elements are pairs: half as many at a time, and what registers the loader can spare.
+            self.num_regs_load, self.num_regs_mma = 40, 232
+            return 64, 16
+        return GemmSm90._compute_tile_shape_or_override(tile, atoms, element, epi_tile)
+
+    @cute.jit
+    def _make_gather_A_copy(
+        self, mA: Any, sA: Any, varlen: Any, tile_idx: Any, expert: Int32
+    ) -> tuple[tuple[Callable[..., None], Callable[..., None]], None]:
+        """Two functions that copy a tile's rows of one K tile into a stage, 16 bytes a thread and row.
+
+        The first is for whole tiles, the second looks which rows there are.
+        """
+        tile_m, tile_k = const_expr(self.cta_tile_shape_mnk[0]), const_expr(self.cta_tile_shape_mnk[2])
+        tiled_copy = self._make_gmem_tiled_copy_A(mA.element_type, self.a_layout, self.num_ab_load_warps * 32)
+        thread = tiled_copy.get_slice(cute.arch.thread_idx()[0] - cute.arch.WARP_SIZE * self.ab_load_warp_id)
+        to = partition_D_position_independent(thread, sA)
+        at = thread.partition_S(cute.make_identity_tensor((tile_m, tile_k)))
+        count, width = const_expr(cute.size(at, mode=[1])), const_expr(cute.size(at, mode=[0]))
+        assert cute.size(at, mode=[2]) == 1
+        rows_m = cute.local_tile(varlen.offset_batch_AIdx(expert), (tile_m,), (tile_idx[0],))
+        left_m = varlen.len_m(expert) - tile_idx[0] * tile_m
+        left_k = varlen.len_k(expert) - at[0, 0, 0][1]
+        # Read before it is known which of the two it will be: of rows that are not there, the expert's last one.
+        # Addresses step from K tile to K tile: computed anew, they take 5 to 12 instructions a row of a free stage.
+        address = cute.make_rmem_tensor(count, Int64)
+        for i in cutlass.range_constexpr(count):
+            row = rows_m[cutlass.min(at[0, i, 0][0], left_m - 1)]
+            address[i] = (mA[row, None].iterator + at[0, 0, 0][1]).toint()
+
+        def copy(whole: bool, k_tile: Int32, stage: Int32, pred: bool = False) -> None:
+            inside = None
+            if const_expr(pred):
+                inside = cute.make_rmem_tensor(1, Boolean)
+                inside[0] = k_tile * tile_k < left_k
+            for i in cutlass.range_constexpr(count):
+                if const_expr(whole) or at[0, i, 0][0] < left_m:
+                    values = cute.make_ptr(mA.element_type, address[i], mA.memspace, assumed_align=16)
+                    source = cute.make_tensor(values, cute.make_layout(((width, 1),)))
+                    cute.copy(thread, source, to[None, i, 0, stage], pred=inside)
+                address[i] += tile_k * mA.element_type.width // 8
+
+        return (functools.partial(copy, True), functools.partial(copy, False)), None
+
+    @cute.jit
+    def load_part(
+        self,
+        pipeline: Any,
+        state: Any,
+        copy_A: Any,
+        copy_B: Any,
+        k_tiles: Any,
+        first: Int32,
+        end: Int32,
+        last: cutlass.Constexpr[bool],
+    ) -> Any:
+        # Whole tiles have a loop of their own: with conditions in it, it takes up to 20 % longer.
+        copy_whole, copy_fewer = copy_A
+        after = state
+        if k_tiles.rows >= self.cta_tile_shape_mnk[0]:
+            after = self.load_k_tiles(pipeline, state, copy_whole, copy_B, first, end, last)
+        else:
+            after = self.load_k_tiles(pipeline, state, copy_fewer, copy_B, first, end, last)
+        return after
+
+    @cute.jit
+    def mma(
+        self, pipeline: Any, state: Any, mma_fn: Any, acc: Any, acc_slow: None, k_tiles: Any, warp_group: Int32
+    ) -> Any:
+        # Warp groups that share a tile take its blocks in turns; in ping-pong each has a tile of its own.
+        sharing = const_expr(self.atom_layout_mnk[0])
+        blocks = (k_tiles.rows + (_WGMMA_ROWS - 1)) // _WGMMA_ROWS
+        if const_expr(sharing > 1):
+            blocks = (blocks - warp_group + (sharing - 1)) // sharing
+        least = const_expr(0 if sharing * self.cluster_shape_mnk[0] > 1 else 1)
+        limit = const_expr(cute.size(acc, mode=[1]))
+        # Accumulators that some way through the kernel leaves as the last tile had them would live all along, and
+        # take their registers from the epilogue. There is a K tile, always, but only this says so.
+        k_tiles = cutlass.max(k_tiles, 1)
+        return self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, limit, least)
+
+    @cute.jit
+    def _multiply(
+        self,
+        pipeline: Any,
+        state: Any,
+        mma_fn: Any,
+        acc: Any,
+        k_tiles: Any,
+        warp_group: Int32,
+        blocks: Int32,
+        limit: cutlass.Constexpr[int],
+        least: cutlass.Constexpr[int],
+    ) -> Any:
+        """The first `blocks` of a warp group's blocks, from least to most: a loop over K for each number of them."""
+        after = state
+        if const_expr(limit == least) or blocks >= limit:
+            fewer = _of_first_blocks(mma_fn, limit)
+            for block in cutlass.range_constexpr(limit, cute.size(acc, mode=[1])):
+                acc[None, block, None].fill(0.0)  # not for what is stored: see mma
+            after = GemmSm90.mma(self, pipeline, state, fewer, acc, None, k_tiles, warp_group)
+        else:
+            after = self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, limit - 1, least)
+        return after
+
+
+def _of_first_blocks(mma_fn: Any, count: int) -> Callable[..., None]:
+    """quack's function for the products of one K tile, of the first blocks of rows alone."""
+    tiled_mma, acc, tCrA, tCrB = mma_fn.args
+    if count == 0:
+        return lambda **_: None
+    return functools.partial(gemm_w_idx, tiled_mma, _first(acc, count), _first(tCrA, count), tCrB)
+
+
+def _first(tensor: Any, count: int) -> Any:
+    shape = (tensor.shape[0], count, *tensor.shape[2:])
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.layout.stride))

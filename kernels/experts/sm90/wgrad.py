@@ -1,0 +1,258 @@
+"""The GEMM of weight gradients, which contracts over gathered rows: quack's kernel with another loader on Hopper.
+
+quack's gathering warps read the indices of a K tile's rows just before they copy those rows, so that every K tile waits
+for two round trips to the L2, one after the other. Here indices are read two K tiles ahead, into two sets of registers
+in turns: handed on from one set to the other, they would be waited for at the hand-over. And as experts' rows differ,
+so that tiles which are dealt out beforehand end at different times, they are drawn from a counter, ahead as over rows
+(tile_prefetch.py). The kernel computes the same bits.
+
+Legend: R rows, P pair-buffer rows, e local experts, M columns of the gathered rows, N of the others.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+from torch import Tensor
+
+from sonic_ep.kernels.common.sources import sources_of
+from sonic_ep.kernels.experts.quack_compat import (
+    GemmDefaultEpiMixin,
+    GemmDefaultSm90,
+    GemmDefaultSm100,
+    RoundingMode,
+    TileScheduler,
+    compile_gemm_kernel,
+    get_device_capacity,
+    griddepcontrol_launch_dependents,
+    jit_cache,
+    make_fake_gemm_tensors,
+    make_fake_scheduler_args,
+    make_fake_varlen_args,
+    make_scheduler_args,
+    make_varlen_args,
+    max_active_clusters,
+    require_known_methods,
+    torch2cute_dtype_map,
+)
+from sonic_ep.kernels.experts.sm90.gather_producer import load_stage
+from sonic_ep.kernels.experts.sm90.tile_prefetch import PrefetchingScheduler, fetch_next_tile
+
+if TYPE_CHECKING:  # so that a change in the table leaves compiled kernels as they are
+    from sonic_ep.kernels.experts.tile_table import TileConfig
+
+_PREFETCH_DISTANCE = 2  # K tiles
+_SWIZZLE = 8  # quack's default: tiles of a group that follow each other along one side
+
+
+class _WeightScheduler(PrefetchingScheduler, TileScheduler):
+    """Of tiles of all experts, whose number is known at the launch."""
+
+
+class _PrefetchesIndices(GemmDefaultSm90):
+    """Overrides methods of GemmSm90 (quack 0.6.5), traced by CuTe-DSL."""
+
+    # GemmSm90's
+    cta_tile_shape_mnk: Any
+    a_layout: Any
+    ab_load_warp_id: Any
+    num_ab_load_warps: Any
+    _make_gmem_tiled_copy_A: Any
+    ab_stage: int
+
+    def get_scheduler_class(self, varlen_m: bool = False) -> type:
+        assert not varlen_m
+        return _WeightScheduler
+
+    @cute.jit
+    def _make_gather_A_copy(
+        self, mA: Any, sA: Any, varlen: Any, tile_idx: Any, expert: Int32
+    ) -> tuple[Callable[..., None], tuple[int, Callable[..., None]]]:
+        """A function that copies the rows of a K tile into a stage; how many are a thread's, and one that reads their
+        indices."""
+        # The next kernel may start: this warp has waited for the one before, and whoever needs results waits for them.
+        griddepcontrol_launch_dependents()
+        tile_m, tile_k = const_expr(self.cta_tile_shape_mnk[0]), const_expr(self.cta_tile_shape_mnk[2])
+        tiled_copy = self._make_gmem_tiled_copy_A(mA.element_type, self.a_layout, self.num_ab_load_warps * 32)
+        thread = tiled_copy.get_slice(cute.arch.thread_idx()[0] - cute.arch.WARP_SIZE * self.ab_load_warp_id)
+        to = thread.partition_D(sA)
+        at = thread.partition_S(cute.make_identity_tensor((tile_m, tile_k)))
+        width, pieces, rows = (const_expr(cute.size(at, mode=[mode])) for mode in range(3))
+        indices, len_k = varlen.offset_batch_AIdx(expert), varlen.len_k(expert)
+        left_m = varlen.len_m(expert) - tile_idx[0] * tile_m
+        row_bytes = Int32(mA.stride[1]) * (mA.element_type.width // 8)
+        # Of columns behind the last one, whose products are not stored, any that are there.
+        columns = cute.make_rmem_tensor(pieces, Int64)
+        for i in cutlass.range_constexpr(pieces):
+            column = tile_idx[0] * tile_m + cutlass.min(at[0, i, 0][0], left_m - width)
+            columns[i] = mA[column, None].iterator.toint()
+
+        def read(k_tile: Int32, into: Any) -> None:
+            for k in cutlass.range_constexpr(rows):
+                into[k] = indices[cutlass.min(k_tile * tile_k + at[0, 0, k][1], len_k - 1)]
+
+        def copy(row_indices: Any, k_tile: Int32, stage: Int32, pred: bool) -> None:
+            for k in cutlass.range_constexpr(rows):
+                inside = None
+                if const_expr(pred):  # copies zeros where not
+                    inside = cute.make_rmem_tensor(1, Boolean)
+                    inside[0] = k_tile * tile_k + at[0, 0, k][1] < len_k
+                for i in cutlass.range_constexpr(pieces):
+                    address = columns[i] + Int64(row_indices[k]) * Int64(row_bytes)
+                    values = cute.make_ptr(mA.element_type, address, mA.memspace, assumed_align=16)
+                    source = cute.make_tensor(values, cute.make_layout(((width, 1),)))
+                    cute.copy(thread, source, to[None, i, k, stage], pred=inside)
+
+        return copy, (rows, read)
+
+    @cute.jit
+    def load_AB_gather_A(
+        self, pipeline: Any, state: Any, copy_A: Any, indices: Any, copy_B: Any, k_tiles: Any, varlen_m: bool = True
+    ) -> Any:
+        assert not varlen_m
+        rows, read = indices
+        even, odd = cute.make_rmem_tensor(rows, Int32), cute.make_rmem_tensor(rows, Int32)
+        if k_tiles > 0:
+            read(Int32(0), even)
+            read(Int32(1), odd)
+        whole = k_tiles - 1
+        pairs = cutlass.max(whole, 0) // 2
+        first = cutlass.min(pairs, const_expr((self.ab_stage + 1) // 2))  # fill the stages
+        state = self._load_pairs(pipeline, state, copy_A, read, copy_B, Int32(0), first, even, odd)
+        fetch_next_tile(self, k_tiles.scheduler)
+        state = self._load_pairs(pipeline, state, copy_A, read, copy_B, first, pairs, even, odd)
+        if k_tiles > 0:
+            free = pipeline.producer_try_acquire(state)
+            if whole % 2 == 1:
+                state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, whole - 1, even, False)
+                free = pipeline.producer_try_acquire(state)
+                for k in cutlass.range_constexpr(cute.size(even)):
+                    even[k] = odd[k]
+            state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, whole, even, True)
+        return state
+
+    @cute.jit
+    def _load_pairs(
+        self,
+        pipeline: Any,
+        state: Any,
+        copy_A: Any,
+        read: Any,
+        copy_B: Any,
+        first: Int32,
+        end: Int32,
+        even: Any,
+        odd: Any,
+    ) -> Any:
+        """Pairs of K tiles from `first` to `end`, whose indices are in turns in `even` and in `odd`."""
+        for pair in cutlass.range(first, end, unroll=1):
+            free = pipeline.producer_try_acquire(state)
+            state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, 2 * pair, even, False)
+            free = pipeline.producer_try_acquire(state)
+            state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, 2 * pair + 1, odd, False)
+        return state
+
+    @cute.jit
+    def _load_k_tile(
+        self,
+        pipeline: Any,
+        state: Any,
+        free: Boolean,
+        copy_A: Any,
+        read: Any,
+        copy_B: Any,
+        k_tile: Int32,
+        row_indices: Any,
+        last: cutlass.Constexpr[bool],
+    ) -> Any:
+        """Into the stage of `state`, which is returned advanced; leaves indices of a later K tile in row_indices."""
+        these = cute.make_rmem_tensor_like(row_indices)
+        for k in cutlass.range_constexpr(cute.size(these)):
+            these[k] = row_indices[k]
+        if const_expr(not last):
+            read(k_tile + _PREFETCH_DISTANCE, row_indices)
+        return load_stage(self, pipeline, state, free, partial(copy_A, these), copy_B, k_tile, last)
+
+
+_KERNELS = {9: _PrefetchesIndices, 10: GemmDefaultSm100}
+_PLAIN = GemmDefaultEpiMixin.EpilogueArguments(
+    **dict.fromkeys(
+        ("alpha", "beta", "mRowVecBroadcast", "mColVecBroadcast", "add_to_output", "rounding_mode", "sr_seed")
+    )
+)
+
+
+@jit_cache
+def _compile_weight_gemm(
+    dtype: Any,
+    out_dtype: Any,
+    out_major: str,
+    tile: "TileConfig",
+    accumulate: bool,
+    split_gate_up: bool,
+    capacity: tuple[int, int],
+    written_in: str,
+) -> Any:
+    """Kept by its arguments, of which the last one is of no other use: see sources.py."""
+    require_known_methods()
+    kernel = _KERNELS[capacity[0]]
+    A, B, D, _, _, _, P, e = make_fake_gemm_tensors(
+        dtype, dtype, out_dtype, None, "m", "n", out_major, None, varlen_k=True, gather_A=True
+    )
+    return compile_gemm_kernel(
+        kernel,
+        dtype,
+        (tile.m, tile.n),
+        (tile.cluster_m, tile.cluster_n, 1),
+        tile.pingpong,
+        True,  # persistent
+        True,  # gathered
+        tile.dynamic,
+        capacity,
+        A,
+        B,
+        D,
+        None,
+        kernel.EpilogueArguments(add_to_output=accumulate, rounding_mode=RoundingMode.RN),
+        make_fake_scheduler_args(tile.dynamic, False, e),
+        make_fake_varlen_args(False, True, True, P),
+        concat_layout=("out",) if split_gate_up else None,
+    )
+
+
+class WeightGemm:
+    """D[expert] = A[:, rows of its pairs] @ B[:, its pairs]^T, compiled for a shape class.
+
+    accumulate: D += instead. halves: D's columns are stored as those of even number, then the others.
+    """
+
+    def __init__(
+        self, A_mR: Tensor, D_emn: Tensor, tile: "TileConfig", *, accumulate: bool = False, split_gate_up: bool = False
+    ) -> None:
+        capacity = get_device_capacity(A_mR.device)
+        dtypes = torch2cute_dtype_map[A_mR.dtype], torch2cute_dtype_map[D_emn.dtype]
+        major = "n" if D_emn.stride(-1) == 1 else "m"
+        self._compiled = _compile_weight_gemm(
+            *dtypes, major, tile, accumulate, split_gate_up, capacity, sources_of(__name__)
+        )
+        self.clusters = max_active_clusters(tile.cluster_m * tile.cluster_n, capacity)
+        self.dynamic = tile.dynamic
+
+    def run(
+        self,
+        A_mR: Tensor,
+        B_nP: Tensor,
+        D_emn: Tensor,
+        row_of_pair_P: Tensor,
+        expert_starts_e: Tensor,
+        counter: Tensor | None = None,
+        free: int = 0,
+    ) -> None:
+        """counter: of a dynamic schedule, zero, and zero again afterwards. free: of the clusters that fit a device,
+        those to leave to other kernels."""
+        scheduler = make_scheduler_args(self.clusters - free, _SWIZZLE, counter, None)
+        varlen = make_varlen_args(None, expert_starts_e, row_of_pair_P)
+        self._compiled(A_mR, B_nP, D_emn, None, _PLAIN, scheduler, varlen, None, None)

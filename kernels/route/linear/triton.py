@@ -1,0 +1,270 @@
+"""The router's linear layer for bf16 rows on tensor cores, as exact as fp32 arithmetic.
+
+An fp32 value is the sum of three bf16 values (8 bits each, 24 in all), and a product of two bf16 values is exact in
+fp32: three bf16 GEMMs give what one fp32 GEMM would. Tensor cores cut sums off instead of rounding them, which by
+simulation makes 3 times the error of fp32 arithmetic over 2048 terms and 6 times over 7168. So they sum 64 terms at a
+time here, from the smallest part to the largest, and those sums are added in fp32 with rounding.
+
+A value's parts lie `slot` elements apart: the largest in slots 0 and 1, the others in 2 and 3. With one operand's slots
+in the opposite order of the other's, three slots of both, multiplied as one long contraction, give the three largest
+products, high * high + low * high + high * low: enough for a gradient that is rounded to bf16 anyway. Experts are
+padded with zeros to a multiple of 16, so that every row of parts is aligned.
+
+Legend: T tokens, H hidden size, E experts, e experts with padding, S programs that share a sum.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sonic_ep.kernels.common.launch import fast_launch, sm_major
+from sonic_ep.kernels.common.sizes import cdiv
+
+_ALIGNMENT = 16
+_SPLIT_BLOCK = 1024
+_BLOCK_N, _BLOCK_K = 128, 64
+# Tokens that a program of the logits may take beside those of a tile, and how many times as long it takes with them.
+_EXTRA_N, _EXTRA_N_COST = 64, 1.5
+# Programs that run at once. Of the gradient of the weights: rows of x that one sums at least, programs that share a sum
+# at most, and what another one costs, as a share of the GEMM. Constants, so that every device adds the same terms.
+_PROGRAMS, _MIN_ROWS_PER_SPLIT, _MAX_SPLITS, _SPLIT_COST = 132, 512, 16, 0.03
+
+
+class _Parts(NamedTuple):
+    """buffer: bf16 slots. base: slot 0. slot, row: elements from one slot and from one row to the next."""
+
+    buffer: Tensor
+    base: Tensor
+    slot: int
+    row: int
+
+
+@fast_launch
+@triton.jit
+def _split(values_ptr, base_ptr, slot, row, size, R, C, PADDED_C: tl.constexpr, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    r, c = places // PADDED_C, places % PADDED_C
+    values = tl.load(values_ptr + r * C + c, mask=(r < R) & (c < C), other=0.0)
+    high = values.to(tl.bfloat16)
+    rest = values - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    base_ptr += r * row + c
+    inside = places < size
+    tl.store(base_ptr, high, mask=inside)
+    tl.store(base_ptr + slot, high, mask=inside)
+    tl.store(base_ptr + 2 * slot, middle, mask=inside)
+    tl.store(base_ptr + 3 * slot, low, mask=inside)
+
+
+@triton.jit
+def _sum_of_parts(low, middle, high, right):
+    """The products of 64 terms, from the smallest part to the largest."""
+    terms = tl.dot(low, right)
+    terms = tl.dot(middle, right, terms)
+    return tl.dot(high, right, terms)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["steps"])
+def _multiply(
+    left_ptr,
+    right_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    PADDED_M,
+    N,
+    K,
+    left_slot,
+    left_m,
+    left_k,
+    right_n,
+    right_k,
+    out_split,
+    out_m,
+    out_n,
+    steps,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EXTRA_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[split, m, n] = sum over this split's k of left[m, k] * right[n, k], left given by its parts.
+
+    A tile is BLOCK_N + EXTRA_N wide, both powers of 2, or EXTRA_N 0.
+    """
+    tiles_m = tl.cdiv(PADDED_M, BLOCK_M)
+    first_m = (tl.program_id(0) % tiles_m).to(tl.int64) * BLOCK_M
+    first_n = (tl.program_id(0) // tiles_m).to(tl.int64) * (BLOCK_N + EXTRA_N)
+    first_k = tl.program_id(1).to(tl.int64) * (steps * BLOCK_K)
+    left_ptr += first_m * left_m + first_k * left_k
+    right_ptr += first_n * right_n + first_k * right_k
+    out_ptr += tl.program_id(1).to(tl.int64) * out_split + first_m * out_m + first_n * out_n
+    # Within a tile 32 bits do.
+    m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    in_M, in_N = (first_m + m < PADDED_M)[:, None], (first_n + n < N)[None, :]
+    left_tile = m[:, None] * left_m + k[None, :] * left_k
+    right_tile = n[None, :] * right_n + k[:, None] * right_k
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if EXTRA_N:
+        extra_n = BLOCK_N + tl.arange(0, EXTRA_N)
+        extra_in_N = (first_n + extra_n < N)[None, :]
+        extra_tile = extra_n[None, :] * right_n + k[:, None] * right_k
+        extra_total = tl.zeros([BLOCK_M, EXTRA_N], dtype=tl.float32)
+    rest = (K - first_k).to(tl.int32)
+    for _ in range(0, steps):
+        in_K = k < rest
+        right = tl.load(right_ptr + right_tile, mask=in_N & in_K[:, None], other=0.0)
+        low = tl.load(left_ptr + 3 * left_slot + left_tile, mask=in_M & in_K[None, :], other=0.0)
+        middle = tl.load(left_ptr + 2 * left_slot + left_tile, mask=in_M & in_K[None, :], other=0.0)
+        high = tl.load(left_ptr + left_tile, mask=in_M & in_K[None, :], other=0.0)
+        total += _sum_of_parts(low, middle, high, right)
+        if EXTRA_N:
+            extra_right = tl.load(right_ptr + extra_tile, mask=extra_in_N & in_K[:, None], other=0.0)
+            extra_total += _sum_of_parts(low, middle, high, extra_right)
+        rest -= BLOCK_K
+        left_ptr += BLOCK_K * left_k
+        right_ptr += BLOCK_K * right_k
+    in_M = (first_m + m < M)[:, None]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + first_m + m[:, None], mask=in_M, other=0.0)
+        total += bias
+        if EXTRA_N:
+            extra_total += bias
+    out_ptr += m[:, None] * out_m
+    tl.store(out_ptr + n[None, :] * out_n, total, mask=in_M & in_N)
+    if EXTRA_N:
+        tl.store(out_ptr + extra_n[None, :] * out_n, extra_total, mask=in_M & extra_in_N)
+
+
+def _fill(parts: _Parts, values: Tensor) -> _Parts:
+    R, C = values.shape
+    size = parts.buffer.numel() // 4
+    padded_C = parts.row if parts.slot > 0 else -parts.slot
+    _split[(cdiv(size, _SPLIT_BLOCK),)](
+        values.contiguous(), parts.base, parts.slot, parts.row, size, R, C, PADDED_C=padded_C, BLOCK=_SPLIT_BLOCK
+    )
+    return parts
+
+
+def _parts_of_weight(weight_EH: Tensor) -> _Parts:
+    """Slots (4, e, H)."""
+    padded_E, H = _padded(weight_EH.shape[0]), weight_EH.shape[1]
+    buffer = torch.empty(4, padded_E, H, dtype=torch.bfloat16, device=weight_EH.device)
+    return _fill(_Parts(buffer, buffer, padded_E * H, H), weight_EH)
+
+
+def _parts_of_gradient(dlogits_TE: Tensor) -> _Parts:
+    """Slots (T, 4, e), the last one first."""
+    T, padded_E = dlogits_TE.shape[0], _padded(dlogits_TE.shape[1])
+    buffer = torch.empty(T, 4, padded_E, dtype=torch.bfloat16, device=dlogits_TE.device)
+    return _fill(_Parts(buffer, buffer[:, 3], -padded_E, 4 * padded_E), dlogits_TE)
+
+
+def _padded(E: int) -> int:
+    return cdiv(E, _ALIGNMENT) * _ALIGNMENT
+
+
+def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
+    """See kernels/route/interface.py."""
+    x_TH, weight = x_TH.contiguous(), _parts_of_weight(weight_EH)
+    (T, H), E = x_TH.shape, weight_EH.shape[0]
+    logits_TE = torch.empty(T, E, dtype=torch.float32, device=x_TH.device)
+    block_m = _rows_of_a_tile(E)
+    extra = _extra_tokens(T, cdiv(E, block_m), x_TH.device)
+    _multiply[(cdiv(E, block_m) * cdiv(T, _BLOCK_N + extra), 1)](
+        weight.base,
+        x_TH,
+        logits_TE if bias_E is None else bias_E.contiguous(),
+        logits_TE,
+        *(E, _padded(E), T, H),
+        *(weight.slot, weight.row, 1),
+        *(H, 1),
+        *(0, 1, E),
+        cdiv(H, _BLOCK_K),
+        HAS_BIAS=bias_E is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=_BLOCK_N,
+        EXTRA_N=extra,
+        BLOCK_K=_BLOCK_K,
+        num_warps=8,
+    )
+    return logits_TE
+
+
+def _extra_tokens(T: int, tiles_m: int, device: torch.device) -> int:
+    """_EXTRA_N where wider tiles spare so many waves of programs that they take less time."""
+    waves, wider_waves = (cdiv(tiles_m * cdiv(T, width), _PROGRAMS) for width in (_BLOCK_N, _BLOCK_N + _EXTRA_N))
+    return _EXTRA_N if _EXTRA_N_COST * wider_waves < waves and _is_hopper(device) else 0
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """For others Triton 3.6 puts the products of wider tiles on slower instructions."""
+    return sm_major(device) == 9
+
+
+def gradients(
+    dlogits_TE: Tensor,
+    x_TH: Tensor,
+    weight_EH: Tensor,
+    *,
+    of_x: bool,
+    of_weight: bool,
+    dx_others_TH: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """See kernels/route/interface.py."""
+    dlogits = _parts_of_gradient(dlogits_TE)
+    return (
+        _gradient_of_x(dlogits, weight_EH, dx_others_TH) if of_x else None,
+        _gradient_of_weight(dlogits, x_TH.contiguous(), weight_EH.shape[0]) if of_weight else None,
+    )
+
+
+def _gradient_of_x(dlogits: _Parts, weight_EH: Tensor, dx_others_TH: Tensor | None) -> Tensor:
+    left, right = dlogits.buffer[:, 1:].flatten(1), _parts_of_weight(weight_EH).buffer[:3].flatten(0, 1)
+    return left @ right if dx_others_TH is None else dx_others_TH.addmm_(left, right)
+
+
+def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
+    T, H = x_TH.shape
+    block_m = _rows_of_a_tile(E)
+    tiles = cdiv(E, block_m) * cdiv(H, _BLOCK_N)
+    steps = cdiv(cdiv(T, _splits(tiles, min(_MAX_SPLITS, cdiv(T, _MIN_ROWS_PER_SPLIT)))), _BLOCK_K)
+    splits = cdiv(T, steps * _BLOCK_K)
+    sums_ZEH = torch.empty(splits, E, H, dtype=torch.float32, device=x_TH.device)
+    _multiply[(tiles, splits)](
+        dlogits.base,
+        x_TH,
+        sums_ZEH,
+        sums_ZEH,
+        *(E, _padded(E), H, T),
+        *(dlogits.slot, 1, dlogits.row),
+        *(1, H),
+        *(E * H, H, 1),
+        steps,
+        HAS_BIAS=False,
+        BLOCK_M=block_m,
+        BLOCK_N=_BLOCK_N,
+        EXTRA_N=0,
+        BLOCK_K=_BLOCK_K,
+        num_warps=8,
+    )
+    return sums_ZEH[0] if splits == 1 else sums_ZEH.sum(0)
+
+
+@functools.cache
+def _splits(tiles: int, most: int) -> int:
+    """Into how many parts a sum is split, so that few multiprocessors stand idle in the last wave of programs."""
+    return min(
+        range(1, most + 1), key=lambda splits: cdiv(tiles * splits, _PROGRAMS) / splits * (1 + _SPLIT_COST * splits)
+    )
+
+
+def _rows_of_a_tile(E: int) -> int:
+    return 64 if E <= 64 else 128

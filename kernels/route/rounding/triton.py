@@ -1,0 +1,299 @@
+"""Token rounding's decision in Triton: bit for bit what routers/rounding.py decides, in one launch, or three under a
+capacity.
+
+A program decides for a few experts, all ranks of each. Capacity couples the experts of an owner: one program each cuts
+the owner's columns, then the columns' ranks give what was cut.
+
+Legend: S source ranks, E experts, e experts of one rank. Integers are int64.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sonic_ep.kernels.common.launch import fast_launch
+from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
+from sonic_ep.kernels.route.rounding.interface import RoundingRule
+
+_MODES = {
+    name: number for number, name in enumerate(("off", "pad", "nearest", "up", "down", "stochastic", "apportion"))
+}
+_OFF, _PAD, _NEAREST, _UP, _DOWN, _STOCHASTIC, _APPORTION = (tl.constexpr(number) for number in _MODES.values())
+_TILE = 1024  # elements of a tile of ranks and experts
+_MAX_THRESHOLDS = 4
+# Of priorities without a known bound: counts and their multiples.
+_ANY_BITS = 32
+
+
+@triton.jit
+def _ceil(counts, unit):
+    return (counts + unit - 1) // unit * unit
+
+
+@triton.jit
+def _round(counts, unit):
+    floor = counts // unit
+    twice = 2 * (counts - floor * unit)
+    more = (twice > unit) | ((twice == unit) & (floor % 2 == 1))
+    return unit * (floor + more.to(tl.int64))
+
+
+@triton.jit
+def _units_above(weights, level, step, caps):
+    left = weights - level[None, :]
+    return tl.minimum(tl.where(left > 0, (left + step - 1) // step, 0), caps)
+
+
+@triton.jit
+def _deal(weights, step, caps, wanted, BITS: tl.constexpr):
+    """`deal_units` over the first dimension."""
+    high = (tl.zeros_like(wanted) + 1) << BITS
+    low = -high
+    for _ in tl.static_range(BITS + 1):
+        middle = (low + high) >> 1
+        fits = tl.sum(_units_above(weights, middle, step, caps), axis=0) <= wanted
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle)
+    units = _units_above(weights, high, step, caps)
+    tied = ((weights - units * step == high[None, :]) & (units < caps)).to(tl.int64)
+    left = wanted - tl.sum(units, axis=0)
+    return units + tl.where(tl.cumsum(tied, axis=0) <= left[None, :], tied, 0)
+
+
+@triton.jit
+def _noise(index, below, seed):
+    mask = (tl.zeros_like(index) + 1 << 32) - 1
+    mixed = (index * 0x9E3779B1 + ((seed * 0x85EBCA6B + 0x165667B1) & mask)) & mask
+    mixed = ((mixed ^ (mixed >> 16)) * 0x21F0AAAD) & mask
+    mixed = ((mixed ^ (mixed >> 16)) * 0x735A2D97) & mask
+    return ((mixed ^ (mixed >> 15)) * below) >> 32
+
+
+@triton.jit
+def _sum(values_ptr, stride, S, E, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], dtype=tl.int64)
+    first = 0
+    while first < S * E:
+        index = first + tl.arange(0, BLOCK)
+        total += tl.load(values_ptr + index // E * stride + index % E, mask=index < S * E, other=0)
+        first += BLOCK
+    return tl.sum(total, axis=0)
+
+
+@fast_launch
+@triton.jit
+def _round_counts(
+    chosen_ptr,
+    tokens_ptr,
+    seed_ptr,
+    rows_ptr,
+    pairs_ptr,
+    pads_ptr,
+    t_ptr,
+    total_ptr,
+    cut_ptr,
+    chosen_stride,
+    tokens_stride,
+    S,
+    E,
+    least_1,
+    t_1,
+    least_2,
+    t_2,
+    least_3,
+    t_3,
+    least_4,
+    t_4,
+    base_t,
+    pads_below,
+    G,
+    MODE: tl.constexpr,
+    BITS: tl.constexpr,
+    ONE_RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """rows_SE and pairs_SE before capacity; zeros for what it cuts; t, whether chunks keep the plain pairs, and the sum
+    of all counts.
+    """
+    total = _sum(chosen_ptr, chosen_stride, S, E, BLOCK)
+    t = tl.where(total >= least_1, t_1, base_t).to(tl.int64)
+    t = tl.where(total >= least_2, t_2, t)
+    t = tl.where(total >= least_3, t_3, t)
+    t = tl.where(total >= least_4, t_4, t)
+    pads = total < pads_below
+    if tl.program_id(0) == 0:
+        tl.store(t_ptr, t)
+        tl.store(pads_ptr, pads.to(tl.int64))
+        tl.store(total_ptr, total)
+        source = tl.arange(0, RANKS)
+        tl.store(cut_ptr + source, tl.zeros_like(source).to(tl.int64), mask=source < S)
+    rank, expert = tl.arange(0, RANKS)[:, None], tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)[None, :]
+    inside = (rank < S) & (expert < E)
+    index = (rank * E + expert).to(tl.int64)
+    chosen = tl.load(chosen_ptr + rank * chosen_stride + expert, mask=inside, other=0)
+    tokens = tl.load(tokens_ptr + rank * tokens_stride, mask=rank < S, other=0)
+    rows = chosen
+    if MODE == _NEAREST:
+        rows = _round(chosen, t)
+    elif MODE == _UP:
+        rows = _ceil(chosen, t)
+    elif MODE == _DOWN:
+        rows = chosen // t * t
+    elif MODE == _STOCHASTIC:
+        remainder = chosen % t
+        more = _noise(index, t, tl.load(seed_ptr).to(tl.int64)) < remainder
+        rows = chosen - remainder + tl.where(more, t, 0)
+    elif MODE == _APPORTION:
+        wanted = _round(tl.sum(chosen, axis=0), G) // t
+        if ONE_RANK:
+            rows = tl.where(inside, t * wanted[None, :], 0)
+        else:
+            caps = tl.where(inside, _ceil(tokens, G) // t, 0)
+            rows = t * _deal(chosen, t, caps, wanted, BITS)
+    rows = tl.where(pads, _ceil(chosen, t), rows)
+    tl.store(rows_ptr + index, rows, mask=inside)
+    tl.store(pairs_ptr + index, tl.minimum(rows, tl.where(pads, chosen, tokens)), mask=inside)
+
+
+@triton.jit
+def _unit(pads_ptr, t_ptr, G, MODE: tl.constexpr):
+    """() what columns are cut in."""
+    t = tl.load(t_ptr)
+    unit = t
+    if MODE == _APPORTION:
+        unit = tl.where(tl.load(pads_ptr) != 0, t, G)
+    return unit
+
+
+@fast_launch
+@triton.jit
+def _cap_dst_ranks(
+    rows_ptr,
+    pads_ptr,
+    t_ptr,
+    total_ptr,
+    capped_ptr,
+    S,
+    e,
+    G,
+    numerator,
+    denominator,
+    MODE: tl.constexpr,
+    BITS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """capped_E: rows that each of an owner's experts keeps."""
+    own = tl.arange(0, EXPERTS)
+    expert = tl.program_id(0) * e + own
+    unit = _unit(pads_ptr, t_ptr, G, MODE)
+    columns = tl.zeros([EXPERTS], dtype=tl.int64)
+    rank = 0
+    while rank < S:  # numpy refuses bounds that are no constants, so Triton's interpreter does too
+        columns += tl.load(rows_ptr + rank * (S * e) + expert, mask=own < e, other=0)
+        rank += 1
+    columns = columns // unit
+    capacity = tl.load(total_ptr) * numerator // (denominator * S)
+    allowed = tl.maximum(capacity // unit, 1)
+    if allowed < tl.sum(columns, axis=0):  # else the search would find the columns as they are
+        wanted = tl.zeros([1], dtype=tl.int64) + allowed
+        remaining = _deal(tl.zeros([EXPERTS, 1], dtype=tl.int64), 1, columns[:, None], wanted, BITS)
+        columns = tl.sum(remaining, axis=1)
+    tl.store(capped_ptr + expert, columns * unit, mask=own < e)
+
+
+@fast_launch
+@triton.jit
+def _cap_sources(
+    rows_ptr,
+    pairs_ptr,
+    t_ptr,
+    capped_ptr,
+    cut_ptr,
+    S,
+    E,
+    BITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Rows and pairs under capacity, in place, and cut_S."""
+    rank, expert = tl.arange(0, RANKS)[:, None], tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    inside = (rank < S) & (expert < E)[None, :]
+    index = rank * E + expert[None, :]
+    t = tl.load(t_ptr)
+    rows = tl.load(rows_ptr + index, mask=inside, other=0)
+    total = tl.load(capped_ptr + expert, mask=expert < E, other=0)
+    columns = tl.sum(rows, axis=0)
+    if tl.max((columns != total).to(tl.int32), axis=0) != 0:  # some column of these is cut
+        pairs = tl.load(pairs_ptr + index, mask=inside, other=0)
+        shares = rows * total[None, :] // tl.maximum(columns, 1)[None, :]
+        capped = t * _deal(shares, t, rows // t, total // t, BITS)
+        remaining = tl.minimum(pairs, capped)
+        tl.store(rows_ptr + index, capped, mask=inside)
+        tl.store(pairs_ptr + index, remaining, mask=inside)
+        tl.atomic_add(cut_ptr + expert // (E // S), tl.sum(pairs - remaining, axis=0), mask=expert < E, sem="relaxed")
+
+
+def round_counts(
+    chosen_SE: Tensor, tokens_S: Tensor, seed: Tensor, rule: RoundingRule
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See kernels/route/rounding/interface.py."""
+    S, E = chosen_SE.shape
+    rows_SE, pairs_SE = (torch.empty(S, E, dtype=torch.int64, device=chosen_SE.device) for _ in range(2))
+    pads, t, total = torch.empty(3, dtype=torch.int64, device=chosen_SE.device).unbind()
+    cut_S = torch.empty(S, dtype=torch.int64, device=chosen_SE.device)
+    never = (1 << 62, rule.t)
+    thresholds = (*rule.thresholds, *[never] * (_MAX_THRESHOLDS - len(rule.thresholds)))
+    ranks = next_power_of_2(S)
+    experts = min(next_power_of_2(E), max(1, _TILE // ranks))
+    grid = (cdiv(E, experts),)
+    assert chosen_SE.stride(1) == 1
+    _round_counts[grid](
+        chosen_SE,
+        tokens_S,
+        seed,
+        rows_SE,
+        pairs_SE,
+        pads,
+        t,
+        total,
+        cut_S,
+        chosen_SE.stride(0),
+        tokens_S.stride(0),
+        S,
+        E,
+        *(number for threshold in thresholds for number in threshold),
+        rule.t,
+        rule.pads_below,
+        rule.G,
+        MODE=_MODES[rule.mode],
+        BITS=(3 * rule.G).bit_length(),
+        ONE_RANK=S == 1,
+        RANKS=ranks,
+        EXPERTS=experts,
+        BLOCK=_TILE,
+        num_warps=4,
+    )
+    if rule.capacity is not None:
+        capped_E = torch.empty(E, dtype=torch.int64, device=chosen_SE.device)
+        _cap_dst_ranks[(S,)](
+            rows_SE,
+            pads,
+            t,
+            total,
+            capped_E,
+            S,
+            E // S,
+            rule.G,
+            *rule.capacity,
+            MODE=_MODES[rule.mode],
+            BITS=_ANY_BITS,
+            EXPERTS=next_power_of_2(E // S),
+            num_warps=4,
+        )
+        _cap_sources[grid](
+            rows_SE, pairs_SE, t, capped_E, cut_S, S, E, BITS=_ANY_BITS, RANKS=ranks, EXPERTS=experts, num_warps=4
+        )
+    return rows_SE, pairs_SE, cut_S, t

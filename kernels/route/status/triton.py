@@ -1,0 +1,103 @@
+"""kernels/route/status/reference.py in Triton, a launch each.
+
+Legend: see there.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sonic_ep.kernels.common.launch import fast_launch
+from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
+from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, SEED, STATUS, TOKENS
+
+_BLOCK = 1024
+_TOKENS, _STATUS, _SEED = (tl.constexpr(place) for place in (TOKENS, STATUS, SEED))
+_HEADER, _BAD_LOGIT = tl.constexpr(HEADER), tl.constexpr(BAD_LOGIT)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_tokens", "status"])
+def _pack_rank_status(
+    counts_ptr,
+    bad_logits_ptr,
+    seed_ptr,
+    packed_ptr,
+    num_tokens,
+    status,
+    E,
+    HAS_BAD_LOGITS: tl.constexpr,
+    HAS_SEED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(packed_ptr + _HEADER + index, tl.load(counts_ptr + index, mask=index < E, other=0), mask=index < E)
+    if tl.program_id(0) == 0:
+        status_word = tl.load(bad_logits_ptr) * _BAD_LOGIT + status if HAS_BAD_LOGITS else status
+        tl.store(packed_ptr + _TOKENS, num_tokens)
+        tl.store(packed_ptr + _STATUS, status_word)
+        tl.store(packed_ptr + _SEED, tl.load(seed_ptr) if HAS_SEED else 0)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["healthy"])
+def _zero_counts_on_error(
+    counts_ptr,
+    status_ptr,
+    counts_stride,
+    status_stride,
+    healthy,
+    S,
+    E,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rank = tl.arange(0, RANKS)
+    statuses = tl.load(status_ptr + rank * status_stride, mask=rank < S, other=healthy)
+    if tl.max((statuses != healthy).to(tl.int32), axis=0) == 0:
+        return
+    index = tl.arange(0, BLOCK)
+    while tl.min(index, axis=0) < S * E:
+        tl.store(counts_ptr + index // E * counts_stride + index % E, 0, mask=index < S * E)
+        index += BLOCK
+
+
+def pack_rank_status(
+    counts_E: Tensor, num_tokens: int, status: int, *, bad_logits: Tensor | None = None, seed: Tensor | None = None
+) -> Tensor:
+    """See kernels/route/status/reference.py."""
+    E = counts_E.shape[0]
+    packed = torch.empty(HEADER + E, dtype=torch.int64, device=counts_E.device)
+    _pack_rank_status[(cdiv(E, _BLOCK),)](
+        counts_E.contiguous(),
+        counts_E if bad_logits is None else bad_logits,
+        counts_E if seed is None else seed,
+        packed,
+        num_tokens,
+        status,
+        E,
+        HAS_BAD_LOGITS=bad_logits is not None,
+        HAS_SEED=seed is not None,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return packed
+
+
+def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> None:
+    """See kernels/route/status/reference.py."""
+    S, E = counts_SE.shape
+    assert counts_SE.stride(1) == 1
+    _zero_counts_on_error[(1,)](
+        counts_SE,
+        status_S,
+        counts_SE.stride(0),
+        status_S.stride(0),
+        healthy,
+        S,
+        E,
+        RANKS=next_power_of_2(S),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )

@@ -1,0 +1,189 @@
+"""Scores, top-K choice, counts and the check of the logits in one Triton kernel.
+
+The choice is made by the scores that the kernel itself writes, by the order of routers/select.py: what follows from
+those scores elsewhere agrees with it exactly. A softmax here and one of torch can differ in the last bit.
+
+Legend: T tokens, E experts, K experts per token, g expert groups.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sonic_ep.config import RouterConfig
+from sonic_ep.kernels.common.launch import fast_launch
+from sonic_ep.kernels.common.sizes import next_power_of_2
+from sonic_ep.kernels.route.interface import FusedTopK
+from sonic_ep.kernels.route.scores import programs_for, sigmoid, softmax, tile_of
+
+_POPPED = tl.constexpr(-(2**31))  # below every key
+_NAN_KEY = tl.constexpr(-(2**31) + 1)  # below every number's
+_NOWHERE = tl.constexpr(2**31 - 1)
+# Every program adds its counts to each expert's. With few experts programs are fewer, of four warps, since one expert's
+# additions follow each other.
+_SHARED_COUNT_COLUMNS, _SHARED_WARPS = 128, 4
+
+
+@triton.jit
+def _keys(values):
+    """int32 that order like the values, NaN below -inf. A score is never -0.0, nor is its sum with anything."""
+    bits = values.to(tl.int32, bitcast=True)
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(values != values, _NAN_KEY, keys)
+
+
+@triton.jit
+def _pop_best(keys, columns):
+    """Each row's column with the largest key, the first of equal ones, and the keys without it."""
+    best = tl.max(keys, axis=1)
+    winner = tl.min(tl.where(keys == best[:, None], columns, _NOWHERE), axis=1)
+    return winner, tl.where(columns == winner[:, None], _POPPED, keys)
+
+
+@triton.jit
+def _allowed(
+    ranking,
+    inside,
+    GROUPS: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr,
+    GROUPS_PER_TOKEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Whether a column's group is among the row's best by the sum of its two best rankings; NaN in it puts it last."""
+    GROUPS_PADDED: tl.constexpr = COLUMNS // GROUP_WIDTH
+    values = tl.reshape(tl.where(inside, ranking, float("-inf")), [ROWS, GROUPS_PADDED, GROUP_WIDTH])
+    places = tl.arange(0, GROUP_WIDTH)[None, None, :]
+    has_nan = tl.max((values != values).to(tl.int32), axis=2)
+    first = tl.max(tl.where(values != values, float("-inf"), values), axis=2)
+    place = tl.min(tl.where(values == first[:, :, None], places, _NOWHERE), axis=2)
+    others = tl.where((places == place[:, :, None]) | (values != values), float("-inf"), values)
+    sums = tl.where(has_nan != 0, float("nan"), first + tl.max(others, axis=2))
+    groups = tl.arange(0, GROUPS_PADDED)[None, :]
+    keys = tl.where(groups < GROUPS, _keys(sums), _POPPED)
+    for _ in range(GROUPS_PER_TOKEN):
+        _winner, keys = _pop_best(keys, groups)
+    popped = ((keys == _POPPED) & (groups < GROUPS)).to(tl.int32)
+    spread = tl.broadcast_to(popped[:, :, None], [ROWS, GROUPS_PADDED, GROUP_WIDTH])
+    return tl.reshape(spread, [ROWS, COLUMNS]) != 0
+
+
+@fast_launch
+@triton.jit
+def _topk(
+    logits_ptr,
+    bias_ptr,
+    scores_ptr,
+    ranking_ptr,
+    allowed_ptr,
+    ids_ptr,
+    counts_ptr,
+    entropy_ptr,
+    bad_ptr,
+    T,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    COUNT_BAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr,
+    GROUPS_PER_TOKEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    # A group's columns are padded too: reshaped, they make a tile of rows, groups and experts of a group.
+    PER_GROUP: tl.constexpr = E // GROUPS
+    columns = tl.arange(0, COLUMNS)
+    experts = columns // GROUP_WIDTH * PER_GROUP + columns % GROUP_WIDTH
+    is_expert = (columns // GROUP_WIDTH < GROUPS) & (columns % GROUP_WIDTH < PER_GROUP)
+    counts = tl.zeros([COLUMNS], dtype=tl.int32)
+    bad = tl.zeros([ROWS], dtype=tl.int32)
+    start = tl.program_id(0) * ROWS
+    while start < T:
+        rows = start + tl.arange(0, ROWS)
+        in_T = rows < T
+        inside = in_T[:, None] & is_expert[None, :]
+        places = rows.to(tl.int64)[:, None] * E + experts[None, :]
+        logits = tl.load(logits_ptr + places, mask=inside, other=0.0)
+        if COUNT_BAD:
+            bad += tl.sum((~(tl.abs(logits) < float("inf"))).to(tl.int32), axis=1)
+        if SOFTMAX:
+            scores, _largest, _total = softmax(logits, is_expert[None, :])
+        else:
+            scores = sigmoid(logits)
+        tl.store(scores_ptr + places, scores, mask=inside)
+        shares = tl.where(is_expert[None, :], scores, 0.0)
+        shares = shares * (1.0 / (tl.sum(shares, axis=1) + 1e-20))[:, None]
+        # At 0 the product is 0, as its limit; NaN stays NaN.
+        terms = tl.where(shares == 0, 0.0, shares * tl.log(shares))
+        tl.store(entropy_ptr + rows, -tl.sum(terms, axis=1), mask=in_T)
+        ranking = scores
+        if HAS_BIAS:
+            ranking = scores + tl.load(bias_ptr + experts, mask=is_expert, other=0.0)[None, :]
+            tl.store(ranking_ptr + places, ranking, mask=inside)
+        keys = tl.where(is_expert[None, :], _keys(ranking), _POPPED)
+        allowed, others = inside, keys
+        if GROUPS > 1:
+            allowed = _allowed(ranking, is_expert[None, :], GROUPS, GROUP_WIDTH, GROUPS_PER_TOKEN, COLUMNS, ROWS)
+            tl.store(allowed_ptr + places, allowed.to(tl.uint8), mask=inside)
+            others = tl.where(allowed, _POPPED, keys)
+            keys = tl.where(allowed, keys, _POPPED)
+        for k in tl.static_range(K):
+            if GROUPS > 1 and k == GROUPS_PER_TOKEN * PER_GROUP:
+                keys = others
+            winner, keys = _pop_best(keys, columns[None, :])
+            expert = winner // GROUP_WIDTH * PER_GROUP + winner % GROUP_WIDTH
+            tl.store(ids_ptr + rows.to(tl.int64) * K + k, expert.to(tl.int64), mask=in_T)
+        chosen = inside & (keys == _POPPED)
+        if GROUPS > 1 and K <= GROUPS_PER_TOKEN * PER_GROUP:
+            chosen = chosen & allowed
+        counts += tl.sum(chosen.to(tl.int32), axis=0)
+        start += tl.num_programs(0) * ROWS
+    tl.atomic_add(counts_ptr + experts, counts.to(tl.int64), mask=is_expert & (counts > 0), sem="relaxed")
+    if COUNT_BAD:
+        tl.atomic_add(bad_ptr, tl.sum(bad, axis=0).to(tl.int64), sem="relaxed")
+
+
+def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedTopK:
+    """See kernels/route/interface.py."""
+    T, E = logits_TE.shape
+    width = next_power_of_2(E // config.num_groups)
+    columns = next_power_of_2(config.num_groups) * width
+    tile = tile_of(columns, _SHARED_WARPS if columns <= _SHARED_COUNT_COLUMNS else 1)
+    logits_TE = logits_TE.contiguous()
+    scores_TE = torch.empty_like(logits_TE)
+    ranking_TE = scores_TE if expert_bias_E is None else torch.empty_like(logits_TE)
+    grouped = config.num_groups > 1
+    allowed_TE = torch.empty(T, E, dtype=torch.bool, device=logits_TE.device) if grouped else None
+    topk_ids_TK = torch.empty(T, K, dtype=torch.int64, device=logits_TE.device)
+    entropy_T = torch.empty(T, dtype=torch.float32, device=logits_TE.device)
+    counters = torch.zeros(E + 1, dtype=torch.int64, device=logits_TE.device)
+    counts_E, bad_logits = counters[:E], counters[E]
+    if T > 0:
+        _topk[(programs_for(T, tile),)](
+            logits_TE,
+            logits_TE if expert_bias_E is None else expert_bias_E.contiguous(),
+            scores_TE,
+            ranking_TE,
+            scores_TE if allowed_TE is None else allowed_TE.view(torch.uint8),
+            topk_ids_TK,
+            counts_E,
+            entropy_T,
+            bad_logits,
+            T,
+            E=E,
+            K=K,
+            SOFTMAX=config.score == "softmax",
+            HAS_BIAS=expert_bias_E is not None,
+            COUNT_BAD=config.check_logits,
+            GROUPS=config.num_groups,
+            GROUP_WIDTH=width,
+            GROUPS_PER_TOKEN=config.groups_per_token,
+            **tile,
+            # score + bias as two roundings, as everyone else computes it from the scores written here.
+            enable_fp_fusion=False,
+        )
+    bad_logits = bad_logits if config.check_logits else None
+    return FusedTopK(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, counts_E, entropy_T, bad_logits)

@@ -1,0 +1,135 @@
+"""What a router decides about a batch, beside what trains: the group's agreement, then which pairs this rank sends.
+
+Legend: T tokens on this rank, E experts, N selected pairs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sonic_ep.config import MoEConfig, RoundingConfig
+from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.kernels.backend import allows_spare_capacity
+from sonic_ep.routers.count_exchange import RankStatus, gather_counts
+from sonic_ep.routers.replay import record_pairs, replayed_pairs
+from sonic_ep.routers.rounding import is_plain_topk, max_received, max_rows
+from sonic_ep.routers.select import chosen_pairs, start_selection
+from sonic_ep.routers.topk import TopK, times_chosen
+from sonic_ep.routing import BalanceCounts, GroupCounts, RoutedPairs
+
+# Given (E,) pairs of each expert and their number: token ids, expert ids and whether the token chose the expert.
+FinishPairs = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingContext:
+    """What a decision depends on beside the logits. dtype: of x. problem: why this rank cannot go on, if it cannot.
+    exchange: how the ranks tell each other, if not by the group's own all-gather. meanwhile: what is done once, needs
+    nothing of the decision, and hides the way of the counts."""
+
+    config: MoEConfig
+    group: EPGroup
+    dtype: torch.dtype
+    training: bool
+    problem: str | None = None
+    exchange: Exchange | None = None
+    meanwhile: Callable[[], None] | None = None
+
+
+def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: RoutingContext) -> RoutedPairs:
+    """The pairs of this rank. A collective, except under replay of the selections of `router`, see replay.py.
+
+    counter_E: (E,) int64 on the device; in training the group's top-K counts are added to it, once for each decision.
+    None if nobody asks for them.
+    Raises ValueError for this rank's problem; those of others when the selection's `split_sizes` is checked, see
+    `gather_counts`.
+    RuntimeError, see replay.py.
+    """
+    # Drawn under replay too, so that whatever draws after this layer repeats as well.
+    seed = _draw_seed(context, topk.topk_ids_TK.device)
+    routed_pairs = replayed_pairs(router)
+    if routed_pairs is not None:
+        if context.problem is not None:
+            raise ValueError(context.problem)
+        if context.meanwhile is not None:
+            context.meanwhile()
+    else:
+        rounding, training = context.config.rounding, context.training
+        status, group = _rank_status(topk, seed, context), context.group
+        finish: FinishPairs | None = None
+
+        def during_gather() -> None:
+            nonlocal finish
+            finish = start_pairs(topk, rounding, training=training)
+            if context.meanwhile is not None:
+                context.meanwhile()
+
+        counts, split_sizes, by_score_SE = gather_counts(status, rounding, group, context.exchange, during_gather)
+        routed_pairs = select(topk, counts, context.group.rank, rounding, training=training, finish=finish)
+        balance_counts = None
+        if topk.by_score_TK is not None:
+            balance_counts = BalanceCounts(topk.by_score_TK, counts.chosen_SE if by_score_SE is None else by_score_SE)
+        routed_pairs = replace(routed_pairs, split_sizes=split_sizes, balance_counts=balance_counts)
+        if training and counter_E is not None:
+            chosen_E = counts.chosen_SE.sum(0)
+            counter_E += chosen_E
+            if split_sizes is not None:
+                split_sizes.on_failure(lambda: counter_E.sub_(chosen_E))
+    record_pairs(router, routed_pairs)
+    return routed_pairs
+
+
+def _draw_seed(context: RoutingContext, device: torch.device) -> Tensor | None:
+    stochastic = context.training and context.config.rounding.mode == "stochastic"
+    return torch.randint(2**31 - 1, (), device=device) if stochastic else None
+
+
+def _rank_status(topk: TopK, seed: Tensor | None, context: RoutingContext) -> RankStatus:
+    num_tokens, problem = topk.topk_ids_TK.shape[0], context.problem
+    if problem is None and context.training and context.exchange is not None:
+        problem = context.exchange.problem_with(num_tokens)
+    of_all_ranks = topk.by_score_TK if context.config.router.balance == "global" else None
+    return RankStatus(
+        counts_E=topk.counts_E(),
+        by_score_E=None if of_all_ranks is None else times_chosen(of_all_ranks, topk.scores_TE.shape[1]),
+        num_tokens=num_tokens,
+        dtype=context.dtype,
+        training=context.training,
+        seed=seed,
+        bad_logits=topk.bad_logits,
+        problem=problem,
+    )
+
+
+def start_pairs(topk: TopK, rounding: RoundingConfig, *, training: bool) -> FinishPairs:
+    """What of this rank's lists of pairs needs no other rank: all of it, where the plain choice is kept."""
+    if is_plain_topk(rounding, training=training):
+        lists = chosen_pairs(topk.topk_ids_TK, topk.counts_E())
+        return lambda *_: lists
+    return start_selection(topk.ranking_TE, topk.topk_ids_TK, topk.allowed_TE)
+
+
+def select(
+    topk: TopK,
+    counts: GroupCounts,
+    rank: int,
+    rounding: RoundingConfig,
+    *,
+    training: bool,
+    finish: FinishPairs | None = None,
+) -> RoutedPairs:
+    """The pairs of this rank: for each expert exactly `counts.pairs_SE[rank]` tokens, chosen ones first.
+
+    rounding, training: what the counts were decided by. finish: of `start_pairs`, if it was called before.
+    """
+    (T, K), (S, E) = topk.topk_ids_TK.shape, counts.pairs_SE.shape
+    limit = max_rows(rounding, T, K, E, S, training=training)
+    pairs_E, capacity = counts.pairs_SE[rank], T * K
+    if not is_plain_topk(rounding, training=training):
+        assert limit is not None
+        capacity = min(limit, T * E) if allows_spare_capacity(pairs_E.device) else int(pairs_E.sum())
+    lists = (finish or start_pairs(topk, rounding, training=training))(pairs_E, capacity)
+    received = max_received(rounding, T, K, training=training)
+    return RoutedPairs(topk.topk_ids_TK, *lists, counts, limit, received)

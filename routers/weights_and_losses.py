@@ -1,0 +1,82 @@
+"""What of a routing carries a gradient: the weights of its pairs and the auxiliary losses. Fused where kernels exist.
+
+Fused, one kernel computes the whole gradient of the logits, and the logits are the one T x E tensor kept for it.
+
+Legend: T tokens, E experts, K experts per token, N pairs, B sequences.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sonic_ep.config import RouterConfig
+from sonic_ep.kernels.backend import router_operations
+from sonic_ep.kernels.route.interface import Losses, LossGradient, PairGradients, RouterOperations
+from sonic_ep.routers.balance import balance_loss, z_loss
+from sonic_ep.routers.topk import TopK, weights_of_pairs
+from sonic_ep.routing import BalanceCounts, RoutedPairs
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    scores_TE: Tensor
+    routed_pairs: RoutedPairs
+    sequence_length: int
+    config: RouterConfig
+    operations: RouterOperations
+
+
+def weights_and_losses(
+    logits_TE: Tensor, topk: TopK, routed_pairs: RoutedPairs, sequence_length: int, config: RouterConfig
+) -> tuple[Tensor, Tensor]:
+    """(N,) combine weights of the selected pairs, and () balance loss plus z-loss; see weights_of_pairs and balance.py.
+
+    choice: of these logits, by the K experts of `routed_pairs.topk_ids_TK`.
+    """
+    operations = router_operations(logits_TE, routed_pairs.topk_ids_TK.shape[1])
+    if operations is None or logits_TE.shape[0] == 0:
+        weights_N = weights_of_pairs(
+            topk, routed_pairs.token_ids_N, routed_pairs.expert_ids_N, routed_pairs.chosen_N, config
+        )
+        balance = balance_loss(topk.scores_TE, _balance_counts(routed_pairs), sequence_length, config)
+        return weights_N, balance + z_loss(logits_TE, config)
+    call = _Call(topk.scores_TE.detach(), routed_pairs, sequence_length, config, operations)
+    return _WeightsAndLosses.apply(logits_TE, call)
+
+
+def _balance_counts(routed_pairs: RoutedPairs) -> BalanceCounts:
+    return routed_pairs.balance_counts or BalanceCounts(routed_pairs.topk_ids_TK, routed_pairs.counts.chosen_SE)
+
+
+class _WeightsAndLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        chosen, config = call.routed_pairs, call.config
+        weights_N = call.operations.weights_of_pairs(
+            call.scores_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, config
+        )
+        losses = _losses(logits_TE, call)
+        ctx.save_for_backward(logits_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, losses.dshares_BE)
+        ctx.config, ctx.operations = config, call.operations
+        ctx.set_materialize_grads(False)
+        return weights_N, losses.value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dweights_N, dloss = grad_outputs
+        logits_TE, topk_ids_TK, token_ids_N, expert_ids_N, dshares_BE = ctx.saved_tensors
+        pairs = None if dweights_N is None else PairGradients(token_ids_N, expert_ids_N, dweights_N)
+        loss = None if dloss is None else LossGradient(dloss, dshares_BE)
+        return ctx.operations.logits_gradient(logits_TE, topk_ids_TK, pairs, loss, ctx.config), None
+
+
+def _losses(logits_TE: Tensor, call: _Call) -> Losses:
+    config, balance_counts, T = call.config, _balance_counts(call.routed_pairs), logits_TE.shape[0]
+    if config.balance == "none" and config.z_loss_coef == 0:
+        return Losses(logits_TE.new_zeros(()), None)
+    B = T // call.sequence_length if config.balance == "sequence" else 1
+    return call.operations.losses(logits_TE, *balance_counts, B, config)

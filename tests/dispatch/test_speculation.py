@@ -1,0 +1,89 @@
+"""Room for the next step, and the plan that is one of nothing where there is not enough."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sonic_ep.dispatch.plan import Plan
+from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor, bounded_plan
+from sonic_ep.kernels.dispatch.split_sizes.reference import pack_split_sizes
+from sonic_ep.routing import AsyncSplitSizes, SplitSizes
+
+
+def test_room_by_hand() -> None:
+    """Rank 0 sends 3 + 4 pairs and receives 3 + 9, rank 1 sends 9 + 1 and receives 4 + 1."""
+    sizes = SplitSizes((5, 8), ((3, 6), (10, 1)), ((3, 4), (9, 1)))
+    assert SizeBound.needed_by(sizes) == (8, 13, 12)
+    assert SizeBound(8, 13, 12).holds(SizeBound.needed_by(sizes))
+    assert SizeBound(8, 14, 13).holds(SizeBound.needed_by(sizes))
+    for bound in ((7, 13, 12), (9, 13, 12), (8, 12, 12), (8, 13, 11)):
+        assert not SizeBound(*bound).holds(SizeBound.needed_by(sizes))
+
+
+@given(size=st.integers(1, 4), e=st.integers(1, 4), multiple=st.integers(1, 9), data=st.data())
+def test_the_device_says_what_the_host_does(size: int, e: int, multiple: int, data: st.DataObject) -> None:
+    row = st.lists(st.one_of(st.just(0), st.integers(0, 40)), min_size=size * e, max_size=size * e)
+    pairs_SE = torch.tensor(data.draw(st.lists(row, min_size=size, max_size=size)))
+    rows_SE, tokens_S = -(-pairs_SE // multiple) * multiple, torch.arange(size) + 3
+    values = pack_split_sizes(tokens_S, rows_SE, pairs_SE, torch.full((size, 2), 99))  # the ranks' reports stand behind
+    needed = SizeBound.needed_by(AsyncSplitSizes(values, size).read())
+    bound = SizeBound(*(most + data.draw(st.sampled_from([-1, 0, 0, 1])) for most in needed))
+    plan = Plan.from_counts(rows_SE, pairs_SE, 4).of_rank(size - 1)
+    got = bounded_plan(plan, values, bound)
+    assert got.table_FC.dtype == got.pairs_SQ.dtype == torch.int32
+    if bound.holds(needed):
+        assert all(map(torch.equal, got, plan))
+    else:
+        assert not got.table_FC.any()
+        assert not got.expert_starts_e.any()
+        assert not got.pairs_SQ.any()
+
+
+@given(st.lists(st.tuples(*3 * [st.integers(0, 10**6)]), min_size=1, max_size=9), st.data())
+def test_a_forecast_follows_steps(steps: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    """Room for a quarter more than the last step took, if this rank has as many tokens as then."""
+    predictor = SizePredictor()
+    assert predictor.bound(0, 10**7) is None
+    for step in steps:
+        own = data.draw(st.integers(0, step[0]))
+        predictor.record(SizeBound(*step), own)
+        assert predictor.bound(own + 1, 10**7) is None
+        bound = predictor.bound(own, 10**7)
+        assert bound is not None
+        assert bound.holds(SizeBound(step[0], step[1] + step[1] // 4, step[2] + step[2] // 4))
+        assert predictor.bound(own, 5) == bound._replace(pairs=min(5, bound.pairs))
+
+
+def test_room_shrinks_by_little() -> None:
+    """A layer of few pairs does not take the room of the next one."""
+    predictor = SizePredictor()
+    for needed in (1600, 16, 16):
+        predictor.record(SizeBound(9, needed, 2 * needed), 9)
+    bound = predictor.bound(9, 10**6)
+    assert bound is not None
+    assert bound.holds(SizeBound(9, 1600, 3200))
+    for _ in range(200):
+        predictor.record(SizeBound(9, 16, 32), 9)
+    bound = predictor.bound(9, 10**6)
+    assert bound is not None
+    assert bound.pairs < 80
+
+
+def test_rows_of_the_next_step() -> None:
+    """A thirty-second more than the same experts' last one, whatever came before, for as many tokens."""
+    predictor = RowPredictor()
+    assert predictor.rows(1, 9) is None
+    predictor.record(2, 32, 9)
+    for rows, more in ((640, 660), (64, 66), (0, 0), (320, 330)):
+        predictor.record(1, rows, 9)
+        assert predictor.rows(1, 9) == more
+        assert predictor.rows(1, 8) is None
+        assert predictor.rows(2, 9) == 33
+
+
+def test_numbers_that_nobody_keeps_are_forgotten() -> None:
+    predictor = RowPredictor()
+    for layer_key in range(5000):
+        predictor.record(layer_key, 64, 9)
+    assert predictor.rows(4999, 9) == 66
+    assert predictor.rows(0, 9) is None

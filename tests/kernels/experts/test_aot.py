@@ -1,0 +1,115 @@
+"""The matrix of CuTe-DSL kernels compiles for Hopper and Blackwell without a GPU, onto tensor cores, without spills.
+
+Rows of the matrix are layers that between them take every tile of the table and every epilogue.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from sonic_ep.kernels.experts.activations import ACTIVATIONS
+from tests.helpers.machine_code import cubin, faults, needs_compilers
+
+pytestmark = needs_compilers
+
+# And how many processes compile for it: Hopper has more tiles.
+ARCHITECTURES = {"sm_90a": 2, "sm_100a": 1}
+OPERATIONS, OF_SPLIT_GATE_UP = 10, 4
+# The layers that have the latter.
+GATED_WITHOUT_BIAS = 8
+# Published shapes by name; the others as (d, n, activation, bias).
+LAYERS: dict[str, tuple[int, int, str, bool] | None] = {
+    "qwen3_30b_a3b": None,
+    "sonic_7b": None,
+    "tiny": None,
+    "wide": (7168, 256, "swiglu", False),
+    "deep": (1536, 8192, "swiglu", True),
+    "biased": (2304, 512, "swiglu", True),
+    "geglu": (512, 256, "geglu", False),
+    "reglu": (512, 256, "reglu", False),
+    "gelu": (512, 256, "gelu", False),
+    "silu": (512, 256, "silu", False),
+    "relu2": (512, 256, "relu2", True),
+    "swiglu_oai": (512, 256, "swiglu_oai", False),
+    "gpt_oss_20b": None,
+}
+DTYPES = {"bfloat16": list(LAYERS), "float16": ["qwen3_30b_a3b"]}
+PROGRAM = """
+import sys
+from sonic_ep.cli import compile_aot
+arch, cache, *layers = sys.argv[1:]
+for layer in layers:
+    config, dtype = layer.split(":")
+    compile_aot(config, arch, dtype, cache)
+"""
+
+
+class Compiled(NamedTuple):
+    lines: list[str]
+    errors: list[str]
+    faults: list[list[str]]  # of every kernel
+
+
+def compile_matrix(arch: str, processes: int, folder: Path) -> Compiled:
+    """All layers into one cache, where equal kernels of different layers meet."""
+    layers, cache = layers_in(folder), folder / "cache"
+    share = -(-len(layers) // processes)
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+
+    def compiled(first: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", PROGRAM, arch, str(cache), *layers[first : first + share]]
+        return subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+
+    with ThreadPoolExecutor(processes) as threads:
+        runs = [*threads.map(compiled, range(0, len(layers), share))]
+    errors = [run.stderr[-3000:] for run in runs if run.returncode != 0]
+    return Compiled(
+        [line for run in runs for line in run.stdout.splitlines()],
+        errors,
+        faults([cubin(path) for path in cache.rglob("*.o")], arch, tensor_core=True),
+    )
+
+
+def layers_in(folder: Path) -> list[str]:
+    layers = []
+    for name, sizes in LAYERS.items():
+        config = name
+        if sizes is not None:
+            d, n, activation, bias = sizes
+            path = folder / f"{name}.toml"
+            path.write_text(
+                f'[moe]\nd = {d}\nn = {n}\nE = 8\nK = 2\nactivation = "{activation}"\nbias = {str(bias).lower()}\n'
+            )
+            config = str(path)
+        layers += [f"{config}:{dtype}" for dtype, names in DTYPES.items() if name in names]
+    return layers
+
+
+@pytest.fixture(scope="session")  # the tests of other files run while it compiles (conftest.py)
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Compiled]]]:
+    """Both architectures at once: two cores."""
+    with ThreadPoolExecutor(len(ARCHITECTURES)) as threads:
+        yield {
+            arch: threads.submit(compile_matrix, arch, processes, tmp_path_factory.mktemp(arch))
+            for arch, processes in ARCHITECTURES.items()
+        }
+
+
+@pytest.mark.usefixtures("matrix")  # starts the compilers: those who wait for them come last
+def test_layers_have_every_activation() -> None:
+    assert {sizes[2] for sizes in LAYERS.values() if sizes is not None} == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_compiles(arch: str, matrix: dict[str, Future[Compiled]]) -> None:
+    lines, errors, faults_of_kernels = matrix[arch].result()
+    assert errors == []
+    assert len(lines) == OPERATIONS * sum(map(len, DTYPES.values())) + OF_SPLIT_GATE_UP * GATED_WITHOUT_BIAS
+    assert len(faults_of_kernels) >= 35  # operations of one tile and epilogue share a kernel
+    assert [fault for found in faults_of_kernels for fault in found] == []

@@ -1,0 +1,82 @@
+"""The decision's kernel decides bit for bit what routers/rounding.py does, in every mode, with and without capacity."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sonic_ep.config import RoundingConfig
+from sonic_ep.kernels.backend import rounding_kernel
+from sonic_ep.kernels.route.rounding.interface import RoundingKernel
+from sonic_ep.routers.rounding import CHUNK_MULTIPLES, RoundedCounts, round_counts, rule_of
+from tests.helpers.poison import poisoned_empty
+from tests.helpers.triton_device import triton_device
+from tests.helpers.waiting import assert_nothing_waits
+from tests.routers.rounding_cases import MODES, Case, assert_same, cases
+
+DEVICE = triton_device()
+KERNEL: RoundingKernel = import_module("sonic_ep.kernels.route.rounding.triton")  # type: ignore[assignment]
+
+
+def check(chosen: Any, tokens: Any, rounding: RoundingConfig, seed: int = 0) -> None:
+    chosen_SE, tokens_S = torch.as_tensor(chosen), torch.as_tensor(tokens)
+    rule = rule_of(rounding, *chosen_SE.shape)
+    reports = torch.cat([tokens_S[:, None], chosen_SE], 1).to(DEVICE)  # columns of what was gathered
+    with poisoned_empty():
+        got = KERNEL.round_counts(reports[:, 1:], reports[:, 0], torch.tensor(seed, device=DEVICE), rule)
+    assert_same(
+        RoundedCounts(*(values.cpu() for values in got)), round_counts(chosen_SE, tokens_S, rounding, seed=seed)
+    )
+    assert {values.dtype for values in got} == {torch.int64}
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(
+    case=cases(max_ranks=5),
+    mode=st.sampled_from(MODES),
+    factor=st.sampled_from([None, 1.0, 1.3]),
+    seed=st.integers(0, 2**31 - 1),
+    auto=st.booleans(),
+)
+def test_any_counts(case: Case, mode: Any, factor: float | None, seed: int, auto: bool) -> None:
+    rounding = RoundingConfig(mode=mode, t="auto" if auto else case.t, G=case.G, capacity_factor=factor)
+    check(case.chosen, case.tokens, rounding, seed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("ep_size", "E"), [(1, 128), (8, 128), (3, 96)])
+def test_layers(ep_size: int, E: int, mode: Any) -> None:
+    generator = torch.Generator().manual_seed(E)
+    chosen_SE = (torch.rand(ep_size, E, generator=generator) * torch.rand(E, generator=generator) ** 3 * 4000).long()
+    for factor in (None, 1.2):
+        check(chosen_SE, [4000] * ep_size, RoundingConfig(mode=mode, capacity_factor=factor), seed=11)
+
+
+def test_every_t_of_auto_and_padding() -> None:
+    seen = set()
+    for tokens in (40, 290, 400, 700, 1280):
+        chosen_SE = torch.randint(tokens, (4, 16), generator=torch.Generator().manual_seed(tokens))
+        check(chosen_SE, [tokens] * 4, RoundingConfig())
+        seen.add(int(round_counts(chosen_SE, torch.full((4,), tokens), RoundingConfig()).t))
+    assert seen == set(CHUNK_MULTIPLES)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize(("ep_size", "E"), [(1, 4096), (64, 4096), (128, 512), (8, 512)])
+def test_large_groups(ep_size: int, E: int) -> None:
+    for mode in MODES:
+        chosen_SE = torch.randint(0, 3000, (ep_size, E)) * (torch.rand(ep_size, E) < 0.7)
+        for factor in (None, 1.0):
+            check(chosen_SE, [3000] * ep_size, RoundingConfig(mode=mode, capacity_factor=factor), seed=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_the_router_decides_by_kernel_and_nothing_waits() -> None:
+    assert rounding_kernel(torch.device("cuda")) is KERNEL
+    chosen_SE, tokens_S = torch.randint(0, 3000, (8, 128), device="cuda"), torch.full((8,), 3000, device="cuda")
+    assert_nothing_waits(lambda: round_counts(chosen_SE, tokens_S, RoundingConfig(capacity_factor=1.5)))

@@ -1,0 +1,52 @@
+"""The kernels of reports do what kernels/route/status/reference.py does, and that is what it says."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.triton_device import triton_device
+
+DEVICE = triton_device()
+PLAIN: Any = import_module("sonic_ep.kernels.route.status.reference")
+KERNEL: Any = import_module("sonic_ep.kernels.route.status.triton")
+
+
+@pytest.mark.parametrize("E", [1, 60, 1024, 4096])
+@pytest.mark.parametrize("draw", [None, 0, 2**31 - 1])
+@pytest.mark.parametrize("bad_logits", [None, 0, 2**33])
+def test_a_report_is_header_and_counts(E: int, draw: int | None, bad_logits: int | None, poison: None) -> None:
+    counts_E = torch.randint(2**40, (E,))
+    expected = [12345, 9 + 32 * (bad_logits or 0), draw or 0, *counts_E.tolist()]
+    for module, device in ((PLAIN, "cpu"), (KERNEL, DEVICE)):
+        options = {
+            name: None if value is None else torch.tensor(value, device=device)
+            for name, value in (("bad_logits", bad_logits), ("seed", draw))
+        }
+        report = module.pack_rank_status(counts_E.to(device), 12345, 9, **options)
+        assert report.dtype == torch.int64
+        assert report.tolist() == expected
+
+
+def voided(module: Any, device: str, gathered: Tensor, fields: int) -> Tensor:
+    """As agreement calls it: on columns of what was gathered, and nothing else may change."""
+    gathered = gathered.to(device, copy=True)
+    module.zero_counts_on_error(gathered[:, fields:], gathered[:, 1], 3)
+    return gathered.cpu()
+
+
+@pytest.mark.parametrize("ill", [None, 0, 1, -1])
+@pytest.mark.parametrize(("size", "E"), [(1, 7), (2, 8), (6, 96), (8, 512), (64, 4096)])
+def test_all_or_nothing(size: int, E: int, ill: int | None) -> None:
+    fields = 3
+    gathered = torch.randint(1, 2**40, (size, fields + E))
+    gathered[:, 1] = 3
+    if ill is not None:
+        gathered[ill % size, 1] += 2**33
+    expected = gathered.clone()
+    if ill is not None:
+        expected[:, fields:] = 0
+    assert torch.equal(voided(PLAIN, "cpu", gathered, fields), expected)
+    assert torch.equal(voided(KERNEL, DEVICE, gathered, fields), expected)
