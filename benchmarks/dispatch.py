@@ -37,9 +37,10 @@ from torch import Tensor
 
 from sonic_ep import EPGroup
 from sonic_ep.config import Dispatch
-from sonic_ep.dispatch.plan import Plan, plan_for
+from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.kernels.backend import gather_sum, sent_rows, token_lists
+from sonic_ep.kernels.dispatch.plan.reference import Plan
 from sonic_ep.kernels.dispatch.symmetric import rows as peer_rows
 from sonic_ep.symmetric_memory import symmetric_memory
 

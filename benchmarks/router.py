@@ -21,7 +21,8 @@ from sonic_ep import RouterConfig, load_config
 from sonic_ep.kernels.route import fused as router
 from sonic_ep.kernels.route.interface import LossGradient, PairGradients
 from sonic_ep.kernels.route.linear import triton as router_linear
-from sonic_ep.routers.select import pairs_of_topk, top_experts
+from sonic_ep.kernels.route.select.reference import pairs_of_topk
+from sonic_ep.kernels.route.topk.reference import top_experts
 
 TOKENS = {"sonic_7b": 24576, "qwen3_30b_a3b": 16384, "qwen3_next_80b_a3b": 16384, "deepseek_v3": 8192}  # by config
 

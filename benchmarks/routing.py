@@ -115,7 +115,7 @@ class Case:
 
 
 def in_plain_torch(call: Callable[[], Any]) -> float:
-    cached = (operations._router_on_gpu, operations._lists, operations._select_on_gpu)
+    cached = (operations._router_on_gpu,)
     for function in cached:
         function.cache_clear()
     try:

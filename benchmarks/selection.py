@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from sonic_ep.kernels.route.select import triton as kernels
-from sonic_ep.routers.select import pairs_of_mask, pairs_of_topk, select_tokens, topk_mask
+from sonic_ep.kernels.route.select.reference import pairs_of_mask, pairs_of_topk, select_tokens
+from sonic_ep.kernels.route.topk.reference import topk_mask
 
 # (T, E, K): Qwen3-30B-A3B, Qwen3-Next, the paper's 7B, Mixtral.
 SHAPES = [(16384, 128, 8), (16384, 512, 10), (24576, 128, 8), (16384, 8, 2)]

@@ -11,11 +11,6 @@ Legend: S ranks of the group.
 
 from typing import NamedTuple, Self, final
 
-import torch
-from torch import Tensor
-
-from sonic_ep.kernels.backend import plan_kernel
-from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.routing import SplitSizes
 
 _SIZE_MARGIN = 5 / 4  # than the last step needed
@@ -38,23 +33,6 @@ class SizeBound(NamedTuple):
 
     def holds(self, needed: "SizeBound") -> bool:
         return needed.tokens == self.tokens and needed.rows <= self.rows and needed.pairs <= self.pairs
-
-
-def bounded_plan(plan: RankPlan, sizes: Tensor, bound: SizeBound) -> RankPlan:
-    """The plan; unless the room holds it, nobody has a pair for anybody, chunks and experts are empty. Nothing waits.
-
-    sizes: of `pack_split_sizes`, kernels/dispatch/split_sizes/reference.py, the same on every rank.
-    """
-    kernel = plan_kernel(sizes.device)
-    if kernel is not None:
-        return kernel.bounded_plan(plan, sizes, *bound)
-    S = plan.pair_starts_Q.shape[0] - 1
-    tokens_S, rows_SQ, pairs_SQ = sizes[: S + 2 * S * S].split((S, S * S, S * S))
-    received_Q, pairs_SQ = rows_SQ.view(S, S).sum(0), pairs_SQ.view(S, S)
-    holds = (tokens_S.max() == bound.tokens) & (received_Q.max() <= bound.rows)
-    holds &= torch.maximum(pairs_SQ.sum(0).max(), pairs_SQ.sum(1).max()) <= bound.pairs
-    table_FC, starts_e, pairs_SQ = (values * holds for values in (plan.table_FC, plan.expert_starts_e, plan.pairs_SQ))
-    return plan._replace(table_FC=table_FC, expert_starts_e=starts_e, pairs_SQ=pairs_SQ)
 
 
 @final

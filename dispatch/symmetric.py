@@ -38,10 +38,10 @@ from sonic_ep.dispatch.protocol import (
     combine_now,
     combine_scalars_now,
 )
-from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor, bounded_plan
+from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor
 from sonic_ep.dispatch.symmetric_buffers import Allocate, PeerBuffers, RowBuffers, row_bytes
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.backend import gather_sum, is_token_in_rank, pair_lists, peer_kernels
+from sonic_ep.kernels.backend import bounded_plan, gather_sum, is_token_in_rank, pair_lists, symmetric_kernels
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.kernels.dispatch.symmetric.signal_pad import SignalPad, Stage, num_signals
 from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, Routing
@@ -106,7 +106,7 @@ class SymmetricTransport:
         )
 
     def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        pad, kernels, count = self._signal_pad(), peer_kernels(), values.numel()
+        pad, kernels, count = self._signal_pad(), symmetric_kernels(), values.numel()
         bound, memory = self._buffers.counts(count)
         kernels.all_gather_start(pad, values.contiguous(), memory.addresses_S, bound)
         if meanwhile is not None:
@@ -137,7 +137,7 @@ class SymmetricTransport:
         if bound is not None:
             sizes = _Sizes(max(1, bound.tokens), bound.rows, bound.pairs, bound.pairs, may_exceed=True)
             speculative = self._prepare(
-                routing, bounded_plan(plan, arriving_sizes.on_device, bound), in_rank, x_TH, sizes
+                routing, bounded_plan(plan, arriving_sizes.on_device, *bound), in_rank, x_TH, sizes
             )
 
         def resolve_sizes() -> tuple[PreparedDispatch, bool]:
@@ -177,7 +177,7 @@ class SymmetricTransport:
             with self._side_stream(x_TH):
                 rows_RH = self._send(x_TH, in_rank, pairs_SQ, sizes.stride)
         rows_at, weights_at, _ = pairs.addresses
-        peer_kernels().push_lists(pad, token_ids_N, routing.weights_N.contiguous(), pairs_SQ, rows_at, weights_at)
+        symmetric_kernels().push_lists(pad, token_ids_N, routing.weights_N.contiguous(), pairs_SQ, rows_at, weights_at)
         row_in_source_V = pairs.memory.view(pairs.starts[0], (sizes.num_pairs,), INDEX_DTYPE)
         weights_V = pairs.memory.view(pairs.starts[1], (sizes.num_pairs,), routing.weights_N.dtype)
         chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=sizes.may_exceed)
@@ -222,7 +222,7 @@ class SymmetricTransport:
         _, tokens_S, pairs_SQ = handle.transport_lists
         stride = self._stride(handle)
         rows = self._buffers.rows(values_PH, stride)
-        pad, kernels = self._signal_pad(), peer_kernels()
+        pad, kernels = self._signal_pad(), symmetric_kernels()
         there = rows.addresses[2]
         kernels.combine_push(pad, values_PH, items, starts, weights_P, tokens_S, pairs_SQ, there, stride)
         back = rows.view(2, values_PH, handle.num_rows)
@@ -246,7 +246,7 @@ class SymmetricTransport:
 
     def _combine_reduce(self, back: Tensor, own: Tensor, handle: DispatchHandle) -> Tensor:
         in_rank, _, _ = handle.transport_lists
-        return peer_kernels().combine_reduce(
+        return symmetric_kernels().combine_reduce(
             self._signal_pad(), back, own, in_rank, handle.num_tokens, self._stride(handle)
         )
 
@@ -256,7 +256,7 @@ class SymmetricTransport:
 
     def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
         _, _, pairs_SQ = handle.transport_lists
-        pad, pairs, kernels = self._signal_pad(), self._buffers.list_buffers, peer_kernels()
+        pad, pairs, kernels = self._signal_pad(), self._buffers.list_buffers, symmetric_kernels()
         assert pairs is not None
         kernels.push_scalars(pad, values_P.contiguous(), handle.slot_V, pairs_SQ, pairs.addresses[2])
         buffer = pairs.memory.view(pairs.starts[2], (pairs.capacity,), values_P.dtype)
@@ -269,7 +269,7 @@ class SymmetricTransport:
         if self._dispatch == "copy":
             return self._copy(x_TH, stride)()
         pad, rows = self._signal_pad(), self._next_rows(x_TH, stride)
-        peer_kernels().push_rows(pad, x_TH, in_rank, pairs_SQ, rows.addresses[self._row_buffer], stride)
+        symmetric_kernels().push_rows(pad, x_TH, in_rank, pairs_SQ, rows.addresses[self._row_buffer], stride)
         return rows.view(self._row_buffer, x_TH, self.group.size * stride)
 
     def _copy(self, x_TH: Tensor, stride: int) -> Callable[[], Tensor]:
@@ -295,7 +295,7 @@ class SymmetricTransport:
     ) -> Callable[[], None]:
         """Copies to these ranks, to this rank's region. What this returns holds what is sent, and waits until what all
         ranks send has arrived."""
-        pad, kernels, like = self._signal_pad(), peer_kernels(), next(iter(sent.values()))
+        pad, kernels, like = self._signal_pad(), symmetric_kernels(), next(iter(sent.values()))
         kernels.acquire_peers(pad, stage)
         with self._side_stream(like):
             for rank, values in sent.items():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.backend import peer_kernels
+from sonic_ep.kernels.backend import symmetric_kernels
 from sonic_ep.routing import INDEX_DTYPE
 from sonic_ep.symmetric_memory import PeerMemory
 
@@ -86,7 +86,7 @@ class PeerBuffers:
         if self._counts is None or self._counts[0] < needed:
             self._release(self._counts)
             self._counts = None
-            num_bytes = peer_kernels().NUM_SLOTS * self._group.size * needed * torch.int64.itemsize
+            num_bytes = symmetric_kernels().NUM_SLOTS * self._group.size * needed * torch.int64.itemsize
             self._counts = needed, self._allocate(_aligned(num_bytes))
         return self._counts
 

@@ -1,7 +1,9 @@
-"""Which implementation runs: the GPU's where it can, else the reference, with one log line that says which and why.
+"""Which implementation of an operation runs: the one place that chooses, and says why.
 
-The choice depends on device, dtype, row width and installed packages, never on data. Logger: "sonic_ep.kernels". Index
-lists and `gather_sum` need Triton alone, and say nothing.
+An operation has a folder with a plain torch twin (reference.py) and a kernel (triton.py, or grouped_gemm.py for the
+experts). The choice depends on device, dtype, row width and installed packages, never on data. Logger:
+"sonic_ep.kernels". Operations on integers and sums need Triton alone and say nothing; experts and router say once what
+they run on, and if it is slow, why.
 """
 
 import functools
@@ -9,7 +11,7 @@ import logging
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from sonic_ep.kernels.dispatch.send_index.reference import SentRows, TokenLists
 from sonic_ep.kernels.experts import reference
 from sonic_ep.kernels.experts.activations import Activation
 from sonic_ep.kernels.route.interface import RouterLinear, RouterOperations
-from sonic_ep.kernels.route.rounding.interface import RoundingKernel
+from sonic_ep.kernels.route.rounding.reference import RoundingRule
 
 # What the GPU's modules import; the extra "cuda" installs them.
 CUDA_MODULES = ("quack", "cutlass", "triton")
@@ -34,6 +36,213 @@ _MAX_K = 16
 COLUMN_MULTIPLE = 8
 # Triton takes rows for aligned if they are a multiple of this wide.
 _ROW_MULTIPLE = 16
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Do operations run as Triton kernels there?"""
+    return device.type == "cuda" and _has_triton()
+
+
+def allows_spare_capacity(device: torch.device) -> bool:
+    """May lists there be longer than what they hold? Then they can be made before the host knows their sizes."""
+    return runs_triton(device)
+
+
+@functools.cache
+def _implementation(folder: str, name: str, in_triton: bool) -> Callable[..., Any]:
+    module = import_module(f"sonic_ep.kernels.{folder}.{'triton' if in_triton else 'reference'}")
+    return getattr(module, name)
+
+
+def op(folder: str, *, on: int = 0) -> Callable[[F], F]:
+    """Makes an operation of a signature. Called, it runs the function of that name in the folder's triton.py where
+    argument number `on` is on a GPU and Triton is installed, else the twin in reference.py, which has the contract.
+    """
+
+    def decorate(signature: F) -> F:
+        name = signature.__name__
+
+        @functools.wraps(signature)
+        def run(*arguments: Any, **options: Any) -> Any:
+            return _implementation(folder, name, runs_triton(arguments[on].device))(*arguments, **options)
+
+        return cast(F, run)
+
+    return decorate
+
+
+@op("route.select")
+def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists every pair of a plain top-K choice."""
+    ...
+
+
+@op("route.select")
+def start_selection(
+    scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
+) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
+    """Does what of the selection of each expert's best tokens needs no counts; the result does the rest."""
+    ...
+
+
+@op("route.rounding")
+def apply_rule(
+    chosen_SE: Tensor, tokens_S: Tensor, seed: Tensor, rule: RoundingRule
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rounds counts: rows_SE, pairs_SE, cut_S and t."""
+    ...
+
+
+@op("route.status")
+def pack_rank_status(
+    counts_E: Tensor, num_tokens: int, status: int, *, bad_logits: Tensor | None = None, seed: Tensor | None = None
+) -> Tensor:
+    """Packs what a rank tells the others before a step."""
+    ...
+
+
+@op("route.status")
+def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> None:
+    """Zeroes all counts, in place, unless each rank's status is `healthy`."""
+    ...
+
+
+@op("dispatch.plan")
+def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> RankPlan:
+    """Makes one rank's part of the plan."""
+    ...
+
+
+@op("dispatch.plan", on=1)
+def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan:
+    """Makes the plan empty unless its sizes are within these."""
+    ...
+
+
+@op("dispatch.split_sizes")
+def pack_split_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, status_SF: Tensor | None) -> Tensor:
+    """Packs what the host has to know of the counts."""
+    ...
+
+
+@op("dispatch.send_index")
+def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> SentRows:
+    """Numbers the rows that leave."""
+    ...
+
+
+@op("dispatch.send_index")
+def is_token_in_rank(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
+    """Says which token each destination rank needs."""
+    ...
+
+
+def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
+    """Lists the rows that leave, and by token."""
+    return _implementation("dispatch.send_index", "token_lists", runs_triton(sent.sent_before.device))(sent, num_sent)
+
+
+@op("dispatch.recv_index", on=1)
+def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
+    """Finds the first received row of each source."""
+    ...
+
+
+@op("dispatch.recv_index", on=1)
+def pair_lists(
+    chunks: Chunks, row_in_source_V: Tensor, weights_V: Tensor, row_starts_S: Tensor | None, num_rows: int
+) -> PairBuffer:
+    """Makes the index lists of a pair buffer."""
+    ...
+
+
+@op("combine.gather_sum")
+def gather_sum(
+    values_PH: Tensor,
+    items: Tensor,
+    starts: Tensor,
+    weights_P: Tensor | None = None,
+    *,
+    into: Tensor | None = None,
+    overlap_previous: bool = False,
+) -> Tensor:
+    """Sums listed rows, weighted or not."""
+    ...
+
+
+@op("combine.scalars")
+def values_of_pairs(
+    parts_PZ: Tensor,
+    slot_V: Tensor,
+    num_pairs: Tensor,
+    capacity: int,
+    *,
+    into: Tensor | None = None,
+    overlap_previous: bool = False,
+) -> Tensor:
+    """Sums the parts of each pair's scalar and puts the sums in the routing's order."""
+    ...
+
+
+def router_operations(logits_TE: Tensor, K: int) -> RouterOperations | None:
+    """Returns the router's fused kernels, or None where autograd differentiates the twins of kernels/route/.
+
+    In a graph that is compiled, torch fuses these.
+    """
+    if torch.compiler.is_compiling() or not logits_TE.is_cuda or logits_TE.dtype != torch.float32 or K > _MAX_K:
+        return None
+    return _router_on_gpu()
+
+
+@functools.cache
+def _router_on_gpu() -> RouterOperations | None:
+    if not _has_triton():
+        _LOG.warning("the router runs in plain torch, which is slow on a GPU: Triton is not installed")
+        return None
+    return cast(RouterOperations, import_module("sonic_ep.kernels.route.fused"))
+
+
+def router_linear(x_TH: Tensor) -> RouterLinear | None:
+    """Returns the router's linear layer on tensor cores, or None where fp32 arithmetic has to do."""
+    if not x_TH.is_cuda or x_TH.dtype != torch.bfloat16 or x_TH.shape[0] == 0 or x_TH.shape[1] % _ROW_MULTIPLE:
+        return None
+    return _router_linear_on_gpu(x_TH.device)
+
+
+@functools.cache
+def _router_linear_on_gpu(device: torch.device) -> RouterLinear | None:
+    if torch.cuda.get_device_capability(device)[0] not in _MAJORS or not _has_triton():
+        return None
+    return cast(RouterLinear, import_module("sonic_ep.kernels.route.linear.triton"))
+
+
+class SymmetricKernels(Protocol):
+    """Kernels that write into the memory of other ranks; see kernels/dispatch/symmetric/."""
+
+    NUM_SLOTS: int
+    all_gather_start: Callable[..., None]
+    all_gather_wait: Callable[..., Tensor]
+    push_lists: Callable[..., None]
+    push_scalars: Callable[..., None]
+    push_rows: Callable[..., None]
+    acquire_peers: Callable[..., None]
+    release_peers: Callable[..., None]
+    combine_push: Callable[..., None]
+    combine_reduce: Callable[..., Tensor]
+    collect_scalars: Callable[..., Tensor]
+
+
+@functools.cache
+def symmetric_kernels() -> SymmetricKernels:
+    """Returns them; they have no twin, as plain torch cannot write there."""
+    return cast(SymmetricKernels, import_module("sonic_ep.kernels.dispatch.symmetric.operations"))
 
 
 class Operations(Protocol):
@@ -104,193 +313,6 @@ def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Oper
     return _on_gpu(x_RH.device, x_RH.dtype, H % COLUMN_MULTIPLE == 0 and I % COLUMN_MULTIPLE == 0, activation.name)
 
 
-def gather_sum(
-    values_PH: Tensor,
-    items: Tensor,
-    starts: Tensor,
-    weights_P: Tensor | None = None,
-    *,
-    into: Tensor | None = None,
-    overlap_previous: bool = False,
-) -> Tensor:
-    """`gather_sum` of kernels/experts/reference.py, by the GPU kernel where Triton is installed."""
-    chosen = _gather_sum_on_gpu() if values_PH.is_cuda else reference.gather_sum
-    return chosen(values_PH, items, starts, weights_P, into=into, overlap_previous=overlap_previous)
-
-
-@functools.cache
-def _gather_sum_on_gpu() -> Callable[..., Tensor]:
-    if not _has_triton():
-        return reference.gather_sum
-    return import_module("sonic_ep.kernels.combine.gather_sum.triton").gather_sum
-
-
-def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
-    """`row_starts` of kernels/dispatch/recv_index/reference.py, by the GPU kernel where Triton is installed."""
-    return _lists("dispatch.recv_index", row_in_source_V.is_cuda).row_starts(chunks, row_in_source_V)
-
-
-def pair_lists(
-    chunks: Chunks, row_in_source_V: Tensor, weights_V: Tensor, row_starts_S: Tensor | None, num_rows: int
-) -> PairBuffer:
-    """`pair_lists` of kernels/dispatch/recv_index/reference.py, likewise."""
-    module = _lists("dispatch.recv_index", weights_V.is_cuda)
-    return module.pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, num_rows)
-
-
-def values_of_pairs(
-    parts_PZ: Tensor,
-    slot_V: Tensor,
-    num_pairs: Tensor,
-    capacity: int,
-    *,
-    into: Tensor | None = None,
-    overlap_previous: bool = False,
-) -> Tensor:
-    """`values_of_pairs` of kernels/dispatch/recv_index/reference.py, likewise."""
-    module = _lists("dispatch.recv_index", parts_PZ.is_cuda)
-    return module.values_of_pairs(parts_PZ, slot_V, num_pairs, capacity, into=into, overlap_previous=overlap_previous)
-
-
-def allows_spare_capacity(device: torch.device) -> bool:
-    """May lists be longer than what they hold? Then they can be made before the host knows their sizes."""
-    return device.type == "cuda" and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> SentRows:
-    """`sent_rows` of kernels/dispatch/send_index/reference.py, likewise."""
-    return _lists("dispatch.send_index", token_ids_N.is_cuda).sent_rows(token_ids_N, pair_starts_Q, num_tokens)
-
-
-def is_token_in_rank(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
-    """`is_token_in_rank` of kernels/dispatch/send_index/reference.py, likewise."""
-    return _lists("dispatch.send_index", token_ids_N.is_cuda).is_token_in_rank(token_ids_N, pair_starts_Q, num_tokens)
-
-
-def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
-    """`token_lists` of kernels/dispatch/send_index/reference.py, likewise."""
-    return _lists("dispatch.send_index", sent.sent_before.is_cuda).token_lists(sent, num_sent)
-
-
-def pack_split_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, status_SF: Tensor | None) -> Tensor:
-    """`pack_split_sizes` of kernels/dispatch/split_sizes/reference.py, likewise."""
-    return _lists("dispatch.split_sizes", rows_SE.is_cuda).pack_split_sizes(tokens_S, rows_SE, pairs_SE, status_SF)
-
-
-def pack_rank_status(
-    counts_E: Tensor, num_tokens: int, status: int, *, bad_logits: Tensor | None = None, seed: Tensor | None = None
-) -> Tensor:
-    """`pack_rank_status` of kernels/route/status/reference.py, likewise."""
-    module = _lists("route.status", counts_E.is_cuda)
-    return module.pack_rank_status(counts_E, num_tokens, status, bad_logits=bad_logits, seed=seed)
-
-
-def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> None:
-    """`zero_counts_on_error` of kernels/route/status/reference.py, likewise."""
-    _lists("route.status", counts_SE.is_cuda).zero_counts_on_error(counts_SE, status_S, healthy)
-
-
-@functools.cache
-def _lists(operation: str, on_gpu: bool) -> Any:
-    """The module of an operation's folder: plain torch, or the same functions in Triton."""
-    return import_module(f"sonic_ep.kernels.{operation}.{'triton' if on_gpu and _has_triton() else 'reference'}")
-
-
-def router_operations(logits_TE: Tensor, K: int) -> RouterOperations | None:
-    """The router's fused kernels, or None where plain torch has to do: in a graph that is compiled, torch fuses it."""
-    if torch.compiler.is_compiling() or not logits_TE.is_cuda or logits_TE.dtype != torch.float32 or K > _MAX_K:
-        return None
-    return _router_on_gpu()
-
-
-@functools.cache
-def _router_on_gpu() -> RouterOperations | None:
-    if not _has_triton():
-        _LOG.warning("the router runs in plain torch, which is slow on a GPU: Triton is not installed")
-        return None
-    return cast(RouterOperations, import_module("sonic_ep.kernels.route.fused"))
-
-
-def router_linear(x_TH: Tensor) -> RouterLinear | None:
-    """The router's linear layer on tensor cores, or None where fp32 arithmetic has to do."""
-    if not x_TH.is_cuda or x_TH.dtype != torch.bfloat16 or x_TH.shape[0] == 0 or x_TH.shape[1] % _ROW_MULTIPLE:
-        return None
-    return _router_linear_on_gpu(x_TH.device)
-
-
-@functools.cache
-def _router_linear_on_gpu(device: torch.device) -> RouterLinear | None:
-    if torch.cuda.get_device_capability(device)[0] not in _MAJORS or not _has_triton():
-        return None
-    return cast(RouterLinear, import_module("sonic_ep.kernels.route.linear.triton"))
-
-
-class PlanKernel(Protocol):
-    """One rank's part of the plan, with the contracts of `plan_for` and `bounded_plan` of dispatch/{plan,room}.py."""
-
-    def rank_plan(self, rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> RankPlan: ...
-
-    def bounded_plan(self, plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan: ...
-
-
-def plan_kernel(device: torch.device) -> PlanKernel | None:
-    """The GPU's plan where Triton is installed; None where dispatch's plain torch must do."""
-    return cast(PlanKernel, _lists("dispatch.plan", on_gpu=True)) if allows_spare_capacity(device) else None
-
-
-def rounding_kernel(device: torch.device) -> RoundingKernel | None:
-    """The GPU's rounding decision where Triton is installed; None where the router's plain torch must do."""
-    return cast(RoundingKernel, _lists("route.rounding", on_gpu=True)) if allows_spare_capacity(device) else None
-
-
-class PeerKernels(Protocol):
-    """Kernels that write into the memory of other ranks; see kernels/dispatch/symmetric/."""
-
-    NUM_SLOTS: int
-    all_gather_start: Callable[..., None]
-    all_gather_wait: Callable[..., Tensor]
-    push_lists: Callable[..., None]
-    push_scalars: Callable[..., None]
-    push_rows: Callable[..., None]
-    acquire_peers: Callable[..., None]
-    release_peers: Callable[..., None]
-    combine_push: Callable[..., None]
-    combine_reduce: Callable[..., Tensor]
-    collect_scalars: Callable[..., Tensor]
-
-
-@functools.cache
-def peer_kernels() -> PeerKernels:
-    return cast(PeerKernels, import_module("sonic_ep.kernels.dispatch.symmetric.operations"))
-
-
-class SelectKernels(Protocol):
-    """The lists of a selection, with the contract of the functions of the same names in routers/select.py."""
-
-    def chosen_pairs(self, topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def start_selection(
-        self, scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
-    ) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]: ...
-
-
-def select_kernels(device: torch.device) -> SelectKernels | None:
-    """The GPU's selection where Triton is installed; None where the router's plain torch must do."""
-    return _select_on_gpu() if device.type == "cuda" else None
-
-
-@functools.cache
-def _select_on_gpu() -> SelectKernels | None:
-    if not _has_triton():
-        return None
-    return cast(SelectKernels, import_module("sonic_ep.kernels.route.select.triton"))
-
-
 @functools.cache
 def _on_gpu(device: torch.device, dtype: torch.dtype, aligned: bool, activation: str) -> Operations:
     reason = _obstacle(device, dtype, aligned, activation)
@@ -311,8 +333,8 @@ def _obstacle(device: torch.device, dtype: torch.dtype, aligned: bool, activatio
         return f"the kernels compute in bfloat16 and float16, the rows are {dtype}"
     if not aligned:
         return f"hidden size and expert width must be multiples of {COLUMN_MULTIPLE}"
-    if lost_peer := missing_extra("cuda", *CUDA_MODULES):
-        return lost_peer
+    if missing := missing_extra("cuda", *CUDA_MODULES):
+        return missing
     if wrong := import_module("sonic_ep.kernels.common.versions").problem_with_versions():
         return wrong
     if activation not in import_module("sonic_ep.kernels.experts.grouped_gemm").ACTIVATION_NAMES:

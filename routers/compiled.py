@@ -15,10 +15,11 @@ from torch import Tensor
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup, exchange_named
 from sonic_ep.in_flight import InFlight
+from sonic_ep.kernels.route.topk.reference import scores_of
 from sonic_ep.routers.replay import DECIDE_PAIRS_OP, in_region, replaying
 from sonic_ep.routers.rounding import max_received, max_rows
 from sonic_ep.routers.route import RoutingContext, decide_pairs
-from sonic_ep.routers.topk import TopK, compute_topk, counts_by_score, scores_of
+from sonic_ep.routers.topk import TopK, compute_topk, counts_by_score
 from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, BalanceCounts, GroupCounts, RoutedPairs
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)

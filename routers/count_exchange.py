@@ -19,9 +19,9 @@ from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.kernels.backend import pack_rank_status, pack_split_sizes, zero_counts_on_error
+from sonic_ep.kernels.route.select.reference import MAX_TOKENS
 from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, SEED, STATUS, TOKENS
 from sonic_ep.routers.rounding import leaves_sizes_open, round_counts
-from sonic_ep.routers.select import MAX_TOKENS
 from sonic_ep.routing import AsyncSplitSizes, GroupCounts
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

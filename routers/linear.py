@@ -10,13 +10,13 @@ Legend: T tokens, H hidden size, E experts.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sonic_ep.config import LinearDtype
 from sonic_ep.kernels.backend import router_linear
 from sonic_ep.kernels.route.interface import RouterLinear
+from sonic_ep.kernels.route.linear import reference
 
 
 def linear(
@@ -36,42 +36,12 @@ def linear(
     if compiling and not in_dtype_of_x and x_TH.is_cuda and x_TH.dtype == torch.bfloat16:
         logits_TE = torch.ops.sonic_ep.router_linear(x_TH, weight_EH)
         return logits_TE if bias_E is None else logits_TE + bias_E, x_TH
-    operations = None if compiling else _PLAIN if in_dtype_of_x else router_linear(x_TH)
+    operations = None if compiling else reference if in_dtype_of_x else router_linear(x_TH)
     if operations is not None:
         logits_TE, passed_TH = _Linear.apply(x_TH, weight_EH, bias_E, operations)
         return logits_TE.to(dtype), passed_TH if x_TH.requires_grad else x_TH
     with torch.autocast(x_TH.device.type, enabled=False):
-        return _PLAIN.logits(x_TH, weight_EH, bias_E).to(dtype), x_TH
-
-
-class _Plain:
-    """Without kernels: one GEMM in the dtype of the weight, with the contract of RouterLinear but its bounds.
-
-    dx_others_TH only where the weight has the dtype of x.
-    """
-
-    def logits(self, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
-        return F.linear(x_TH.to(weight_EH.dtype), weight_EH, bias_E)
-
-    def gradients(
-        self,
-        dlogits_TE: Tensor,
-        x_TH: Tensor,
-        weight_EH: Tensor,
-        *,
-        of_x: bool,
-        of_weight: bool,
-        dx_others_TH: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        dx_TH = None
-        if of_x and dx_others_TH is not None:
-            dx_TH = dx_others_TH.addmm_(dlogits_TE, weight_EH)
-        elif of_x:
-            dx_TH = (dlogits_TE @ weight_EH).to(x_TH.dtype)
-        return dx_TH, dlogits_TE.T @ x_TH.to(dlogits_TE.dtype) if of_weight else None
-
-
-_PLAIN = _Plain()
+        return reference.logits(x_TH, weight_EH, bias_E).to(dtype), x_TH
 
 
 class _Linear(torch.autograd.Function):
@@ -109,7 +79,7 @@ class _Linear(torch.autograd.Function):
 @torch.library.custom_op("sonic_ep::router_linear", mutates_args=())
 def _linear(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     with torch.autocast(x_TH.device.type, enabled=False):
-        return (router_linear(x_TH) or _PLAIN).logits(x_TH, weight_EH, None)
+        return (router_linear(x_TH) or reference).logits(x_TH, weight_EH, None)
 
 
 @_linear.register_fake
@@ -122,7 +92,7 @@ def _linear_backward(
     dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight, empty where not asked for."""
-    operations = router_linear(x_TH) or _PLAIN
+    operations = router_linear(x_TH) or reference
     with torch.autocast(x_TH.device.type, enabled=False):
         dx_TH, dweight_EH = operations.gradients(dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight)
     return x_TH.new_empty(0) if dx_TH is None else dx_TH, weight_EH.new_empty(0) if dweight_EH is None else dweight_EH

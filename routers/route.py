@@ -11,12 +11,12 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.kernels.backend import allows_spare_capacity
+from sonic_ep.kernels.backend import allows_spare_capacity, chosen_pairs, start_selection
+from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
 from sonic_ep.routers.replay import record_pairs, replayed_pairs
 from sonic_ep.routers.rounding import is_plain_topk, max_received, max_rows
-from sonic_ep.routers.select import chosen_pairs, start_selection
-from sonic_ep.routers.topk import TopK, times_chosen
+from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import BalanceCounts, GroupCounts, RoutedPairs
 
 # Given (E,) pairs of each expert and their number: token ids, expert ids and whether the token chose the expert.

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.backend import router_operations
 from sonic_ep.kernels.route.interface import FusedTopK, RouterOperations
-from sonic_ep.routers.select import top_experts, topk_mask
+from sonic_ep.kernels.route.topk.reference import experts_of_best_groups, scores_of, times_chosen, top_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,6 @@ class TopK:
         return torch.special.entr(scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)).sum(1)
 
 
-def times_chosen(topk_ids_TK: Tensor, E: int) -> Tensor:
-    """(E,) int64: how many tokens chose each expert."""
-    ids = topk_ids_TK.flatten()
-    return torch.zeros(E, dtype=torch.int64, device=ids.device).scatter_add_(0, ids, torch.ones_like(ids))
-
-
 def counts_by_score(config: RouterConfig) -> bool:
     """Does the balance loss count other experts than those that tokens are sent to?
 
@@ -64,11 +58,6 @@ def counts_by_score(config: RouterConfig) -> bool:
     Source: DeepSeek-V3 (arXiv 2412.19437, eq. 18), Megatron-Core's compute_routing_scores_for_aux_loss.
     """
     return config.balance != "none" and (config.expert_bias or config.num_groups > 1)
-
-
-def scores_of(logits_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Scores in the dtype of the logits: softmax over the experts, or sigmoid."""
-    return logits_TE.softmax(dim=1) if config.score == "softmax" else logits_TE.sigmoid()
 
 
 def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> TopK:
@@ -82,7 +71,7 @@ def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config
         return _fused_topk(fused, logits_TE, expert_bias_E, K, config)
     scores_TE = scores_of(logits_TE, config)
     ranking_TE = scores_TE.detach() if expert_bias_E is None else scores_TE.detach() + expert_bias_E
-    allowed_TE = None if config.num_groups == 1 else _experts_of_best_groups(ranking_TE, config)
+    allowed_TE = None if config.num_groups == 1 else experts_of_best_groups(ranking_TE, config)
     bad_logits = (~logits_TE.detach().isfinite()).sum() if config.check_logits else None
     topk_ids_TK = top_experts(ranking_TE, allowed_TE, K)
     by_score_TK = top_experts(scores_TE, None, K) if counts_by_score(config) else None
@@ -131,32 +120,3 @@ class _Scores(torch.autograd.Function):
         if ctx.is_softmax:
             return scores_TE * (dscores_TE - (scores_TE * dscores_TE).sum(1, keepdim=True)), None, None
         return dscores_TE * scores_TE * (1 - scores_TE), None, None
-
-
-def _experts_of_best_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
-    T, E = ranking_TE.shape
-    per_group = E // config.num_groups
-    scores_Tg = ranking_TE.view(T, config.num_groups, per_group).topk(2, dim=2).values.sum(2)
-    groups = top_experts(scores_Tg, None, config.groups_per_token)
-    return topk_mask(groups, config.num_groups).repeat_interleave(per_group, dim=1)
-
-
-def weights_of_pairs(
-    topk: TopK, token_ids_N: Tensor, expert_ids_N: Tensor, chosen_N: Tensor, config: RouterConfig
-) -> Tensor:
-    """(N,) combine weights, differentiable. Anything for a spare entry.
-
-    A chosen pair weighs exactly what plain top-K gives it. A pair that rounding added weighs its own score; under
-    sigmoid scores divided by the token's top-K sum like the chosen ones, else it would outweigh them (softmax scores
-    are already shares of one). Source: SonicMoE, arXiv 2512.14080, section 5.
-    """
-    # A spare entry has token -1; its weight is never used.
-    pairs_N = (token_ids_N.long() * topk.scores_TE.shape[1] + expert_ids_N).clamp(min=0)
-    weights_N = topk.scores_TE.reshape(-1).index_select(0, pairs_N)
-    if config.renormalize:
-        # All chosen scores can underflow, under a bias or a sigmoid; DeepSeek adds the same epsilon.
-        sums_T1 = topk.scores_TE.gather(1, topk.topk_ids_TK).sum(1, keepdim=True) + 1e-20
-        # Divided before they are read: pairs are distinct, so no two gradients meet in an atomic addition.
-        divided_N = (topk.scores_TE / sums_T1).reshape(-1).index_select(0, pairs_N)
-        weights_N = divided_N if config.score == "sigmoid" else torch.where(chosen_N, divided_N, weights_N)
-    return weights_N * config.scale if config.scale != 1 else weights_N

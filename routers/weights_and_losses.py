@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.backend import router_operations
 from sonic_ep.kernels.route.interface import Losses, LossGradient, PairGradients, RouterOperations
-from sonic_ep.routers.balance import balance_loss, z_loss
-from sonic_ep.routers.topk import TopK, weights_of_pairs
+from sonic_ep.kernels.route.weights_and_losses.reference import balance_loss, weights_of_pairs, z_loss
+from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import BalanceCounts, RoutedPairs
 
 
@@ -39,7 +39,12 @@ def weights_and_losses(
     operations = router_operations(logits_TE, routed_pairs.topk_ids_TK.shape[1])
     if operations is None or logits_TE.shape[0] == 0:
         weights_N = weights_of_pairs(
-            topk, routed_pairs.token_ids_N, routed_pairs.expert_ids_N, routed_pairs.chosen_N, config
+            topk.scores_TE,
+            topk.topk_ids_TK,
+            routed_pairs.token_ids_N,
+            routed_pairs.expert_ids_N,
+            routed_pairs.chosen_N,
+            config,
         )
         balance = balance_loss(topk.scores_TE, _balance_counts(routed_pairs), sequence_length, config)
         return weights_N, balance + z_loss(logits_TE, config)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.dispatch.plan import Plan
 from sonic_ep.dispatch.protocol import DispatchHandle, Splits, Transport
 from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.dispatch.plan.reference import Plan
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.routing import GroupCounts, Routing
 

@@ -8,8 +8,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sonic_ep.dispatch.plan import Plan, split_sizes_async
+from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.dispatch.plan.reference import Plan
 from sonic_ep.kernels.dispatch.split_sizes.reference import pack_split_sizes
 from sonic_ep.kernels.experts.tile_table import TILE_ROWS
 from sonic_ep.routing import AsyncSplitSizes, GroupCounts, Routing, SplitSizes

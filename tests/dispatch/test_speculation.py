@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sonic_ep.dispatch.plan import Plan
-from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor, bounded_plan
+from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor
+from sonic_ep.kernels.dispatch.plan.reference import Plan, bounded_plan
 from sonic_ep.kernels.dispatch.split_sizes.reference import pack_split_sizes
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 
@@ -29,7 +29,7 @@ def test_the_device_says_what_the_host_does(size: int, e: int, multiple: int, da
     needed = SizeBound.needed_by(AsyncSplitSizes(values, size).read())
     bound = SizeBound(*(most + data.draw(st.sampled_from([-1, 0, 0, 1])) for most in needed))
     plan = Plan.from_counts(rows_SE, pairs_SE, 4).of_rank(size - 1)
-    got = bounded_plan(plan, values, bound)
+    got = bounded_plan(plan, values, *bound)
     assert got.table_FC.dtype == got.pairs_SQ.dtype == torch.int32
     if bound.holds(needed):
         assert all(map(torch.equal, got, plan))

@@ -3,17 +3,26 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 from torch.nn.functional import pad
 
-from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.symmetric import SymmetricTransport
-from sonic_ep.kernels import backend as operations
+from sonic_ep.kernels import backend
 from sonic_ep.routing import AsyncSplitSizes, Routing
 from sonic_ep.transports import GroupTransport
 from tests.helpers.shared_files import shared_files
 from tests.helpers.triton_device import kernel_module
+
+_IN_TRITON = {
+    "combine.gather_sum",
+    "combine.scalars",
+    "dispatch.recv_index",
+    "dispatch.send_index",
+    "dispatch.split_sizes",
+    "route.status",
+}
 
 
 def static_buffers(transport: GroupTransport, folder: str) -> AbstractContextManager[None]:
@@ -42,8 +51,12 @@ def with_spare(routing: Routing, spare: int, **bounds: int) -> Routing:
 
 @contextmanager
 def lists_with_spare() -> Iterator[None]:
-    """Index lists, and sums by them, by the kernels: those of plain torch have no room to spare."""
-    summed = kernel_module("combine.gather_sum.triton").gather_sum
-    by_kernels = patch.object(operations, "_lists", lambda operation, on_gpu: kernel_module(f"{operation}.triton"))
-    with by_kernels, patch.object(symmetric, "gather_sum", summed):
+    """Index lists, and sums by them, by the kernels: those of plain torch have no capacity to spare."""
+    kernel_module("combine.gather_sum.triton")
+    stock = backend._implementation
+
+    def implementation(folder: str, name: str, in_triton: bool) -> Any:
+        return stock(folder, name, in_triton or folder in _IN_TRITON)
+
+    with patch.object(backend, "_implementation", implementation):
         yield

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonic_ep.dispatch.plan import Plan
+from sonic_ep.kernels.dispatch.plan.reference import Plan
 from sonic_ep.kernels.dispatch.recv_index.reference import Chunks, RankPlan
 from tests.dispatch.oracle import Case
 

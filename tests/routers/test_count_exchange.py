@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.route.select.reference import MAX_TOKENS
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
 from sonic_ep.routers.router import Router
-from sonic_ep.routers.select import MAX_TOKENS
 from tests.helpers.launch import RankPool
 
 H, E, K = 6, 8, 2

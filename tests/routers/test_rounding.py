@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.routers.rounding import deal_units, max_received, max_rows, round_counts
+from sonic_ep.kernels.route.rounding.reference import deal_units
+from sonic_ep.routers.rounding import max_received, max_rows, round_counts
 from tests.routers.rounding_cases import MODES, Case, assert_same, cases
 
 PER_RANK_MODES = ("nearest", "up", "down", "stochastic")

@@ -15,16 +15,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.routers.select import (
+from sonic_ep.kernels.route.select.reference import (
     chosen_pairs,
-    ordered_bits,
     pairs_of_mask,
     pairs_of_topk,
     select_tokens,
     start_selection,
-    top_experts,
-    topk_mask,
 )
+from sonic_ep.kernels.route.topk.reference import ordered_bits, top_experts, topk_mask
 from sonic_ep.routers.topk import compute_topk
 
 NAN, INF = float("nan"), float("inf")

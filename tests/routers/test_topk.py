@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.routers.select import pairs_of_mask, pairs_of_topk, select_tokens
-from sonic_ep.routers.topk import TopK, compute_topk, weights_of_pairs
+from sonic_ep.kernels.route.select.reference import pairs_of_mask, pairs_of_topk, select_tokens
+from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
+from sonic_ep.routers.topk import TopK, compute_topk
 
 
 class Token(NamedTuple):
@@ -54,7 +55,7 @@ def plain_weights(topk: TopK, config: RouterConfig) -> Tensor:
     """(T, E) weights of the plain choice."""
     token_ids_N, expert_ids_N = pairs_of_topk(topk.topk_ids_TK)
     chosen_N = torch.ones_like(token_ids_N, dtype=torch.bool)
-    weights_N = weights_of_pairs(topk, token_ids_N, expert_ids_N, chosen_N, config)
+    weights_N = weights_of_pairs(topk.scores_TE, topk.topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, config)
     return dense_weights(topk, token_ids_N, expert_ids_N, weights_N)
 
 
@@ -136,7 +137,7 @@ def select(logits_TE: Tensor, bias_E: Tensor | None, K: int, pairs_E: Tensor, co
     mask_TE = select_tokens(topk.ranking_TE, topk.topk_ids_TK, topk.allowed_TE, pairs_E)
     token_ids_N, expert_ids_N = pairs_of_mask(mask_TE, int(pairs_E.sum()))
     chosen_N = (topk.topk_ids_TK[token_ids_N] == expert_ids_N[:, None]).any(1)
-    weights_N = weights_of_pairs(topk, token_ids_N, expert_ids_N, chosen_N, config)
+    weights_N = weights_of_pairs(topk.scores_TE, topk.topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, config)
     return Selected(topk, token_ids_N, expert_ids_N, chosen_N, weights_N)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, get_args
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
@@ -20,9 +20,8 @@ from sonic_ep.config import MoEConfig, RoundingConfig, RoundingMode, RouterConfi
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.dispatch.recv_index import reference as recv_index
+from sonic_ep.kernels.route.topk.reference import top_experts
 from sonic_ep.routers.route import RoutingContext, decide_pairs
-from sonic_ep.routers.select import top_experts
 from sonic_ep.routers.topk import TopK, compute_topk
 from sonic_ep.routers.weights_and_losses import weights_and_losses
 from sonic_ep.routing import Routing
@@ -38,19 +37,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), *([pytest.ma
 def routing_by(*, kernels: bool) -> Iterator[None]:
     """Every choice between plain torch and a kernel, made for all of them."""
 
-    def kernel(name: str) -> Any:
-        return import_module(f"sonic_ep.kernels.{name}") if kernels else None
-
-    lists = kernel("dispatch.recv_index.triton") or recv_index
+    fused = import_module("sonic_ep.kernels.route.fused") if kernels else None
     made = {
-        "routers.topk.router_operations": lambda *_: kernel("route.fused"),
-        "routers.weights_and_losses.router_operations": lambda *_: kernel("route.fused"),
-        "routers.rounding.rounding_kernel": lambda _: kernel("route.rounding.triton"),
-        "routers.select.select_kernels": lambda _: kernel("route.select.triton"),
+        "routers.topk.router_operations": lambda *_: fused,
+        "routers.weights_and_losses.router_operations": lambda *_: fused,
         "routers.route.allows_spare_capacity": lambda _: kernels,
-        "dispatch.plan.plan_kernel": lambda _: kernel("dispatch.plan.triton"),
         "dispatch.local.allows_spare_capacity": lambda _: kernels,
-        "dispatch.local.pair_lists": lists.pair_lists,
+        "kernels.backend.runs_triton": lambda _: kernels,
     }
     with ExitStack() as stack:
         for name, value in made.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sonic_ep.kernels.common.launch import fast_launch
 from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
-from sonic_ep.kernels.route.rounding.interface import RoundingRule
+from sonic_ep.kernels.route.rounding.reference import RoundingRule
 
 _MODES = {
     name: number for number, name in enumerate(("off", "pad", "nearest", "up", "down", "stochastic", "apportion"))
@@ -236,7 +236,7 @@ def _cap_sources(
         tl.atomic_add(cut_ptr + expert // (E // S), tl.sum(pairs - remaining, axis=0), mask=expert < E, sem="relaxed")
 
 
-def round_counts(
+def apply_rule(
     chosen_SE: Tensor, tokens_S: Tensor, seed: Tensor, rule: RoundingRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See kernels/route/rounding/interface.py."""

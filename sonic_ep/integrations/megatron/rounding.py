@@ -16,9 +16,10 @@ from torch import Tensor
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.integrations.megatron.routing_map import topk_ids
+from sonic_ep.kernels.route.topk.reference import scores_of, topk_mask
+from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
 from sonic_ep.routers.route import RoutingContext, decide_pairs
-from sonic_ep.routers.select import topk_mask
-from sonic_ep.routers.topk import TopK, scores_of, weights_of_pairs
+from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
 
 
@@ -77,7 +78,7 @@ class RoundedRouter:
         # The router's probability is 0 where it did not choose.
         weights_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
         lists = (routed_pairs.token_ids_N, routed_pairs.expert_ids_N, routed_pairs.chosen_N)
-        added_N = weights_of_pairs(topk, *lists, self.moe_config.router)
+        added_N = weights_of_pairs(scores_TE, ids_TK, *lists, self.moe_config.router)
         added_N = added_N * (self.config.moe_router_topk_scaling_factor or 1)
         weights_N = weights_N + torch.where(routed_pairs.chosen_N, 0, added_N)
         return Routing.of(routed_pairs, weights_N, T)

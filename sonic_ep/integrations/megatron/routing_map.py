@@ -8,8 +8,9 @@ from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.kernels.backend import chosen_pairs
+from sonic_ep.kernels.route.select.reference import pairs_of_mask
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
-from sonic_ep.routers.select import chosen_pairs, pairs_of_mask
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
 _OFF = RoundingConfig(mode="off")

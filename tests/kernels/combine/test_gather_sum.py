@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.experts import reference
+from sonic_ep.kernels.combine.gather_sum import reference
 from tests.kernels.oracle import SPLIT_GATE_UP, assert_rounded_once
 
 GatherSum = Callable[..., Tensor]

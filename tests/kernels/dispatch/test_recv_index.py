@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sonic_ep.dispatch.plan import Plan
+from sonic_ep.kernels.dispatch.plan.reference import Plan
 from sonic_ep.kernels.dispatch.recv_index.reference import PairBuffer
 from tests.dispatch import oracle
 from tests.dispatch.oracle import Case

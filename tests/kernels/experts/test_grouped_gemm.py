@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.kernels.backend import Operations, gather_sum, operations_for
+from sonic_ep.kernels.combine.gather_sum import reference as sums
 from sonic_ep.kernels.experts import mlp, reference
 from sonic_ep.kernels.experts.activations import activation_named, concatenate
 from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
@@ -236,7 +237,7 @@ def test_gather_sum(dtype: torch.dtype, H: int, weighted: bool, poison: None) ->
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     items = torch.randint(300, (int(starts[-1]),), device="cuda", dtype=torch.int32)
     weights = torch.rand(300, device="cuda") if weighted else None
-    exact = reference.gather_sum(values.double(), items, starts, None if weights is None else weights.double())
+    exact = sums.gather_sum(values.double(), items, starts, None if weights is None else weights.double())
     got = gather_sum(values, items, starts, weights)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), exact.to(dtype).double(), rtol=2 * torch.finfo(dtype).eps, atol=1e-5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sonic_ep.kernels.combine.gather_sum.reference import gather_sum
 from sonic_ep.kernels.experts import mlp, reference
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
@@ -145,10 +146,10 @@ def computed(problem: Problem, activation: str) -> dict[str, Tensor]:
     act, lists, weights = activation_named(activation), problem.lists, problem.expert_weights()
     x_RH, do_RH, weights_P = problem.x_RH, problem.do_RH, problem.weights_P
     y_PH, h_PJ = mlp.forward(reference, x_RH, weights, lists, act)
-    out_RH = reference.gather_sum(y_PH, *problem.pairs_by_row, weights_P)
+    out_RH = gather_sum(y_PH, *problem.pairs_by_row, weights_P)
     grads = mlp.backward_hidden(reference, do_RH, h_PJ, weights_P, weights, lists, act)
     dx_PH = mlp.backward_pairs(reference, grads.dh_PJ, weights, lists)
-    dx_RH = reference.gather_sum(dx_PH, *problem.pairs_by_row)
+    dx_RH = gather_sum(dx_PH, *problem.pairs_by_row)
     results = {"out": out_RH, "H": h_PJ[problem.real_slots], "dx": dx_RH, "ds": grads.ds_PZ.sum(1)[problem.real_slots]}
     results["dw1"] = mlp.backward_up_weights(reference, x_RH, grads.dh_PJ, lists)
     results["dw2"] = mlp.backward_down_weights(reference, do_RH, grads.scaled_a_PI, lists)

@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.kernels.backend import rounding_kernel
-from sonic_ep.kernels.route.rounding.interface import RoundingKernel
+from sonic_ep.kernels.backend import _implementation, runs_triton
 from sonic_ep.routers.rounding import CHUNK_MULTIPLES, RoundedCounts, round_counts, rule_of
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.triton_device import triton_device
@@ -18,7 +17,7 @@ from tests.helpers.waiting import assert_nothing_waits
 from tests.routers.rounding_cases import MODES, Case, assert_same, cases
 
 DEVICE = triton_device()
-KERNEL: RoundingKernel = import_module("sonic_ep.kernels.route.rounding.triton")  # type: ignore[assignment]
+KERNEL: Any = import_module("sonic_ep.kernels.route.rounding.triton")
 
 
 def check(chosen: Any, tokens: Any, rounding: RoundingConfig, seed: int = 0) -> None:
@@ -26,7 +25,7 @@ def check(chosen: Any, tokens: Any, rounding: RoundingConfig, seed: int = 0) -> 
     rule = rule_of(rounding, *chosen_SE.shape)
     reports = torch.cat([tokens_S[:, None], chosen_SE], 1).to(DEVICE)  # columns of what was gathered
     with poisoned_empty():
-        got = KERNEL.round_counts(reports[:, 1:], reports[:, 0], torch.tensor(seed, device=DEVICE), rule)
+        got = KERNEL.apply_rule(reports[:, 1:], reports[:, 0], torch.tensor(seed, device=DEVICE), rule)
     assert_same(
         RoundedCounts(*(values.cpu() for values in got)), round_counts(chosen_SE, tokens_S, rounding, seed=seed)
     )
@@ -77,6 +76,6 @@ def test_large_groups(ep_size: int, E: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_the_router_decides_by_kernel_and_nothing_waits() -> None:
-    assert rounding_kernel(torch.device("cuda")) is KERNEL
+    assert _implementation("route.rounding", "apply_rule", runs_triton(torch.device("cuda"))) is KERNEL.apply_rule
     chosen_SE, tokens_S = torch.randint(0, 3000, (8, 128), device="cuda"), torch.full((8,), 3000, device="cuda")
     assert_nothing_waits(lambda: round_counts(chosen_SE, tokens_S, RoundingConfig(capacity_factor=1.5)))

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.kernels.backend import SelectKernels, select_kernels
+from sonic_ep.kernels.backend import _implementation, runs_triton
+from sonic_ep.kernels.route.select.reference import pairs_of_mask, pairs_of_topk, select_tokens
+from sonic_ep.kernels.route.topk.reference import topk_mask
 from sonic_ep.routers.rounding import round_counts
 from sonic_ep.routers.route import select
-from sonic_ep.routers.select import pairs_of_mask, pairs_of_topk, select_tokens, topk_mask
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import GroupCounts
 from tests.helpers.triton_device import triton_device
@@ -26,7 +27,7 @@ from tests.helpers.waiting import assert_nothing_waits
 
 DEVICE = triton_device()
 INTERPRETED = DEVICE == "cpu"
-KERNELS: SelectKernels = import_module("sonic_ep.kernels.route.select.triton")  # type: ignore[assignment]
+KERNELS: Any = import_module("sonic_ep.kernels.route.select.triton")
 NAN, INF = float("nan"), float("inf")
 SMALLEST, LARGEST = 2.0**-149, (2 - 2.0**-23) * 2.0**127
 # Zeros of both signs, denormals, the ends, infinities, NaN of both signs, ties.
@@ -227,7 +228,7 @@ def test_constant_scores_at_layer_size(value: float, pairs: str) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 @pytest.mark.parametrize("tile_aligned", [False, True], ids=["plain", "rounded"])
 def test_the_router_selects_by_kernel_and_reads_nothing_back(tile_aligned: bool) -> None:
-    assert select_kernels(torch.device("cuda")) is KERNELS
+    assert _implementation("route.select", "chosen_pairs", runs_triton(torch.device("cuda"))) is KERNELS.chosen_pairs
     case = routed_case(3000, 64, 6)
     topk = TopK(case.scores_TE, case.scores_TE, None, case.topk_ids_TK)
     chosen_SE, tokens_S = case.counts_E()[None], torch.tensor([3000], device="cuda")

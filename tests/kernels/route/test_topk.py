@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.route.interface import FusedTopK, RouterOperations
+from sonic_ep.kernels.route.topk.reference import experts_of_best_groups, scores_of, top_experts
 from sonic_ep.routers import topk
-from sonic_ep.routers.select import top_experts
 from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
@@ -119,7 +119,7 @@ def assert_as_written(logits_TE: Tensor, bias_E: Tensor | None, K: int, config: 
     torch.testing.assert_close(chosen.scores_TE.double(), expected, rtol=1e-6, atol=1e-37, equal_nan=True)
     ranking_TE = chosen.scores_TE if bias_E is None else chosen.scores_TE + bias_E
     torch.testing.assert_close(chosen.ranking_TE, ranking_TE, rtol=0, atol=0, equal_nan=True)
-    allowed_TE = None if config.num_groups == 1 else topk._experts_of_best_groups(ranking_TE, config)
+    allowed_TE = None if config.num_groups == 1 else experts_of_best_groups(ranking_TE, config)
     if allowed_TE is None:
         assert chosen.allowed_TE is None
     else:
@@ -177,7 +177,7 @@ def test_scores_of_the_choice_carry_their_gradient(score: Any) -> None:
     assert not result.ranking_TE.requires_grad
     weight_TE = torch.randn(6, 8, device=DEVICE)
     (gradient,) = torch.autograd.grad((result.scores_TE * weight_TE).sum(), logits_TE)
-    (expected,) = torch.autograd.grad((topk.scores_of(logits_TE, config) * weight_TE).sum(), logits_TE)
+    (expected,) = torch.autograd.grad((scores_of(logits_TE, config) * weight_TE).sum(), logits_TE)
     torch.testing.assert_close(gradient, expected)
 
 

@@ -17,12 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.route.interface import RouterOperations
+from sonic_ep.kernels.route.select.reference import pairs_of_mask, select_tokens
+from sonic_ep.kernels.route.topk.reference import scores_of, times_chosen, top_experts, topk_mask
 from sonic_ep.routers import topk
 from sonic_ep.routers import weights_and_losses as outputs
 from sonic_ep.routers.replay import replay_contexts
 from sonic_ep.routers.router import Router
-from sonic_ep.routers.select import pairs_of_mask, select_tokens, top_experts, topk_mask
-from sonic_ep.routers.topk import TopK, times_chosen
+from sonic_ep.routers.topk import TopK
 from sonic_ep.routers.weights_and_losses import weights_and_losses
 from sonic_ep.routing import INDEX_DTYPE, BalanceCounts, GroupCounts, RoutedPairs
 from tests.helpers.triton_device import triton_device
@@ -100,7 +101,7 @@ class Case:
     def exact(self) -> tuple[Tensor, Tensor, Tensor]:
         """The same in double precision, by plain torch."""
         logits_TE = self.logits_TE.detach().double().requires_grad_()
-        scores_TE = topk.scores_of(logits_TE, self.config)
+        scores_TE = scores_of(logits_TE, self.config)
         result = TopK(scores_TE, scores_TE.detach(), self.result.allowed_TE, self.routed_pairs.topk_ids_TK)
         weights_N, loss = weights_and_losses(logits_TE, result, self.routed_pairs, self.L, self.config)
         pulls = [self.dweights_N.double(), self.dloss.double()]

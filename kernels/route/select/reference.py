@@ -1,7 +1,7 @@
-"""Selection by unique keys: no two candidates ever tie, so every device and every rank chooses alike.
+"""Which tokens go to which expert, by unique keys, in plain torch: the CPU path, and the twin of triton.py beside it.
 
 A key is one int64: class bits, then the score as an order-preserving 32-bit integer, then the id, reversed so that the
-smaller id wins. float64 scores are ordered by their float32 value, then by id. NaN ranks below -inf.
+smaller id wins: no two candidates ever tie.
 
 Legend: T tokens, E experts, K experts per token, N selected pairs.
 """
@@ -11,33 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.backend import select_kernels
+from sonic_ep.kernels.route.topk.reference import ordered_bits, topk_mask
 from sonic_ep.routing import INDEX_DTYPE
 
-_EXPERT_BITS = 12  # E <= 4096
 _TOKEN_BITS = 29
 MAX_TOKENS = 2**_TOKEN_BITS
-
-
-def ordered_bits(scores: Tensor) -> Tensor:
-    """int64 in 0..2^32-1 that order like the float32 values of `scores`; -0.0 equals 0.0, NaN comes first."""
-    values = scores.detach().float() + 0.0
-    bits = values.contiguous().view(torch.int32)
-    signed = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    return torch.where(values.isnan(), 0, signed + 2**31)
-
-
-def top_experts(scores_TE: Tensor, allowed_TE: Tensor | None, K: int) -> Tensor:
-    """(T, K) int64 ids of each token's K best experts, best first; among equal scores the smaller id.
-
-    allowed_TE: bool; experts outside it are taken only when fewer than K are inside.
-    """
-    E = scores_TE.shape[1]
-    ids_E = torch.arange(E, device=scores_TE.device)
-    keys_TE = (ordered_bits(scores_TE) << _EXPERT_BITS) | (2**_EXPERT_BITS - 1 - ids_E)
-    if allowed_TE is not None:
-        keys_TE = keys_TE | (allowed_TE.long() << (32 + _EXPERT_BITS))
-    return keys_TE.topk(K, dim=1).indices
 
 
 def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,8 +25,6 @@ def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor,
              expert. Returns token ids (N,) int32, expert ids (N,) int64 and (N,) bool: True, all are chosen. N = T K.
     Example: rows [1, 0] and [2, 1] of 3 experts -> tokens [0, 0, 1, 1], experts [0, 1, 1, 2].
     """
-    if (kernels := select_kernels(topk_ids_TK.device)) is not None:
-        return kernels.chosen_pairs(topk_ids_TK, counts_E)
     token_ids_N, expert_ids_N = pairs_of_topk(topk_ids_TK)
     return token_ids_N.to(INDEX_DTYPE), expert_ids_N, torch.ones_like(token_ids_N, dtype=torch.bool)
 
@@ -63,8 +39,6 @@ def start_selection(
              the tokens chose; the others were added. On a GPU num_pairs may be larger: token -1 and
              expert 0 then fill the end.
     """
-    if (kernels := select_kernels(scores_TE.device)) is not None:
-        return kernels.start_selection(scores_TE, topk_ids_TK, allowed_TE)
 
     def selected_pairs(pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
         mask_TE = select_tokens(scores_TE, topk_ids_TK, allowed_TE, pairs_E)
@@ -90,12 +64,6 @@ def select_tokens(scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | N
     order_TE = keys_TE.argsort(dim=0, descending=True)
     selected_TE = torch.zeros_like(chosen_TE)
     return selected_TE.scatter_(0, order_TE, tokens_T1 < pairs_E[None, :])
-
-
-def topk_mask(topk_ids_TK: Tensor, E: int) -> Tensor:
-    """(T, E) bool: did token T choose expert E?"""
-    mask_TE = torch.zeros(topk_ids_TK.shape[0], E, dtype=torch.bool, device=topk_ids_TK.device)
-    return mask_TE.scatter_(1, topk_ids_TK, True)
 
 
 def pairs_of_topk(topk_ids_TK: Tensor) -> tuple[Tensor, Tensor]:
