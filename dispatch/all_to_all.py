@@ -5,7 +5,8 @@ takes rows out (dO), by setting x once more, rows back (dX) and dS back. A recei
 rows each source will send: rows are numbered densely, so the largest index tells. The host waits twice in a forward:
 for the plan's sizes, and for these and the sender's own row counts.
 
-Legend: see protocol.py; S source ranks.
+Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, S ranks of the EP group,
+R rows this rank receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
 """
 
 from collections import Counter

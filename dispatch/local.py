@@ -1,6 +1,7 @@
 """One rank: the received rows are x itself. No collective, no copy of a row that starts where kernels can read it.
 
-Legend: see protocol.py.
+Legend: T tokens on this rank, H hidden size, N pairs this rank sends, R rows this rank receives, V pairs this rank
+receives, P rows of the pair buffer, e local experts.
 """
 
 from collections.abc import Callable

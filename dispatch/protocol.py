@@ -8,8 +8,8 @@
 Combine weights are applied on the owner's rank, so dispatch and combine are plain data movers and each other's
 backward. All are collectives of the EP group.
 
-Legend: T tokens and H hidden size on the token's rank, N pairs it lists, U rows it sends; on the owner's rank R
-received rows, V received pairs, P rows of the pair buffer (V and padding), e local experts.
+Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, R rows this rank
+receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
 """
 
 from collections.abc import Callable, Sequence

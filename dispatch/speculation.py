@@ -6,7 +6,7 @@ nothing if they exceed the room; then nobody sends, and when the host has read t
 it is with what experts compute on these lists (`PreparedDispatch.speculative`), in less room, since backward keeps
 that.
 
-Legend: S ranks of the group.
+Legend: S ranks of the EP group.
 """
 
 from typing import NamedTuple, Self, final

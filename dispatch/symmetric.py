@@ -16,7 +16,8 @@ no size, and a CUDA graph can be captured.
 A dispatch alternates between two row buffers, so what it returns stays valid until the second dispatch after it. All
 kernels must be launched on streams that wait for each other, as autograd does.
 
-Legend: see protocol.py; S ranks of the group.
+Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, S ranks of the EP group,
+R rows this rank receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
 """
 
 import functools

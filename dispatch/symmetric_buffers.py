@@ -2,7 +2,7 @@
 
 To make some is a collective: every rank asks for as much at the same time.
 
-Legend: see protocol.py; S ranks of the group.
+Legend: S ranks of the EP group.
 """
 
 from collections.abc import Callable

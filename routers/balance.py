@@ -1,6 +1,7 @@
 """Losses and bias updates that keep experts evenly loaded. All of them count top-K choices, before rounding.
 
-Legend: B sequences, L tokens of a sequence, T = B*L tokens, E experts, K experts per token, S ranks of the EP group.
+Legend: B sequences, L tokens of a sequence, T tokens on this rank, E experts, K experts per token, S ranks of the EP
+group.
 """
 
 import torch

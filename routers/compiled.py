@@ -3,7 +3,7 @@
 What is inside (top-K, the group's collective, the decision, selection, record and replay) runs as in eager mode.
 Weights of pairs, losses and statistics are traced around it. docs/torch_compile.md has the whole picture.
 
-Legend: T tokens on this rank, E experts, K experts per token, N selected pairs, S ranks of the EP group.
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, S ranks of the EP group.
 """
 
 import functools

@@ -4,7 +4,7 @@ A rank whose input is bad still takes part, so that all ranks raise the same err
 decision stay on the device. The host reads the ranks' conditions with the sizes, which it does late; where rows may be
 sent before, a bad condition makes all counts void on the device.
 
-Legend: S ranks of the EP group, E experts, F fields of a header.
+Legend: S ranks of the EP group, E experts, F fields of a table.
 """
 
 import functools
@@ -66,7 +66,7 @@ def gather_counts(
     exchange: Exchange | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> GroupDecision:
-    """Gather every rank's report, doing something else meanwhile, and decide n[R, E], identically everywhere.
+    """Gather every rank's report, doing something else meanwhile, and decide n[S, E], identically everywhere.
 
     exchange: by what way; default the group's own.
 

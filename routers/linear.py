@@ -4,7 +4,7 @@ A bf16 row times fp32 weights needs no fp32 arithmetic: kernels/route/interface.
 Whoever wants one bf16 product instead says so (`router.linear_dtype`). Other rows take torch's own GEMM, in which TF32
 is the user's choice (torch.set_float32_matmul_precision).
 
-Legend: T tokens, H hidden size, E experts.
+Legend: T tokens on this rank, H hidden size, E experts.
 """
 
 from typing import Any

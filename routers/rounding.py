@@ -1,4 +1,4 @@
-"""The integer decision of distributed token rounding: counts C[R, E] in, rows n[R, E] out, the same on every rank.
+"""The integer decision of distributed token rounding: counts C[S, E] in, rows n[S, E] out, the same on every rank.
 
 Pure int64 tensor arithmetic on the all-gathered counts: no floating point, no host read, no loop over ranks, experts or
 tokens, so every rank computes identical results on any device. Modes (docs/token_rounding.md has the table):
@@ -14,7 +14,7 @@ tokens, so every rank computes identical results on any device. Modes (docs/toke
 A rank with T tokens cannot give an expert more than T of them: a chunk that rounding makes larger is completed with
 padding rows, so `pairs <= rows` everywhere and T < t is legal.
 
-Legend: S source ranks (= Q owner ranks = ep_size), E experts, e experts of one rank.
+Legend: S ranks of the EP group, Q destination ranks, E experts, e local experts.
 """
 
 import functools
@@ -40,7 +40,7 @@ _ALWAYS = 2**62
 class RoundedCounts:
     """What every rank sends to every expert. All int64, on the device of the counts.
 
-    rows_SE: n[R, E], rows of each chunk, a multiple of t. pairs_SE: how many of them are real; the rest is padding.
+    rows_SE: n[S, E], rows of each chunk, a multiple of t. pairs_SE: how many of them are real; the rest is padding.
     cut_S: pairs per owner rank that capacity took away. t: () the chunk multiple in force (1 when off).
     """
 
@@ -119,7 +119,7 @@ def round_counts(
     training: bool = True,
     seed: Tensor | int = 0,
 ) -> RoundedCounts:
-    """Decide n[R, E] from the plain top-K counts of every rank.
+    """Decide n[S, E] from the plain top-K counts of every rank.
 
     Shapes:  chosen_SE (S, E) and tokens_S (S,) int64 on one device. E must be a multiple of S.
     Mode:    `rounding.mode`; without `training` always "off" and without capacity.

@@ -1,6 +1,6 @@
 """What a router decides about a batch, beside what trains: the group's agreement, then which pairs this rank sends.
 
-Legend: T tokens on this rank, E experts, N selected pairs.
+Legend: T tokens on this rank, E experts, N pairs this rank sends.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """`Router`: tokens in, `Routing` out. Scores, choice, the group's decision, selection, weights and losses, in that
 order.
 
-Legend: T tokens on this rank, H hidden size, E experts, N selected pairs.
+Legend: T tokens on this rank, H hidden size, E experts, N pairs this rank sends.
 """
 
 import dataclasses

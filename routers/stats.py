@@ -1,6 +1,6 @@
 """What a user watches of the routing: figures that are worked out when somebody looks at them.
 
-Legend: S ranks of the EP group, T tokens on this rank, E experts, N listed pairs.
+Legend: S ranks of the EP group, T tokens on this rank, E experts, N pairs this rank sends.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Token-choice top-K: logits to scores, the plain choice, and the combine weights of any selected pair.
 
-Legend: T tokens, E experts, K experts per token, g expert groups, N pairs.
+Legend: T tokens on this rank, E experts, K experts per token, g expert groups, N pairs this rank sends.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 Fused, one kernel computes the whole gradient of the logits, and the logits are the one T x E tensor kept for it.
 
-Legend: T tokens, E experts, K experts per token, N pairs, B sequences.
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, B sequences.
 """
 
 from dataclasses import dataclass

@@ -4,8 +4,9 @@ torch.compile sees tensors go in and come out. How many pairs and rows there are
 sizes that `prepare_dispatch` returns are symbols; those of the others follow from their inputs, which lets a graph free
 what it is done with. docs/torch_compile.md has the whole picture.
 
-Legend: T tokens and H hidden size on this rank, N pairs sent, U rows sent, R received rows, V received pairs, P
-pair-buffer rows, S ranks of the group, E experts, e local experts, I expert width, J = 2I if gated else I.
+Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, R rows this rank
+receives, V pairs this rank receives, P rows of the pair buffer, S ranks of the EP group, E experts, e local experts, I
+expert width, J pre-activation columns (2I if gated else I).
 """
 
 from contextlib import nullcontext

@@ -200,7 +200,7 @@ class MoEConfig:
     gelu, silu and relu2 are not. bias: biases on both expert projections (and on the shared expert's).
     shared_n: intermediate size of a shared expert that sees every token, 0 for none. shared_gate: scale its output by
     sigmoid(x @ gate). init_std: standard deviation of the initial weights. save_dispatched: keep the received rows for
-    backward instead of sending x a second time (2*U*d bytes more, one dispatch less).
+    backward instead of sending x a second time (2*R*d bytes more, one dispatch less).
 
     Raises ValueError for any value outside its limits.
     """

@@ -8,8 +8,8 @@ Dispatch and combine only move rows (the combine weights act on the owner's rank
 Kept between the two: x (or the received rows), H, the weights of the pairs and the index lists. Never Y, A or gathered
 rows. docs/memory.md has the formula.
 
-Legend: T tokens and H hidden size on this rank, N pairs sent, R received rows, P pair-buffer rows, e local experts,
-I expert width, J = 2I if gated else I.
+Legend: T tokens on this rank, H hidden size, N pairs this rank sends, R rows this rank receives, P rows of the pair
+buffer, e local experts, I expert width, J pre-activation columns (2I if gated else I).
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """`Experts`: the weights of the local experts, equal for every ep_size from one seed.
 
-Legend: E experts, e = E / ep_size local experts, d hidden size, n expert width, J = 2n if gated else n.
+Legend: E experts, e local experts, d hidden size, n expert width, J pre-activation columns (2I if gated else I).
 """
 
 from typing import Any, Self, final

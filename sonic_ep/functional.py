@@ -1,7 +1,7 @@
 """`moe`: the expert-parallel MLP as one differentiable function of rows, weights and a routing.
 
-Legend: T tokens and H hidden size on this rank, N pairs sent, P pair-buffer rows, e local experts, I expert width,
-J = 2I if gated else I.
+Legend: T tokens on this rank, H hidden size, N pairs this rank sends, P rows of the pair buffer, e local experts, I
+expert width, J pre-activation columns (2I if gated else I).
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,6 +1,6 @@
 """`MoE`: the layer. Route, dispatch, compute, combine; a shared expert and losses beside them.
 
-Legend: T tokens on this rank, H hidden size (the paper's d).
+Legend: T tokens on this rank, H hidden size.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 What passes from the router to dispatch. Any number of experts per token, from none to all.
 
-Legend: S source ranks (= ep_size), T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
+Legend: S ranks of the EP group, T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
 from collections.abc import Callable, Generator
@@ -22,7 +22,7 @@ INDEX_DTYPE = torch.int32  # of every per-pair and per-row index list
 class GroupCounts(NamedTuple):
     """The group-wide integers of one routing: the same on every rank, int64, on the device of the routing.
 
-    chosen_SE: plain top-K counts C[R, E]. rows_SE: n[R, E], rows of each (source rank, expert) chunk. pairs_SE: how
+    chosen_SE: plain top-K counts C[S, E]. rows_SE: n[S, E], rows of each (source rank, expert) chunk. pairs_SE: how
     many of those are real pairs, the rest being padding of weight zero. tokens_S: T of each rank. cut_S: pairs that
     capacity took from each owner rank. t: () the chunk multiple in force.
     """

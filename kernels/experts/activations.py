@@ -4,7 +4,7 @@ Gated activations read pairs of columns, gate first: H[:, 2i] and H[:, 2i + 1] (
 GEMM epilogue then holds both halves of a pair in one thread). `interleave` and `concatenate` convert weights and
 biases.
 
-Legend: P pairs, J pre-activation columns (2I if gated, else I), I expert width.
+Legend: P rows of the pair buffer, J pre-activation columns (2I if gated else I), I expert width.
 """
 
 from abc import ABC, abstractmethod

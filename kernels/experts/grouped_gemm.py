@@ -6,7 +6,8 @@ as functions of the accumulator. Here a *plan* (a compiled kernel and its launch
 class, and launched for any number of rows: nothing depends on row counts. row_gemm.py has what Hopper's kernels do
 otherwise.
 
-Legend: R rows, H hidden size, P pair-buffer rows, e local experts, I expert width, J = 2I if gated else I.
+Legend: R rows this rank receives, H hidden size, P rows of the pair buffer, e local experts, I expert width, J
+pre-activation columns (2I if gated else I).
 """
 
 import functools

@@ -4,7 +4,8 @@ From received rows to values of pairs: their (weighted) sums are the transport's
 Nothing is kept but H (the caller keeps it with its rows and lists): A and A' are made and dropped, Y lives only until
 it is summed, gathered rows exist only inside a GEMM. Source: SonicMoE, arXiv 2512.14080, algorithms 1 to 3.
 
-Legend: R received rows, H hidden size, P pair-buffer rows, e local experts, I expert width, J = 2I if gated.
+Legend: R rows this rank receives, H hidden size, P rows of the pair buffer, e local experts, I expert width, J
+pre-activation columns (2I if gated else I).
 """
 
 from dataclasses import dataclass

@@ -4,8 +4,8 @@ Half-precision operands are computed in fp32 and rounded once on output, as tens
 fp32 and float64 are computed as they are. Grouped operations work on a pair buffer whose rows stand by expert;
 `expert_starts_e` (e + 1, int32) are exclusive prefix sums of rows per expert, and empty experts are legal.
 
-Legend: R rows, H hidden size, P pair-buffer rows, e local experts, I expert width, J = 2I if gated else I (gate and up
-interleaved, see activations.py).
+Legend: R rows this rank receives, H hidden size, P rows of the pair buffer, e local experts, I expert width, J
+pre-activation columns (2I if gated else I). Gate and up are interleaved, see activations.py.
 """
 
 from collections.abc import Iterator

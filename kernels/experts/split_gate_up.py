@@ -6,7 +6,7 @@ from a gate row to its up row. To TMA that is a stride like any other, so all th
 `interleaved_view` makes it, and a kernel of an `split_gate_up_mod` knows how to read it. quack has the same for halves
 of one tensor, where the distance follows from the shape (`concat_layout`).
 
-Legend: e local experts, I expert width, J = 2I, H hidden size.
+Legend: e local experts, I expert width, J pre-activation columns (2I if gated else I), H hidden size.
 """
 
 import functools

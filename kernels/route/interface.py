@@ -1,6 +1,6 @@
 """The contract of the router's fused kernels. routers/topk.py and routers/balance.py hold their plain twins.
 
-Legend: T tokens, H hidden size, E experts, K experts per token, N pairs, B sequences.
+Legend: T tokens on this rank, H hidden size, E experts, K experts per token, N pairs this rank sends, B sequences.
 """
 
 from typing import NamedTuple, Protocol

@@ -3,7 +3,7 @@
 A tile holds some tokens' logits over all experts, padded to a power of two. Up to 1024 columns a program's one warp
 reduces its rows by lanes alone; where a program is given more warps, they share rows of more than 128 columns.
 
-Legend: T tokens, E experts.
+Legend: T tokens on this rank, E experts.
 """
 
 from typing import Any

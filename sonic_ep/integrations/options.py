@@ -9,7 +9,7 @@ from sonic_ep.config import RoundingConfig, TransportConfig
 class SonicEPOptions:
     """rounding: token rounding in training; None keeps exactly the pairs that the framework's router chose.
 
-    save_dispatched: keep the received rows for backward instead of sending x a second time (2*U*d bytes more a layer,
+    save_dispatched: keep the received rows for backward instead of sending x a second time (2*R*d bytes more a layer,
     one dispatch less). transport: how rows travel between ranks; static buffers need rounding with a capacity_factor.
 
     Raises ValueError for static buffers without it.

@@ -3,7 +3,7 @@
 Kinds: "ours", "sequential" (SequentialMLP), "grouped" (GroupedMLP: building and saving it needs no GPU, running it
 would) and "te_grouped" (TEGroupedMLP over a stand-in for Transformer Engine's linear: its checkpoints alone).
 
-Legend: E experts in all, e local experts, H hidden size, I expert width, J = 2I if gated else I.
+Legend: E experts, e local experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
 """Balance losses and bias updates: against loops in double precision.
 
-Legend: B sequences, L tokens of a sequence, T tokens, E experts, K experts per token, S ranks of the EP group.
+Legend: B sequences, L tokens of a sequence, T tokens on this rank, E experts, K experts per token, S ranks of the EP
+group.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Real ranks agree on the counts and the decision, and an error on one is the same error on all.
 
-Legend: S ranks, T tokens of one rank, H hidden size, E experts, K experts per token.
+Legend: S ranks of the EP group, T tokens on this rank, H hidden size, E experts, K experts per token.
 """
 
 from collections.abc import Callable

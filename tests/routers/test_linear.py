@@ -1,6 +1,9 @@
 """The router's linear layer in the dtype of x: what is rounded, what is not, and nothing by autocast.
 
-tests/kernels/route/test_linear.py has the one in fp32 on tensor cores. Legend: T tokens, H hidden size, E experts.
+tests/kernels/route/test_linear.py has the one in fp32 on tensor cores.
+
+Legend: T tokens on this rank, H hidden size, E
+experts.
 """
 
 from typing import Any

@@ -1,6 +1,8 @@
 """The predicted share of changed assignments: against its published figures, against measurement, and in "auto".
 
-rho is T*K/(E*128): tiles of 128 rows per (rank, expert). Legend: S ranks, E experts.
+rho is T*K/(E*128): tiles of 128 rows per (rank, expert).
+
+Legend: S ranks of the EP group, E experts.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Activation checkpointing: the recomputed forward routes as the first one did, and gradients are those without it.
 
-Legend: T tokens, H hidden size, E experts.
+Legend: T tokens on this rank, H hidden size, E experts.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Token rounding's integer decision: what holds for every count matrix, and each mode against a formula of its own.
 
-Legend: S source ranks (= owner ranks = ep_size), E experts.
+Legend: S ranks of the EP group, E experts.
 """
 
 from collections.abc import Iterable, Iterator

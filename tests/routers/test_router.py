@@ -1,6 +1,6 @@
 """The router as a module: plain top-K where nothing may be rounded, dtypes, bias, and the gradient of what it returns.
 
-Legend: T tokens, H hidden size, E experts, K experts per token, N selected pairs.
+Legend: T tokens on this rank, H hidden size, E experts, K experts per token, N pairs this rank sends.
 """
 
 import copy

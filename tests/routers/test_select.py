@@ -1,6 +1,6 @@
 """Which pairs are selected: against loops over Python tuples that know the rule and nothing of keys and bits.
 
-Legend: T tokens, E experts, K experts per token, N selected pairs.
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
 import math

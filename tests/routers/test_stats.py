@@ -1,6 +1,6 @@
 """The figures a user watches: against sets of pairs and plain loops.
 
-Legend: S ranks of the EP group, T tokens of one rank, E experts, K experts per token.
+Legend: S ranks of the EP group, T tokens on this rank, E experts, K experts per token.
 """
 
 import math

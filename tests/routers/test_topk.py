@@ -1,6 +1,6 @@
 """Token-choice top-K and its weights: against a router written with loops and math.exp, in double precision.
 
-Legend: T tokens, E experts, K experts per token, N pairs.
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
 import math

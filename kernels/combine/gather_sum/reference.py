@@ -1,6 +1,6 @@
 """`gather_sum` in plain torch: the CPU path, and the twin of kernels/combine/gather_sum/triton.py.
 
-Legend: V listed items, P pair-buffer rows, H hidden size.
+Legend: P rows of the pair buffer, H hidden size, V pairs this rank receives.
 """
 
 import torch

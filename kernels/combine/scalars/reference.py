@@ -1,7 +1,7 @@
 """`values_of_pairs` in plain torch: one scalar of each pair, in the order of a routing. The twin of triton.py beside
 it.
 
-Legend: V received pairs, P pair-buffer rows, Z partial sums of one value.
+Legend: V pairs this rank receives, P rows of the pair buffer, Z partial sums of one value.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """`values_of_pairs` as one Triton kernel: partial sums of each pair's scalar are added and put in the routing's order.
 
-Legend: see reference.py beside it.
+Legend: V pairs this rank receives, P rows of the pair buffer, Z partial sums of one value.
 """
 
 import triton

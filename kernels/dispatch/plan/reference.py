@@ -1,4 +1,4 @@
-"""The plan: from n[R, E], every offset of every rank. Pure integers, the same on all ranks, nothing to exchange.
+"""The plan: from n[S, E], every offset of every rank. Pure integers, the same on all ranks, nothing to exchange.
 
 Each rank owns E / ep_size consecutive experts and computes the rows of all sources for them in one *pair buffer*,
 grouped by expert. Inside an expert, the full tiles of every source come first (a tile of one source can start when that
@@ -9,7 +9,7 @@ source has arrived), then the sources' tails:
 Example: 2 ranks, tile 128, one expert with n = [300, 130] -> heads 256 and 128, tails 44 and 2; source 1's head starts
 at row 256, the tails at 384 and 428, and the expert has 430 rows.
 
-Legend: S source ranks, Q owner ranks (both ep_size), E experts, e experts of one rank, P rows of one pair buffer.
+Legend: S ranks of the EP group, Q destination ranks, E experts, e local experts, P rows of the pair buffer.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """One rank's part of the plan as a Triton program, and one more for each owner, which sums what it receives; and the
 same plan where there is room for it.
 
-Legend: S source ranks (= Q owner ranks), E experts, e experts of one rank, C = S * e chunks, F fields of a chunk.
+Legend: S ranks of the EP group, Q destination ranks, E experts, e local experts, C chunks (source rank, local expert),
+F fields of a table.
 """
 
 import torch

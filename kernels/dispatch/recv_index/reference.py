@@ -8,8 +8,8 @@ Example: one source, tile 4, expert 0 with rows [0, 2, 3, 5, 6], expert 1 with [
     slot_V [0, 1, 2, 3, 4, 5], row_of_pair_P [0, 2, 3, 5, 6, 2], and by row (0: 0) (2: 1, 5) (3: 2) (5: 3) (6: 4):
     pairs_by_row_V [0, 1, 5, 2, 3, 4], pair_starts_R [0, 1, 1, 3, 4, 4, 5, 6].
 
-Legend: S source ranks, e local experts, C = S * e chunks by source, then expert, F fields of a chunk; V received pairs,
-P rows of the pair buffer (V and padding), R received rows.
+Legend: S ranks of the EP group, e local experts, C chunks (source rank, local expert), F fields of a table, V pairs
+this rank receives, P rows of the pair buffer, R rows this rank receives.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,8 @@ everything is deterministic.
 The programs of a chunk take turns at blocks of its rows: the host need not know how long a chunk is, nor, if it gives
 the lists room to spare, how many rows there are.
 
-Legend: see kernels/dispatch/recv_index/reference.py; W 32-bit words of a row's experts.
+Legend: S ranks of the EP group, e local experts, C chunks (source rank, local expert), F fields of a table, V pairs
+this rank receives, P rows of the pair buffer, R rows this rank receives, W 32-bit words of a bit set.
 """
 
 from typing import Any

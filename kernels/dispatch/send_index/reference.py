@@ -6,7 +6,7 @@ kernels/dispatch/send_index/triton.py.
 Example: 2 owners, 4 tokens, pairs of tokens [3, 1, 3] for owner 0 and [1, 2] for owner 1 -> 4 rows leave, tokens
 [1, 3 | 1, 2]; the pairs' rows are [1, 0, 1 | 0, 1].
 
-Legend: Q owner ranks, T tokens and N pairs of this rank, U rows that it sends.
+Legend: Q destination ranks, T tokens on this rank, N pairs this rank sends, U rows this rank sends.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ A table of needed (owner, token) rows is marked pair by pair; its prefix sum num
 up. The second half, which nobody waits for, lists them by token. Atomics act on integers whose result does not depend
 on their order; everything is deterministic.
 
-Legend: see kernels/dispatch/send_index/reference.py.
+Legend: Q destination ranks, T tokens on this rank, N pairs this rank sends, U rows this rank sends.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 Plain torch: the CPU path, and the oracle of kernels/dispatch/split_sizes/triton.py.
 
-Legend: S source ranks (= Q owner ranks), E experts, F fields of a rank's report.
+Legend: S ranks of the EP group, Q destination ranks, E experts, F fields of a table.
 """
 
 import torch

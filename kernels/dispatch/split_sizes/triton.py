@@ -1,7 +1,7 @@
 """`pack_split_sizes` of kernels/dispatch/split_sizes/reference.py in Triton: one program for each owner, and for the
 rank of the same number.
 
-Legend: S source ranks (= Q owner ranks), E experts, e experts of one rank, F fields of a rank's report.
+Legend: S ranks of the EP group, Q destination ranks, E experts, e local experts, F fields of a table.
 """
 
 import torch

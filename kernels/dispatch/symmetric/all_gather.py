@@ -4,7 +4,7 @@ Two kernels, so that others can run between them. There are two places for what 
 them: a rank cannot come to the meeting after next before all have come to the next one, that is, before they have taken
 what arrived at this one. So nobody asks whether a place is free.
 
-Legend: S ranks, F integers of a rank.
+Legend: S ranks of the EP group, F fields of a table.
 """
 
 from typing import Any

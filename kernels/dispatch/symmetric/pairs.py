@@ -3,7 +3,7 @@
 Where a source's pairs stand in an owner's lists, and their values in the source's, follows from how many pairs each
 rank sends to each owner, which all ranks know.
 
-Legend: S source ranks, Q owner ranks, N pairs that this rank sends, V that it receives.
+Legend: S ranks of the EP group, Q destination ranks, N pairs this rank sends, V pairs this rank receives.
 """
 
 import torch

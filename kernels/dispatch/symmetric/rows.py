@@ -7,7 +7,7 @@ numbering: the row of token t of source s goes to row t of this rank's region at
 `push_rows` reads a token's row once and writes it to every rank that needs it. `combine_push` sums as gather_sum does,
 in the same order, and writes the sum where it belongs instead of here. `combine_reduce` is the last sum, over owners.
 
-Legend: S ranks of the group, sources and owners alike; T tokens and H hidden size on this rank.
+Legend: S ranks of the EP group, T tokens on this rank, H hidden size.
 """
 
 import functools

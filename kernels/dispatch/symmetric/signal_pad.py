@@ -6,7 +6,7 @@ own buffers are free, waits for theirs to be, writes into them, tells them so, a
 no host takes part. Where no rank has a pair to send, nobody meets for lists, rows or sums, and a rank need not launch
 these kernels.
 
-Legend: S ranks.
+Legend: S ranks of the EP group.
 """
 
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ semantics; the program with the last ticket, which a barrier hands to its thread
 system, the writes of all. Every wait ends in an acquire. A program waits for other ranks, never for programs of its own
 grid. Flags of several ranks are set, and asked for, by a thread each: one after the other, each takes a round trip.
 
-Legend: S ranks.
+Legend: S ranks of the EP group.
 """
 
 import triton

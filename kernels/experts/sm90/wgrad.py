@@ -6,7 +6,8 @@ in turns: handed on from one set to the other, they would be waited for at the h
 so that tiles which are dealt out beforehand end at different times, they are drawn from a counter, ahead as over rows
 (tile_prefetch.py). The kernel computes the same bits.
 
-Legend: R rows, P pair-buffer rows, e local experts, M columns of the gathered rows, N of the others.
+Legend: R rows this rank receives, P rows of the pair buffer, e local experts. m, n are GEMM extents: columns of the
+gathered rows and of the others.
 """
 
 from collections.abc import Callable

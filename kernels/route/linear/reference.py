@@ -2,7 +2,7 @@
 
 The contract of RouterLinear (kernels/route/interface.py) but for its bounds.
 
-Legend: T tokens, H hidden size, E experts.
+Legend: T tokens on this rank, H hidden size, E experts.
 """
 
 import torch.nn.functional as F

@@ -10,7 +10,7 @@ in the opposite order of the other's, three slots of both, multiplied as one lon
 products, high * high + low * high + high * low: enough for a gradient that is rounded to bf16 anyway. Experts are
 padded with zeros to a multiple of 16, so that every row of parts is aligned.
 
-Legend: T tokens, H hidden size, E experts, e experts with padding, S programs that share a sum.
+Legend: T tokens on this rank, H hidden size, E experts, Z partial sums of one value.
 """
 
 import functools

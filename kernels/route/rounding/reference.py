@@ -3,7 +3,7 @@
 Pure int64 tensor arithmetic: no floating point, no host read, no loop over ranks, experts or tokens, so every rank
 computes identical results on any device. routers/rounding.py says what the modes mean and makes the rule.
 
-Legend: S source ranks (= Q destination ranks = ep_size), E experts, e experts of one rank.
+Legend: S ranks of the EP group, Q destination ranks, E experts, e local experts.
 """
 
 from typing import NamedTuple

@@ -4,7 +4,7 @@ capacity.
 A program decides for a few experts, all ranks of each. Capacity couples the experts of an owner: one program each cuts
 the owner's columns, then the columns' ranks give what was cut.
 
-Legend: S source ranks, E experts, e experts of one rank. Integers are int64.
+Legend: S ranks of the EP group, E experts, e local experts. Integers are int64.
 """
 
 import torch

@@ -6,7 +6,7 @@ below it not at all. Rounding moves few tokens, so the divided class's shorter p
 best keys, or the k worst. First come the words of 32 tokens that can have any of them: no key below the k best words'
 worst is among the k best. Among the keys of those words the last one is found by bisection.
 
-Legend: T tokens; a row is one expert's, of `words` * 32 keys.
+Legend: T tokens on this rank. A row is one expert's, of `words` * 32 keys.
 """
 
 import triton

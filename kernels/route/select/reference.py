@@ -3,7 +3,7 @@
 A key is one int64: class bits, then the score as an order-preserving 32-bit integer, then the id, reversed so that the
 smaller id wins: no two candidates ever tie.
 
-Legend: T tokens, E experts, K experts per token, N selected pairs.
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ The first turns the step's (T, E) tables around: for each expert one bit per tok
 under selection the scores as keys. In the second a program owns an expert: it selects the best keys (bitset_topk.py),
 gives equal ones to the smaller tokens, and looks every slot of its list up in prefix sums of the selected bits.
 
-Legend: T tokens, E experts, K experts per token, N selected pairs, W words of 32 tokens.
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, W 32-bit words of a bit set.
 """
 
 from collections.abc import Callable

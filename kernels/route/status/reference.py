@@ -3,7 +3,7 @@
 The host hears late of a rank that cannot go on, and has launched by then what the others would send it. On the device
 they all know in time. This is the CPU path, and the oracle of kernels/route/status/triton.py.
 
-Legend: S ranks, E experts, F fields of a header.
+Legend: S ranks of the EP group, E experts, F fields of a table.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """kernels/route/status/reference.py in Triton, a launch each.
 
-Legend: see there.
+Legend: S ranks of the EP group, E experts, F fields of a table.
 """
 
 import torch

@@ -4,7 +4,7 @@ No two candidates ever tie, so every device and every rank chooses alike. A key 
 expert, then the score as an order-preserving 32-bit integer, then the id, reversed so that the smaller id wins. float64
 scores are ordered by their float32 value, then by id. NaN ranks below -inf.
 
-Legend: T tokens, E experts, K experts per token, g expert groups.
+Legend: T tokens on this rank, E experts, K experts per token, g expert groups.
 """
 
 import torch

@@ -3,7 +3,7 @@
 The choice is made by the scores that the kernel itself writes, by the order of routers/select.py: what follows from
 those scores elsewhere agrees with it exactly. A softmax here and one of torch can differ in the last bit.
 
-Legend: T tokens, E experts, K experts per token, g expert groups.
+Legend: T tokens on this rank, E experts, K experts per token, g expert groups.
 """
 
 import torch

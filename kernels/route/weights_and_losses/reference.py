@@ -1,7 +1,8 @@
 """Combine weights of the selected pairs and the auxiliary losses, differentiated by autograd: the CPU path, and the
 twin of triton.py beside it. The losses count top-K choices, before rounding.
 
-Legend: B sequences, L tokens of a sequence, T tokens, E experts, K experts per token, N pairs, S ranks of the EP group.
+Legend: B sequences, L tokens of a sequence, T tokens on this rank, E experts, K experts per token, N pairs this rank
+sends, S ranks of the EP group.
 """
 
 import torch

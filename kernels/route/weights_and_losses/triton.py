@@ -4,7 +4,8 @@ Backward recomputes the scores from the logits, so that one T x E buffer is kept
 the gradients of the weights from a T x E buffer that they were written into (pairs are unique) and overwrites that.
 Sums over tokens are made in two stages, without atomics.
 
-Legend: T tokens, E experts, K experts per token, N pairs, B sequences of L tokens, S ranks, P programs of a sequence.
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, B sequences, L tokens of a
+sequence, S ranks of the EP group, Z partial sums of one value.
 """
 
 import torch

@@ -3,7 +3,7 @@
 Parameters, their names, marks and order, the shared expert, checkpoints and groups are DeepSpeed's, so that the engine,
 ZeRO and the checkpoint code find what they look for.
 
-Legend: T tokens and H hidden size on this rank, e local experts, I expert width.
+Legend: T tokens on this rank, H hidden size, e local experts, I expert width.
 """
 
 from typing import Any

@@ -3,7 +3,7 @@
 The same scores, group limits, correction bias, normalisation and scale; among equal scores the expert with the smaller
 number, where torch.topk takes any. With token rounding, the group's decision follows: docs/token_rounding.md.
 
-Legend: T tokens and H hidden size on this rank, E experts.
+Legend: T tokens on this rank, H hidden size, E experts.
 """
 
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter

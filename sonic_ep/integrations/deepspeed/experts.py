@@ -4,7 +4,7 @@ DeepSpeed keeps one module per local expert and writes one file per global exper
 keys of a state dict, `deepspeed_experts.{local}.<name in the template>`. So those are what the module saves and loads,
 while the parameters that the optimizer sees are stacked and no step copies them.
 
-Legend: e local experts, H hidden size, I expert width, J = 2I if gated else I.
+Legend: e local experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
 
 from typing import Any, Self, final

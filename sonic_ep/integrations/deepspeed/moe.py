@@ -4,7 +4,7 @@ A subclass, because the engine asks isinstance(module, MoE) before it makes grou
 thin, because it is all that the engine needs: attributes, `deepspeed_moe` and the keys of its state dict. None of the
 parent's own modules is built.
 
-Legend: T tokens on this rank, H hidden size, E experts in all.
+Legend: T tokens on this rank, H hidden size, E experts.
 """
 
 from typing import Any, final

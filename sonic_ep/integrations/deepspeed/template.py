@@ -3,7 +3,7 @@
 Linear layers are found by their names, the activation by trying: a copy of the template with random weights is run, in
 float64 on the CPU, beside each activation that there is. So the module's own code decides, not what it calls things.
 
-Legend: H hidden size, I expert width, J = 2I if gated else I.
+Legend: H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
 
 import copy

@@ -9,7 +9,8 @@ tokens before any rounding,
 of first choices alone for k = 2, of all k otherwise. Source: top1gating, top2gating, topkgating in deepspeed 0.19.8,
 moe/sharded_moe.py.
 
-Legend: T tokens on this rank, H hidden size, E experts, k experts per token, N pairs.
+Legend: T tokens on this rank, H hidden size, E experts, K experts per token, N pairs this rank sends. k is DeepSpeed's
+name of K.
 """
 
 import math

@@ -14,8 +14,8 @@ every expert also has a Transformer Engine state of both linears, `_extra_state`
 Plain state dicts hold the local experts alone, under names of the module's own; see `to_layout` for the three. Our
 biases are flat there, (e * J,) and (e * H,), as in memory.
 
-Legend: e local experts, E experts in all, H hidden size, I expert width, J = 2I if gated else I. In memory a gated
-fc1 has gate and up rows in turn (see experts.py); in files, gate rows first.
+Legend: e local experts, E experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I). In
+memory a gated fc1 has gate and up rows in turn (see experts.py); in files, gate rows first.
 Source: sharded_state_dict of SequentialMLP, GroupedMLP and TEGroupedMLP in megatron-core 0.16.1,
 megatron/core/transformer/moe/experts.py.
 """

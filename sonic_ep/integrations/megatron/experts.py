@@ -3,7 +3,8 @@
 The weights are stored as the kernels take them, so that no step copies them: gate and up rows of `weight1` in turn
 where Megatron has all gate rows, then all up rows. checkpoint.py translates.
 
-Legend: T tokens and H hidden size on this rank, e local experts, I expert width, J = 2I if gated else I.
+Legend: T tokens on this rank, H hidden size, e local experts, I expert width, J pre-activation columns (2I if gated
+else I).
 """
 
 import contextlib

@@ -4,7 +4,8 @@ Router and shared experts are Megatron's own, and with them the auxiliary losses
 bias, group limits, jitter, Sinkhorn and dropping. Nothing is kept between calls, so any number of microbatches may be
 in flight.
 
-Legend: s sequence length and b microbatch on this rank, h hidden size (H), T = s * b tokens, E experts.
+Legend: H hidden size, T tokens on this rank, E experts. s, b, h are Megatron's: sequence length and microbatch on this
+rank, hidden size.
 """
 
 from types import SimpleNamespace

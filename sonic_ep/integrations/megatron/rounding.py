@@ -4,7 +4,7 @@ Auxiliary losses, z-loss and the counts that move the expert bias are the router
 weighs what the router gave it; an added one its own softmax probability, or its sigmoid score over the token's top-K
 sum. Source: SonicMoE, arXiv 2512.14080, section 5; docs/token_rounding.md.
 
-Legend: T tokens on this rank, E experts, K experts per token, N pairs, g expert groups.
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, g expert groups.
 """
 
 from typing import Any, final

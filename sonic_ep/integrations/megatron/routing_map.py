@@ -1,6 +1,6 @@
 """Megatron's (probs, routing_map) as a `Routing`.
 
-Legend: T tokens on this rank, E experts, K experts per token, N pairs.
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """The router's linear layer in parts: exact parts, and logits and gradients as good as those of fp32 arithmetic.
 
-Legend: T tokens, H hidden size, E experts.
+Legend: T tokens on this rank, H hidden size, E experts.
 """
 
 from collections.abc import Iterator

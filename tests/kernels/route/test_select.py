@@ -1,6 +1,6 @@
 """The selection's kernels give bit for bit the lists of routers/select.py, into memory that held garbage.
 
-Legend: T tokens, E experts, K experts per token, N selected pairs.
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
 from collections.abc import Callable, Iterator

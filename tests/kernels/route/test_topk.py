@@ -1,6 +1,6 @@
 """The fused choice: exactly that of routers/select.py on the scores it writes, which are close to the exact ones.
 
-Legend: T tokens, E experts, K experts per token.
+Legend: T tokens on this rank, E experts, K experts per token.
 """
 
 from dataclasses import dataclass, field

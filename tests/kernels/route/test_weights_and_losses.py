@@ -1,6 +1,6 @@
 """Fused weights, losses and gradient of the logits: against routers/topk.py and routers/balance.py in double precision.
 
-Legend: T tokens, E experts, K experts per token, N pairs, B sequences of L tokens.
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, B sequences.
 """
 
 from collections.abc import Iterator
