@@ -30,9 +30,9 @@ def measure_layer(
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     forward_ms, out = timed(lambda: layer(x), backlog=backlog)
-    kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+    saved = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
     backward_ms, _ = timed(lambda: torch.autograd.grad(out, inputs, dout, allow_unused=True), backlog=backlog)
-    return {"forward_ms": forward_ms, "backward_ms": backward_ms, "kept_mib": kept / _MIB}
+    return {"forward_ms": forward_ms, "backward_ms": backward_ms, "kept_mib": saved / _MIB}
 
 
 def measure_step(step: Callable[[], Any]) -> dict[str, float]:
@@ -76,11 +76,11 @@ def slowest(time: float, group: EPGroup) -> float:
 
 def captured(call: Callable[[], Any]) -> Callable[[], None]:
     """Replays a CUDA graph of the call."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
         call()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()

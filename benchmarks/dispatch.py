@@ -111,8 +111,8 @@ class Case:
 
     def vdev_2d(self) -> dict[str, float]:
         group, tokens, counts = self.group, self.routing.token_ids_N, self.routing.counts
-        N, room = tokens.shape[0], int(self.pairs_SQ.sum(0).max()) + E // group.size * ALIGN
-        packed, rows, back = (_shared(n, self.d, dtype=torch.bfloat16) for n in (N, room, N))
+        N, capacity = tokens.shape[0], int(self.pairs_SQ.sum(0).max()) + E // group.size * ALIGN
+        packed, rows, back = (_shared(n, self.d, dtype=torch.bfloat16) for n in (N, capacity, N))
         bins = min(E, MOST_BINS * group.size)
         splits, arrived, returned = (_shared(*size, dtype=torch.int64) for size in ((bins,), (2, bins), (2, bins)))
         splits.copy_(counts.pairs_SE[group.rank].view(bins, E // bins).sum(1))

@@ -252,12 +252,12 @@ def time_reserved(problem: Problem, candidates: Sequence[int], rounds: int) -> d
         with replaced(LocalTransport, combine_async=combine_now):
             backward()
 
-    def beside(free: int) -> None:
+    def overlapped(free: int) -> None:
         with replaced(operations, reserved_clusters=lambda *_: free // 2):  # clusters of 2
             backward()
 
     contestants: dict[str, Callable[[], Any]] = {"before": before}
-    contestants |= {str(free): partial(beside, free) for free in candidates}
+    contestants |= {str(free): partial(overlapped, free) for free in candidates}
     times = median_ms(contestants, rounds, backlog_cycles=10_000_000)
     print("dX summed beside dW1: ", ", ".join(f"{name} {ms:.3f}" for name, ms in times.items()))
     return times

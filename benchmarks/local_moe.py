@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from local_problem import LocalProblem, topk_pairs
 from random_layer import layer_without_experts
 from torch import Tensor
-from tuned_choices import keep, restore
+from tuned_choices import restore, save_choices
 
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, RouterConfig, load_config
 from sonic_ep.config import LinearDtype
@@ -166,13 +166,13 @@ def race(problem: Problem, steps: dict[str, Step], rounds: int) -> dict[str, dic
             before = torch.cuda.memory_allocated()
             forward_ms, (out, inputs) = timed(step)
             after = torch.cuda.memory_allocated()
-            kept = after - before - out.numel() * out.element_size()
+            saved = after - before - out.numel() * out.element_size()
             torch.cuda.reset_peak_memory_stats()
             backward_ms, grads = timed(lambda out=out, inputs=inputs: torch.autograd.grad(out, inputs, problem.dout))
-            peak = kept + torch.cuda.max_memory_allocated() - after - sum(g.numel() * g.element_size() for g in grads)
+            peak = saved + torch.cuda.max_memory_allocated() - after - sum(g.numel() * g.element_size() for g in grads)
             del out, grads
             if round_number >= 2:
-                times[name].append((forward_ms, backward_ms, kept / 2**20, peak / 2**20))
+                times[name].append((forward_ms, backward_ms, saved / 2**20, peak / 2**20))
     medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
     keys = ("forward_ms", "backward_ms", "kept_mib", "backward_peak_mib")
     return {name: dict(zip(keys, values, strict=True)) for name, values in medians.items()}
@@ -245,7 +245,7 @@ def main() -> None:
         results["shapes"][shape] = {"sizes": sizes, "errors": errors, "contestants": record}
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         if options.tuning is not None:
-            keep(options.tuning)
+            save_choices(options.tuning)
         del problem, steps
         torch.cuda.empty_cache()
 

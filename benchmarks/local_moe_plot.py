@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     shapes = shapes_of(options.records)
     figure = Figure(figsize=(11, 9), layout="constrained")
-    rates, kept, peaks = figure.subplots(3, 1)
+    rates, saved, peaks = figure.subplots(3, 1)
     for number, (contestant, label) in enumerate(CONTESTANTS.items()):
         drawn = [
             (index + 0.27 * (number - 1), record)
@@ -47,12 +47,12 @@ def main() -> None:
         places = [place for place, _ in drawn]
         figures = [record["contestants"][contestant] for _, record in drawn]
         rates.bar(places, [tflops(record, contestant) for _, record in drawn], 0.25, label=label)
-        kept.bar(places, [each["kept_mib"] for each in figures], 0.25, label=label)
+        saved.bar(places, [each["kept_mib"] for each in figures], 0.25, label=label)
         peaks.bar(places, [each["backward_peak_mib"] for each in figures], 0.25, label=label)
     rates.set(ylabel="TFLOP/s, forward and backward")
-    kept.set(ylabel="MiB kept for backward", yscale="log")
+    saved.set(ylabel="MiB kept for backward", yscale="log")
     peaks.set(ylabel="MiB at the peak of backward", yscale="log")
-    for axes in (rates, kept, peaks):
+    for axes in (rates, saved, peaks):
         axes.set_xticks(range(len(shapes)), [name.replace("_", "\n", 2) for name in shapes])
     figure.legend(*rates.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     figure.savefig(options.out, dpi=100)

@@ -68,14 +68,14 @@ class LocalProblem:
     def kernels(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Forward and backward of the local experts, their lists given."""
         x, weights = self.x.detach(), ExpertWeights(self.w1.detach(), self.w2.detach())
-        _, kept = expert_parallel_mlp.forward(x, self.prepared, weights, self.call)
-        h, _ = kept.pop()
+        _, saved = expert_parallel_mlp.forward(x, self.prepared, weights, self.call)
+        h, _ = saved.pop()
 
         def forward() -> None:
             expert_parallel_mlp.forward(x, self.prepared, weights, self.call)
 
         def backward() -> None:
-            kept = SavedForBackward(x, h, self.pair_weights, self.handle)
-            expert_parallel_mlp.backward(self.dout, kept, weights, self.call, (True, True, False, False))
+            saved = SavedForBackward(x, h, self.pair_weights, self.handle)
+            expert_parallel_mlp.backward(self.dout, saved, weights, self.call, (True, True, False, False))
 
         return forward, backward

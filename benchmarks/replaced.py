@@ -6,13 +6,13 @@ from typing import Any
 
 
 @contextmanager
-def replaced(owner: Any, **values: Any) -> Generator[None, None, None]:
+def replaced(target: Any, **values: Any) -> Generator[None, None, None]:
     """Within it, these attributes of a module or class have these values."""
-    before = {name: getattr(owner, name) for name in values}
+    before = {name: getattr(target, name) for name in values}
     for name, value in values.items():
-        setattr(owner, name, value)
+        setattr(target, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(owner, name, value)
+            setattr(target, name, value)

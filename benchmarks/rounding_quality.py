@@ -90,8 +90,8 @@ def round_as_ranks(router: object, topk: TopK, counter_E: Tensor | None, context
     parts = [_part(topk, slice(rank * T // RANKS, (rank + 1) * T // RANKS)) for rank in range(RANKS)]
     chosen_SE = torch.stack([part.counts_E() for part in parts])
     tokens_S = chosen_SE.new_full((RANKS,), T // RANKS)
-    decision = round_counts(chosen_SE, tokens_S, rounding)
-    counts = GroupCounts(chosen_SE, decision.rows_SE, decision.pairs_SE, tokens_S, decision.cut_S, decision.t)
+    rounded = round_counts(chosen_SE, tokens_S, rounding)
+    counts = GroupCounts(chosen_SE, rounded.rows_SE, rounded.pairs_SE, tokens_S, rounded.cut_S, rounded.t)
     recorded_pairs = [select(part, counts, rank, rounding, training=True) for rank, part in enumerate(parts)]
     token_ids_N = torch.cat([s.token_ids_N + rank * (T // RANKS) for rank, s in enumerate(recorded_pairs)])
     expert_ids_N = torch.cat([s.expert_ids_N for s in recorded_pairs])
@@ -99,10 +99,8 @@ def round_as_ranks(router: object, topk: TopK, counter_E: Tensor | None, context
     real_N = torch.cat([s.token_ids_N >= 0 for s in recorded_pairs])
     order = torch.argsort(torch.where(real_N, expert_ids_N * T + token_ids_N, E * T))[: int(real_N.sum())]
     lists = (token_ids_N[order], expert_ids_N[order], chosen_N[order])
-    pairs_1E = decision.pairs_SE.sum(0, keepdim=True)
-    merged = GroupCounts(
-        chosen_SE.sum(0)[None], pairs_1E, pairs_1E, tokens_S.sum()[None], decision.cut_S[:1], decision.t
-    )
+    pairs_1E = rounded.pairs_SE.sum(0, keepdim=True)
+    merged = GroupCounts(chosen_SE.sum(0)[None], pairs_1E, pairs_1E, tokens_S.sum()[None], rounded.cut_S[:1], rounded.t)
     if counter_E is not None:
         counter_E += merged.chosen_SE[0]
     return RoutedPairs(topk.topk_ids_TK, *lists, merged, None)

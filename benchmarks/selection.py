@@ -28,13 +28,13 @@ def contestants(T: int, E: int, K: int) -> dict[str, Callable[[], object]]:
     ids_TK = scores_TE.topk(K, dim=1).indices
     counts_E = topk_mask(ids_TK, E).sum(0)
     pairs_E = ((counts_E + 64) // 128 * 128).clamp(max=T)
-    num_pairs, halves_E = int(pairs_E.sum()), counts_E // 2
-    num_halves = int(halves_E.sum())
+    num_pairs, half_E = int(pairs_E.sum()), counts_E // 2
+    num_half = int(half_E.sum())
     return {
         "choice, kernels": lambda: kernels.chosen_pairs(ids_TK, counts_E),
         "choice, torch": lambda: pairs_of_topk(ids_TK),
         "selection, kernels": lambda: kernels.start_selection(scores_TE, ids_TK, None)(pairs_E, num_pairs),
-        "half, kernels": lambda: kernels.start_selection(scores_TE, ids_TK, None)(halves_E, num_halves),
+        "half, kernels": lambda: kernels.start_selection(scores_TE, ids_TK, None)(half_E, num_half),
         "selection, torch": lambda: pairs_of_mask(select_tokens(scores_TE, ids_TK, None, pairs_E), num_pairs),
     }
 

@@ -23,7 +23,7 @@ def _folders() -> dict[str, Path]:
     }
 
 
-def keep(file: Path) -> None:
+def save_choices(file: Path) -> None:
     """Write what was found to the file."""
     found = {
         f"{name}/{path.relative_to(folder)}": json.loads(path.read_text())
@@ -47,4 +47,4 @@ def restore(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    keep(Path(sys.argv[1]))
+    save_choices(Path(sys.argv[1]))

@@ -97,10 +97,10 @@ def standard_library_files() -> dict[str, Path]:
     found = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     own = {name: path for name, path in found.items() if not {"site-packages", "dist-packages"} & {*Path(name).parts}}
     files: dict[str, Path] = {}
-    room = STANDARD_LIBRARY_LIMIT
+    bytes_left = STANDARD_LIBRARY_LIMIT
     for name in sorted(own, key=lambda name: (_is_test(name), name)):
-        room -= own[name].stat().st_size
-        if room < 0:
+        bytes_left -= own[name].stat().st_size
+        if bytes_left < 0:
             break
         files[name] = own[name]
     if not files:

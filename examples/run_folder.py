@@ -44,8 +44,8 @@ class RunFolder:
         if not self._writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        kept = [record for record in read_metrics(self.path) if record["step"] <= step]
-        self.metrics_path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        retained = [record for record in read_metrics(self.path) if record["step"] <= step]
+        self.metrics_path.write_text("".join(json.dumps(record) + "\n" for record in retained))
         config = {
             "options": asdict(options),
             "moe": moe.to_dict(),

@@ -26,7 +26,7 @@ MAX_E = 4096
 MAX_CAPACITY_FACTOR = 10**6
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
 
@@ -87,9 +87,9 @@ class RouterConfig:
     check_logits: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("router.score", self.score, get_args(ScoreFunction))
-        _check_choice("router.linear_dtype", self.linear_dtype, get_args(LinearDtype))
-        _check_choice("router.balance", self.balance, get_args(Balance))
+        _check_one_of("router.score", self.score, get_args(ScoreFunction))
+        _check_one_of("router.linear_dtype", self.linear_dtype, get_args(LinearDtype))
+        _check_one_of("router.balance", self.balance, get_args(Balance))
         _check_flags(
             **{
                 f"router.{name}": getattr(self, name)
@@ -132,7 +132,7 @@ class RoundingConfig:
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("rounding.mode", self.mode, get_args(RoundingMode))
+        _check_one_of("rounding.mode", self.mode, get_args(RoundingMode))
         _check_int("rounding.G", self.G, 1)
         if self.t != "auto":
             _check_int("rounding.t", self.t, 1, self.G)
@@ -171,9 +171,9 @@ class TransportConfig:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        _check_choice("transport.kind", self.kind, get_args(TransportKind))
-        _check_choice("transport.buffers", self.buffers, get_args(Buffers))
-        _check_choice("transport.dispatch", self.dispatch, get_args(Dispatch))
+        _check_one_of("transport.kind", self.kind, get_args(TransportKind))
+        _check_one_of("transport.buffers", self.buffers, get_args(Buffers))
+        _check_one_of("transport.dispatch", self.dispatch, get_args(Dispatch))
         _check_non_negative(**{"transport.timeout": self.timeout})
         if self.timeout == 0:
             raise ValueError("transport.timeout=0 would give up on every rank; give it seconds")
@@ -226,7 +226,7 @@ class MoEConfig:
         _check_int("E", self.E, 1, MAX_E)
         _check_int("K", self.K, 1, MAX_K)
         _check_int("shared_n", self.shared_n, 0)
-        _check_choice("activation", self.activation, get_args(Activation))
+        _check_one_of("activation", self.activation, get_args(Activation))
         for part, kind in _PARTS.items():
             if not isinstance(value := getattr(self, part), kind):
                 raise ValueError(f"{part}={value!r} must be a {kind.__name__}; MoEConfig.from_dict takes nested dicts")

@@ -115,8 +115,8 @@ class EPGroup:
         gathered = values.new_empty((self.size, *values.shape))
         parts = list(gathered.unbind(0))
         # What a CUDA graph captures stays on one stream; where the host computes there is nothing to overlap.
-        aside = meanwhile is not None and values.is_cuda and host_may_wait(values)
-        work = dist.all_gather(parts, values.contiguous(), group=self.process_group, async_op=aside)
+        overlaps = meanwhile is not None and values.is_cuda and host_may_wait(values)
+        work = dist.all_gather(parts, values.contiguous(), group=self.process_group, async_op=overlaps)
         if meanwhile is not None:
             meanwhile()
         if work is not None:

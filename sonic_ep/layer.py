@@ -181,9 +181,9 @@ class MoE(nn.Module):
 def _agreed_seed(config: MoEConfig, group: EPGroup, seed: int | None, dtype: torch.dtype | None) -> int:
     """Check once that all ranks build the same layer; the seed that all of them use."""
     seed = None if seed is None else operator.index(seed)  # numpy's integers are no JSON
-    drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+    own_seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
     described = json.dumps({**config.to_dict(), "dtype": str(dtype), "seed": seed}, sort_keys=True)
-    reports = group.all_gather_object((described, drawn))
+    reports = group.all_gather_object((described, own_seed))
     if config.E % group.size:
         raise ValueError(
             f"E={config.E} experts cannot be divided over ep_size={group.size} ranks; "

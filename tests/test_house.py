@@ -1,15 +1,17 @@
-"""The plan of the house, held by force: real rooms linked into the package, imports that only go down, short files."""
+"""The plan of the house, held by force: folders linked into the package, imports that only go down, small files."""
 
 import ast
 import os
+import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = {"kernels", "dispatch", "routers", "configs"}
+PACKAGES = {"kernels", "dispatch", "routers", "configs"}
 ROOF = {"integrations", "examples", "benchmarks", "tests"}
 GROUND = {
     "config",
@@ -33,12 +35,19 @@ MAX_LINES = 500
 # The one file that imports quack and what CuTe-DSL does not make public. A benchmark times with quack's own tuner, of
 # whatever version sonic-moe runs on.
 QUACK_COMPAT, TUNER = "kernels/experts/quack_compat.py", "benchmarks/short_tuning.py"
+# Words with several meanings here once, and a term of the field for each now (docs/design.md). In no name of ours.
+OLD_WORDS = set(
+    "ahead apart agree agreement announce aside beside everyone everyones forecast gates handover keep keeps kept "
+    "launched meeting nobody opened owner owners patience receipt room rooms settle settled situation "
+    "told unread whose".split()
+)
+FOREIGN_NAMES = {"keep_vars"}  # torch's
 # Of CuTe-DSL, beside names with an underscore.
 NOT_PUBLIC = {"base_dsl", "compiler", "cutlass_dsl", "experimental", "impl_utils"}
-# One path a file: rglob does not enter the links sonic_ep/<room>.
+# One path a file: rglob does not enter the links sonic_ep/<folder>.
 GPU_PACKAGES = {"triton", "quack", "cutlass"}
 PRODUCT = {"sonic_ep", "kernels", "dispatch", "routers"}
-FILES = sorted(path for top in ("sonic_ep", *ROOMS, *ROOF) for path in (ROOT / top).rglob("*.py"))
+FILES = sorted(path for top in ("sonic_ep", *PACKAGES, *ROOF) for path in (ROOT / top).rglob("*.py"))
 KERNELS = [path for path in FILES if path.is_relative_to(ROOT / "kernels")]
 
 
@@ -75,7 +84,7 @@ def imports_on_loading(node: ast.AST) -> Iterator[str]:
 def fault_of(name: str, floor: str) -> str | None:
     """What is wrong with importing `name` on `floor`, if anything."""
     top, *rest = name.split(".")
-    if top == "" or top in ROOMS:
+    if top == "" or top in PACKAGES:
         return f"write sonic_ep.{name.lstrip('.')}, in full"
     if floor == "roof":
         return None
@@ -111,15 +120,15 @@ def imports_for_quack_compat(files: list[Path]) -> list[str]:
     ]
 
 
-def test_rooms_are_real_folders_linked_into_the_package() -> None:
-    for room in ROOMS:
-        assert (ROOT / room).is_dir()
-        assert not (ROOT / room).is_symlink()
-        assert os.readlink(ROOT / "sonic_ep" / room) == f"../{room}"
+def test_folders_are_real_and_linked_into_the_package() -> None:
+    for bound in PACKAGES:
+        assert (ROOT / bound).is_dir()
+        assert not (ROOT / bound).is_symlink()
+        assert os.readlink(ROOT / "sonic_ep" / bound) == f"../{bound}"
 
 
 def test_no_init_where_it_would_shadow_other_packages() -> None:
-    assert [str(ROOT / room) for room in ROOMS | {"examples"} if (ROOT / room / "__init__.py").exists()] == []
+    assert [str(ROOT / bound) for bound in PACKAGES | {"examples"} if (ROOT / bound / "__init__.py").exists()] == []
     assert [str(path) for path in (ROOT / "tests").rglob("__init__.py")] == []
 
 
@@ -206,6 +215,40 @@ def test_mocks_are_for_tests() -> None:
         if name.startswith("unittest")
     ]
     assert faults == []
+
+
+def old_words_in(name: str) -> set[str]:
+    """Returns which of a name's words are old ones; the name of a test is a sentence, and may have any."""
+    if name in FOREIGN_NAMES or name.startswith("test_"):
+        return set()
+    return {word.lower() for word in re.split(r"_|(?<=[a-z0-9])(?=[A-Z])", name)} & OLD_WORDS
+
+
+def test_no_name_has_an_old_word() -> None:
+    found = set()
+    for path in FILES:
+        with tokenize.open(path) as file:
+            names = {token.string for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.NAME}
+        # Of a test file's name, `test_` is no sentence.
+        found |= {f"{path.relative_to(ROOT)}: {name}" for name in names if old_words_in(name)}
+        if old_words_in(path.stem.removeprefix("test_")):
+            found.add(str(path.relative_to(ROOT)))
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("gates_N", {"gates"}),
+        ("HandoverOfRooms", {"handover", "rooms"}),
+        ("keep_vars", set()),
+        ("keepdim", set()),
+        ("test_what_nobody_takes", set()),
+        ("_settle", {"settle"}),
+    ],
+)
+def test_the_rule_of_old_words_itself(name: str, found: set[str]) -> None:
+    assert old_words_in(name) == found
 
 
 def test_files_are_short() -> None:

@@ -306,5 +306,5 @@ def gathered_bias_grad(do_RH: Tensor, weights_P: Tensor, row_of_pair_P: Tensor, 
     expert_P = _expert_of_pair(expert_starts_e, weights_P.shape[0])
     table_eR.index_put_((expert_P, row_of_pair_P.long()), weights_P.float(), accumulate=True)
     # Rows that no expert needs may hold anything, and 0 times infinity is not 0.
-    unread_R = (table_eR == 0).all(0)
-    return (table_eR @ do_RH.to(torch.float32, copy=True).masked_fill_(unread_R[:, None], 0)).to(do_RH.dtype)
+    unused_R = (table_eR == 0).all(0)
+    return (table_eR @ do_RH.to(torch.float32, copy=True).masked_fill_(unused_R[:, None], 0)).to(do_RH.dtype)

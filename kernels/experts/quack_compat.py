@@ -272,14 +272,14 @@ def without_launches(*launchers: type) -> Generator[None, None, None]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Generator[None, None, None]:
+def _replaced(target: Any, name: str, value: object) -> Generator[None, None, None]:
     """Within it, an attribute has another value."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
+    before = getattr(target, name)
+    setattr(target, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(target, name, before)
 
 
 def griddepcontrol_wait() -> None:

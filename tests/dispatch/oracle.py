@@ -22,11 +22,11 @@ Pair = tuple[int, int]  # (expert, token): sorts in send order
 BufferRow = tuple[int, int, int]  # (source, expert, index in their chunk)
 
 
-def pair_buffer(rows_SE: list[list[int]], owner: int, tile: int) -> list[BufferRow]:
+def pair_buffer(rows_SE: list[list[int]], dst: int, tile: int) -> list[BufferRow]:
     """The rows of an owner's pair buffer: expert by expert, every source's full tiles, then every source's tail."""
     e = len(rows_SE[0]) // len(rows_SE)
     buffer: list[BufferRow] = []
-    for expert in range(owner * e, owner * e + e):
+    for expert in range(dst * e, dst * e + e):
         full_tiles = [rows[expert] - rows[expert] % tile for rows in rows_SE]
         buffer += [(s, expert, i) for s, full in enumerate(full_tiles) for i in range(full)]
         buffer += [(s, expert, i) for s, full in enumerate(full_tiles) for i in range(full, rows_SE[s][expert])]
@@ -79,18 +79,18 @@ class Case:
     def rows_SE(self) -> list[list[int]]:
         return [[-(-n // self.multiple) * self.multiple for n in counts] for counts in self.pairs_SE()]
 
-    def owner(self, expert: int) -> int:
+    def dst(self, expert: int) -> int:
         return expert * self.size // self.E
 
-    def tokens_needed(self, source: int, owner: int) -> list[int]:
-        """The distinct tokens of `source` that travel to `owner`, ascending; all of them if there is one rank."""
+    def tokens_needed(self, source: int, dst: int) -> list[int]:
+        """The distinct tokens of `source` that travel to `dst`, ascending; all of them if there is one rank."""
         if self.size == 1:
             return list(range(self.tokens[0]))
-        return sorted({token for expert, token in self.pairs(source) if self.owner(expert) == owner})
+        return sorted({token for expert, token in self.pairs(source) if self.dst(expert) == dst})
 
-    def received(self, owner: int) -> list[Pair]:
-        """(source, token) of each row that `owner` receives."""
-        return [(s, token) for s in range(self.size) for token in self.tokens_needed(s, owner)]
+    def received(self, dst: int) -> list[Pair]:
+        """(source, token) of each row that `dst` receives."""
+        return [(s, token) for s in range(self.size) for token in self.tokens_needed(s, dst)]
 
     def pair_weights(self, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Never zero, so that padding shows."""
@@ -181,7 +181,7 @@ def use(transport: Transport, rank: int, case: Case, dtype: torch.dtype, pair_we
     g_TH = transport.combine_rows(g_RH, handle)
     return Outcome(
         rows=rows,
-        lists=receipt_lists(handle),
+        lists=handle_lists(handle),
         transport_lists=handle.transport_lists,
         splits=handle.splits,
         num_tokens=handle.num_tokens,
@@ -195,7 +195,7 @@ def use(transport: Transport, rank: int, case: Case, dtype: torch.dtype, pair_we
     )
 
 
-def receipt_lists(handle: DispatchHandle) -> dict[str, Tensor]:
+def handle_lists(handle: DispatchHandle) -> dict[str, Tensor]:
     values = {f.name: getattr(handle, f.name) for f in fields(DispatchHandle)}
     return {name: v for name, v in values.items() if isinstance(v, Tensor)}
 
@@ -216,9 +216,9 @@ class RecvLists:
     expert_starts: list[int]
 
 
-def recv_lists(case: Case, owner: int, pair_weights: torch.dtype) -> RecvLists:
+def recv_lists(case: Case, dst: int, pair_weights: torch.dtype) -> RecvLists:
     """The owner's side of a receipt and weights_P."""
-    row_number = {key: row for row, key in enumerate(case.received(owner))}
+    row_number = {key: row for row, key in enumerate(case.received(dst))}
     pairs_of_row: list[list[int]] = [[] for _ in row_number]
     slot_of_pair: dict[BufferRow, int] = {}
     row_of_pair, weights_P, experts = [], [], []
@@ -228,7 +228,7 @@ def recv_lists(case: Case, owner: int, pair_weights: torch.dtype) -> RecvLists:
     gate_of = [
         dict(zip(case.pairs(s), case.pair_weights(s, pair_weights).tolist(), strict=True)) for s in range(case.size)
     ]
-    for slot, (s, expert, i) in enumerate(pair_buffer(case.rows_SE(), owner, case.tile)):
+    for slot, (s, expert, i) in enumerate(pair_buffer(case.rows_SE(), dst, case.tile)):
         chunk = chunks[s, expert]
         token = chunk[min(i, len(chunk) - 1)]  # padding repeats the last pair of its chunk
         row_of_pair.append(row_number[s, token])
@@ -237,7 +237,7 @@ def recv_lists(case: Case, owner: int, pair_weights: torch.dtype) -> RecvLists:
         if i < len(chunk):
             pairs_of_row[row_number[s, token]].append(slot)
             slot_of_pair[s, expert, i] = slot
-    own = [k for k in range(case.E) if case.owner(k) == owner]
+    own = [k for k in range(case.E) if case.dst(k) == dst]
     return RecvLists(
         row_of_pair,
         weights_P,

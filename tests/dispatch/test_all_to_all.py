@@ -30,10 +30,10 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 def bytes_sent(case: Case, rank: int, dtype: torch.dtype, pair_weights: torch.dtype) -> dict[str, int]:
     """One open, dispatch, combine and combine_scalars: to other ranks only, padding never."""
     others = [q for q in range(case.size) if q != rank]
-    out = sum(len({t for k, t in case.pairs(rank) if case.owner(k) == q}) for q in others)
-    back = sum(len({t for k, t in case.pairs(s) if case.owner(k) == rank}) for s in others)
-    pairs_out = sum(case.owner(k) != rank for k, _ in case.pairs(rank))
-    pairs_back = sum(case.owner(k) == rank for s in others for k, _ in case.pairs(s))
+    out = sum(len({t for k, t in case.pairs(rank) if case.dst(k) == q}) for q in others)
+    back = sum(len({t for k, t in case.pairs(s) if case.dst(k) == rank}) for s in others)
+    pairs_out = sum(case.dst(k) != rank for k, _ in case.pairs(rank))
+    pairs_back = sum(case.dst(k) == rank for s in others for k, _ in case.pairs(s))
     return {
         "lists": pairs_out * (4 + pair_weights.itemsize),
         "dispatch": out * case.H * dtype.itemsize,

@@ -133,9 +133,9 @@ def test_experts_must_divide_over_the_ranks(ranks: Ranks) -> None:
 
 def weights_of_two_dtypes(rank: int) -> str:
     pair, dtype = torch.zeros(1, dtype=torch.int64), [torch.float32, torch.float64][rank]
-    with pytest.raises(ValueError, match="disagree about weights_dtype") as told:
+    with pytest.raises(ValueError, match="disagree about weights_dtype") as raised:
         Routing.from_pairs(pair, pair, torch.ones(1, dtype=dtype), num_tokens=1, E=2, group=EPGroup())
-    return str(told.value)
+    return str(raised.value)
 
 
 def test_weights_have_one_dtype_on_all_ranks(ranks: Ranks) -> None:

@@ -37,7 +37,7 @@ def live(rank: int, folder: str, device: str) -> None:
         else functools.partial(symmetric_memory, group, torch.device("cuda", rank))
     )
     transport = SymmetricTransport(group, allocate, timeout=TIMEOUT)
-    told = Path(folder) / f"told-{rank}"
+    raised = Path(folder) / f"told-{rank}"
     try:
         for step in range(5):
             prepared = transport.prepare(*on_device(device, CASE.routing(rank), CASE.plan().of_rank(rank)))
@@ -50,7 +50,7 @@ def live(rank: int, folder: str, device: str) -> None:
             if device == "cuda":
                 torch.cuda.synchronize()
     except RuntimeError as error:
-        told.write_text(str(error))
+        raised.write_text(str(error))
 
 
 @pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < SIZE, reason=f"needs {SIZE} CUDA devices")
@@ -67,5 +67,5 @@ def test_the_others_are_told_and_exit(tmp_path: Path) -> None:
         process.kill()
     assert codes == [0] * (SIZE - 1) + [-signal.SIGKILL]
     for rank in range(SIZE - 1):
-        told = (tmp_path / f"told-{rank}").read_text()
-        assert told.startswith(f"rank {SIZE - 1} of the EP group did not come to combine within {TIMEOUT:g} s")
+        raised = (tmp_path / f"told-{rank}").read_text()
+        assert raised.startswith(f"rank {SIZE - 1} of the EP group did not come to combine within {TIMEOUT:g} s")

@@ -19,7 +19,7 @@ from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import values_of_pairs
 from sonic_ep.routing import Routing
-from tests.dispatch.oracle import Case, on_device, receipt_lists
+from tests.dispatch.oracle import Case, handle_lists, on_device
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.static_buffers import lists_with_spare, with_spare
 from tests.helpers.waiting import assert_nothing_waits
@@ -108,7 +108,7 @@ def test_static_lists_ask_for_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     with lists_with_spare():
         prepared = LocalTransport(static=True).prepare(roomy, plan)
     assert prepared.weights_P.shape[0] == P + 11
-    for name, values in receipt_lists(expected.handle).items():
+    for name, values in handle_lists(expected.handle).items():
         got, size = getattr(prepared.handle, name), values.shape[0]
         assert torch.equal(got[:size], values), name
         assert name == "pairs_by_row_V" or not got[size:].any(), name  # nobody reads that one behind its rows
@@ -125,7 +125,7 @@ def test_lists_on_a_gpu_are_those_of_the_cpu_and_nothing_waits(case: Case) -> No
     transport, routing, plan = LocalTransport(), case.routing(0), case.plan().of_rank(0)
     on_gpu, plan_on_gpu = on_device("cuda", routing, plan)
     expected, prepared = transport.prepare(routing, plan), transport.prepare(on_gpu, plan_on_gpu)
-    for name, values in receipt_lists(expected.handle).items():
+    for name, values in handle_lists(expected.handle).items():
         got = getattr(prepared.handle, name)
         assert got is values is None or torch.equal(got.cpu(), values), name
     assert torch.equal(prepared.weights_P.cpu(), expected.weights_P)
@@ -154,12 +154,12 @@ def test_sums_beside_the_gradient_of_the_weights_have_the_same_bits(n: int) -> N
             out = moe(leaves[0], routing, *leaves[1:], transport=LocalTransport(), group=EPGroup.alone())
             return torch.autograd.grad(out, [routing.weights_N, *leaves], dout)
 
-    def not_beside(*arguments: Any, **named: Any) -> Tensor:
+    def not_overlapped(*arguments: Any, **named: Any) -> Tensor:
         return values_of_pairs(*arguments, **named | {"overlap_previous": False})
 
     with (
         patch.object(LocalTransport, "combine_async", combine_now),
-        patch.object(local, "values_of_pairs", not_beside),
+        patch.object(local, "values_of_pairs", not_overlapped),
     ):
         expected = gradients()
     for got in [gradients() for _ in range(20)]:

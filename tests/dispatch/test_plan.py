@@ -39,9 +39,9 @@ class Load:
     def plan(self) -> Plan:
         return Plan.from_counts(torch.tensor(self.rows), torch.tensor(self.pairs), self.tile)
 
-    def own(self, owner: int) -> range:
+    def own(self, dst: int) -> range:
         e = self.E // self.size
-        return range(owner * e, owner * e + e)
+        return range(dst * e, dst * e + e)
 
 
 @st.composite
@@ -76,11 +76,11 @@ def with_examples(test: Callable[[Load], None]) -> Callable[[Load], None]:
 def test_chunks_tile_every_pair_buffer(load: Load) -> None:
     """Expert by expert, the heads and tails of all sources cover its rows without overlap or hole."""
     plan = load.plan()
-    for owner in range(load.size):
-        starts = plan.expert_starts_Qe[owner].tolist()
+    for dst in range(load.size):
+        starts = plan.expert_starts_Qe[dst].tolist()
         assert starts[0] == 0
-        assert starts[-1] == sum(load.rows[s][expert] for s in range(load.size) for expert in load.own(owner))
-        for start, end, expert in zip(starts[:-1], starts[1:], load.own(owner), strict=True):
+        assert starts[-1] == sum(load.rows[s][expert] for s in range(load.size) for expert in load.own(dst))
+        for start, end, expert in zip(starts[:-1], starts[1:], load.own(dst), strict=True):
             covered = sorted(row for s in range(load.size) for row in [*head(plan, s, expert), *tail(plan, s, expert)])
             assert covered == list(range(start, end))
 
@@ -99,8 +99,8 @@ def tail(plan: Plan, source: int, expert: int) -> range:
 @given(loads())
 def test_heads_are_full_tiles_before_one_partial_piece_of_each_source(load: Load) -> None:
     plan = load.plan()
-    for owner in range(load.size):
-        for start, expert in zip(plan.expert_starts_Qe[owner].tolist(), load.own(owner), strict=False):
+    for dst in range(load.size):
+        for start, expert in zip(plan.expert_starts_Qe[dst].tolist(), load.own(dst), strict=False):
             heads = [head(plan, s, expert) for s in range(load.size)]
             tails = [tail(plan, s, expert) for s in range(load.size)]
             assert all(len(rows) % load.tile == 0 for rows in heads)
@@ -118,11 +118,11 @@ def host_sizes_of(load: Load) -> SplitSizes:
     counts = GroupCounts(pairs_SE, rows_SE, pairs_SE, tokens_S, torch.zeros_like(tokens_S), torch.ones(()))
     routing = Routing(torch.zeros(0), torch.zeros(0, dtype=torch.int32), counts, 3)
     status_SF = torch.arange(2 * load.size).view(load.size, 2)
-    told: list[list[int]] = []
-    speculative = AsyncSplitSizes(pack_split_sizes(tokens_S, rows_SE, pairs_SE, status_SF), load.size, told.append)
+    raised: list[list[int]] = []
+    speculative = AsyncSplitSizes(pack_split_sizes(tokens_S, rows_SE, pairs_SE, status_SF), load.size, raised.append)
     sizes = split_sizes_async(routing).read()
     assert split_sizes_async(replace(routing, split_sizes=speculative)).read() == sizes
-    assert told == [list(range(2 * load.size))]
+    assert raised == [list(range(2 * load.size))]
     assert sizes.tokens_S == tuple(range(3, 3 + load.size))
     return sizes
 
@@ -132,11 +132,11 @@ def host_sizes_of(load: Load) -> SplitSizes:
 def test_chunks_as_they_arrive(load: Load) -> None:
     """Against a loop over the pair buffer: by source, then expert, each row of a chunk in its slot."""
     plan, sizes = load.plan(), host_sizes_of(load)
-    for owner in range(load.size):
-        slot_of = {row: slot for slot, row in enumerate(pair_buffer(load.rows, owner, load.tile))}
-        rank_plan = plan.of_rank(owner)
-        chunks = rank_plan.chunks(sizes.num_rows(owner), sum(sizes.pairs_in(owner)))
-        arriving = [(s, expert) for s in range(load.size) for expert in load.own(owner)]
+    for dst in range(load.size):
+        slot_of = {row: slot for slot, row in enumerate(pair_buffer(load.rows, dst, load.tile))}
+        rank_plan = plan.of_rank(dst)
+        chunks = rank_plan.chunks(sizes.num_rows(dst), sum(sizes.pairs_in(dst)))
+        arriving = [(s, expert) for s in range(load.size) for expert in load.own(dst)]
         before = 0
         for (s, expert), fields_F in zip(arriving, chunks.table_FC.T.tolist(), strict=True):
             rows, pairs, tiled, tiles_start, tail_start, first_pair = fields_F
@@ -144,9 +144,9 @@ def test_chunks_as_they_arrive(load: Load) -> None:
             assert slots == [slot_of[s, expert, i] for i in range(load.rows[s][expert])]
             assert (pairs, first_pair) == (load.pairs[s][expert], before)
             before += pairs
-        assert (chunks.num_sources, chunks.num_experts) == (load.size, len(load.own(owner)))
+        assert (chunks.num_sources, chunks.num_experts) == (load.size, len(load.own(dst)))
         assert (chunks.num_rows, chunks.num_pairs) == (len(slot_of), before)
-        assert chunks.expert_starts_e.tolist() == plan.expert_starts_Qe[owner].tolist()
+        assert chunks.expert_starts_e.tolist() == plan.expert_starts_Qe[dst].tolist()
         assert chunks.table_FC.dtype == chunks.expert_starts_e.dtype == torch.int32
 
 
@@ -163,8 +163,8 @@ def test_pairs_between_ranks(load: Load) -> None:
         assert rank_plan.pairs_SQ.view(load.size, load.size).tolist() == expected
     sizes = host_sizes_of(load)
     assert sizes.pairs_SQ == tuple(map(tuple, expected))
-    for owner in range(load.size):
-        assert sizes.pairs_in(owner) == tuple(row[owner] for row in expected)
+    for dst in range(load.size):
+        assert sizes.pairs_in(dst) == tuple(row[dst] for row in expected)
 
 
 def test_example_of_the_docstring() -> None:

@@ -92,7 +92,7 @@ def check_token_lists(case: Case, rank: int, outcome: Outcome) -> None:
     if case.size == 1:
         assert outcome.transport_lists == ()
         return
-    sent = [token for owner in range(case.size) for token in case.tokens_needed(rank, owner)]
+    sent = [token for dst in range(case.size) for token in case.tokens_needed(rank, dst)]
     by_token = [[u for u, token in enumerate(sent) if token == t] for t in range(case.tokens[rank])]
     starts = [sum(map(len, by_token[:t])) for t in range(len(by_token) + 1)]
     expected = [sent, [u for rows in by_token for u in rows], starts]
@@ -108,8 +108,8 @@ def check_list(outcome: Outcome, name: str, expected: list[int]) -> None:
 def check_splits(case: Case, rank: int, outcome: Outcome) -> None:
     all_peers = range(case.size)
 
-    def pairs(source: int, owner: int) -> int:
-        return sum(case.owner(expert) == owner for expert, _ in case.pairs(source))
+    def pairs(source: int, dst: int) -> int:
+        return sum(case.dst(expert) == dst for expert, _ in case.pairs(source))
 
     assert outcome.splits.rows_out == tuple(len(case.tokens_needed(rank, q)) for q in all_peers)
     assert outcome.splits.rows_in == tuple(len(case.tokens_needed(s, rank)) for s in all_peers)
@@ -121,7 +121,7 @@ def check_splits(case: Case, rank: int, outcome: Outcome) -> None:
 def check_way_back(case: Case, rank: int, outcome: Outcome, dtype: torch.dtype, pair_weights: torch.dtype) -> None:
     """combine(dispatch(x)) is x times the number of ranks that need it; weights return as they were sent."""
     x_TH = case.integers(rank, case.tokens[rank], dtype, stream=3)
-    needed = [token for owner in range(case.size) for token in case.tokens_needed(rank, owner)]
+    needed = [token for dst in range(case.size) for token in case.tokens_needed(rank, dst)]
     times = torch.tensor([needed.count(token) for token in range(case.tokens[rank])], dtype=dtype)
     assert outcome.roundtrip.dtype == dtype
     assert torch.equal(outcome.roundtrip, x_TH * times[:, None])
@@ -198,7 +198,7 @@ def roundtrip_of_lists(rank: int, case: Case) -> tuple[DispatchHandle, DispatchH
 def test_receipt_survives_being_taken_apart(ranks: Ranks, case: Case) -> None:
     pairs = [roundtrip_of_lists(0, case)] if case.size == 1 else ranks(case.size).run(roundtrip_of_lists, case)
     for before, after in pairs:
-        lists, again = oracle.receipt_lists(before), oracle.receipt_lists(after)
+        lists, again = oracle.handle_lists(before), oracle.handle_lists(after)
         assert lists.keys() == again.keys()
         for name, values in lists.items():
             other = again[name]

@@ -38,7 +38,7 @@ from tests.helpers.triton_device import triton_device
 if triton_device() != "cpu":
     pytest.skip("interprets its kernels; see test_symmetric_gpu.py", allow_module_level=True)
 
-peers, peer_rows, peer_pairs, peer_meeting = (
+peers, peer_rows, peer_pairs, acquire_release = (
     import_module(f"sonic_ep.kernels.dispatch.symmetric.{name}")
     for name in ("signals", "rows", "pairs", "acquire_release")
 )
@@ -61,14 +61,14 @@ def resolved(speculative: PreparedDispatch) -> PreparedDispatch:
         return speculative
     prepared, hit = speculative.resolve_sizes()
     assert prepared.resolve_sizes is None
-    P, room = prepared.weights_P.shape[0], speculative.weights_P.shape[0]
+    P, bound = prepared.weights_P.shape[0], speculative.weights_P.shape[0]
     if hit:
-        assert torch.equal(speculative.handle.expert_starts_e, prepared.handle.expert_starts_e * (P <= room))
+        assert torch.equal(speculative.handle.expert_starts_e, prepared.handle.expert_starts_e * (P <= bound))
         for early, known in (
             (speculative.weights_P, prepared.weights_P),
             (speculative.handle.row_of_pair_P, prepared.handle.row_of_pair_P),
         ):
-            assert torch.equal(early[:P], known[:room])
+            assert torch.equal(early[:P], known[:bound])
             assert not early[P:].any()
     else:
         assert not speculative.handle.expert_starts_e.any()
@@ -266,12 +266,12 @@ def tells_nothing(rank: int, folder: str) -> str:
 
 
 def test_an_agreement_without_a_rank_is_none(ranks: Ranks, tmp_path: Path) -> None:
-    *told, _ = ranks(3).run(tells_nothing, str(tmp_path))
-    for message in told:
+    *raised, _ = ranks(3).run(tells_nothing, str(tmp_path))
+    for message in raised:
         assert message.startswith("rank 2 of the EP group did not come to counts within 1 s")
 
 
-def tells_of_nobody(rank: int, folder: str) -> list[list[int]]:
+def tells_nothing_of_peers(rank: int, folder: str) -> list[list[int]]:
     """What an all-gather gives without its last rank, where both of the places have been used."""
     group = EPGroup()
     transport = SymmetricTransport(group, shared_files(group, folder), timeout=1)
@@ -284,8 +284,8 @@ def tells_of_nobody(rank: int, folder: str) -> list[list[int]]:
 
 
 def test_a_lost_rank_has_told_zeros(ranks: Ranks, tmp_path: Path) -> None:
-    *told, _ = ranks(3).run(tells_of_nobody, str(tmp_path))
-    for *_, last in told:
+    *raised, _ = ranks(3).run(tells_nothing_of_peers, str(tmp_path))
+    for *_, last in raised:
         assert last == [0, 0, 0]
 
 
@@ -388,7 +388,7 @@ def in_any_order(rank: int, case: Case, folder: str, seed: int, dispatch: Dispat
     group = EPGroup()
     expected = everything(AllToAllTransport(group), rank, case, torch.float32)
     transport = SymmetricTransport(group, shared_files(group, folder), timeout=60, dispatch=dispatch)
-    for module in (peer_rows, peer_pairs, peer_meeting):
+    for module in (peer_rows, peer_pairs, acquire_release):
         for name in ("wait_peers_ready", "signal_done_and_wait"):
             original = getattr(module, name)
 
@@ -401,7 +401,7 @@ def in_any_order(rank: int, case: Case, folder: str, seed: int, dispatch: Dispat
         for _ in range(3):
             assert_equal(everything(transport, rank, case, torch.float32), expected)
     finally:
-        for module in (peer_rows, peer_pairs, peer_meeting):
+        for module in (peer_rows, peer_pairs, acquire_release):
             for name in ("wait_peers_ready", "signal_done_and_wait"):
                 setattr(module, name, getattr(peers, name))
 
@@ -445,8 +445,8 @@ def stays_away(rank: int, case: Case, folder: str, stage: str) -> str:
 
 @pytest.mark.parametrize("stage", ["lists", "dispatch", "counts"])
 def test_a_rank_that_stays_away_is_named(ranks: Ranks, stage: str, tmp_path: Path) -> None:
-    *told, _ = ranks(3).run(stays_away, Case((5, 4, 3), 3, 3, "all"), str(tmp_path), stage)
-    for message in told:
+    *raised, _ = ranks(3).run(stays_away, Case((5, 4, 3), 3, 3, "all"), str(tmp_path), stage)
+    for message in raised:
         assert message.startswith(f"rank 2 of the EP group did not come to {stage} within 1 s")
 
 
@@ -463,14 +463,14 @@ def comes_late(rank: int, case: Case, folder: str) -> str:
         prepared = transport.prepare(case.routing(rank), case.plan().of_rank(rank))
         rows_RH = transport.dispatch(x_TH, prepared.handle)
         assert bool(transport.combine_rows(rows_RH, prepared.handle).isnan().all())
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as raised:
         transport.raise_if_lost()
     group.all_gather_object(None)
-    return str(told.value)
+    return str(raised.value)
 
 
 def test_a_late_rank_is_told_too(ranks: Ranks, tmp_path: Path) -> None:
     """Instead of computing on what ranks have sent that had given it up."""
     *others, late = ranks(3).run(comes_late, Case((5, 4, 3), 3, 3, "all"), str(tmp_path))
-    assert all(told.startswith("rank 2 of the EP group did not come to lists within 1 s") for told in others)
+    assert all(raised.startswith("rank 2 of the EP group did not come to lists within 1 s") for raised in others)
     assert late.startswith("rank 0 of the EP group did not come to lists within 2 s")

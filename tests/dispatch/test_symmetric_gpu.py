@@ -51,7 +51,7 @@ def routing_of(rank: int, group: EPGroup, T: int, E: int, K: int, seed: int) -> 
 
 
 def step(
-    transport: Transport, group: EPGroup, routing: Routing, shape: tuple[int, int, int], *, kept: bool, seed: int
+    transport: Transport, group: EPGroup, routing: Routing, shape: tuple[int, int, int], *, saved: bool, seed: int
 ) -> list[Tensor]:
     """Output and gradients of one layer."""
     d, n, e = shape
@@ -63,7 +63,7 @@ def step(
     pair_weights = routing.weights_N.detach().requires_grad_()
     leaves = [x.requires_grad_(), pair_weights, w1.requires_grad_(), w2.requires_grad_()]
     trained = Routing(pair_weights, routing.token_ids_N, routing.counts, routing.num_tokens, routing.max_rows)
-    y = moe(x, trained, w1, w2, transport=transport, group=group, save_dispatched=kept)
+    y = moe(x, trained, w1, w2, transport=transport, group=group, save_dispatched=saved)
     return [y.detach(), *torch.autograd.grad(y, leaves, dout)]
 
 
@@ -82,13 +82,15 @@ def same_as_all_to_all(rank: int, shape: tuple[int, int, int, int, tuple[int, ..
     for seed in range(4):
         T = tokens[(rank + seed) % len(tokens)]
         routing = routing_of(rank, group, T, E, K, seed)
-        for kept in (False, True):
+        for saved in (False, True):
             ours, theirs = (
-                step(t, group, routing, (d, n, E // group.size), kept=kept, seed=seed) for t in (transport, expected)
+                step(t, group, routing, (d, n, E // group.size), saved=saved, seed=seed) for t in (transport, expected)
             )
             names = ("y", "dx", "dgates", "dw1", "dw2")
             differing += [
-                f"{seed} {kept} {name}" for name, a, b in zip(names, ours, theirs, strict=True) if not torch.equal(a, b)
+                f"{seed} {saved} {name}"
+                for name, a, b in zip(names, ours, theirs, strict=True)
+                if not torch.equal(a, b)
             ]
     return differing
 
@@ -164,16 +166,16 @@ def one_rank_stays_away(rank: int) -> str:
     transport = symmetric(group, timeout=2)
     # More tiles of tokens than programs that push them, and fewer than twice as many.
     routing, shape = routing_of(rank, group, 1536 // group.size, 8, 2, 0), (2048, 64, 8 // group.size)
-    step(transport, group, routing, shape, kept=False, seed=0)
+    step(transport, group, routing, shape, saved=False, seed=0)
     if rank == group.size - 1:
         time.sleep(8)
         return ""
     start = time.monotonic()
     try:
-        y = step(transport, group, routing, shape, kept=False, seed=0)[0]
+        y = step(transport, group, routing, shape, saved=False, seed=0)[0]
         torch.cuda.synchronize()
         assert y.isnan().all()
-        step(transport, group, routing, shape, kept=False, seed=0)
+        step(transport, group, routing, shape, saved=False, seed=0)
     except RuntimeError as error:
         assert time.monotonic() - start < 6
         return str(error)
@@ -184,5 +186,5 @@ def test_a_rank_that_stays_away_is_named(gpus: Gpus) -> None:
     size = most_gpus()
     messages = gpus(size).run(one_rank_stays_away)
     for message in messages[:-1]:  # lists and rows are waited for side by side
-        told = rf"rank {size - 1} of the EP group did not come to (lists|dispatch) within 2 s"
-        assert re.match(told, message), message
+        raised = rf"rank {size - 1} of the EP group did not come to (lists|dispatch) within 2 s"
+        assert re.match(raised, message), message

@@ -123,8 +123,8 @@ def train(run: Any, batches: Iterable[Any], loss_of: Callable[[Any, Any], Tensor
             continue
         mean = loss.detach().double()
         dist.all_reduce(mean)
-        told = run.get_global_grad_norm()
-        norm = reduced if told is None else told
+        raised = run.get_global_grad_norm()
+        norm = reduced if raised is None else raised
         assert norm is not None
         steps.append(Step(float(mean) / dist.get_world_size(), float(norm)))
     return steps

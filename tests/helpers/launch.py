@@ -59,8 +59,8 @@ class RankTimeoutError(TimeoutError):
 
     def __init__(self, world_size: int, unfinished: dict[int, str], timeout: float) -> None:
         self.unfinished = [*unfinished]
-        told = f"ranks {self.unfinished} of {world_size} were still running after {timeout:g} s and were stopped"
-        super().__init__("\n".join([told, *_shown(unfinished)]))
+        raised = f"ranks {self.unfinished} of {world_size} were still running after {timeout:g} s and were stopped"
+        super().__init__("\n".join([raised, *_shown(unfinished)]))
 
 
 def _shown(stacks: dict[int, str]) -> list[str]:

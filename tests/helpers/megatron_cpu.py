@@ -47,8 +47,8 @@ def megatron_on_cpu() -> Iterator[None]:
             warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor|The AccumulateGrad node", UserWarning)
             yield
             return
-        for owner, name, value in _shims():
-            stack.enter_context(patch.object(owner, name, value))
+        for dst, name, value in _shims():
+            stack.enter_context(patch.object(dst, name, value))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # its jit_fuser is torch.compile
         stack.enter_context(_quiet_generator())
         yield

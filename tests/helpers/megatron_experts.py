@@ -90,7 +90,8 @@ def weights(kind: str, experts: Any) -> dict[str, Tensor]:
     if kind == "grouped":
         return {name: view.transpose(1, 2) for name, view in _grouped_blocks(experts).items()}
     return {
-        name: torch.stack([each.data for each in each_expert]) for name, each_expert in _apart(kind, experts).items()
+        name: torch.stack([each.data for each in each_expert])
+        for name, each_expert in _split_rows(kind, experts).items()
     }
 
 
@@ -106,7 +107,7 @@ def set_weights(kind: str, experts: Any, values: dict[str, Tensor]) -> None:
         for name, view in _grouped_blocks(experts).items():
             view.copy_(values[name].transpose(1, 2))
     else:
-        for name, parameters in _apart(kind, experts).items():
+        for name, parameters in _split_rows(kind, experts).items():
             for parameter, value in zip(parameters, values[name], strict=True):
                 parameter.copy_(value)
 
@@ -117,7 +118,7 @@ def _grouped_blocks(experts: Any) -> dict[str, Tensor]:
     return {"fc1": experts.weight1.data.view(count, H, -1), "fc2": experts.weight2.data.view(count, -1, H)}
 
 
-def _apart(kind: str, experts: Any) -> dict[str, list[nn.Parameter]]:
+def _split_rows(kind: str, experts: Any) -> dict[str, list[nn.Parameter]]:
     """The parameters of kinds that have one for each expert, expert by expert."""
     names = LINEARS if experts.config.add_bias_linear else {name: LINEARS[name] for name in ("fc1", "fc2")}
     if kind == "sequential":

@@ -7,12 +7,12 @@ from unittest.mock import patch
 Notes = TypeVar("Notes", str, list[str])
 
 
-def noting(notes: list[Notes], note: Notes, owner: Any, attribute: str) -> AbstractContextManager[Any]:
-    """Meanwhile every call of `owner.attribute` adds `note` to the last of `notes` first."""
-    call = getattr(owner, attribute)
+def noting(notes: list[Notes], note: Notes, dst: Any, attribute: str) -> AbstractContextManager[Any]:
+    """Meanwhile every call of `dst.attribute` adds `note` to the last of `notes` first."""
+    call = getattr(dst, attribute)
 
     def noted(*args: Any, **options: Any) -> Any:
         notes[-1] += note
         return call(*args, **options)
 
-    return patch.object(owner, attribute, noted)
+    return patch.object(dst, attribute, noted)

@@ -34,6 +34,6 @@ def poisoned_empty() -> Iterator[None]:
     It holds for this process: in a worker of `tests.helpers.launch`, enter it there.
     """
     with ExitStack() as patches:
-        for owner, name in ALLOCATORS:
-            patches.enter_context(patch.object(owner, name, _poisoned(getattr(owner, name))))
+        for dst, name in ALLOCATORS:
+            patches.enter_context(patch.object(dst, name, _poisoned(getattr(dst, name))))
         yield

@@ -47,7 +47,7 @@ def _replace_the_language_once(interpreter: Any, core: Any) -> None:
         replaced = bool(languages) and not any(core.is_builtin(language.load) for language in languages)
         return interpreter._LangPatchScope() if replaced else replace(function)
 
-    def replace_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    def replace_builtin(dst: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         function = member.__wrapped__ if member.__code__ is demands_semantic else member
         semantic = interpreter.TritonSemantic(builder)
 
@@ -55,7 +55,7 @@ def _replace_the_language_once(interpreter: Any, core: Any) -> None:
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
-        scope.set_attr(owner, name, interpreted)
+        scope.set_attr(dst, name, interpreted)
 
     def replace_methods_and_index(tensor: Any, scope: Any) -> None:
         replace_methods(tensor, scope)

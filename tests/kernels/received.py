@@ -17,7 +17,7 @@ class Received:
     """Pairs in arrival order, on the CPU; num_rows is R. One source numbers its rows by token, several densely."""
 
     plan: Plan
-    owner: int
+    dst: int
     row_in_source_V: Tensor
     weights_V: Tensor
     num_rows: int
@@ -27,23 +27,23 @@ class Received:
         return self.plan.rows_SE.shape[0] == 1
 
     def chunks(self, device: torch.device = CPU) -> Chunks:
-        plan = RankPlan(*(values.to(device) for values in self.plan.of_rank(self.owner)))
-        num_rows, num_pairs = int(self.plan.expert_starts_Qe[self.owner, -1]), self.row_in_source_V.shape[0]
+        plan = RankPlan(*(values.to(device) for values in self.plan.of_rank(self.dst)))
+        num_rows, num_pairs = int(self.plan.expert_starts_Qe[self.dst, -1]), self.row_in_source_V.shape[0]
         return plan.chunks(num_rows, num_pairs)
 
 
-def received_by(case: Case, owner: int, pair_weights: torch.dtype = torch.float32) -> Received:
-    """What `owner` receives in a case of tests/dispatch/oracle.py."""
+def received_by(case: Case, dst: int, pair_weights: torch.dtype = torch.float32) -> Received:
+    """What `dst` receives in a case of tests/dispatch/oracle.py."""
     rows: list[int] = []
     weights = [torch.empty(0, dtype=pair_weights)]
     for source in range(case.size):
-        tokens = case.tokens_needed(source, owner)
+        tokens = case.tokens_needed(source, dst)
         pairs = case.pairs(source)
-        own = [i for i, (expert, _) in enumerate(pairs) if case.owner(expert) == owner]
+        own = [i for i, (expert, _) in enumerate(pairs) if case.dst(expert) == dst]
         rows += [tokens.index(pairs[i][1]) for i in own]
         weights.append(case.pair_weights(source, pair_weights)[own])
     row_in_source_V = torch.tensor(rows, dtype=torch.int32)
-    return Received(case.plan(), owner, row_in_source_V, torch.cat(weights), len(case.received(owner)))
+    return Received(case.plan(), dst, row_in_source_V, torch.cat(weights), len(case.received(dst)))
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,9 @@ KERNELS = [
             "dispatch.recv_index.triton",
             "_values_of_pairs",
             "*fp32 *i32 *i32 *fp32 i32",
-            {"Z": parts, "COLUMNS": columns, "BLOCK": block, "ACCUMULATOR": "tl.float32", "PDL_OVERLAP": beside},
+            {"Z": parts, "COLUMNS": columns, "BLOCK": block, "ACCUMULATOR": "tl.float32", "PDL_OVERLAP": overlapped},
         )
-        for parts, columns, block, beside in ((2, 2, 256, True), (75, 128, 32, True), (1, 1, 256, False))
+        for parts, columns, block, overlapped in ((2, 2, 256, True), (75, 128, 32, True), (1, 1, 256, False))
     ),
     TritonKernel(
         "dispatch.recv_index.triton",

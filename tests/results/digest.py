@@ -92,9 +92,9 @@ def git(*arguments: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--against", metavar="COMMIT")
-    choice.add_argument("--write", action="store_true")
+    topk = parser.add_mutually_exclusive_group()
+    topk.add_argument("--against", metavar="COMMIT")
+    topk.add_argument("--write", action="store_true")
     options = parser.parse_args()
     here = computed()
     text = json.dumps(here, indent=1) + "\n"
@@ -104,8 +104,8 @@ def main() -> int:
         sys.stdout.write(text)
     else:
         lines = differences(computed_by(options.against)["results"], here["results"])
-        told = f"{len(lines)} tensors differ" if lines else f"all {len(here['results'])} layers agree"
-        sys.stdout.write("\n".join([*lines, f"{told} with {options.against}\n"]))
+        raised = f"{len(lines)} tensors differ" if lines else f"all {len(here['results'])} layers agree"
+        sys.stdout.write("\n".join([*lines, f"{raised} with {options.against}\n"]))
         return bool(lines)
     return 0
 

@@ -19,7 +19,7 @@ EP_SIZES = (1, 2, 4)  # the first is 1, on whose rank the probe runs
 # K > 2: two terms have the same sum in either order.
 SIZES = {"d": 40, "n": 24, "E": 8, "K": 3, "init_std": 0.5}
 # Backward uses the rows that forward received. The only place that names the field.
-KEPT = {"save_dispatched": True}
+SAVE_DISPATCHED = {"save_dispatched": True}
 TILES = {"t": 4, "G": 16}
 GLOBAL = {"balance": "global", "balance_coef": 0.3, "z_loss_coef": 0.05}
 STATS = (
@@ -46,7 +46,7 @@ CASES = {
     "off": Case(
         torch.float64,
         {"activation": "geglu", "router": {"renormalize": False, "linear_bias": True}, "rounding": {"mode": "off"}}
-        | KEPT,
+        | SAVE_DISPATCHED,
     ),
     "pad": Case(
         torch.bfloat16,
@@ -72,7 +72,7 @@ CASES = {
             "router": {**GLOBAL, "linear_dtype": "input", "linear_bias": True},
             "rounding": {"mode": "up", **TILES},
         }
-        | KEPT,
+        | SAVE_DISPATCHED,
         "empty",
     ),
     "down": Case(
@@ -93,7 +93,7 @@ CASES = {
             "router": {"score": "sigmoid", "scale": 2.5, "expert_bias": True, "expert_bias_rate": 0.2},
             "rounding": {"mode": "stochastic", **TILES},
         }
-        | KEPT,
+        | SAVE_DISPATCHED,
     ),
     "apportion, capacity": Case(
         torch.float64,
@@ -107,12 +107,13 @@ CASES = {
             "router": {**GLOBAL, "linear_dtype": "input", "jitter": 0.1},
             "rounding": {"t": "auto", "G": 32},
         }
-        | KEPT,
+        | SAVE_DISPATCHED,
         "many",
     ),
     "off, capacity": Case(
         torch.float32,
-        {"K": 1, "router": {"renormalize": False}, "rounding": {"mode": "off", "capacity_factor": 1.0}} | KEPT,
+        {"K": 1, "router": {"renormalize": False}, "rounding": {"mode": "off", "capacity_factor": 1.0}}
+        | SAVE_DISPATCHED,
         "empty",
         shift=2.0,
     ),

@@ -117,8 +117,8 @@ def test_all_ranks_have_the_same_counts(ranks: Pools, tokens: list[int], roundin
             assert starts[-1] == len(agreed.token_ids)
             assert torch.tensor(agreed.weight_gradient).isfinite().all()
     if rounding.mode == "stochastic" and any(tokens):
-        drawn = {str(result.counts["rows_SE"]) for result in by_rank[0]}
-        assert len(drawn) > 1, "every step draws anew"
+        random_rows = {str(result.counts["rows_SE"]) for result in by_rank[0]}
+        assert len(random_rows) > 1, "every step draws anew"
 
 
 def attempt(rank: int, case: str) -> tuple[str | None, list[int]]:

@@ -19,7 +19,7 @@ from sonic_ep.routers.linear import linear
 from sonic_ep.routers.router import Router
 
 T, H, E = 70, 48, 16
-HALVES = [torch.bfloat16, torch.float16]
+SPLIT = [torch.bfloat16, torch.float16]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -56,7 +56,7 @@ def error(got: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # first cuBLAS call of autograd's own thread
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", SPLIT)
 def test_half_precision_is_that_of_one_gemm(dtype: torch.dtype, device: str) -> None:
     case = Case(dtype, device)
     ours, exact, plain = case.results("input"), case.textbook(torch.float64), case.textbook(dtype)
@@ -79,7 +79,7 @@ def test_wider_rows_have_the_arithmetic_of_float32(dtype: torch.dtype) -> None:
         assert torch.equal(mine, theirs[name]), name
 
 
-@pytest.mark.parametrize("cast", HALVES)
+@pytest.mark.parametrize("cast", SPLIT)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_autocast_changes_nothing(dtype: torch.dtype, cast: torch.dtype) -> None:
     case = Case(dtype)

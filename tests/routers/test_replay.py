@@ -60,7 +60,7 @@ def checkpointed(block: Block, **options: Any) -> Block:
 def watch(*routers: Router) -> list[list[list[int]]]:
     """What each router selected, call by call."""
 
-    def keep(calls: list[list[int]]) -> Callable[..., None]:
+    def saves(calls: list[list[int]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], routed: Routed) -> None:
             calls.append(routed.routing.token_ids_N.tolist())
 
@@ -68,7 +68,7 @@ def watch(*routers: Router) -> list[list[list[int]]]:
 
     seen: list[list[list[int]]] = [[] for _ in routers]
     for calls, router in zip(seen, routers, strict=True):
-        router.register_forward_hook(keep(calls))
+        router.register_forward_hook(saves(calls))
     return seen
 
 
@@ -272,14 +272,14 @@ def test_a_region_that_grows_between_forward_and_backward_is_an_error() -> None:
 def test_the_innermost_replaying_region_decides_and_a_recording_one_inside_keeps_it() -> None:
     router = make_router()
     block, seen = block_of(router), watch(router)
-    outer, inner, kept = replay_contexts(), replay_contexts(), replay_contexts()
+    outer, inner, saved = replay_contexts(), replay_contexts(), replay_contexts()
     x_TH = torch.randn(T, H, dtype=torch.float64)
     for region in (outer[0], inner[0]):
         with region:
             block(x_TH)
-    with outer[1], inner[1], kept[0]:
+    with outer[1], inner[1], saved[0]:
         block(x_TH)
-    with kept[1]:
+    with saved[1]:
         block(x_TH)
     of_outer, of_inner, decided, repeated = seen[0]
     assert of_outer != of_inner

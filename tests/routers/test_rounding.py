@@ -319,12 +319,12 @@ def test_no_owner_receives_more_than_capacity_and_only_the_overfull_are_cut(
     before, after = rows_by_dst(free.rows_SE), rows_by_dst(held.rows_SE)
     assert after == [min(rows, limit) for rows in before]
     per_rank = len(case.chosen[0]) // len(case.tokens)
-    for owner, rows in enumerate(before):
-        mine = slice(owner * per_rank, (owner + 1) * per_rank)
+    for dst, rows in enumerate(before):
+        mine = slice(dst * per_rank, (dst + 1) * per_rank)
         if rows <= limit:
             assert torch.equal(held.rows_SE[:, mine], free.rows_SE[:, mine])
         cut = free.pairs_SE[:, mine].sum() - held.pairs_SE[:, mine].sum()
-        assert int(held.cut_S[owner]) == int(cut)
+        assert int(held.cut_S[dst]) == int(cut)
     assert (held.rows_SE <= free.rows_SE).all()
     assert (held.rows_SE.sum(0) % unit == 0).all()
 
@@ -335,10 +335,10 @@ def test_capacity_takes_from_an_owners_largest_experts(case: Case, mode: str) ->
     unit = {"apportion": case.G, "off": 1}.get(mode, case.t)
     per_rank = len(case.chosen[0]) // len(case.tokens)
     before, after = free.rows_SE.sum(0).tolist(), held.rows_SE.sum(0).tolist()
-    for expert, (rows, kept) in enumerate(zip(before, after, strict=True)):
+    for expert, (rows, saved) in enumerate(zip(before, after, strict=True)):
         first = expert // per_rank * per_rank
-        if kept < rows:
-            assert max(after[first : first + per_rank]) <= kept + unit
+        if saved < rows:
+            assert max(after[first : first + per_rank]) <= saved + unit
 
 
 def test_capacity_of_a_batch_too_small_to_round_is_cut_in_chunks_of_padding() -> None:

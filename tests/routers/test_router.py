@@ -217,8 +217,8 @@ def test_gradient_of_gates_and_losses_is_the_dense_formulas() -> None:
     exponentials_TE = logits_TE.exp()
     scores_TE = exponentials_TE / exponentials_TE.sum(1, keepdim=True)
     chosen_TE = torch.zeros(20, 8, dtype=torch.float64).scatter_(1, logits_TE.topk(2, 1).indices, 1.0)
-    kept_TE = scores_TE * chosen_TE
-    weights_TE = torch.where(chosen_TE > 0, kept_TE / kept_TE.sum(1, keepdim=True), scores_TE) * 1.5
+    remaining_TE = scores_TE * chosen_TE
+    weights_TE = torch.where(chosen_TE > 0, remaining_TE / remaining_TE.sum(1, keepdim=True), scores_TE) * 1.5
     loss = weights_TE[given_ids, experts] @ weight_N
     loss = loss + 0.2 * 8 * (chosen_TE.mean(0) / 2 * scores_TE.mean(0)).sum()
     loss = loss + 0.1 * exponentials_TE.sum(1).log().square().mean()

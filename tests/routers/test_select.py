@@ -113,8 +113,8 @@ def test_each_expert_gets_its_number_and_the_better_candidates(case: Case) -> No
                 for token, row in enumerate(case.scores)
                 if chosen[token] is among and (among or case.allowed is None or case.may()[token][expert])
             ]
-            kept, left = [merit for is_in, merit in merits if is_in], [merit for is_in, merit in merits if not is_in]
-            assert not kept or not left or min(kept) >= max(left), "kept or added below dropped or unselected"
+            saved, left = [merit for is_in, merit in merits if is_in], [merit for is_in, merit in merits if not is_in]
+            assert not saved or not left or min(saved) >= max(left), "kept or added below dropped or unselected"
         # Nothing is added while a chosen pair is dropped.
         dropped = any(c and not s for c, s in zip(chosen, taken, strict=True))
         added = any(s and not c for c, s in zip(chosen, taken, strict=True))

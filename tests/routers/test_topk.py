@@ -160,14 +160,14 @@ def test_kept_pairs_weigh_exactly_what_plain_topk_gives_and_added_ones_their_own
     logits_TE = torch.randn(T, E, generator=generator, dtype=dtype) * 3
     pairs_E = torch.randint(0, T + 1, (E,), generator=generator)
     selected = select(logits_TE, None, K, pairs_E, config)
-    kept = selected.chosen_N
+    saved = selected.chosen_N
     plain_TE = plain_weights(selected.topk, config)
-    assert torch.equal(selected.weights_N[kept], plain_TE[selected.token_ids_N[kept], selected.expert_ids_N[kept]])
-    added = selected.topk.scores_TE[selected.token_ids_N[~kept], selected.expert_ids_N[~kept]]
+    assert torch.equal(selected.weights_N[saved], plain_TE[selected.token_ids_N[saved], selected.expert_ids_N[saved]])
+    added = selected.topk.scores_TE[selected.token_ids_N[~saved], selected.expert_ids_N[~saved]]
     if renormalize and score == "sigmoid":
         sums_T = selected.topk.scores_TE.gather(1, selected.topk.topk_ids_TK).sum(1)
-        added = added / sums_T[selected.token_ids_N[~kept]]
-    torch.testing.assert_close(selected.weights_N[~kept], added * scale)
+        added = added / sums_T[selected.token_ids_N[~saved]]
+    torch.testing.assert_close(selected.weights_N[~saved], added * scale)
 
 
 @pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)

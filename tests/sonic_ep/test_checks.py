@@ -25,14 +25,16 @@ def stand_in(index: int = 0, offset: int = 0) -> Any:
 def test_rows_on_another_device_than_the_current_one() -> None:
     with patch.object(torch.cuda, "current_device", lambda: 0):
         assert problem_with_rows(stand_in(0), 4) is None
-        told = problem_with_rows(stand_in(1), 4)
-    assert told is not None
-    assert told.startswith("x is on cuda:1, but the current device, on which kernels are launched, is cuda:0; ")
-    assert told.endswith("call torch.cuda.set_device(1), or the layer under torch.cuda.device(1)")
+        raised = problem_with_rows(stand_in(1), 4)
+    assert raised is not None
+    assert raised.startswith("x is on cuda:1, but the current device, on which kernels are launched, is cuda:0; ")
+    assert raised.endswith("call torch.cuda.set_device(1), or the layer under torch.cuda.device(1)")
 
 
 @pytest.mark.parametrize("offset", [1, 4, 12])
 def test_weights_that_start_in_the_middle_of_16_bytes(offset: int) -> None:
-    told = problem_with_memory("w1", stand_in(offset=offset))
-    assert told == (f"w1 starts at byte {2 * offset} of its storage, which is no multiple of 16; set it to w1.clone()")
+    raised = problem_with_memory("w1", stand_in(offset=offset))
+    assert raised == (
+        f"w1 starts at byte {2 * offset} of its storage, which is no multiple of 16; set it to w1.clone()"
+    )
     assert problem_with_memory("w1", stand_in(offset=8 * offset)) is None

@@ -145,11 +145,11 @@ def test_steps_of_any_batch_size_are_the_eager_ones_and_share_a_graph(config: Mo
             for each in (*model.blocks, *eager.blocks):
                 each.moe.update_expert_bias()  # type: ignore[union-attr]
     assert backend.frame_count == 1
-    counted = counters(model)
+    counts = counters(model)
     with torch.no_grad():
         x = torch.randn(4, 10, config.d)
         torch.testing.assert_close(compiled.eval()(x)[0], eager.eval()(x)[0], rtol=1e-6, atol=1e-6)
-    assert counters(model) == counted
+    assert counters(model) == counts
     assert backend.frame_count == 2
 
 

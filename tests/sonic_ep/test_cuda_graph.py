@@ -38,12 +38,12 @@ def inputs(step: int) -> Tensor:
 
 
 def warm_up(call: Any) -> None:
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
         for _ in range(2):
             call()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(side_stream)
 
 
 def capture(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -137,11 +137,11 @@ def test_routing_across_ranks_is_captured(gpus: Callable[[int], RankPool]) -> No
 STEPS = 100
 
 
-def captured_layer(rank: int, rounding: RoundingConfig, keeps: bool) -> tuple[list[str], int]:
+def captured_layer(rank: int, rounding: RoundingConfig, saves: bool) -> tuple[list[str], int]:
     """Names of what differs between a replay and the eager step with exact buffers, over steps of changing routing; and
     how many numbers of rows this rank has had."""
     torch.manual_seed(rank)
-    config = MoEConfig(**SHAPE, rounding=rounding, router=LOSSES, transport=STATIC, save_dispatched=keeps)
+    config = MoEConfig(**SHAPE, rounding=rounding, router=LOSSES, transport=STATIC, save_dispatched=saves)
     group, x, dy = EPGroup(), inputs(rank).requires_grad_(), torch.randn(T, D, device="cuda").bfloat16()
     layer = MoE(config, group, seed=1, device="cuda", dtype=torch.bfloat16)
     other = config.replace(transport=TransportConfig(kind="all_to_all"))
@@ -166,10 +166,10 @@ def captured_layer(rank: int, rounding: RoundingConfig, keeps: bool) -> tuple[li
     return differing, len(sizes)
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["sends x again", "keeps rows"])
+@pytest.mark.parametrize("saves", [False, True], ids=["sends x again", "keeps rows"])
 @pytest.mark.parametrize("mode", BOUNDED)
-def test_a_layer_across_ranks_is_captured(gpus: Callable[[int], RankPool], mode: str, keeps: bool) -> None:
-    for differing, sizes in gpus(most_gpus()).run(captured_layer, BOUNDED[mode], keeps):
+def test_a_layer_across_ranks_is_captured(gpus: Callable[[int], RankPool], mode: str, saves: bool) -> None:
+    for differing, sizes in gpus(most_gpus()).run(captured_layer, BOUNDED[mode], saves):
         assert differing == []
         assert sizes > 5
 

@@ -298,17 +298,17 @@ def test_a_layer_without_a_gpu_is_refused() -> None:
 
 
 def exact_buffers(rank: int) -> str:
-    with pytest.raises(ValueError, match="transport.buffers='exact' reads row counts on the host") as told:
+    with pytest.raises(ValueError, match="transport.buffers='exact' reads row counts on the host") as raised:
         graph_layers([MoE(SMALL, EPGroup(), seed=0)], sample())
-    return str(told.value)
+    return str(raised.value)
 
 
 @patch.object(cuda_graphs, "_DEVICES", {"cpu"})
 def other_shapes(rank: int) -> str:
     config = SMALL.replace(rounding=replace(SMALL.rounding, capacity_factor=1.25), transport=STATIC)
-    with pytest.raises(ValueError, match="disagree about shape") as told:
+    with pytest.raises(ValueError, match="disagree about shape") as raised:
         graph_layers([MoE(config, EPGroup(), seed=0)], sample(TOKENS + rank))
-    return str(told.value)
+    return str(raised.value)
 
 
 def test_what_ranks_cannot_graph_is_refused_on_all(ranks: Callable[[int], RankPool]) -> None:
@@ -330,9 +330,9 @@ def replay_alone(rank: int) -> str:
     y = layer(x).y
     torch.cuda.synchronize()
     assert y.isnan().all()
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as raised:
         layer(x)
-    return str(told.value)
+    return str(raised.value)
 
 
 @on_gpus

@@ -88,9 +88,9 @@ def test_sharded_weights_are_filled_alike(ranks: Callable[[int], RankPool], ep_s
 def experts_alone_sharded(rank: int) -> str:
     model = Model(EPGroup.alone())
     fully_shard(model.moe.experts, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ValueError, match="give fully_shard the layer or its block") as told:
+    with pytest.raises(ValueError, match="give fully_shard the layer or its block") as raised:
         model(batch()[:TOKENS])
-    return str(told.value)
+    return str(raised.value)
 
 
 def test_experts_of_one_rank_are_sharded_with_their_layer(ranks: Callable[[int], RankPool]) -> None:

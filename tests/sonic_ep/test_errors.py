@@ -50,14 +50,14 @@ def test_e_that_differs_and_does_not_divide_still_raises_on_all(ranks: Ranks) ->
     assert all("no error" != message for message in ranks(2).run(construct, [{"E": 8}, {"E": 7}], [0, 0]))
 
 
-def drawn_router(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_router(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(rank)
     layer = MoE(MoEConfig(**SIZES), EPGroup())  # type: ignore[arg-type]
     return layer.router.weight.detach(), layer.experts.w1.detach()
 
 
 def test_without_a_seed_the_first_ranks_draw_serves_all(ranks: Ranks) -> None:
-    (router0, w0), (router1, w1) = ranks(2).run(drawn_router)
+    (router0, w0), (router1, w1) = ranks(2).run(random_router)
     assert torch.equal(router0, router1)
     assert not torch.equal(w0, w1)  # other experts
 

@@ -43,10 +43,10 @@ def experts_of(group: EPGroup) -> list[Tensor]:
 def step(transport: Transport, group: EPGroup, routing: Routing, experts: list[Tensor]) -> list[Tensor]:
     """Output and gradients. What is kept of H is hardly longer than H."""
 
-    def see(kept: Tensor) -> Tensor:
-        if kept.dim() == 2 and kept.shape[1] == 2 * I:
-            assert kept.untyped_storage().nbytes() <= kept.nbytes * 16 / 15
-        return kept
+    def see(saved: Tensor) -> Tensor:
+        if saved.dim() == 2 and saved.shape[1] == 2 * I:
+            assert saved.untyped_storage().nbytes() <= saved.nbytes * 16 / 15
+        return saved
 
     generator = torch.Generator().manual_seed(group.rank)
     x, dout = (torch.randn(routing.num_tokens, H, generator=generator) for _ in range(2))

@@ -138,8 +138,8 @@ def wire_bytes(rank: int, dtype: torch.dtype, clone_rows: bool) -> tuple[dict[st
 def test_wire_bytes_are_distinct_rows_and_index_lists(
     ranks: Ranks, ep_size: int, dtype: torch.dtype, clone_rows: bool
 ) -> None:
-    for counted, wanted in ranks(ep_size).run(wire_bytes, dtype, clone_rows):
-        assert counted == wanted
+    for counts, wanted in ranks(ep_size).run(wire_bytes, dtype, clone_rows):
+        assert counts == wanted
 
 
 def layer_arguments(E: int = 4, n: int = 6) -> dict[str, Any]:
@@ -171,15 +171,15 @@ def test_gate_and_up_apart_give_the_same_and_keep_no_copy() -> None:
     arguments = layer_arguments()
     w1, w2, x = (arguments[name].requires_grad_(True) for name in ("w1_eJH", "w2_eHI", "x_TH"))
     gate, up = (half.detach().clone().requires_grad_(True) for half in w1.unflatten(1, (-1, 2)).unbind(2))
-    apart = {**arguments, "w1_eJH": gate, "up_eIH": up}
-    assert saved_bytes(lambda: moe(**apart), [gate, up, w2]) == saved_bytes(lambda: moe(**arguments), [w1, w2])
-    wanted, got = moe(**arguments), moe(**apart)
+    split = {**arguments, "w1_eJH": gate, "up_eIH": up}
+    assert saved_bytes(lambda: moe(**split), [gate, up, w2]) == saved_bytes(lambda: moe(**arguments), [w1, w2])
+    wanted, got = moe(**arguments), moe(**split)
     assert torch.equal(got, wanted)
     wanted_grads = torch.autograd.grad(wanted.square().sum(), [w1, w2, x])
     dgate, dup, *grads = torch.autograd.grad(got.square().sum(), [gate, up, w2, x])
     assert torch.equal(torch.stack([dgate, dup], 2).flatten(1, 2), wanted_grads[0])
     assert all(map(torch.equal, grads, wanted_grads[1:]))
-    moe(**{**apart, "w1_eJH": gate.detach()}).sum().backward()  # a frozen gate
+    moe(**{**split, "w1_eJH": gate.detach()}).sum().backward()  # a frozen gate
     assert up.grad.is_contiguous()
     assert gate.grad is None
 
@@ -293,8 +293,8 @@ def test_main_grad_is_used_only_where_there_is_one_and_it_is_asked_for() -> None
     torch.testing.assert_close([w1.main_grad, w1.grad], [wanted[0], wanted[0]])
 
 
-@pytest.mark.parametrize("keeps_graph", [False, True])
-def test_backward_lets_h_go_before_it_makes_dx(monkeypatch: pytest.MonkeyPatch, keeps_graph: bool) -> None:
+@pytest.mark.parametrize("retains_graph", [False, True])
+def test_backward_lets_h_go_before_it_makes_dx(monkeypatch: pytest.MonkeyPatch, retains_graph: bool) -> None:
     alive: list[bool] = []
     h: list[weakref.ref[Tensor]] = []
     up_projection, up_projection_backward = reference.up_projection, reference.up_projection_backward
@@ -313,9 +313,9 @@ def test_backward_lets_h_go_before_it_makes_dx(monkeypatch: pytest.MonkeyPatch, 
     arguments = layer_arguments()
     inputs = [arguments[name].requires_grad_(True) for name in ("x_TH", "w1_eJH", "w2_eHI")]
     loss = moe(**arguments).square().sum()
-    first = torch.autograd.grad(loss, inputs, retain_graph=keeps_graph)
-    assert alive == [keeps_graph]
-    if keeps_graph:
+    first = torch.autograd.grad(loss, inputs, retain_graph=retains_graph)
+    assert alive == [retains_graph]
+    if retains_graph:
         for again, gradient in zip(torch.autograd.grad(loss, inputs), first, strict=True):
             assert torch.equal(again, gradient)
 

@@ -27,7 +27,7 @@ def chosen_together(group: EPGroup, config: TransportConfig, device: torch.devic
     return transports.AllToAllTransport(group)
 
 
-def told(rank: int, case: str) -> tuple[str, float]:
+def raised(rank: int, case: str) -> tuple[str, float]:
     """What is raised where rank 1 has a problem, and a sum of the healthy step after it."""
     group = EPGroup()
     layer = MoE(CONFIG, group, seed=0)
@@ -46,8 +46,8 @@ def told(rank: int, case: str) -> tuple[str, float]:
         return experts(x_TH, routed.routing, w1)
 
     x_TH, message = torch.randn(T, 8, generator=torch.Generator().manual_seed(rank)), ""
-    choice = patch.object(transports, "_topk", chosen_together) if case == "transport" else nullcontext()
-    with choice, torch.no_grad():
+    topk = patch.object(transports, "_topk", chosen_together) if case == "transport" else nullcontext()
+    with topk, torch.no_grad():
         try:
             if rank == 1:
                 step(x_TH[:0], weights.w1, "x has 3 legs")
@@ -59,12 +59,12 @@ def told(rank: int, case: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("case", ["eager", "compiled", "weights", "transport"])
 def test_all_are_told_the_same(ranks: Ranks, case: str) -> None:
-    results = ranks(2).run(told, case)
+    results = ranks(2).run(raised, case)
     assert [message for message, _ in results] == ["rank 1: x has 3 legs"] * 2
-    assert [total for _, total in results] == [total for _, total in ranks(2).run(told, "eager")]
+    assert [total for _, total in results] == [total for _, total in ranks(2).run(raised, "eager")]
 
 
-def told_again(rank: int) -> list[str]:
+def raised_again(rank: int) -> list[str]:
     """A routing is checked twice on one rank, and once on the other."""
     group, messages = EPGroup(), []
     router = MoE(CONFIG, group, seed=0).router
@@ -82,4 +82,4 @@ def told_again(rank: int) -> list[str]:
 
 
 def test_a_second_look_at_the_reports_asks_nobody(ranks: Ranks) -> None:
-    assert ranks(2).run(told_again) == [["rank 1: no"] * 2, ["rank 1: no"]]
+    assert ranks(2).run(raised_again) == [["rank 1: no"] * 2, ["rank 1: no"]]

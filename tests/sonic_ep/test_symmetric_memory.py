@@ -5,11 +5,11 @@ import torch
 
 from sonic_ep.symmetric_memory import PeerMemory, RankLocation, problem_between
 
-NOBODY: frozenset[str] = frozenset()
+NO_RANK: frozenset[str] = frozenset()
 
 
 def location(
-    gpu: str | None, host: str = "one", unreachable: frozenset[str] = NOBODY, problem: str | None = None
+    gpu: str | None, host: str = "one", unreachable: frozenset[str] = NO_RANK, problem: str | None = None
 ) -> RankLocation:
     return RankLocation(host, gpu, unreachable, problem)
 

@@ -120,24 +120,24 @@ def steps(
         context = buffers_in_files(layer.transport, folder, static=buffers == "static")  # pyright: ignore[reportArgumentType]
     with context, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute")  # which Dynamo asks the input of a router for
-        told, results, run = "", [], compiled_or_not(layer, compiled)
+        raised, results, run = "", [], compiled_or_not(layer, compiled)
         for number in range(3):
             if number == 2:
-                told = go_wrong(layer, how, run)
+                raised = go_wrong(layer, how, run)
             results.append(step(layer, number, run))
         key = (buffers, compiled)
         if key not in expected_steps:
             well = new_layer()
             run = compiled_or_not(well, compiled)  # which rounds more often than eager kernels do
             expected_steps[key] = [step(well, number, run) for number in range(3)]
-    return told, results, expected_steps[key]
+    return raised, results, expected_steps[key]
 
 
 def check(pool: RankPool, folder: str | None, buffers: Buffers, how: str, compiled: Compiled = "") -> None:
     device = "cuda" if folder is None else "cpu"
     wanted = WRONG[how.split()[0]].format(dtype=str(dtype_of(device)).removeprefix("torch."), logits=8)
-    for told, results, expected in pool.run(steps, folder, buffers, how, compiled):
-        assert wanted in told
+    for raised, results, expected in pool.run(steps, folder, buffers, how, compiled):
+        assert wanted in raised
         for got, values in zip(results, expected, strict=True):
             assert all(map(torch.equal, got, values))
 
@@ -162,7 +162,7 @@ def test_nobody_waits_in_a_compiled_layer(
     check(ranks(2), str(tmp_path), buffers, how, compiled)
 
 
-def told_without_output(rank: int, folder: str) -> list[str]:
+def raised_without_output(rank: int, folder: str) -> list[str]:
     """What is raised in four steps of a graph that nobody asks for the experts' output; the third goes wrong."""
     layer, raised = MoE(config("cpu", "static"), EPGroup(), seed=0), []
     torch._dynamo.reset()
@@ -180,7 +180,7 @@ def told_without_output(rank: int, folder: str) -> list[str]:
 
 @pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
 def test_a_compiled_layer_whose_output_nobody_uses_is_checked(ranks: Ranks, tmp_path: Path) -> None:
-    for raised in ranks(2).run(told_without_output, str(tmp_path)):
+    for raised in ranks(2).run(raised_without_output, str(tmp_path)):
         assert "rank 1: x has hidden size 7" in raised.pop(2)
         assert raised == [""] * 3
 

@@ -62,7 +62,7 @@ def run_layer(layer: Any, tokens: int) -> dict[str, Tensor]:
     return {"out": out.detach(), "dx": x.grad, "counts": layer.tokens_per_expert.clone(), **grads}
 
 
-def beside_stock(rank: int, preset: str, ep_size: int, tokens: tuple[int, ...]) -> None:
+def against_stock(rank: int, preset: str, ep_size: int, tokens: tuple[int, ...]) -> None:
     with deepspeed_world():
         stock = run_layer(last_layer(preset, ep_size, False), tokens[rank])
         ours = run_layer(last_layer(preset, ep_size, True), tokens[rank])
@@ -76,11 +76,11 @@ def beside_stock(rank: int, preset: str, ep_size: int, tokens: tuple[int, ...]) 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("tokens", [(24, 24), (17, 5), (9, 0)], ids=["equal", "unequal", "none"])
 def test_outputs_and_local_gradients_are_those_of_stock(ranks: Ranks, preset: str, tokens: tuple[int, ...]) -> None:
-    ranks(2).run(beside_stock, preset, 2, tokens)
+    ranks(2).run(against_stock, preset, 2, tokens)
 
 
 def test_groups_of_two_among_four_ranks(ranks: Ranks) -> None:
-    ranks(4).run(beside_stock, "deepseek_v3", 2, (11, 0, 3, 8))
+    ranks(4).run(against_stock, "deepseek_v3", 2, (11, 0, 3, 8))
 
 
 def groups_used(rank: int) -> tuple[int, int, bool]:

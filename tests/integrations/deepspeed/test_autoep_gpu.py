@@ -55,7 +55,7 @@ def run_layer(run: Any, rank: int) -> dict[str, Tensor]:
     return {"out": out.detach().cpu(), "dx": x.grad.cpu()}
 
 
-def layer_beside_stock(rank: int, preset: str, ep_size: int) -> list[dict[str, Tensor]]:
+def layer_against_stock(rank: int, preset: str, ep_size: int) -> list[dict[str, Tensor]]:
     results = []
     for ours in (False, True):
         with deepspeed_world():
@@ -70,7 +70,7 @@ def row_distances(got: Tensor, wanted: Tensor) -> Tensor:
 @pytest.mark.parametrize("ep_size", [1, 2])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bfloat16_is_close_to_stock(gpus: Ranks, preset: str, ep_size: int) -> None:
-    for stock, ours in gpus(ep_size).run(layer_beside_stock, preset, ep_size, timeout=600):
+    for stock, ours in gpus(ep_size).run(layer_against_stock, preset, ep_size, timeout=600):
         for name, wanted in stock.items():
             # bfloat16 logits tie, and stock takes any of the tied experts: few tokens may have gone elsewhere.
             far = row_distances(ours[name], wanted).flatten()
@@ -101,8 +101,8 @@ def reads_of_weights(rank: int, zero: int, ep_size: int) -> list[bool]:
     operations, reads = import_module("sonic_ep.kernels.experts.grouped_gemm"), []
     real = operations.interleaved_view
 
-    def spy(*halves: Tensor) -> Tensor | None:
-        operand = real(*halves)
+    def spy(*both: Tensor) -> Tensor | None:
+        operand = real(*both)
         reads.append(operand is not None)
         return operand
 
@@ -158,12 +158,12 @@ def peak_bytes(rank: int, ours: bool) -> int:
         del loss
         before = torch.cuda.memory_allocated()
         loss = loss_of(run, batches(rank, 1, length=16)[0])
-        kept = torch.cuda.memory_allocated() - before
+        saved = torch.cuda.memory_allocated() - before
         assert loss.requires_grad
-        return kept
+        return saved
 
 
 def test_no_interleaved_weights_are_kept_between_forward_and_backward(gpus: Ranks) -> None:
     weights = 8 * 8 * 2 * 1024 * 256 * 2  # layers, experts, gate and up, n, d, bytes
-    (kept,) = gpus(1).run(peak_bytes, True, timeout=600)
-    assert kept < weights / 8  # not even one layer's
+    (saved,) = gpus(1).run(peak_bytes, True, timeout=600)
+    assert saved < weights / 8  # not even one layer's

@@ -69,7 +69,7 @@ def distance(got: Tensor, wanted: Tensor) -> float:
     return float((got.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-20))
 
 
-def beside_deepspeeds(rank: int, variant: str, ep_size: int) -> Any:
+def against_deepspeeds(rank: int, variant: str, ep_size: int) -> Any:
     from tests.helpers.deepspeed_cpu import deepspeed_world
 
     results = []
@@ -84,7 +84,7 @@ def beside_deepspeeds(rank: int, variant: str, ep_size: int) -> Any:
 @pytest.mark.parametrize("ep_size", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_is_close_to_deepspeeds(gpus: Ranks, variant: str, ep_size: int) -> None:
-    for stock, ours in gpus(ep_size).run(beside_deepspeeds, variant, ep_size, timeout=600):
+    for stock, ours in gpus(ep_size).run(against_deepspeeds, variant, ep_size, timeout=600):
         assert ours.keys() == stock.keys()
         assert torch.equal(ours["counts"], stock["counts"])
         far = {name: distance(ours[name], value) for name, value in stock.items()}

@@ -38,7 +38,7 @@ def outcome(layer: Any, x: Tensor, *more: Any) -> dict[str, Tensor]:
     return {"y": y.detach(), "l_aux": l_aux.detach(), "counts": counts, "dx": x.grad, **gradients(layer)}
 
 
-def beside_deepspeeds(rank: int, k: int, ep_size: int, shape: tuple[int, ...], training: bool, residual: bool) -> Any:
+def against_deepspeeds(rank: int, k: int, ep_size: int, shape: tuple[int, ...], training: bool, residual: bool) -> Any:
     from tests.helpers.deepspeed_cpu import deepspeed_world
 
     results = []
@@ -64,7 +64,7 @@ def beside_deepspeeds(rank: int, k: int, ep_size: int, shape: tuple[int, ...], t
 def test_outputs_losses_counts_and_gradients_are_deepspeeds(
     ranks: Ranks, k: int, ep_size: int, shape: tuple[int, ...], training: bool, residual: bool
 ) -> None:
-    for stock, ours in ranks(4).run(beside_deepspeeds, k, ep_size, shape, training, residual):
+    for stock, ours in ranks(4).run(against_deepspeeds, k, ep_size, shape, training, residual):
         assert ours.keys() == stock.keys()
         assert ours["counts"].dtype == torch.int64
         torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
@@ -150,12 +150,12 @@ def marks_and_groups(rank: int) -> Any:
     made: list[list[int]] = []
     original = dist.new_group
 
-    def counted(ranks: Any, *args: Any, **kwargs: Any) -> Any:
+    def counts(ranks: Any, *args: Any, **kwargs: Any) -> Any:
         made.append(list(ranks))
         return original(ranks, *args, **kwargs)
 
     with deepspeed_world():
-        dist.new_group = counted
+        dist.new_group = counts
         try:
             layer = layer_of(True, rank, 2, k=2, use_residual=True)
             layer.set_deepspeed_parallelism()

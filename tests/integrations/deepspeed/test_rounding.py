@@ -32,7 +32,7 @@ def tokens(rank: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(96, 16, generator=torch.Generator().manual_seed(10 * seed + rank))
 
 
-def beside_own_layer(rank: int, k: int) -> tuple[Any, Any, list[int]]:
+def against_own_layer(rank: int, k: int) -> tuple[Any, Any, list[int]]:
     from tests.helpers.deepspeed_cpu import deepspeed_world
     from tests.helpers.deepspeed_moe import EXPERTS, WIDTH, H
 
@@ -60,7 +60,7 @@ def beside_own_layer(rank: int, k: int) -> tuple[Any, Any, list[int]]:
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_it_rounds_as_our_own_layer(ranks: Ranks, k: int) -> None:
-    for ours, own, rows in ranks(2).run(beside_own_layer, k):
+    for ours, own, rows in ranks(2).run(against_own_layer, k):
         torch.testing.assert_close(ours, own)
         assert all(count % G == 0 for count in rows)
 
@@ -125,6 +125,6 @@ def recomputed(rank: int) -> list[Any]:
 
 
 def test_recomputation_decides_alike(ranks: Ranks) -> None:
-    for kept, *others in ranks(2).run(recomputed):
+    for saved, *others in ranks(2).run(recomputed):
         for other in others:
-            torch.testing.assert_close(other, kept, atol=0, rtol=0)
+            torch.testing.assert_close(other, saved, atol=0, rtol=0)

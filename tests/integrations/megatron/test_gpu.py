@@ -90,7 +90,7 @@ def distances(got: list[Tensor], wanted: list[Tensor]) -> list[float]:
     return [float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-20)) for a, b in pairs]
 
 
-def beside_stock(rank: int, variant: str, ep_size: int) -> tuple[bool, list[float]]:
+def against_stock(rank: int, variant: str, ep_size: int) -> tuple[bool, list[float]]:
     from tests.helpers.megatron_training import parallel_state
 
     with parallel_state(expert=ep_size):
@@ -105,7 +105,7 @@ def beside_stock(rank: int, variant: str, ep_size: int) -> tuple[bool, list[floa
 @pytest.mark.parametrize("ep_size", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_is_close_to_megatrons(gpus: Ranks, variant: str, ep_size: int) -> None:
-    for same_start, far in gpus(ep_size).run(beside_stock, variant, ep_size, timeout=600):
+    for same_start, far in gpus(ep_size).run(against_stock, variant, ep_size, timeout=600):
         assert same_start
         assert max(far) < 2e-2, far
 

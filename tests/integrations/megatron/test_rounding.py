@@ -68,7 +68,7 @@ def hidden_states(rank: int, config: Any) -> Tensor:
     return torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
 
 
-def beside_own_layer(rank: int, variant: str) -> tuple[dict[str, float], list[int]]:
+def against_own_layer(rank: int, variant: str) -> tuple[dict[str, float], list[int]]:
     """Largest relative differences of outputs and gradients, and the group's pairs of each expert."""
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
@@ -99,7 +99,7 @@ def beside_own_layer(rank: int, variant: str) -> tuple[dict[str, float], list[in
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_rounds_as_our_own_layer(ranks: Ranks, variant: str) -> None:
-    for differences, rows in ranks(4).run(beside_own_layer, variant, timeout=600):
+    for differences, rows in ranks(4).run(against_own_layer, variant, timeout=600):
         assert all(difference < 1e-5 for difference in differences.values()), differences
         assert all(count % G == 0 for count in rows)
 
@@ -178,7 +178,7 @@ def rounded_curve(rank: int, changes: dict[str, Any]) -> list[tuple[Any, ...]]:
 def test_recomputation_decides_alike(ranks: Ranks) -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     moe = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-    kept = ranks(2).run(rounded_curve, {}, timeout=600)[0]
-    assert kept[-1][0] < kept[0][0]
-    assert ranks(2).run(rounded_curve, full, timeout=600)[0] == kept
-    assert ranks(2).run(rounded_curve, moe, timeout=600)[0] == kept
+    saved = ranks(2).run(rounded_curve, {}, timeout=600)[0]
+    assert saved[-1][0] < saved[0][0]
+    assert ranks(2).run(rounded_curve, full, timeout=600)[0] == saved
+    assert ranks(2).run(rounded_curve, moe, timeout=600)[0] == saved

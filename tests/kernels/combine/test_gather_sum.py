@@ -35,8 +35,8 @@ def kernel(values: Tensor, items: Tensor, starts: Tensor, weights: Tensor | None
 def overlap_previous(values: Tensor, items: Tensor, starts: Tensor, weights: Tensor | None = None) -> Tensor:
     """Into memory that is there, as beside a GEMM, which only a GPU can; elsewhere as many items ahead."""
     module, into = of_triton(), torch.full((len(starts) - 1, values.shape[1]), float("nan")).to(DEVICE, values.dtype)
-    ahead = nullcontext() if DEVICE == "cuda" else patch.object(module, "UNROLL", module._UNROLL_OVERLAPPED)
-    with ahead:
+    early = nullcontext() if DEVICE == "cuda" else patch.object(module, "UNROLL", module._UNROLL_OVERLAPPED)
+    with early:
         return kernel(values, items, starts, weights, into=into, overlap_previous=True)
 
 

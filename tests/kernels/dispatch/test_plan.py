@@ -49,11 +49,11 @@ def check_within(size: int, e: int, multiple: int, pairs_SE: torch.Tensor, chang
     rows_SE, tokens_S = -(-pairs_SE // multiple) * multiple, torch.arange(size) + 3
     values = pack_split_sizes(tokens_S, rows_SE, pairs_SE, torch.full((size, 2), 99))
     needed = SizeBound.needed_by(AsyncSplitSizes(values, size).read())
-    room = SizeBound(*(most + more for most, more in zip(needed, change, strict=True)))
+    bound = SizeBound(*(most + more for most, more in zip(needed, change, strict=True)))
     plan = Plan.from_counts(rows_SE, pairs_SE, 4).of_rank(size - 1)
     with poisoned_empty():
-        got = KERNEL.bounded_plan(RankPlan(*(part.to(DEVICE) for part in plan)), values.to(DEVICE), *room)
-    for part, wanted in zip(got, bounded_plan(plan, values, *room), strict=True):
+        got = KERNEL.bounded_plan(RankPlan(*(part.to(DEVICE) for part in plan)), values.to(DEVICE), *bound)
+    for part, wanted in zip(got, bounded_plan(plan, values, *bound), strict=True):
         assert part.dtype == torch.int32
         assert part.is_contiguous()
         assert torch.equal(part.cpu(), wanted)

@@ -48,10 +48,10 @@ def lists_of(implementation: Implementation, received: Received) -> tuple[PairBu
 
 
 def check(implementation: Implementation, case: Case, pair_weights: torch.dtype = torch.float32) -> None:
-    for owner in range(case.size):
-        received = received_by(case, owner, pair_weights)
+    for dst in range(case.size):
+        received = received_by(case, dst, pair_weights)
         buffer, row_starts_S = lists_of(implementation, received)
-        expected = oracle.recv_lists(case, owner, pair_weights)
+        expected = oracle.recv_lists(case, dst, pair_weights)
         for name, values in {
             "row_of_pair_P": expected.row_of_pair,
             "slot_V": expected.slots,
@@ -59,14 +59,14 @@ def check(implementation: Implementation, case: Case, pair_weights: torch.dtype 
             "pair_starts_R": expected.pair_starts,
         }.items():
             got: Tensor = getattr(buffer, name)
-            assert (got.dtype, got.tolist()) == (torch.int32, values), (owner, name)
+            assert (got.dtype, got.tolist()) == (torch.int32, values), (dst, name)
         assert buffer.weights_P.dtype == pair_weights
         assert (
             buffer.weights_P.tolist()
             == torch.tensor(expected.pair_weights, dtype=torch.float64).to(pair_weights).tolist()
         )
         if case.size > 1:
-            sent = [len(case.tokens_needed(source, owner)) for source in range(case.size)]
+            sent = [len(case.tokens_needed(source, dst)) for source in range(case.size)]
             assert row_starts_S.dtype == torch.int32
             assert row_starts_S.tolist() == [sum(sent[:source]) for source in range(case.size + 1)]
 
@@ -104,8 +104,8 @@ def test_what_a_lost_rank_has_left_stays_in_its_region(late: int, implementation
 @pytest.mark.parametrize("spare", [0, 1, 3000])
 @pytest.mark.parametrize("case", [CASES[1], CASES[11], CASES[-1]], ids=str)
 def test_room_behind_the_lists_is_zero_if_so_wanted(case: Case, spare: int, implementation: Implementation) -> None:
-    for owner in range(case.size):
-        received = received_by(case, owner, torch.float32)
+    for dst in range(case.size):
+        received = received_by(case, dst, torch.float32)
         wanted, _ = lists_of(implementation, received)
         device, P, V = implementation.device, wanted.row_of_pair_P.shape[0], wanted.slot_V.shape[0]
         chunks = replace(received.chunks(device), num_rows=P + spare, num_pairs=V + 2 * spare, zeroed=True)

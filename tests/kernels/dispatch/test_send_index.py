@@ -20,7 +20,7 @@ def lists_of(implementation: Implementation, needs: Needs, num_tokens: int) -> t
     """What both functions give, from poisoned memory."""
     module, device = implementation.module("dispatch.send_index"), implementation.device
     token_ids_N = torch.tensor([token for tokens in needs for token in tokens], dtype=torch.int32)
-    starts = [sum(map(len, needs[:owner])) for owner in range(len(needs) + 1)]
+    starts = [sum(map(len, needs[:dst])) for dst in range(len(needs) + 1)]
     pair_starts_Q = torch.tensor(starts, dtype=torch.int32, device=device)
     num_sent = sum(len(set(tokens)) for tokens in needs)
     with poisoned_empty():
@@ -33,13 +33,13 @@ def lists_of(implementation: Implementation, needs: Needs, num_tokens: int) -> t
 
 def check(implementation: Implementation, needs: Needs, T: int) -> None:
     sent, tokens = lists_of(implementation, needs, T)
-    rows = [(owner, token) for owner, chosen in enumerate(needs) for token in sorted(set(chosen))]
-    first = [sum(owner < q for owner, _ in rows) for q in range(len(needs) + 1)]
+    rows = [(dst, token) for dst, chosen in enumerate(needs) for token in sorted(set(chosen))]
+    first = [sum(dst < q for dst, _ in rows) for q in range(len(needs) + 1)]
     by_token = [[u for u, (_, token) in enumerate(rows) if token == t] for t in range(T)]
     for got, expected in (
         (
             sent.row_of_pair_N,
-            [rows.index((owner, token)) - first[owner] for owner, chosen in enumerate(needs) for token in chosen],
+            [rows.index((dst, token)) - first[dst] for dst, chosen in enumerate(needs) for token in chosen],
         ),
         (sent.row_starts_Q, first),
         (
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Needs, int]] = {
     "nobody": ([[], []], 3),
     "no-tokens": ([[], [], []], 0),
     "all-everywhere": ([[*range(300)] * 2] * 3, 300),
-    "many-owners": ([[owner % 7, 6] for owner in range(64)], 7),
+    "many-owners": ([[dst % 7, 6] for dst in range(64)], 7),
 }
 
 

@@ -86,11 +86,11 @@ except SystemExit as end:
 
 @needs_compilers
 def test_under_another_version_nothing_is_compiled() -> None:
-    told = run(COMPILE_UNDER_ANOTHER_VERSION)
-    assert told.stdout == (
+    raised = run(COMPILE_UNDER_ANOTHER_VERSION)
+    assert raised.stdout == (
         "sonic-ep: error: nvidia-cutlass-dsl 4.9.0 is installed, the GPU kernels work with 4.8.1; "
         "pip install 'sonic-ep[cuda]' False\n"
-    ), told.stderr
+    ), raised.stderr
 
 
 @pytest.fixture
@@ -273,9 +273,9 @@ print(problem_with_overrides())
 
 @needs_compilers
 def test_the_epilogue_is_not_traced_for_a_kernel_with_dropped_hooks(tmp_path: Path) -> None:
-    told = run(COMPILE_WITH_HOOK, QUACK_ARCH="90", CUTE_DSL_ARCH="sm_90a", QUACK_CACHE_DIR=str(tmp_path))
-    *lines, problem = told.stdout.splitlines()
-    assert len(lines) == len(HOOKS), told.stderr
+    raised = run(COMPILE_WITH_HOOK, QUACK_ARCH="90", CUTE_DSL_ARCH="sm_90a", QUACK_CACHE_DIR=str(tmp_path))
+    *lines, problem = raised.stdout.splitlines()
+    assert len(lines) == len(HOOKS), raised.stderr
     assert problem == "None"  # also after methods of quack's were traced
     for line, hook in zip(lines, HOOKS, strict=True):
         assert f"needs {hook}, which kernels/experts/sm90/epilogue.py does not call" in line

@@ -135,12 +135,12 @@ def test_streams_draw_from_counters_of_their_own(on_hopper: ModuleType, monkeypa
 def test_captured_kernels_have_counters_of_their_own(
     on_hopper: ModuleType, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for kept in ("_STREAM_COUNTERS", "_PAGES", "_NUM_USED"):
-        monkeypatch.setattr(tile_counter, kept, {})
-    d, n, few = 256, 128, 600
+    for name in ("_STREAM_COUNTERS", "_PAGES", "_NUM_USED"):
+        monkeypatch.setattr(tile_counter, name, {})
+    d, n, num_rows = 256, 128, 600
     x, w1 = torch.randn(500, d, device="cuda").bfloat16(), torch.randn(2, 2 * n, d, device="cuda").bfloat16()
-    rows = torch.randint(500, (few,), device="cuda", dtype=torch.int32)
-    starts = torch.tensor([0, 200, few], device="cuda", dtype=torch.int32)
+    rows = torch.randint(500, (num_rows,), device="cuda", dtype=torch.int32)
+    starts = torch.tensor([0, 200, num_rows], device="cuda", dtype=torch.int32)
 
     def up_and_weights() -> list[Tensor]:
         h, a = on_hopper.up_projection(x, w1, None, rows, starts, activation_named("swiglu"))
@@ -149,18 +149,18 @@ def test_captured_kernels_have_counters_of_their_own(
     wanted = [tensor.clone() for tensor in up_and_weights()]
     device = x.device
     monkeypatch.setitem(tile_counter._NUM_USED, device, taken)
-    kept = dict(tile_counter._STREAM_COUNTERS)
+    name = dict(tile_counter._STREAM_COUNTERS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = up_and_weights()
-    assert tile_counter._STREAM_COUNTERS == kept
+    assert tile_counter._STREAM_COUNTERS == name
     assert tile_counter._NUM_USED[device] == min(taken + 2, tile_counter._PAGE)
-    beside = torch.cuda.Stream()
+    other_stream = torch.cuda.Stream()
     for _ in range(20):
         for tensor in got:
             tensor.fill_(float("nan"))
         torch.cuda.synchronize()
-        with torch.cuda.stream(beside):
+        with torch.cuda.stream(other_stream):
             also = up_and_weights()
         graph.replay()
         torch.cuda.synchronize()

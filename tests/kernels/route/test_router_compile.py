@@ -135,6 +135,6 @@ def test_linear_compiles_onto_the_tensor_cores(arch: str, sizes: tuple[int, int,
 
 def assert_no_spills(compiled: list[Any], arch: str, tmp_path: Path) -> None:
     for kernel in compiled:
-        told = resources(kernel, arch, tmp_path)
-        assert "0 bytes spill stores, 0 bytes spill loads" in told, told
-        assert re.search(r"Used \d+ registers", told)
+        raised = resources(kernel, arch, tmp_path)
+        assert "0 bytes spill stores, 0 bytes spill loads" in raised, raised
+        assert re.search(r"Used \d+ registers", raised)

@@ -34,8 +34,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        told = "-".join(f"{key}={value}" for key, value in self.options.items())
-        return f"E{self.E}-K{self.K}{'-bias' if self.bias else ''}{'-' + told if told else ''}"
+        raised = "-".join(f"{key}={value}" for key, value in self.options.items())
+        return f"E{self.E}-K{self.K}{'-bias' if self.bias else ''}{'-' + raised if raised else ''}"
 
     @property
     def config(self) -> RouterConfig:

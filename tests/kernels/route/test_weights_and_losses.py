@@ -236,11 +236,11 @@ def test_the_selection_given_counts_and_not_the_choice() -> None:
 
 def test_one_tensor_of_tokens_by_experts_is_kept() -> None:
     case = Case(2, 10, 16, 2, RouterConfig(balance="sequence", balance_coef=0.5, z_loss_coef=0.1))
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     logits_TE = case.logits_TE.requires_grad_()
-    with fused(), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with fused(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         weights_and_losses(logits_TE, case.result, case.routed_pairs, case.L, case.config)
-    large = [tensor for tensor in kept if tensor.numel() >= logits_TE.numel() and tensor.is_floating_point()]
+    large = [tensor for tensor in saved if tensor.numel() >= logits_TE.numel() and tensor.is_floating_point()]
     assert [tensor.data_ptr() for tensor in large] == [logits_TE.data_ptr()]
 
 
