@@ -57,7 +57,7 @@ def compile_share(share: Share) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", topks=TOKENS, nargs="+", required=True)
+    parser.add_argument("--shape", choices=TOKENS, nargs="+", required=True)
     parser.add_argument("--processes", type=int, default=12)
     options = parser.parse_args()
     shares = []

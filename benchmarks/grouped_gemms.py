@@ -265,12 +265,14 @@ def time_reserved(problem: Problem, candidates: Sequence[int], rounds: int) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", topks=SHAPES, nargs="+", default=list(SHAPES))
-    parser.add_argument("--tiles", nargs="*", topks=get_args(Operation), help="time every candidate tile of these too")
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
+    parser.add_argument(
+        "--tiles", nargs="*", choices=get_args(Operation), help="time every candidate tile of these too"
+    )
     parser.add_argument(
         "--in-layer",
         nargs="*",
-        topks=get_args(Operation),
+        choices=get_args(Operation),
         help="time the layer with the tile of one of these replaced",
     )
     parser.add_argument("--left-free", nargs="+", type=int, help="multiprocessors that dW1 leaves to the sums of dX")

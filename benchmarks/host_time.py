@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
     parser.add_argument("--only", nargs="+", help='contestants by name, as "nearest, static"; default: all')
-    parser.add_argument("--device", topks=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     group = EPGroup.alone()

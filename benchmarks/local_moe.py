@@ -202,9 +202,9 @@ def _version(package: str) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", topks=TOKENS, nargs="+", default=PAPER)
+    parser.add_argument("--shape", choices=TOKENS, nargs="+", default=PAPER)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", topks=(*OURS, *OTHERS), nargs="+", help="default: all that are installed")
+    parser.add_argument("--only", choices=(*OURS, *OTHERS), nargs="+", help="default: all that are installed")
     parser.add_argument("--short-tuning", action="store_true", help="tune sonic-moe's GEMMs in fewer launches")
     parser.add_argument("--tuning", type=Path, help="what sonic-moe's tuning found, read and added to")
     parser.add_argument("--out", type=Path, required=True)

@@ -84,7 +84,7 @@ def operations(shape: str) -> tuple[dict[str, Callable[[], Any]], dict[str, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", topks=TOKENS, nargs="+", default=list(TOKENS))
+    parser.add_argument("--shape", choices=TOKENS, nargs="+", default=list(TOKENS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}

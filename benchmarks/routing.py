@@ -142,7 +142,7 @@ def times_of(case: Case) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", topks=TOKENS, nargs="+", default=list(TOKENS))
+    parser.add_argument("--shape", choices=TOKENS, nargs="+", default=list(TOKENS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     group = EPGroup.alone()

@@ -125,7 +125,7 @@ def race(contestants: dict[str, Contestant], rounds: int) -> dict[str, dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", topks=SHAPES, nargs="+", default=list(SHAPES))
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
