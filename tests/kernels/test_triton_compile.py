@@ -81,7 +81,7 @@ KERNELS = [
     ),
     *(
         TritonKernel(
-            "dispatch.recv_index.triton",
+            "combine.scalars.triton",
             "_values_of_pairs",
             "*fp32 *i32 *i32 *fp32 i32",
             {"Z": parts, "COLUMNS": columns, "BLOCK": block, "ACCUMULATOR": "tl.float32", "PDL_OVERLAP": overlapped},
