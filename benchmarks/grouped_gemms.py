@@ -290,8 +290,8 @@ def main() -> None:
             record["tiles_ms"] = time_tiles(problem, options.tiles, options.rounds)
         if options.in_layer is not None:
             record["in_layer_ms"] = time_in_layer(problem, options.in_layer, options.rounds)
-        if options.reserved_clusters is not None:
-            record["left_free_ms"] = time_reserved(problem, options.reserved_clusters, options.rounds)
+        if options.left_free is not None:
+            record["left_free_ms"] = time_reserved(problem, options.left_free, options.rounds)
         results["shapes"][shape] = record
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         del problem

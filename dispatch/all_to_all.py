@@ -1,9 +1,9 @@
 """The transport over any torch.distributed backend: dropless all-to-all of distinct rows.
 
-Forward takes three all-to-alls: index lists with weights (sizes known from the plan), rows out, rows back. Backward
-takes rows out (dO), by setting x once more, rows back (dX) and dS back. A receiver reads from the index lists how many
-rows each source will send: rows are numbered densely, so the largest index tells. The host waits twice in a forward:
-for the plan's sizes, and for these and the sender's own row counts.
+Forward needs three all-to-alls: index lists with weights (their sizes follow from the plan), rows out, rows back.
+Backward sends dO out and dX and dS back, and x out again unless `save_dispatched` is set. A source numbers the rows
+that it sends to a destination rank from 0, so the largest index in the lists says how many rows will arrive. In a
+forward the host waits twice: for the plan's sizes, then for the numbers of rows that this rank sends and receives.
 
 Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, S ranks of the EP group,
 R rows this rank receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
@@ -37,7 +37,7 @@ from sonic_ep.routing import INDEX_DTYPE, Routing
 class AllToAllTransport:
     """Variable-size all-to-all over `group`.
 
-    wire_bytes counts what this rank has sent to other ranks, by kind: "lists", "dispatch", "combine",
+    wire_bytes: bytes that this rank has sent to other ranks, by kind: "lists", "dispatch", "combine",
     "combine_scalars".
     """
 
@@ -128,14 +128,16 @@ class AllToAllTransport:
 
 
 def _pack(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:
-    """(N, units): row index and weight of each pair, so that both travel in one exchange."""
+    """Returns (N, units): row index and weight of each pair side by side, so that one exchange sends both."""
     parts, unit = (row_ids_N, weights_N), _unit(weights_N.dtype)
     return torch.cat([part[:, None].contiguous().view(unit) for part in parts], dim=1)
 
 
 def _unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the row indices (V,) and the weights (V,), of `dtype`, that `_pack` joined."""
+
     def column(first: int, last: int, kind: torch.dtype) -> Tensor:
-        # clone: a view of another item size needs an aligned start.
+        # clone: a view with another item size needs an aligned start.
         return message[:, first:last].clone(memory_format=torch.contiguous_format).view(kind).flatten()
 
     index_units = INDEX_DTYPE.itemsize // message.element_size()
@@ -143,5 +145,5 @@ def _unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _unit(dtype: torch.dtype) -> torch.dtype:
-    """The widest integers, among those that every backend sends, that an index and a weight are made of."""
+    """Returns the widest integer dtype that divides an index and a weight, of those that every backend can send."""
     return torch.int32 if dtype.itemsize % INDEX_DTYPE.itemsize == 0 else torch.uint8

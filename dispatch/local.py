@@ -1,4 +1,4 @@
-"""One rank: the received rows are x itself. No collective, no copy of a row that starts where kernels can read it.
+"""The transport of one rank: the received rows are x itself. No collective, and no copy of an aligned x.
 
 Legend: T tokens on this rank, H hidden size, N pairs this rank sends, R rows this rank receives, V pairs this rank
 receives, P rows of the pair buffer, e local experts.
@@ -25,9 +25,10 @@ from sonic_ep.routing import AsyncSplitSizes, Routing
 class LocalTransport:
     """The transport of ep_size = 1.
 
-    The host waits for the plan only where rounding leaves sizes open, and not before the lists are made, or what the
-    experts compute on them where the next step is like the last one. If `static`, and while a CUDA graph is captured,
-    it does not wait: rows and lists keep the most room that they can need.
+    Without rounding, sizes follow from T and K. With rounding, the host must wait for the number of rows. On a GPU it
+    first launches the kernels that make the lists, and the experts' forward GEMMs if it can predict their rows
+    (speculation.py). With `static`, or while a CUDA graph is captured, a GPU's host does not wait for sizes: the lists
+    have capacity for the most rows that rounding can produce (`Routing.max_rows`).
     """
 
     name, sends_unchecked = "", False
@@ -36,7 +37,7 @@ class LocalTransport:
     def __init__(self, *, static: bool = False) -> None:
         self._static = static
         self._row_predictor = RowPredictor()
-        self.text = self.STATIC if static else ""  # as an operation of a compiled graph takes it
+        self.text = self.STATIC if static else ""  # identifies it to operations of a compiled graph, which take strings
 
     def problem_with(self, num_tokens: int) -> str | None:
         return None
@@ -106,7 +107,8 @@ class LocalTransport:
         return gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
 
     def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> PendingCombine:
-        # Taken before what runs beside is launched: none of that may still use this memory.
+        # Allocated before the kernel that overlaps the sums is launched. Allocated later, it could be memory that the
+        # host has freed but that kernel still uses.
         sums_RH = values_PH.new_empty(handle.num_rows, values_PH.shape[1])
 
         def result() -> Tensor:
@@ -119,7 +121,7 @@ class LocalTransport:
         return values_of_pairs(values_P[:, None], handle.slot_V, handle.pair_starts_R[-1:], handle.num_listed)
 
     def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        values_N = parts_PZ.new_empty(handle.num_listed)  # now, as in combine_async
+        values_N = parts_PZ.new_empty(handle.num_listed)  # allocated now, as in combine_async
         num_pairs = handle.pair_starts_R[-1:]
         return partial(
             values_of_pairs, parts_PZ, handle.slot_V, num_pairs, handle.num_listed, into=values_N, overlap_previous=True
@@ -127,5 +129,6 @@ class LocalTransport:
 
 
 def _rows_and_pairs(arriving_sizes: AsyncSplitSizes) -> tuple[int, int]:
+    """Returns P and V. Blocks until they arrive."""
     sizes = arriving_sizes.read()
     return sizes.num_rows(0), sum(sizes.pairs_in(0))

@@ -1,4 +1,4 @@
-"""The plan of a rank and its sizes, on the device of a routing's counts. kernels/dispatch/plan/ says what a plan is."""
+"""A rank's plan and its sizes, computed on the device of the counts. kernels/dispatch/plan/reference.py defines it."""
 
 from sonic_ep.kernels.backend import pack_split_sizes, rank_plan
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
@@ -7,12 +7,12 @@ from sonic_ep.routing import AsyncSplitSizes, GroupCounts, Routing
 
 
 def plan_for(counts: GroupCounts, rank: int) -> RankPlan:
-    """The plan of one rank, on the device of the counts; nothing waits."""
+    """Returns the plan of one rank, on the device of the counts. The host does not wait."""
     return rank_plan(counts.rows_SE, counts.pairs_SE, rank, TILE_ROWS)
 
 
 def split_sizes_async(routing: Routing) -> AsyncSplitSizes:
-    """The sizes of a routing on their way to the host: sent ahead by its router, or else from now on."""
+    """Returns the async D2H copy of a routing's sizes: the one that its router started, or else one that starts now."""
     if routing.split_sizes is not None:
         return routing.split_sizes
     counts = routing.counts

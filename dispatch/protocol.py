@@ -1,12 +1,16 @@
-"""The transport contract: what any way of moving token rows between ranks must do, and the receipt it works from.
+"""The transport contract: how token rows move between the ranks of one EP group, and the handle of a step.
 
-    opened = transport.open(routing, plan, x)          index lists and weights out        (forward only)
-    rows   = transport.dispatch(x, opened.receipt)     rows out: each distinct (token, owner rank) row once
-    out    = transport.combine(y, gates, receipt)  rows back: pairs summed per received row, then per token
-    values = transport.combine_scalars(values, receipt)   one number per pair back
+    prepared = transport.prepare(routing, plan, x)        sends index lists and weights; forward only
+    handle   = prepared.handle
+    rows     = transport.dispatch(x, handle)              sends each distinct (token, destination rank) row once
+    out      = transport.combine(y, prepared.weights_P, handle)
+                                                          sums y by received row, sends the sums back, sums by token
+    values   = transport.combine_scalars(values, handle)  sends one number per pair back
 
-Combine weights are applied on the owner's rank, so dispatch and combine are plain data movers and each other's
-backward. All are collectives of the EP group.
+The source rank holds a token, the destination rank an expert. The destination rank applies the combine weights. So
+dispatch and `combine_rows` only move and add rows, and each is the other's backward. All four are collectives: every
+rank of the EP group calls them, in the same order. They launch work for the device; only `prepare`, and `resolve_sizes`
+of its result, may block the host until sizes arrive from the device.
 
 Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, R rows this rank
 receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
@@ -25,7 +29,10 @@ from sonic_ep.routing import Routing
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Rows and pairs exchanged with each rank, in rank order (host integers); zeros where a transport needs none."""
+    """Rows and pairs that this rank sends to and receives from each rank: host integers, in rank order.
+
+    All are zero with symmetric memory, which needs no split sizes.
+    """
 
     rows_out: tuple[int, ...]
     rows_in: tuple[int, ...]
@@ -34,20 +41,26 @@ class Splits:
 
     @classmethod
     def none(cls, size: int) -> Self:
+        """Returns zeros for `size` ranks."""
         zeros = (0,) * size
         return cls(zeros, zeros, zeros, zeros)
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchHandle:
-    """How received rows and pairs map onto each other and back to tokens. Index lists are int32.
+    """Maps received rows to pairs and back to tokens. Index lists are int32, on the device.
 
-    row_of_pair_P: received row that each pair-buffer row computes on (padding repeats a real pair's).
-    pairs_by_row_V, pair_starts_R: real pairs grouped by received row, ascending, and (R + 1) exclusive prefix sums.
-    slot_V: pair-buffer row of each received pair, in arrival order.
-    expert_starts_e: (e + 1) exclusive prefix sums of pair-buffer rows per local expert.
-    transport_lists: what the transport that made the receipt knows of the rows that it sends, and nobody else reads.
-    num_tokens, num_rows: T and R. num_listed: N.
+    row_of_pair_P: (P,) received row that each pair-buffer row computes on. A padding row repeats its chunk's last pair.
+    pairs_by_row_V: (V,) pair-buffer rows of the real pairs, grouped by received row, ascending.
+    pair_starts_R: (R + 1,) exclusive prefix sums of the number of pairs of each received row.
+    slot_V: (V,) pair-buffer row of each received pair, in arrival order.
+    expert_starts_e: (e + 1,) exclusive prefix sums of the number of pair-buffer rows of each local expert.
+    transport_lists: private to the transport that made the handle.
+    splits: see Splits. num_tokens: T. num_rows: R. num_listed: N.
+
+    Lists of a step with static buffers, or without a wait for its sizes, have spare capacity: P and V are then upper
+    bounds. The prefix sums do not count spare entries. They are zero, except in pairs_by_row_V, where nothing reads
+    them.
     """
 
     row_of_pair_P: Tensor
@@ -73,7 +86,7 @@ class DispatchHandle:
         num_rows: int,
         num_listed: int,
     ) -> Self:
-        """With the owner's lists."""
+        """Returns a handle with the lists of the pairs that this rank receives."""
         return cls(
             lists.row_of_pair_P,
             lists.pairs_by_row_V,
@@ -88,17 +101,17 @@ class DispatchHandle:
         )
 
     def lists(self) -> tuple[Tensor, ...]:
-        """The tensors, for saving; `with_lists` puts them back."""
+        """Returns all tensors, to be saved for backward. `HandleSizes.with_lists` puts them back."""
         return *(getattr(self, name) for name in _LISTS), *self.transport_lists
 
     def without_lists(self) -> "HandleSizes":
-        """The host-side part alone, which holds no tensor."""
+        """Returns the host-side part, which holds no tensor."""
         return HandleSizes(self.splits, self.num_tokens, self.num_rows, self.num_listed)
 
 
 @dataclass(frozen=True, slots=True)
 class HandleSizes:
-    """The host-side part of a receipt."""
+    """The host-side part of a DispatchHandle."""
 
     splits: Splits
     num_tokens: int
@@ -106,6 +119,7 @@ class HandleSizes:
     num_listed: int
 
     def with_lists(self, lists: Sequence[Tensor]) -> DispatchHandle:
+        """Returns the handle with these tensors, in the order of `DispatchHandle.lists`."""
         row_of_pair_P, pairs_by_row_V, pair_starts_R, slot_V, expert_starts_e, *own = lists
         return DispatchHandle(
             row_of_pair_P,
@@ -126,12 +140,17 @@ _LISTS = tuple(f.name for f in fields(DispatchHandle) if f.type is Tensor)
 
 @dataclass(frozen=True, slots=True)
 class PreparedDispatch:
-    """What `prepare` brings: the receipt and weights_P (P,), the weight of each pair-buffer row, zero on padding.
+    """What `prepare` returns.
 
-    rows_RH: what `dispatch` of the rows that it was given would bring, if they are on their way already.
-    settle: None where P and V are known. Else these are lists to compute on meanwhile, and it waits for the sizes: what
-    was opened, its sizes being known, and whether it is this, narrowed. To be called before anything else is asked of
-    the transport.
+    handle: the DispatchHandle of this step.
+    weights_P: (P,) combine weight of each pair-buffer row, zero on padding rows.
+    rows_RH: (R, H) received rows, if `prepare` already sent the x_TH that it got; else None, and `dispatch` sends them.
+    resolve_sizes: Set only on a speculative handle, whose lists were sized from the previous step because the host does
+        not know this step's sizes yet. Call it once, after launching the experts and before any other call of the
+        transport. Blocks until the sizes arrive and returns (prepared, hit). Hit: the guess was large enough;
+        `prepared` is this one, its lists cut to the true sizes. Miss: the device found the guess too small and sent
+        nothing; `prepared` is a new one, launched with exact sizes. The experts' rows are a second guess, the length of
+        weights_P. After a miss, or if the true P exceeds that length, launch the experts again on `prepared`.
     """
 
     handle: DispatchHandle
@@ -140,7 +159,7 @@ class PreparedDispatch:
     resolve_sizes: "Callable[[], tuple[PreparedDispatch, bool]] | None" = None
 
     def cut_to(self, num_rows: int, num_pairs: int) -> "PreparedDispatch":
-        """The same, P and V being known, where lists were made with room to spare."""
+        """Returns the same with lists cut to P = num_rows and V = num_pairs, of lists with spare capacity."""
         handle = replace(
             self.handle,
             row_of_pair_P=self.handle.row_of_pair_P[:num_rows],
@@ -152,8 +171,11 @@ class PreparedDispatch:
     def speculative(
         self, num_rows: int, resolve_sizes: "Callable[[], tuple[PreparedDispatch, bool]]"
     ) -> "PreparedDispatch":
-        """The same with this many rows at most, before the host knows P. Experts have none if P is more: nothing may
-        be written behind `num_rows`. Lists must have room that is zero."""
+        """Returns a speculative handle: experts compute on at most `num_rows` rows, before the host knows P.
+
+        If P is larger, the device sets expert_starts_e to zero, so that the experts write nothing beyond `num_rows`.
+        Spare entries of row_of_pair_P and weights_P must be zero.
+        """
         weights_P, starts_e = self.weights_P[:num_rows], self.handle.expert_starts_e
         starts_e = starts_e * (starts_e[-1:] <= weights_P.shape[0])
         handle = replace(self.handle, row_of_pair_P=self.handle.row_of_pair_P[:num_rows], expert_starts_e=starts_e)
@@ -161,63 +183,95 @@ class PreparedDispatch:
 
 
 class Transport(Exchange, Protocol):
-    """Moves rows and pair values between the ranks of one EP group. Between calls it holds buffers and byte counts."""
+    """Moves rows and values of pairs between the ranks of one EP group.
+
+    A transport's state is its buffers, byte counts and the sizes of previous steps. What belongs to one step is in its
+    handle. Every method except `clone_rows` is a collective. Each raises RuntimeError if the transport knows that a
+    peer is lost.
+    """
 
     def prepare(
         self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
     ) -> PreparedDispatch:
-        """Tell every owner which rows its pairs need and how they weigh. plan: this rank's, of the routing's counts.
+        """Sends the row index and the weight of each pair to its destination rank, and returns the step's handle.
 
-        x_TH: rows to dispatch next, which need not wait for the lists. Every rank gives some, or none does. With them
-        the routing may be unchecked still: call `routing.check` when all has been launched.
-        whose: a number of the experts that compute on these rows, the same in every step, see speculation.py. With it
-        sizes may be unknown: call `resolve_sizes` of what comes, if it has one, when the experts have been launched.
+        plan: this rank's plan of the routing's counts (dispatch/plan.py).
+        x_TH: the (T, H) rows to dispatch next, if the transport may send them already. All ranks pass rows, or none.
+            The call may then return before the rank status has been checked: call `routing.check` after all launches.
+        layer_key: identifies the experts that compute on these rows, equal in every step (speculation.py). With it the
+            result may be speculative: call its `resolve_sizes`, if set, after launching the experts. Without it the
+            result is never speculative.
+
+        Blocks the host until this step's sizes arrive, unless they follow from T and K, buffers are static or the
+        result is speculative.
+        Raises:  ValueError or RuntimeError of `routing.check`. RuntimeError while a CUDA graph is captured, if the host
+                 must read sizes. ValueError if buffers are static and the number of tokens changes or differs by rank.
         """
         ...
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle) -> Tensor:
-        """Rows (R, H) as received: by source rank, then token. x_TH (T, H), any dtype. Backward: `combine_rows`."""
+        """Sends each row of x to every destination rank that needs it. Returns the received rows (R, H).
+
+        Received rows are ordered by source rank, then token; with symmetric memory there are gaps of undefined content
+        between them. They are valid until the second dispatch after this one, see `clone_rows`. x_TH is (T, H), any
+        dtype. Backward: `combine_rows`.
+        """
         ...
 
     def dispatch_async(self, x_TH: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        """`dispatch` of rows that are not needed yet: they travel beside what is launched next. What it returns gives
-        them, must be called, and keeps x until then."""
+        """Starts a `dispatch` whose rows are needed later, so that kernels launched next may run concurrently.
+
+        Returns a function that waits, on the stream, and returns the rows. It must be called once, on every rank. It
+        holds x until then.
+        """
         ...
 
     def clone_rows(self, rows_RH: Tensor) -> Tensor:
-        """The rows of a dispatch, so that they last; otherwise they do until the second dispatch after it."""
+        """Returns the rows of a dispatch in memory that later dispatches do not overwrite: cloned only if necessary."""
         ...
 
     def combine_rows(self, rows_RH: Tensor, handle: DispatchHandle) -> Tensor:
-        """Sum over ranks of each token's row (T, H), accumulated in fp32 at least. Backward: `dispatch`."""
+        """Sends rows (R, H) back to their source ranks. Returns each token's sum over destination ranks (T, H).
+
+        Accumulates in fp32 at least and rounds once, to the dtype of the rows. Backward: `dispatch`.
+        """
         ...
 
     def combine(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Tensor:
-        """`combine_rows` of the (weighted) sums of each received row's pairs; these are rounded too. values_PH (P,
-        H)."""
+        """`combine_rows` of the sum of each received row's pairs. Returns (T, H).
+
+        values_PH: (P, H). weights_P: (P,) combine weights, or None for a plain sum. The sum of a received row is
+        accumulated in fp32 at least and rounded to the dtype of values_PH before it is sent.
+        """
         ...
 
     def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> "PendingCombine":
-        """`combine_rows` of what is not needed yet: sums are made or travel beside what is launched next."""
+        """Starts a `combine` whose result is needed later. See PendingCombine for what the caller must do."""
         ...
 
     def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
-        """The value of each pair (N,) back on its token's rank, in the routing's order; padding is left out.
+        """Sends the value of each received pair to its source rank. Returns (N,) in the routing's order.
 
-        Zero for what a routing lists behind its pairs.
+        values_P: (P,); padding rows are not sent. The spare entries of a routing, after its pairs, get zero.
         """
         ...
 
     def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        """`combine_scalars` of the sums of rows. The result must be called, right after something was launched that
-        does not need it: a rank alone adds and returns beside that."""
+        """Starts `combine_scalars` of parts_PZ.sum(1). Returns a function that returns the (N,) values.
+
+        Call it once, right after launching a weight-gradient GEMM: with one rank the sums overlap that GEMM (PDL).
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCombine:
-    """A combine under way. `result` must be called, right after what runs beside it was launched; until then nothing
-    else may be combined. beside: are sums made on multiprocessors, which what runs beside must leave to them?"""
+    """A combine in flight.
+
+    result: returns the (T, H) sums. Call it once, on every rank, right after launching the kernel that may overlap the
+        combine, a weight-gradient GEMM. Until then start no other combine of rows; `combine_scalars` is allowed.
+    reserve_sms: True if the sums are computed on SMs while that kernel runs; it must then reserve SMs for them.
+    """
 
     result: Callable[[], Tensor]
     reserve_sms: bool = False
@@ -226,12 +280,12 @@ class PendingCombine:
 def combine_now(
     transport: Transport, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle
 ) -> PendingCombine:
-    """`combine_async` where sums have nothing to run beside, or no way to."""
+    """`combine_async` without overlap: for a transport that cannot overlap, or if no kernel follows."""
     out_TH = transport.combine(values_PH, weights_P, handle)
     return PendingCombine(lambda: out_TH)
 
 
 def combine_scalars_now(transport: Transport, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-    """`combine_scalars_async`, likewise."""
+    """`combine_scalars_async` without overlap."""
     values_N = transport.combine_scalars(parts_PZ.sum(1), handle)
     return lambda: values_N

@@ -1,10 +1,13 @@
-"""Room for a step that is launched before the host knows its sizes: guesses, which the device holds up.
+"""Launch a step before the host knows its sizes, and redo it if the guess was too small.
 
-Where steps are much like the last one, lists of a step have room if they are a little longer than the last one's. The
-host need not wait for sizes before it launches what fills them. The device knows them, and takes the plan for one of
-nothing if they exceed the room; then nobody sends, and when the host has read the sizes, the step is launched anew. So
-it is with what experts compute on these lists (`PreparedDispatch.speculative`), in less room, since backward keeps
-that.
+There are two guesses, because counts change slowly:
+
+1. Rows and lists (`SizePredictor`; symmetric memory only). We allocate 5/4 of what the last step needed and launch at
+   once. The device knows the true counts. If they exceed the guess, it empties the plan (`bounded_plan`): every kernel
+   becomes a no-op on every rank. Once the host has read the counts, it launches the step again with exact sizes.
+2. The experts' forward GEMMs (`RowPredictor`, `PreparedDispatch.speculative`). They are launched for 33/32 of the rows
+   that this rank's experts had in the last step. The margin is smaller because H of that many rows is saved for
+   backward. If the guess is too small, the device gives the experts no rows, and the host launches these GEMMs again.
 
 Legend: S ranks of the EP group.
 """
@@ -13,14 +16,18 @@ from typing import NamedTuple, Self, final
 
 from sonic_ep.routing import SplitSizes
 
-_SIZE_MARGIN = 5 / 4  # than the last step needed
-_DECAY = 15 / 16  # of the room, at most, from step to step, since layers differ
-_ROW_MARGIN = 33 / 32  # rows of what is kept for backward
-_MAX_RECORDS = 1024
+_SIZE_MARGIN = 5 / 4  # bound / what the last step needed
+_DECAY = 15 / 16  # a bound shrinks at most by this factor a step, because the layers that share it need different sizes
+_ROW_MARGIN = 33 / 32  # rows of the forward GEMMs / rows of the last step
+_MAX_RECORDS = 1024  # layer keys
 
 
 class SizeBound(NamedTuple):
-    """tokens: the most of any rank, exactly. rows, pairs: at least what any rank receives, and sends or receives."""
+    """Group-wide bounds of a step's sizes, equal on all ranks.
+
+    tokens: the most tokens of any rank; must be exact, because the regions of the row buffers follow from it. rows: at
+    least the pair-buffer rows of any destination rank. pairs: at least the pairs that any rank sends or receives.
+    """
 
     tokens: int
     rows: int
@@ -28,30 +35,36 @@ class SizeBound(NamedTuple):
 
     @classmethod
     def needed_by(cls, sizes: SplitSizes) -> Self:
+        """Returns the smallest bound of these sizes."""
         sent, received = map(sum, sizes.pairs_SQ), map(sum, zip(*sizes.pairs_SQ, strict=True))
         return cls(max(sizes.tokens_S), max(map(sum, zip(*sizes.rows_SQ, strict=True))), max(*sent, *received))
 
     def holds(self, needed: "SizeBound") -> bool:
+        """Returns True if a step that needs `needed` fits. The device decides the same in `bounded_plan`."""
         return needed.tokens == self.tokens and needed.rows <= self.rows and needed.pairs <= self.pairs
 
 
 @final
 class SizePredictor:
-    """Room for the next step, by what the last ones needed."""
+    """Predicts the SizeBound of the next step from what the last steps needed."""
 
     def __init__(self) -> None:
         self._bound: SizeBound | None = None
         self._own_tokens = 0
 
     def bound(self, own_tokens: int, max_pairs: int) -> SizeBound | None:
-        """None if this rank's tokens are not as many as in the last step; of the others' the same is believed. Ranks
-        may differ in what they do then. max_pairs: that there are buffers for."""
+        """Returns the bound, or None without a last step or if this rank had another number of tokens in it.
+
+        Other ranks may get None when this one does not, and then launch with exact sizes only. That is safe: if the
+        bound holds, all ranks send the same; else the ranks that launched with it sent nothing. max_pairs: the capacity
+        of the list buffers.
+        """
         if self._bound is None or own_tokens != self._own_tokens:
             return None
         return self._bound._replace(pairs=min(self._bound.pairs, max_pairs))
 
     def record(self, needed: SizeBound, own_tokens: int) -> None:
-        """What a step has needed."""
+        """Records what a step needed, and how many tokens this rank had."""
         before = self._bound or needed
         rows, pairs = (
             max(round(now * _SIZE_MARGIN), round(then * _DECAY))
@@ -62,21 +75,24 @@ class SizePredictor:
 
 @final
 class RowPredictor:
-    """How many rows the next step's experts may have on this rank, by what the last one's had. `layer_key`: a number
-    that experts keep from step to step, like an address of their weights, for layers differ."""
+    """Predicts how many pair-buffer rows this rank's experts have in the next step.
+
+    layer_key: identifies the experts, because layers differ in their numbers of rows. It must be equal in every step,
+    as the address of their weights is; a key that changes gets no prediction.
+    """
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, int]] = {}
 
     def rows(self, layer_key: int | None, num_tokens: int) -> int | None:
-        """None if there was no step yet, or it had another number of tokens, or nobody asks."""
+        """Returns the number of rows; None without a key, without a last step, or if that had other num_tokens."""
         num_rows, tokens = (0, -1) if layer_key is None else self._last.get(layer_key, (0, -1))
         return round(num_rows * _ROW_MARGIN) if tokens == num_tokens else None
 
     def record(self, layer_key: int | None, num_rows: int, num_tokens: int) -> None:
-        """What a step has had."""
+        """Records the rows and tokens of a step."""
         if layer_key is None:
             return
         if len(self._last) >= _MAX_RECORDS:
-            self._last.clear()  # of numbers that were not kept
+            self._last.clear()  # drops the keys of experts that are gone
         self._last[layer_key] = num_rows, num_tokens

@@ -1,20 +1,28 @@
-"""The transport of ranks that write into each other's memory: NVLink, no collective of a library.
+"""The transport over symmetric memory: ranks write into each other's memory over NVLink.
 
-Every stage is one kernel (kernels/dispatch/symmetric/signal_pad.py): it meets the other ranks, writes where they read,
-and ends when theirs have ended.
+How a step runs. Lists, dispatch, combine and scalars are one *stage* each (kernels/dispatch/symmetric/signal_pad.py has
+the protocol). A stage is one kernel that writes to peers: it waits until their buffers may be written, writes, signals
+that it is done, and ends once all peers have signalled. Copies by copy engines run between two kernels that do the
+same, acquire_peers and release_peers. The all-gather of counts is a kernel that sends and one that waits. If no rank
+has a pair, the kernels of lists, dispatch and combine return at once. No step uses a collective library; allocating
+buffers does.
 
-Buffers are shared by all that use the transport: index lists and returned values once, rows by the width of a row. A
-source owns a region of `stride` rows in each of them, stride being the most tokens of any rank, where the row of its
-token t is t: rows are received with gaps, `num_rows` is S * stride, and nobody numbers rows or counts them.
+Buffers are shared by all layers of a group: one for lists and scalars, and row buffers for each row width in bytes. In
+a row buffer each sender has a region of `stride` rows, stride being the most tokens of any rank. The row of token t is
+row t of the region. So received rows have gaps, R = S * stride, and no rank needs to number or count rows.
 
-    bytes of a rank  =  3 * S * stride * row_bytes, for each row width, + 20 a pair, + flags and counts
+    bytes of a rank  =  3 * S * stride * row_bytes, for each row width, + 20 a pair, + signals and counts
 
-Sizes are *exact*, when the host waits for them once in a forward, with rows on their way already where steps are alike
-(speculation.py); or *static*: lists have room for the most rows that the router's capacity allows, the host waits for
-no size, and a CUDA graph can be captured.
+How sizes are known:
 
-A dispatch alternates between two row buffers, so what it returns stays valid until the second dispatch after it. All
-kernels must be launched on streams that wait for each other, as autograd does.
+  exact        the host waits once in a forward for this step's sizes. Lists have these sizes.
+  speculative  an exact step whose rows, lists and forward GEMMs are launched before that wait, with sizes guessed from
+               the last step, and launched again if the guess was too small (speculation.py).
+  static       lists have capacity for the most rows that the router's capacity factor allows. The host waits for no
+               size, so a CUDA graph can be captured.
+
+Dispatches alternate between two row buffers. So what a dispatch returns is valid until the second dispatch after it.
+All kernels must be launched on streams that wait for each other, as autograd's do.
 
 Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, S ranks of the EP group,
 R rows this rank receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
@@ -48,13 +56,16 @@ from sonic_ep.kernels.dispatch.symmetric.signal_pad import SignalPad, Stage, num
 from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, Routing
 from sonic_ep.symmetric_memory import PeerMemory
 
-# Bytes of a region. Sums of fewer are pushed before the GEMMs as fast as copied beside them (docs/transports.md).
+# Bytes of a region. For smaller ones, pushing before the GEMMs is as fast as copying during them (docs/transports.md).
 _MIN_COPY_BYTES = 16 << 20
 
 
 class _Sizes(NamedTuple):
-    """What a step needs room for: stride, P and V of this rank, and the most pairs that any rank sends or receives.
-    more: it may be more than is needed, and what is left of lists is zero then."""
+    """The sizes that a step allocates.
+
+    stride: rows of a source's region. num_rows, num_pairs: P and V of this rank. max_pairs: the most pairs that any
+    rank sends or receives. may_exceed: True if P and V are upper bounds; the spare entries of lists are then zeroed.
+    """
 
     stride: int
     num_rows: int
@@ -65,12 +76,14 @@ class _Sizes(NamedTuple):
 
 @final
 class SymmetricTransport:
-    """Writes into the other ranks' memory. `allocate` gives that memory; patience: seconds to wait for a rank.
+    """Writes into the other ranks' memory.
 
-    static: routings that say what no rank can exceed (Routing.max_received) are opened without a wait of the host.
-    Every rank must then have as many tokens as all had at the first one.
+    allocate: returns symmetric memory of so many bytes; a collective. timeout: seconds to wait for a peer.
+    static: for routings with an upper bound of the rows received (`Routing.max_received`), `prepare` does not wait for
+    sizes. Every rank must then have the same number of tokens, in all such steps.
+    dispatch: "push" sends rows with a kernel, "copy" with copy engines; "auto" copies where that can overlap GEMMs.
 
-    Every call raises RuntimeError, with rank and stage, once a rank has been waited for in vain.
+    Every method raises RuntimeError, with rank and stage, after a peer has timed out.
     """
 
     sends_unchecked = True
@@ -90,8 +103,8 @@ class SymmetricTransport:
         self._timeout = timeout
         self._static = static
         self._dispatch = dispatch
-        self._tokens: int | None = None  # of every rank, if static
-        self._size_predictor, self._row_predictor = SizePredictor(), RowPredictor()  # of exact steps
+        self._tokens: int | None = None  # of every rank and step, if static
+        self._size_predictor, self._row_predictor = SizePredictor(), RowPredictor()  # for exact steps
         self._flags: PeerMemory | None = None
         self._pad: SignalPad | None = None
         self._regions: dict[bool, tuple[int, Tensor]] = {}
@@ -128,6 +141,7 @@ class SymmetricTransport:
     ) -> PreparedDispatch:
         x_TH, row_buffer = None if x_TH is None else x_TH.contiguous(), self._row_buffer
         if routing.split_sizes is not None:
+            # A rank with a problem never comes here, so the others must not have switched buffers either.
             routing.split_sizes.on_failure(functools.partial(setattr, self, "_row_buffer", row_buffer))
         static = self._static and routing.max_received is not None
         arriving_sizes = None if static else self._start_split_sizes(routing)
@@ -142,7 +156,7 @@ class SymmetricTransport:
             )
 
         def resolve_sizes() -> tuple[PreparedDispatch, bool]:
-            # Here the host waits, and not before: the device goes on with what was launched meanwhile.
+            # The host waits only here, while the device runs what has been launched.
             known = arriving_sizes.read()
             needed = SizeBound.needed_by(known)
             P, V = known.num_rows(self.group.rank), sum(known.pairs_in(self.group.rank))
@@ -173,8 +187,9 @@ class SymmetricTransport:
         pad, pairs = self._signal_pad(), self._buffers.lists(sizes.max_pairs)
         rows_RH = None
         if x_TH is not None:
-            # Beside the lists, which it does not need. It allocates no tensor that lives on, and is waited for before
-            # this returns: no tensor of one stream is freed while the other uses it.
+            # Rows do not need the lists, so they are sent concurrently. Apart from buffers the side stream allocates no
+            # tensor that outlives this call, and it is joined before the return: no tensor of one stream is freed while
+            # the other uses it.
             with self._side_stream(x_TH):
                 rows_RH = self._send(x_TH, in_rank, pairs_SQ, sizes.stride)
         rows_at, weights_at, _ = pairs.addresses
@@ -252,7 +267,7 @@ class SymmetricTransport:
         )
 
     def _stride(self, handle: DispatchHandle) -> int:
-        """Rows of a source's region."""
+        """Returns the rows of a source's region."""
         return handle.num_rows // self.group.size
 
     def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
@@ -274,9 +289,9 @@ class SymmetricTransport:
         return rows.view(self._row_buffer, x_TH, self.group.size * stride)
 
     def _copy(self, x_TH: Tensor, stride: int) -> Callable[[], Tensor]:
-        """Start copies to all ranks, beside what is launched next; what it returns waits for all of theirs."""
+        """Starts copies of x to all ranks on the side stream. Returns a function that waits for all ranks' copies."""
         rows = self._next_rows(x_TH, stride)
-        # This rank's last: on one GPU the SMs copy, when they find time.
+        # This rank's own copy is last: within a GPU, SMs copy instead of a copy engine, and they may be busy.
         sent = {rank: x_TH for rank in (*self._others(), self.group.rank)}
         arrive = self._start_copies(Stage.DISPATCH, sent, rows, self._row_buffer, stride)
         rows_RH = rows.view(self._row_buffer, x_TH, self.group.size * stride)
@@ -288,14 +303,17 @@ class SymmetricTransport:
         return wait
 
     def _others(self) -> list[int]:
-        """From the next rank on, so that no rank is sent to by all at once."""
+        """Returns the peers, from the next rank on, so that not all ranks send to the same one at once."""
         return [(self.group.rank + row_buffer) % self.group.size for row_buffer in range(1, self.group.size)]
 
     def _start_copies(
         self, stage: Stage, sent: dict[int, Tensor], rows: RowBuffers, buffer: int, stride: int
     ) -> Callable[[], None]:
-        """Copies to these ranks, to this rank's region. What this returns holds what is sent, and waits until what all
-        ranks send has arrived."""
+        """Starts copies to this rank's region on each rank in `sent`.
+
+        Returns a function that waits, on the current stream, until the copies of all ranks have arrived. It holds the
+        tensors in `sent` until then.
+        """
         pad, kernels, like = self._signal_pad(), symmetric_kernels(), next(iter(sent.values()))
         kernels.acquire_peers(pad, stage)
         with self._side_stream(like):
@@ -304,20 +322,20 @@ class SymmetricTransport:
             copied = torch.cuda.current_stream().record_event() if like.is_cuda else None
 
         def wait() -> None:
-            if copied is not None:  # not all that the other stream has been given since
+            if copied is not None:  # an event: the side stream may have later work by now
                 torch.cuda.current_stream().wait_event(copied)
-            sent.clear()  # it had to live until then
+            sent.clear()  # from here on the current stream may reuse that memory
             kernels.release_peers(pad, stage)
 
         return wait
 
     def _next_rows(self, x_TH: Tensor, stride: int) -> RowBuffers:
-        """Where to send x: the buffer whose turn it is."""
+        """Switches to the other dispatch buffer and returns the row buffers for x."""
         self._row_buffer = 1 - self._row_buffer
         return self._buffers.rows(x_TH, stride)
 
     def _side_stream(self, like: Tensor) -> AbstractContextManager[object]:
-        """Launches beside the current stream, behind what is on it so far; `_join` makes it wait for them all."""
+        """Launches on the side stream, after what the current stream has so far. `_join` makes that one wait for it."""
         if not like.is_cuda:
             return nullcontext()
         if self._stream is None:
@@ -340,14 +358,18 @@ class SymmetricTransport:
     def _speculative_bound(
         self, arriving_sizes: AsyncSplitSizes, num_tokens: int, x_TH: Tensor | None
     ) -> SizeBound | None:
-        """For which a step can be launched before its sizes are known; None where they are known, or it cannot."""
+        """Returns the bound for a speculative launch, or None if the sizes have arrived or it is not possible."""
         if arriving_sizes.is_ready or not arriving_sizes.may_launch_unchecked:
             return None
         bound = self._size_predictor.bound(num_tokens, self._buffers.pair_capacity)
         return bound if bound is not None and self._is_ready(x_TH, bound.tokens, bound.pairs) else None
 
     def _static_sizes(self, routing: Routing, x_TH: Tensor | None) -> _Sizes:
-        """What no step exceeds. Checks the routing, unless it can be checked when all has been launched."""
+        """Returns upper bounds that hold for every step.
+
+        Checks the routing, unless all buffers exist and launching before the check is safe. Raises ValueError if the
+        number of tokens differs between ranks or from earlier steps.
+        """
         T, needed, split_sizes = routing.num_tokens, routing.max_received, routing.split_sizes
         assert needed is not None
         sizes = _Sizes(max(1, T), needed, needed, max(needed, routing.token_ids_N.shape[0]), may_exceed=True)
@@ -368,14 +390,20 @@ class SymmetricTransport:
         return sizes
 
     def _is_ready(self, x_TH: Tensor | None, stride: int, num_pairs: int) -> bool:
-        """Can rows be sent without the host's taking part in anything with other ranks? Buffers must be there. Copies
-        cannot: engines ask no counts."""
+        """Returns True if rows can be sent before the routing is checked and its sizes are known.
+
+        The buffers must exist, because allocation is a collective. Copy engines are excluded: they do not read the
+        counts, so a bad status or a missed guess would not stop them.
+        """
         if x_TH is None or self._pad is None or self._dispatch == "copy":
             return False
         return self._buffers.has_rows(x_TH, stride) and self._buffers.pair_capacity >= max(1, num_pairs)
 
     def _starts_of_regions(self, stride: int, like: Tensor, *, static: bool) -> Tensor:
-        """(S + 1,). That of static buffers never changes, so a graph may have it."""
+        """Returns (S + 1,) int32: the first row of each source's region, and S * stride.
+
+        Static steps have a tensor of their own, which never changes, because a CUDA graph may hold it.
+        """
         stride_before, starts_S = self._regions.get(static, (None, like))
         if stride_before != stride:
             ends = (self.group.size + 1) * stride
@@ -384,7 +412,7 @@ class SymmetricTransport:
         return starts_S
 
     def _signal_pad(self) -> SignalPad:
-        """The meeting of this group, made at its first use. Raises RuntimeError if a rank is missing."""
+        """Returns the group's signal pad, allocated at its first use. Raises RuntimeError if a peer is lost."""
         if self._pad is None:
             self._flags = self._buffers.signals(num_signals(self.group.size))
             self._pad = SignalPad.of(self.group.rank, self._flags.addresses_S, round(self._timeout * 1e9))

@@ -1,6 +1,6 @@
-"""The memory that ranks write to, one after another: made when it is first needed, and anew when more is.
+"""The buffers in symmetric memory that the ranks write to. Allocated when first needed, reallocated to grow.
 
-To make some is a collective: every rank asks for as much at the same time.
+Allocation is a collective: every rank allocates the same size at the same point of its program.
 
 Legend: S ranks of the EP group.
 """
@@ -17,17 +17,19 @@ from sonic_ep.kernels.backend import symmetric_kernels
 from sonic_ep.routing import INDEX_DTYPE
 from sonic_ep.symmetric_memory import PeerMemory
 
-_LIST_GROWTH = 5 / 4  # lists have that much of it, since their lengths change from step to step
-_ALIGNMENT = 256  # bytes, of everything in a buffer
-_MAX_VALUE_BYTES = 8  # bytes of a weight or a value
+_LIST_GROWTH = 5 / 4  # allocated / needed pairs, because the number of pairs changes from step to step
+_ALIGNMENT = 256  # bytes; every part of a buffer starts at a multiple
+_MAX_VALUE_BYTES = 8  # of one weight or value (float64)
 
 Allocate = Callable[[int], PeerMemory]
 
 
 @dataclass(frozen=True, slots=True)
 class RowBuffers:
-    """Three buffers of rows of one width: two that dispatches take turns at, and one for combine. addresses: of each
-    buffer, (S,)."""
+    """Three buffers for rows of one width: 0 and 1, between which dispatches alternate, and 2 for combine.
+
+    addresses: for each buffer (S,) int64, its address on every rank.
+    """
 
     memory: PeerMemory
     buffer_bytes: int
@@ -39,18 +41,22 @@ class RowBuffers:
         return cls(memory, buffer_bytes, tuple(memory.at(i * buffer_bytes) for i in range(3)))
 
     def view(self, buffer: int, like: Tensor, num_rows: int) -> Tensor:
+        """Returns this rank's buffer as (num_rows, width of `like`), in the dtype of `like`."""
         return self.memory.view(buffer * self.buffer_bytes, (num_rows, like.shape[1]), like.dtype)
 
     def copy(self, rows: Tensor, buffer: int, rank: int, region: int) -> None:
-        """By a copy engine, to where a region begins in that rank's buffer, in rows."""
+        """Copies rows to `rank`'s buffer, from row `region` on, with a copy engine."""
         offset = buffer * self.buffer_bytes + region * row_bytes(rows)
         self.memory.view_of(rank, offset, rows.shape, rows.dtype).copy_(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class ListBuffers:
-    """Room for the index lists that arrive and the values that come back. starts, addresses: of the row of each pair,
-    its weight, and the values."""
+    """Buffers for the index lists that arrive and for the values of pairs that come back.
+
+    capacity: pairs. starts: byte offsets of the pairs' rows (int32), weights and values. addresses: for each of the
+    three (S,) int64, its address on every rank.
+    """
 
     memory: PeerMemory
     capacity: int
@@ -67,7 +73,7 @@ class ListBuffers:
 
 @final
 class PeerBuffers:
-    """All buffers of a group, shared by the layers that use it."""
+    """All buffers of a group, shared by the layers that use it. Methods that allocate are collectives."""
 
     def __init__(self, group: EPGroup, allocate: Allocate) -> None:
         self._group = group
@@ -78,11 +84,11 @@ class PeerBuffers:
         self._of_graphs: list[object] = []
 
     def signals(self, count: int) -> PeerMemory:
-        """int64, zero at the start. Asked for once."""
+        """Allocates `count` int64 signals, all zero. Call it once."""
         return self._allocate(_aligned(torch.int64.itemsize * count))
 
     def counts(self, needed: int) -> tuple[int, PeerMemory]:
-        """How many integers a rank may tell, and where."""
+        """Returns the buffer of the all-gather of counts, for at least `needed` integers a rank: (capacity, memory)."""
         if self._counts is None or self._counts[0] < needed:
             self._release(self._counts)
             self._counts = None
@@ -91,7 +97,7 @@ class PeerBuffers:
         return self._counts
 
     def lists(self, needed: int) -> ListBuffers:
-        """For at least so many pairs."""
+        """Returns list buffers for at least `needed` pairs."""
         if self.list_buffers is None or self.list_buffers.capacity < needed:
             self._release(self.list_buffers)
             self.list_buffers = None
@@ -100,11 +106,11 @@ class PeerBuffers:
 
     @property
     def pair_capacity(self) -> int:
-        """In the lists that are there."""
+        """The number of pairs that the present list buffers hold."""
         return 0 if self.list_buffers is None else self.list_buffers.capacity
 
     def rows(self, like: Tensor, stride: int) -> RowBuffers:
-        """For rows as wide as these, regions of `stride` of them."""
+        """Returns row buffers for rows as wide as those of `like`, with a region of `stride` rows for each source."""
         width = row_bytes(like)
         if not self.has_rows(like, stride):
             self._release(self._rows.get(width))
@@ -113,18 +119,18 @@ class PeerBuffers:
         return self._rows[width]
 
     def has_rows(self, like: Tensor, stride: int) -> bool:
-        """Are these there already?"""
+        """Returns True if `rows` would not allocate."""
         rows = self._rows.get(row_bytes(like))
         return rows is not None and rows.buffer_bytes >= self._group.size * stride * row_bytes(like)
 
     def retain_for_graphs(self) -> None:
-        """What a CUDA graph that is being captured may write to lasts, whatever replaces it later."""
+        """Holds the present buffers for the CUDA graph that is being captured, even if others replace them later."""
         for memory in (self._counts, self.list_buffers, *self._rows.values()):
             if memory is not None and all(memory is not known for known in self._of_graphs):
                 self._of_graphs.append(memory)
 
     def _release(self, memory: object | None) -> None:
-        """Before memory is replaced: nobody may be writing to it."""
+        """Waits until no rank writes to `memory`, which is about to be replaced."""
         if memory is not None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -132,6 +138,7 @@ class PeerBuffers:
 
 
 def row_bytes(like: Tensor) -> int:
+    """Returns the bytes of one row of `like`."""
     return like.shape[1] * like.element_size()
 
 

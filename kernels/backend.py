@@ -1,9 +1,10 @@
-"""Which implementation of an operation runs: the one place that chooses, and says why.
+"""Chooses the implementation of every operation, and logs why. No other module chooses.
 
 An operation has a folder with a plain torch twin (reference.py) and a kernel (triton.py, or grouped_gemm.py for the
-experts). The choice depends on device, dtype, row width and installed packages, never on data. Logger:
-"sonic_ep.kernels". Operations on integers and sums need Triton alone and say nothing; experts and router say once what
-they run on, and if it is slow, why.
+experts). The choice depends on device, dtype, shapes, configuration and installed packages, never on data.
+
+Logger: "sonic_ep.kernels". The experts log once per configuration which implementation runs. Experts and router log a
+warning, with the reason, when a GPU runs plain torch. Operations made by `op` need only Triton and log nothing.
 """
 
 import functools
@@ -24,17 +25,17 @@ from sonic_ep.kernels.experts.activations import Activation
 from sonic_ep.kernels.route.interface import RouterLinear, RouterOperations
 from sonic_ep.kernels.route.rounding.reference import RoundingRule
 
-# What the GPU's modules import; the extra "cuda" installs them.
+# The packages that the GPU modules import. The extra "cuda" installs them.
 CUDA_MODULES = ("quack", "cutlass", "triton")
 
 _LOG = logging.getLogger("sonic_ep.kernels")
-# Major compute capabilities with tensor cores and shared memory as the kernels want them: Hopper and Blackwell.
+# Major compute capabilities whose tensor cores and shared memory fit the kernels: Hopper and Blackwell.
 _MAJORS = (9, 10)
-# The router's kernels unroll a loop over a token's experts.
+# The router's kernels unroll a loop over the K experts of a token.
 _MAX_K = 16
-# TMA moves 16 bytes at least: rows of half-precision values must be multiples of 8 wide.
+# TMA moves at least 16 bytes, so the width of half-precision rows must be a multiple of 8.
 COLUMN_MULTIPLE = 8
-# Triton takes rows for aligned if they are a multiple of this wide.
+# Triton treats rows as aligned if their width is a multiple of this.
 _ROW_MULTIPLE = 16
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,12 +47,15 @@ def _has_triton() -> bool:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Do operations run as Triton kernels there?"""
+    """Returns True if operations run as Triton kernels on this device: a GPU, with Triton installed."""
     return device.type == "cuda" and _has_triton()
 
 
 def allows_spare_capacity(device: torch.device) -> bool:
-    """May lists there be longer than what they hold? Then they can be made before the host knows their sizes."""
+    """Returns True if index lists on this device may have spare capacity.
+
+    They can then be allocated before the host knows their true sizes.
+    """
     return runs_triton(device)
 
 
@@ -62,8 +66,10 @@ def _implementation(folder: str, name: str, in_triton: bool) -> Callable[..., An
 
 
 def op(folder: str, *, on: int = 0) -> Callable[[F], F]:
-    """Makes an operation of a signature. Called, it runs the function of that name in the folder's triton.py where
-    argument number `on` is on a GPU and Triton is installed, else the twin in reference.py, which has the contract.
+    """Decorates a signature and makes it an operation, which calls the function of that name in `folder`.
+
+    The function is the one in triton.py if positional argument number `on` is on a GPU and Triton is installed, else
+    its twin in reference.py. The twin's docstring is the contract.
     """
 
     def decorate(signature: F) -> F:
@@ -80,7 +86,7 @@ def op(folder: str, *, on: int = 0) -> Callable[[F], F]:
 
 @op("route.select")
 def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lists every pair of a plain top-K choice."""
+    """Lists the (token, expert) pairs of plain top-K, by expert, then token."""
     ...
 
 
@@ -88,7 +94,7 @@ def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor,
 def start_selection(
     scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
 ) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
-    """Does what of the selection of each expert's best tokens needs no counts; the result does the rest."""
+    """Starts the selection of each expert's best tokens. Call the result with the counts to finish it."""
     ...
 
 
@@ -96,7 +102,7 @@ def start_selection(
 def apply_rule(
     chosen_SE: Tensor, tokens_S: Tensor, seed: Tensor, rule: RoundingRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rounds counts: rows_SE, pairs_SE, cut_S and t."""
+    """Rounds the counts of all ranks. Returns rows_SE, pairs_SE, cut_S and t."""
     ...
 
 
@@ -104,54 +110,57 @@ def apply_rule(
 def pack_rank_status(
     counts_E: Tensor, num_tokens: int, status: int, *, bad_logits: Tensor | None = None, seed: Tensor | None = None
 ) -> Tensor:
-    """Packs what a rank tells the others before a step."""
+    """Packs a rank's token count, status word, seed and expert counts for the all-gather before a step."""
     ...
 
 
 @op("route.status")
 def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> None:
-    """Zeroes all counts, in place, unless each rank's status is `healthy`."""
+    """Zeroes all counts, in place, unless every rank's status word equals `healthy`."""
     ...
 
 
 @op("dispatch.plan")
 def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> RankPlan:
-    """Makes one rank's part of the plan."""
+    """Returns one rank's part of the plan."""
     ...
 
 
 @op("dispatch.plan", on=1)
 def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan:
-    """Makes the plan empty unless its sizes are within these."""
+    """Returns the plan, or an empty plan if the true sizes do not fit (tokens, rows, pairs)."""
     ...
 
 
 @op("dispatch.split_sizes")
 def pack_split_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, status_SF: Tensor | None) -> Tensor:
-    """Packs what the host has to know of the counts."""
+    """Packs the split sizes and rank statuses that the host reads."""
     ...
 
 
 @op("dispatch.send_index")
 def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> SentRows:
-    """Numbers the rows that leave."""
+    """Numbers the rows that this rank sends."""
     ...
 
 
 @op("dispatch.send_index")
 def is_token_in_rank(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
-    """Says which token each destination rank needs."""
+    """Marks which tokens each destination rank needs."""
     ...
 
 
 def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
-    """Lists the rows that leave, and by token."""
+    """Lists the rows that this rank sends, by destination rank and by token.
+
+    Not made by `op`, because the first argument is not a tensor.
+    """
     return _implementation("dispatch.send_index", "token_lists", runs_triton(sent.sent_before.device))(sent, num_sent)
 
 
 @op("dispatch.recv_index", on=1)
 def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
-    """Finds the first received row of each source."""
+    """Returns the first received row of each source rank."""
     ...
 
 
@@ -159,7 +168,7 @@ def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
 def pair_lists(
     chunks: Chunks, row_in_source_V: Tensor, weights_V: Tensor, row_starts_S: Tensor | None, num_rows: int
 ) -> PairBuffer:
-    """Makes the index lists of a pair buffer."""
+    """Returns the index lists of a pair buffer."""
     ...
 
 
@@ -173,7 +182,7 @@ def gather_sum(
     into: Tensor | None = None,
     overlap_previous: bool = False,
 ) -> Tensor:
-    """Sums listed rows, weighted or not."""
+    """Sums listed rows, with or without weights."""
     ...
 
 
@@ -187,14 +196,15 @@ def values_of_pairs(
     into: Tensor | None = None,
     overlap_previous: bool = False,
 ) -> Tensor:
-    """Sums the parts of each pair's scalar and puts the sums in the routing's order."""
+    """Sums the partial sums of each pair's scalar and orders the results as the pairs were received."""
     ...
 
 
 def router_operations(logits_TE: Tensor, K: int) -> RouterOperations | None:
-    """Returns the router's fused kernels, or None where autograd differentiates the twins of kernels/route/.
+    """Returns the router's fused kernels, or None where the plain torch twins of kernels/route/ run under autograd.
 
-    In a graph that is compiled, torch fuses these.
+    None on the CPU, for logits that are not fp32, for K > 16, without Triton, and under torch.compile, which fuses the
+    twins itself.
     """
     if torch.compiler.is_compiling() or not logits_TE.is_cuda or logits_TE.dtype != torch.float32 or K > _MAX_K:
         return None
@@ -210,7 +220,10 @@ def _router_on_gpu() -> RouterOperations | None:
 
 
 def router_linear(x_TH: Tensor) -> RouterLinear | None:
-    """Returns the router's linear layer on tensor cores, or None where fp32 arithmetic has to do."""
+    """Returns the router's linear layer on tensor cores, or None where a GEMM of torch runs.
+
+    The kernels need at least one bf16 row, a width that is a multiple of 16, a Hopper or Blackwell GPU, and Triton.
+    """
     if not x_TH.is_cuda or x_TH.dtype != torch.bfloat16 or x_TH.shape[0] == 0 or x_TH.shape[1] % _ROW_MULTIPLE:
         return None
     return _router_linear_on_gpu(x_TH.device)
@@ -224,7 +237,7 @@ def _router_linear_on_gpu(device: torch.device) -> RouterLinear | None:
 
 
 class SymmetricKernels(Protocol):
-    """Kernels that write into the memory of other ranks; see kernels/dispatch/symmetric/."""
+    """The kernels that write into the symmetric memory of other ranks; see kernels/dispatch/symmetric/."""
 
     NUM_SLOTS: int
     all_gather_start: Callable[..., None]
@@ -241,12 +254,12 @@ class SymmetricKernels(Protocol):
 
 @functools.cache
 def symmetric_kernels() -> SymmetricKernels:
-    """Returns them; they have no twin, as plain torch cannot write there."""
+    """Returns the symmetric-memory kernels. They have no twin: plain torch cannot write into a peer's memory."""
     return cast(SymmetricKernels, import_module("sonic_ep.kernels.dispatch.symmetric.operations"))
 
 
 class Operations(Protocol):
-    """The operations of kernels/experts/reference.py, whose docstrings are the contract."""
+    """The operations on experts. The docstrings of kernels/experts/reference.py are the contract."""
 
     def up_projection(
         self,
@@ -306,7 +319,7 @@ class Operations(Protocol):
 
 
 def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Operations:
-    """The operations for rows like x_RH and experts like w2_eHI."""
+    """Returns the implementation for rows with the device and dtype of x_RH and experts with the shape of w2_eHI."""
     if not x_RH.is_cuda:
         return reference
     H, I = w2_eHI.shape[1:]  # noqa: E741
@@ -325,7 +338,7 @@ def _on_gpu(device: torch.device, dtype: torch.dtype, aligned: bool, activation:
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype, aligned: bool, activation: str) -> str | None:
-    """Why the GPU kernels cannot run, or None."""
+    """Returns the reason why the GPU kernels cannot run, or None if they can."""
     major, minor = torch.cuda.get_device_capability(device)
     if major not in _MAJORS:
         return f"compute capability {major}.{minor} has no kernels here; 9.x (Hopper) and 10.x (Blackwell) do"

@@ -1,4 +1,6 @@
-"""Losses and bias updates that keep experts evenly loaded. All of them count top-K choices, before rounding.
+"""The bias update of auxiliary-loss-free load balancing. It counts the top-K of each token, before rounding.
+
+The balance losses are in kernels/route/weights_and_losses/reference.py.
 
 Legend: B sequences, L tokens of a sequence, T tokens on this rank, E experts, K experts per token, S ranks of the EP
 group.
@@ -9,7 +11,7 @@ from torch import Tensor
 
 
 def updated_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
-    """The bias after one step: up by `rate` where an expert got fewer tokens than the mean, down where more.
+    """Returns the (E,) bias after one step: plus `rate` for an expert below the mean count, minus `rate` above it.
 
     Source: auxiliary-loss-free load balancing, arXiv 2408.15664, algorithm 1.
     """

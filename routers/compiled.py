@@ -1,7 +1,7 @@
-"""The decision as one operation of a compiled graph: torch.compile sees logits go in and integers come out.
+"""`decide_pairs` as one operation of a compiled graph: torch.compile sees logits go in and integers come out.
 
-What is inside (top-K, the group's collective, the decision, selection, record and replay) runs as in eager mode.
-Weights of pairs, losses and statistics are traced around it. docs/torch_compile.md has the whole picture.
+Inside, top-K, the all-gather of counts, rounding, selection, record and replay run as in eager mode. Weights of pairs,
+losses and statistics are traced around it. See docs/torch_compile.md.
 
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, S ranks of the EP group.
 """
@@ -23,27 +23,27 @@ from sonic_ep.routers.topk import TopK, compute_topk, counts_by_score
 from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, BalanceCounts, GroupCounts, RoutedPairs
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
-# From `decide_pairs` to whoever opens the routing; found by its counts.pairs_SE.
+# Passes the split sizes from `decide_pairs` to the operation that calls `prepare`. The key is counts.pairs_SE.
 pending_sizes: InFlight[AsyncSplitSizes] = InFlight(AsyncSplitSizes.check)
 
 
 def text_of(config: MoEConfig) -> str:
-    """A config as an operation takes it. Equal for equal configs, so that equal layers share one compilation."""
+    """Returns a config as a string, which operations take. Equal layers have equal strings and share a compilation."""
     return json.dumps(config.to_dict())
 
 
 @functools.cache
 def config_of(text: str) -> MoEConfig:
-    """The config of a text, one object for each text."""
+    """Returns the config of a `text_of`, one object for each text."""
     return MoEConfig.from_dict(json.loads(text))
 
 
 def constant_config_of(text: str) -> MoEConfig:
-    """The same, whose numbers torch.compile takes for constants."""
+    """`config_of`, but torch.compile treats the numbers of the result as constants."""
     return config_of(text)
 
 
-# What torch.compiler.assume_constant_result sets; calling that imports all of Dynamo, which takes a second.
+# torch.compiler.assume_constant_result sets this. Calling it would import all of Dynamo, which takes a second.
 constant_config_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -56,8 +56,12 @@ def decide_pairs_in_graph(
     *,
     dispatched_next: bool,
 ) -> tuple[TopK, RoutedPairs]:
-    """The choice by these logits, as far as weights and losses need it, and `decide_pairs`. dispatched_next: does the
-    graph open this routing? Then reports are read when it does, if that does no harm."""
+    """Returns the top-K of these logits, as far as weights and losses need it, and the result of `decide_pairs`.
+
+    expert_bias_E, counter_E: see `decide_pairs` in route.py. config_text: `text_of` the config.
+    dispatched_next: True if the graph passes this routing to `moe` next. The rank status is then checked there, if
+    launching before the check is safe.
+    """
     config, group, training = context.config, context.group, context.training
     topk_ids_TK, token_ids_N, expert_ids_N, chosen_N, counts, balance_counts, new_counts_E = (
         torch.ops.sonic_ep.decide_pairs(
@@ -124,7 +128,7 @@ def _decide_pairs(
     new_counts_E = torch.zeros(config.E if balance_counts else 0, dtype=torch.int64, device=logits_TE.device)
     pending_sizes.flush(group_name)
     routed_pairs = decide_pairs(config, topk, new_counts_E if balance_counts else None, context)
-    # Outputs share no memory with each other or with a region's tape: a graph writes into what it is done with.
+    # Outputs must share no memory with each other or with a region's tape: a graph reuses memory that it has read.
     own = torch.clone if in_region() else Tensor.contiguous
     counts = [values.clone() for values in routed_pairs.counts]
     split_sizes = routed_pairs.split_sizes
@@ -173,11 +177,12 @@ def _(
 
 @torch.library.custom_op("sonic_ep::add_counts", mutates_args=("counter_E",))
 def _add_counts(counter_E: Tensor, counts_E: Tensor) -> None:
-    """An operation, so that the counter, which a module holds, is no input that a graph copies."""
+    """Adds in place. An operation of its own, so that a graph does not copy the counter, which a module holds."""
     counter_E += counts_E
 
 
 @torch.library.custom_op("sonic_ep::prevent_dce", mutates_args=("counter_E",))
 def _prevent_dce(counter_E: Tensor, out_TH: Tensor) -> None:
-    """Nothing. But it claims to write to what a module holds, so no graph drops it, nor what made `out_TH`: the experts
-    read what the ranks report, which they must even where nobody uses their output."""
+    """Does nothing, but declares that it writes to the counter of a module. So no graph drops it, nor what computes
+    out_TH: the experts' operation checks the rank status, which must happen even if their output is not used.
+    """

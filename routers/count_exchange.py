@@ -1,8 +1,8 @@
-"""The one small all-gather of a step: every rank's counts, token number and health; then the decision.
+"""The one all-gather of a step: every rank's counts, number of tokens and status. Then the rounding of the counts.
 
-A rank whose input is bad still takes part, so that all ranks raise the same error instead of waiting for it. Counts and
-decision stay on the device. The host reads the ranks' conditions with the sizes, which it does late; where rows may be
-sent before, a bad condition makes all counts void on the device.
+A rank with bad input takes part too, so that all ranks raise the same error and none waits for it. Counts and rounded
+counts stay on the device. The host reads the rank status late, together with the sizes. If rows may be sent before
+that, the device zeroes all counts when any rank has an error (kernels/route/status/reference.py).
 
 Legend: S ranks of the EP group, E experts, F fields of a table.
 """
@@ -25,19 +25,20 @@ from sonic_ep.routers.rounding import leaves_sizes_open, round_counts
 from sonic_ep.routing import AsyncSplitSizes, GroupCounts
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# A condition: the kind, dtype and mode, which all ranks must share, and nothing else of a rank that is well, but
-# BAD_LOGIT for each bad logit. Not zero, which is what comes of a rank that is lost.
-_FIRST_CODE, _PROBLEM = 2, 16  # the first kind; where there is a problem
+# The status word. A rank without a problem sends _FIRST_CODE + 2 * (index of its dtype) + (1 if training), which must
+# be equal on all ranks, plus BAD_LOGIT for each non-finite logit. A rank with a problem sends _PROBLEM. The word of a
+# lost peer is 0, so no code is 0.
+_FIRST_CODE, _PROBLEM = 2, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """What one rank tells the others before a step.
+    """What one rank sends to the others before a step. Tensors are on one device.
 
-    counts_E: (E,) int64 plain top-K counts. by_score_E: likewise by score alone, where a loss wants them of all ranks,
-    else None on every rank. bad_logits: () int64 number of NaN and inf logits, None if not asked for.
-    draw: () random integer of stochastic rounding, 0 <= draw < 2^31, on that device; the first rank's serves all.
-    problem: why this rank cannot go on. training, dtype: must agree over the ranks.
+    counts_E: (E,) int64 plain top-K counts. by_score_E: (E,) int64 counts of the top-K by score alone, if a loss needs
+    them from all ranks, else None on every rank. num_tokens: T. dtype (of x), training: must be equal on all ranks.
+    seed: () integer of stochastic rounding, 0 <= seed < 2^31; all ranks use rank 0's. bad_logits: () int64 number of
+    NaN and inf logits, None if not requested. problem: why this rank cannot continue, or None.
     """
 
     counts_E: Tensor
@@ -51,8 +52,12 @@ class RankStatus:
 
 
 class GroupDecision(NamedTuple):
-    """What the ranks agreed on. split_sizes: the sizes on their way there, if somebody will ask for them, and the
-    reports, which must be checked; see `Routing.check`. by_score_SE: of the reports."""
+    """What `gather_counts` returns.
+
+    counts: the same on every rank. split_sizes: the async D2H copy of the sizes and the rank status, which must be
+    checked (`Routing.check`); None if the host needs neither or a CUDA graph is captured. by_score_SE: (S, E) int64,
+    every rank's `RankStatus.by_score_E`, or None.
+    """
 
     counts: GroupCounts
     split_sizes: AsyncSplitSizes | None
@@ -66,14 +71,17 @@ def gather_counts(
     exchange: Exchange | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> GroupDecision:
-    """Gather every rank's report, doing something else meanwhile, and decide n[S, E], identically everywhere.
+    """Gathers all ranks' status and counts, and rounds the counts to n[S, E], identically on every rank. A collective.
 
-    exchange: by what way; default the group's own.
+    exchange: the transport whose all-gather is used; default is the group's own. meanwhile: called while the all-gather
+    is in flight, to launch work that does not need its result.
 
-    A rank with a problem raises ValueError here. `split_sizes.check` does so on the others, so that the host can go on
-    launching while the reports travel: with the rank named, its problem, non-finite logits, or a training flag or dtype
-    that differs between ranks; and RuntimeError if a rank was waited for in vain. While a CUDA graph is captured nobody
-    checks: the steps before it told.
+    Raises:  ValueError on a rank with a problem: `status.problem`, too many tokens, or an unsupported dtype. ValueError
+             if logits are to be checked while a CUDA graph is captured.
+    Other ranks raise later, in `split_sizes.check`, so that their hosts can go on launching: ValueError, which names
+             the rank, for its problem, for non-finite logits, or for a training flag or dtype that differs between
+             ranks; RuntimeError for a lost peer. While a CUDA graph is captured nothing is checked: eager steps before
+             the capture must have passed.
     """
     problem = status.problem
     if problem is None and status.num_tokens >= MAX_TOKENS:
@@ -88,7 +96,7 @@ def gather_counts(
     status_SF, chosen_SE = gathered[:, :HEADER], gathered[:, HEADER : HEADER + E]
     by_score_SE = None if status.by_score_E is None else gathered[:, HEADER + E :]
     if problem is not None:
-        # What was counted need not make sense. The others raise when they read the reports.
+        # The counts may be meaningless. The other ranks raise when they read the status.
         _raise_problems(status_SF.flatten().tolist(), problem, group, exchange)
     readable = host_may_wait(status_SF)
     zeroed_on_error = readable and exchange is not None and exchange.sends_unchecked
@@ -112,7 +120,10 @@ def gather_counts(
 
 
 def _raise_problems(headers: list[int], problem: str | None, group: EPGroup, exchange: Exchange | None) -> None:
-    """reports: of the ranks, in order, on the host, so that they have come, if they were to come."""
+    """Raises what is wrong on any rank. headers: the status headers of all ranks, in rank order, on the host.
+
+    problem: this rank's own. A lost peer is checked first, because its header is zero.
+    """
     if exchange is not None:
         exchange.raise_if_lost()
     status_words = headers[STATUS::HEADER]

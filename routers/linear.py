@@ -1,8 +1,8 @@
-"""The router's linear layer: logits in fp32 at least, on tensor cores where they can be that exact.
+"""The router's linear layer: logits in fp32 at least, on tensor cores where these are as accurate.
 
-A bf16 row times fp32 weights needs no fp32 arithmetic: kernels/route/interface.py states how it is done and the error.
-Whoever wants one bf16 product instead says so (`router.linear_dtype`). Other rows take torch's own GEMM, in which TF32
-is the user's choice (torch.set_float32_matmul_precision).
+bf16 rows times fp32 weights run on tensor cores; kernels/route/interface.py has the error bound. With
+`router.linear_dtype="input"` it is one GEMM in the dtype of x instead. All other rows use torch's GEMM, where
+torch.set_float32_matmul_precision decides about TF32.
 
 Legend: T tokens on this rank, H hidden size, E experts.
 """
@@ -22,13 +22,14 @@ from sonic_ep.kernels.route.linear import reference
 def linear(
     x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, linear_dtype: LinearDtype = "float32"
 ) -> tuple[Tensor, Tensor]:
-    """(T, E) x weight^T + bias in fp32, or in float64 for float64 x, whatever autocast says; and x_TH for the experts.
+    """Returns (T, E) logits x weight^T + bias, and x_TH, which the experts should read.
 
-    linear_dtype: "input" computes them, and their gradients, in the dtype of x before they become fp32.
+    The logits are fp32, or float64 for float64 x, also under autocast. linear_dtype: with "input", they and their
+    gradients are computed in the dtype of x, and the logits are then converted to fp32.
 
-    Where the logits' gradient is made here (by kernels, or under "input"; not in a compiled graph), the gradient of the
-    second result is added to that of x by the same GEMM, before rounding, instead of by a pass of its own. The GEMM
-    writes to the gradient it is given: nobody else may hold it, as nobody holds the one that `moe` returns.
+    Outside compiled graphs, with kernels or "input", the backward GEMM adds the gradient of the second result to the
+    gradient of x in place, before rounding, which saves one pass. So nothing else may hold that gradient. This is true
+    for the gradient that `moe` returns.
     """
     dtype, in_dtype_of_x = torch.promote_types(x_TH.dtype, torch.float32), linear_dtype == "input"
     inner, compiling = x_TH.dtype if in_dtype_of_x else dtype, torch.compiler.is_compiling()
@@ -45,7 +46,7 @@ def linear(
 
 
 class _Linear(torch.autograd.Function):
-    """Logits, and x as it is."""
+    """Returns the logits, and x itself. Backward adds the gradient of the second to that of x inside its GEMM."""
 
     @staticmethod
     def forward(
@@ -73,7 +74,7 @@ class _Linear(torch.autograd.Function):
         return dx_TH, dweight_EH, dlogits_TE.sum(0) if of_bias else None, None
 
 
-# In a compiled graph: one operation each way, so that a graph does not do in fp32 what tensor cores can.
+# In a compiled graph, forward and backward are one operation each: traced, they would be fp32 GEMMs.
 
 
 @torch.library.custom_op("sonic_ep::router_linear", mutates_args=())
@@ -91,7 +92,7 @@ def _(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
 def _linear_backward(
     dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight, empty where not asked for."""
+    """Returns the gradients of x and of the weight, an empty tensor where `of_x` or `of_weight` is False."""
     operations = router_linear(x_TH) or reference
     with torch.autocast(x_TH.device.type, enabled=False):
         dx_TH, dweight_EH = operations.gradients(dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight)

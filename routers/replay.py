@@ -1,9 +1,10 @@
-"""Replay of saved selections: under activation checkpointing the recomputed forward must route as the first one did.
+"""Replay of routed pairs: under activation checkpointing, the recomputed forward must route as the first one did.
 
-A recomputation that decided anew could differ (jitter, atomics, a bias update in between) and would gather counts
-again. Regions nest: a router takes its selection from the innermost region that replays and hands it to all recording.
+Without replay a recomputation could route differently (jitter, atomics, a bias update in between), and would gather
+counts again. A region is the forward of a checkpointed block, or its recomputation. Regions nest: a router gets its
+pairs from the innermost region that replays, and all regions that record save them.
 
-A checkpoint that torch.compile traces runs no recomputation of ours: its graph keeps what the decision returned.
+A checkpoint that torch.compile traces does not use regions: its graph saves the outputs of `decide_pairs`.
 """
 
 from contextvars import ContextVar, Token
@@ -14,19 +15,23 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from sonic_ep.routing import RoutedPairs
 
-# The operation that decides in a compiled graph (compiled.py).
+# The operation of a compiled graph that routes (compiled.py).
 DECIDE_PAIRS_OP = "sonic_ep::decide_pairs"
 
 
 @final
 class _Tape:
-    """Selections of one forward region, in order, for each router."""
+    """The routed pairs of one region, for each router in the order of its calls.
+
+    Keys are id(router). replayed: how many of them the present recomputation has used.
+    """
 
     def __init__(self) -> None:
         self.recorded_pairs: dict[int, list[RoutedPairs]] = {}
         self.replayed: dict[int, int] = {}
 
     def next(self, router: object) -> RoutedPairs:
+        """Returns the router's next pairs. Raises RuntimeError if the first forward called it fewer times."""
         position = self.replayed.get(id(router), 0)
         recorded_pairs = self.recorded_pairs.get(id(router), [])
         if position >= len(recorded_pairs):
@@ -40,7 +45,7 @@ class _Tape:
 
 @final
 class _Region:
-    """Context manager, reusable: one pass through a region, recording on its tape or replaying it from the start."""
+    """A reusable context manager for one pass through a region: records on the tape, or replays it from the start."""
 
     def __init__(self, tape: _Tape, *, replays: bool) -> None:
         self.tape, self.replays = tape, replays
@@ -59,7 +64,7 @@ _REGIONS: ContextVar[tuple[_Region, ...]] = ContextVar("sonic_ep_regions", defau
 
 
 def replayed_pairs(router: object) -> RoutedPairs | None:
-    """The selection that `router` must repeat, or None where it decides for itself."""
+    """Returns the pairs that `router` must repeat, or None if no region replays. Raises RuntimeError, see `_Tape`."""
     for region in reversed(_REGIONS.get()):
         if region.replays:
             return region.tape.next(router)
@@ -67,24 +72,25 @@ def replayed_pairs(router: object) -> RoutedPairs | None:
 
 
 def record_pairs(router: object, routed_pairs: RoutedPairs) -> None:
-    """Keep `routed_pairs` for every region that records."""
+    """Records `routed_pairs` on the tape of every region that records."""
     for region in _REGIONS.get():
         if not region.replays:
             region.tape.recorded_pairs.setdefault(id(router), []).append(routed_pairs)
 
 
 def in_region() -> bool:
-    """Does a region record or replay?"""
+    """Returns True inside a region."""
     return bool(_REGIONS.get())
 
 
 def replaying() -> bool:
-    """Does a region replay?"""
+    """Returns True inside a region that replays."""
     return any(region.replays for region in _REGIONS.get())
 
 
 def replay_contexts() -> tuple[Any, Any]:
-    """`context_fn` for torch.utils.checkpoint.checkpoint(..., use_reentrant=False): record, then replay.
+    """`context_fn` for torch.utils.checkpoint.checkpoint(..., use_reentrant=False): returns a region that records the
+    routing of the forward, and one that replays it in the recomputation.
 
     Example: checkpoint(block, x, use_reentrant=False, context_fn=sonic_ep.replay_contexts)
     """
@@ -95,6 +101,7 @@ def replay_contexts() -> tuple[Any, Any]:
 
 
 def _save_collectives(_context: object, operation: Any, *arguments: object, **__: object) -> CheckpointPolicy:
+    """The policy of a traced checkpoint: saves the outputs of `decide_pairs` and of all other collectives."""
     if operation.namespace == "sonic_ep":
         of_group = {a.name: value for a, value in zip(operation._schema.arguments, arguments, strict=True)}
         if operation.name() == DECIDE_PAIRS_OP or of_group.get("ep_size", 1) != 1:

@@ -1,18 +1,21 @@
-"""The integer decision of distributed token rounding: counts C[S, E] in, rows n[S, E] out, the same on every rank.
+"""Token rounding across ranks: from the top-K counts C[S, E] to the rows n[S, E] of every chunk, equal on all ranks.
 
-Pure int64 tensor arithmetic on the all-gathered counts: no floating point, no host read, no loop over ranks, experts or
-tokens, so every rank computes identical results on any device. Modes (docs/token_rounding.md has the table):
+A chunk is the rows of one (source rank, expert). t is the row multiple of a chunk, G that of an expert's total over the
+group. Everything is int64 tensor arithmetic on the gathered counts: no floating point, no host read, no loop over
+ranks, experts or tokens. So every rank computes identical results on any device.
 
-  apportion   the expert's total over the group goes to the nearest multiple of G, and is dealt to the ranks in units of
-              t, each unit to the rank with the largest remainder left. Default.
+Modes (docs/token_rounding.md compares them):
+
+  apportion   rounds each expert's total to the nearest multiple of G and deals it to the ranks in units of t, each unit
+              to the rank with the largest remaining count (largest-remainder method). Default.
   nearest, up, down, stochastic
-              every rank rounds its own count to a multiple of t (SonicMoE, arXiv 2512.14080, section 5; half goes to
-              the even multiple, as there).
-  pad         plain top-K; chunks are padded to a multiple of t with rows of weight zero.
-  off         plain top-K, ragged chunks.
+              each rank rounds its own counts to multiples of t, as in SonicMoE (arXiv 2512.14080, section 5). "nearest"
+              rounds a half to the even multiple, as there.
+  pad         plain top-K; padding rows of weight zero fill each chunk to a multiple of t.
+  off         plain top-K; chunks have any number of rows.
 
-A rank with T tokens cannot give an expert more than T of them: a chunk that rounding makes larger is completed with
-padding rows, so `pairs <= rows` everywhere and T < t is legal.
+A rank with T tokens has at most T pairs for an expert. If rounding gives the chunk more rows, the rest are padding
+rows. So pairs <= rows in every chunk, and T < t is allowed.
 
 Legend: S ranks of the EP group, Q destination ranks, E experts, e local experts.
 """
@@ -29,19 +32,20 @@ from sonic_ep.kernels.backend import apply_rule
 from sonic_ep.kernels.route.rounding.reference import RoundingRule
 
 CHUNK_MULTIPLES = (128, 64, 32, 16)
-# Share of changed assignments that "auto" accepts; 0.066 puts rho = 2 at t = 64, where the paper's quality holds.
+# The share of changed pairs that t="auto" accepts. With 0.066, t = 64 is used from rho = 2 on, where SonicMoE's paper
+# reports no loss of quality.
 CHANGE_BUDGET = 0.066
-# Apportionment changes this much more than independent uniform remainders would (docs/token_rounding.md, simulated).
+# Simulated changes under apportionment / those of independent uniform remainders (docs/token_rounding.md).
 _APPORTION_OVERHEAD = 1.034
-_ALWAYS = 2**62
+_ALWAYS = 2**62  # more pairs than any group has
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedCounts:
-    """What every rank sends to every expert. All int64, on the device of the counts.
+    """The rows and pairs that every rank sends to every expert. All int64, on the device of the counts.
 
-    rows_SE: n[S, E], rows of each chunk, a multiple of t. pairs_SE: how many of them are real; the rest is padding.
-    cut_S: pairs per owner rank that capacity took away. t: () the chunk multiple in force (1 when off).
+    rows_SE: n[S, E], rows of each chunk, a multiple of t. pairs_SE: how many of them are pairs; the others are padding
+    rows. cut_S: pairs that capacity removed, by destination rank. t: () the row multiple of a chunk, 1 if mode "off".
     """
 
     rows_SE: Tensor
@@ -51,10 +55,10 @@ class RoundedCounts:
 
 
 def predicted_change(rho: float, t: int, G: int, ep_size: int) -> float:
-    """Expected share of assignments that `apportion` changes at `rho` = T*K/(E*128) tiles per (rank, expert).
+    """Returns the expected share of pairs that `apportion` changes, at `rho` = T*K/(E*128) tiles per (rank, expert).
 
-    The error of a chunk is uniform in +-t/2 from its own remainder plus uniform in +-G/(2 ep_size) from its part of the
-    total's rounding; the mean of |a + b| for two such is max/2 + min^2/(6 max) with the half-widths.
+    The error of a chunk is a + b: a is its own remainder, uniform in +-t/2, and b its part of the total's rounding,
+    uniform in +-G/(2 ep_size). The mean of |a + b| is max/2 + min^2/(6 max), max and min being the two half-widths.
     """
     own, shared = t / 2, G / (2 * ep_size)
     if ep_size == 1:
@@ -68,26 +72,26 @@ def predicted_change(rho: float, t: int, G: int, ep_size: int) -> float:
 
 
 def chunk_multiples(G: int) -> tuple[int, ...]:
-    """The values of t that "auto" chooses from, largest first: those that divide G."""
+    """Returns the values of t among which "auto" chooses, largest first: those that divide G, or else G."""
     return tuple(t for t in CHUNK_MULTIPLES if t <= G and G % t == 0) or (G,)
 
 
 def is_plain_topk(rounding: RoundingConfig, *, training: bool) -> bool:
-    """Are the pairs those of plain top-K, whatever the counts?"""
+    """Returns True if the pairs are those of plain top-K for any counts."""
     return not training or (rounding.mode in ("off", "pad") and rounding.capacity_factor is None)
 
 
 def leaves_sizes_open(rounding: RoundingConfig, *, training: bool) -> bool:
-    """Do only the counts tell how many rows a rank has?"""
+    """Returns True if a rank's number of rows depends on the counts; otherwise it is T * K."""
     return training and not (rounding.mode == "off" and rounding.capacity_factor is None)
 
 
 def max_rows(rounding: RoundingConfig, num_tokens: int, K: int, E: int, ep_size: int, *, training: bool) -> int | None:
-    """What the rows of a rank with `num_tokens` cannot exceed; None where they are its T K pairs exactly.
+    """Returns an upper bound of the rows that a rank with `num_tokens` sends; None if they are exactly its T K pairs.
 
-    Alone, a rank rounds each count by less than a unit, to the nearest multiple by half of one at most. Apportionment
-    moves a total by G/2 at most, and a rank's count by less than 2t more: were it higher, no rank would be below its
-    own count, and the total too high.
+    A rank that rounds its own counts raises each by less than one unit, or by at most half a unit if to the nearest
+    multiple. Apportionment raises an expert's total by at most G/2, and a rank's count by less than G/2 + 2t: if it
+    rose by more, no other rank would be below its own count, and the total would be too high.
     """
     if not leaves_sizes_open(rounding, training=training):
         return None
@@ -104,11 +108,14 @@ def max_rows(rounding: RoundingConfig, num_tokens: int, K: int, E: int, ep_size:
 
 
 def max_received(rounding: RoundingConfig, num_tokens: int, K: int, *, training: bool) -> int | None:
-    """What the rows of any owner rank cannot exceed if no rank has more than `num_tokens`; None without capacity."""
+    """Returns an upper bound of the rows that any destination rank receives, if no rank has more than `num_tokens`.
+
+    None without a capacity factor, or outside training.
+    """
     if not training or rounding.capacity_factor is None:
         return None
     numerator, denominator = _ratio(rounding.capacity_factor)
-    return max(num_tokens * K * numerator // denominator, rounding.G)  # one unit always fits
+    return max(num_tokens * K * numerator // denominator, rounding.G)  # capacity always admits one unit
 
 
 def round_counts(
@@ -119,11 +126,12 @@ def round_counts(
     training: bool = True,
     seed: Tensor | int = 0,
 ) -> RoundedCounts:
-    """Decide n[S, E] from the plain top-K counts of every rank.
+    """Rounds the plain top-K counts of every rank to n[S, E].
 
-    Shapes:  chosen_SE (S, E) and tokens_S (S,) int64 on one device. E must be a multiple of S.
-    Mode:    `rounding.mode`; without `training` always "off" and without capacity.
-    draw:    non-negative seed of `stochastic` below 2^31, the same on every rank.
+    Shapes:  chosen_SE (S, E) plain top-K counts and tokens_S (S,) tokens of each rank, int64 on one device. E must be a
+             multiple of S.
+    Mode:    `rounding.mode`; outside `training` always "off", without capacity.
+    seed:    () integer for mode "stochastic", 0 <= seed < 2^31, equal on every rank.
     """
     ep_size, E = chosen_SE.shape
     if not training or (rounding.mode == "off" and rounding.capacity_factor is None):
@@ -134,7 +142,7 @@ def round_counts(
 
 
 def _auto_thresholds(ep_size: int, E: int, G: int) -> list[tuple[int, int]]:
-    """(t, least group-wide number of pairs from which t is within the budget), smallest t first."""
+    """Returns (t, the least number of pairs in the group at which t is within the budget), smallest t first."""
     pairs_at_rho_1 = ep_size * E * 128
     return [
         (t, round(predicted_change(1.0, t, G, ep_size) / CHANGE_BUDGET * pairs_at_rho_1))
@@ -144,7 +152,7 @@ def _auto_thresholds(ep_size: int, E: int, G: int) -> list[tuple[int, int]]:
 
 @functools.cache
 def rule_of(rounding: RoundingConfig, ep_size: int, E: int) -> RoundingRule:
-    """The integers that decide on t and padding."""
+    """Returns the config as the integers that the kernels use (kernels/route/rounding/reference.py)."""
     G, thresholds = rounding.G, ()
     pads_below = _ALWAYS if rounding.mode in ("pad", "off") else 0
     if rounding.mode == "off":
@@ -164,9 +172,9 @@ def rule_of(rounding: RoundingConfig, ep_size: int, E: int) -> RoundingRule:
 
 
 def _ratio(factor: float) -> tuple[int, int]:
-    # Small integers: the numerator is multiplied by a number of pairs.
+    # Small integers, because the numerator is multiplied by a number of pairs.
     return Fraction(factor).limit_denominator(max(1, int(10**6 / factor))).as_integer_ratio()
 
 
-# What torch.compiler.assume_constant_result sets: Dynamo cannot look into a Fraction.
+# torch.compiler.assume_constant_result sets this. Dynamo cannot trace Fraction.
 _ratio._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a router decides about a batch, beside what trains: the group's agreement, then which pairs this rank sends.
+"""The integer part of routing, without gradients: the group's counts, then the pairs that this rank sends.
 
 Legend: T tokens on this rank, E experts, N pairs this rank sends.
 """
@@ -19,15 +19,19 @@ from sonic_ep.routers.rounding import is_plain_topk, max_received, max_rows
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import BalanceCounts, GroupCounts, RoutedPairs
 
-# Given (E,) pairs of each expert and their number: token ids, expert ids and whether the token chose the expert.
+# From the (E,) number of pairs of each expert, and the length of the lists: token ids, expert ids, and whether the pair
+# is in its token's top-K.
 FinishPairs = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingContext:
-    """What a decision depends on beside the logits. dtype: of x. problem: why this rank cannot go on, if it cannot.
-    exchange: how the ranks tell each other, if not by the group's own all-gather. meanwhile: what is done once, needs
-    nothing of the decision, and hides the way of the counts."""
+    """The inputs of `decide_pairs` other than the logits.
+
+    dtype: of x. training: training mode. problem: why this rank cannot continue, or None. exchange: the transport that
+    gathers the counts, or None for the group's own all-gather. meanwhile: called once while the gather is in flight, to
+    launch work that does not need its result.
+    """
 
     config: MoEConfig
     group: EPGroup
@@ -39,15 +43,15 @@ class RoutingContext:
 
 
 def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: RoutingContext) -> RoutedPairs:
-    """The pairs of this rank. A collective, except under replay of the selections of `router`, see replay.py.
+    """Returns the pairs of this rank. A collective, except if a region replays the pairs of `router` (replay.py).
 
-    counter_E: (E,) int64 on the device; in training the group's top-K counts are added to it, once for each decision.
-    None if nobody asks for them.
-    Raises ValueError for this rank's problem; those of others when the selection's `split_sizes` is checked, see
-    `gather_counts`.
-    RuntimeError, see replay.py.
+    counter_E: (E,) int64 on the device, or None. In training the group's top-K counts are added to it, but not under
+    replay. If the rank status shows an error, they are subtracted again.
+
+    Raises:  ValueError for this rank's problem. Problems of other ranks raise when the result's `split_sizes` is
+             checked, see `gather_counts`. RuntimeError under replay, see replay.py.
     """
-    # Drawn under replay too, so that whatever draws after this layer repeats as well.
+    # Drawn under replay too, so that later random numbers are the same as in the first forward.
     seed = _draw_seed(context, topk.topk_ids_TK.device)
     routed_pairs = replayed_pairs(router)
     if routed_pairs is not None:
@@ -104,7 +108,10 @@ def _rank_status(topk: TopK, seed: Tensor | None, context: RoutingContext) -> Ra
 
 
 def start_pairs(topk: TopK, rounding: RoundingConfig, *, training: bool) -> FinishPairs:
-    """What of this rank's lists of pairs needs no other rank: all of it, where the plain choice is kept."""
+    """Starts this rank's lists of pairs before the group's counts are known. Returns the function that finishes them.
+
+    Plain top-K depends on no other rank, so its lists are then complete already.
+    """
     if is_plain_topk(rounding, training=training):
         lists = chosen_pairs(topk.topk_ids_TK, topk.counts_E())
         return lambda *_: lists
@@ -120,9 +127,11 @@ def select(
     training: bool,
     finish: FinishPairs | None = None,
 ) -> RoutedPairs:
-    """The pairs of this rank: for each expert exactly `counts.pairs_SE[rank]` tokens, chosen ones first.
+    """Returns the pairs of this rank: for each expert its `counts.pairs_SE[rank]` best tokens.
 
-    rounding, training: what the counts were decided by. finish: of `start_pairs`, if it was called before.
+    Tokens with the expert in their top-K rank first (kernels/route/select/reference.py). On a GPU the lists may have
+    spare entries. rounding, training: those that the counts were rounded with. finish: the result of `start_pairs`, if
+    it was called before.
     """
     (T, K), (S, E) = topk.topk_ids_TK.shape, counts.pairs_SE.shape
     limit = max_rows(rounding, T, K, E, S, training=training)

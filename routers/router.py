@@ -1,4 +1,4 @@
-"""`Router`: tokens in, `Routing` out. Scores, choice, the group's decision, selection, weights and losses, in that
+"""`Router`: from tokens to a `Routing`. Logits, top-K, the group's counts, routed pairs, weights and losses, in this
 order.
 
 Legend: T tokens on this rank, H hidden size, E experts, N pairs this rank sends.
@@ -28,9 +28,10 @@ from sonic_ep.routing import RoutedPairs, Routing
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A routing, () auxiliary loss already weighted, and what `stats` follows from.
+    """What a router returns.
 
-    x_TH: the router's, for `moe` and nobody else: the gradient that comes back for it is overwritten, see `linear`.
+    routing: for `moe`. aux_loss: (), the sum of the weighted auxiliary losses. topk, routed_pairs: for `stats`.
+    x_TH: (T, H), the rows for `moe`. Use it for nothing else: its gradient may be overwritten, see `linear`.
     """
 
     routing: Routing
@@ -40,6 +41,7 @@ class Routed:
     x_TH: Tensor
 
     def stats(self) -> RoutingStats:
+        """Returns the statistics of this routing."""
         return RoutingStats(self.topk.entropy_T(), self.routed_pairs.token_ids_N, self.routed_pairs.counts)
 
 
@@ -53,8 +55,10 @@ def route(
     *,
     sequence_length: int,
 ) -> Routed:
-    """From a rank's logits to its routing, outside of compiled graphs. A collective; see decide_pairs. x_TH: what
-    the experts read."""
+    """Routes from the logits, outside compiled graphs. A collective; see `decide_pairs`.
+
+    x_TH: the rows that the experts read. expert_bias_E, counter_E: (E,) or None. sequence_length: see `Router.forward`.
+    """
     config = context.config
     topk = compute_topk(logits_TE, expert_bias_E, config.K, config.router)
     routed_pairs = decide_pairs(router, topk, counter_E, context)
@@ -75,8 +79,8 @@ def _routed(
 class Router(nn.Module):
     """Linear router with token rounding.
 
-    weight: (E, d); bias: (E,) if configured; expert_bias: (E,) fp32 buffer of auxiliary-loss-free balancing. Logits are
-    computed in fp32 at least, whatever the dtype of x and weights, unless config.router.linear_dtype says otherwise.
+    weight: (E, d). bias: (E,) if configured. expert_bias: (E,) fp32 buffer of auxiliary-loss-free balancing, or None.
+    Logits are computed in fp32 at least, for any dtype of x and weight, unless config.router.linear_dtype is "input".
     """
 
     def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
@@ -92,10 +96,10 @@ class Router(nn.Module):
         self.register_load_state_dict_post_hook(_reset_after_load)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # A bias that moves by 0.001 a step must stay fp32 when the model is cast to bf16.
+        # The bias must stay fp32 when the model is cast to bf16, because it changes by only 0.001 a step.
         exact = self.expert_bias
         super()._apply(fn, recurse)
-        # No buffer: DistributedDataParallel would overwrite it with another rank's.
+        # Not a buffer, because DistributedDataParallel would overwrite it with another rank's.
         self._counts_since_update_E = _moved(self._counts_since_update_E, self.weight.device)
         if exact is not None and self.expert_bias is not None:
             moved = self.expert_bias
@@ -104,7 +108,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def initialize(self, std: float, generator: torch.Generator) -> None:
-        """normal(0, std) weights, zero biases, no counts."""
+        """Sets the weight to normal(0, std), and biases and counts to zero. A weight on "meta" stays as it is."""
         self._counts_since_update_E.zero_()
         if self.weight.is_meta:
             return
@@ -114,7 +118,7 @@ class Router(nn.Module):
                 bias.zero_()
 
     def logits(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """(T, E) logits in fp32, or in float64 for float64 x, with jitter in training; and x_TH, see `linear`."""
+        """Returns (T, E) logits, fp32 or, for float64 x, float64, with jitter in training; and x_TH. See `linear`."""
         settings = self._settings().router
         jitter, dtype = settings.jitter, x_TH.dtype
         if self.training and jitter:
@@ -135,21 +139,25 @@ class Router(nn.Module):
         meanwhile: Callable[[], None] | None = None,
         dispatched_next: bool = False,
     ) -> Routed:
-        """Route this rank's tokens. A collective: every rank of the group calls it.
+        """Routes this rank's tokens. A collective: every rank of the group calls it.
 
-        Shapes:  x_TH (T, d); T may be 0 and may differ between ranks. sequence_length: tokens per sequence, for the
-                 "sequence" balance loss. problem: why this rank cannot route; all ranks are told and raise it.
-                 exchange: how the ranks tell each other their counts; default the group's all-gather. meanwhile: what
-                 to launch while the counts travel; a compiled graph finds the order by itself. dispatched_next: does
-                 the caller hand the routing to `moe` next? A compiled graph can check it there instead of here.
-        Raises:  ValueError for `problem`; what other ranks report, when the routing is checked, see `Routing.check`.
-                 Until then the group exchanges nothing but what transports send by this routing.
+        Shapes:  x_TH (T, d). T may be 0 and may differ between ranks.
+
+        sequence_length: tokens per sequence, for the "sequence" balance loss.
+        problem: why this rank cannot route. All ranks raise it.
+        exchange: the transport that gathers the counts; default is the group's all-gather.
+        meanwhile: called while the gather is in flight, to launch other work. A compiled graph orders it by itself.
+        dispatched_next: True if the caller passes the routing to `moe` next. A compiled graph can then check it there
+            instead of here.
+
+        Raises:  ValueError for `problem`. Problems of other ranks raise when the routing is checked (`Routing.check`).
+                 Before that, the only communication in the group may be what transports send for this routing.
         """
         config = self._settings()
         expert_bias_E = self.expert_bias
         if problem is None or torch.compiler.is_compiling():
             logits_TE, x_TH = self.logits(x_TH)
-        else:  # whatever it is must not keep this rank from telling the others
+        else:  # x may be unusable, but this rank must still send its status
             x_TH, expert_bias_E = x_TH[:0], None
             logits_TE = x_TH.new_empty(0, config.E, dtype=torch.promote_types(x_TH.dtype, torch.float32))
         context = RoutingContext(
@@ -172,20 +180,20 @@ class Router(nn.Module):
         return route(self, x_TH, logits_TE, expert_bias_E, counter_E, context, sequence_length=sequence_length)
 
     def _counter(self) -> Tensor:
-        """The counts, moved after weights that have moved without `_apply`, as load_state_dict and FSDP move them."""
+        """Returns the counts on the weight's device. load_state_dict and FSDP can move the weight without `_apply`."""
         if self._counts_since_update_E.device != self.weight.device:
             self._counts_since_update_E = _moved(self._counts_since_update_E, self.weight.device)
         return self._counts_since_update_E
 
     @contextmanager
     def uncounted(self) -> Generator[None]:
-        """Forwards in it do not count for `update_expert_bias`."""
+        """A context in which forwards do not count for `update_expert_bias`."""
         counts_E = self._counter().clone()
         yield
         self._counter().copy_(counts_E)
 
     def prevent_dce(self, out_TH: Tensor) -> None:
-        """In a compiled graph: drop nothing that made this output of experts, who check the routing."""
+        """Prevents a compiled graph from dropping the operations that compute out_TH, which check the routing."""
         torch.ops.sonic_ep.prevent_dce(self._counts_since_update_E, out_TH.detach())
 
     def _settings(self) -> MoEConfig:
@@ -193,21 +201,21 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_expert_bias(self, group: EPGroup | None = None) -> None:
-        """Move the bias by the counts since the last update and start counting anew. Call after the optimizer step.
+        """Updates the bias from the counts since the last update, and resets them. Call it after the optimizer step.
 
-        group: ranks that hold the same experts in other EP groups, whose counts are summed in; the EP group's own are
-        already complete. Raises ValueError without router.expert_bias.
+        group: the ranks with the same experts in other EP groups (expert data parallelism); their counts are added. The
+        counts of this EP group are already complete. Raises ValueError without router.expert_bias.
         """
         if self.expert_bias is None:
             raise ValueError("router.expert_bias=False: there is no bias to update; set it to true in the config")
         counts_E = self._counter()
         counts_E = counts_E if group is None else group.all_reduce(counts_E)
         self.expert_bias.copy_(updated_bias(self.expert_bias, counts_E, self.config.router.expert_bias_rate))
-        self._counts_since_update_E.zero_()  # in place: a captured CUDA graph goes on adding to it
+        self._counts_since_update_E.zero_()  # in place, because a captured CUDA graph adds to this tensor
 
 
 def _reset_after_load(router: nn.Module, *_: object) -> None:
-    """After load_state_dict: the counts were of another bias, and assign=True may have given it another dtype."""
+    """Runs after load_state_dict: the counts belong to another bias, and assign=True may have changed its dtype."""
     assert isinstance(router, Router)
     router._counts_since_update_E.zero_()
     if router.expert_bias is not None and router.expert_bias.dtype != torch.float32:
@@ -215,5 +223,6 @@ def _reset_after_load(router: nn.Module, *_: object) -> None:
 
 
 def _moved(counts_E: Tensor, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # training goes on adding to what an evaluation has moved
+    """Returns the counts on `device`; zeros if they were on "meta"."""
+    with torch.inference_mode(False):  # an inference tensor, made in evaluation, would break in-place adds in training
         return torch.zeros_like(counts_E, device=device) if counts_E.is_meta else counts_E.to(device)

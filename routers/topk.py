@@ -1,4 +1,4 @@
-"""Token-choice top-K: logits to scores, the plain choice, and the combine weights of any selected pair.
+"""Token-choice routing: from logits to scores and plain top-K.
 
 Legend: T tokens on this rank, E experts, K experts per token, g expert groups, N pairs this rank sends.
 """
@@ -19,13 +19,14 @@ from sonic_ep.kernels.route.topk.reference import experts_of_best_groups, scores
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """A plain top-K choice.
+    """The plain top-K of this rank's tokens, before rounding.
 
-    scores_TE: differentiable scores in the dtype of the logits. ranking_TE: what the choice is made by (scores plus
-    expert bias), detached. allowed_TE: bool, the experts in each token's groups; None without group limits.
-    topk_ids_TK: int64. plain_counts_E, plain_entropy_T: see counts_E and entropy_T, where they came with the choice.
-    bad_logits: () int64 number of NaN and inf logits, None unless check_logits asks for it. by_score_TK: int64, each
-    token's K experts by score alone, if a loss counts these instead (`counts_by_score`), else None.
+    scores_TE: differentiable scores in the dtype of the logits. ranking_TE: the scores plus expert bias, detached;
+    top-K takes the largest. allowed_TE: bool, the experts in each token's best groups; None without group limits.
+    topk_ids_TK: int64 expert ids. plain_counts_E, plain_entropy_T: the results of `counts_E` and `entropy_T`, if a
+    kernel computed them. bad_logits: () int64 number of NaN and inf logits; None unless router.check_logits is set.
+    by_score_TK: int64, the K experts of highest score alone, if the balance loss counts these (`counts_by_score`), else
+    None.
     """
 
     scores_TE: Tensor
@@ -38,13 +39,13 @@ class TopK:
     by_score_TK: Tensor | None = None
 
     def counts_E(self) -> Tensor:
-        """(E,) int64 tokens per expert, before any rounding."""
+        """Returns (E,) int64 tokens per expert, before rounding."""
         if self.plain_counts_E is not None:
             return self.plain_counts_E
         return times_chosen(self.topk_ids_TK, self.scores_TE.shape[1])
 
     def entropy_T(self) -> Tensor:
-        """(T,) entropy of each token's scores as a distribution, in nats, detached."""
+        """Returns (T,) entropy, in nats, of each token's scores divided by their sum; detached."""
         if self.plain_entropy_T is not None:
             return self.plain_entropy_T
         scores_TE = self.scores_TE.detach()
@@ -52,19 +53,20 @@ class TopK:
 
 
 def counts_by_score(config: RouterConfig) -> bool:
-    """Does the balance loss count other experts than those that tokens are sent to?
+    """Returns True if the balance loss counts the top-K by score alone, without expert bias and group limits.
 
-    A bias and group limits take part in the choice only: what they have balanced would leave the loss nothing to do.
+    The bias and the limits balance the top-K themselves. With their counts the loss would have no effect on the scores.
     Source: DeepSeek-V3 (arXiv 2412.19437, eq. 18), Megatron-Core's compute_routing_scores_for_aux_loss.
     """
     return config.balance != "none" and (config.expert_bias or config.num_groups > 1)
 
 
 def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> TopK:
-    """Each token's K experts with the highest score (plus bias), among its best groups.
+    """Returns each token's K experts of highest score plus bias, among the experts of its best groups.
 
-    Source: group limits and bias as DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): the bias takes part in the choice
-    only.
+    Shapes:  logits_TE (T, E) floating point; expert_bias_E (E,) or None.
+    Source:  group limits and bias as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). The bias affects only which
+             experts are in the top-K, not the combine weights.
     """
     fused = router_operations(logits_TE, K)
     if fused is not None:
@@ -104,7 +106,7 @@ def _score_alone(config: RouterConfig) -> RouterConfig:
 
 
 class _Scores(torch.autograd.Function):
-    """Scores that a kernel has computed from the logits, with the gradient that they have."""
+    """Returns the scores that a kernel computed from the logits. Backward is that of softmax or sigmoid."""
 
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, chosen: FusedTopK, is_softmax: bool) -> Tensor:

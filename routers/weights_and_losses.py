@@ -1,6 +1,7 @@
-"""What of a routing carries a gradient: the weights of its pairs and the auxiliary losses. Fused where kernels exist.
+"""The differentiable part of routing: combine weights of the pairs and auxiliary losses. Fused where kernels exist.
 
-Fused, one kernel computes the whole gradient of the logits, and the logits are the one T x E tensor kept for it.
+With kernels, one kernel computes the whole gradient of the logits, and the logits are the only (T, E) tensor saved for
+backward.
 
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, B sequences.
 """
@@ -22,6 +23,8 @@ from sonic_ep.routing import BalanceCounts, RoutedPairs
 
 @dataclass(frozen=True, slots=True)
 class _Call:
+    """The arguments of `_WeightsAndLosses` that have no gradient."""
+
     scores_TE: Tensor
     routed_pairs: RoutedPairs
     sequence_length: int
@@ -32,9 +35,10 @@ class _Call:
 def weights_and_losses(
     logits_TE: Tensor, topk: TopK, routed_pairs: RoutedPairs, sequence_length: int, config: RouterConfig
 ) -> tuple[Tensor, Tensor]:
-    """(N,) combine weights of the selected pairs, and () balance loss plus z-loss; see weights_of_pairs and balance.py.
+    """Returns (N,) combine weights of the routed pairs, and the () weighted sum of balance loss and z-loss.
 
-    choice: of these logits, by the K experts of `routed_pairs.topk_ids_TK`.
+    kernels/route/weights_and_losses/reference.py defines them. topk: of these logits, with the experts of
+    `routed_pairs.topk_ids_TK`.
     """
     operations = router_operations(logits_TE, routed_pairs.topk_ids_TK.shape[1])
     if operations is None or logits_TE.shape[0] == 0:

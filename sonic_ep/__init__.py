@@ -1,6 +1,6 @@
 """sonic_ep: expert-parallel Mixture-of-Experts training layers with distributed token rounding.
 
-The public names are loaded on first use, so that importing one kernel pulls nothing else.
+Public names are loaded at their first use, so that importing one kernel loads nothing else.
 """
 
 from importlib import import_module

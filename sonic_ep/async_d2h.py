@@ -1,6 +1,6 @@
-"""`AsyncD2H`: integers of the device on their way to the host, read once they are needed and not before.
+"""`AsyncD2H`: an asynchronous copy of integers from the device to the host.
 
-While a CUDA graph is captured the host can read nothing: whoever wants to asks `host_may_wait` first.
+While a CUDA graph is captured the host cannot read from the device: call `host_may_wait` first.
 """
 
 from typing import final
@@ -11,7 +11,11 @@ from torch import Tensor
 
 @final
 class AsyncD2H:
-    """A copy of `values` that starts now; `read` waits for it, and for nothing that was launched since."""
+    """A copy of `values` to pinned memory. It starts when the object is made, on the current stream.
+
+    `read` blocks until the copy has arrived, but does not wait for kernels that were launched after its start. Values
+    on the CPU are not copied.
+    """
 
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -24,11 +28,11 @@ class AsyncD2H:
 
     @property
     def is_ready(self) -> bool:
-        """Would `read` not wait?"""
+        """True if `read` would not block."""
         return self._event is None or self._event.query()
 
     def read(self) -> Tensor:
-        """The values, on the CPU."""
+        """Blocks until the values arrive and returns them, on the CPU."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -36,5 +40,5 @@ class AsyncD2H:
 
 
 def host_may_wait(values: Tensor) -> bool:
-    """May the host read what is computed on the device of `values`? Not while a CUDA graph is captured."""
+    """Returns True if the host may wait for the device of `values`: not while a CUDA graph is captured."""
     return not (values.is_cuda and torch.cuda.is_current_stream_capturing())

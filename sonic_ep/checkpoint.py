@@ -1,9 +1,8 @@
 """Checkpoints that any ep_size can read: torch.distributed.checkpoint over DTensor views of the expert weights.
 
-A module holds plain local tensors; here, and only here, those of the local experts (and the optimizer state that has
-a row for each of them) are shown as dim-0 shards over the EP group. The file then holds each expert once, under its
-global index.
-Names are those of the model without what wraps it (DistributedDataParallel, torch.compile).
+The parameters of a module are plain local tensors. Only here the weights of local experts, and optimizer state with a
+row for each of them, become DTensors, sharded along dim 0 over the EP group. So the checkpoint holds each expert once,
+under its global index. Names are those of the model without wrappers (DistributedDataParallel, torch.compile).
 """
 
 import warnings
@@ -37,11 +36,12 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Write model, optimizer and `extra` (tensors and picklable values, equal on all ranks under one key) to `folder`.
+    """Writes model, optimizer and `extra` to `folder`. A collective of the default process group, if there is one.
 
-    A collective of the default process group; one process alone needs none. Dense weights may be DTensors, as FSDP2
-    makes them. Raises ValueError for experts that are: over the EP group they are sharded already; and for an
-    optimizer's tensors that belong to the experts of one rank together, neither scalars nor one row an expert.
+    extra: tensors and picklable values, equal on all ranks. Dense weights may be DTensors, as with FSDP2.
+
+    Raises ValueError for expert weights that are DTensors, because the EP group shards them already; and for optimizer
+    state of experts that is neither a scalar nor has one row per local expert.
     """
     with _quiet():
         dcp.save(_state(model, optimizer, extra)[0], checkpoint_id=str(folder), no_dist=not dist.is_initialized())
@@ -53,10 +53,11 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Read what `save` wrote into model and optimizer, whatever ep_size wrote it; returns `extra` filled in.
+    """Reads a checkpoint of `save`, of any ep_size, into model and optimizer. Returns `extra` with the values read.
 
-    extra: the wanted keys; a tensor value gives the shape and dtype to read. A collective like `save`.
-    Raises torch.distributed.checkpoint.api.CheckpointException for keys the checkpoint lacks or shapes that differ.
+    extra: the keys to read; a tensor gives the shape and dtype to read. A collective like `save`. Raises
+    torch.distributed.checkpoint.api.CheckpointException for keys that the checkpoint lacks and shapes that differ, and
+    ValueError as `save` does.
     """
     state, shown = _state(model, optimizer, extra)
     with _quiet():
@@ -69,7 +70,7 @@ def load(
 
 @contextmanager
 def _quiet() -> Generator[None, None, None]:
-    """One process alone is told by torch, at every call, that it is alone."""
+    """A context without torch's warning, at every call, that torch.distributed is not initialised."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -78,12 +79,12 @@ def _quiet() -> Generator[None, None, None]:
 def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
 ) -> tuple[dict[str, dict[str, Any]], set[str]]:
-    """What to write or to read into, and the names of what is shown in it as shards though it is none."""
+    """Returns the state to write or to read into, and the names of the tensors that became DTensors in it."""
     values = get_model_state_dict(model)
     meshes = _meshes(model, values)
     state, shown = {"model": {name: _shown(name, value, meshes) for name, value in values.items()}}, set(meshes)
     if optimizer is not None:
-        # Initialises the state of a fresh optimizer, so that there is something to load into.
+        # This initialises the state of a new optimizer, so that there are tensors to load into.
         flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
         state["optimizer"] = {name: _shown_moment(name, value, meshes) for name, value in flat.items()}
         shown |= {name for name, value in flat.items() if state["optimizer"][name] is not value}
@@ -91,10 +92,10 @@ def _state(
 
 
 def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.Size, DeviceMesh]]:
-    """Local shape and mesh of every sharded parameter, by its name in the model's state `values`."""
+    """Returns local shape and mesh of every expert parameter and buffer, by its name in the model's state `values`."""
     meshes: dict[int, DeviceMesh] = {}
     sharded = {}
-    names: dict[tuple[int, torch.Size], list[str]] = {}  # layers may share weights
+    names: dict[tuple[int, torch.Size], list[str]] = {}  # lists, because layers may share weights
     for name, value in values.items():
         if isinstance(value, Tensor):
             names.setdefault((value.data_ptr(), value.shape), []).append(name)
@@ -126,7 +127,10 @@ def _shown(name: str, value: Any, meshes: dict[str, tuple[torch.Size, DeviceMesh
 
 
 def _shown_moment(name: str, value: Any, meshes: dict[str, tuple[torch.Size, DeviceMesh]]) -> Any:
-    """Optimizer state is named "state.<parameter>.<moment>". Moments of experts have a row for each, or are scalars."""
+    """Returns an entry of the optimizer state, named "state.<parameter>.<moment>", as a DTensor if it is of experts.
+
+    Raises ValueError if it is of experts, no scalar, and has not one row per local expert.
+    """
     parameter = name.removeprefix("state.").rpartition(".")[0]
     if not isinstance(value, Tensor) or parameter not in meshes or value.dim() == 0:
         return value

@@ -1,16 +1,16 @@
-"""Questions about a caller's tensors, answered with None or with a sentence that names value, limit and fix.
+"""Checks of a caller's tensors. Each returns None, or a sentence that names the value, its limit and the fix.
 
-They answer instead of raising, because a rank that finds its input bad must tell the other ranks before it stops.
+They do not raise, because a rank with bad input must first send its status to the other ranks.
 """
 
 import torch
 from torch import Tensor
 
-ROW_ALIGNMENT = 16  # bytes: GPU kernels read and write rows and weights that start at a multiple
+ROW_ALIGNMENT = 16  # bytes: for GPU kernels, rows and weights must start at a multiple of it
 
 
 def problem_with_input(x: object, *, d: int, dtype: torch.dtype, device: torch.device, sequences: bool) -> str | None:
-    """What is wrong with x (T, d) or (B, L, d) for experts of `dtype` on `device`. sequences: (B, L, d) is required."""
+    """Checks x (T, d) or (B, L, d) for experts of `dtype` on `device`. sequences: whether x must be (B, L, d)."""
     if not isinstance(x, Tensor):
         return f"x must be a torch.Tensor, got {type(x).__name__}"
     shapes = "(B, L, d)" if sequences else "(T, d) or (B, L, d)"
@@ -27,7 +27,7 @@ def problem_with_input(x: object, *, d: int, dtype: torch.dtype, device: torch.d
 
 
 def _problem_with_device(x: Tensor) -> str | None:
-    """Triton and quack launch on the current device, whatever that of their arguments is."""
+    """Checks that x is on the current device. Triton and quack launch there, on whatever device their arguments are."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return None
     current = torch.cuda.current_device()
@@ -40,13 +40,13 @@ def _problem_with_device(x: Tensor) -> str | None:
 
 
 def _shape_of(x: Tensor) -> str:
-    """Size by size: torch.compile cannot write a tuple of sizes that it has found to change."""
+    """Returns the shape as text. Size by size, because torch.compile cannot format a tuple of dynamic sizes."""
     sizes = ", ".join([f"{size}" for size in x.shape])
     return f"({sizes},)" if x.dim() == 1 else f"({sizes})"
 
 
 def problem_with_rows(x_TH: Tensor, num_tokens: int) -> str | None:
-    """What is wrong with rows x (T, H) for a routing of so many tokens."""
+    """Checks rows x (T, H) for a routing of `num_tokens` tokens."""
     if x_TH.dim() != 2:
         return f"x has shape {_shape_of(x_TH)}, wanted (T, d)"
     if num_tokens != x_TH.shape[0]:
@@ -57,7 +57,7 @@ def problem_with_rows(x_TH: Tensor, num_tokens: int) -> str | None:
 def problem_with_weights(
     x_TH: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, *, gated: bool, local_experts: int
 ) -> str | None:
-    """What is wrong with the local experts' weights for rows x (T, H)."""
+    """Checks shapes, dtypes, devices and memory of the local experts' weights for rows x (T, H)."""
     if w1.dim() != 3 or w2.dim() != 3:
         return f"w1 and w2 must have three dimensions (experts, out, in), got {tuple(w1.shape)} and {tuple(w2.shape)}"
     e, J, H = w1.shape
@@ -83,7 +83,7 @@ def problem_with_weights(
 
 
 def problem_with_up(gate: Tensor, up: Tensor, *, gated: bool, b1: Tensor | None, accumulates: bool) -> str | None:
-    """What is wrong with `up` beside the `gate` in a tensor of its own."""
+    """Checks `up` of split gate/up weights. accumulates: whether gradients are added to main_grad."""
     if not gated or b1 is not None or accumulates:
         return (
             "up goes with a gated activation, without b1 and without accumulate_into_main_grad; "
@@ -98,7 +98,7 @@ def problem_with_up(gate: Tensor, up: Tensor, *, gated: bool, b1: Tensor | None,
 
 
 def problem_with_memory(name: str, weight: Tensor) -> str | None:
-    """What is wrong with how a weight lies in memory."""
+    """Checks that a weight is contiguous and, on a GPU outside torch.compile, aligned."""
     if not weight.is_contiguous():
         return f"{name} is not contiguous (strides {weight.stride()}); set it to {name}.contiguous()"
     if not weight.is_cuda or torch.compiler.is_compiling():
@@ -112,5 +112,5 @@ def problem_with_memory(name: str, weight: Tensor) -> str | None:
 
 
 def starts_aligned(values: Tensor) -> bool:
-    """Do they start where kernels can read them, as far as their place in their storage says?"""
+    """Returns True if the offset in their storage is a multiple of ROW_ALIGNMENT. Storages themselves are aligned."""
     return values.storage_offset() * values.itemsize % ROW_ALIGNMENT == 0

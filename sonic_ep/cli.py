@@ -19,7 +19,7 @@ ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point; exits with a message for what the user got wrong."""
+    """The entry point. Exits with a message if the arguments are wrong or a package is missing."""
     parser = argparse.ArgumentParser(prog="sonic-ep", description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(required=True)
     compile_command = commands.add_parser("compile", help="compile a layer's GPU kernels into the cache ahead of time")
@@ -35,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compile_aot(config_name: str, arch: str, dtype: str, cache: str | None) -> None:
-    """Compile every grouped GEMM of a config for one architecture.
+    """Compiles every grouped GEMM of a config for one architecture into the cache. Needs no GPU.
 
-    Raises ImportError (an extra that is missing or of another version), FileNotFoundError (unknown config), ValueError
-    (an activation without a kernel, or sizes that no kernel takes).
+    Raises ImportError (an extra is missing or has another version), FileNotFoundError (unknown config), ValueError (an
+    activation without a kernel, or sizes that no kernel supports).
     """
     config = load_config(config_name)
     require_extra("cuda", *CUDA_MODULES)
-    # quack and the DSL read these once, when they are imported.
+    # quack and CuTe-DSL read these once, when they are imported.
     os.environ["QUACK_ARCH"], os.environ["CUTE_DSL_ARCH"] = ARCHITECTURES[arch], arch
     if cache is not None:
         os.environ["QUACK_CACHE_DIR"] = cache

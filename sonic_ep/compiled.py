@@ -1,8 +1,8 @@
-"""The expert-parallel MLP as three operations of a compiled graph: open, forward and backward.
+"""The expert-parallel MLP as three operations of a compiled graph: prepare, forward and backward.
 
-torch.compile sees tensors go in and come out. How many pairs and rows there are is known only when they run, so the
-sizes that `prepare_dispatch` returns are symbols; those of the others follow from their inputs, which lets a graph free
-what it is done with. docs/torch_compile.md has the whole picture.
+torch.compile sees only their input and output tensors. The numbers of pairs and rows are known only at run time, so
+the sizes of what `prepare_dispatch` returns are symbols. The output sizes of the other two follow from their inputs.
+docs/torch_compile.md describes the graph.
 
 Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, R rows this rank
 receives, V pairs this rank receives, P rows of the pair buffer, S ranks of the EP group, E experts, e local experts, I
@@ -33,7 +33,7 @@ _PAIR_STARTS, _EXPERT_STARTS = _LISTS.index("pair_starts_R"), _LISTS.index("expe
 
 
 class InFlightRows(NamedTuple):
-    """Rows that `prepare` has sent, if it has, by a routing that may be unchecked."""
+    """The rows that `prepare` sent, or None, and their routing, which may not have been checked yet."""
 
     rows_RH: Tensor | None
     routing: Routing
@@ -52,7 +52,7 @@ def moe_in_graph(
     activation: str,
     save_dispatched: bool,
 ) -> Tensor:
-    """`moe` without its checks. transport: its `text`."""
+    """`moe` without its checks, in a compiled graph. transport: the `text` of the group's transport."""
     weights_P, lists, splits = torch.ops.sonic_ep.prepare_dispatch(
         x_TH.detach(),
         routing.weights_N.detach(),
@@ -97,7 +97,7 @@ def _prepare_dispatch(
     ep_size: int,
     transport: str,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """weights_P and the receipt: its lists and its splits."""
+    """Returns weights_P and the DispatchHandle: its lists, and its splits as one (4, S) tensor on the CPU."""
     group = EPGroup.named(group_name)
     decided = GroupCounts(*counts)
     split_sizes = pending_sizes.pop(group_name, decided.pairs_SE)
@@ -130,7 +130,7 @@ def _(
     if ep_size == 1:
         sizes = (P, V, T + 1, V, e + 1)
     else:
-        num_starts, *own = (new_size() for _ in range(4))  # each transport has three lists of its own
+        num_starts, *own = (new_size() for _ in range(4))  # R + 1; each transport has three `transport_lists`
         sizes = (P, V, num_starts, V, e + 1, *own)
     return (
         weights_N.new_empty(P),
@@ -168,7 +168,10 @@ def _forward(
     save_dispatched: bool,
     tile_aligned: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out_TH, the received rows if kept, else nothing, and h_PJ. weights_N is here for its gradient alone."""
+    """Returns out_TH, the received rows (empty unless `save_dispatched`), and h_PJ.
+
+    weights_N is an input only because it has a gradient.
+    """
     sent = _rows_in_flight.pop(group_name, lists[_EXPERT_STARTS])
     rows_RH = None if sent is None else sent.rows_RH
     prepared = PreparedDispatch(_handle_of(lists, splits_4S, x_TH.shape[0], weights_N.shape[0]), weights_P, rows_RH)
@@ -177,7 +180,7 @@ def _forward(
     with nullcontext() if sent is None else sent.routing.status_first():
         out_TH, saved = forward(x_TH.contiguous(), prepared, weights, call)
     if sent is not None:
-        sent.routing.check()  # now that all has been launched
+        sent.routing.check()  # after all launches, because it may block
     return out_TH, saved.rows if save_dispatched else x_TH.new_empty(0), saved.pop()[0]
 
 
@@ -228,7 +231,7 @@ def _backward(
     tile_aligned: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx_TH, dweights_N and the gradients of the weights, empty where not needed."""
+    """Returns dx_TH, dweights_N and the gradients of the weights; those that are not needed are empty."""
     saved = SavedForBackward(
         rows.contiguous(), h_PJ, weights_P, _handle_of(lists, splits_4S, dout_TH.shape[0], num_pairs)
     )

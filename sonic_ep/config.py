@@ -1,8 +1,8 @@
-"""What a MoE layer is: its sizes, its router, its rounding, its transport. Frozen, validated once, loaded from TOML.
+"""The config of a MoE layer: sizes, router, rounding and transport. Frozen dataclasses, validated when made.
 
-Nothing here depends on how many tokens or ranks there are; `MoE` checks the config against its EP group.
-Symbols are the paper's (docs/design.md): d hidden size, n expert width, E experts, K experts per token, G and t the two
-row multiples of token rounding.
+Nothing here depends on the number of tokens or ranks; `MoE` checks the config against its EP group. `load_config` reads
+TOML. Symbols are those of SonicMoE (docs/design.md): d hidden size, n expert width, E experts, K experts per token. G
+and t are the two row multiples of token rounding.
 """
 
 import dataclasses
@@ -53,22 +53,29 @@ def _check_flags(**values: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig:
-    """How logits become choices and weights, and which losses keep the experts balanced.
+    """How logits become top-K and combine weights, and which losses balance the experts.
 
-    score: softmax or sigmoid over the E logits. renormalize: divide a token's K scores by their sum. scale: factor on
-    every combine weight (DeepSeek's routed_scaling_factor). linear_bias: bias of the router's linear layer.
-    linear_dtype: of its arithmetic. "float32": fp32 at least, whatever the dtype of x; where x is not bf16 on a GPU, a
-    GEMM of torch that heeds torch.set_float32_matmul_precision. "input": the dtype of x (under autocast that to which
-    the layer casts x), which is faster for bf16 x on a GPU; such logits tie more often, and ties go to the smaller
-    expert id. Scores, weights of pairs and losses are fp32 at least either way.
-    num_groups, groups_per_token: group-limited routing; a token's experts come from its best `groups_per_token` of
-    `num_groups` groups, a group scored by the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
-    expert_bias, expert_bias_rate: auxiliary-loss-free balancing (arXiv 2408.15664).
-    balance, balance_coef: load-balancing loss per sequence, per rank's batch or over the whole EP group. It counts the
-    K experts of highest score, whatever bias and groups make of them.
-    z_loss_coef: weight of mean(logsumexp(logits)^2) (ST-MoE, arXiv 2202.08906). jitter: training-time noise
-    uniform(1 - jitter, 1 + jitter) on the router's input (Switch, arXiv 2101.03961).
-    check_logits: count NaN and inf logits every step and raise on all ranks if there are any (costs a host sync).
+    score: "softmax" or "sigmoid" of the E logits.
+    renormalize: divide a token's K scores by their sum.
+    scale: factor of every combine weight (DeepSeek's routed_scaling_factor).
+    linear_bias: give the router's linear layer a bias.
+    linear_dtype: the arithmetic of that layer. "float32": fp32 at least, for any dtype of x. Unless x is bf16 on a GPU,
+        this is a GEMM of torch, which follows torch.set_float32_matmul_precision. "input": the dtype of x, or under
+        autocast the dtype to which the layer casts x. This is faster for bf16 x on a GPU, but logits tie more often;
+        ties go to the smaller expert id. Scores, weights of pairs and losses are fp32 at least in both cases.
+    num_groups, groups_per_token: group-limited routing. A token's experts come from its best `groups_per_token` of
+        `num_groups` groups. The score of a group is the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437,
+        2.1.2).
+    expert_bias: auxiliary-loss-free balancing (arXiv 2408.15664): a bias per expert, added to its scores when pairs are
+        selected. Combine weights do not include it.
+    expert_bias_rate: how much `MoE.update_expert_bias` changes the bias of an expert.
+    balance, balance_coef: load-balancing loss, over each "sequence", each rank's "batch", or the whole EP group
+        ("global"). It counts the K experts of highest score, without expert bias and group limits.
+    z_loss_coef: weight of the loss mean(logsumexp(logits)^2) (ST-MoE, arXiv 2202.08906).
+    jitter: in training, multiply the router's input by noise uniform(1 - jitter, 1 + jitter) (Switch, arXiv
+        2101.03961).
+    check_logits: count NaN and inf logits in every step, and raise on all ranks if there are any. The host then waits
+        for the device.
     """
 
     score: ScoreFunction = "softmax"
@@ -117,13 +124,17 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundingConfig:
-    """How each rank's per-expert counts are aligned before dispatch, in training (docs/token_rounding.md).
+    """How the counts of each (rank, expert) are rounded before dispatch, in training (docs/token_rounding.md).
 
-    mode: see routers/rounding.py. G: an expert's total over the EP group is a multiple of G rows (`apportion`).
-    t: every (rank, expert) chunk is a multiple of t rows; "auto" takes the largest of 128, 64, 32, 16 whose predicted
-    share of changed assignments is within 6.6 %, else pads.
-    capacity_factor: at most this multiple of the mean number of pairs on any rank, but one unit, enforced by score
-    order.
+    mode: the rounding method, see routers/rounding.py.
+    G: with mode "apportion", an expert's total over the EP group is a multiple of G rows. A multiple of t.
+    t: every chunk, the rows of one (source rank, expert), is a multiple of t rows. "auto", with mode "apportion": the
+        largest of 128, 64, 32, 16 that divides G and changes at most 6.6 % of the pairs, by prediction; if none does,
+        plain top-K with padding rows to the smallest of them. "auto" with mode "pad": the smallest that divides G; with
+        the other modes: G.
+    capacity_factor: the most rows that any rank receives, as a multiple of the mean number of pairs per rank; one unit
+        of G or t rows is always allowed. A rank above it loses rows of its largest experts, and of an expert the pairs
+        of lowest score. None: no limit.
     """
 
     mode: RoundingMode = "apportion"
@@ -154,15 +165,17 @@ class RoundingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportConfig:
-    """How rows travel between ranks (docs/transports.md). With one rank only `buffers` matters.
+    """How rows are sent between ranks (docs/transports.md). With one rank, only `buffers` matters.
 
-    kind: "symmetric" writes into the other GPUs' memory over NVLink, "all_to_all" uses torch.distributed; "auto" takes
-    the first where every rank can reach every other, and says in the log which it took.
-    buffers: "exact" reads sizes on the host once a forward; "static" never does, and can be captured in a CUDA graph:
-    it needs rounding.capacity_factor, and as many tokens on every rank and in every training step.
-    dispatch: for "symmetric": "push" sends each row to the ranks that need it, by SMs; "copy" sends every row to every
-    rank, by copy engines, while SMs compute; "auto" copies the rows that nobody waits for, x and dX in backward.
-    timeout: seconds after which "symmetric" reports a rank that does not come.
+    kind: "symmetric" writes into the other GPUs' memory over NVLink. "all_to_all" uses torch.distributed. "auto" uses
+        "symmetric" if every rank can write to every other, else "all_to_all", and logs which.
+    buffers: "exact": the host reads the sizes once per forward. "static": the host reads no sizes in training, so a
+        CUDA graph can be captured. This needs rounding.capacity_factor, and the same number of tokens on every rank and
+        in every training step.
+    dispatch: for "symmetric" only. "push": a kernel sends each row to the ranks that need it. "copy": copy engines send
+        every row to every rank, while SMs compute. "auto": copies where the rows are needed later, that is for x and dX
+        in backward, and pushes elsewhere.
+    timeout: seconds after which "symmetric" reports a lost peer.
     """
 
     kind: TransportKind = "auto"
@@ -186,21 +199,29 @@ class TransportConfig:
                     )
 
     def check_bound(self, rounding: RoundingConfig | None) -> None:
-        """Raise ValueError for static buffers whose size nothing bounds. rounding: of the layer, None for none."""
+        """Raises ValueError if buffers are static without a capacity_factor. rounding: None for no rounding."""
         if self.buffers == "static" and (rounding is None or rounding.capacity_factor is None):
             raise ValueError("transport.buffers='static' needs a bound: set rounding.capacity_factor (1.25, say)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
-    """One MoE layer.
+    """The config of one MoE layer.
 
-    d: hidden size. n: intermediate size of one expert. E: experts over all ranks. K: experts per token.
-    activation: swiglu, geglu (tanh-approximated GELU), reglu and swiglu_oai (gpt-oss: clamped, alpha 1.702) are gated;
-    gelu, silu and relu2 are not. bias: biases on both expert projections (and on the shared expert's).
-    shared_n: intermediate size of a shared expert that sees every token, 0 for none. shared_gate: scale its output by
-    sigmoid(x @ gate). init_std: standard deviation of the initial weights. save_dispatched: keep the received rows for
-    backward instead of sending x a second time (2*R*d bytes more, one dispatch less).
+    d: hidden size.
+    n: intermediate size of one expert.
+    E: experts over all ranks.
+    K: experts per token.
+    name: a label. `load_config` takes the file's name, unless the file sets one.
+    activation: gated are swiglu, geglu (tanh approximation of GELU), reglu and swiglu_oai (gpt-oss: clamped, alpha
+        1.702). Not gated are gelu (tanh approximation), silu and relu2.
+    bias: give both projections of every expert, and of the shared expert, a bias.
+    shared_n: intermediate size of a shared expert, which computes on every token; 0 for none.
+    shared_gate: multiply the shared expert's output by sigmoid(x @ gate).
+    init_std: standard deviation of the initial weights.
+    save_dispatched: save the R received rows for backward, instead of dispatching x a second time. With bf16 this takes
+        2*R*d bytes more.
+    router, rounding, transport: see RouterConfig, RoundingConfig and TransportConfig.
 
     Raises ValueError for any value outside its limits.
     """
@@ -262,16 +283,16 @@ class MoEConfig:
             )
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, validated again."""
+        """Returns a copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dict (JSON-ready); `from_dict` reads it back."""
+        """Returns a nested dict that JSON can write. `from_dict` reads it back."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Build from a nested dict. Raises ValueError for unknown or missing keys."""
+        """Returns the config of a nested dict. Raises ValueError for unknown or missing keys."""
         parts = {part: _build(kind, values.get(part, {}), f"{part}.") for part, kind in _PARTS.items()}
         return _build(cls, {**values, **parts}, "")
 
@@ -299,10 +320,11 @@ def _build(cls: type, values: object, prefix: str) -> Any:
 
 
 def load_config(name_or_path: str | Path) -> MoEConfig:
-    """Load a MoEConfig from a TOML file, or from the shapes that ship with the package ("tiny", "qwen3_30b_a3b", ...).
+    """Returns the MoEConfig of a TOML file, or of a shape in the package by its name ("tiny", "qwen3_30b_a3b", ...).
 
-    Tables: [moe] holds MoEConfig's scalars, [router], [rounding] and [transport] those of the config of that name.
-    Raises FileNotFoundError (with the known names) and ValueError (unknown keys, values outside their limits).
+    Tables: [moe] holds the scalar fields of MoEConfig; [router], [rounding] and [transport] those of the configs of
+    these names. Raises FileNotFoundError, which lists the known names; ValueError for a file that is no TOML, unknown
+    keys, and values outside their limits.
     """
     path = Path(name_or_path)
     shipped = Path(__file__).resolve().parent / "configs"

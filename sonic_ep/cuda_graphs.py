@@ -1,4 +1,4 @@
-"""CUDA graphs of layers in a model that otherwise runs eagerly: replaying one costs the host next to nothing."""
+"""CUDA graphs of the MoE layers in a model that otherwise runs eagerly. A replay needs almost no host time."""
 
 import weakref
 from collections.abc import Sequence
@@ -13,26 +13,33 @@ from sonic_ep.checks import problem_with_input
 from sonic_ep.layer import MoE, MoEOutput
 from sonic_ep.routers.replay import in_region
 
-_DEVICES = {"cuda"}  # that have graphs
+_DEVICES = {"cuda"}  # device types with graphs
 
 
 def graph_layers(layers: Sequence[MoE], x: Tensor) -> None:
-    """From here on each layer replays CUDA graphs of its forward and backward while it trains; it evaluates as ever.
+    """Captures CUDA graphs of each layer's forward and backward. From then on the layers replay them in training mode.
 
-    A collective: every rank of the layers' groups calls it, and from then on runs these layers as often as the others.
-    It runs each layer three times and changes nothing in it. Under autocast pass cache_enabled=False to that.
+    Evaluation is not graphed. A collective: every rank of the layers' groups calls it, and must run these layers as
+    often as the other ranks afterwards. It runs each layer three times before the capture; weights and counts stay as
+    they are. Under autocast, use torch.autocast(..., cache_enabled=False).
 
-    layers: in the order in which the model runs them; the graphs share memory that only one of them uses at a time.
-    Several ranks need transport.buffers = "static". x: as all of them will get it, (T, d) or (B, L, d) on a GPU.
+    layers: in the order in which the model runs them, because the graphs share memory that only one of them may use at
+        a time. With several ranks they need transport.buffers = "static".
+    x: (T, d) or (B, L, d) on a GPU, of the shape, dtype and device that all layers will get.
 
-    A graph knows one place for what it keeps and gives. Another forward of a layer before its backward, other shapes,
-    parameters that have moved, a copy and recomputation under `replay_contexts` raise an error; what a layer gave is
-    overwritten by its next forward, so clone losses and stats that are to be kept longer. Each layer's graph has a
-    gradient of each of its parameters, which `grad` is until one of the layers runs forward again. Nothing that earlier
-    forwards of the layers gave may still be held: torch would fail to capture.
+    A graph has one set of buffers for what it saves and returns:
 
-    Raises ValueError, on every rank: no layers, one that evaluates, has been graphed, reads sizes or logits on the host
-    or has FSDP's parameters; an x that the layers cannot take. torch raises AssertionError for modules with hooks.
+    * If a layer runs forward twice, the backward of the first output raises an error.
+    * Other shapes of x, parameters that have moved, a copy of the layer, and recomputation under `replay_contexts`
+      raise an error too.
+    * The next forward of a layer overwrites its outputs. Clone losses and stats that you need longer.
+    * It has a gradient buffer for each parameter. After a backward, `grad` may be that buffer; the next forward of any
+      of these layers replaces it by a clone.
+    * No output of an earlier forward of the layers may still be referenced, or torch fails to capture.
+
+    Raises ValueError, on every rank, if there are no layers, or a layer is in eval mode, has been graphed, reads sizes
+    or logits on the host, or has parameters of FSDP, or if the layers cannot take x. torch raises AssertionError for
+    modules with hooks.
     """
     if not layers:
         raise ValueError("layers is empty; pass the MoE layers of the model, in their order")
@@ -77,8 +84,11 @@ def _problem(layer: MoE, x: Tensor) -> str | None:
 
 @final
 class _Gradients:
-    """Those that replays have left where the next replay of these layers may write: forwards and backwards share
-    memory, and autograd takes a graph's own buffer for a `grad` that is None (pytorch issue 181723)."""
+    """Protects the gradients that lie in a graph's buffers, where the next replay of these layers may write.
+
+    The graphs of all forwards and backwards share memory, and if `grad` is None, autograd stores a graph's own buffer
+    there (pytorch issue 181723).
+    """
 
     def __init__(self) -> None:
         self._left: list[tuple[weakref.ref[Tensor], int]] = []
@@ -88,7 +98,7 @@ class _Gradients:
         parameter.register_hook(lambda gradient: self._left.append((param, gradient.data_ptr())))
 
     def save(self) -> None:
-        """Before a replay."""
+        """Clones these gradients. Call it before a replay."""
         for param, address in self._left:
             parameter = param()
             if parameter is not None and parameter.grad is not None and parameter.grad.data_ptr() == address:
@@ -98,7 +108,10 @@ class _Gradients:
 
 @final
 class _Replays:
-    """What watches over the replays of one layer. Its hooks hold it; it holds no parameter, which would hold it too."""
+    """Hooks that check the replays of one layer.
+
+    The layer's hooks refer to this object. It refers to no parameter, because that would be a reference cycle.
+    """
 
     def __init__(self, layer: MoE, x: Tensor, gradients: _Gradients) -> None:
         self._layer = weakref.ref(layer)
@@ -133,7 +146,7 @@ class _Replays:
         if not (x.is_leaf and x.requires_grad and torch.is_grad_enabled()):
             return None
         x = x.view_as(x)
-        x.register_hook(Tensor.clone)  # or the leaf's `grad` would be the graph's buffer
+        x.register_hook(Tensor.clone)  # otherwise the leaf's `grad` would be the graph's buffer
         return (x,)
 
     def _after(self, layer: MoE, args: object, output: MoEOutput) -> MoEOutput:
@@ -144,7 +157,7 @@ class _Replays:
             for value in (output.y, output.aux_loss):
                 value.register_hook(partial(self._before_backward, forward))
             node.register_hook(partial(self._after_backward, forward))
-        # To autograd whatever a replay gives might have a gradient.
+        # Autograd treats every output of a replay as differentiable; the entropy is not.
         return output._replace(stats=output.stats._replace(entropy_T=output.stats.entropy_T.detach()))
 
     def _before_backward(self, forward: int, _: Tensor) -> None:
@@ -161,7 +174,7 @@ class _Replays:
 
 
 def _signature(x: Tensor) -> tuple[object, ...]:
-    """What a graph is made for."""
+    """Returns shape, dtype, device and autocast dtype, which a graph is captured for."""
     autocast = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
     return tuple(x.shape), x.dtype, x.device, f"autocast: {autocast}"
 

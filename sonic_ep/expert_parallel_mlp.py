@@ -1,12 +1,13 @@
-"""The expert-parallel MLP, forward and backward, without autograd: what both ways of differentiating it are made of.
+"""The expert-parallel MLP, forward and backward, without autograd. functional.py and compiled.py wrap it for autograd.
 
-Dispatch and combine only move rows (the combine weights act on the owner's rank), so each is the other's backward:
+The destination rank applies the combine weights. So dispatch and combine only move and add rows, and each is the
+other's backward:
 
     forward    rows = dispatch(x)     out = combine(experts(rows))
-    backward   dO   = dispatch(dout)  dx  = combine(dX)             dS goes back pair by pair
+    backward   dO   = dispatch(dout)  dx  = combine(dX)             dS is sent back pair by pair (combine_scalars)
 
-Kept between the two: x (or the received rows), H, the weights of the pairs and the index lists. Never Y, A or gathered
-rows. docs/memory.md has the formula.
+Saved for backward: x (or the received rows), H, the weights of pairs and the index lists; never Y, A or gathered rows.
+docs/memory.md has the formula.
 
 Legend: T tokens on this rank, H hidden size, N pairs this rank sends, R rows this rank receives, P rows of the pair
 buffer, e local experts, I expert width, J pre-activation columns (2I if gated else I).
@@ -24,13 +25,15 @@ from sonic_ep.kernels.experts import mlp
 from sonic_ep.kernels.experts.activations import Activation
 from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
 
-_MIN_FILL = 15 / 16  # of the room that was made for H, at least, or it is not worth its memory
+_MIN_FILL = 15 / 16  # If P fills less of the speculative H, we clone the P rows, to free the spare capacity.
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call is beside its tensors. save_dispatched: keep the received rows for backward, and not x. rounded: of
-    its routing."""
+    """The arguments of one call that are no tensors.
+
+    save_dispatched: save the received rows for backward instead of x. tile_aligned: `Routing.tile_aligned`.
+    """
 
     transport: Transport
     activation: Activation
@@ -40,7 +43,7 @@ class Call:
 
 @dataclass(slots=True)
 class SavedForBackward:
-    """What backward needs besides the weights. rows: x_TH, or the received rows, as the call says."""
+    """What backward needs besides the weights. rows: x_TH, or the received rows if `Call.save_dispatched`."""
 
     rows: Tensor
     h_PJ: Tensor | None
@@ -48,7 +51,7 @@ class SavedForBackward:
     handle: DispatchHandle
 
     def pop(self) -> tuple[Tensor, Tensor]:
-        """H and the weights of the pairs, to be forgotten here: backward needs their memory soon after."""
+        """Returns H and the weights of pairs, and drops the references, so that backward can free them after use."""
         h_PJ, weights_P, self.h_PJ, self.weights_P = self.h_PJ, self.weights_P, None, None
         assert h_PJ is not None
         assert weights_P is not None
@@ -58,9 +61,12 @@ class SavedForBackward:
 def forward(
     x_TH: Tensor, prepared: PreparedDispatch, weights: ExpertWeights, call: Call
 ) -> tuple[Tensor, SavedForBackward]:
-    """out_TH, and what backward needs. opened: what the call's transport has opened for the routing. A collective.
+    """Returns out_TH (T, H) and what backward needs. A collective.
 
-    x_TH is contiguous; if `open` was given rows, it was given these.
+    x_TH: contiguous; the same rows that `prepare` got, if it got any. prepared: the result of `call.transport.prepare`.
+
+    A speculative `prepared` is resolved after the experts have been launched. If a guess was too small, they are
+    launched again (`PreparedDispatch.resolve_sizes`).
     """
     rows_RH, y_PH, h_PJ = _experts(x_TH, prepared, weights, call)
     if prepared.resolve_sizes is not None:
@@ -81,7 +87,7 @@ def forward(
 def _experts(
     x_TH: Tensor, prepared: PreparedDispatch, weights: ExpertWeights, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """rows_RH, y_PH and h_PJ."""
+    """Returns rows_RH, y_PH and h_PJ."""
     rows_RH = prepared.rows_RH
     if rows_RH is None:
         rows_RH = call.transport.dispatch(x_TH, prepared.handle)
@@ -98,15 +104,17 @@ def backward(
     needs: Sequence[bool],
     into: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, ...]:
-    """dx_TH, dweights_N, dw1, dw2, db1, db2; the last four only as far as `needs` says. A collective.
+    """Returns dx_TH, dweights_N, dw1, dw2, db1, db2; the last four are None unless `needs` asks for them. A collective.
 
-    kept: its H and gates are taken.
-    dw1 is (e, J, H) as w1 is, and [gate; up] where these lie apart.
-    into: buffers to which dw1 and dw2 are added, and which are then returned.
+    saved: loses its H and weights of pairs.
+    needs: whether dw1, dw2, db1, db2 are needed.
+    into: buffers to which dw1 and dw2 are added, and which are returned instead; None for a new tensor.
 
-    Where other ranks wait for dX, it comes first and travels beside dW2 and dW1. Alone, dW2 comes first: after it A'
-    can go, before dX of all pairs takes memory; dS is summed beside dW2, and dX beside dW1. Every rank takes every
-    collective, whether or not it needs the result.
+    dw1 is (e, J, H) in the layout of w1; with split gate/up weights its rows are [dgate; dup].
+
+    With several ranks, dX is computed first, so that its combine overlaps dW2 and dW1. With one rank, dW2 is computed
+    first, so that A' can be freed before dX of all pairs is allocated; the sums of dS overlap dW2, those of dX overlap
+    dW1. Every rank calls every collective, whether or not it needs the result.
     """
     transport, handle, pairs = call.transport, saved.handle, _pair_lists(saved.handle, call)
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
@@ -131,7 +139,7 @@ def backward(
         dw2 = down_weights()
         dweights_N = returning()
         del returning
-    # Alone, dW1 is all that comes after.
+    # With one rank, only dW1 is left to overlap.
     overlaps = needs_w1 or (has_peers and needs_w2)
     start_combine = transport.combine_async if overlaps else partial(combine_now, transport)
     pending = start_combine(mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, handle)

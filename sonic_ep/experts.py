@@ -1,4 +1,4 @@
-"""`Experts`: the weights of the local experts, equal for every ep_size from one seed.
+"""`Experts`: the weights of the local experts. Their initial values depend on the seed only, not on ep_size.
 
 Legend: E experts, e local experts, d hidden size, n expert width, J pre-activation columns (2I if gated else I).
 """
@@ -17,10 +17,12 @@ from sonic_ep.kernels.experts.mlp import ExpertWeights
 
 @final
 class Experts(nn.Module):
-    """w1 (e, J, d), gate and up rows interleaved; w2 (e, d, n); with config.bias also b1 (e, J), b2 (e, d).
+    """The parameters of this rank's experts, r * e to (r + 1) * e - 1 on rank r of the group.
 
-    Rank r of the group holds experts r * e to (r + 1) * e - 1. All parameters carry `allreduce = False`, the mark that
-    Megatron-Core and DeepSpeed know: their gradient is complete over the EP group and must not be averaged over it.
+    w1: (e, J, d), gate and up rows interleaved if gated. w2: (e, d, n). b1: (e, J), b2: (e, d), with config.bias.
+
+    All parameters have the attribute `allreduce = False`, which Megatron-Core and DeepSpeed read: their gradients are
+    complete over the EP group and must not be averaged over it.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Experts(nn.Module):
         _mark(self)
         self.register_load_state_dict_post_hook(_mark)
 
-    # What makes new parameters (to_empty, deepcopy, load_state_dict with assign=True) loses the mark of the old ones.
+    # to_empty, deepcopy and load_state_dict with assign=True make new parameters without the attribute.
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -57,7 +59,7 @@ class Experts(nn.Module):
         _mark(self)
 
     def forward(self, dtype: torch.dtype | None = None) -> ExpertWeights:
-        """The parameters as the kernels take them; in `dtype` if given (a differentiable cast)."""
+        """Returns the parameters for the kernels, cast to `dtype` if given. Differentiable."""
 
         def cast(weight: Tensor) -> Tensor:
             return weight if dtype is None else weight.to(dtype)
@@ -68,9 +70,12 @@ class Experts(nn.Module):
         )
 
     def problem_with_sharding(self, *, shared: bool = False) -> str | None:
-        """Has a wrapper put parameters of its own in place of these, as FSDP does, which gathers each as if all ranks
-        had parts of one? They are not marked, or DTensors. shared: all ranks have the same experts, as with one rank a
-        group; then a DTensor is what somebody was to gather before the layer runs, and has not."""
+        """Returns a problem if a wrapper such as FSDP has replaced the parameters, or None.
+
+        FSDP would shard and gather each parameter as if it were the same on all ranks. Its parameters are DTensors or
+        lack `allreduce = False`. shared: True if all ranks have the same experts, as with ep_size = 1. FSDP may then
+        shard them, but must have gathered them before the layer runs, so only a DTensor is a problem.
+        """
         for name, value in self.named_parameters(recurse=bool(self._modules)):
             sharded = hasattr(value, "placements")
             if shared and sharded:
@@ -88,11 +93,11 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int, std: float) -> None:
-        """normal(0, std) weights, zero biases; expert number and seed alone decide an expert's values."""
+        """Sets weights to normal(0, std), biases to zero. The values depend only on seed and global expert index."""
         if self.w1.is_meta:
             return
         weights = self.w1, self.w2
-        # A DTensor is filled as a whole: an expert of it is none that could be written to.
+        # A DTensor is filled as a whole, because a single expert of it cannot be written to.
         wholes = [torch.empty(w.shape, device="cpu") if hasattr(w, "placements") else w for w in weights]
         for local in range(self.num_local):
             generator = rng_for(seed, self.first + local)

@@ -1,4 +1,4 @@
-"""`moe`: the expert-parallel MLP as one differentiable function of rows, weights and a routing.
+"""`moe`: the expert-parallel MLP, a differentiable function of rows, weights and a routing.
 
 Legend: T tokens on this rank, H hidden size, N pairs this rank sends, P rows of the pair buffer, e local experts, I
 expert width, J pre-activation columns (2I if gated else I).
@@ -43,24 +43,27 @@ def moe(
     save_dispatched: bool = False,
     accumulate_into_main_grad: bool = False,
 ) -> Tensor:
-    """out[t] = sum over the pairs (t, e, s) of the routing of s * expert_e(x[t]). A collective of `group`.
+    """Returns out: out[t] is the sum of s * expert_i(x[t]) over the routing's pairs (token t, expert i, weight s).
+
+    A collective of `group`.
 
     Shapes:  x_TH (T, H); w1_eJH (e, J, H), w2_eHI (e, H, I), b1_eJ (e, J), b2_eH (e, H) of this rank's e = E / ep_size
              experts, in the dtype of x; result (T, H) in the dtype of x.
-    Layout:  for gated activations, rows of w1 (and b1) are gate and up in turn; "concatenated" takes [gate; up] halves
-             and costs a copy of w1 a call. With `up_eIH` w1_eJH is the gate alone, (e, I, H), and b1 is None: weights
-             kept apart elsewhere. Kernels read both where they lie if up lies behind gate, at a multiple of 16 bytes;
-             else, and under torch.compile, forward and backward each copy the two into one. Their gradients are halves
-             of one tensor.
-    Keeps:   x_TH, or with `save_dispatched` the received rows, which saves one dispatch in backward.
-    Adds:    with `accumulate_into_main_grad` backward adds dW1 and dW2 to `w.main_grad` (any floating dtype; float64
-             for float64 weights only), where a weight (a leaf) has one, and sets `w.grad_added_to_main_grad = True`, as
-             Megatron-Core's layers do. The gradient that autograd hands on then means nothing: zeros if
-             `w.zero_out_wgrad`, else garbage. Not with `up_eIH`, nor with halves in one w1.
+    Layout:  for gated activations, the rows of w1 (and b1) alternate between gate and up ("interleaved").
+             "concatenated" takes [gate; up] halves, which costs a copy of w1 per call.
+    Split:   with `up_eIH` (e, I, H), w1_eJH is the gate weights alone, (e, I, H), and b1 must be None. GPU kernels read
+             both without a copy if up is behind gate in memory, at a distance that is a multiple of 16 bytes. Else, and
+             under torch.compile, forward and backward each make an interleaved copy. The two gradients are halves of
+             one tensor.
+    Saves:   x_TH for backward, or with `save_dispatched` the received rows, which saves one dispatch in backward.
+    Adds:    with `accumulate_into_main_grad`, backward adds dW1 and dW2 to `w.main_grad` of each weight (a leaf) that
+             has one, and sets `w.grad_added_to_main_grad = True`, as Megatron-Core's layers do. main_grad may have any
+             floating dtype, but float64 for float64 weights only. The gradient that autograd passes on is then a
+             placeholder: zeros if `w.zero_out_wgrad`, else uninitialised. Not with `up_eIH`, nor with "concatenated".
     Raises:  ValueError, before any collective, for weights of the wrong shape, dtype, device or strides and for a
-             routing of another number of tokens. Nothing is exchanged to check this: a mistake that only one rank makes
-             leaves the others waiting for it. `MoE` and `Routing.from_pairs` check across ranks.
-    Source:  SonicMoE, arXiv 2512.14080, sections 3 and 4; across ranks design.md, section 3.
+             routing of another number of tokens. This check is local: if only one rank makes a mistake, the others wait
+             for it. `MoE` and `Routing.from_pairs` check on all ranks. Also the errors of `Routing.check`.
+    Source:  SonicMoE, arXiv 2512.14080, sections 3 and 4. docs/design.md, section 3, extends it to many ranks.
     """
     act = activation_named(activation)
     if layout not in ("interleaved", "concatenated"):
@@ -77,7 +80,7 @@ def moe(
             "pass w1 with gate and up interleaved"
         )
     if problem is not None:
-        _check(routing)  # what another rank has reported, which waits for this one, comes first
+        _check(routing)  # first: an error that all ranks raise has precedence, and its check may be a collective
         raise ValueError(problem)
     if gated and layout == "concatenated":
         w1_eJH, b1_eJ = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ)
@@ -89,7 +92,7 @@ def moe(
         if not isinstance(transport, transport_type(group)):
             raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
         if routing.split_sizes is not None:
-            _check(routing)  # of a router outside of the graph: operations know nothing of what it told the host
+            _check(routing)  # the router ran outside of the graph, and operations of a graph do not take split_sizes
         weights = ExpertWeights(interleave_split(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH)
         save_received = save_dispatched and group.size > 1
         return moe_in_graph(
@@ -101,7 +104,7 @@ def moe(
             activation=activation,
             save_dispatched=save_received,
         )
-    if routing.split_sizes is None:  # it may come of a router in a compiled graph of its own
+    if routing.split_sizes is None:  # the router may have run in a compiled graph of its own
         routing = replace(routing, split_sizes=pending_sizes.pop(group.name, routing.counts.pairs_SE))
     plan = plan_for(routing.counts, group.rank)
     call = Call(transport, act, save_dispatched, routing.tile_aligned)
@@ -119,7 +122,7 @@ def _check(routing: Routing) -> None:
 
 class _ExpertParallelMLP(torch.autograd.Function):
     @staticmethod
-    def forward(  # autograd wants every tensor as an argument of its own
+    def forward(  # autograd needs every tensor as an argument of its own
         ctx: Any,
         x_TH: Tensor,
         weights_N: Tensor,
@@ -137,10 +140,10 @@ class _ExpertParallelMLP(torch.autograd.Function):
         with routing.status_first():
             prepared = call.transport.prepare(routing, plan, x_TH, w1.data_ptr())
             out_TH, saved = forward(x_TH, prepared, ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH), call)
-        routing.check()  # now that all has been launched
+        routing.check()  # after all launches, because it may block
         weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)
         ctx.save_for_backward(saved.rows, saved.h_PJ, saved.weights_P, *weights, *saved.handle.lists())
-        # Not from saved_tensors: what hooks on them give back may have no attributes.
+        # params are not read from saved_tensors: saved-tensor hooks may return tensors without attributes.
         ctx.sizes, ctx.call, ctx.params = saved.handle.without_lists(), call, params
         return out_TH
 
@@ -148,7 +151,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, h_PJ, weights_P, w1, up_eIH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
-        # Unless the graph is kept for another backward, H and gates live on in `saved` alone.
+        # So that `saved` alone refers to H and the weights of pairs. Has no effect if the graph is retained.
         ctx.maybe_clear_saved_tensors()
         saved = SavedForBackward(rows, h_PJ, weights_P, ctx.sizes.with_lists(tuple(lists)))
         del h_PJ, weights_P
@@ -167,13 +170,13 @@ class _ExpertParallelMLP(torch.autograd.Function):
 
 
 def _without_autocast(like: Tensor) -> AbstractContextManager[object]:
-    """Operands have their dtype, sums their own: autocast would change what plain torch does with either."""
+    """Returns a context without autocast, which would change the dtypes of operands and sums in plain torch."""
     device_type = like.device.type
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _main_grad(weight: Tensor | None) -> Tensor | None:
-    """Where to add a weight's gradient, if there is such a place and the kernels can write to it."""
+    """Returns the `main_grad` of a weight, if it has one that kernels can write to."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or weight is None:
         return None
@@ -182,6 +185,6 @@ def _main_grad(weight: Tensor | None) -> Tensor | None:
 
 
 def _placeholder(weight: Any) -> Tensor:
-    """What autograd gets for a gradient that main_grad already has: hooks of DDP want to see one."""
+    """Returns the gradient for autograd after main_grad was updated: Megatron's DDP hooks expect a tensor."""
     weight.grad_added_to_main_grad = True
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

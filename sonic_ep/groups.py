@@ -1,7 +1,7 @@
-"""`EPGroup`: the ranks that share one set of experts, and the few collectives that the layer needs of them.
+"""`EPGroup`: the ranks over which one set of experts is divided, and the collectives that the layer needs.
 
-With symmetric_memory.py the only file that talks to torch.distributed. With one rank no collective is ever called, and
-torch.distributed need not be initialised.
+All collectives of torch.distributed are called here, except for allocation (symmetric_memory.py) and checkpoints. With
+one rank no collective is called, and torch.distributed need not be initialised.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,30 +15,32 @@ from sonic_ep.async_d2h import host_may_wait
 
 
 class Exchange(Protocol):
-    """By what way ranks tell each other a few integers before they exchange rows: a transport. name: of
-    `exchange_named`; empty for one rank."""
+    """The part of a transport that the router uses: it gathers a few integers of every rank before rows are sent.
+
+    name: for `exchange_named`; empty with one rank.
+    """
 
     @property
     def name(self) -> str: ...
 
     @property
     def sends_unchecked(self) -> bool:
-        """May rows be sent before the host has checked a routing? Then its counts must be void if it is bad."""
+        """True if rows may be sent before the host has checked a routing. Counts must then be zeroed on an error."""
         ...
 
     def problem_with(self, num_tokens: int) -> str | None:
-        """Why rows of so many tokens cannot be exchanged, which all ranks must be told before anybody tries."""
+        """Returns why rows of `num_tokens` tokens cannot be sent, or None. All ranks must know before rows are sent."""
         ...
 
     def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """Every rank's `values` (equal shape and dtype) stacked, (size, *values.shape).
+        """Returns every rank's `values` (equal shape and dtype) stacked, (size, *values.shape).
 
-        meanwhile: what to do, or to launch, while they travel.
+        meanwhile: called once while the gather is in flight, to launch other work.
         """
         ...
 
     def raise_if_lost(self) -> None:
-        """RuntimeError if, as far as the host knows, a rank was waited for in vain: what came is not to be believed."""
+        """Raises RuntimeError if the host knows that a peer is lost. What was received may then be garbage."""
         ...
 
 
@@ -47,25 +49,26 @@ _EXCHANGES: "WeakValueDictionary[str, Exchange]" = WeakValueDictionary()
 
 
 def register_exchange(exchange: Exchange) -> None:
-    """Let `exchange_named` find it, as long as somebody holds it."""
+    """Registers an exchange for `exchange_named`, for as long as something else refers to it."""
     _EXCHANGES[exchange.name] = exchange
 
 
 def exchange_named(name: str) -> Exchange | None:
-    """The exchange of that name, if somebody holds it: operations of a compiled graph take strings, not objects."""
+    """Returns the registered exchange of that name, or None. Operations of a compiled graph take only strings."""
     return _EXCHANGES.get(name)
 
 
 @final
 class EPGroup:
-    """An expert-parallel group: `size` ranks (ep_size), this one being `rank`.
+    """An expert-parallel group of `size` ranks (ep_size). `rank` is this rank.
 
-    EPGroup(process_group) wraps any torch.distributed group that this rank is in (None: the default group).
+    EPGroup(process_group) wraps a torch.distributed group that contains this rank (None: the default group).
     EPGroup.alone() is one rank without torch.distributed.
-    held: what lives as long as this object does: transports and their buffers.
-    EPGroup.named(name) is the group whose `name` that is: operations of a compiled graph take strings, not objects.
+    EPGroup.named(name) is the group with that `name`; operations of a compiled graph take strings, not objects.
 
-    Raises RuntimeError when torch.distributed is not initialised, ValueError when this process is not a member.
+    held: objects that live as long as this one: transports and their buffers.
+
+    Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is not a member.
     """
 
     def __init__(self, process_group: "dist.ProcessGroup | int | None" = None) -> None:
@@ -86,35 +89,38 @@ class EPGroup:
         _PROCESS_GROUPS[self.name] = members
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """The copy of a layer is of the same ranks."""
+        """Returns self: a copy of a layer uses the same ranks."""
         return self
 
     @classmethod
     def alone(cls) -> "EPGroup":
-        """The group of one rank: takes no collective at all."""
+        """Returns the group of one rank, which calls no collective."""
         group = cls.__new__(cls)
         group.process_group, group.size, group.rank, group.name, group.held = None, 1, 0, "", {}
         return group
 
     @classmethod
     def named(cls, name: str) -> "EPGroup":
-        """The group of that name, of which this process must hold an EPGroup. The name of a group of one is empty."""
+        """Returns the group of that name. The empty name is `alone()`.
+
+        Raises KeyError unless this process has made an EPGroup of it.
+        """
         return cls(_PROCESS_GROUPS[name]) if name else cls.alone()
 
     @property
     def backend(self) -> str:
-        """Name of the torch.distributed backend ("none" alone)."""
+        """The name of the torch.distributed backend; "none" for `alone()`."""
         return "none" if self.process_group is None else dist.get_backend(self.process_group)
 
     def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """As Exchange has it, by the group's backend."""
+        """`Exchange.all_gather` by the group's backend."""
         if self.size == 1:
             if meanwhile is not None:
                 meanwhile()
             return values.unsqueeze(0)
         gathered = values.new_empty((self.size, *values.shape))
         parts = list(gathered.unbind(0))
-        # What a CUDA graph captures stays on one stream; where the host computes there is nothing to overlap.
+        # Not under capture, which stays on one stream, nor on the CPU, where nothing can overlap.
         overlaps = meanwhile is not None and values.is_cuda and host_may_wait(values)
         work = dist.all_gather(parts, values.contiguous(), group=self.process_group, async_op=overlaps)
         if meanwhile is not None:
@@ -124,9 +130,10 @@ class EPGroup:
         return gathered
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send `send[q]` consecutive rows to rank q, receive `receive[s]` rows of rank s, in rank order.
+        """Sends `send[q]` consecutive rows to each rank q. Returns the received rows, `receive[s]` from each rank s.
 
-        rows: (sum(send), ...) contiguous; result (sum(receive), ...) of the same dtype.
+        rows: (sum(send), ...) in order of destination rank. Result: (sum(receive), ...) in order of source rank, in the
+        dtype of `rows`; with one rank, `rows` itself.
         """
         if self.size == 1:
             return rows
@@ -135,13 +142,13 @@ class EPGroup:
         return received
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, in place; returns `values`."""
+        """Sums `values` over the ranks, in place, and returns them."""
         if self.size > 1:
             dist.all_reduce(values, group=self.process_group)
         return values
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's picklable `value`, in rank order. For construction and errors, never for a step."""
+        """Returns every rank's picklable `value`, in rank order. Slow: only for construction and errors."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -149,9 +156,10 @@ class EPGroup:
         return values
 
     def raise_together(self, problem: str | None, **same: object) -> None:
-        """Raise ValueError on every rank if any rank has a problem; the message names the ranks.
+        """Raises ValueError on every rank if any rank has a problem. The message names the ranks.
 
-        A collective: every rank must call it, with None where all is well. same: what must be equal on all of them.
+        A collective: every rank must call it, with None if it has no problem. same: values that must be equal on all
+        ranks.
         """
         reports = self.all_gather_object((problem, same))
         if self.size == 1 and problem is not None:

@@ -1,5 +1,7 @@
-"""`InFlight`: what one operation of a compiled graph leaves for the next beside tensors, which are all that a graph
-passes on: sizes that are on their way to the host, rows that are on their way to other ranks.
+"""`InFlight`: passes a Python object from one operation of a compiled graph to a later one.
+
+A graph passes only tensors from one operation to the next. Async D2H copies of sizes, and rows in flight to other
+ranks, are no tensors of the graph, so they are passed here.
 """
 
 from collections.abc import Callable
@@ -13,24 +15,23 @@ V = TypeVar("V")
 
 @final
 class InFlight(Generic[V]):
-    """One value at a time for each group and thread, found by the memory of a tensor that the graph hands from one
-    operation to the other.
+    """Holds at most one value for each group and thread. The key is the address of a tensor that the graph passes on.
 
-    check: what has to be done with a value that nobody takes, since whoever left it relied on that.
+    check: called with a value that no operation has popped. The operation that put it relied on a later check.
     """
 
     def __init__(self, check: Callable[[V], object]) -> None:
         self._check = check
-        # With the tensor: as long as it is here no other can have its address.
+        # Holds the key tensor too: while it lives, no other tensor can have its address.
         self._held: dict[tuple[str, int], tuple[Tensor, V]] = {}
 
     def put(self, group: str, key: Tensor, value: V) -> None:
-        """For the operation that takes `key`, a tensor of at least one element. Checks what was left before."""
+        """Stores `value` for the operation that takes `key`, a tensor of at least one element. Flushes first."""
         self.flush(group)
         self._held[group, get_ident()] = key, value
 
     def pop(self, group: str, key: Tensor) -> V | None:
-        """What was left beside this tensor; None if nothing was. Checks what was left beside another."""
+        """Returns and removes the value stored with `key`. Without one, flushes and returns None."""
         held = self._held.get((group, get_ident()))
         if held is None or held[0].data_ptr() != key.data_ptr():
             self.flush(group)
@@ -39,7 +40,7 @@ class InFlight(Generic[V]):
         return held[1]
 
     def flush(self, group: str) -> None:
-        """Check what was left and not taken, if anything was."""
+        """Removes the stored value, if there is one, and calls `check` with it."""
         held = self._held.pop((group, get_ident()), None)
         if held is not None:
             self._check(held[1])

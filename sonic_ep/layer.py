@@ -1,4 +1,4 @@
-"""`MoE`: the layer. Route, dispatch, compute, combine; a shared expert and losses beside them.
+"""`MoE`: the layer. It routes, dispatches, computes and combines, and adds a shared expert.
 
 Legend: T tokens on this rank, H hidden size.
 """
@@ -25,7 +25,11 @@ _ROUTER_RNG, _SHARED_RNG = -1, -2
 
 
 class MoEOutput(NamedTuple):
-    """y: like x. aux_loss: () load-balancing and z-loss, weighted; add it to the loss. stats: see RoutingStats."""
+    """The result of `MoE`.
+
+    y: like x. aux_loss: (), the weighted sum of load-balancing loss and z-loss; add it to the model's loss. stats: see
+    RoutingStats.
+    """
 
     y: Tensor
     aux_loss: Tensor
@@ -36,15 +40,17 @@ class MoEOutput(NamedTuple):
 class MoE(nn.Module):
     """An expert-parallel Mixture-of-Experts layer with distributed token rounding.
 
-    config: what the layer is. group: the EP group, default one rank alone; every rank of it constructs the layer, with
-    one config. seed: of the initial weights, which are then equal for every ep_size; default: drawn from torch's
-    default generator on the group's first rank. dtype: of the expert weights, which is the dtype x must have; the
-    router's stay fp32.
+    config: see MoEConfig. group: the EP group; default: this rank alone. Every rank of the group must construct the
+    layer with the same config.
+    seed: determines the initial weights, for every ep_size alike. Default: drawn from torch's default generator on the
+    group's first rank.
+    device: of all weights. dtype: of the weights of experts and shared expert, and the dtype that x must have. The
+    router's weights are fp32.
 
-    In training mode tokens are rounded as config.rounding says; in eval mode the layer is plain top-K.
+    In training mode the layer rounds counts as config.rounding says. In eval mode it is plain top-K.
 
-    Raises ValueError, on every rank: E not divisible by ep_size, or ranks that disagree about config, seed or dtype;
-    TypeError for a config, a group or a seed of another type.
+    Raises ValueError, on every rank, if E is not a multiple of ep_size, or if config, seed or dtype differ between
+    ranks; TypeError for a config, a group or a seed of another type.
     """
 
     def __init__(
@@ -74,7 +80,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Fill every weight from `seed`, the same for every ep_size and device."""
+        """Fills every weight from `seed`. The values do not depend on ep_size or device."""
         std = self.config.init_std
         self.experts.initialize(seed, std)
         self.router.initialize(std, rng_for(seed, _ROUTER_RNG))
@@ -82,13 +88,14 @@ class MoE(nn.Module):
             self.shared.initialize(std, rng_for(seed, _SHARED_RNG))
 
     def forward(self, x: Tensor) -> MoEOutput:
-        """Apply the layer. A collective: every rank of the group calls it, in the same order, in the same mode.
+        """Applies the layer. A collective: every rank of the group calls it, in the same order and the same mode.
 
-        Shapes:  x (T, d) or (B, L, d) in the dtype of the expert weights (any floating dtype under autocast); y alike.
-                 T may be 0 and may differ between ranks.
-        Raises:  ValueError on every rank when x on any rank has the wrong shape, dtype or device, when training mode or
-                 dtype differ between ranks, when FSDP has sharded the experts, or (router.check_logits) when logits are
-                 not finite; over several ranks also when one's weights differ in device or dtype or are not contiguous.
+        Shapes:  x (T, d) or (B, L, d) in the dtype of the expert weights, or any floating dtype under autocast. y has
+                 the shape of x. T may be 0. It may differ between ranks, except in training with static buffers.
+        Raises:  ValueError, on every rank, if on any rank x has the wrong shape, dtype or device, FSDP has sharded the
+                 experts, or (router.check_logits) logits are not finite; if training mode or dtype differ between
+                 ranks; with several ranks also if weights of one rank differ in device or dtype, or are not contiguous.
+                 RuntimeError if a peer is lost (transport.timeout).
         """
         dtype = self._autocast_dtype()
         checks = not torch.compiler.is_compiling()
@@ -106,7 +113,7 @@ class MoE(nn.Module):
         if problem is None and self.group.size > 1 and checks:
             problem = self._problem_with_weights(cast=dtype is not None)
         if problem is not None:
-            # Told to all ranks by the router, which raises there as here.
+            # The router sends the problem to all ranks, and every rank raises it.
             device = x.device if weights.w1.is_meta and isinstance(x, Tensor) else weights.w1.device
             x = torch.empty(0, self.config.d, dtype=weights.w1.dtype, device=device)
         x_TH = x.reshape(-1, self.config.d)
@@ -146,10 +153,10 @@ class MoE(nn.Module):
         return MoEOutput(y_TH.view_as(x), routed.aux_loss, routed.stats())
 
     def update_expert_bias(self, group: EPGroup | None = None) -> None:
-        """Move the auxiliary-loss-free bias by the counts since the last update; call it after the optimizer step.
+        """Updates the bias of auxiliary-loss-free balancing from the counts since the last update.
 
-        group: the ranks that hold the same experts in other EP groups (expert data parallelism), if there are any.
-        Raises ValueError without router.expert_bias.
+        Call it after the optimizer step. group: the ranks with the same experts in other EP groups (expert data
+        parallelism), if there are any. Raises ValueError without router.expert_bias.
         """
         self.router.update_expert_bias(group)
 
@@ -158,10 +165,14 @@ class MoE(nn.Module):
         return f"d={c.d}, n={c.n}, E={c.E}, K={c.K}, {c.activation}, ep_size={self.group.size}, {c.rounding}"
 
     def _problem_with_weights(self, *, cast: bool) -> str | None:
-        """What a load or a move on this rank alone may have left, over which it would stop while others wait for it."""
+        """Returns what is wrong with this rank's weights, or None.
+
+        A load or a move on one rank alone can break them. Without this check only that rank would raise, and the others
+        would wait for it.
+        """
         w1 = self.experts.w1
         for name, weight in self.named_parameters():
-            if hasattr(weight, "placements"):  # FSDP brings it when it is needed
+            if hasattr(weight, "placements"):  # a DTensor: FSDP gathers and moves it before use
                 continue
             if weight.device != w1.device:
                 return f"{name} is on {weight.device}, experts.w1 on {w1.device}; move one of them"
@@ -173,14 +184,14 @@ class MoE(nn.Module):
 
     def _autocast_dtype(self) -> torch.dtype | None:
         device_type = self.experts.w1.device.type
-        if device_type == "meta":  # which autocast does not know
+        if device_type == "meta":  # autocast does not support it
             return None
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def _agreed_seed(config: MoEConfig, group: EPGroup, seed: int | None, dtype: torch.dtype | None) -> int:
-    """Check once that all ranks build the same layer; the seed that all of them use."""
-    seed = None if seed is None else operator.index(seed)  # numpy's integers are no JSON
+    """Returns the seed that all ranks use. Raises ValueError, on every rank, unless all ranks build the same layer."""
+    seed = None if seed is None else operator.index(seed)  # json cannot write numpy integers
     own_seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
     described = json.dumps({**config.to_dict(), "dtype": str(dtype), "seed": seed}, sort_keys=True)
     reports = group.all_gather_object((described, own_seed))

@@ -1,6 +1,6 @@
-"""`Routing`: which token goes to which expert with which weight, as integers that are replayed and weights that train.
+"""`Routing`: the (token, expert) pairs of this rank with their combine weights. A router makes it, dispatch reads it.
 
-What passes from the router to dispatch. Any number of experts per token, from none to all.
+A token may have any number of experts, from none to all. The integers can be replayed; the weights have gradients.
 
 Legend: S ranks of the EP group, T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
@@ -16,15 +16,15 @@ from torch import Tensor
 from sonic_ep.async_d2h import AsyncD2H
 from sonic_ep.groups import EPGroup
 
-INDEX_DTYPE = torch.int32  # of every per-pair and per-row index list
+INDEX_DTYPE = torch.int32  # of every index list with an entry per pair or row
 
 
 class GroupCounts(NamedTuple):
-    """The group-wide integers of one routing: the same on every rank, int64, on the device of the routing.
+    """The counts of all ranks in one routing: int64, on the device of the routing, equal on every rank.
 
-    chosen_SE: plain top-K counts C[S, E]. rows_SE: n[S, E], rows of each (source rank, expert) chunk. pairs_SE: how
-    many of those are real pairs, the rest being padding of weight zero. tokens_S: T of each rank. cut_S: pairs that
-    capacity took from each owner rank. t: () the chunk multiple in force.
+    chosen_SE: C[S, E], plain top-K counts. rows_SE: n[S, E], rows of each (source rank, expert) chunk. pairs_SE: how
+    many of those rows are real pairs; the others are padding rows of weight zero. tokens_S: T of each rank. cut_S:
+    pairs that the capacity factor removed, by destination rank. t: () row multiple of a chunk, 1 without rounding.
     """
 
     chosen_SE: Tensor
@@ -36,30 +36,35 @@ class GroupCounts(NamedTuple):
 
 
 class SplitSizes(NamedTuple):
-    """What the host knows of counts. tokens_S: of each rank. rows_SQ, pairs_SQ: rows, and the real pairs among them,
-    from each rank to the experts of each owner Q."""
+    """The sizes of one routing as host integers.
+
+    tokens_S: tokens of each rank. rows_SQ, pairs_SQ: pair-buffer rows, and the real pairs among them, that each source
+    rank sends to each destination rank.
+    """
 
     tokens_S: tuple[int, ...]
     rows_SQ: tuple[tuple[int, ...], ...]
     pairs_SQ: tuple[tuple[int, ...], ...]
 
     def num_rows(self, dst_rank: int) -> int:
-        """P: the rows that an owner receives."""
+        """Returns P of a destination rank."""
         return sum(rows_Q[dst_rank] for rows_Q in self.rows_SQ)
 
     def pairs_in(self, dst_rank: int) -> tuple[int, ...]:
-        """The real pairs that an owner receives, from each rank."""
+        """Returns the real pairs that a destination rank receives from each source rank."""
         return tuple(pairs_Q[dst_rank] for pairs_Q in self.pairs_SQ)
 
 
 @final
 class AsyncSplitSizes:
-    """Sizes on their way to the host from the moment they are decided, and with them what the ranks report: whoever
-    needs them does not wait for what was launched since.
+    """An async D2H copy of the split sizes and the rank statuses. It starts when the object is made.
 
-    on_device: of `pack_split_sizes` (kernels/dispatch/split_sizes/reference.py), for that many ranks. check: given the
-    reports, rank after rank, raises what is wrong; None if nothing can be. zeroed_on_error: no rank sends anything
-    then, whatever was launched; see kernels/route/status/reference.py.
+    `read` blocks until the copy has arrived, but does not wait for kernels that were launched after its start.
+
+    on_device: the result of `pack_split_sizes` (kernels/dispatch/split_sizes/reference.py) for `num_ranks` ranks.
+    check: gets the status fields of all ranks, rank by rank, and raises if one has an error; None if none can have one.
+    zeroed_on_error: True if the device zeroes all counts on an error (kernels/route/status/reference.py). Then no rank
+    sends anything, whatever was launched.
     """
 
     def __init__(
@@ -75,13 +80,14 @@ class AsyncSplitSizes:
         self._num_ranks = num_ranks
         self._check = check
         self._known: tuple[SplitSizes, list[int]] | None = None
-        # What was raised: told once by a collective, and again without. Not the error, which would hold its frames.
+        # The error of the first check, which may use a collective; later calls raise it without one. Not the exception
+        # object, which would hold its frames.
         self._raised: tuple[type[Exception], str] | None = None
         self._zeroed_on_error = zeroed_on_error
         self._undo: list[Callable[[], object]] = []
 
     def read(self) -> SplitSizes:
-        """The sizes; waits for them. Raises what the ranks' reports say is wrong."""
+        """Blocks until the sizes arrive and returns them. Raises the error of `check`, in every call."""
         sizes, reports = self._unpacked()
         try:
             if self._raised is not None:
@@ -101,21 +107,24 @@ class AsyncSplitSizes:
 
     @property
     def is_ready(self) -> bool:
-        """Would `read` not wait?"""
+        """True if `read` would not block."""
         return self._copy.is_ready
 
     @property
     def may_launch_unchecked(self) -> bool:
-        """Does no harm come of launching what exchanges rows, and checking then?"""
+        """True if kernels that send rows may be launched before the check.
+
+        Either no rank can have an error, or an error makes all counts zero on the device.
+        """
         return self._check is None or self._zeroed_on_error
 
     def on_failure(self, undo: Callable[[], object]) -> None:
-        """What is to be undone if something proves wrong."""
+        """Registers `undo`, to be called if the check raises. Ignored without a check, or after it has passed."""
         if self._check is not None:
             self._undo.append(undo)
 
     def check(self) -> None:
-        """Raises likewise; waits only if there can be something to raise."""
+        """Raises as `read` does. Blocks only if there is something to check."""
         if self._check is not None:
             self.read()
 
@@ -131,8 +140,11 @@ class AsyncSplitSizes:
 
 
 class BalanceCounts(NamedTuple):
-    """What a balance loss counts. ids_TK: int64, K experts of each token. times_SE: int64, how many tokens of each rank
-    have each expert there; read for the "global" loss only."""
+    """The counts of a balance loss.
+
+    ids_TK: int64, K experts of each token. times_SE: int64, how many tokens of each rank have each expert in ids_TK;
+    only the "global" loss reads it.
+    """
 
     ids_TK: Tensor
     times_SE: Tensor
@@ -140,12 +152,12 @@ class BalanceCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoutedPairs:
-    """The decided integers of one routing on this rank. Replaying it reproduces the routing exactly.
+    """The integers of one routing on this rank. Replaying them reproduces the routing exactly.
 
-    topk_ids_TK: int64, the plain top-K choice. token_ids_N: int32, the tokens of each expert's pairs, by expert, then
-    token; -1 where an entry is spare, see Routing. expert_ids_N: int64. chosen_N: bool, False for pairs that rounding
-    added. counts: see Counts. max_rows, max_received, split_sizes: see Routing. counted: if not topk_ids_TK and
-    counts.chosen_SE.
+    topk_ids_TK: int64, plain top-K. token_ids_N: int32 token of each pair, by expert, then token; -1 in spare entries,
+    see Routing. expert_ids_N: int64 expert of each pair. chosen_N: bool, False for pairs that rounding added. counts:
+    see GroupCounts. max_rows, max_received, split_sizes: see Routing. balance_counts: the counts of the balance loss;
+    None if they are topk_ids_TK and counts.chosen_SE.
     """
 
     topk_ids_TK: Tensor
@@ -161,13 +173,16 @@ class RoutedPairs:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """This rank's pairs in send order (by expert, then token), and every rank's counts.
+    """This rank's pairs in send order (by expert, then token), and the counts of all ranks.
 
-    weights_N: (N,) combine weights, floating point, differentiable. token_ids_N: (N,) int32; behind the pairs that the
-    counts tell there may be spare entries, whose weights count for nothing. num_tokens: T. max_rows: what the rows of
-    this rank's chunks cannot exceed; None if nothing is spare and no row is padding, so that there are N of both.
-    max_received: what the rows for the experts of any rank cannot exceed, if no rank has more than T tokens; None if
-    only the counts tell. split_sizes: the sizes, where they were sent to the host ahead of the rest.
+    weights_N: (N,) combine weights, floating point, differentiable. token_ids_N: (N,) int32. Both lists may have spare
+    entries after the pairs. The counts give the true number, and the weight of a spare entry has no effect.
+    num_tokens: T. counts: see GroupCounts.
+    max_rows: an upper bound of the rows of this rank's chunks; None if there are no spare entries and no padding rows,
+    so that pairs and rows both number N.
+    max_received: an upper bound of the rows that any destination rank receives, if no rank has more than T tokens; None
+    without a capacity factor.
+    split_sizes: the async D2H copy of sizes and rank statuses, if the router started one.
     """
 
     weights_N: Tensor
@@ -180,12 +195,14 @@ class Routing:
 
     @property
     def tile_aligned(self) -> bool:
-        """Do experts have whole tiles of rows, as a rule? Rounding or capacity made the counts then."""
+        """True if rounding or capacity made the counts: experts then usually have whole tiles of rows."""
         return self.max_rows is not None
 
     def check(self) -> None:
-        """Raises what the ranks reported when this was decided, on all of them alike. Waits for their reports, where
-        there are any. To be called before anything is exchanged, but by a transport of which nobody sends then anyhow.
+        """Raises the error that the rank statuses show, the same on all ranks. Blocks until they arrive.
+
+        Does nothing if the router sent no status to the host, or the check has passed before.
+        Call it before anything is exchanged, unless `split_sizes.may_launch_unchecked`; then call it after the launch.
 
         Raises:  ValueError or RuntimeError, see `gather_counts` in routers/count_exchange.py.
         """
@@ -194,7 +211,7 @@ class Routing:
 
     @contextmanager
     def status_first(self) -> Generator[None, None, None]:
-        """What the ranks have reported is raised before any other error that what is done here raises."""
+        """A context in which an error of the rank statuses is raised in place of any other error."""
         try:
             yield
         except Exception:
@@ -203,7 +220,7 @@ class Routing:
 
     @classmethod
     def of(cls, routed_pairs: RoutedPairs, weights_N: Tensor, num_tokens: int) -> Self:
-        """The pairs of a selection with their weights."""
+        """Returns the routing of these pairs and their combine weights."""
         s = routed_pairs
         return cls(weights_N, s.token_ids_N, s.counts, num_tokens, s.max_rows, s.max_received, s.split_sizes)
 
@@ -218,11 +235,14 @@ class Routing:
         E: int,
         group: EPGroup,
     ) -> Self:
-        """A routing from any list of (token, expert, weight), in any order: one all-gather of counts.
+        """Returns the routing of any list of (token, expert, weight), in any order.
+
+        A collective: gathers the counts of all ranks. The host waits for it.
 
         Shapes:  token_ids_N, expert_ids_N (N,) integers; weights_N (N,) floating point, may require grad.
-        Raises:  ValueError, on every rank: a length, a token or an expert out of range, the same pair twice, an E that
-                 the ranks do not divide; an E or a dtype of gates that they do not agree about.
+        Raises:  ValueError, on every rank, if on any rank: shapes or dtypes are wrong, a token or an expert is out of
+                 range, a pair is given twice, or E is not a multiple of ep_size. Also if E or the dtype of weights_N
+                 differs between ranks.
         """
         problem = _problem_with_pairs(token_ids_N, expert_ids_N, weights_N, num_tokens, E)
         if E % group.size:

@@ -1,6 +1,6 @@
-"""`SharedExpert`: a dense MLP that sees every token, beside the routed experts (DeepSeekMoE, arXiv 2401.06066).
+"""`SharedExpert`: a dense MLP that computes on every token, in addition to the routed experts.
 
-Plain torch on purpose: it is a dense MLP, and libraries do those well.
+Plain torch, because torch computes dense MLPs well. Source: DeepSeekMoE, arXiv 2401.06066.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,11 @@ from sonic_ep.initialization import fill_normal
 
 @final
 class SharedExpert(nn.Module):
-    """up (2 shared_n or shared_n, d), [gate; up] halves if gated; down (d, shared_n); biases with config.bias.
+    """Linear layers, with biases if config.bias.
 
-    gate: (1, d) with config.shared_gate; its sigmoid scales the output per token (Qwen2-MoE).
+    up: weight (2 * shared_n, d), [gate; up] halves, if gated, else (shared_n, d). down: weight (d, shared_n).
+    gate: with config.shared_gate, weight (1, d) without bias, else None; the sigmoid of its output multiplies the
+    expert's output per token (Qwen2-MoE).
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class SharedExpert(nn.Module):
 
     @torch.no_grad()
     def initialize(self, std: float, generator: torch.Generator) -> None:
-        """normal(0, std) weights, zero biases."""
+        """Sets weights to normal(0, std) and biases to zero."""
         for linear in (self.up, self.down, self.gate):
             if linear is not None and not linear.weight.is_meta:
                 fill_normal(linear.weight, std, generator)
@@ -46,7 +48,7 @@ class SharedExpert(nn.Module):
                     linear.bias.zero_()
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        """(T, d) -> (T, d)."""
+        """Returns the expert's output (T, d) for rows (T, d)."""
         h = self.up(x_TH)
         out = self.down(_GATED[self.activation](*h.chunk(2, -1)) if self.gated else _PLAIN[self.activation](h))
         return out if self.gate is None else out * torch.sigmoid(self.gate(x_TH))

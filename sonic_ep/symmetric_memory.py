@@ -1,6 +1,6 @@
-"""Memory of one rank that the others can write to: torch's symmetric memory, peer pointers over NVLink.
+"""Memory of each rank that its peers can write to: torch's symmetric memory, by peer pointers over NVLink.
 
-With groups.py the only file that talks to torch.distributed. Multicast is not used.
+NVLink multicast is not used.
 """
 
 import socket
@@ -20,23 +20,26 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # containers of several host
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """own: (bytes,) uint8 of this rank. addresses_S: (S,) int64 on its device, where this process finds each rank's.
-    everyones: the memory there, by rank, for whoever copies."""
+    """One symmetric allocation: a piece of memory on every rank, of the same size.
+
+    own: (bytes,) uint8, this rank's memory. addresses_S: (S,) int64 on its device, the address of each rank's memory in
+    this process, for kernels. peer_views: each rank's memory as a tensor, for copy engines.
+    """
 
     own: Tensor
     addresses_S: Tensor
     peer_views: Sequence[Tensor]
 
     def at(self, offset: int) -> Tensor:
-        """(S,) addresses of what stands `offset` bytes behind the start of each rank's memory."""
+        """Returns the (S,) addresses `offset` bytes after the start of each rank's memory."""
         return self.addresses_S + offset
 
     def view(self, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """This rank's own values there."""
+        """Returns this rank's memory from byte `offset` as a tensor of this size and dtype."""
         return _part(self.own, offset, size, dtype)
 
     def view_of(self, rank: int, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Those of another."""
+        """`view` of the memory of another rank."""
         return _part(self.peer_views[rank], offset, size, dtype)
 
 
@@ -46,9 +49,9 @@ def _part(memory: Tensor, offset: int, size: tuple[int, ...], dtype: torch.dtype
 
 
 def symmetric_memory(group: EPGroup, device: torch.device, num_bytes: int) -> PeerMemory:
-    """Zeros on every rank's CUDA device. A collective; every rank asks for as much.
+    """Allocates `num_bytes` zero bytes on every rank's CUDA device. A collective; num_bytes must be equal on all ranks.
 
-    Raises RuntimeError, on every rank, where torch cannot map the ranks' memory.
+    Raises RuntimeError, on every rank, if torch cannot map the ranks' memory.
     """
     from torch.distributed import _symmetric_memory as symmetric
 
@@ -64,8 +67,11 @@ def symmetric_memory(group: EPGroup, device: torch.device, num_bytes: int) -> Pe
 
 
 class RankLocation(NamedTuple):
-    """Where a rank is. gpu: its identity, None without one. unreachable: GPUs of the host that its own cannot reach.
-    problem: why its memory cannot be written to, beside that."""
+    """The location of a rank.
+
+    host: name and boot id. gpu: its UUID, None without one. unreachable: the visible GPUs without peer access from that
+    GPU. problem: another reason why peers cannot write to its memory, or None.
+    """
 
     host: str
     gpu: str | None
@@ -86,7 +92,7 @@ class RankLocation(NamedTuple):
 
 
 def problem_between(locations: list[RankLocation]) -> str | None:
-    """Why ranks in these places cannot write to each other's GPU memory, as far as places tell; or None."""
+    """Returns why ranks at these locations cannot write to each other's GPU memory, or None if no location shows it."""
     for rank, location in enumerate(locations):
         if location.gpu is None:
             return f"the rows of rank {rank} are not on a CUDA device"
@@ -104,10 +110,10 @@ def problem_between(locations: list[RankLocation]) -> str | None:
 
 
 def problem_with_peers(group: EPGroup, device: torch.device, own_problem: str | None = None) -> str | None:
-    """Why these ranks cannot write to each other's GPU memory, or None. A collective; the same on every rank.
+    """Returns why these ranks cannot write to each other's GPU memory, or None. A collective; equal on every rank.
 
-    own_problem: why this rank cannot. Where nothing speaks against it a little memory is mapped, to see if it works:
-    a container may forbid it.
+    own_problem: why this rank cannot, or None. If no rank has a problem, we try to map a little memory, because a
+    container may forbid that.
     """
     problem = problem_between(group.all_gather_object(RankLocation.here(device, own_problem)))
     if problem is not None:

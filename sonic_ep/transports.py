@@ -1,4 +1,4 @@
-"""Which transport an EP group has: chosen once, when it is first used, by what the group's ranks can reach."""
+"""Chooses the transport of an EP group: once, at its first use, by which GPUs can write to each other."""
 
 import dataclasses
 import functools
@@ -26,14 +26,18 @@ _LOG = logging.getLogger("sonic_ep.transports")
 
 @final
 class GroupTransport:
-    """The transport of several ranks: that of `config`, or the best that they have. Chosen when it is first used
-    for that kind of device, which is a collective then.
+    """The transport of several ranks. Passes every call on to a SymmetricTransport or an AllToAllTransport.
 
-    Raises ValueError, on every rank, where `config` asks for what the ranks do not have.
+    It chooses one of them at the first use for a device type, which is then a collective: the one that `config` names,
+    or with "auto" the first if every rank can write to every other, else the second. Raises ValueError, on every rank,
+    if the ranks do not support what `config` names.
+
+    text: `config` as a string, by which an operation of a compiled graph finds this transport. name: for
+    `exchange_named`.
     """
 
     def __init__(self, group: EPGroup, config: TransportConfig) -> None:
-        # Its own: an EPGroup that holds this transport must not be held by it, or both live until garbage is collected.
+        # A new EPGroup: `group` refers to this transport, and a reference back would be a cycle.
         self.group = EPGroup(group.process_group)
         self.config = config
         self.text = _text_of(config)
@@ -41,7 +45,7 @@ class GroupTransport:
         self._chosen: dict[str, AllToAllTransport | SymmetricTransport] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """The copy of a layer meets the same ranks, by the same buffers."""
+        """Returns self: a copy of a layer uses the same ranks and buffers."""
         return self
 
     @property
@@ -63,7 +67,7 @@ class GroupTransport:
         self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
     ) -> PreparedDispatch:
         if routing.weights_N.device.type not in self._chosen:
-            routing.check()  # the choice is a collective
+            routing.check()  # choosing a transport is a collective
         return self.on(routing.weights_N).prepare(routing, plan, x_TH, layer_key)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle) -> Tensor:
@@ -91,7 +95,7 @@ class GroupTransport:
         return self.on(parts_PZ).combine_scalars_async(parts_PZ, handle)
 
     def on(self, values: Tensor) -> AllToAllTransport | SymmetricTransport:
-        """The transport of rows where `values` are."""
+        """Returns the transport for the device type of `values`. A collective at its first use."""
         kind = values.device.type
         if kind not in self._chosen:
             self._chosen[kind] = _topk(self.group, self.config, values.device)
@@ -99,15 +103,15 @@ class GroupTransport:
 
 
 def transport_type(group: EPGroup) -> type[LocalTransport] | type[GroupTransport]:
-    """Of `transport_for`."""
+    """Returns the type that `transport_for` returns."""
     return LocalTransport if group.size == 1 else GroupTransport
 
 
 def transport_for(group: EPGroup, config: TransportConfig | None = None) -> LocalTransport | GroupTransport:
-    """The transport of a group, one object for all who use its ranks in the same way: they share its buffers.
+    """Returns the transport of a group. All layers with the same ranks and config share one object and its buffers.
 
-    It lives as long as one of the EPGroups that asked for it: making buffers anew takes tens of milliseconds. A
-    collective where an EPGroup asks for the first time, as building a layer is.
+    It lives as long as any EPGroup that it was returned for, because new buffers take tens of milliseconds. A
+    collective at the first call for an EPGroup and a config.
     """
     config = config or TransportConfig()
     if group.size == 1:
@@ -117,7 +121,7 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
     transport = group.held.get(name)
     if not isinstance(transport, GroupTransport):
         transport = _found(group, text)
-        # One that nobody holds goes when Python collects it, which on another rank may have happened already.
+        # Another rank may have garbage-collected its transport already. Then all ranks make a new one.
         everywhere = all(group.all_gather_object(transport is not None))
         if transport is None or not everywhere:
             transport = GroupTransport(group, config)
@@ -127,8 +131,10 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
 
 
 def existing_transport(group: EPGroup, text: str) -> LocalTransport | GroupTransport:
-    """The one of that `text`, for operations of a compiled graph, which cannot hold it. Raises RuntimeError if nobody
-    does."""
+    """Returns the transport with this `text`, for operations of a compiled graph, which cannot refer to an object.
+
+    Raises RuntimeError if it has been garbage-collected.
+    """
     if group.size == 1:
         return LocalTransport(static=text == LocalTransport.STATIC)
     transport = _found(group, text)
@@ -139,7 +145,7 @@ def existing_transport(group: EPGroup, text: str) -> LocalTransport | GroupTrans
 
 def _found(group: EPGroup, text: str) -> GroupTransport | None:
     transport = exchange_named(_name_of(group, text))
-    # A name can come back after torch.distributed has been initialised anew.
+    # After torch.distributed has been initialised again, another process group may have the same name.
     if isinstance(transport, GroupTransport) and transport.group.process_group is group.process_group:
         return transport
     return None
@@ -147,7 +153,7 @@ def _found(group: EPGroup, text: str) -> GroupTransport | None:
 
 @functools.cache
 def _text_of(config: TransportConfig) -> str:
-    """As an operation of a compiled graph takes it."""
+    """Returns the config as a string, which operations of a compiled graph take."""
     return json.dumps(dataclasses.asdict(config))
 
 

@@ -1,8 +1,8 @@
-"""Launches of Triton kernels that take the host a fraction of the time of Triton's own.
+"""A cached launcher for Triton kernels, which takes a fraction of the host time of Triton's own.
 
-`kernel[grid](...)` reads settings, binds arguments to names and makes a text of what they are, at every launch; a layer
-has 40 launches a step. Here the first launch with arguments of some kind is Triton's; later ones go straight to the
-compiled kernel that it returned, as `kernel.warmup(...)[grid](...)` does in Triton's tutorials.
+At every launch, `kernel[grid](...)` reads settings, binds arguments to names and formats a specialization key. A layer
+has 40 launches per step. Here Triton makes the first launch for each specialization key. Later launches call the
+compiled kernel directly, as `kernel.warmup(...)[grid](...)` does in Triton's tutorials.
 """
 
 import functools
@@ -13,18 +13,21 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction, KernelInterface
 
-_ALIGNMENT = 16  # bytes of addresses, and what sizes may be multiples of: Triton compiles apart what is
+# Triton specializes a kernel on pointers aligned to 16 bytes and on integers divisible by 16.
+_ALIGNMENT = 16
 
 
 def fast_launch(kernel: KernelInterface[Any]) -> KernelInterface[Any]:
-    """A kernel to be launched with run-time arguments in order, then tl.constexpr and options by name.
+    """Decorates a Triton kernel with the cached launcher. Under TRITON_INTERPRET=1 returns the kernel itself.
 
-    Under TRITON_INTERPRET=1 the kernel itself.
+    Pass all run-time arguments by position, then the tl.constexpr arguments and launch options by name.
     """
     return FastLauncher(kernel) if isinstance(kernel, JITFunction) else kernel
 
 
 class FastLauncher(KernelInterface[Any]):
+    """One Triton kernel with its compiled versions, by device, specialization keys of the arguments and constants."""
+
     def __init__(self, kernel: JITFunction[Any]) -> None:
         self.kernel = kernel
         self._compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
@@ -43,7 +46,7 @@ class FastLauncher(KernelInterface[Any]):
             compiled[*grid, 1, 1](*arguments, *constants)
 
     def _constants(self, number: int, named: dict[str, object]) -> tuple[object, ...]:
-        """What follows the run-time arguments when a compiled kernel is launched, in order."""
+        """Returns the constexpr values in parameter order. A compiled kernel takes them after the run-time values."""
         constants = self.kernel.params[number:]
         assert all(parameter.is_constexpr for parameter in constants), f"{self.kernel} has more run-time arguments"
         return tuple(named[parameter.name] for parameter in constants)
@@ -51,12 +54,15 @@ class FastLauncher(KernelInterface[Any]):
 
 @functools.cache
 def sm_major(device: torch.device) -> int:
-    """Major compute capability of a GPU, asked for once; 0 of the CPU, where kernels are interpreted."""
+    """Returns the major compute capability of a GPU, cached; 0 for the CPU, where kernels are interpreted."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def specialization_key(argument: object) -> object:
-    """Equal for run-time arguments that Triton compiles alike."""
+    """Returns a key that is equal for run-time arguments for which Triton compiles the same kernel.
+
+    Raises: TypeError unless the argument is a tensor, a number, a bool or None.
+    """
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
     if type(argument) is int:

@@ -1,8 +1,11 @@
-"""Triton kernels launched before the kernel in front of them on the stream has ended: programmatic dependent launches.
+"""Programmatic dependent launch (PDL): a Triton kernel starts before the previous kernel on its stream has ended.
 
-They begin when every CTA of that kernel allows it or is at its end, on multiprocessors that it leaves free. Those that
-run beside it must not need its results. Whoever comes next on the stream waits for them, and must find that kernel at
-its end too. Those that need its results wait first of all; then only the time that a launch takes is saved.
+It starts once every CTA of the previous kernel has triggered or exited, on the SMs that are free. It has two uses:
+
+* Hide the launch latency. A kernel that needs the previous kernel's results calls `pdl_wait_and_trigger` first.
+* Overlap. A kernel that does not need those results runs concurrently with the previous kernel and calls
+  `pdl_last_program_waits` last. It then ends after the previous kernel, so the next kernel on the stream, which waits
+  for this one alone, finds both complete.
 """
 
 import torch
@@ -14,19 +17,19 @@ from sonic_ep.kernels.common.launch import sm_major
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Has it such launches?"""
+    """Returns True if the device has programmatic dependent launch: compute capability 9.0 or later."""
     return sm_major(device) >= 9
 
 
 @triton.jit
 def pdl_wait_and_trigger():
-    """First in every program. From then on the next kernel may begin."""
+    """Waits for the previous kernel, then lets the next one start. Call it first in every program."""
     gdc_wait()
     gdc_launch_dependents()
 
 
 @triton.jit
 def pdl_last_program_waits():
-    """Last in every program of a grid of one dimension: one of them waits."""
+    """Makes the last program of a one-dimensional grid wait for the previous kernel. Call it last in every program."""
     if tl.program_id(0) == tl.num_programs(0) - 1:
         gdc_wait()

@@ -1,14 +1,14 @@
 """Sizes of grids and blocks, in plain integer arithmetic.
 
-triton.cdiv and triton.next_power_of_2 take the host as long as an allocation does, and every launch needs one or two.
+Every launch needs one or two of them. triton.cdiv and triton.next_power_of_2 take as much host time as an allocation.
 """
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. b > 0."""
+    """Returns a / b, rounded up. b > 0."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n; 1 for n <= 1."""
+    """Returns the smallest power of two that is at least n; 1 for n <= 1."""
     return 1 << max(0, n - 1).bit_length()

@@ -1,10 +1,11 @@
-"""A digest of the sources that a kernel of ours is written in, as a part of the key by which quack keeps it compiled.
+"""A digest of the source files of one of our kernels. It is part of the kernel's key in quack's compile cache.
 
-quack has a place for such sources, quack.cache.EXTRA_SOURCE_DIRS, but every key holds it, also the keys of quack's own
-kernels. The processes in which quack compiles candidates while it tunes do not import us and make other keys. Whoever
-tunes quack's GEMMs beside our layer would compile every candidate twice.
+quack has a setting for such files, quack.cache.EXTRA_SOURCE_DIRS. We do not use it, because it enters every key, also
+those of quack's own kernels. quack's tuner compiles candidates in processes that do not import this package, so their
+keys would differ from ours. A program that tunes quack's GEMMs and also runs our layer would compile every candidate
+twice.
 
-An epilogue that is a function of ours needs no digest: quack's key holds its source and what it refers to.
+An epilogue that is a function of ours needs no digest: quack's key already holds its source and what it refers to.
 """
 
 import ast
@@ -19,15 +20,18 @@ _OURS = "sonic_ep.kernels"
 
 @functools.cache
 def sources_of(module: str) -> str:
-    """Returns a digest of a module and of the modules of sonic_ep.kernels that it imports, directly or not.
+    """Returns a digest of a module and of the modules of sonic_ep.kernels that it imports, directly or indirectly.
 
-    A change in any other module leaves the digest as it is, and with it the kernels in the cache.
+    A change in any other module does not change the digest, so cached kernels stay valid.
     """
     return digest_of(modules_of(module))
 
 
 def modules_of(module: str) -> dict[str, bytes]:
-    """Returns these modules' contents by name. An import under `if TYPE_CHECKING` does not count."""
+    """Returns the contents of the modules that `sources_of` digests, by name.
+
+    Only top-level `from ... import` statements count, not those in functions or under `if TYPE_CHECKING`.
+    """
     found: dict[str, bytes] = {}
     waiting = [module]
     while waiting:
@@ -43,7 +47,7 @@ def _imported(source: bytes) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith(_OURS):
             if _file_of(node.module) is not None:
                 yield node.module
-            else:  # a folder, of whose modules some are imported
+            else:  # `from folder import module`: the folder has no file
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -53,7 +57,7 @@ def _file_of(module: str) -> str | None:
 
 
 def digest_of(modules: Mapping[str, bytes]) -> str:
-    """Returns a digest of names and contents."""
+    """Returns the SHA-256 hex digest of module names and contents."""
     digest = hashlib.sha256()
     for name in sorted(modules):
         digest.update(f"{name} {len(modules[name])}\n".encode())

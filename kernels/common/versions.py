@@ -1,12 +1,12 @@
-"""Which versions of quack and CuTe-DSL the GPU kernels work with.
+"""The versions of quack and CuTe-DSL that the GPU kernels work with.
 
-This module imports neither of them, so that it can answer before they are imported.
+This module imports neither, so the check can run before they are imported.
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
-# By package: those of the extra "cuda" in pyproject.toml. Our kernels override methods of quack's, which change in any
-# of its releases.
+# The same versions as in the extra "cuda" of pyproject.toml. Our kernels override methods of quack's classes, which may
+# change in any release.
 SUPPORTED = {"quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
 
 
@@ -25,5 +25,5 @@ def problem_with_versions() -> str | None:
 def _installed(package: str) -> str | None:
     try:
         return version(package)
-    except PackageNotFoundError:  # what is imported was not installed by pip
+    except PackageNotFoundError:  # pip did not install what is imported
         return None

@@ -1,8 +1,7 @@
-"""Activations of the expert MLP: value and derivative, one object each.
+"""Activations of the expert MLP: one object each, with its value and derivative.
 
-Gated activations read pairs of columns, gate first: H[:, 2i] and H[:, 2i + 1] (interleaved, the one layout in memory: a
-GEMM epilogue then holds both halves of a pair in one thread). `interleave` and `concatenate` convert weights and
-biases.
+Gated activations read interleaved columns: gate is H[:, 2i] and up is H[:, 2i + 1]. In a GEMM epilogue one thread then
+holds both. `interleave` and `concatenate` convert weights and biases from and to [gate; up].
 
 Legend: P rows of the pair buffer, J pre-activation columns (2I if gated else I), I expert width.
 """
@@ -19,18 +18,18 @@ _GPT_OSS_LIMIT = 7.0
 
 
 class Activation(ABC):
-    """Forward (P, J) -> (P, I) and backward of an elementwise activation, in the dtype of its input."""
+    """An elementwise activation (P, J) -> (P, I), computed in the dtype of its input. I is J / 2 if `gated`, else J."""
 
     gated: bool = False
     name: str
 
     @abstractmethod
     def forward(self, h_PJ: Tensor) -> Tensor:
-        """A = act(H)."""
+        """Returns A = act(H)."""
 
     @abstractmethod
     def backward(self, da_PI: Tensor, h_PJ: Tensor) -> Tensor:
-        """dH from dA."""
+        """Returns dH (P, J), given dA (P, I) and H (P, J)."""
 
 
 def _silu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +38,7 @@ def _silu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
-    """GELU's tanh approximation, as the GPU kernels compute it (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+    """The tanh approximation of GELU, as in the GPU kernels (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
     c = (2 / torch.pi) ** 0.5
     t = torch.tanh(c * (x + 0.044715 * x**3))
     return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
@@ -133,23 +132,23 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_named(name: str) -> Activation:
-    """The activation of a MoEConfig. Raises ValueError for an unknown name."""
+    """Returns the activation that a MoEConfig names. Raises ValueError for an unknown name."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r} is not one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def interleave(concatenated: Tensor, dim: int = 1) -> Tensor:
-    """[gate; up] halves along `dim` -> gate and up rows in turn. Differentiable; a copy."""
+    """Returns a copy with gate and up alternating along `dim`: [g0, g1, u0, u1] -> [g0, u0, g1, u1]. Differentiable."""
     gate, up = concatenated.chunk(2, dim)
     return interleave_split(gate, up, dim)
 
 
 def interleave_split(w1: Tensor, up: Tensor | None, dim: int = 1) -> Tensor:
-    """`interleave`, of halves in tensors of their own, w1 and `up`. Without `up` w1 is both, and returned as it is."""
+    """Returns `interleave` of gate and up in two tensors, w1 and `up`. If `up` is None, returns w1 itself."""
     return w1 if up is None else torch.stack([w1, up], dim + 1).flatten(dim, dim + 1)
 
 
 def concatenate(interleaved: Tensor, dim: int = 1) -> Tensor:
-    """Gate and up rows in turn along `dim` -> [gate; up] halves. Differentiable; a copy."""
+    """Returns a copy with all of gate before up along `dim`: [g0, u0, g1, u1] -> [g0, g1, u0, u1]. Differentiable."""
     return torch.cat(interleaved.unflatten(dim, (-1, 2)).unbind(dim + 1), dim)

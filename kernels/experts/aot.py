@@ -1,7 +1,7 @@
-"""Compile the GPU operations of a layer without launching them, also on a machine without a GPU.
+"""Ahead-of-time compilation of a layer's GPU operations, also on a machine without a GPU.
 
-The operations are called on meta tensors while launches are switched off; what they compile lands in quack's cache.
-QUACK_ARCH and CUTE_DSL_ARCH must name the target before quack is imported; `sonic_ep.cli` sees to it.
+The operations are called on meta tensors while launches are switched off. The compiled kernels go to quack's cache.
+QUACK_ARCH and CUTE_DSL_ARCH must name the target before quack is imported; `sonic_ep.cli` sets them.
 """
 
 import time
@@ -16,14 +16,18 @@ from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.kernels.experts.quack_compat import without_launches
 from sonic_ep.kernels.experts.sm90.wgrad import WeightGemm
 
-# Row and expert counts are symbols in the compiled kernels.
+# Arbitrary: row and expert counts are symbolic in the compiled kernels.
 _EXPERTS, _ROWS, _PAIRS = 2, 256, 512
 
 
 def compile_operations(
     d: int, n: int, activation: str, *, bias: bool, dtype: torch.dtype, report: Callable[[str, float], None]
 ) -> None:
-    """Compile every grouped GEMM of a layer of these sizes; `report` hears each operation and its seconds."""
+    """Compiles every grouped GEMM of a layer with hidden size d and expert width n.
+
+    After each operation it calls `report` with the operation's name and the seconds that it took. Raises ValueError for
+    an unknown activation.
+    """
     act = activation_named(activation)
     J = 2 * n if act.gated else n
 
@@ -48,7 +52,7 @@ def compile_operations(
             a, x, rows, starts, transposed=True, out_eAB=meta(_EXPERTS, d, n, kind=torch.float32)
         ),
     }
-    gate_and_up = act.gated and not bias  # what `moe` takes apart
+    gate_and_up = act.gated and not bias  # `moe` takes split gate/up weights only then
     if gate_and_up:
         calls |= {
             "up_projection of gate and up": lambda: o.up_projection(x, gate, None, rows, starts, act, up),

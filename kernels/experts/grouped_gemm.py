@@ -1,10 +1,9 @@
-"""The fused operations on quack's CuTe-DSL GEMMs (Hopper and Blackwell): the signatures of
-kernels/experts/reference.py.
+"""The fused operations of kernels/experts/reference.py on quack's CuTe-DSL GEMMs, for Hopper and Blackwell.
 
-quack (Dao-AILab/quack, Apache-2.0) brings variable-length grouped GEMMs with a gathered operand and epilogues written
-as functions of the accumulator. Here a *plan* (a compiled kernel and its launch recipe) is kept per operation and shape
-class, and launched for any number of rows: nothing depends on row counts. row_gemm.py has what Hopper's kernels do
-otherwise.
+quack (Dao-AILab/quack, Apache-2.0) provides variable-length grouped GEMMs with a gathered operand, and epilogues
+written as functions of the accumulator. This module caches one *plan* (a compiled kernel and its launch recipe) per
+operation and shape class and launches it for any number of rows: no plan depends on row counts. On Hopper our
+overrides of quack's kernels apply, see sm90/row_gemm.py.
 
 Legend: R rows this rank receives, H hidden size, P rows of the pair buffer, e local experts, I expert width, J
 pre-activation columns (2I if gated else I).
@@ -51,7 +50,7 @@ __all__ = [
 
 _LOG = logging.getLogger("sonic_ep.kernels")
 
-# Ours to quack's.
+# quack's names of our activations.
 _QUACK_NAMES = {
     "swiglu": "swiglu",
     "geglu": "geglu",
@@ -61,6 +60,7 @@ _QUACK_NAMES = {
     "relu2": "relu_sq",
 }
 
+# Activations whose derivative takes more registers than SwiGLU's: see down_backward_heavy in tile_table.py.
 _HEAVY_BACKWARD = frozenset({"geglu", "gelu", swiglu_oai.NAME})
 ACTIVATION_NAMES = frozenset({*_QUACK_NAMES, swiglu_oai.NAME})
 
@@ -85,7 +85,10 @@ def _bias_epilogue(acc, bias):  # type: ignore[no-untyped-def]  # traced by quac
 
 
 def _with_up_weights(mod: EpiMod, w1: Tensor, up_eIH: Tensor | None) -> tuple[EpiMod, Tensor]:
-    """w1_eJH as a GEMM takes it, and the epilogue for that."""
+    """Returns the epilogue and the (e, J, H) operand of a GEMM with w1, or with the split gate/up weights w1 and up.
+
+    Split weights are read in place where `interleaved_view` can describe them, else copied into one tensor.
+    """
     if up_eIH is None:
         return mod, w1
     operand = interleaved_view(w1, up_eIH)
@@ -112,14 +115,17 @@ def _run(
     C: Tensor | None = None,
     **arguments: Any,
 ) -> None:
-    """Launch the GEMM over rows of an epilogue and a shape class, planned at its first use."""
+    """Launches a GEMM over rows with the epilogue `mod`. The first launch of a shape class compiles the plan.
+
+    key: what the plan depends on besides the epilogue and the tile, see `_class_key`.
+    """
     if get_device_capacity(A.device)[0] == 9:
         mod = hopper_mod(mod)
     key = (mod, tile, *key)
     plan = _PLANS.get(key)
     if plan is None:
         plan = _PLANS[key] = mod.plan(A, B, C, config=_config(tile, A), **arguments)
-        plan.scratch = {}  # every launch names its own partial sums
+        plan.scratch = {}  # quack's scratch is not needed: every launch passes its own buffer for partial sums
     counter = tile_counter(A, self_resetting=isinstance(mod, HopperMod)) if plan.config.is_dynamic_persistent else None
     plan.run(A, B, C, tile_count_semaphore=counter, **arguments)
 
@@ -141,7 +147,7 @@ def _config(tile: TileConfig, tensor: Tensor) -> GemmConfig:
 
 
 def _class_key(operation: Operation, *tensors: Tensor | None) -> tuple[object, ...]:
-    """What a compiled kernel depends on: dtypes, devices and all sizes but row counts."""
+    """Returns what a compiled kernel depends on: the operation, the device, dtypes and all sizes except row counts."""
     sizes = tuple(None if t is None else (t.dtype, t.shape[1:] if t.dim() < 3 else t.shape) for t in tensors)
     device = next(t.device for t in tensors if t is not None)
     return operation, device, sizes
@@ -201,7 +207,7 @@ def _grouped_rows(
     tile_aligned: bool,
     **arguments: Any,
 ) -> Tensor:
-    """rows_PK @ weights of each row's expert, through an epilogue."""
+    """Returns rows_PK @ weights_eKN[expert of the row] after the epilogue: (P, N) in the dtype of the rows."""
     P, K = rows_PK.shape
     N = weights_eKN.shape[2]
     out_PN = rows_PK.new_empty(P, N)
@@ -231,7 +237,7 @@ def down_projection_backward(
     mod = _down_backward_mod(activation)
     operation: Operation = "down_backward_heavy" if activation.name in _HEAVY_BACKWARD else "down_backward"
     tile = _tile(operation, I, H, do_RH)
-    # One fp32 partial sum of dS per row and column tile.
+    # The epilogue writes one fp32 partial sum of dS per row and column tile.
     partial_PZ = torch.empty(P, cdiv(I, tile.n), dtype=torch.float32, device=h_PJ.device)
     arguments: dict[str, Any] = {
         "out": {"D": dh_PJ, "mAuxOut": scaled_a_PI},
@@ -282,13 +288,13 @@ def weight_grad(
 
 
 def _expert_of_pair(expert_starts_e: Tensor, P: int) -> Tensor:
-    """The last expert's for rows behind those of all experts."""
+    """Returns the expert of each pair-buffer row, (P,) int64. Rows behind the last expert's get the last expert."""
     slots_P = torch.arange(P, dtype=expert_starts_e.dtype, device=expert_starts_e.device)
     return torch.searchsorted(expert_starts_e[1:-1], slots_P, right=True)
 
 
 def _row_dots(do_RH: Tensor, b2_eH: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:
-    """<dO[row], b2[expert]> of each pair: from the (R, e) table of all products, a thin GEMM."""
+    """Returns <dO[row], b2[expert]> of each pair, (P,) fp32, from the (R, e) table of all products, a thin GEMM."""
     table_Re = do_RH.float() @ b2_eH.float().T
     return table_Re[row_of_pair_P.long(), _expert_of_pair(expert_starts_e, row_of_pair_P.shape[0])]
 
@@ -305,6 +311,6 @@ def gathered_bias_grad(do_RH: Tensor, weights_P: Tensor, row_of_pair_P: Tensor, 
     table_eR = torch.zeros(e, R, dtype=torch.float32, device=do_RH.device)
     expert_P = _expert_of_pair(expert_starts_e, weights_P.shape[0])
     table_eR.index_put_((expert_P, row_of_pair_P.long()), weights_P.float(), accumulate=True)
-    # Rows that no expert needs may hold anything, and 0 times infinity is not 0.
+    # Rows that no pair reads are uninitialised and may hold inf or NaN, and 0 * inf is NaN.
     unused_R = (table_eR == 0).all(0)
     return (table_eR @ do_RH.to(torch.float32, copy=True).masked_fill_(unused_R[:, None], 0)).to(do_RH.dtype)

@@ -1,8 +1,10 @@
-"""The local experts over received rows: SonicMoE's layer, forward and backward, as a chain of fused operations.
+"""The local experts on received rows: forward and backward of SonicMoE's layer as a chain of fused operations.
 
-From received rows to values of pairs: their (weighted) sums are the transport's, which may fuse them with the way back.
-Nothing is kept but H (the caller keeps it with its rows and lists): A and A' are made and dropped, Y lives only until
-it is summed, gathered rows exist only inside a GEMM. Source: SonicMoE, arXiv 2512.14080, algorithms 1 to 3.
+Input: received rows. Output: one row per pair. The transport computes the weighted sums of pairs, because it may fuse
+them with the combine. Only H is saved for backward; the caller saves it with the received rows and the lists. A and A'
+are freed after use, Y is freed once it is summed, and gathered rows exist only inside a GEMM.
+
+Source: SonicMoE, arXiv 2512.14080, algorithms 1 to 3.
 
 Legend: R rows this rank receives, H hidden size, P rows of the pair buffer, e local experts, I expert width, J
 pre-activation columns (2I if gated else I).
@@ -18,7 +20,7 @@ from sonic_ep.kernels.experts.activations import Activation
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Of the local experts. w1: (e, J, H), or with `up_eIH` the gate alone, (e, I, H)."""
+    """Weights of the local experts. w1: (e, J, H), or with `up_eIH` the gate weights alone, (e, I, H)."""
 
     w1: Tensor
     w2_eHI: Tensor
@@ -29,9 +31,11 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class PairLists:
-    """Index lists, int32: the received row of each pair-buffer row, and the rows of each expert (prefix sums).
+    """Index lists of the pair buffer, int32.
 
-    rounded: do experts have whole tiles of rows, as a rule? For the choice of tiles.
+    row_of_pair_P:   the received row of each pair-buffer row.
+    expert_starts_e: (e + 1,), the first pair-buffer row of each expert and the end of the last one.
+    tile_aligned:    whether experts usually have a multiple of 128 rows. It selects the GEMM tile.
     """
 
     row_of_pair_P: Tensor
@@ -42,7 +46,7 @@ class PairLists:
 def forward(
     ops: Operations, x_RH: Tensor, weights: ExpertWeights, lists: PairLists, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """y_PH, the expert output of every pair, before weights and sum, and h_PJ."""
+    """Returns y_PH, the expert output of each pair before weighting and summation, and h_PJ, which backward needs."""
     rows, starts, tile_aligned = lists.row_of_pair_P, lists.expert_starts_e, lists.tile_aligned
     h_PJ, a_PI = ops.up_projection(x_RH, weights.w1, weights.b1_eJ, rows, starts, activation, weights.up_eIH)
     return ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, starts, tile_aligned=tile_aligned), h_PJ
@@ -50,7 +54,10 @@ def forward(
 
 @dataclass(frozen=True, slots=True)
 class HiddenGrads:
-    """dH and what comes with it. dh_PJ is for dX, dW1 and db1, scaled_a_PI (A') for dW2, ds_PN are parts of dS."""
+    """The results of `backward_hidden`.
+
+    dh_PJ: dH, for dX, dW1 and db1. scaled_a_PI: A', for dW2. ds_PZ: Z partial sums of the dS of each pair.
+    """
 
     dh_PJ: Tensor
     scaled_a_PI: Tensor
@@ -66,7 +73,7 @@ def backward_hidden(
     lists: PairLists,
     activation: Activation,
 ) -> HiddenGrads:
-    """dH, A' and dS: all that backward needs H for, so that a caller can let it go."""
+    """Returns dH, A' and dS. Nothing after it needs H, so the caller can free H."""
     grads = ops.down_projection_backward(
         do_RH, weights.w2_eHI, weights.b2_eH, h_PJ, weights_P, lists.row_of_pair_P, lists.expert_starts_e, activation
     )
@@ -74,7 +81,7 @@ def backward_hidden(
 
 
 def backward_pairs(ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists: PairLists) -> Tensor:
-    """dx_PH, the gradient of the row of every pair, before their sum."""
+    """Returns dx_PH, the gradient of the row of each pair, before the pairs of a received row are summed."""
     starts, tile_aligned = lists.expert_starts_e, lists.tile_aligned
     return ops.up_projection_backward(dh_PJ, weights.w1, starts, weights.up_eIH, tile_aligned=tile_aligned)
 
@@ -82,7 +89,7 @@ def backward_pairs(ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists
 def backward_down_weights(
     ops: Operations, do_RH: Tensor, scaled_a_PI: Tensor, lists: PairLists, into_eHI: Tensor | None = None
 ) -> Tensor:
-    """dW2 = dO[row_of_pair]^T A' per expert; added to `into_eHI` where there is one."""
+    """Returns dW2 = dO[row_of_pair]^T A' of each expert, (e, H, I). With `into_eHI` adds to it and returns it."""
     rows, starts = lists.row_of_pair_P, lists.expert_starts_e
     return ops.weight_grad(scaled_a_PI, do_RH, rows, starts, transposed=True, out_eAB=into_eHI)
 
@@ -97,10 +104,10 @@ def backward_up_weights(
     split_gate_up: bool = False,
     reserve_sms: bool = False,
 ) -> Tensor:
-    """dW1 = dH^T X[row_of_pair] per expert, or with `split_gate_up` dgate above dup; added to `into_eJH` where there is
-    one.
+    """Returns dW1 = dH^T X[row_of_pair] of each expert, (e, J, H). With `into_eJH` adds to it and returns it.
 
-    beside: leave some multiprocessors to sums of dX that are launched next.
+    split_gate_up: the rows are [dgate; dup] instead of interleaved. Not with `into_eJH`.
+    reserve_sms: reserve SMs for the sums of dX, which are launched next.
     """
     rows, starts = lists.row_of_pair_P, lists.expert_starts_e
     return ops.weight_grad(
@@ -111,7 +118,7 @@ def backward_up_weights(
 def backward_biases(
     ops: Operations, do_RH: Tensor, weights_P: Tensor, dh_PJ: Tensor, lists: PairLists
 ) -> tuple[Tensor, Tensor]:
-    """db1 and db2."""
+    """Returns db1 (e, J) and db2 (e, H)."""
     return (
         ops.bias_grad(dh_PJ, lists.expert_starts_e),
         ops.gathered_bias_grad(do_RH, weights_P, lists.row_of_pair_P, lists.expert_starts_e),

@@ -1,16 +1,16 @@
-"""The only importer of quack, and of what CuTe-DSL does not make public.
+"""The only module that imports quack and private parts of CuTe-DSL.
 
-Our kernels override methods of quack's kernel classes and call others by the position of their arguments. Nobody
-promises that these stay as they are, so three checks stand between us and another quack:
+Our kernels override methods of quack's kernel classes and call others by argument position. Neither is a stable
+interface, so three checks detect a quack that differs from the one we wrote them for:
 
-- importing this module raises ImportError where versions other than those of versions.py are installed;
-- before a kernel of ours is compiled, quack's methods are compared with quack_methods.json, which holds their
-  signatures and digests of their sources (`require_known_methods`). A kernel that is loaded from the cache was compiled
-  from the same sources, as quack's cache keys hold a digest of them. On import, the comparison would cost 0.1 s;
-- our epilogue refuses kernel classes that need what it leaves out (`require_no_dropped_hooks`).
+- importing this module raises ImportError if the installed versions are not those of versions.py;
+- before one of our kernels is compiled, `require_known_methods` compares quack's methods with quack_methods.json, which
+  holds their signatures and digests of their sources. A kernel from the cache needs no comparison: quack's cache keys
+  hold a digest of quack's sources. The comparison takes 0.1 s, too long for every import;
+- our epilogue refuses kernel classes that need a hook it does not call (`require_no_dropped_hooks`).
 
-After a deliberate change of version: look at the diff of every method that is named, adapt what overrides or calls it,
-then renew the digests with
+After a deliberate change of version: read the diff of every method that the error names, adapt what overrides or calls
+it, then renew the digests with
 
     python -m sonic_ep.kernels.experts.quack_compat
 """
@@ -105,11 +105,11 @@ __all__ = [
 ]
 
 _METHODS = Path(__file__).with_name("quack_methods.json")
-_DIGITS = 16  # of a digest
+_DIGITS = 16  # hexadecimal digits of a digest in quack_methods.json
 
 
 def problem_with_overrides() -> str | None:
-    """Returns what differs between quack's methods and quack_methods.json and what to do about it, or None."""
+    """Returns which of quack's methods differ from quack_methods.json and what to do about it, or None if none does."""
     differences = [
         f"{name} ({known['why']}): {difference}"
         for name, known in json.loads(_METHODS.read_text(encoding="utf-8")).items()
@@ -130,7 +130,7 @@ def problem_with_overrides() -> str | None:
 
 @functools.cache
 def require_known_methods() -> None:
-    """Raises RuntimeError if there is a problem with overrides; looks once, then no more."""
+    """Raises RuntimeError if one of quack's methods differs from quack_methods.json. A process passes it once."""
     if problem := problem_with_overrides():
         raise RuntimeError(problem)
 
@@ -143,9 +143,10 @@ def _difference(known: dict[str, str], found: dict[str, str]) -> str | None:
 
 
 def _description(name: str) -> dict[str, str]:
-    """Returns signature and digest of a function by its name, MODULE:QUALIFIED_NAME, as the module's file has it.
+    """Returns the signature and digest of the function MODULE:QUALIFIED_NAME in the module's source file.
 
-    Not as inspect would find it: CuTe-DSL 4.8.1 gives a method other code when it traces it for the first time.
+    It parses the file because `inspect` may see other code: CuTe-DSL 4.8.1 replaces the code of a method when it traces
+    the method for the first time.
     """
     module, path = name.split(":")
     lines, found = _parsed(module)
@@ -160,7 +161,7 @@ def _description(name: str) -> dict[str, str]:
     return {"signature": _signature(found), "sha256": hashlib.sha256(source.encode()).hexdigest()[:_DIGITS]}
 
 
-@functools.lru_cache(maxsize=1)  # the names of a module follow each other
+@functools.lru_cache(maxsize=1)  # one module suffices: names are sorted by module
 def _parsed(module: str) -> tuple[list[str], ast.Module | ast.ClassDef | ast.FunctionDef]:
     spec = find_spec(module)
     text = "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
@@ -168,7 +169,7 @@ def _parsed(module: str) -> tuple[list[str], ast.Module | ast.ClassDef | ast.Fun
 
 
 def _signature(function: ast.FunctionDef) -> str:
-    """Returns parameters by name and kind, without their types; `=...` stands for any default."""
+    """Returns the parameters with their kinds but without types. `=...` stands for any default."""
     given = function.args
     any_default = ast.Constant(...)
 
@@ -188,7 +189,7 @@ def _signature(function: ast.FunctionDef) -> str:
 
 
 def _renew_methods() -> None:
-    """Writes signatures and digests of the installed quack into quack_methods.json, and says which have changed."""
+    """Writes the installed quack's signatures and digests into quack_methods.json and prints which have changed."""
     methods = json.loads(_METHODS.read_text(encoding="utf-8"))
     for name, known in methods.items():
         found = _description(name)
@@ -199,12 +200,14 @@ def _renew_methods() -> None:
 
 
 def require_no_dropped_hooks(kernel: Any) -> None:
-    """Raises NotImplementedError if a kernel needs one of the hooks that epilogue.py does not call.
+    """Raises NotImplementedError if a kernel needs one of the hooks that sm90/epilogue.py does not call.
 
-    quack's epilogue (GemmBase.epilogue, 0.6.5) calls three more than ours: epi_needs_acc_prepass (a pass over all
-    accumulators before the first is stored), _epi_store_quant (a codec that quantizes an output) and epi_tile_load_s2r
-    (a tile of another operand than C, from shared memory to registers). For the kernels that are compiled here they do
-    nothing, so that leaving them out changes no result. kernel: of one of quack's classes, while it is traced.
+    quack's epilogue (GemmBase.epilogue, 0.6.5) uses three hooks that ours does not: epi_needs_acc_prepass (a pass over
+    all accumulators before the first is stored), _epi_store_quant (a codec that quantizes an output) and
+    epi_tile_load_s2r (loads a tile of an operand other than C from shared memory to registers). In the kernels that we
+    compile they do nothing, so leaving them out changes no result.
+
+    kernel: an instance of one of quack's kernel classes, while it is traced.
     """
     of_quack, own = (GemmBase, ComposableEpiMixin), type(kernel)
     stored = ("D", *(op.name for op in kernel._epi_ops if op.is_tile_store()))
@@ -223,11 +226,13 @@ def require_no_dropped_hooks(kernel: Any) -> None:
 
 
 class OverriddenEpiMod(EpiMod):
-    """A quack epilogue whose kernel classes have the methods of a class of ours before quack's.
+    """A quack epilogue whose kernel classes use our methods in place of quack's.
 
-    mod: the epilogue, which stays as it is. overrides: the class with our methods. what: the change in words, unlike
-    that of all other overrides of this epilogue. quack keeps compiled kernels, in memory and on disk, by
-    `semantic_digest`, which therefore holds `what` and our sources.
+    mod: the epilogue; it is not changed. overrides: the class with our methods, which precedes quack's kernel class in
+    the method resolution order. what: names the change; no other override of this epilogue may have the same name.
+
+    quack caches compiled kernels, in memory and on disk, by `semantic_digest`. It therefore covers `what` and our
+    sources.
     """
 
     def __init__(self, mod: EpiMod, overrides: type, what: str) -> None:
@@ -245,7 +250,7 @@ class OverriddenEpiMod(EpiMod):
 @functools.cache
 def _overridden(kernel: type, overrides: type) -> type:
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:  # noqa: N807
-        require_known_methods()  # quack makes an object of the class only to compile it
+        require_known_methods()  # quack instantiates the class only to compile it
         super(both, self).__init__(*arguments, **options)
 
     both = type(f"{kernel.__name__}{overrides.__name__}", (overrides, kernel), {"__init__": __init__})
@@ -253,16 +258,19 @@ def _overridden(kernel: type, overrides: type) -> type:
 
 
 def max_active_clusters(ctas: int, capacity: tuple[int, int]) -> int:
-    """Returns how many clusters of so many CTAs fit the current device at once, as its driver says."""
+    """Returns how many clusters of `ctas` CTAs fit the current device at once, according to the driver.
+
+    capacity: the device's compute capability, (major, minor).
+    """
     return _host.get_max_active_clusters(ctas, device_capacity=capacity)
 
 
 @contextmanager
 def without_launches(*launchers: type) -> Generator[None, None, None]:
-    """Within it, kernels are compiled but not launched, also on a machine without a GPU.
+    """Inside this context kernels are compiled but not launched. It needs no GPU.
 
-    launchers: classes of ours whose method `run` launches a kernel, as quack's EpiPlan.run does. quack's own plan()
-    compiles without a launch; what it cannot do is to leave out the question to the driver how many clusters fit.
+    launchers: our classes whose method `run` launches a kernel, as quack's EpiPlan.run does. quack's own plan() also
+    compiles without a launch, but it asks the driver how many clusters fit, which fails without a GPU.
     """
     with ExitStack() as stack:
         for launcher in (EpiPlan, *launchers):
@@ -273,7 +281,7 @@ def without_launches(*launchers: type) -> Generator[None, None, None]:
 
 @contextmanager
 def _replaced(target: Any, name: str, value: object) -> Generator[None, None, None]:
-    """Within it, an attribute has another value."""
+    """Inside this context the attribute `name` of `target` is `value`."""
     before = getattr(target, name)
     setattr(target, name, value)
     try:
@@ -283,12 +291,12 @@ def _replaced(target: Any, name: str, value: object) -> Generator[None, None, No
 
 
 def griddepcontrol_wait() -> None:
-    """Traced: waits until the kernel before has ended, of which this one was launched as a programmatic dependent."""
+    """Traced. In a programmatic dependent launch (PDL), waits until the previous kernel has ended."""
     _primitives.griddepcontrol(_primitives.GridDepAction.WAIT)
 
 
 def griddepcontrol_launch_dependents() -> None:
-    """Traced: allows the next kernel to start while this one still runs."""
+    """Traced. Lets the next kernel start while this one runs, if it is a programmatic dependent launch (PDL)."""
     _primitives.griddepcontrol(_primitives.GridDepAction.LAUNCH_DEPENDENTS)
 
 

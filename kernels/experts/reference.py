@@ -1,8 +1,13 @@
-"""Every fused operation of the layer in plain torch, any dtype, any device: the CPU path and the GPU kernels' oracle.
+"""The fused expert operations in plain torch, for any dtype and device: the CPU path and the GPU kernels' oracle.
 
-Half-precision operands are computed in fp32 and rounded once on output, as tensor cores with fp32 accumulators do;
-fp32 and float64 are computed as they are. Grouped operations work on a pair buffer whose rows stand by expert;
-`expert_starts_e` (e + 1, int32) are exclusive prefix sums of rows per expert, and empty experts are legal.
+Half-precision operands are computed in fp32 and rounded once on output, as tensor cores with fp32 accumulators do.
+fp32 and float64 are computed in their own dtype.
+
+Grouped operations work on a pair buffer, whose rows are sorted by expert. Three arguments are the same everywhere:
+expert_starts_e: (e + 1,) int32, the first pair-buffer row of each expert and the end of the last one. An expert may
+                 have no rows. Rows of an output behind the last expert's are not written.
+row_of_pair_P:   (P,) int32, the received row of each pair.
+tile_aligned:    whether experts usually have a multiple of 128 rows. It selects a tile on a GPU and changes no value.
 
 Legend: R rows this rank receives, H hidden size, P rows of the pair buffer, e local experts, I expert width, J
 pre-activation columns (2I if gated else I). Gate and up are interleaved, see activations.py.
@@ -17,7 +22,7 @@ from sonic_ep.kernels.experts.activations import Activation, concatenate, interl
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for half-precision dtypes, else the dtype itself."""
+    """Returns fp32 for half-precision dtypes, else the dtype itself."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -41,10 +46,21 @@ def up_projection(
     activation: Activation,
     up_eIH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """H = X[row_of_pair] W1^T + b1 and A = act(H): gathered grouped GEMM with the activation in its epilogue.
+    """Returns H = X[row_of_pair] W1^T + b1 and A = act(H): a gathered grouped GEMM with the activation in its epilogue.
 
-    w1: (e, J, H), or with `up_eIH` the gate alone, (e, I, H). Returns h_PJ and a_PI in the dtype of x.
-    Source: SonicMoE, arXiv 2512.14080, section 4.
+    Shapes:  x_RH (R, H); w1 (e, J, H), or with `up_eIH` the gate weights alone, (e, I, H); b1_eJ (e, J).
+             Returns h_PJ (P, J) and a_PI (P, I) in the dtype of x.
+    Source:  SonicMoE, arXiv 2512.14080, section 4.
+    Example: three pairs: row 0 with expert 0, rows 0 and 1 with expert 1.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.experts.activations import activation_named
+        >>> from sonic_ep.kernels.experts.reference import up_projection
+        >>> rows, starts = torch.tensor([0, 0, 1], dtype=torch.int32), torch.tensor([0, 1, 3], dtype=torch.int32)
+        >>> x, w1 = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[[1.0, 1.0]], [[2.0, -1.0]]])
+        >>> h, a = up_projection(x, w1, None, rows, starts, activation_named("relu2"))
+        >>> h.tolist(), a.tolist()
+        ([[3.0], [0.0], [2.0]], [[9.0], [0.0], [4.0]])
     """
     w1_eJH = interleave_split(w1, up_eIH)
     P, J = row_of_pair_P.shape[0], w1_eJH.shape[1]
@@ -62,9 +78,16 @@ def up_projection(
 def down_projection(
     a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, tile_aligned: bool = False
 ) -> Tensor:
-    """y_PH = A W2^T + b2: grouped GEMM.
+    """Returns Y = A W2^T + b2, not yet weighted: a grouped GEMM.
 
-    rounded: do experts have whole tiles of rows, as a rule? It changes no value, only how a GPU computes them.
+    Shapes:  a_PI (P, I); w2_eHI (e, H, I); b2_eH (e, H). Returns y_PH (P, H) in the dtype of A.
+    Example: one row of expert 0, two of expert 1.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.experts.reference import down_projection
+        >>> a, w2 = torch.tensor([[9.0], [1.0], [4.0]]), torch.tensor([[[1.0], [2.0]], [[2.0], [-1.0]]])
+        >>> down_projection(a, w2, None, torch.tensor([0, 1, 3], dtype=torch.int32)).tolist()
+        [[9.0, 18.0], [2.0, -1.0], [8.0, -4.0]]
     """
     y_PH = a_PI.new_empty(a_PI.shape[0], w2_eHI.shape[1])
     for expert, rows in _experts(expert_starts_e):
@@ -83,10 +106,25 @@ def down_projection_backward(
     expert_starts_e: Tensor,
     activation: Activation,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dA' = dO[row_of_pair] W2 with three epilogues: dH = act'(H) (s dA'), A' = s A, dS = <dA', A> + <dO, b2>.
+    """Returns dH = act'(H) (s dA'), A' = s A and dS = <dA', A> + <dO, b2>, with s the combine weights `weights_P`.
 
-    A is recomputed from H, Y is never needed. weights_P: s. Returns dh_PJ and scaled_a_PI in the dtype of H, ds_PN,
-    parts (one here) whose sum is dS, in that of the gates. Source: SonicMoE, arXiv 2512.14080, section 3.2.
+    A grouped GEMM, dA' = dO[row_of_pair] W2, with three epilogues. A is recomputed from H, and Y is not needed.
+
+    Shapes:  do_RH (R, H); w2_eHI (e, H, I); b2_eH (e, H); h_PJ (P, J); weights_P (P,).
+             Returns dh_PJ (P, J) and scaled_a_PI (P, I), which is A', in the dtype of H, and ds_PZ (P, Z) in the dtype
+             of the weights: Z partial sums of each dS. Z is 1 here; a GPU kernel returns one per column tile.
+    Source:  SonicMoE, arXiv 2512.14080, section 3.2.
+    Example: dA' is 3, 1, 4 and A is 9, 1, 4.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.experts.activations import activation_named
+        >>> from sonic_ep.kernels.experts.reference import down_projection_backward
+        >>> rows, starts = torch.tensor([0, 0, 1], dtype=torch.int32), torch.tensor([0, 1, 3], dtype=torch.int32)
+        >>> do, w2 = torch.tensor([[1.0, 1.0], [2.0, 0.0]]), torch.tensor([[[1.0], [2.0]], [[2.0], [-1.0]]])
+        >>> h, s = torch.tensor([[3.0], [1.0], [2.0]]), torch.tensor([0.5, 1.0, 2.0])
+        >>> grads = down_projection_backward(do, w2, None, h, s, rows, starts, activation_named("relu2"))
+        >>> [grad.flatten().tolist() for grad in grads]  # dH, A', dS
+        [[9.0, 2.0, 32.0], [4.5, 1.0, 8.0], [27.0, 1.0, 16.0]]
     """
     dh_PJ = torch.empty_like(h_PJ)
     scaled_a_PI = h_PJ.new_empty(h_PJ.shape[0], w2_eHI.shape[2])
@@ -106,7 +144,18 @@ def down_projection_backward(
 def up_projection_backward(
     dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None, *, tile_aligned: bool = False
 ) -> Tensor:
-    """dx_PH = dH W1: grouped GEMM, one row a pair; `gather_sum` adds a received row's pairs. w1, rounded: as above."""
+    """Returns dX = dH W1, one row per pair: a grouped GEMM. `gather_sum` then adds the pairs of each received row.
+
+    Shapes:  dh_PJ (P, J); w1 (e, J, H), or with `up_eIH` the gate weights alone, (e, I, H).
+             Returns dx_PH (P, H) in the dtype of dH.
+    Example: one row of expert 0, two of expert 1.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.experts.reference import up_projection_backward
+        >>> dh, w1 = torch.tensor([[9.0], [2.0], [32.0]]), torch.tensor([[[1.0, 1.0]], [[2.0, -1.0]]])
+        >>> up_projection_backward(dh, w1, torch.tensor([0, 1, 3], dtype=torch.int32)).tolist()
+        [[9.0, 9.0], [4.0, -2.0], [64.0, -32.0]]
+    """
     w1_eJH = interleave_split(w1, up_eIH)
     dx_PH = dh_PJ.new_empty(dh_PJ.shape[0], w1_eJH.shape[2])
     for expert, rows in _experts(expert_starts_e):
@@ -125,12 +174,26 @@ def weight_grad(
     out_eAB: Tensor | None = None,
     reserve_sms: bool = False,
 ) -> Tensor:
-    """Per expert, left^T right[row_of_pair]: (e, A, B), a grouped GEMM over rows (varlen-K) with a gathered operand.
+    """Returns left^T right[row_of_pair] of each expert: a grouped GEMM that contracts over rows (varlen-K) and gathers.
 
-    dW1 = weight_grad(dH, X), dW2 = weight_grad(A', dO, transposed=True), which gives (e, B, A).
-    halves: rows of even columns of `left` first, then those of odd ones: [gate; up], not interleaved. Alone.
-    out_eAB: accumulate into this buffer instead (a main_grad, usually fp32), and return it.
-    beside: a GPU's kernel leaves multiprocessors to a gather_sum of P rows as wide as `right`, launched right after it.
+    dW1 = weight_grad(dH, X). dW2 = weight_grad(A', dO, transposed=True).
+
+    transposed:    return (e, B, A) instead of (e, A, B).
+    split_gate_up: `left` has interleaved gate and up columns; return the rows of dW1 as [gate; up], not interleaved.
+                   AssertionError together with `transposed` or `out_eAB`.
+    out_eAB:       add to this buffer, of the shape of the result (a main_grad, usually fp32), and return it.
+    reserve_sms:   the GPU kernel reserves SMs for a gather_sum of P rows as wide as `right`, launched right after it.
+
+    Shapes:  left_PA (P, A); right_RB (R, B). Returns (e, A, B) or (e, B, A) in the dtype of left or of `out_eAB`.
+             An expert without rows gets zeros; its part of `out_eAB` stays as it is.
+    Example: three pairs: row 0 with expert 0, rows 0 and 1 with expert 1.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.experts.reference import weight_grad
+        >>> rows, starts = torch.tensor([0, 0, 1], dtype=torch.int32), torch.tensor([0, 1, 3], dtype=torch.int32)
+        >>> dh, x = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> weight_grad(dh, x, rows, starts).tolist()
+        [[[1.0, 2.0]], [[11.0, 16.0]]]
     """
     assert not (split_gate_up and (transposed or out_eAB is not None))
     if split_gate_up:
@@ -145,7 +208,16 @@ def weight_grad(
 
 
 def bias_grad(values_PB: Tensor, expert_starts_e: Tensor) -> Tensor:
-    """(e, B) sum of each expert's rows."""
+    """Returns the sum of each expert's rows, (e, B) in the dtype of the values: db1 if the values are dH.
+
+    Example: one row of expert 0, two of expert 1.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.experts.reference import bias_grad
+        >>> values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+        >>> bias_grad(values, torch.tensor([0, 1, 3], dtype=torch.int32)).tolist()
+        [[1.0, 2.0], [8.0, 10.0]]
+    """
     out = values_PB.new_zeros(expert_starts_e.shape[0] - 1, values_PB.shape[1])
     for expert, rows in _experts(expert_starts_e):
         out[expert] = _up(values_PB[rows]).sum(0)
@@ -153,7 +225,17 @@ def bias_grad(values_PB: Tensor, expert_starts_e: Tensor) -> Tensor:
 
 
 def gathered_bias_grad(do_RH: Tensor, weights_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:
-    """db2: (e, H) sum of each expert's s * dO[row_of_pair]."""
+    """Returns db2, the sum of each expert's s * dO[row_of_pair]: (e, H) in the dtype of dO. s is `weights_P`, (P,).
+
+    Example: three pairs: row 0 with expert 0, rows 0 and 1 with expert 1.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.experts.reference import gathered_bias_grad
+        >>> rows, starts = torch.tensor([0, 0, 1], dtype=torch.int32), torch.tensor([0, 1, 3], dtype=torch.int32)
+        >>> do, s = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, 1.0, 2.0])
+        >>> gathered_bias_grad(do, s, rows, starts).tolist()
+        [[0.5, 1.0], [7.0, 10.0]]
+    """
     out = do_RH.new_zeros(expert_starts_e.shape[0] - 1, do_RH.shape[1])
     for expert, rows in _experts(expert_starts_e):
         do = _up(do_RH.index_select(0, row_of_pair_P[rows]))

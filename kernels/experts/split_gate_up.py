@@ -1,10 +1,10 @@
-"""Gate and up weights that lie apart in memory as one GEMM operand whose rows are gate and up in turn, without a copy.
+"""Split gate/up weights as one interleaved GEMM operand, without a copy.
 
-DeepSpeed's AutoEP holds the two in tensors of their own, (e, I, H) each. The rows of the interleaved (e, J, H) operand
-then lie at addresses that two strides describe: H from one gate row to the next, and the distance of the two tensors
-from a gate row to its up row. To TMA that is a stride like any other, so all that is missing is a tensor that says so:
-`interleaved_view` makes it, and a kernel of an `split_gate_up_mod` knows how to read it. quack has the same for halves
-of one tensor, where the distance follows from the shape (`concat_layout`).
+DeepSpeed's AutoEP holds gate and up in two tensors, (e, I, H) each. Two strides then describe the addresses of the rows
+of the interleaved (e, J, H) operand: H elements from one gate row to the next, and the distance of the two tensors from
+a gate row to its up row. TMA can load with any such strides. `interleaved_view` makes a tensor that carries them, and
+the kernels of a `split_gate_up_mod` read it. quack's `concat_layout` does the same for gate and up in one tensor, where
+the distance follows from the shape.
 
 Legend: e local experts, I expert width, J pre-activation columns (2I if gated else I), H hidden size.
 """
@@ -19,20 +19,19 @@ from torch import Tensor
 
 from sonic_ep.kernels.experts.quack_compat import EpiMod, OverriddenEpiMod
 
-_STRIDE_UNIT, _STRIDE_LIMIT = 16, 1 << 40  # bytes: TMA's strides are multiples of the one and below the other
+_STRIDE_UNIT, _STRIDE_LIMIT = 16, 1 << 40  # bytes: TMA strides are multiples of 16 and below 2^40
 
 
 def interleaved_view(gate_eIH: Tensor, up_eIH: Tensor) -> Tensor | None:
-    """The operand of the kernels of an `split_gate_up_mod`: what two contiguous tensors, of one shape and dtype, make
-    together.
+    """Returns two contiguous tensors of one shape and 16-bit dtype as one (e, J, H) operand, or None.
 
-    Its shape is (e, J, H) and the stride of its second dimension the distance of the two; it is of no use to anything
-    else. It holds neither of them. None where TMA cannot read them so: up before gate, or one of the two not at a
-    multiple of 16 bytes.
+    Only kernels of a `split_gate_up_mod` can read it: the stride of its second dimension is the distance from gate to
+    up. It keeps neither tensor alive. None if TMA cannot load it: up is not behind gate in memory or 2^40 bytes or more
+    behind it, or the address of either is not a multiple of 16 bytes.
     """
     e, I, H = gate_eIH.shape  # noqa: E741
     start, distance = gate_eIH.data_ptr(), up_eIH.data_ptr() - gate_eIH.data_ptr()
-    if gate_eIH.is_meta:  # nothing will be read
+    if gate_eIH.is_meta:  # compiled only, never read
         distance = _STRIDE_UNIT
     if not 0 < distance < _STRIDE_LIMIT or start % _STRIDE_UNIT or distance % _STRIDE_UNIT:
         return None
@@ -43,7 +42,7 @@ def interleaved_view(gate_eIH: Tensor, up_eIH: Tensor) -> Tensor | None:
 
 
 class _Memory:
-    """Memory behind a tensor in other shape and strides, of values of 16 bits, for torch to take as it is."""
+    """A tensor's memory as 16-bit values of another shape and strides, which torch.as_tensor takes without a copy."""
 
     def __init__(self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         assert tensor.element_size() == 2
@@ -58,12 +57,12 @@ class _Memory:
 
 @functools.cache
 def split_gate_up_mod(mod: EpiMod) -> EpiMod:
-    """A quack epilogue whose kernels take a B that `interleaved_view` made."""
+    """Returns a quack epilogue whose kernels read a B that `interleaved_view` made."""
     return OverriddenEpiMod(mod, _ReadsSplitGateUp, "gate and up apart")
 
 
 class _ReadsSplitGateUp:
-    """What a kernel class does differently: the layout of its B."""
+    """Overrides the layout of B in a quack kernel class: rows become (gate or up, row), with a stride each."""
 
     def rotate_batch_last(self, mA: Any, mB: Any, *others: Any, **options: Any) -> tuple[Any, ...]:
         mA, mB, *others = super().rotate_batch_last(mA, mB, *others, **options)  # type: ignore[misc]  # pyright: ignore

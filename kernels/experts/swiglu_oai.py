@@ -1,6 +1,6 @@
-"""Epilogues of gpt-oss's activation: quack has its arithmetic, but no ready epilogue with the clamp on both sides.
+"""Epilogues of gpt-oss's activation: quack has its arithmetic, but no epilogue with the clamp of both gate and up.
 
-Operands are named as in quack's own epilogues of the other activations, so that a launch is the same for all.
+Operands have the names of those in quack's epilogues of the other activations, so all activations launch alike.
 """
 
 from sonic_ep.kernels.experts.quack_compat import (
@@ -16,11 +16,11 @@ from sonic_ep.kernels.experts.quack_compat import (
 )
 
 NAME = "swiglu_oai"
-_LIMIT = 7.0
+_LIMIT = 7.0  # clamp of gpt-oss's experts, as _GPT_OSS_LIMIT in activations.py
 
 
 @gemm_epilogue(outputs=("mAuxOut",), mode="acc_pair")
-def _up(acc):  # type: ignore[no-untyped-def]  # traced by quack, as are those below
+def _up(acc):  # type: ignore[no-untyped-def]  # traced by quack, as are the functions below
     gate, up = unpack(acc)
     return {"D": pack(gate, up), "mAuxOut": swiglu_oai(gate, up, limit=_LIMIT)}
 
@@ -38,12 +38,12 @@ def _up_with_bias(acc, mRowVecBroadcast):  # type: ignore[no-untyped-def]
     mode="packed_cd_b16x2",
 )
 def down_backward(acc, c, mColVecBroadcast):  # type: ignore[no-untyped-def]
-    """dH = dact(H, s dA) and A' = s A, with dS = sum A dA."""
+    """Epilogue of dA' = dO W2 that returns dH = act'(H) (s dA'), A' = s A and dS = <dA', A>. s: mColVecBroadcast."""
     gate, up = unpack(c)
     dgate, dup, out = dswiglu_oai(gate, up, acc * mColVecBroadcast, limit=_LIMIT)
     return {"D": pack(dgate, dup), "mAuxOut": out * mColVecBroadcast, "mColVecReduce": (out, acc)}
 
 
 def up(*, bias: bool) -> EpiMod:
-    """H and A = act(H)."""
+    """Returns the epilogue that computes H, with or without its bias, and A = act(H)."""
     return _up_with_bias if bias else _up

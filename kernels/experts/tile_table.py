@@ -1,11 +1,15 @@
-"""Tile choice per (operation, shape class, architecture): a table, filled by measurement, never by tuning at run time.
+"""The GEMM tile of each (operation, shape class, architecture): a measured table, without tuning at run time.
 
-A shape class is the two sizes of a GEMM that do not change from step to step, and whether experts' rows are rounded to
-whole tiles of 128. Nothing depends on row counts, which change.
-Most GEMMs draw their tiles from a counter: with ragged experts, CTAs that take every 132nd tile drift apart until the
-experts in flight no longer fit the L2. Pairs of them that share the rows which they read drift less: those with little
-to do for a tile are better off without a counter. The cluster of a GEMM over rows stays 1 along M: with 2 a CTA idles
-where an expert has an odd number of tiles.
+A shape class is the two sizes of a GEMM that do not change from step to step, and whether experts' row counts are
+multiples of 128 (`tile_aligned`). Row counts change every step, so no tile depends on them.
+
+Most GEMMs fetch their tiles from a counter (`dynamic`). With a static schedule each CTA computes every 132nd tile (an
+H100 or H200 has 132 SMs). Ragged experts let such CTAs fall behind one another until the experts in flight no longer
+fit the L2. Clusters of 2 CTAs along N, which read the same rows, diverge less: if each tile has little work (a small
+K), they are faster without a counter. GEMMs over rows have no clusters of 2 along M: one of the two CTAs would idle
+wherever an expert has an odd number of tiles.
+
+Measurements: "Tiles" in docs/gpu_kernels.md.
 """
 
 from dataclasses import dataclass, replace
@@ -13,10 +17,10 @@ from typing import Literal
 
 from sonic_ep.kernels.common.sizes import cdiv
 
-# M: rows of one grouped-GEMM tile, and what everything is aligned to (docs/design.md).
+# M of docs/design.md: the rows of one grouped-GEMM tile. Row counts are aligned to it.
 TILE_ROWS = 128
 
-# up_clamped: "up" under a bias and gpt-oss's clamp, an epilogue of so many registers that ping-pong tiles would spill.
+# up_clamped: "up" with a bias and gpt-oss's clamp. Its epilogue takes so many registers that ping-pong tiles spill.
 # down_backward_heavy: "down_backward" of activations whose derivative takes more registers than SwiGLU's.
 Operation = Literal[
     "up", "up_clamped", "down", "down_backward", "down_backward_heavy", "up_backward", "weight_up", "weight_down"
@@ -25,8 +29,12 @@ Operation = Literal[
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """One CTA's output tile, whether two tiles alternate on the tensor cores (ping-pong), the cluster, and whether CTAs
-    draw their next tile from a counter (dynamic) or take every 132nd."""
+    """The output tile of a CTA and how CTAs are scheduled.
+
+    m, n: extents of the tile. pingpong: two warp groups compute a tile each and alternate on the tensor cores.
+    cluster_m, cluster_n: CTAs of a cluster. dynamic: CTAs fetch their next tile from a counter; otherwise each computes
+    every 132nd tile.
+    """
 
     m: int
     n: int
@@ -36,7 +44,7 @@ class TileConfig:
     dynamic: bool = False
 
     def __str__(self) -> str:
-        """Its name in the benchmark's records, as 128x192pc11d."""
+        """Returns the tile's name in the records of benchmarks/results/, for example 128x192pc11d."""
         flags = "p" if self.pingpong else "", "d" if self.dynamic else ""
         return f"{self.m}x{self.n}{flags[0]}c{self.cluster_m}{self.cluster_n}{flags[1]}"
 
@@ -49,24 +57,28 @@ _TALL_PAIRS = TileConfig(192, 128, True, cluster_n=2)
 _LARGE_PAIRS = TileConfig(256, 192, False, cluster_n=2)
 _WIDE = TileConfig(128, 256, False, dynamic=True)
 _WIDE_PAIRS = TileConfig(128, 256, False, cluster_m=2, dynamic=True)
-# Blackwell: compiled, not measured.
+# Blackwell: this tile compiles; it has not been measured.
 _SM100 = TileConfig(128, 128, False)
 
-# Sizes above this, as DeepSeek-V3's d of 7168 and Mixtral's n of 14336, want other tiles in some operations.
+# Limits d and n: above it (DeepSeek-V3's d = 7168, Mixtral's n = 14336) some operations are faster with other tiles,
+# which at d = 4096 are slower (grouped_gemms_large_h200.json).
 LARGE = 6144
 
-# From so many products of an element on, pairs of a GEMM over rows draw their tiles.
+# Limits K, the products summed per output element: from here on clusters of 2 in a GEMM over rows fetch their tiles
+# from the counter. With a smaller K the counter costs more than it saves (grouped_gemms_drawn_h200.json).
 _MIN_LONG_SUM = 1024
 
-# Sums of rows on one multiprocessor take as long as a GEMM that contracts these rows with so many columns on 132.
+# One SM takes as long for the gather_sum of dX as 132 SMs take for the GEMM of dW1 if J is this number, for any number
+# of pairs and any d. From grouped_gemms_left_free_h200.json.
 _GEMM_COLUMNS_PER_SUM = 9216
 
 
 def tile_config(operation: Operation, N: int, other_size: int, arch: int, *, tile_aligned: bool = False) -> TileConfig:
-    """The tile of a GEMM with N output columns.
+    """Returns the tile of a GEMM with N output columns.
 
-    other: the GEMM's other fixed size, K over rows, M of weight gradients. arch: major compute capability, 9 or 10.
-    Raises ValueError for another. rounded: is an expert's number of rows a multiple of 128, as a rule?
+    other_size:   the GEMM's other fixed size: K of a GEMM over rows, M of a weight gradient.
+    arch:         major compute capability, 9 or 10. ValueError for any other.
+    tile_aligned: whether experts usually have a multiple of 128 rows.
     """
     if arch == 10:
         return _SM100
@@ -76,12 +88,12 @@ def tile_config(operation: Operation, N: int, other_size: int, arch: int, *, til
 
 
 def _hopper_tile(operation: Operation, N: int, other_size: int, *, tile_aligned: bool) -> TileConfig:
-    """Filled from grouped_gemms_{tiles,large,partial*,dgated,weights,drawn}_h200.json of benchmarks/results/."""
+    """Measured in grouped_gemms_{tiles,large,partial*,dgated,weights,drawn}_h200.json of benchmarks/results/."""
     divides = N % 192 == 0
     match operation:
         case "down_backward" if 192 * cdiv(N, 192) <= N + N // 32:
             return _PINGPONG_192
-        case "down_backward" | "down_backward_heavy":  # 128x192 would spill registers in the latter
+        case "down_backward" | "down_backward_heavy":  # 128x192 would spill in the heavy one
             return _PINGPONG_128
         case "weight_up" | "weight_down":
             return _PINGPONG_192_TALL_PAIRS if divides or max(N, other_size) > LARGE else _WIDE_PAIRS
@@ -89,7 +101,7 @@ def _hopper_tile(operation: Operation, N: int, other_size: int, *, tile_aligned:
             return _PINGPONG_128
         case "up":
             return _PINGPONG_192 if divides else _WIDE
-        case "up_clamped":  # not timed itself; without the clamp _WIDE costs 1 % on ragged experts, 10 % on even ones
+        case "up_clamped":  # not timed; of "up", _WIDE costs 1 % with ragged experts and 10 % with equal ones
             return _WIDE
         case "down" | "up_backward":
             if not (tile_aligned or divides):
@@ -104,12 +116,13 @@ def _hopper_tile(operation: Operation, N: int, other_size: int, *, tile_aligned:
 
 
 def reserved_clusters(J: int, clusters: int, arch: int) -> int:
-    """Of the clusters that fit a device, those that the GEMM of dW1 leaves to the sums of dX beside it.
+    """Returns how many clusters the GEMM of dW1 leaves free, so that the gather_sum of dX runs concurrently.
 
-    As many as make both end together: the work of either is proportional to P and d, so J decides alone
-    (grouped_gemms_left_free_h200.json). On other devices than Hopper quack's kernel lets nothing begin beside it.
+    The number makes both kernels end together. The work of both is proportional to P and d, so it depends on J alone.
+    clusters: how many fit the device. Returns 0 except on Hopper: elsewhere the GEMM is quack's kernel, which
+    lets the next one start only at its end.
     """
     if arch != 9:
         return 0
-    # On more than half of a device sums are no faster: the memory is busy.
+    # Half of a device already saturates memory: the sums are no faster on more SMs.
     return min(round(clusters * _GEMM_COLUMNS_PER_SUM / (132 * J)), clusters // 2)

@@ -1,4 +1,4 @@
-"""The router's operations as Triton kernels: the module that kernels/route/interface.py describes."""
+"""The router's fused Triton operations, as one module that implements RouterOperations (kernels/route/interface.py)."""
 
 from sonic_ep.kernels.route.topk.triton import compute_topk
 from sonic_ep.kernels.route.weights_and_losses.triton import logits_gradient, losses, weights_of_pairs

@@ -1,4 +1,4 @@
-"""The contract of the router's fused kernels. routers/topk.py and routers/balance.py hold their plain twins.
+"""The contract of the router's fused kernels. Their twins: reference.py in topk, weights_and_losses, linear.
 
 Legend: T tokens on this rank, H hidden size, E experts, K experts per token, N pairs this rank sends, B sequences.
 """
@@ -11,9 +11,12 @@ from sonic_ep.config import RouterConfig
 
 
 class FusedTopK(NamedTuple):
-    """scores_TE, ranking_TE: fp32, one and the same tensor without an expert bias. allowed_TE: bool, None without group
-    limits. topk_ids_TK: int64, best first. counts_E: int64. entropy_T: fp32, of each token's scores as a distribution.
-    bad_logits: () int64, None if not asked for.
+    """The results of `compute_topk`.
+
+    scores_TE: fp32. ranking_TE: fp32 scores plus expert bias; the same tensor as scores_TE without a bias.
+    allowed_TE: bool, the experts of each token's best groups; None without group limits. topk_ids_TK: int64, best
+    first. counts_E: int64, tokens per expert. entropy_T: fp32, in nats, of each token's scores divided by their sum.
+    bad_logits: () int64, the number of non-finite logits; None unless `config.check_logits`.
     """
 
     scores_TE: Tensor
@@ -26,8 +29,11 @@ class FusedTopK(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """value: () fp32, the balance loss and the z-loss, weighted and added. dshares_BE: fp32 derivative of the balance
-    loss by the sum of each sequence's shares, scores divided by their token's sum of them; None without that loss.
+    """The auxiliary losses.
+
+    value: () fp32, the weighted balance loss plus the weighted z-loss. dshares_BE: fp32, the derivative of the balance
+    loss by each sequence's sum of shares; None without a balance loss. The shares of a token are its scores divided by
+    their sum over the experts.
     """
 
     value: Tensor
@@ -35,8 +41,9 @@ class Losses(NamedTuple):
 
 
 class PairGradients(NamedTuple):
-    """token_ids_N, expert_ids_N: integers, no pair twice; token -1 where an entry is spare. dweights_N: fp32 gradient
-    of their weights.
+    """The gradient of the weights of pairs.
+
+    token_ids_N, expert_ids_N: integers; no pair occurs twice, and a spare entry has token -1. dweights_N: fp32.
     """
 
     token_ids_N: Tensor
@@ -45,27 +52,30 @@ class PairGradients(NamedTuple):
 
 
 class LossGradient(NamedTuple):
-    """dloss: () fp32. dshares_BE: of `Losses`."""
+    """dloss: () fp32, the gradient of `Losses.value`. dshares_BE: see `Losses`."""
 
     dloss: Tensor
     dshares_BE: Tensor | None
 
 
 class RouterOperations(Protocol):
-    """Operations on fp32 logits of at least one token, but for `compute_topk`. They record no gradient."""
+    """Operations on fp32 logits of at least one token; `compute_topk` also accepts none. They record no gradient."""
 
     def compute_topk(self, logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedTopK:
-        """The scores, and the choice by them: exactly `top_experts(ranking_TE, allowed_TE, K)` of routers/select.py
-        with the best groups of `ranking_TE` allowed. A softmax may differ from torch's in the last bits.
+        """Computes scores and top-K.
+
+        The ids are exactly `top_experts(ranking_TE, allowed_TE, K)` of topk/reference.py, and allowed_TE are the
+        experts of the best groups of `ranking_TE`. The softmax may differ from torch's in the last bits.
         """
         ...
 
     def weights_of_pairs(
         self, scores_TE: Tensor, topk_ids_TK: Tensor, token_ids_N: Tensor, expert_ids_N: Tensor, config: RouterConfig
     ) -> Tensor:
-        """(N,) fp32 weights by the rules of routers/topk.py. A pair is chosen if its expert is in its token's top K.
+        """Returns (N,) fp32 combine weights by the rules of weights_and_losses/reference.py.
 
-        Anything for a spare entry, whose token is -1.
+        Unlike there no chosen_N is passed: a pair is chosen if its expert is in its token's top-K. The weight of a
+        spare entry (token -1) is undefined.
         """
         ...
 
@@ -77,8 +87,10 @@ class RouterOperations(Protocol):
         num_sequences: int,
         config: RouterConfig,
     ) -> Losses:
-        """The losses of routers/balance.py, of which the config has one at least. T must be a multiple of
-        `num_sequences`, which is 1 but for the balance of sequences. ids_TK, times_SE: see Counted in routing.py.
+        """Returns the losses of weights_and_losses/reference.py. The config must have at least one of them.
+
+        num_sequences: T must be a multiple of it. It is 1 unless `config.balance` is "sequence". ids_TK, times_SE: see
+        BalanceCounts in routing.py.
         """
         ...
 
@@ -90,16 +102,18 @@ class RouterOperations(Protocol):
         loss: LossGradient | None,
         config: RouterConfig,
     ) -> Tensor:
-        """(T, E) fp32 gradient from the weights of pairs and from the sum of both losses."""
+        """Returns the (T, E) fp32 gradient of the logits from the weights of pairs and from `Losses.value`."""
         ...
 
 
 class RouterLinear(Protocol):
-    """Logits of at least one bf16 row by fp32 weights, and their gradients. No operation records a gradient."""
+    """Logits of at least one bf16 row with fp32 weights, and their gradients. No operation records a gradient."""
 
     def logits(self, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
-        """(T, E) fp32, off by at most (H / 64 + 80) 2^-24 sum |x| |w|: 80 for what tensor cores cut off in sums of 64
-        terms, the rest for adding those. One fp32 sum of H terms is off by up to H 2^-24 sum |x| |w|.
+        """Returns (T, E) fp32 logits with an error of at most (H / 64 + 80) * 2^-24 * sum |x| |w|.
+
+        80 accounts for the truncation of tensor cores in sums of 64 terms, H / 64 for adding these sums. The bound of a
+        plain fp32 sum of H terms is H * 2^-24 * sum |x| |w|.
         """
         ...
 
@@ -113,9 +127,12 @@ class RouterLinear(Protocol):
         of_weight: bool,
         dx_others_TH: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(T, H) bf16 gradient of x, off by about 2^-16 sum |dlogits| |w| before it is rounded; (E, H) fp32 gradient of
-        the weight, off as the logits are, with T in place of H.
+        """Returns the (T, H) bf16 gradient of x and the (E, H) fp32 gradient of the weight, None where not asked for.
 
-        dx_others_TH: contiguous, like x; the gradient of x is added to it in place, before it is rounded.
+        The error of the gradient of x is about 2^-16 * sum |dlogits| |w| before rounding to bf16. That of the gradient
+        of the weight has the bound of the logits, with T in place of H.
+
+        dx_others_TH: contiguous, with the shape and dtype of x. The gradient of x is added to it in place, before
+        rounding.
         """
         ...

@@ -1,7 +1,8 @@
-"""What the router's kernels share: the layout of a tile of logits, and scores as torch computes them.
+"""Shared by the router's kernels: the layout of a tile of logits, and scores computed as accurately as torch does.
 
-A tile holds some tokens' logits over all experts, padded to a power of two. Up to 1024 columns a program's one warp
-reduces its rows by lanes alone; where a program is given more warps, they share rows of more than 128 columns.
+A tile holds the logits of some tokens over all experts, padded to a power of two columns. Up to 1024 columns, a program
+of one warp reduces its rows within the warp. In a program of several warps, rows of more than 128 columns are shared by
+the warps.
 
 Legend: T tokens on this rank, E experts.
 """
@@ -13,10 +14,10 @@ import triton.language as tl
 
 from sonic_ep.kernels.common.sizes import cdiv
 
-# A warp holds so many values, of a row or of several, in its registers; 16 a lane.
+# Values, of one row or of several, that a warp holds in its registers: 16 per lane.
 _VALUES = 512
 _MAX_COLUMNS_PER_WARP = 1024
-# A constant number, so that sums over programs add the same terms on every device.
+# A constant, so that sums over programs add the same terms on every device.
 _MAX_PROGRAMS = 2048
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -26,8 +27,10 @@ _LN2_LOW = tl.constexpr(-2.12194440e-4)
 
 
 def tile_of(columns: int, warps: int = 1) -> dict[str, Any]:
-    """Keyword arguments of a launch over rows of so many columns, a power of two. warps: of a program, unless a row
-    needs more."""
+    """Returns the launch arguments COLUMNS, ROWS and num_warps for rows of `columns` columns, a power of two.
+
+    warps: warps of a program; wide rows get more.
+    """
     return {
         "COLUMNS": columns,
         "ROWS": max(1, warps * _VALUES // columns),
@@ -36,14 +39,14 @@ def tile_of(columns: int, warps: int = 1) -> dict[str, Any]:
 
 
 def programs_for(rows: int, tile: dict[str, Any], share: int = 1) -> int:
-    """How many programs walk over `rows` rows, where `share` such grids run side by side."""
+    """Returns the number of programs that loop over `rows` rows. share: how many such grids run concurrently."""
     return max(1, min(cdiv(rows, tile["ROWS"]), _MAX_PROGRAMS // share))
 
 
 @triton.jit
 def exponential(x):
-    """exp(x) to about two units in the last place: tl.exp loses |x| of them to the rounding of x * log2(e)."""
-    x = tl.where(x < -104.0, -104.0, x)  # written so that NaN passes
+    """Returns exp(x) with an error of about 2 ulp. tl.exp has about |x| ulp, because it rounds x * log2(e)."""
+    x = tl.where(x < -104.0, -104.0, x)  # tl.where instead of tl.maximum, so that NaN stays NaN
     x = tl.where(x > 104.0, 104.0, x)
     n = tl.floor(x * _LOG2_E)
     rest = x - n * _LN2_HIGH - n * _LN2_LOW
@@ -52,7 +55,8 @@ def exponential(x):
 
 @triton.jit
 def softmax(logits, inside):
-    """Softmax over the columns that are inside, each row's largest logit, and its sum of exp(logit - largest)."""
+    """Returns the softmax over the columns that are `inside`, and for each row the largest logit and the sum of
+    exp(logit - largest)."""
     logits = tl.where(inside, logits, float("-inf"))
     largest = tl.max(logits, axis=1)
     terms = exponential(logits - largest[:, None])
@@ -62,4 +66,5 @@ def softmax(logits, inside):
 
 @triton.jit
 def sigmoid(logits):
+    """Returns 1 / (1 + exp(-logits))."""
     return 1.0 / (1.0 + exponential(-logits))

@@ -1,1 +1,1 @@
-"""Adapters to other training frameworks. Nothing in the package imports them."""
+"""Adapters to other training frameworks. Nothing else in the package imports them."""

@@ -1,4 +1,4 @@
-"""What our layer makes of a field of a framework's config: the rows of the tables that check and document it."""
+"""`Field`: how our layer treats one field of a framework's config. Tables of them check and document the config."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,8 +7,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field. accepts: of which values `effect` is said, None for all; set: what to set instead of any other, which
-    is refused or, where the field has no effect, may be warned of."""
+    """One field of a config.
+
+    effect: how the layer treats it. how: one phrase for the table and for errors. accepts: True for values that are
+    fine; None if all are. Other values are refused; if the field has no effect, they may cause a warning. set: what to
+    set instead of them.
+    """
 
     name: str
     effect: Literal["honoured", "no effect", "refused"]
@@ -18,5 +22,5 @@ class Field:
 
 
 def honoured(how: str, *names: str) -> tuple[Field, ...]:
-    """Fields honoured whatever their value."""
+    """Returns fields that are honoured, whatever their value."""
     return tuple(Field(name, "honoured", how) for name in names)

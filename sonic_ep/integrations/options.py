@@ -1,4 +1,4 @@
-"""What no framework's own configuration has a field for."""
+"""`SonicEPOptions`: options that the frameworks' own configs have no fields for."""
 
 from dataclasses import dataclass, field
 
@@ -7,12 +7,14 @@ from sonic_ep.config import RoundingConfig, TransportConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SonicEPOptions:
-    """rounding: token rounding in training; None keeps exactly the pairs that the framework's router chose.
+    """Options of one layer.
 
-    save_dispatched: keep the received rows for backward instead of sending x a second time (2*R*d bytes more a layer,
-    one dispatch less). transport: how rows travel between ranks; static buffers need rounding with a capacity_factor.
+    rounding: token rounding in training; None: exactly the pairs that the framework's router chose.
+    save_dispatched: save the R received rows for backward, instead of dispatching x a second time. With bf16 this takes
+        2*R*d bytes more per layer.
+    transport: see TransportConfig.
 
-    Raises ValueError for static buffers without it.
+    Raises ValueError for static buffers without rounding that has a capacity_factor.
     """
 
     rounding: RoundingConfig | None = None

@@ -1,9 +1,8 @@
-"""gather_sum as one Triton kernel: a CSR list of rows, optionally weighted, summed in fp32 and rounded once.
+"""`gather_sum` as one Triton kernel: the rows of a CSR list, with or without weights, summed in fp32 and rounded once.
 
-One program of one warp sums 512 columns of one output row over its items; every value is read once, in 16-byte pieces,
-four or eight items ahead. No intermediate row is written. Row offsets are 64-bit. In float64 it accumulates in float64.
-
-`overlap_previous` another kernel: see pdl.py.
+A program of one warp sums 512 columns of one output row over its items. It reads every value once, in 16-byte loads, of
+which those of four or eight items are in flight. No intermediate row is written. Row offsets are 64-bit. float64
+operands accumulate in float64. `overlap_previous` overlaps the previous kernel, see pdl.py.
 """
 
 import torch
@@ -17,10 +16,10 @@ from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
 
 _MAX_BLOCK = 512
 UNROLL = 4
-# On few multiprocessors more must be on its way to each.
+# An overlapped kernel runs on few SMs, so each needs more loads in flight.
 _UNROLL_OVERLAPPED = 8
-# To wait for the kernel before takes a program some 2 us. From so many items a row on the loads of others hide that;
-# with 1.5 of them, as on one of 8 ranks, sums took 214 us instead of 126.
+# With PDL each program waits some 2 us for the previous kernel. From this many items per row on, the loads of other
+# programs hide that. With 1.5 items per row, as on one of 8 ranks, the sums took 214 us with PDL and 126 us without.
 _MIN_ITEMS_PER_ROW_FOR_PDL = 5
 
 
@@ -39,9 +38,9 @@ def row_sum(
     UNROLL: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    """(BLOCK,) sum of the columns of the items from `position` to `last`, in that order."""
+    """Returns (BLOCK,): the sum of these columns over the items from `position` to `last`, in that order."""
     total = tl.zeros([BLOCK], dtype=ACCUMULATOR)
-    while position < last:  # numpy refuses loaded bounds of a range, so Triton's interpreter does too
+    while position < last:  # not a range: Triton's interpreter rejects loaded bounds
         for step in tl.static_range(UNROLL):
             real = position + step < last
             item = tl.load(items_ptr + position + step, mask=real, other=0).to(tl.int64)
@@ -69,6 +68,12 @@ def _gather_sum(
     PDL_WAIT: tl.constexpr,
     PDL_OVERLAP: tl.constexpr,
 ):
+    """Sums BLOCK columns of one output row.
+
+    A program reads starts[row] and starts[row + 1], then values (P, H) and, if HAS_WEIGHTS, weights (P,) of the items
+    between. It writes out (rows, H). PDL_WAIT: it waits for the previous kernel first. PDL_OVERLAP: the last program
+    waits for it at its end. Grid: (rows * cdiv(H, BLOCK),). Example: see reference.py.
+    """
     if PDL_WAIT:
         pdl_wait_and_trigger()
     blocks = tl.cdiv(H, BLOCK)
@@ -96,11 +101,12 @@ def _gather_sum(
 
 
 def block_of(H: int) -> int:
-    """Columns that one program sums."""
+    """Returns the number of columns that one program sums."""
     return min(_MAX_BLOCK, next_power_of_2(H))
 
 
 def accumulator_of(values: Tensor, weights: Tensor | None = None) -> tl.dtype:
+    """Returns float64 if values or weights are float64, else float32."""
     exact = values.dtype == torch.float64 or (weights is not None and weights.dtype == torch.float64)
     return tl.float64 if exact else tl.float32
 
@@ -114,7 +120,7 @@ def gather_sum(
     into: Tensor | None = None,
     overlap_previous: bool = False,
 ) -> Tensor:
-    """See kernels/experts/reference.py."""
+    """See kernels/combine/gather_sum/reference.py."""
     rows, H = starts.shape[0] - 1, values_PH.shape[1]
     out = values_PH.new_empty(rows, H) if into is None else into
     if out.numel() == 0:

@@ -1,4 +1,4 @@
-"""`values_of_pairs` as one Triton kernel: partial sums of each pair's scalar are added and put in the routing's order.
+"""`values_of_pairs` as one Triton kernel: adds the partial sums of each pair's scalar and writes them in arrival order.
 
 Legend: V pairs this rank receives, P rows of the pair buffer, Z partial sums of one value.
 """
@@ -14,7 +14,7 @@ from sonic_ep.kernels.common.pdl import pdl_last_program_waits, supports_pdl
 from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
 
 _BLOCK = 256
-_PARTS = 4096  # of values that one program adds
+_PARTS = 4096  # partial sums per program
 
 
 @fast_launch
@@ -31,6 +31,11 @@ def _values_of_pairs(
     ACCUMULATOR: tl.constexpr,
     PDL_OVERLAP: tl.constexpr,
 ):
+    """Adds the Z partial sums of each of BLOCK pairs.
+
+    A program reads num_pairs (1,), slot (V,) and parts (P, Z), and writes out (capacity,), zero from num_pairs on.
+    PDL_OVERLAP: see pdl.py. Grid: (cdiv(capacity, BLOCK),). Example: see reference.py.
+    """
     if PDL_OVERLAP:
         gdc_launch_dependents()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -53,7 +58,7 @@ def values_of_pairs(
     into: Tensor | None = None,
     overlap_previous: bool = False,
 ) -> Tensor:
-    """See kernels/dispatch/recv_index/reference.py."""
+    """See kernels/combine/scalars/reference.py."""
     values = parts_PZ.new_empty(capacity) if into is None else into
     Z = parts_PZ.shape[1]
     columns = next_power_of_2(Z)

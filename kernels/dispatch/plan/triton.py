@@ -1,5 +1,4 @@
-"""One rank's part of the plan as a Triton program, and one more for each owner, which sums what it receives; and the
-same plan where there is room for it.
+"""One rank's part of the plan, and the bounded plan, as two Triton kernels.
 
 Legend: S ranks of the EP group, Q destination ranks, E experts, e local experts, C chunks (source rank, local expert),
 F fields of a table.
@@ -34,6 +33,11 @@ def _plan(
     SOURCES: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
+    """Computes the plan of `rank` from rows and pairs, (S, E) int64.
+
+    Program 0 writes table (6, C), expert_starts (e + 1,) and pair_starts (Q + 1,). Program 1 + q writes the pairs from
+    each rank to destination rank q, column q of pairs_to_dst (S * Q,). Grid: (1 + S,). Example: see reference.py.
+    """
     source, expert = tl.arange(0, SOURCES), tl.arange(0, EXPERTS)
     is_source, is_expert = source < S, expert < e
     dst = tl.program_id(0) - 1
@@ -71,7 +75,7 @@ def _plan(
 
 
 def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> RankPlan:
-    """`plan_for` of dispatch/plan.py."""
+    """See kernels/dispatch/plan/reference.py."""
     S, E = rows_SE.shape
     e = E // S
 
@@ -96,7 +100,7 @@ def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> R
 
 @triton.jit
 def _copy_if(values_ptr, out_ptr, size, index, fits):
-    """Zeros unless the room holds them."""
+    """Copies the block `index` of values, or writes zeros if the step does not fit."""
     tl.store(out_ptr + index, tl.load(values_ptr + index, mask=(index < size) & fits, other=0), mask=index < size)
 
 
@@ -118,7 +122,12 @@ def _bounded_plan(
     SOURCES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first programs have the starts and the pairs, too."""
+    """Copies the plan, or writes zeros if the step does not fit the size bound.
+
+    Every program reads the sizes of `pack_split_sizes` and decides the same. It then copies block program_id of table
+    (6, C), of expert_starts (e + 1,) and of pairs_to_dst (S * S,).
+    Grid: (cdiv(max(6 * C, e + 1, S * S), BLOCK),). Example: see reference.py.
+    """
     source = tl.arange(0, SOURCES)
     from_to = source[:, None] * S + source[None, :]
     inside = (source < S)[:, None] & (source < S)[None, :]
@@ -135,7 +144,7 @@ def _bounded_plan(
 
 
 def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan:
-    """`bounded_plan` of dispatch/speculation.py."""
+    """See kernels/dispatch/plan/reference.py."""
     S, e = plan.pair_starts_Q.shape[0] - 1, plan.expert_starts_e.shape[0] - 1
     within = plan._replace(
         table_FC=torch.empty_like(plan.table_FC),

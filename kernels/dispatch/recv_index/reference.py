@@ -1,8 +1,8 @@
-"""The owner's index lists in plain torch: received pairs against the rows of the pair buffer and the received rows.
+"""The destination rank's index lists in plain torch: where received pairs are in the pair buffer, and by received row.
 
-Pairs arrive by *chunk* (source rank, local expert), inside a chunk by received row, ascending; a source numbers the
-rows that it sends from 0. The pair buffer holds each chunk in two pieces, full tiles and tail, at places that the plan
-knows. This is the CPU path, and the oracle of kernels/dispatch/recv_index/triton.py.
+Pairs arrive by *chunk* (source rank, local expert), and in a chunk by received row, ascending. A source numbers the
+rows that it sends to this rank from 0. The pair buffer holds each chunk in two pieces, full tiles and tail, at offsets
+of the plan. This is the CPU path, and the oracle of kernels/dispatch/recv_index/triton.py.
 
 Example: one source, tile 4, expert 0 with rows [0, 2, 3, 5, 6], expert 1 with [2] ->
     slot_V [0, 1, 2, 3, 4, 5], row_of_pair_P [0, 2, 3, 5, 6, 2], and by row (0: 0) (2: 1, 5) (3: 2) (5: 3) (6: 4):
@@ -23,20 +23,27 @@ from sonic_ep.routing import INDEX_DTYPE
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The chunks that one rank receives, and where they stand in its pair buffer.
+    """The chunks that one rank receives, and where they are in its pair buffer.
 
-    table_FC: (6, C) int32: rows; pairs (the real ones, which come first; a chunk with rows has at least one); rows in
-    full tiles; the slots of the first row in a full tile and of the first one after; and the first pair, in arrival
-    order.
+    table_FC: (6, C) int32. For each chunk:
+        0  rows
+        1  real pairs, which come first; at least one in a chunk with rows
+        2  rows in full tiles
+        3  the pair-buffer row of the first row in a full tile
+        4  the pair-buffer row of the first row of the tail
+        5  the first pair, in arrival order
     expert_starts_e: (e + 1,) int32 exclusive prefix sums of pair-buffer rows per expert.
+    num_sources: S.
+    num_rows, num_pairs: Lengths of the lists: P and V, or more on a GPU, where lists may have spare capacity at the
+    end. zeroed: Whether the kernels zero that spare capacity. A reader of it then reads row 0 with weight 0.
     """
 
     table_FC: Tensor
     expert_starts_e: Tensor
     num_sources: int
-    num_rows: int  # P; the GPU's lists may have room to spare behind it
-    num_pairs: int  # V; likewise
-    zeroed: bool = False  # is that room zero: harmless to whoever reads row 0 with weight 0
+    num_rows: int
+    num_pairs: int
+    zeroed: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -45,10 +52,11 @@ class Chunks:
 
 
 class RankPlan(NamedTuple):
-    """What one rank needs of a plan, int32. table_FC, expert_starts_e: see Chunks.
+    """The part of a plan that one rank needs. All tensors are int32.
 
-    pair_starts_Q: (Q + 1,), the first pair that it sends to each owner, and how many it sends. pairs_SQ: (S * Q,), the
-    pairs that each rank sends to each owner, the same on all ranks.
+    table_FC, expert_starts_e: See Chunks.
+    pair_starts_Q: (Q + 1,) the first pair that this rank sends to each destination rank, and the number that it sends.
+    pairs_SQ: (S * Q,) the pairs from each rank to each destination rank, the same on all ranks.
     """
 
     table_FC: Tensor
@@ -57,18 +65,20 @@ class RankPlan(NamedTuple):
     pairs_SQ: Tensor
 
     def chunks(self, num_rows: int, num_pairs: int, *, zeroed: bool = False) -> Chunks:
-        """The chunks that it receives, with lists of these sizes."""
+        """Returns the chunks that this rank receives, for lists of these lengths."""
         num_sources = self.pair_starts_Q.shape[0] - 1
         return Chunks(self.table_FC, self.expert_starts_e, num_sources, num_rows, num_pairs, zeroed)
 
 
 @dataclass(frozen=True, slots=True)
 class PairBuffer:
-    """What every row of the pair buffer computes, and where its pairs stand. Index lists are int32.
+    """The index lists of the pair buffer. Index lists are int32.
 
-    row_of_pair_P: received row; padding repeats its chunk's last real pair. weights_P: weight, zero on padding.
-    slot_V: pair-buffer row of each received pair, in arrival order. pairs_by_row_V, pair_starts_R: real pairs grouped
-    by received row, ascending, and (R + 1) exclusive prefix sums.
+    row_of_pair_P: (P,) the received row of each pair-buffer row. A padding row repeats its chunk's last real pair.
+    weights_P: (P,) the combine weight of each pair-buffer row, zero on padding rows.
+    slot_V: (V,) the pair-buffer row of each received pair, in arrival order.
+    pairs_by_row_V: (V,) the pair-buffer rows of real pairs, sorted by received row, then ascending.
+    pair_starts_R: (R + 1,) exclusive prefix sums of the pairs per received row, into pairs_by_row_V.
     """
 
     row_of_pair_P: Tensor
@@ -79,9 +89,20 @@ class PairBuffer:
 
 
 def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
-    """(S + 1,) int32: the first received row of each source, and R. Rows are dense, so the largest of a source tells.
+    """Returns (S + 1,) int32: the first received row of each source, and R.
 
-    row_in_source_V: (V,) int32, the row that each received pair computes on, by its source's count.
+    A source numbers its rows without gaps, so the number of its rows is the largest row + 1.
+
+    Shapes:  row_in_source_V (V,) int32, the row of each received pair in its source's numbering.
+    Example: 2 sources with one expert. Source 0 sends rows 0, 1 and 2, source 1 sends rows 0 and 1.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.dispatch.plan.reference import rank_plan
+        >>> from sonic_ep.kernels.dispatch.recv_index.reference import row_starts
+        >>> counts = torch.tensor([[3, 0], [2, 0]])
+        >>> chunks = rank_plan(counts, counts, rank=0, tile_rows=4).chunks(num_rows=5, num_pairs=5)
+        >>> row_starts(chunks, torch.tensor([0, 1, 2, 0, 1], dtype=torch.int32)).tolist()
+        [0, 3, 5]
     """
     rows_S = row_in_source_V.new_zeros(chunks.num_sources)
     rows_S.scatter_reduce_(0, _source_of_pair(chunks), row_in_source_V + 1, reduce="amax")
@@ -91,17 +112,29 @@ def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
 def pair_lists(
     chunks: Chunks, row_in_source_V: Tensor, weights_V: Tensor, row_starts_S: Tensor | None, num_rows: int
 ) -> PairBuffer:
-    """The lists of a pair buffer from what was received.
+    """Returns the lists of the pair buffer from what was received.
 
-    Shapes:  row_in_source_V (V,) int32 and weights_V (V,), any floating dtype, in arrival order; row_starts_S of
-             `row_starts`, or None for a single source; num_rows is R.
+    Shapes:  row_in_source_V (V,) int32 and weights_V (V,) of any floating dtype, in arrival order. row_starts_S of
+             `row_starts`, or of the regions of the sources, (S + 1,); None for a single source. num_rows is R.
+    Example: the module's, with a padding row for expert 1.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.dispatch.plan.reference import rank_plan
+        >>> from sonic_ep.kernels.dispatch.recv_index.reference import pair_lists
+        >>> plan = rank_plan(torch.tensor([[5, 2]]), torch.tensor([[5, 1]]), rank=0, tile_rows=4)
+        >>> rows, weights = torch.tensor([0, 2, 3, 5, 6, 2], dtype=torch.int32), torch.ones(6)
+        >>> lists = pair_lists(plan.chunks(num_rows=7, num_pairs=6), rows, weights, None, 7)
+        >>> lists.row_of_pair_P.tolist(), lists.weights_P.tolist(), lists.slot_V.tolist()
+        ([0, 2, 3, 5, 6, 2, 2], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0], [0, 1, 2, 3, 4, 5])
+        >>> lists.pairs_by_row_V.tolist(), lists.pair_starts_R.tolist()
+        ([0, 1, 5, 2, 3, 4], [0, 1, 1, 3, 4, 4, 5, 6])
     """
     rows_C, pairs_C, tiled_C, tiles_C, tail_C, first_pair_C = chunks.table_FC.long().unbind()
     device = weights_V.device
     chunk_P = torch.repeat_interleave(rows_C, output_size=chunks.num_rows)
     index_P = torch.arange(chunks.num_rows, device=device) - (rows_C.cumsum(0) - rows_C)[chunk_P]
     slot_P = index_P + torch.where(index_P < tiled_C[chunk_P], tiles_C[chunk_P], (tail_C - tiled_C)[chunk_P])
-    # A padding row repeats a pair of its own chunk: it reads a row that its own source has sent.
+    # A padding row repeats a pair of its chunk, so it reads a row that its own source has sent.
     pair_P = first_pair_C[chunk_P] + torch.minimum(index_P, pairs_C[chunk_P] - 1)
     slot_V = slot_P[torch.nonzero_static(index_P < pairs_C[chunk_P], size=chunks.num_pairs).flatten()]
     row_V = row_in_source_V.long()
@@ -111,7 +144,7 @@ def pair_lists(
     row_of_pair_P[slot_P] = row_V[pair_P].to(INDEX_DTYPE)
     weights_P = weights_V.new_zeros(chunks.num_rows)
     weights_P[slot_V] = weights_V
-    # A row's pairs arrive by expert, which is their order in the pair buffer too.
+    # The pairs of a row arrive by expert, which is also their order in the pair buffer.
     sorted_rows_V, order_V = row_V.sort(stable=True)
     pair_starts_R = torch.searchsorted(sorted_rows_V, torch.arange(num_rows + 1, device=device))
     lists = (slot_V, slot_V[order_V], pair_starts_R)

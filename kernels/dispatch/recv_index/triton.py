@@ -1,12 +1,12 @@
-"""The owner's index lists as three Triton kernels, one more that numbers received rows, and one that reads by them.
+"""The destination rank's index lists in Triton: three kernels for `pair_lists`, one for `row_starts`.
 
-`_fill` writes what follows from a pair's place in its chunk alone, and notes the experts of each received row as bits.
-`_starts` counts these and adds the counts up. A pair's rank among its row's pairs is the number of bits below its own
-expert's, so `_group` can place it without a sort. Atomics act on integers whose result does not depend on their order;
-everything is deterministic.
+`_fill` writes what depends only on a pair's index in its chunk. It also records the experts of each received row as a
+bit set. `_starts` counts the bits of each row and adds the counts up. A pair's rank among the pairs of its row is the
+number of bits below its own expert's, so `_group` needs no sort. Atomics only act on integers and their results do not
+depend on the order, so everything is deterministic.
 
-The programs of a chunk take turns at blocks of its rows: the host need not know how long a chunk is, nor, if it gives
-the lists room to spare, how many rows there are.
+The programs of a chunk divide blocks of its rows among themselves by a loop. So the host need not know how long a chunk
+is, nor, if the lists have spare capacity, how many rows there are.
 
 Legend: S ranks of the EP group, e local experts, C chunks (source rank, local expert), F fields of a table, V pairs
 this rank receives, P rows of the pair buffer, R rows this rank receives, W 32-bit words of a bit set.
@@ -27,12 +27,12 @@ from sonic_ep.kernels.dispatch.recv_index.reference import Chunks, PairBuffer
 from sonic_ep.routing import INDEX_DTYPE
 
 _BLOCK = 256
-_TILE = 2048  # chunks that `_row_starts` looks at together
+_TILE = 2048  # chunks per step of `_row_starts`
 
 
 @triton.jit
 def _slots(index, table_ptr, chunk, C):
-    """Pair-buffer rows of a chunk's rows."""
+    """Returns the pair-buffer rows of the rows `index` of a chunk."""
     tiled = tl.load(table_ptr + 2 * C + chunk)
     tiles_start = tl.load(table_ptr + 3 * C + chunk)
     tail_start = tl.load(table_ptr + 4 * C + chunk)
@@ -41,7 +41,7 @@ def _slots(index, table_ptr, chunk, C):
 
 @triton.jit
 def _zero_from(values_ptr, end, capacity, BLOCK: tl.constexpr):
-    """Zeros from `end` to `capacity`, by all programs of a grid of two dimensions together."""
+    """Zeros values from `end` to `capacity`, with all programs of a two-dimensional grid."""
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     first = end + program * BLOCK
     while first < capacity:
@@ -71,7 +71,12 @@ def _fill(
     BLOCK: tl.constexpr,
     PDL_WAIT: tl.constexpr,
 ):
-    """row_of_pair_P, weights_P, slot_V, zeroed behind the last chunk's if so wanted; bits_RW |= the pair's expert."""
+    """Writes row_of_pair (P,), weights_out (P,) and slot (V,), and sets the bit of a pair's expert in bits (R, WORDS).
+
+    A program handles every num_programs(1)-th block of BLOCK rows of chunk program_id(0). It reads table (6, C),
+    row_in_source (V,), weights (V,) and, if HAS_STARTS, row_starts (S + 1,). ZEROED: all programs zero the spare
+    capacity of the three lists. bits start as zeros. Grid: (C, programs per chunk). Example: see reference.py.
+    """
     if PDL_WAIT:
         pdl_wait_and_trigger()
     if ZEROED:
@@ -92,10 +97,10 @@ def _fill(
         index = first + tl.arange(0, BLOCK)
         inside, real = index < num_rows, index < num_pairs
         slot = _slots(index, table_ptr, chunk, C)
-        # A padding row repeats its chunk's last real pair: it reads a row that its own source has sent.
+        # A padding row repeats its chunk's last real pair, so it reads a row that its own source has sent.
         pair = tl.load(table_ptr + 5 * C + chunk) + tl.minimum(index, num_pairs - 1)
         row = first_row + tl.load(row_in_source_ptr + pair, mask=inside, other=0)
-        if HAS_STARTS:  # a lost rank has sent nothing, and what stands here is older
+        if HAS_STARTS:  # a lost peer has sent nothing, and the list holds older values
             row = tl.minimum(row, tl.load(row_starts_ptr + source + 1) - 1)
         tl.store(row_of_pair_ptr + slot, row, mask=inside)
         tl.store(weights_out_ptr + slot, tl.load(weights_ptr + pair, mask=real, other=0.0), mask=inside)
@@ -117,7 +122,12 @@ def _starts(
     BLOCK: tl.constexpr,
     PDL_WAIT: tl.constexpr,
 ):
-    """pair_starts_R, of `bits` in BLOCK rows a program. Each tells its sum before it asks for those before it."""
+    """Writes pair_starts (R + 1,), the exclusive prefix sums of the number of bits per row.
+
+    A program handles BLOCK rows of bits (R, WORDS). It publishes its sum in `sums` before it waits for the sums of
+    lower-numbered programs, so no program waits for a later one. sums, one per program, start as zeros.
+    Grid: (cdiv(R, BLOCK),), at least one. Example: see reference.py.
+    """
     if PDL_WAIT:
         pdl_wait_and_trigger()
     program = tl.program_id(0)
@@ -125,7 +135,7 @@ def _starts(
     word = row.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     bits = tl.load(bits_ptr + word, mask=(row < num_rows)[:, None], other=0).to(tl.uint32, bitcast=True)
     counts = tl.sum(bit_count(bits), axis=1)
-    tl.atomic_xchg(sums_ptr + program, tl.sum(counts, axis=0) + 1, sem="relaxed", scope="gpu")  # 0: not yet
+    tl.atomic_xchg(sums_ptr + program, tl.sum(counts, axis=0) + 1, sem="relaxed", scope="gpu")  # 0: not published
     other = tl.arange(0, PROGRAMS)
     sums = tl.zeros([PROGRAMS], tl.int32)
     missing = 1
@@ -152,7 +162,12 @@ def _group(
     BLOCK: tl.constexpr,
     PDL_WAIT: tl.constexpr,
 ):
-    """pairs_by_row_V: a pair stands behind its row's pairs of smaller experts."""
+    """Writes pairs_by_row (V,): a pair comes after the pairs of its row with smaller experts.
+
+    A program handles every num_programs(1)-th block of BLOCK pairs of chunk program_id(0). It reads table (6, C),
+    row_of_pair (P,), bits (R, WORDS) and pair_starts (R + 1,). Grid: (C, programs per chunk). Example: see
+    reference.py.
+    """
     if PDL_WAIT:
         pdl_wait_and_trigger()
     chunk = tl.program_id(0)
@@ -167,7 +182,7 @@ def _group(
         row = tl.load(row_of_pair_ptr + slot, mask=real, other=0)
         bits = tl.load(bits_ptr + row.to(tl.int64)[:, None] * WORDS + words, mask=real[:, None], other=0)
         bits = bits.to(tl.uint32, bitcast=True)
-        # In two steps: a shift by all 32 bits is undefined.
+        # Two shifts, because a shift by 32 bits is undefined.
         below = tl.where(words == word, (bits << (31 - bit)) << 1, tl.where(words < word, bits, 0))
         rank = tl.sum(bit_count(below), axis=1)
         position = tl.load(pair_starts_ptr + row, mask=real, other=0) + rank
@@ -194,7 +209,7 @@ def pair_lists(
     bits_RW, sums = scratch.split((num_rows * W, blocks))
     pdl_wait = supports_pdl(weights_V.device)
     common: dict[str, Any] = {"WORDS": W, "BLOCK": _BLOCK, "PDL_WAIT": pdl_wait, "num_warps": 4, "launch_pdl": pdl_wait}
-    # Twice as many programs as chunks of one size would keep busy.
+    # Twice as many programs per chunk as chunks of equal size would need.
     grid = (C, cdiv(2 * chunks.num_rows, C * _BLOCK) or 1)
     _fill[grid](
         table_FC,
@@ -230,7 +245,11 @@ def _row_starts(
     SOURCES_BLOCK: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
 ):
-    """One program: the last pair of a chunk has its largest row."""
+    """Writes row_starts (S + 1,): the prefix sums of the rows of each source.
+
+    One program reads table (6, C) and the row of each chunk's last pair in row_in_source (V,), which is the largest of
+    the chunk. Grid: (1,). Example: see reference.py.
+    """
     source = tl.arange(0, SOURCES_BLOCK)
     rows = tl.zeros([SOURCES_BLOCK], dtype=tl.int32)
     for first in range(0, EXPERTS, EXPERTS_BLOCK):

@@ -1,8 +1,9 @@
-"""The sender's index lists as three Triton kernels around two prefix sums.
+"""The sender's index lists in three Triton kernels and two prefix sums.
 
-A table of needed (owner, token) rows is marked pair by pair; its prefix sum numbers the rows, which the pairs then look
-up. The second half, which nobody waits for, lists them by token. Atomics act on integers whose result does not depend
-on their order; everything is deterministic.
+The first kernel marks the (destination rank, token) cells that have a pair. The prefix sum of the cells numbers the
+rows, and the second kernel looks up the row of each pair. These are needed for the exchange of index lists. The third
+kernel lists the rows by token, after the exchange. Atomics only act on integers and their results do not depend on the
+order, so everything is deterministic.
 
 Legend: Q destination ranks, T tokens on this rank, N pairs this rank sends, U rows this rank sends.
 """
@@ -18,12 +19,12 @@ from sonic_ep.kernels.dispatch.send_index.reference import SentRows, TokenLists
 from sonic_ep.routing import INDEX_DTYPE
 
 _BLOCK = 256
-_TILE = 2048  # elements of a tile of tokens and owners
+_TILE = 2048  # cells (token, destination rank) per program of _by_token
 
 
 @triton.jit
 def _dst_ranks(pair, pair_starts_ptr, DST_RANKS: tl.constexpr):
-    """int64 owner rank of each pair: how many of the other owners' pairs have begun."""
+    """Returns the int64 destination rank of each pair: how many ranks, but for rank 0, start at or before it."""
     dst = tl.zeros_like(pair)
     for other in range(1, DST_RANKS):
         dst += (pair >= tl.load(pair_starts_ptr + other)).to(tl.int32)
@@ -43,9 +44,14 @@ def _mark(
     COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """is_token_in_rank_QT[owner, token] = 1, and copies_T[token] counts the owners if COUNTS."""
+    """Marks the cells (destination rank, token) that have a pair.
+
+    A program handles BLOCK pairs. It reads token_ids (N,) and pair_starts (Q + 1,), and sets is_token_in_rank[dst * T +
+    token] to 1. COUNTS: it also adds the newly set cells to copies[token]. Both outputs start as zeros.
+    Grid: (cdiv(N, BLOCK),). Example: see reference.py.
+    """
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = (pair < N) & (pair < tl.load(pair_starts_ptr + DST_RANKS))  # what is spare stands behind the pairs
+    inside = (pair < N) & (pair < tl.load(pair_starts_ptr + DST_RANKS))  # spare capacity is after the pairs
     token = tl.load(token_ids_ptr + pair, mask=inside, other=0)
     cell = _dst_ranks(pair, pair_starts_ptr, DST_RANKS) * T + token
     if COUNTS:
@@ -60,9 +66,13 @@ def _mark(
 def _look_up(
     token_ids_ptr, pair_starts_ptr, sent_before_ptr, row_of_pair_ptr, N, T, DST_RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """row_of_pair_N: the number of its (owner, token), counted from the owner's first."""
+    """Looks up the row of each pair, counted from the first row for its destination rank.
+
+    A program handles BLOCK pairs. It reads token_ids (N,), pair_starts (Q + 1,) and sent_before (Q * T + 1,), and
+    writes row_of_pair (N,). Grid: (cdiv(N, BLOCK),). Example: see reference.py.
+    """
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = (pair < N) & (pair < tl.load(pair_starts_ptr + DST_RANKS))  # what is spare stands behind the pairs
+    inside = (pair < N) & (pair < tl.load(pair_starts_ptr + DST_RANKS))  # spare capacity is after the pairs
     token = tl.load(token_ids_ptr + pair, mask=inside, other=0)
     first_cell = _dst_ranks(pair, pair_starts_ptr, DST_RANKS) * T
     row = tl.load(sent_before_ptr + first_cell + token, mask=inside, other=0)
@@ -82,7 +92,11 @@ def _by_token(
     DST_RANKS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One program lists the rows of a few tokens: token_of_sent_U and sent_by_token_U."""
+    """Lists the rows of TOKENS tokens by destination rank and by token.
+
+    A program reads sent_before (Q * T + 1,) and sent_starts (T + 1,), and writes the entries of its tokens in
+    token_of_sent and sent_by_token, both (U,). Grid: (cdiv(T, TOKENS),). Example: see reference.py.
+    """
     dst = tl.arange(0, DST_RANKS)[None, :]
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     inside = (dst < Q) & (token < T)
@@ -125,7 +139,7 @@ def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Se
     token_ids_N = token_ids_N.contiguous()
     N, Q, T = token_ids_N.shape[0], pair_starts_Q.shape[0] - 1, num_tokens
     scratch = torch.zeros(Q * T + 1 + T + 1, dtype=INDEX_DTYPE, device=token_ids_N.device)
-    is_token_in_rank_QT, copies_T = scratch.split((Q * T + 1, T + 1))  # each behind a zero
+    is_token_in_rank_QT, copies_T = scratch.split((Q * T + 1, T + 1))  # both start with an extra 0
     _mark_tokens(token_ids_N, pair_starts_Q, is_token_in_rank_QT[1:], copies_T[1:], T)
     sent_before = is_token_in_rank_QT.cumsum(0, dtype=INDEX_DTYPE)
     row_of_pair_N = torch.empty_like(token_ids_N)

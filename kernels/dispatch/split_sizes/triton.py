@@ -1,5 +1,4 @@
-"""`pack_split_sizes` of kernels/dispatch/split_sizes/reference.py in Triton: one program for each owner, and for the
-rank of the same number.
+"""`pack_split_sizes` of kernels/dispatch/split_sizes/reference.py as one Triton kernel.
 
 Legend: S ranks of the EP group, Q destination ranks, E experts, e local experts, F fields of a table.
 """
@@ -30,6 +29,12 @@ def _pack_split_sizes(
     EXPERTS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
+    """Packs the sizes of one rank.
+
+    A program handles rank program_id. It copies the rank's tokens and status (F,), and sums the rows and pairs (S, e)
+    that each source sends to the rank's experts. It writes sizes (S + 2 * S * S + S * F,). Grid: (S,). Example: see
+    reference.py.
+    """
     rank = tl.program_id(0)
     source, expert, field = tl.arange(0, SOURCES), tl.arange(0, EXPERTS), tl.arange(0, FIELDS)
     arriving = source[:, None] * (S * e) + rank * e + expert[None, :]

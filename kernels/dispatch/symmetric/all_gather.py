@@ -1,8 +1,15 @@
-"""A few integers of every rank for all: each rank pushes its own and a flag, then takes what has arrived.
+"""An all-gather of a few integers of every rank, in two kernels, so that other kernels can run between them.
 
-Two kernels, so that others can run between them. There are two places for what arrives, and meetings take turns at
-them: a rank cannot come to the meeting after next before all have come to the next one, that is, before they have taken
-what arrived at this one. So nobody asks whether a place is free.
+The first kernel pushes this rank's integers and an ARRIVED signal to every rank. The second waits for the signals and
+copies what has arrived to a tensor.
+
+There is no READY signal. Two slots for arriving integers alternate by epoch, so epoch k + 2 writes to the slot of epoch
+k. A rank starts epoch k + 2 after its wait for epoch k + 1, for which every rank has started k + 1. By stream order,
+every rank had read its slot of epoch k before that.
+
+Example: two ranks, F = 2, epoch 1, slot 1. Rank 0 gathers [3, 5] and rank 1 gathers [4, 0]. Rank 0 writes [3, 5] to row
+0 of slot 1 on both ranks and sets its ARRIVED signal on both to 1. After the wait both ranks have [[3, 5], [4, 0]].
+Epoch 2 uses slot 0.
 
 Legend: S ranks of the EP group, F fields of a table.
 """
@@ -25,13 +32,16 @@ _BLOCK = 512
 
 @triton.jit
 def _slot(slots_ptr, dst, source, epoch, capacity, S: tl.constexpr, NUM_SLOTS: tl.constexpr):
-    """Where `dst` keeps what `source` says at this meeting."""
+    """Returns the address on rank `dst` to which `source` writes. Memory there: (NUM_SLOTS, S, capacity) int64."""
     return tl.load(slots_ptr + dst).to(tl.pointer_type(tl.int64)) + (epoch % NUM_SLOTS * S + source) * capacity
 
 
 @triton.jit
 def _copy(from_ptr, to_ptr, F, there, BLOCK: tl.constexpr):
-    """Past the first-level cache, which knows nothing of what others write. Zeros unless `there`."""
+    """Copies F integers, or writes zeros if not `there`.
+
+    Loads bypass the L1 cache, which is not coherent with the stores of other ranks.
+    """
     offset = 0
     while offset < F:
         index = offset + tl.arange(0, BLOCK)
@@ -57,7 +67,10 @@ def _all_gather_start(
     NUM_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a peer."""
+    """Pushes this rank's integers to one peer, and puts ARRIVED there. A program handles one peer. Grid: (S,).
+
+    Reads values (F,). Writes row `rank` of the epoch's slot on the peer. Does not advance the epoch.
+    """
     epoch, peer = tl.load(state_ptr + STAGE) + 1, tl.program_id(0)
     _copy(values_ptr, _slot(slots_ptr, peer, rank, epoch, capacity, S, NUM_SLOTS), F, True, BLOCK)
     tl.debug_barrier()
@@ -81,7 +94,11 @@ def _all_gather_wait(
     NUM_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a source."""
+    """Waits for the integers of one source and copies them to row `source` of out, (S, F). Grid: (S,).
+
+    A program handles one source. It writes zeros if a peer is lost. The program with the last ticket advances the
+    epoch.
+    """
     epoch, source = tl.load(state_ptr + STAGE) + 1, tl.program_id(0)
     one = source + tl.arange(0, 1)
     wait_signals(epoch, signals_ptr, state_ptr, host_status_ptr, timeout, rank, one, ARRIVED, STAGE, S)
@@ -92,16 +109,21 @@ def _all_gather_wait(
 
 
 def all_gather_start(pad: SignalPad, values_F: Tensor, slots_S: Tensor, capacity: int) -> None:
-    """Tell every rank these integers. `all_gather_wait` must follow on every rank before the next `all_gather_start`.
+    """Launches the push of this rank's integers to every rank.
 
-    values_F: (F,) int64. slots_S: (S,) int64 addresses of each rank's (PLACES, S, room) int64, room >= F, the same
-    for meetings that follow each other.
+    `all_gather_wait` must follow on every rank before the next `all_gather_start`.
+
+    Shapes: values_F (F,) int64. slots_S (S,) int64 addresses of each rank's slots, (NUM_SLOTS, S, capacity) int64 with
+            capacity >= F. Slots and capacity stay the same from call to call, unless all ranks synchronize in between.
     """
     _launch(_all_gather_start, pad, (values_F, slots_S), values_F.shape[0], capacity)
 
 
 def all_gather_wait(pad: SignalPad, slots_S: Tensor, count: int, capacity: int) -> Tensor:
-    """(S, F) int64: what every rank has announced, once it has; zeros if a rank was waited for in vain."""
+    """Launches the wait for all ranks' integers. Returns them, (S, F) int64 with F = `count`.
+
+    After a timeout, the rows of missing peers and all rows that are copied later are zero.
+    """
     gathered_SF = torch.empty(pad.size, count, dtype=torch.int64, device=slots_S.device)
     _launch(_all_gather_wait, pad, (slots_S, gathered_SF), count, capacity)
     return gathered_SF

@@ -1,4 +1,4 @@
-"""All kernels that write into the memory of other ranks."""
+"""All operations on the symmetric memory of the ranks. `symmetric_kernels` of kernels/backend.py imports them."""
 
 from sonic_ep.kernels.dispatch.symmetric.acquire_release import acquire_peers, release_peers
 from sonic_ep.kernels.dispatch.symmetric.all_gather import NUM_SLOTS, all_gather_start, all_gather_wait

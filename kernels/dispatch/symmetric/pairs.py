@@ -1,7 +1,15 @@
-"""Numbers of pairs into the memory of other ranks: index lists and weights out, one value a pair back.
+"""Numbers of pairs in the memory of other ranks: index lists and weights out, one scalar per pair back.
 
-Where a source's pairs stand in an owner's lists, and their values in the source's, follows from how many pairs each
-rank sends to each owner, which all ranks know.
+Both directions compute their offsets from pairs_SQ, which all ranks know. A destination rank receives pairs by source
+rank, and a source rank lists its pairs by destination rank.
+
+Example: 2 ranks, pairs_SQ [[1, 2], [3, 1]].
+
+    rank 0 lists    [to 0 | to 1, to 1]                    rank 0 receives [from 0 | from 1, from 1, from 1]
+    rank 1 lists    [to 0, to 0, to 0 | to 1]              rank 1 receives [from 0, from 0 | from 1]
+
+`push_lists` on rank 0 writes its entries 1 and 2 to entries 0 and 1 of rank 1. `push_scalars` on rank 1 writes the
+scalars of its received pairs 0 and 1 to entries 1 and 2 of rank 0.
 
 Legend: S ranks of the EP group, Q destination ranks, N pairs this rank sends, V pairs this rank receives.
 """
@@ -17,12 +25,15 @@ from sonic_ep.kernels.dispatch.symmetric.signal_pad import SignalPad, Stage
 from sonic_ep.kernels.dispatch.symmetric.signals import is_empty_step, signal_done_and_wait, wait_peers_ready
 
 _BLOCK = 512
-PAIR_PROGRAMS = 64  # at least; as many for each rank
+PAIR_PROGRAMS = 64  # at least; every peer gets the same number
 
 
 @triton.jit
 def _pairs_before(pairs_ptr, source, dst, S: tl.constexpr, RANKS: tl.constexpr, OF_DST: tl.constexpr):
-    """How many pairs stand before those of (source, owner): among the owner's, or among the source's."""
+    """Returns the number of pairs before those from `source` to `dst`.
+
+    OF_DST: in the list that dst receives. Otherwise in the list of source.
+    """
     other = tl.arange(0, RANKS)
     if OF_DST:
         return tl.sum(tl.load(pairs_ptr + other * S + dst, mask=other < source, other=0), axis=0)
@@ -47,6 +58,12 @@ def _push_lists(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Writes token ids and weights of this rank's pairs for a peer into that peer's lists.
+
+    A program handles every (num_programs / S)-th block of BLOCK pairs for peer program_id % S. It reads tokens (N,)
+    int32, weights (N,) and pairs (S * S,). It writes dst_rows (int32) and dst_weights on the peer, after the entries of
+    lower ranks. Returns at once in an empty step. Grid: (S * cdiv(PAIR_PROGRAMS, S),). Example: see the module.
+    """
     if is_empty_step(pairs_ptr, S, RANKS):
         return
     timed_out = wait_peers_ready(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE, S)
@@ -83,6 +100,12 @@ def _push_scalars(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Writes the scalars of the pairs received from a source into that source's buffer: the way back of `_push_lists`.
+
+    A program handles every (num_programs / S)-th block of BLOCK pairs from source program_id % S. It reads slot (V,)
+    and values[slot], and writes dst_scalars on the source, in the order of the source's list. It waits in an empty step
+    too. Grid: (S * cdiv(PAIR_PROGRAMS, S),). Example: see the module.
+    """
     timed_out = wait_peers_ready(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE, S)
     source = tl.program_id(0) % S
     num_pairs = tl.where(timed_out == 0, tl.load(pairs_ptr + source * S + rank), 0)
@@ -104,6 +127,11 @@ def _push_scalars(
 def _collect_scalars(
     buffer_ptr, pairs_ptr, out_ptr, rank, N, S: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Copies the scalars of this rank's pairs out of its buffer, with zeros after the last pair.
+
+    A program copies BLOCK scalars to out (N,). Grid: (cdiv(N, BLOCK),). Example: rank 0 of the module's example sends 3
+    pairs. With N = 4, buffer [.1, .2, .3, ?] becomes [.1, .2, .3, 0].
+    """
     sent = _pairs_before(pairs_ptr, rank, S, S, RANKS, False)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(buffer_ptr + index, mask=index < sent, other=0)
@@ -118,10 +146,13 @@ def push_lists(
     rows_S: Tensor,
     weights_S: Tensor,
 ) -> None:
-    """Tell every owner the token and the weight of each of its pairs.
+    """Writes the token id and weight of every pair to its destination rank, in this rank's part of the lists there.
 
-    pairs_SQ: (S * Q,) int32 pairs that each rank sends to each owner. rows_S, weights_S: (S,) int64 addresses, 16-byte
-    aligned, of each rank's int32 rows and weights in the dtype of weights_N.
+    The token id is the number of the token's row in this rank's region of the row buffers, see rows.py.
+
+    Shapes: token_ids_N (N,) int32. weights_N (N,). pairs_SQ (S * Q,) int32, pairs from each rank to each destination
+            rank. rows_S and weights_S (S,) int64: on each rank, the 16-byte aligned addresses of its int32 rows and of
+            its weights in the dtype of weights_N.
     """
     _push_lists[(pad.size * cdiv(PAIR_PROGRAMS, pad.size),)](
         token_ids_N,
@@ -139,7 +170,10 @@ def push_lists(
 
 
 def collect_scalars(pad: SignalPad, buffer: Tensor, pairs_SQ: Tensor, num_listed: int) -> Tensor:
-    """(N,) what the owners sent, from this rank's buffer; zero behind its pairs."""
+    """Returns the scalars that came back, (num_listed,) in the order in which this rank lists its pairs.
+
+    Entries after the last pair that was sent are zero.
+    """
     values_N = torch.empty(num_listed, dtype=buffer.dtype, device=buffer.device)
     if num_listed:
         _collect_scalars[(cdiv(num_listed, _BLOCK),)](
@@ -157,10 +191,10 @@ def collect_scalars(pad: SignalPad, buffer: Tensor, pairs_SQ: Tensor, num_listed
 
 
 def push_scalars(pad: SignalPad, values_P: Tensor, slot_V: Tensor, pairs_SQ: Tensor, buffers_S: Tensor) -> None:
-    """Send the value of each received pair to its token's rank, into the order in which that rank lists its pairs.
+    """Writes the scalar of every received pair to its source rank, in the order in which that rank lists its pairs.
 
-    slot_V: (V,) int32, the place of each received pair in values_P. buffers_S: (S,) int64 addresses of each
-    rank's values.
+    Shapes: values_P (P,). slot_V (V,) int32, the index of each received pair in values_P. pairs_SQ as in `push_lists`.
+            buffers_S (S,) int64 addresses of each rank's buffer, in the dtype of values_P.
     """
     _push_scalars[(pad.size * cdiv(PAIR_PROGRAMS, pad.size),)](
         values_P,

@@ -1,11 +1,17 @@
-"""Rows into the memory of other ranks and back: dispatch, and combine with its sum on the experts' rank.
+"""Rows in the memory of other ranks: dispatch, and combine with the sum over local experts.
 
-A source has a region of `stride` rows in every owner's buffer, in which the row of token t is t, so nobody numbers the
-rows that are sent, or asks how many they are; rows that an owner does not need are gaps. The way back has the same
-numbering: the row of token t of source s goes to row t of this rank's region at s.
+Every rank's buffer has a region of `stride` rows for each source rank. In it, row t is the row of token t. So no kernel
+numbers or counts the rows that are sent, and rows that the destination rank does not need are gaps. The way back has
+the same numbering: the sum for token t of source s goes to the region of this rank in s's buffer, row t.
 
 `push_rows` reads a token's row once and writes it to every rank that needs it. `combine_push` sums as gather_sum does,
-in the same order, and writes the sum where it belongs instead of here. `combine_reduce` is the last sum, over owners.
+in the same order, but writes each sum to its source rank. `combine_reduce` sums over destination ranks.
+
+Example: 2 ranks, stride 2, and rank 0 has tokens 0 and 1. Token 0 needs both ranks, token 1 rank 1 alone.
+
+    push_rows on rank 0       x[0] to row 0 of ranks 0 and 1, x[1] to row 1 of rank 1 (region 0 is rows 0 and 1)
+    combine_push on rank 1    the sums of its rows 0 and 1 to rows 2 and 3 of rank 0 (region 1)
+    combine_reduce on rank 0  y[0] = row 0 + row 2, y[1] = row 3
 
 Legend: S ranks of the EP group, T tokens on this rank, H hidden size.
 """
@@ -28,15 +34,15 @@ from sonic_ep.kernels.dispatch.symmetric.signals import (
     wait_peers_ready,
 )
 
-# Values of a tile of tokens and columns, times the ranks that may need them. A kernel that fills its links ends with
-# its last tile, so tiles are as small as keeps the links full.
+# tokens * columns * ranks of a tile. A kernel that saturates NVLink ends when its last tile does, so tiles are as small
+# as they can be with the links saturated.
 _PUSHED = 32768
 _MAX_COLUMNS = 2048
 _PUSH_WARPS = 16
-_PUSH_REGISTERS = 128  # of a thread at most. Left alone, ptxas spills one, for programs that never share an SM
-_BLOCKS = 2  # of columns, that a program sums before it takes another piece
-PUSH_PROGRAMS = 64  # more do not help, and other kernels find room beside them
-SUM_PROGRAMS = 16 * 132  # of one warp; fewer than there is room for at once, so that all of them run together
+_PUSH_REGISTERS = 128  # per thread. Without this limit ptxas spills one, to let programs share an SM; they never do
+_BLOCKS = 2  # of columns, per work item of combine_push
+PUSH_PROGRAMS = 64  # more do not help, and these leave SMs to concurrent kernels
+SUM_PROGRAMS = 16 * 132  # of one warp, 16 on each SM of an H100; few enough that all are resident at once
 
 
 @fast_launch
@@ -60,6 +66,12 @@ def _push_rows(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Writes each row of x to every rank that needs it, into this rank's region there.
+
+    A work item is a tile of TOKENS rows and COLUMNS columns. A program reads x (T, H) and is_token_in_rank (S * T,),
+    and writes row rank * stride + t of every peer that needs token t. Returns at once in an empty step.
+    Grid: (min(PUSH_PROGRAMS, SMs / 2),). Example: see the module.
+    """
     if is_empty_step(pairs_ptr, S, RANKS):
         return
     timed_out = wait_peers_ready(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE, S)
@@ -108,6 +120,12 @@ def _combine_push(
     UNROLL: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
+    """Sums the pairs of each received row, and writes the sum to the row's source rank. Rows without pairs are skipped.
+
+    A work item is BLOCKS * BLOCK columns of row r = s * stride + t, the row of token t of source s. A program reads
+    items starts[r] to starts[r + 1], values[item] and weights[item], and sums in that order. It writes row rank *
+    stride + t of rank s. Returns at once in an empty step. Grid: (SUM_PROGRAMS,). Example: see the module.
+    """
     if is_empty_step(pairs_ptr, S, RANKS):
         return
     timed_out = wait_peers_ready(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE, S)
@@ -115,7 +133,7 @@ def _combine_push(
     max_tokens = tl.load(tokens_ptr)
     for other in tl.static_range(1, S):
         max_tokens = tl.maximum(max_tokens, tl.load(tokens_ptr + other))
-    # The sources take turns, so that all links are busy.
+    # Consecutive work items have different sources, so that all links are busy.
     pieces = tl.where(timed_out == 0, max_tokens.to(tl.int64) * (S * parts), 0)
     piece = tl.program_id(0).to(tl.int64)
     while piece < pieces:
@@ -167,6 +185,11 @@ def _combine_reduce(
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
+    """Sums BLOCK columns of the rows that came back for one token, in the order of destination ranks.
+
+    A program reads row dst * stride + t for every rank dst that token t needs: of `own` for this rank, of `buffer` for
+    the others. It writes out (T, H), NaN if a peer is lost. Grid: (T * cdiv(H, BLOCK),). Example: see the module.
+    """
     blocks = tl.cdiv(H, BLOCK)
     token = tl.program_id(0) // blocks
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -183,12 +206,16 @@ def _combine_reduce(
         )
         total += value.to(ACCUMULATOR)
     if tl.load(timed_out_ptr) != 0:
-        total += float("nan")  # nothing that a rank did not send may pass for a sum
+        total += float("nan")  # the buffer may hold rows of an earlier step
     tl.store(out_ptr + token.to(tl.int64) * H + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _push_programs(device: torch.device) -> int:
-    """On half of the SMs at most: where one ran on each, lists might not get one, for which the others wait."""
+    """Returns the number of programs of `push_rows`: at most half of the SMs.
+
+    It may run concurrently with `push_lists`. If it occupied every SM, `push_lists` might find none, and the peers that
+    wait for the lists would not finish.
+    """
     return min(PUSH_PROGRAMS, _multiprocessors(device) // 2) if device.type == "cuda" else PUSH_PROGRAMS
 
 
@@ -200,11 +227,11 @@ def _multiprocessors(device: torch.device) -> int:
 def push_rows(
     pad: SignalPad, x_TH: Tensor, is_token_in_rank: Tensor, pairs_SQ: Tensor, buffers_S: Tensor, stride: int
 ) -> None:
-    """Write each row of x to every rank that needs it, into this rank's region there.
+    """Writes each row of x to every rank that needs it, into this rank's region there.
 
-    Shapes:  x_TH (T, H) contiguous; needed of `is_token_in_rank`, kernels/dispatch/send_index/reference.py; pairs_SQ as
-             in push_lists, pairs.py; buffers_S (S,) int64 addresses of the ranks' buffers (S * stride, H) in the dtype
-             of x; stride >= T of any rank.
+    Shapes: x_TH (T, H) contiguous. is_token_in_rank (S * T,) of `is_token_in_rank` (send_index/reference.py). pairs_SQ
+            as in push_lists (pairs.py). buffers_S (S,) int64 addresses of the ranks' buffers, (S * stride, H) in the
+            dtype of x, with stride >= T of every rank.
     """
     T, H = x_TH.shape
     columns = min(_MAX_COLUMNS, next_power_of_2(H))
@@ -238,10 +265,12 @@ def combine_push(
     buffers_S: Tensor,
     stride: int,
 ) -> None:
-    """gather_sum (kernels/experts/reference.py), each sum written to the rank its row came from.
+    """Sums the pairs of received rows as `gather_sum` does, and writes each sum to the row's source rank.
 
-    Rows without an item are left out. tokens_S: (S,) int32, T of each rank. starts: (S * stride + 1,). pairs_SQ,
-    buffers_S, stride: as in push_rows.
+    See kernels/combine/gather_sum/reference.py. Rows without items are not written.
+
+    Shapes: values_PH (P, H). items (V,) and starts (S * stride + 1,) int32. weights_P (P,) or None. tokens_S (S,)
+            int32, T of each rank. pairs_SQ, buffers_S and stride as in `push_rows`.
     """
     H = values_PH.shape[1]
     _combine_push[(SUM_PROGRAMS,)](
@@ -270,10 +299,12 @@ def combine_push(
 def combine_reduce(
     pad: SignalPad, buffer: Tensor, own: Tensor, is_token_in_rank: Tensor, num_tokens: int, stride: int
 ) -> Tensor:
-    """(T, H) the sum over owners of what they sent back for each token, in fp32 at least, rounded once.
+    """Returns (T, H): for each token the sum over destination ranks of what they sent back, T = num_tokens.
 
-    buffer: (S * stride, H) of this rank. own: the same, where it has its own rows. needed: as in push_rows. NaN
-    everywhere if a rank was waited for in vain.
+    Summed in fp32 at least, rounded once. NaN everywhere if a peer is lost.
+
+    Shapes: buffer (S * stride, H), this rank's. own (S * stride, H), which holds this rank's own sums in its own
+            region; it may be `buffer`. is_token_in_rank as in `push_rows`.
     """
     H = buffer.shape[1]
     out_TH = torch.empty(num_tokens, H, dtype=buffer.dtype, device=buffer.device)

@@ -1,10 +1,15 @@
-"""What kernels need to write into the memory of other ranks, and how they meet: the host's side of
-kernels/dispatch/symmetric/signals.py.
+"""The signal pad: the memory through which ranks synchronize the kernels that write into each other's memory.
 
-Ranks that reach each other's memory work in *stages*: every rank launches the same kernel, tells the others that its
-own buffers are free, waits for theirs to be, writes into them, tells them so, and waits to be told. No collective and
-no host takes part. Where no rank has a pair to send, nobody meets for lists, rows or sums, and a rank need not launch
-these kernels.
+This is the host's side. kernels/dispatch/symmetric/signals.py is the device's side, with the protocol and the memory
+order.
+
+Communication has *stages*, one for each kind of kernel. In a stage every rank launches the same kernel. The kernel
+signals all peers that this rank's buffers are ready, waits until theirs are, writes into them, signals that its writes
+have arrived, and waits for the same signal of all peers. The host and collective libraries take no part. The stage
+COUNTS needs two kernels and no ready signal, see all_gather.py.
+
+In an empty step no rank has a pair to send. Then the kernels for lists, rows and sums neither signal nor wait, and a
+rank need not launch them.
 
 Legend: S ranks of the EP group.
 """
@@ -18,7 +23,7 @@ from torch import Tensor
 
 
 class Stage(IntEnum):
-    """The kernels at which ranks meet. Each has flags of its own, so that a late rank can be told by its stage."""
+    """The kinds of kernels that synchronize ranks. Each has its own signals, so a timeout names the stage."""
 
     LISTS = 0
     DISPATCH = 1
@@ -27,17 +32,22 @@ class Stage(IntEnum):
     COUNTS = 4
 
 
-MAX_RANKS = 1 << 16  # a report is stage * MAX_RANKS + rank + 1
+MAX_RANKS = 1 << 16  # the code of a lost peer is stage * MAX_RANKS + rank + 1, see SignalPad.state
 
 
 @dataclass(frozen=True, slots=True)
 class SignalPad:
-    """Where the ranks of a group meet.
+    """What the kernels of one rank need to synchronize with their peers.
 
-    signals_S: (S,) int64 addresses of each rank's flags, `num_signals(S)` int64, zero at the start. state: int64 of
-    this rank alone: by stage the number of meetings, of programs that are done and of pieces that these took, and what
-    it reports of a rank that it waited for in vain, after which it waits for nobody. report: (1,) int64, the same where
-    the host can read it while kernels run. patience: nanoseconds to wait for a rank.
+    rank: This rank in the group.
+    signals_S: (S,) int64 addresses of each rank's signals: `num_signals(S)` int64 in symmetric memory, zero at the
+        start.
+    state: (3 * stages + 1,) int64, which only this rank reads and writes: the epoch of each stage, which counts the
+        completed kernels; the tickets of each stage, which count the finished programs of the running kernel; the work
+        items of each stage that its programs have fetched; and the code of the lost peer, the first rank whose signal
+        did not come within the timeout, or 0. Once that code is set, this rank waits for no other.
+    host_status: (1,) int64, a copy of that code in pinned host memory, which the host reads while kernels run.
+    timeout: Nanoseconds to wait for a signal.
     """
 
     rank: int
@@ -58,15 +68,15 @@ class SignalPad:
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """What every kernel of a stage takes, in its order."""
+        """The arguments that every kernel of a stage takes, in this order."""
         return self.signals_S, self.state, self.host_status, self.timeout, self.rank
 
     def lost_peer(self) -> tuple[Stage, int] | None:
-        """The stage at which a rank was waited for in vain, and that rank; None while all is well. Does not wait."""
+        """Returns (stage, rank) of a lost peer, or None if there is none. Does not block."""
         host_status = int(self.host_status.numpy()[0])
         return (Stage(host_status // MAX_RANKS), host_status % MAX_RANKS - 1) if host_status else None
 
 
 def num_signals(size: int) -> int:
-    """int64 flags of each rank of `size`: by stage, ready or arrived, and source rank."""
+    """Returns the number of int64 signals on each of `size` ranks: one by stage, kind (READY, ARRIVED) and source."""
     return 2 * len(Stage) * size

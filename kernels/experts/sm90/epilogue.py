@@ -1,13 +1,17 @@
 """The epilogue of Hopper GEMMs over rows: one barrier and one fence where quack has two of each.
 
-A tile is stored in pieces: accumulators from registers through shared memory, in two or four buffers. For each piece
-quack's warps meet twice, before they write its buffer (the one that stores has waited until what it held was stored)
-and after (so that it may store this), and give back what was loaded for it (dgated's H) through a fence and an mbarrier
-of its own. Here the warp that stores waits for the next buffers before all meet after these writes, so that this says
-everything: the writes are done, what was loaded for them is read, the next buffers are free. Of four buffers, two are
-written between two meetings. quack's ping-pong dgated spends two fifths of its epilogue in waits for all of that.
+An output tile is stored in pieces: from registers to a buffer in shared memory, and from there by TMA, which one warp
+issues. There are two or four buffers.
 
-Overrides GemmSm90.epilogue (quack 0.6.5), traced by CuTe-DSL. Results are the same bits.
+quack synchronises all warps twice per piece: before they write a buffer, because its previous store must have read it,
+and after, because the store may start only then. It also releases the buffer of what was loaded for the piece (H, in
+dgated) through a fence and an mbarrier. quack's ping-pong dgated spends two fifths of its epilogue in these waits.
+
+Here the storing warp waits for the next buffers before the barrier that follows the writes. So this one barrier says
+three things: the writes are done, the loaded operand has been read, and the next buffers are free. With four buffers
+there is one barrier per two pieces.
+
+Overrides GemmBase.epilogue (quack 0.6.5) and is traced by CuTe-DSL. Results are the same bit for bit.
 """
 
 from typing import Any
@@ -20,7 +24,13 @@ from sonic_ep.kernels.experts.quack_compat import DStore, require_no_dropped_hoo
 
 
 class OneBarrierEpilogue:
-    # GemmSm90's
+    """Applies the epilogue to one output tile and stores it, piece by piece.
+
+    A CTA (in ping-pong, a warp group) reads the tile's accumulators and, if there is a C, the tile of C. It writes the
+    tile of D and of each further output of the epilogue. The grid is that of the GEMM, see row_gemm.py.
+    """
+
+    # Attributes of quack's kernel class
     cta_tile_shape_mnk: Any
     epi_stage: int
     epi_c_stage: int
@@ -73,7 +83,7 @@ class OneBarrierEpilogue:
         pieces = cute.size(shape)
         before = tile_scheduler.num_tiles_executed * pieces
         loads = const_expr(copy_C is not None)
-        # Pieces between two meetings: others are being stored meanwhile.
+        # Pieces per barrier: with four buffers two are written while the other two are stored.
         together = 2 if const_expr(self.epi_stage >= 4) else 1
         assert self.epi_stage > 1
         assert pieces % together == 0
@@ -112,7 +122,7 @@ class OneBarrierEpilogue:
                 op.store_r2s(self, copy, out, to[None, None, None, (before + piece) % self.epi_stage], tidx)
             if const_expr((piece + 1) % together == 0):
                 cute.arch.fence_view_async_shared()
-                if is_tma_warp:  # until the buffers that the next pieces will have are read
+                if is_tma_warp:  # wait until the stores have read the buffers of the next pieces
                     cute.arch.cp_async_bulk_wait_group(self.epi_stage // together - 2, read=True)
                 epilogue_barrier.arrive_and_wait()
                 if is_tma_warp:
@@ -139,7 +149,7 @@ class OneBarrierEpilogue:
         first: cutlass.Constexpr[int],
         end: cutlass.Constexpr[int],
     ) -> None:
-        """Into buffers that are free, as all warps have met since they read them."""
+        """Loads C for the pieces first..end-1. Their buffers are free: a barrier follows every read of one."""
         for piece in cutlass.range_constexpr(first, end):
             if is_tma_warp:
                 pipeline.producer_acquire(state, Boolean(True))

@@ -1,4 +1,4 @@
-"""How the warps that gather the first operand of a Hopper GEMM fill a stage: A by cp.async, B by TMA."""
+"""Fills one pipeline stage of a Hopper GEMM that gathers its first operand: A by cp.async, B by TMA."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ def load_stage(
     k_tile: Int32,
     last: cutlass.Constexpr[bool],
 ) -> Any:
-    """A K tile into the stage of `state`, which is returned advanced. The warps take turns at B.
+    """Loads a K tile into the stage of `state` and returns `state` advanced. The loading warps take turns with B.
 
-    last: may K end inside it?
+    free: whether the stage is already known to be free. last: whether K may end inside this K tile.
     """
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     loads_B = warp == gemm.ab_load_warp_id + k_tile % gemm.num_ab_load_warps

@@ -1,4 +1,4 @@
-"""quack's GEMMs over rows as they run on Hopper here: with all that ours change in them."""
+"""quack's GEMMs over rows with all of our overrides for Hopper."""
 
 import functools
 
@@ -8,14 +8,20 @@ from sonic_ep.kernels.experts.sm90.varlen_m import SkipsMissingRows
 
 
 class _HopperRows(OneBarrierEpilogue, SkipsMissingRows):
-    """Before quack's kernel in the order of inheritance."""
+    """Our overrides, which precede quack's kernel class in the method resolution order.
+
+    One CTA computes one output tile at a time: the products of the tile's rows with their expert's weights, then the
+    epilogue. It reads A (gathered by A_idx or not), B and the epilogue's operands (C, bias, combine weights). It writes
+    D and the epilogue's other outputs. Grid: (cluster_m, cluster_n, clusters), persistent, with as many clusters as fit
+    the device, or as the rows can fill if that is fewer.
+    """
 
 
 class HopperMod(OverriddenEpiMod):
-    """An epilogue in these kernels. Their dynamic schedule needs a counter of two values, and leaves them at zero."""
+    """A quack epilogue in these kernels. A dynamic schedule needs a counter of two zeros and leaves them at zero."""
 
 
 @functools.cache
 def hopper_mod(mod: EpiMod) -> HopperMod:
-    """An epilogue in the kernels that Hopper gets."""
+    """Returns the epilogue `mod` in the kernels for Hopper."""
     return HopperMod(mod, _HopperRows, "sonic_ep on Hopper")

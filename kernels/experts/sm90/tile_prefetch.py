@@ -1,13 +1,13 @@
-"""Hopper GEMMs that draw their next tile amid the loads of this one, from a counter that they leave at zero.
+"""Hopper GEMMs that prefetch the next tile while they load this one, from a counter that they leave at zero.
 
-To draw a tile takes an atomic addition and, over rows, a search through the experts' starts and two more reads, one
-after the other, about 2 us. quack's loading warps do so when they are done with a tile, and load nothing meanwhile.
-Here they draw as soon as they have filled the stages, or two of them where one warp loads by TMA: fast enough to fill
-the others after.
+Fetching a tile takes about 2 us: an atomic addition and, over rows, a search through the experts' starts and two more
+reads, one after the other. quack's loading warps fetch after the last load of a tile and load nothing meanwhile. Here
+gathering warps fetch once they have filled all stages. A single warp that loads by TMA fetches after two K tiles: it is
+fast enough to fill the other stages afterwards.
 
-quack's counter goes around to zero by itself where the number of tiles is known at the launch. Over rows it must be
-zeroed before every launch, by a kernel of its own. Here it is followed by a count of the clusters that will not draw
-any more, and the last one of these zeroes both, for the next launch on the same stream.
+quack's counter returns to zero by itself if the number of tiles is known at launch. Over rows it is not known, so quack
+needs a separate kernel that zeroes the counter before every launch. Here a second value follows the counter: how many
+clusters have fetched their last tile. The last cluster zeroes both values for the next launch on the same stream.
 
 Every method overrides one of quack's (GemmSm90, its schedulers, quack 0.6.5) and is traced by CuTe-DSL.
 """
@@ -21,16 +21,17 @@ from cutlass import Boolean, Int32, const_expr
 from sonic_ep.kernels.experts.quack_compat import GemmSm90, VarlenMTileScheduler
 from sonic_ep.kernels.experts.sm90.gather_producer import load_stage
 
-_TMA_K_TILES_FIRST = 2  # K tiles loaded before the next tile is drawn
+_TMA_K_TILES_FIRST = 2  # K tiles loaded by TMA before the next tile is fetched
 
 
 class KTiles(Int32):
-    """The number of K tiles of an output tile, with two fields that loops over K need beside it.
+    """The number of K tiles of an output tile, an Int32 with two more fields.
 
-    quack's kernel (GemmSm90.kernel, quack 0.6.5) tells its loops over K nothing of a tile but this number, so what else
-    they need has to come with it. What is computed from it is a plain Int32.
+    quack's kernel (GemmSm90.kernel, quack 0.6.5) passes its loops over K only this number of a tile, and ours need two
+    more values. The result of arithmetic with it is a plain Int32 without the fields.
 
-    scheduler: the one that gave the tile. rows: how many rows the tile has, an Int32; None where nobody asks.
+    scheduler: the scheduler that returned the tile. rows: the number of rows of the tile, an Int32; None in weight
+    gradients, which do not use it.
     """
 
     def __init__(self, count: Any, scheduler: Any, rows: Any = None) -> None:
@@ -39,40 +40,40 @@ class KTiles(Int32):
 
     @property
     def dtype(self) -> type[Int32]:
-        """The type that arithmetic with it gives."""
+        """Returns the type of the results of arithmetic."""
         return Int32
 
     def __new_from_mlir_values__(self, values: Any) -> "KTiles":
-        """Called where CuTe-DSL hands it into a traced branch or loop."""
+        """CuTe-DSL calls this when it passes the value into a traced branch or loop."""
         return KTiles(values[0], self.scheduler, self.rows)
 
 
 class PrefetchingScheduler:
-    """What changes in a scheduler of quack's, which must come after it among a class's bases."""
+    """Overrides for one of quack's schedulers, which must come after this class among the bases."""
 
     def get_split_k_tile_range(self, k_tile_total: Int32, rows: Any, **_: Any) -> tuple[int, KTiles]:
-        """Returns a tile's first K tile and the number of them: K is never split here."""
+        """Returns a tile's first K tile, always 0 because K is never split here, and its number of K tiles."""
         return 0, KTiles(k_tile_total, self)
 
     def fetch_next_tile(self, fetches: Boolean | bool) -> None:
-        """Draws the next tile and tells it to all warps, if this is the warp that draws."""
+        """Moves this warp to the next tile. With `fetches`, this warp also fetches that tile for all warps."""
         super().advance_to_next_work(is_scheduler_warp=fetches)  # type: ignore[misc]  # pyright: ignore
 
     def advance_to_next_work(self, is_scheduler_warp: Boolean | bool = False, **how: Any) -> None:
         if is_scheduler_warp is False:
             super().advance_to_next_work(**how)  # type: ignore[misc]  # pyright: ignore
-        # Else these warps are done with a tile's loads, amid which they have drawn the next one.
+        # Else this is a loading warp, which has already called fetch_next_tile while it loaded the tile.
 
 
 class VarlenPrefetchingScheduler(PrefetchingScheduler, VarlenMTileScheduler):
-    """Of tiles over rows."""
+    """Schedules the tiles of a GEMM over rows, and resets the tile counter at the end."""
 
     # VarlenMTileScheduler's
     params: Any
 
     @cute.jit
     def producer_tail(self) -> None:
-        """Called by the warp that draws, after its last tile."""
+        """The fetching warp of each cluster calls this after its last tile. The last cluster zeroes the counter."""
         VarlenMTileScheduler.producer_tail(self)
         counter = self.params.tile_count_semaphore
         if const_expr(counter is not None):
@@ -85,7 +86,7 @@ class VarlenPrefetchingScheduler(PrefetchingScheduler, VarlenMTileScheduler):
 
 @cute.jit
 def fetch_next_tile(gemm: Any, scheduler: Any) -> None:
-    """Called by all loading warps: the one of its cluster that draws does so."""
+    """Moves a loading warp to the next tile. All loading warps call it; one warp of the cluster fetches the tile."""
     fetches = True
     if const_expr(gemm.num_ab_load_warps > 1):
         fetches = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == gemm.ab_load_warp_id
@@ -95,7 +96,7 @@ def fetch_next_tile(gemm: Any, scheduler: Any) -> None:
 
 
 class TilePrefetchLoader:
-    """The loading warps of a GEMM over rows."""
+    """The loading warps of a GEMM over rows: they load the K tiles of A and B and fetch the next tile in between."""
 
     # GemmSm90's
     ab_load_warp_id: int
@@ -103,7 +104,8 @@ class TilePrefetchLoader:
     ab_stage: int
     cluster_shape_mnk: Any
 
-    # Loads the K tiles from `first` to `end`, behind the last of which lies what may not be read if `last`.
+    # Method of a subclass that loads the K tiles first..end-1. `last`: K may end inside the last of them, so its copies
+    # are predicated.
     load_part: Any
 
     @cute.jit
@@ -133,7 +135,7 @@ class TilePrefetchLoader:
         end: Int32,
         last: cutlass.Constexpr[bool],
     ) -> Any:
-        """quack's loop of warps that gather A, over some K tiles."""
+        """quack's loop of the warps that gather A, over the K tiles first..end-1. last: as in `load_part`."""
         free = Boolean(True)
         if first < end:
             free = pipeline.producer_try_acquire(state)

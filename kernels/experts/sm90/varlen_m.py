@@ -1,10 +1,12 @@
-"""Hopper GEMMs over rows that load and multiply an expert's last tile only as far as the expert has rows.
+"""Hopper GEMMs over rows that load and multiply only the rows that an expert's last tile has.
 
-quack computes whole tiles: it multiplies rows behind an expert's last, and where rows are gathered it fetches row 0 for
-each of them, so that one line of the L2 is read by all SMs at once. With ragged experts, each of which ends inside a
-tile, that is a good part of the time. Here the scheduler says how many rows a tile has; the gathering warps fetch no
-others, and of the 64-row blocks of the tensor cores' instruction only those that have rows are multiplied. Results are
-the same, bit for bit: the rows that remain are summed alike, and the others were never stored.
+quack computes whole tiles. It also multiplies the missing rows behind an expert's last row. Where it gathers rows, it
+fetches row 0 for each missing row, so that all SMs read the same L2 line at once. Every ragged expert ends inside a
+tile, and this costs much of the time.
+
+Here the scheduler returns the number of rows of a tile. The gathering warps fetch only these, and the tensor cores
+multiply only the 64-row blocks (the rows of a WGMMA instruction) that contain any. Results are the same bit for bit:
+the existing rows are summed in the same order, and the missing ones were never stored.
 
 Every method overrides one of quack's (GemmSm90, VarlenMTileScheduler, quack 0.6.5) and is traced by CuTe-DSL.
 """
@@ -28,27 +30,31 @@ from sonic_ep.kernels.experts.quack_compat import (
 from sonic_ep.kernels.experts.sm90.tile_prefetch import KTiles, TilePrefetchLoader, VarlenPrefetchingScheduler
 
 _WGMMA_ROWS = 64  # rows of one WGMMA instruction
-_ACCUMULATORS_THAT_SPILL = 192  # accumulators a thread
-_ROW_BITS = 10  # of a record: rows of the tiles of a cluster, at most 2 x 256; the expert is above them
+# Accumulators per thread from which dgated's epilogue spills registers under quack's settings. A ping-pong tile of
+# 128x192 has 128 * 192 / 128 threads = 192 of them (docs/gpu_kernels.md, "Tiles that end where their expert does").
+_ACCUMULATORS_THAT_SPILL = 192
+# Low bits of a scheduler record that hold a row count: the rows of a cluster's tiles, at most 2 * 256. The bits above
+# hold the expert.
+_ROW_BITS = 10
 
 
 def _indices(work: WorkTileInfo) -> Any:
-    """(m, n, rows, expert)."""
+    """Returns (m tile, n tile, rows, expert)."""
     return work.tile_idx
 
 
 class _RowsScheduler(VarlenPrefetchingScheduler):
-    """Tells all warps how many rows a tile has, in tile_idx[2], where quack keeps what only a split K needs.
+    """Passes the number of rows of each tile to all warps, in tile_idx[2], which quack uses only for a split K.
 
-    The warp that draws tiles finds out, and sends it to the others beside the expert's number: read by each from global
-    memory, it would come before every tile.
+    The warp that fetches tiles computes the number and writes it to shared memory, packed with the expert. If every
+    warp read it from global memory, the reads would delay every tile.
     """
 
     params: Any
 
     @cute.jit
     def initial_work_tile_info(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
-        # Every warp finds its first tile itself, in the experts' starts, which the kernel before may have written.
+        # Every warp computes its first tile from the experts' starts, which the previous kernel may have written.
         griddepcontrol_wait()
         work = VarlenMTileScheduler.initial_work_tile_info(self, loc=loc, ip=ip)
         m, n, _, expert = _indices(work)
@@ -70,7 +76,7 @@ class _RowsScheduler(VarlenPrefetchingScheduler):
         m, n, _, record = _indices(work)
         rows = record & (2**_ROW_BITS - 1)
         cluster_m = const_expr(self.params.cluster_shape_mnk[0])
-        if const_expr(cluster_m > 1):  # they were counted from the cluster's first tile
+        if const_expr(cluster_m > 1):  # the record counts from the first row of the cluster
             tile_m = const_expr(self.params.tile_shape_mn[0])
             rows = cutlass.max(cutlass.min(rows - m % cluster_m * tile_m, tile_m), 0)
         return WorkTileInfo((m, n, rows, record >> _ROW_BITS), work.is_valid_tile)
@@ -85,12 +91,14 @@ class _RowsScheduler(VarlenPrefetchingScheduler):
         return rows
 
     def get_split_k_tile_range(self, k_tile_total: Int32, rows: Int32, **_: Any) -> tuple[int, KTiles]:
-        # Branches on what ptxas does not know to be one value per warp cost more than they save.
+        # Branches on a value that ptxas does not know to be uniform in a warp cost more than the skipped rows save.
         return 0, KTiles(k_tile_total, self, cute.arch.make_warp_uniform(rows))
 
 
 class SkipsMissingRows(TilePrefetchLoader):
-    # GemmSm90's
+    """Loads and multiplies only the existing rows of each tile. Inputs, outputs and the grid: see row_gemm.py."""
+
+    # Attributes of GemmSm90
     cta_tile_shape_mnk: Any
     atom_layout_mnk: Any
     a_layout: Any
@@ -110,10 +118,11 @@ class SkipsMissingRows(TilePrefetchLoader):
         element: type[cutlass.Numeric] | None = None,
         epi_tile: tuple[int, int] | None = None,
     ) -> tuple[int, int]:
-        """Of the epilogue, whose registers are settled here too."""
+        """Returns the shape of an epilogue piece, and sets the registers per thread if the epilogue would spill."""
         accumulators = tile[0] * tile[1] // (atoms[0] * atoms[1] * 128)
         if self.gather_A and accumulators >= _ACCUMULATORS_THAT_SPILL and element is not None and element.width == 32:
-            # Of dgated, whose elements are pairs: half as many at a time, and what registers the loader can spare.
+            # dgated, whose 32-bit elements are pairs of 16-bit values. Pieces are 16 columns instead of 32, and each
+            # MMA thread gets 8 more registers (quack: 224), which the loading warps do not need (quack: 56).
             self.num_regs_load, self.num_regs_mma = 40, 232
             return 64, 16
         return GemmSm90._compute_tile_shape_or_override(tile, atoms, element, epi_tile)
@@ -122,9 +131,9 @@ class SkipsMissingRows(TilePrefetchLoader):
     def _make_gather_A_copy(
         self, mA: Any, sA: Any, varlen: Any, tile_idx: Any, expert: Int32
     ) -> tuple[tuple[Callable[..., None], Callable[..., None]], None]:
-        """Two functions that copy a tile's rows of one K tile into a stage, 16 bytes a thread and row.
+        """Returns two functions that copy the tile's rows of one K tile into a stage, 16 bytes per thread and row.
 
-        The first is for whole tiles, the second looks which rows there are.
+        The first is for whole tiles. The second skips missing rows.
         """
         tile_m, tile_k = const_expr(self.cta_tile_shape_mnk[0]), const_expr(self.cta_tile_shape_mnk[2])
         tiled_copy = self._make_gmem_tiled_copy_A(mA.element_type, self.a_layout, self.num_ab_load_warps * 32)
@@ -136,8 +145,9 @@ class SkipsMissingRows(TilePrefetchLoader):
         rows_m = cute.local_tile(varlen.offset_batch_AIdx(expert), (tile_m,), (tile_idx[0],))
         left_m = varlen.len_m(expert) - tile_idx[0] * tile_m
         left_k = varlen.len_k(expert) - at[0, 0, 0][1]
-        # Read before it is known which of the two it will be: of rows that are not there, the expert's last one.
-        # Addresses step from K tile to K tile: computed anew, they take 5 to 12 instructions a row of a free stage.
+        # The indices are read before the branch between the two functions. A missing row gets the expert's last row.
+        # Addresses advance from K tile to K tile. Recomputing them takes 5 to 12 instructions per row, while a stage is
+        # already free.
         address = cute.make_rmem_tensor(count, Int64)
         for i in cutlass.range_constexpr(count):
             row = rows_m[cutlass.min(at[0, i, 0][0], left_m - 1)]
@@ -169,7 +179,7 @@ class SkipsMissingRows(TilePrefetchLoader):
         end: Int32,
         last: cutlass.Constexpr[bool],
     ) -> Any:
-        # Whole tiles have a loop of their own: with conditions in it, it takes up to 20 % longer.
+        # Whole tiles have their own loop: a condition on the row makes the loop up to 20 % slower.
         copy_whole, copy_fewer = copy_A
         after = state
         if k_tiles.rows >= self.cta_tile_shape_mnk[0]:
@@ -182,15 +192,15 @@ class SkipsMissingRows(TilePrefetchLoader):
     def mma(
         self, pipeline: Any, state: Any, mma_fn: Any, acc: Any, acc_slow: None, k_tiles: Any, warp_group: Int32
     ) -> Any:
-        # Warp groups that share a tile take its blocks in turns; in ping-pong each has a tile of its own.
+        # Warp groups that share a tile take turns with its blocks. In ping-pong each warp group has its own tile.
         sharing = const_expr(self.atom_layout_mnk[0])
         blocks = (k_tiles.rows + (_WGMMA_ROWS - 1)) // _WGMMA_ROWS
         if const_expr(sharing > 1):
             blocks = (blocks - warp_group + (sharing - 1)) // sharing
         least = const_expr(0 if sharing * self.cluster_shape_mnk[0] > 1 else 1)
         limit = const_expr(cute.size(acc, mode=[1]))
-        # Accumulators that some way through the kernel leaves as the last tile had them would live all along, and
-        # take their registers from the epilogue. There is a K tile, always, but only this says so.
+        # There is always a K tile, but the compiler does not know it. If the loop over K could be empty, the previous
+        # tile's accumulators would stay live through the epilogue and occupy registers that it needs.
         k_tiles = cutlass.max(k_tiles, 1)
         return self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, limit, least)
 
@@ -207,12 +217,15 @@ class SkipsMissingRows(TilePrefetchLoader):
         limit: cutlass.Constexpr[int],
         least: cutlass.Constexpr[int],
     ) -> Any:
-        """The first `blocks` of a warp group's blocks, from least to most: a loop over K for each number of them."""
+        """Multiplies a warp group's first `blocks` blocks of rows, of which there are `least` to `limit`.
+
+        Traced recursively: each possible number of blocks has its own loop over K.
+        """
         after = state
         if const_expr(limit == least) or blocks >= limit:
             fewer = _of_first_blocks(mma_fn, limit)
             for block in cutlass.range_constexpr(limit, cute.size(acc, mode=[1])):
-                acc[None, block, None].fill(0.0)  # not for what is stored: see mma
+                acc[None, block, None].fill(0.0)  # these are not stored; filling them ends their live range, see mma
             after = GemmSm90.mma(self, pipeline, state, fewer, acc, None, k_tiles, warp_group)
         else:
             after = self._multiply(pipeline, state, mma_fn, acc, k_tiles, warp_group, blocks, limit - 1, least)
@@ -220,7 +233,7 @@ class SkipsMissingRows(TilePrefetchLoader):
 
 
 def _of_first_blocks(mma_fn: Any, count: int) -> Callable[..., None]:
-    """quack's function for the products of one K tile, of the first blocks of rows alone."""
+    """Returns quack's function for the products of one K tile, restricted to the first `count` blocks of rows."""
     tiled_mma, acc, tCrA, tCrB = mma_fn.args
     if count == 0:
         return lambda **_: None

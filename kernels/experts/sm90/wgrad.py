@@ -1,10 +1,12 @@
-"""The GEMM of weight gradients, which contracts over gathered rows: quack's kernel with another loader on Hopper.
+"""The GEMM of weight gradients, which contracts over gathered rows: quack's kernel, on Hopper with our own loader.
 
-quack's gathering warps read the indices of a K tile's rows just before they copy those rows, so that every K tile waits
-for two round trips to the L2, one after the other. Here indices are read two K tiles ahead, into two sets of registers
-in turns: handed on from one set to the other, they would be waited for at the hand-over. And as experts' rows differ,
-so that tiles which are dealt out beforehand end at different times, they are drawn from a counter, ahead as over rows
-(tile_prefetch.py). The kernel computes the same bits.
+quack's gathering warps read the indices of a K tile's rows just before they copy the rows. Every K tile then waits for
+two L2 round trips, one after the other. Here the indices are prefetched two K tiles early, alternately into two sets of
+registers. Copying one set to the other would not do: the copy waits for the indices that were just read.
+
+Experts have different numbers of rows, so CTAs with equal numbers of tiles end at different times. The tiles are
+therefore fetched from a counter, each while the previous one is loaded (tile_prefetch.py). Results are the same bit for
+bit as quack's.
 
 Legend: R rows this rank receives, P rows of the pair buffer, e local experts. m, n are GEMM extents: columns of the
 gathered rows and of the others.
@@ -42,21 +44,27 @@ from sonic_ep.kernels.experts.quack_compat import (
 from sonic_ep.kernels.experts.sm90.gather_producer import load_stage
 from sonic_ep.kernels.experts.sm90.tile_prefetch import PrefetchingScheduler, fetch_next_tile
 
-if TYPE_CHECKING:  # so that a change in the table leaves compiled kernels as they are
+if TYPE_CHECKING:  # only then, so that the cache key of compiled kernels does not depend on the table
     from sonic_ep.kernels.experts.tile_table import TileConfig
 
-_PREFETCH_DISTANCE = 2  # K tiles
-_SWIZZLE = 8  # quack's default: tiles of a group that follow each other along one side
+_PREFETCH_DISTANCE = 2  # K tiles between reading the indices of rows and copying the rows; one per register set
+_SWIZZLE = 8  # quack's default max_swizzle_size: consecutive tiles form groups of this width, for reuse in the L2
 
 
 class _WeightScheduler(PrefetchingScheduler, TileScheduler):
-    """Of tiles of all experts, whose number is known at the launch."""
+    """Schedules the tiles of all experts. Their number is known at launch, so quack's counter resets itself."""
 
 
 class _PrefetchesIndices(GemmDefaultSm90):
-    """Overrides methods of GemmSm90 (quack 0.6.5), traced by CuTe-DSL."""
+    """The weight-gradient GEMM of Hopper. Its methods override GemmSm90's (quack 0.6.5) and are traced by CuTe-DSL.
 
-    # GemmSm90's
+    One CTA computes one output tile D[expert, m tile, n tile] at a time: the sum over the expert's pairs of the outer
+    products of a gathered column of A and a column of B. It reads A_mR through row_of_pair_P, B_nP and expert_starts_e,
+    and writes or adds to D_emn. Grid: (cluster_m, cluster_n, clusters), persistent, with as many clusters as fit the
+    device less the reserved ones, or as there are tiles if that is fewer.
+    """
+
+    # Attributes of GemmSm90
     cta_tile_shape_mnk: Any
     a_layout: Any
     ab_load_warp_id: Any
@@ -72,9 +80,13 @@ class _PrefetchesIndices(GemmDefaultSm90):
     def _make_gather_A_copy(
         self, mA: Any, sA: Any, varlen: Any, tile_idx: Any, expert: Int32
     ) -> tuple[Callable[..., None], tuple[int, Callable[..., None]]]:
-        """A function that copies the rows of a K tile into a stage; how many are a thread's, and one that reads their
-        indices."""
-        # The next kernel may start: this warp has waited for the one before, and whoever needs results waits for them.
+        """Returns copy, (rows, read).
+
+        copy: copies the rows of a K tile into a stage. rows: how many rows each thread copies. read: reads their
+        indices.
+        """
+        # The next kernel may start. This warp has waited for the previous one, and a kernel that needs our results
+        # waits for our end.
         griddepcontrol_launch_dependents()
         tile_m, tile_k = const_expr(self.cta_tile_shape_mnk[0]), const_expr(self.cta_tile_shape_mnk[2])
         tiled_copy = self._make_gmem_tiled_copy_A(mA.element_type, self.a_layout, self.num_ab_load_warps * 32)
@@ -85,7 +97,7 @@ class _PrefetchesIndices(GemmDefaultSm90):
         indices, len_k = varlen.offset_batch_AIdx(expert), varlen.len_k(expert)
         left_m = varlen.len_m(expert) - tile_idx[0] * tile_m
         row_bytes = Int32(mA.stride[1]) * (mA.element_type.width // 8)
-        # Of columns behind the last one, whose products are not stored, any that are there.
+        # Columns behind the last one are replaced by existing ones: their products are not stored.
         columns = cute.make_rmem_tensor(pieces, Int64)
         for i in cutlass.range_constexpr(pieces):
             column = tile_idx[0] * tile_m + cutlass.min(at[0, i, 0][0], left_m - width)
@@ -98,7 +110,7 @@ class _PrefetchesIndices(GemmDefaultSm90):
         def copy(row_indices: Any, k_tile: Int32, stage: Int32, pred: bool) -> None:
             for k in cutlass.range_constexpr(rows):
                 inside = None
-                if const_expr(pred):  # copies zeros where not
+                if const_expr(pred):  # rows behind the expert's last are filled with zeros
                     inside = cute.make_rmem_tensor(1, Boolean)
                     inside[0] = k_tile * tile_k + at[0, 0, k][1] < len_k
                 for i in cutlass.range_constexpr(pieces):
@@ -148,7 +160,7 @@ class _PrefetchesIndices(GemmDefaultSm90):
         even: Any,
         odd: Any,
     ) -> Any:
-        """Pairs of K tiles from `first` to `end`, whose indices are in turns in `even` and in `odd`."""
+        """Loads the pairs of K tiles first..end-1. The indices of a pair's two K tiles are in `even` and in `odd`."""
         for pair in cutlass.range(first, end, unroll=1):
             free = pipeline.producer_try_acquire(state)
             state = self._load_k_tile(pipeline, state, free, copy_A, read, copy_B, 2 * pair, even, False)
@@ -169,7 +181,10 @@ class _PrefetchesIndices(GemmDefaultSm90):
         row_indices: Any,
         last: cutlass.Constexpr[bool],
     ) -> Any:
-        """Into the stage of `state`, which is returned advanced; leaves indices of a later K tile in row_indices."""
+        """Loads a K tile into the stage of `state` and returns `state` advanced.
+
+        Except for the last K tile, replaces row_indices by the indices of the K tile _PREFETCH_DISTANCE later.
+        """
         these = cute.make_rmem_tensor_like(row_indices)
         for k in cutlass.range_constexpr(cute.size(these)):
             these[k] = row_indices[k]
@@ -197,7 +212,10 @@ def _compile_weight_gemm(
     capacity: tuple[int, int],
     written_in: str,
 ) -> Any:
-    """Kept by its arguments, of which the last one is of no other use: see sources.py."""
+    """Compiles the kernel of a `WeightGemm`. quack caches it, in memory and on disk, by the arguments.
+
+    written_in: a digest of our sources, only for the cache key (kernels/common/sources.py).
+    """
     require_known_methods()
     kernel = _KERNELS[capacity[0]]
     A, B, D, _, _, _, P, e = make_fake_gemm_tensors(
@@ -227,7 +245,7 @@ def _compile_weight_gemm(
 class WeightGemm:
     """D[expert] = A[:, rows of its pairs] @ B[:, its pairs]^T, compiled for a shape class.
 
-    accumulate: D += instead. halves: D's columns are stored as those of even number, then the others.
+    accumulate: add to D instead. split_gate_up: store the even columns of the result first, then the odd ones.
     """
 
     def __init__(
@@ -252,8 +270,11 @@ class WeightGemm:
         counter: Tensor | None = None,
         free: int = 0,
     ) -> None:
-        """counter: of a dynamic schedule, zero, and zero again afterwards. free: of the clusters that fit a device,
-        those to leave to other kernels."""
+        """Launches the kernel.
+
+        counter: for a dynamic schedule, zero before the launch and zero again after it. free: how many of the clusters
+        that fit the device to leave to other kernels.
+        """
         scheduler = make_scheduler_args(self.clusters - free, _SWIZZLE, counter, None)
         varlen = make_varlen_args(None, expert_starts_e, row_of_pair_P)
         self._compiled(A_mR, B_nP, D_emn, None, _PLAIN, scheduler, varlen, None, None)

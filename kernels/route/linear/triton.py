@@ -1,14 +1,16 @@
 """The router's linear layer for bf16 rows on tensor cores, as exact as fp32 arithmetic.
 
-An fp32 value is the sum of three bf16 values (8 bits each, 24 in all), and a product of two bf16 values is exact in
-fp32: three bf16 GEMMs give what one fp32 GEMM would. Tensor cores cut sums off instead of rounding them, which by
-simulation makes 3 times the error of fp32 arithmetic over 2048 terms and 6 times over 7168. So they sum 64 terms at a
-time here, from the smallest part to the largest, and those sums are added in fp32 with rounding.
+An fp32 value is the sum of three bf16 *parts* (high, middle and low; 8 bits each, 24 in all). The product of two bf16
+values is exact in fp32. So three bf16 GEMMs give the result of one fp32 GEMM. Tensor cores truncate sums instead of
+rounding them. In simulation this makes 3 times the error of fp32 arithmetic over 2048 terms and 6 times over 7168. So
+here tensor cores sum only 64 terms at a time, from the low part to the high part, and these sums are added in fp32 with
+rounding.
 
-A value's parts lie `slot` elements apart: the largest in slots 0 and 1, the others in 2 and 3. With one operand's slots
-in the opposite order of the other's, three slots of both, multiplied as one long contraction, give the three largest
-products, high * high + low * high + high * low: enough for a gradient that is rounded to bf16 anyway. Experts are
-padded with zeros to a multiple of 16, so that every row of parts is aligned.
+Parts are stored in four slots: high, high, middle, low. The slots of the gradient of the logits are in reverse order.
+Three slots of the weight (high, high, middle) and three of the gradient (middle, high, high), multiplied as one long
+contraction, give the three largest products: high * middle + high * high + middle * high. That is enough for a gradient
+of x, which is rounded to bf16. Experts are padded with zeros to a multiple of 16, so that every row of parts is
+aligned.
 
 Legend: T tokens on this rank, H hidden size, E experts, Z partial sums of one value.
 """
@@ -27,15 +29,20 @@ from sonic_ep.kernels.common.sizes import cdiv
 _ALIGNMENT = 16
 _SPLIT_BLOCK = 1024
 _BLOCK_N, _BLOCK_K = 128, 64
-# Tokens that a program of the logits may take beside those of a tile, and how many times as long it takes with them.
+# Tokens that a program of the logits may compute in addition to _BLOCK_N, and its relative run time with them.
 _EXTRA_N, _EXTRA_N_COST = 64, 1.5
-# Programs that run at once. Of the gradient of the weights: rows of x that one sums at least, programs that share a sum
-# at most, and what another one costs, as a share of the GEMM. Constants, so that every device adds the same terms.
+# Programs that run at once (SMs of an H100). For the gradient of the weight: the fewest rows of x that a program sums,
+# the most programs that split one sum, and the cost of one more split as a share of the GEMM. They are constants, so
+# that every device adds the same terms.
 _PROGRAMS, _MIN_ROWS_PER_SPLIT, _MAX_SPLITS, _SPLIT_COST = 132, 512, 16, 0.03
 
 
 class _Parts(NamedTuple):
-    """buffer: bf16 slots. base: slot 0. slot, row: elements from one slot and from one row to the next."""
+    """The bf16 parts of a matrix.
+
+    buffer: all slots. base: a view that starts at slot 0. slot, row: elements from one slot to the next, and from one
+    row to the next. `slot` is negative if the slots are in reverse order.
+    """
 
     buffer: Tensor
     base: Tensor
@@ -46,6 +53,11 @@ class _Parts(NamedTuple):
 @fast_launch
 @triton.jit
 def _split(values_ptr, base_ptr, slot, row, size, R, C, PADDED_C: tl.constexpr, BLOCK: tl.constexpr):
+    """Splits fp32 values (R, C) into bf16 parts: high into slots 0 and 1, middle into slot 2, low into slot 3.
+
+    A program splits BLOCK of the `size` elements of one slot; elements beyond (R, C) become zeros.
+    Grid: (cdiv(size, BLOCK),). Example: 1 + 2^-9 + 2^-18 -> 1, 1, 2^-9, 2^-18.
+    """
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r, c = places // PADDED_C, places % PADDED_C
     values = tl.load(values_ptr + r * C + c, mask=(r < R) & (c < C), other=0.0)
@@ -63,7 +75,7 @@ def _split(values_ptr, base_ptr, slot, row, size, R, C, PADDED_C: tl.constexpr, 
 
 @triton.jit
 def _sum_of_parts(low, middle, high, right):
-    """The products of 64 terms, from the smallest part to the largest."""
+    """Returns (low + middle + high) @ right over 64 terms, added in this order."""
     terms = tl.dot(low, right)
     terms = tl.dot(middle, right, terms)
     return tl.dot(high, right, terms)
@@ -95,9 +107,11 @@ def _multiply(
     EXTRA_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[split, m, n] = sum over this split's k of left[m, k] * right[n, k], left given by its parts.
+    """Computes out[split, m, n] = sum of left[m, k] * right[n, k] over the k of one split, plus bias[m] if HAS_BIAS.
 
-    A tile is BLOCK_N + EXTRA_N wide, both powers of 2, or EXTRA_N 0.
+    A program reads the parts of `left` and bf16 `right`, and writes one fp32 tile of BLOCK_M x (BLOCK_N + EXTRA_N).
+    BLOCK_N and EXTRA_N are powers of two; EXTRA_N may be 0. A split has steps * BLOCK_K terms.
+    Grid: (tiles of m * tiles of n, splits), with m fastest. Example: see reference.py.
     """
     tiles_m = tl.cdiv(PADDED_M, BLOCK_M)
     first_m = (tl.program_id(0) % tiles_m).to(tl.int64) * BLOCK_M
@@ -106,7 +120,7 @@ def _multiply(
     left_ptr += first_m * left_m + first_k * left_k
     right_ptr += first_n * right_n + first_k * right_k
     out_ptr += tl.program_id(1).to(tl.int64) * out_split + first_m * out_m + first_n * out_n
-    # Within a tile 32 bits do.
+    # Offsets within a tile fit in 32 bits.
     m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     in_M, in_N = (first_m + m < PADDED_M)[:, None], (first_n + n < N)[None, :]
     left_tile = m[:, None] * left_m + k[None, :] * left_k
@@ -154,14 +168,14 @@ def _fill(parts: _Parts, values: Tensor) -> _Parts:
 
 
 def _parts_of_weight(weight_EH: Tensor) -> _Parts:
-    """Slots (4, e, H)."""
+    """Returns parts with a buffer (4, padded E, H)."""
     padded_E, H = _padded(weight_EH.shape[0]), weight_EH.shape[1]
     buffer = torch.empty(4, padded_E, H, dtype=torch.bfloat16, device=weight_EH.device)
     return _fill(_Parts(buffer, buffer, padded_E * H, H), weight_EH)
 
 
 def _parts_of_gradient(dlogits_TE: Tensor) -> _Parts:
-    """Slots (T, 4, e), the last one first."""
+    """Returns parts with a buffer (T, 4, padded E), slots in reverse order."""
     T, padded_E = dlogits_TE.shape[0], _padded(dlogits_TE.shape[1])
     buffer = torch.empty(T, 4, padded_E, dtype=torch.bfloat16, device=dlogits_TE.device)
     return _fill(_Parts(buffer, buffer[:, 3], -padded_E, 4 * padded_E), dlogits_TE)
@@ -172,7 +186,7 @@ def _padded(E: int) -> int:
 
 
 def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
-    """See kernels/route/interface.py."""
+    """See RouterLinear in kernels/route/interface.py."""
     x_TH, weight = x_TH.contiguous(), _parts_of_weight(weight_EH)
     (T, H), E = x_TH.shape, weight_EH.shape[0]
     logits_TE = torch.empty(T, E, dtype=torch.float32, device=x_TH.device)
@@ -199,13 +213,13 @@ def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
 
 
 def _extra_tokens(T: int, tiles_m: int, device: torch.device) -> int:
-    """_EXTRA_N where wider tiles spare so many waves of programs that they take less time."""
+    """Returns _EXTRA_N if wider tiles save enough waves of programs to be faster, else 0."""
     waves, wider_waves = (cdiv(tiles_m * cdiv(T, width), _PROGRAMS) for width in (_BLOCK_N, _BLOCK_N + _EXTRA_N))
     return _EXTRA_N if _EXTRA_N_COST * wider_waves < waves and _is_hopper(device) else 0
 
 
 def _is_hopper(device: torch.device) -> bool:
-    """For others Triton 3.6 puts the products of wider tiles on slower instructions."""
+    """Returns True on Hopper. Elsewhere Triton 3.6 compiles the wider tile to slower instructions."""
     return sm_major(device) == 9
 
 
@@ -218,7 +232,7 @@ def gradients(
     of_weight: bool,
     dx_others_TH: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """See kernels/route/interface.py."""
+    """See RouterLinear in kernels/route/interface.py."""
     dlogits = _parts_of_gradient(dlogits_TE)
     return (
         _gradient_of_x(dlogits, weight_EH, dx_others_TH) if of_x else None,
@@ -260,7 +274,7 @@ def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
 
 @functools.cache
 def _splits(tiles: int, most: int) -> int:
-    """Into how many parts a sum is split, so that few multiprocessors stand idle in the last wave of programs."""
+    """Returns the number of splits of a sum, at most `most`, with the least cost: few idle SMs in the last wave."""
     return min(
         range(1, most + 1), key=lambda splits: cdiv(tiles * splits, _PROGRAMS) / splits * (1 + _SPLIT_COST * splits)
     )

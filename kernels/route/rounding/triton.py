@@ -1,8 +1,8 @@
-"""Token rounding's decision in Triton: bit for bit what routers/rounding.py decides, in one launch, or three under a
-capacity.
+"""Token rounding in Triton: bit for bit the results of reference.py, in one launch, or three with a capacity.
 
-A program decides for a few experts, all ranks of each. Capacity couples the experts of an owner: one program each cuts
-the owner's columns, then the columns' ranks give what was cut.
+A program rounds the counts of a few experts, for all ranks. Capacity couples the experts of a destination rank: one
+program per destination rank cuts the totals of its experts, then a third kernel takes what was cut from the source
+ranks.
 
 Legend: S ranks of the EP group, E experts, e local experts. Integers are int64.
 """
@@ -20,19 +20,21 @@ _MODES = {
     name: number for number, name in enumerate(("off", "pad", "nearest", "up", "down", "stochastic", "apportion"))
 }
 _OFF, _PAD, _NEAREST, _UP, _DOWN, _STOCHASTIC, _APPORTION = (tl.constexpr(number) for number in _MODES.values())
-_TILE = 1024  # elements of a tile of ranks and experts
+_TILE = 1024  # elements of a (ranks, experts) tile
 _MAX_THRESHOLDS = 4
-# Of priorities without a known bound: counts and their multiples.
+# Bits of the searched priorities where they have no smaller bound: counts and their multiples.
 _ANY_BITS = 32
 
 
 @triton.jit
 def _ceil(counts, unit):
+    """Returns the counts rounded up to a multiple of `unit`."""
     return (counts + unit - 1) // unit * unit
 
 
 @triton.jit
 def _round(counts, unit):
+    """Returns the nearest multiple of `unit`; a half rounds to the even multiple."""
     floor = counts // unit
     twice = 2 * (counts - floor * unit)
     more = (twice > unit) | ((twice == unit) & (floor % 2 == 1))
@@ -41,13 +43,14 @@ def _round(counts, unit):
 
 @triton.jit
 def _units_above(weights, level, step, caps):
+    """Returns how many units of each holder have a priority above `level`, at most `caps`."""
     left = weights - level[None, :]
     return tl.minimum(tl.where(left > 0, (left + step - 1) // step, 0), caps)
 
 
 @triton.jit
 def _deal(weights, step, caps, wanted, BITS: tl.constexpr):
-    """`deal_units` over the first dimension."""
+    """Returns `deal_units` of reference.py; holders are the first dimension."""
     high = (tl.zeros_like(wanted) + 1) << BITS
     low = -high
     for _ in tl.static_range(BITS + 1):
@@ -63,6 +66,7 @@ def _deal(weights, step, caps, wanted, BITS: tl.constexpr):
 
 @triton.jit
 def _noise(index, below, seed):
+    """Returns `_noise` of reference.py at these positions."""
     mask = (tl.zeros_like(index) + 1 << 32) - 1
     mixed = (index * 0x9E3779B1 + ((seed * 0x85EBCA6B + 0x165667B1) & mask)) & mask
     mixed = ((mixed ^ (mixed >> 16)) * 0x21F0AAAD) & mask
@@ -72,6 +76,7 @@ def _noise(index, below, seed):
 
 @triton.jit
 def _sum(values_ptr, stride, S, E, BLOCK: tl.constexpr):
+    """Returns the sum of (S, E) values with row stride `stride`."""
     total = tl.zeros([BLOCK], dtype=tl.int64)
     first = 0
     while first < S * E:
@@ -115,8 +120,12 @@ def _round_counts(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """rows_SE and pairs_SE before capacity; zeros for what it cuts; t, whether chunks keep the plain pairs, and the sum
-    of all counts.
+    """Rounds the counts, before capacity.
+
+    A program reads the counts (S, E) and tokens of all ranks, and writes rows and pairs of EXPERTS experts for all
+    ranks. Each program sums all counts, which determine t and padding. Program 0 also writes t, whether chunks have the
+    plain top-K pairs (`pads`), the sum of all counts, and zeros to cut_S. EXPERTS * RANKS is about 1024.
+    Grid: (cdiv(E, EXPERTS),). Example: see reference.py.
     """
     total = _sum(chosen_ptr, chosen_stride, S, E, BLOCK)
     t = tl.where(total >= least_1, t_1, base_t).to(tl.int64)
@@ -160,7 +169,7 @@ def _round_counts(
 
 @triton.jit
 def _unit(pads_ptr, t_ptr, G, MODE: tl.constexpr):
-    """() what columns are cut in."""
+    """Returns the unit, a scalar, in which capacity cuts the total of an expert."""
     t = tl.load(t_ptr)
     unit = t
     if MODE == _APPORTION:
@@ -185,19 +194,23 @@ def _cap_dst_ranks(
     BITS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """capped_E: rows that each of an owner's experts keeps."""
+    """Cuts the totals of the experts of one destination rank to its capacity.
+
+    A program reads rows_SE of its e experts, and writes capped_E: the rows that remain for each of them.
+    Grid: (S,), one program per destination rank. Example: see reference.py.
+    """
     own = tl.arange(0, EXPERTS)
     expert = tl.program_id(0) * e + own
     unit = _unit(pads_ptr, t_ptr, G, MODE)
     columns = tl.zeros([EXPERTS], dtype=tl.int64)
     rank = 0
-    while rank < S:  # numpy refuses bounds that are no constants, so Triton's interpreter does too
+    while rank < S:  # not a range: Triton's interpreter rejects bounds that are not constants
         columns += tl.load(rows_ptr + rank * (S * e) + expert, mask=own < e, other=0)
         rank += 1
     columns = columns // unit
     capacity = tl.load(total_ptr) * numerator // (denominator * S)
     allowed = tl.maximum(capacity // unit, 1)
-    if allowed < tl.sum(columns, axis=0):  # else the search would find the columns as they are
+    if allowed < tl.sum(columns, axis=0):  # else nothing is cut
         wanted = tl.zeros([1], dtype=tl.int64) + allowed
         remaining = _deal(tl.zeros([EXPERTS, 1], dtype=tl.int64), 1, columns[:, None], wanted, BITS)
         columns = tl.sum(remaining, axis=1)
@@ -218,7 +231,11 @@ def _cap_sources(
     RANKS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Rows and pairs under capacity, in place, and cut_S."""
+    """Reduces rows_SE and pairs_SE in place to the totals capped_E, and adds the lost pairs to cut_S.
+
+    A program handles EXPERTS experts for all ranks. The source ranks of a cut expert share its rows in proportion.
+    Grid: (cdiv(E, EXPERTS),). Example: see reference.py.
+    """
     rank, expert = tl.arange(0, RANKS)[:, None], tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     inside = (rank < S) & (expert < E)[None, :]
     index = rank * E + expert[None, :]
@@ -226,7 +243,7 @@ def _cap_sources(
     rows = tl.load(rows_ptr + index, mask=inside, other=0)
     total = tl.load(capped_ptr + expert, mask=expert < E, other=0)
     columns = tl.sum(rows, axis=0)
-    if tl.max((columns != total).to(tl.int32), axis=0) != 0:  # some column of these is cut
+    if tl.max((columns != total).to(tl.int32), axis=0) != 0:  # at least one of these experts is cut
         pairs = tl.load(pairs_ptr + index, mask=inside, other=0)
         shares = rows * total[None, :] // tl.maximum(columns, 1)[None, :]
         capped = t * _deal(shares, t, rows // t, total // t, BITS)
@@ -239,7 +256,7 @@ def _cap_sources(
 def apply_rule(
     chosen_SE: Tensor, tokens_S: Tensor, seed: Tensor, rule: RoundingRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See kernels/route/rounding/interface.py."""
+    """See kernels/route/rounding/reference.py."""
     S, E = chosen_SE.shape
     rows_SE, pairs_SE = (torch.empty(S, E, dtype=torch.int64, device=chosen_SE.device) for _ in range(2))
     pads, t, total = torch.empty(3, dtype=torch.int64, device=chosen_SE.device).unbind()

@@ -1,10 +1,16 @@
-"""The best tokens of an expert as bits, without a sort: device functions for Triton kernels.
+"""Selects the best tokens of an expert as a bit set, without a sort: device functions for Triton kernels.
 
-Keys are int32 that order like float32 values: zeros are equal, NaN comes before -inf. The class of a token (2: it chose
-the expert, 1: it may, 0: the rest) matters first: only one class is *divided*, those above it are taken whole and those
-below it not at all. Rounding moves few tokens, so the divided class's shorter part is looked for, from its end: the k
-best keys, or the k worst. First come the words of 32 tokens that can have any of them: no key below the k best words'
-worst is among the k best. Among the keys of those words the last one is found by bisection.
+A *key* is an int32 that orders like the float32 score; zeros are equal, and NaN is below -inf. Classes rank before
+keys. Class 2: the token has the expert in its top-K. Class 1: the token is eligible, that is, the expert is allowed but
+not in its top-K. Class 0: the rest. One class is *divided*: all tokens of the classes above it are selected, and no
+token of the classes below it.
+
+Rounding changes few pairs, so mostly a few or almost all tokens of the divided class are selected. We search the
+smaller part: the k best keys (to select) or the k worst (to leave out), in two steps.
+
+1. Find the words of 32 tokens that can hold one of the k keys. Take the best key of each word. If k of these reach a
+   level, every one of the k best keys reaches it too, so words whose best key does not are skipped.
+2. Gather the keys of the remaining words, and find the last of the k keys by bisection.
 
 Legend: T tokens on this rank. A row is one expert's, of `words` * 32 keys.
 """
@@ -14,17 +20,17 @@ import triton.language as tl
 
 from sonic_ep.kernels.common.bitset import load_words, pack_bits, row_count
 
-# Below all keys; floats' magnitudes end at 0x7F800000 (inf).
+# Below all keys: the magnitude of a float as bits is at most 0x7F800000 (inf).
 OUT = tl.constexpr(-(2**31))
 NAN = tl.constexpr(-(2**31) + 1)
 IN = tl.constexpr(2**31 - 1)  # above all keys
-# Bisections of the words' keys: exact ones would take up to 32 and leave hardly fewer words.
+# Bisection rounds in step 1. An exact level would take up to 32 rounds and leave hardly fewer words.
 _ROUNDS = tl.constexpr(12)
 
 
 @triton.jit
 def keys_of(scores):
-    """Keys of floats."""
+    """Returns the int32 keys of float scores."""
     bits = scores.to(tl.float32).to(tl.int32, bitcast=True)
     magnitudes = bits & 0x7FFFFFFF
     return tl.where(magnitudes > 0x7F800000, NAN, tl.where(bits < 0, -magnitudes, magnitudes))
@@ -32,11 +38,11 @@ def keys_of(scores):
 
 @triton.jit
 def _classes(chosen_ptr, eligible_ptr, columns, words, T, divided, HAS_ALLOWED: tl.constexpr):
-    """The words at `columns` of the divided class, and of the classes above it."""
+    """Returns two bit sets for the words at `columns`: tokens of the divided class, and tokens of the classes above."""
     chosen = load_words(chosen_ptr, columns, words)
     left = tl.minimum(tl.maximum(T - columns * 32, 0), 32)
     all_bits = tl.full(chosen.shape, 0xFFFFFFFF, tl.uint32)
-    # In two steps: a shift by all 32 bits is undefined.
+    # Shift in two steps, because a shift by 32 bits is undefined.
     beyond = (all_bits << (left // 2).to(tl.uint32)) << (left - left // 2).to(tl.uint32)
     existing = all_bits ^ beyond
     second, first_two = existing ^ chosen, existing
@@ -50,7 +56,10 @@ def _classes(chosen_ptr, eligible_ptr, columns, words, T, divided, HAS_ALLOWED: 
 
 @triton.jit
 def _keys_of_words(keys_ptr, chosen_ptr, eligible_ptr, columns, words, T, divided, end, HAS_ALLOWED: tl.constexpr):
-    """(columns, 32) keys of the divided class, from the end that is searched (0: the best, -1: the worst); else OUT."""
+    """Returns (columns, 32) keys of the divided class, and OUT for all other tokens.
+
+    end: 0 to search the best keys. -1 to search the worst: all bits are inverted, which reverses the order.
+    """
     own, _above = _classes(chosen_ptr, eligible_ptr, columns, words, T, divided, HAS_ALLOWED)
     lanes = tl.arange(0, 32)[None, :]
     keys = tl.load(keys_ptr + columns[:, None] * 32 + lanes, mask=(columns < words)[:, None], other=0)
@@ -70,7 +79,7 @@ def _best_of_words(
     HAS_ALLOWED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Write each word's best key; the least and the greatest of those that are not OUT."""
+    """Writes the best key of each word. Returns the least and the greatest of those that are not OUT."""
     least = tl.full([WORDS], IN, tl.int32)
     greatest = tl.full([WORDS], NAN, tl.int32)
     for first in range(0, words, WORDS):
@@ -85,7 +94,7 @@ def _best_of_words(
 
 @triton.jit
 def _count(values_ptr, size, level, BLOCK: tl.constexpr):
-    """How many values are `level` or more."""
+    """Returns the number of values >= level."""
     count = 0
     for first in range(0, size, BLOCK):
         places = first + tl.arange(0, BLOCK)
@@ -96,10 +105,10 @@ def _count(values_ptr, size, level, BLOCK: tl.constexpr):
 
 @triton.jit
 def _level_of_words(best_ptr, words, k, least, greatest, BLOCK: tl.constexpr):
-    """A level that the k best keys reach, and few words' best ones besides."""
+    """Returns a level that each of the k best keys reaches, but the best keys of few other words."""
     level = least
     if _count(best_ptr, words, least, BLOCK) < k:
-        level = tl.zeros_like(least) + NAN  # several keys of a word are among the k best for sure
+        level = tl.zeros_like(least) + NAN  # fewer than k words have a key, so no word can be skipped
     else:
         low, high = least.to(tl.int64), greatest.to(tl.int64) + 1
         rounds = 0
@@ -116,7 +125,7 @@ def _level_of_words(best_ptr, words, k, least, greatest, BLOCK: tl.constexpr):
 
 @triton.jit
 def _list_words(listed_ptr, best_ptr, words, level, BLOCK: tl.constexpr):
-    """Write which words reach the level; how many do."""
+    """Writes the indices of the words whose best key reaches the level. Returns their number."""
     listed = 0
     for first in range(0, words, BLOCK):
         columns = first + tl.arange(0, BLOCK)
@@ -141,12 +150,13 @@ def _gather_words(
     HAS_ALLOWED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Move the keys of the listed words, as _keys_of_words gives them, to the front of the row."""
+    """Moves the keys of the listed words, as _keys_of_words returns them, to the front of the row."""
     for first in range(0, listed, WORDS):
         places = first + tl.arange(0, WORDS)
         columns = tl.load(listed_ptr + places, mask=places < listed, other=words)
         keys = _keys_of_words(keys_ptr, chosen_ptr, eligible_ptr, columns, words, T, divided, end, HAS_ALLOWED)
-        # Words are listed in order, so none moves behind its place; but another thread may still be reading there.
+        # Listed words are in ascending order, so no word moves to a later position. But another thread may still read
+        # from the position that this one writes to.
         tl.debug_barrier()
         to = places[:, None] * 32 + tl.arange(0, 32)[None, :]
         tl.store(keys_ptr + to, keys, mask=(places < listed)[:, None])
@@ -154,7 +164,7 @@ def _gather_words(
 
 @triton.jit
 def _gathered(keys_ptr, first, listed, WORDS: tl.constexpr):
-    """(words, 32) keys of the listed words from number `first` on; OUT beyond them."""
+    """Returns (WORDS, 32) gathered keys, from listed word number `first` on; OUT beyond the last."""
     places = first + tl.arange(0, WORDS)
     keys_ptr += places[:, None] * 32 + tl.arange(0, 32)[None, :]
     return tl.load(keys_ptr, mask=(places < listed)[:, None], other=OUT)
@@ -162,7 +172,10 @@ def _gathered(keys_ptr, first, listed, WORDS: tl.constexpr):
 
 @triton.jit
 def _count_gathered(keys, level, keys_ptr, listed, WORDS: tl.constexpr):
-    """How many keys of the listed words are `level` or more; `keys` are those of the first ones, as a rule of all."""
+    """Returns the number of gathered keys >= level.
+
+    keys: of the first WORDS listed words, usually of all. The keys of further words are loaded.
+    """
     count = tl.sum((keys >= level).to(tl.int32), axis=1)
     for first in range(WORDS, listed, WORDS):
         others = _gathered(keys_ptr, first, listed, WORDS)
@@ -185,11 +198,14 @@ def select(
     COUNT_WORDS: tl.constexpr,
     STEP_WORDS: tl.constexpr,
 ):
-    """Write a row's `wanted` best (at most T) as bits, but for those that are equal to its last one, which become
-    `tied`; how many of these are to be taken.
+    """Writes the `wanted` best tokens of a row as bits. Returns how many tied tokens the caller must add.
 
-    open_ptr: bits of allowed tokens that did not choose the expert. scratch_ptr: 2 `words` integers. The keys are
-    overwritten.
+    If not all tokens with the last selected key are wanted, none of them is in the selected bits. They are in the tied
+    bits instead, and the caller adds the returned number of them, smallest token ids first.
+
+    selected_ptr, tied_ptr: `words` int32 each, written. scratch_ptr: 2 * words int32. keys_ptr: overwritten.
+    chosen_ptr: bits of class 2. eligible_ptr: bits of class 1, read only if HAS_ALLOWED; without it class 1 is all
+    other tokens. wanted: at most T.
     """
     up_to_2 = row_count(chosen_ptr, words, COUNT_WORDS)
     up_to_1 = up_to_2 + row_count(eligible_ptr, words, COUNT_WORDS) if HAS_ALLOWED else T
@@ -203,13 +219,13 @@ def select(
     listed = 0
     level = k * 0 + IN
     low, high = k.to(tl.int64) * 0, k.to(tl.int64) * 0
-    at_low = 0  # keys from `low` on: k at least
-    at_high = 0  # keys from `high` on: fewer
+    at_low = 0  # number of keys >= low: at least k
+    at_high = 0  # number of keys >= high: fewer than k
     if k > 0:
         least, greatest = _best_of_words(
             best_ptr, keys_ptr, chosen_ptr, eligible_ptr, words, T, divided, end, HAS_ALLOWED, STEP_WORDS
         )
-        tl.debug_barrier()  # what one thread has written others read
+        tl.debug_barrier()  # other threads read what one thread has written
         level = _level_of_words(best_ptr, words, k, least, greatest, COUNT_WORDS)
         listed = _list_words(listed_ptr, best_ptr, words, level, COUNT_WORDS)
         tl.debug_barrier()
@@ -219,7 +235,8 @@ def select(
         tl.debug_barrier()
         keys = _gathered(keys_ptr, 0, listed, STEP_WORDS)
         low, high = level.to(tl.int64), greatest.to(tl.int64) + 1
-        middle = level.to(tl.int64)  # not `middle = low`: Triton 3.6 then thinks that the loop leaves `low` as it is
+        # Not `middle = low`: Triton 3.6 would then assume that the loop does not change `low`.
+        middle = level.to(tl.int64)
         while middle < high:
             count = _count_gathered(keys, middle.to(tl.int32), keys_ptr, listed, STEP_WORDS)
             if count >= k:
@@ -228,9 +245,9 @@ def select(
             else:
                 high = middle
                 at_high = count
-            # Until the two are neighbours, or exactly k reach `low`.
+            # Stop when low and high are adjacent, or when exactly k keys reach low.
             middle = tl.where((high - low > 1) & (at_low > k), low + (high - low) // 2, high)
-    # If exactly k reach `low`, they are the shorter part. Else the last of them is one of several that equal `low`.
+    # If exactly k keys reach low, they are the part that we search. Else the last one is among several that equal low.
     exact = at_low <= k
     last = low.to(tl.int32)
     sure = last + tl.where(exact, 0, 1)

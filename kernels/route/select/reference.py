@@ -1,7 +1,7 @@
-"""Which tokens go to which expert, by unique keys, in plain torch: the CPU path, and the twin of triton.py beside it.
+"""Selects the tokens of each expert by unique keys, in plain torch: the CPU path, and the twin of triton.py.
 
-A key is one int64: class bits, then the score as an order-preserving 32-bit integer, then the id, reversed so that the
-smaller id wins: no two candidates ever tie.
+A key is one int64: class bits, then the score as an order-preserving 32-bit integer, then the token id, reversed so
+that the smaller id wins. Keys never tie.
 
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
@@ -19,11 +19,18 @@ MAX_TOKENS = 2**_TOKEN_BITS
 
 
 def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Every pair of a plain top-K choice, by expert, then token, without a host sync.
+    """Returns every pair of plain top-K, by expert, then token, without a host sync.
 
-    Shapes:  topk_ids_TK (T, K) integers, each row distinct; counts_E (E,) integers on its device: the tokens of each
-             expert. Returns token ids (N,) int32, expert ids (N,) int64 and (N,) bool: True, all are chosen. N = T K.
-    Example: rows [1, 0] and [2, 1] of 3 experts -> tokens [0, 0, 1, 1], experts [0, 1, 1, 2].
+    Shapes:  topk_ids_TK (T, K) integers, distinct in each row; counts_E (E,) integers on the same device: the number of
+             tokens of each expert. Returns token ids (N,) int32, expert ids (N,) int64 and (N,) bool, all True, because
+             every pair is in its token's top-K. N = T * K.
+    Example: two tokens, three experts.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.select.reference import chosen_pairs
+        >>> lists = chosen_pairs(torch.tensor([[1, 0], [2, 1]]), torch.tensor([1, 2, 1]))
+        >>> [values.tolist() for values in lists]
+        [[0, 0, 1, 1], [0, 1, 1, 2], [True, True, True, True]]
     """
     token_ids_N, expert_ids_N = pairs_of_topk(topk_ids_TK)
     return token_ids_N.to(INDEX_DTYPE), expert_ids_N, torch.ones_like(token_ids_N, dtype=torch.bool)
@@ -32,12 +39,23 @@ def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor,
 def start_selection(
     scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
 ) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
-    """What can be done before it is known how many pairs an expert gets; the result, given pairs_E and num_pairs, does
-    the rest: for each expert its `pairs_E` best tokens, by the rule of `select_tokens`, without a host sync.
+    """Starts the selection of each expert's best tokens, before the number of pairs of each expert is known.
 
-    Shapes:  as there and in `chosen_pairs`; every pairs_E in 0..T, num_pairs their sum. The (N,) bool says which pairs
-             the tokens chose; the others were added. On a GPU num_pairs may be larger: token -1 and
-             expert 0 then fill the end.
+    The result is a function of (pairs_E, num_pairs), which finishes the selection and returns the lists of
+    `chosen_pairs`: for each expert its `pairs_E` best tokens by the rule of `select_tokens`. Neither call syncs the
+    host. The GPU does as much as possible in the first call, which may run while the counts are gathered.
+
+    Shapes:  inputs as in `select_tokens`. pairs_E (E,) integers in 0..T; num_pairs is their sum. The (N,) bool is True
+             for pairs in their token's top-K and False for pairs that rounding added. On a GPU num_pairs may exceed the
+             sum: the spare entries at the end have token -1 and expert 0.
+    Example: expert 0 gets two tokens, one of them added; expert 1 gets one.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.select.reference import start_selection
+        >>> scores_TE = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.3, 0.7]])
+        >>> finish = start_selection(scores_TE, torch.tensor([[0], [1], [1]]), None)
+        >>> [values.tolist() for values in finish(torch.tensor([2, 1]), 3)]
+        [[0, 1, 2], [0, 0, 1], [True, False, True]]
     """
 
     def selected_pairs(pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,11 +68,20 @@ def start_selection(
 
 
 def select_tokens(scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None, pairs_E: Tensor) -> Tensor:
-    """(T, E) bool: for each expert its `pairs_E` best tokens.
+    """Returns (T, E) bool: True for the `pairs_E` best tokens of each expert.
 
-    Tokens that chose the expert outrank those that may choose it, which outrank the rest (only under group-limited
-    routing); inside a class the higher score wins, then the smaller token id.
-    Example: scores of one expert [.1, .9, .5, .7], chosen by tokens 0 and 2, 3 wanted -> tokens 2, 0 and 1.
+    Tokens with the expert in their top-K rank first. Then come tokens for which it is allowed, then the rest (which
+    exists only under group-limited routing). Within a class the higher score wins, then the smaller token id.
+
+    Shapes:  scores_TE (T, E) floats; topk_ids_TK (T, K) int64; allowed_TE (T, E) bool, or None if every expert is
+             allowed; pairs_E (E,) integers in 0..T.
+    Example: tokens 0 and 2 have expert 0 in their top-K; it gets token 1 in addition.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.select.reference import select_tokens
+        >>> scores_TE, topk_ids_TK = torch.tensor([[0.1, 0], [0.9, 0], [0.5, 0], [0.7, 0]]), torch.tensor([0, 1, 0, 1])
+        >>> select_tokens(scores_TE, topk_ids_TK[:, None], None, torch.tensor([3, 0]))[:, 0].tolist()
+        [True, True, True, False]
     """
     T, E = scores_TE.shape
     chosen_TE = topk_mask(topk_ids_TK, E)
@@ -67,13 +94,30 @@ def select_tokens(scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | N
 
 
 def pairs_of_topk(topk_ids_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Every (token, expert) of a plain top-K choice, by expert, then token: token ids (N,), expert ids (N,), int64."""
+    """Returns the token ids and expert ids of plain top-K, both (N,) int64, by expert, then token.
+
+    Example:
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.select.reference import pairs_of_topk
+        >>> [ids.tolist() for ids in pairs_of_topk(torch.tensor([[1, 0], [2, 1]]))]
+        [[0, 0, 1, 1], [0, 1, 1, 2]]
+    """
     T, K = topk_ids_TK.shape
     expert_ids_N, order_N = topk_ids_TK.flatten().sort(stable=True)
     return order_N // max(K, 1), expert_ids_N
 
 
 def pairs_of_mask(selected_TE: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:
-    """The `num_pairs` True entries of a selection, by expert, then token, without a host sync."""
+    """Returns the token ids and expert ids of the True entries of a (T, E) mask, by expert, then token.
+
+    num_pairs: the number of True entries. Both results are (num_pairs,) int64. There is no host sync.
+    Example:
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.select.reference import pairs_of_mask
+        >>> [ids.tolist() for ids in pairs_of_mask(torch.tensor([[True, True], [False, True]]), 3)]
+        [[0, 0, 1], [0, 1, 1]]
+    """
     expert_ids_N, token_ids_N = torch.nonzero_static(selected_TE.T, size=num_pairs).unbind(1)
     return token_ids_N, expert_ids_N

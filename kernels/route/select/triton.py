@@ -1,8 +1,9 @@
-"""Which tokens go to which expert, as two Triton kernels: no sort of T x E, no host sync, no order left to chance.
+"""Selects the tokens of each expert, in two Triton kernels: no sort of T x E, no host sync, deterministic order.
 
-The first turns the step's (T, E) tables around: for each expert one bit per token that chose it (32 tokens a word), and
-under selection the scores as keys. In the second a program owns an expert: it selects the best keys (bitset_topk.py),
-gives equal ones to the smaller tokens, and looks every slot of its list up in prefix sums of the selected bits.
+The first kernel transposes the (T, E) tables. For each expert it writes a bit set of the tokens that have it in their
+top-K (32 tokens per word), and, if tokens are to be selected by score, the scores as keys. In the second kernel each
+program handles one expert. It selects the best keys (bitset_topk.py), of equal keys the smaller tokens. Then it finds
+the token of each slot of the expert's list by a binary search in prefix sums of the selected bits.
 
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, W 32-bit words of a bit set.
 """
@@ -21,12 +22,13 @@ from sonic_ep.kernels.common.launch import fast_launch
 from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.route.select.bitset_topk import keys_of, select
 
-_TILE_WORDS = 4  # of the first kernel, by 32 experts
-# One step of the second along an expert's tokens, where it only counts and where it does more; and along its list.
+_TILE_WORDS = 4  # words of tokens per program of the first kernel, for 32 experts
+# Step sizes of the second kernel: words of tokens per step where it only counts bits, words per step where it reads
+# keys, and slots of an expert's list per step.
 _COUNT_WORDS = 512
 _STEP_WORDS = 128
 _SLOTS = 1024
-# Warps of a program of the second; fewer where programs of more experts than multiprocessors can share one.
+# Warps per program of the second kernel. Fewer for many experts, so that several programs can share an SM.
 _WARPS, _NARROW_WARPS, _NARROW_FROM_EXPERTS = 8, 4, 256
 
 
@@ -48,7 +50,13 @@ def _transpose(
     HAS_ALLOWED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """By expert: chosen bits; with scores, keys and the bits of allowed, unchosen tokens. A program: 32 experts."""
+    """Transposes tables of tokens into rows of experts.
+
+    A program handles WORDS * 32 tokens and 32 experts. It reads the tokens' top-K ids, and writes the bits of tokens
+    that have each expert in their top-K. HAS_SCORES: it also reads scores and writes int32 keys (E, 32 * words).
+    HAS_ALLOWED: it also writes the bits of tokens that are allowed but not in the top-K (`eligible`).
+    Grid: (words / WORDS, cdiv(E, 32)). Example: see reference.py.
+    """
     tokens = tl.program_id(0) * (WORDS * 32) + tl.arange(0, WORDS * 32)
     first_expert = tl.program_id(1) * 32
     slots = tl.arange(0, BLOCK_K)
@@ -56,7 +64,8 @@ def _transpose(
     real = (tokens < T)[:, None]
     ids = tl.load(ids_ptr + rows * K + slots[None, :], mask=real & (slots < K)[None, :], other=-1)
     ids = ids.to(tl.int32) - first_expert
-    # Bit j of a token: it chose expert first_expert + j. A token's experts differ, so a sum is an or.
+    # Bit j is set if the token has expert first_expert + j in its top-K. The K experts are distinct, so the sum of bits
+    # is their union.
     chosen_word = tl.sum(tl.where((ids >= 0) & (ids < 32), 1 << (ids & 31), 0), axis=1)
     chosen = (chosen_word[:, None] >> tl.arange(0, 32)[None, :]) & 1
     store_columns(chosen_ptr, chosen, tokens, first_expert, E, words, WORDS)
@@ -73,7 +82,7 @@ def _transpose(
 
 @triton.jit
 def _index(selected_ptr, tied_ptr, ends_ptr, quota, words, HAS_TIES: tl.constexpr, WORDS: tl.constexpr):
-    """Select the first `quota` of the tied, and write prefix sums of selected bits by word."""
+    """Adds the first `quota` tied tokens to the selected bits, and writes inclusive prefix sums of them by word."""
     pairs = 0
     ties = 0
     for first in range(0, words, WORDS):
@@ -94,7 +103,10 @@ def _index(selected_ptr, tied_ptr, ends_ptr, quota, words, HAS_TIES: tl.constexp
 
 @triton.jit
 def _word_of_slot(ends_ptr, slots, words, top):
-    """How many words end at or before each slot of the list: a binary search. top: a power of two, words < 2 top."""
+    """Returns the word that holds the token of each slot, by a binary search in the prefix sums.
+
+    top: the largest power of two <= words.
+    """
     word = tl.zeros_like(slots)
     step = top
     while step > 0:
@@ -127,8 +139,13 @@ def _list(
     STEP_WORDS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """One expert's pairs, by token: with scores its `pairs` best, else those that chose it. With scores there may be
-    room behind the last expert's: token -1 and expert 0."""
+    """Lists the pairs of one expert by token: its best tokens with HAS_SCORES, else the tokens that have it in top-K.
+
+    A program reads the number of pairs of all experts, and the bits and keys of its expert. It writes token ids, expert
+    ids and chosen flags to its part of the lists. With HAS_SCORES the lists may have spare capacity after the last
+    expert; all programs fill it with token -1 and expert 0. scratch: 4 * words int32 per expert. Grid: (E,).
+    Example: see reference.py.
+    """
     expert, experts = tl.program_id(0), tl.num_programs(0)
     others = tl.arange(0, BLOCK_E)
     pairs_E = tl.load(pairs_ptr + others, mask=others < experts, other=0).to(tl.int64)
@@ -180,7 +197,11 @@ def _list(
 
 
 class _Transposed(NamedTuple):
-    """(E, W) bits of who chose and of who may be chosen, (E, 32 W) keys, and which of them are there."""
+    """The tables of the first kernel, one row per expert.
+
+    chosen_EW: bits of the tokens that have the expert in their top-K. eligible_EW: bits of the tokens that are allowed
+    but not in the top-K. keys_ET: (E, 32 W) keys. flags: which of the last two exist.
+    """
 
     chosen_EW: Tensor
     eligible_EW: Tensor
@@ -190,7 +211,7 @@ class _Transposed(NamedTuple):
 
 
 def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See routers/select.py."""
+    """See kernels/route/select/reference.py."""
     tables = _transposed(topk_ids_TK, None, None, counts_E.shape[0])
     return _listed(tables, counts_E, topk_ids_TK.numel())
 
@@ -198,7 +219,7 @@ def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor,
 def start_selection(
     scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
 ) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
-    """See routers/select.py."""
+    """See kernels/route/select/reference.py."""
     return partial(_listed, _transposed(topk_ids_TK, scores_TE, allowed_TE, scores_TE.shape[1]))
 
 
@@ -207,7 +228,7 @@ def _transposed(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tenso
     tiles = cdiv(T, 32 * _TILE_WORDS)
     W = tiles * _TILE_WORDS
     chosen_EW = torch.empty(E, W, dtype=torch.int32, device=device)
-    # What a variant does without is never touched: any tensor will do.
+    # A variant does not access the tables that it does not need, so any tensor can stand for them.
     eligible_EW = chosen_EW if allowed_TE is None else torch.empty_like(chosen_EW)
     keys_ET = chosen_EW if scores_TE is None else torch.empty(E, 32 * W, dtype=torch.int32, device=device)
     flags = {"HAS_SCORES": scores_TE is not None, "HAS_ALLOWED": allowed_TE is not None}

@@ -1,7 +1,8 @@
-"""What a rank tells the others before a step, in one tensor, and counts that a bad report makes void: in plain torch.
+"""Packs a rank's status and counts before a step, and zeroes all counts if any rank has an error: in plain torch.
 
-The host hears late of a rank that cannot go on, and has launched by then what the others would send it. On the device
-they all know in time. This is the CPU path, and the oracle of kernels/route/status/triton.py.
+The host learns late that a peer cannot continue. By then it has launched kernels that send rows to that peer. The
+devices have the gathered statuses in time: on an error each device zeroes all counts, so no rank sends rows or waits
+for any. This is the CPU path and the twin of triton.py.
 
 Legend: S ranks of the EP group, E experts, F fields of a table.
 """
@@ -9,19 +10,29 @@ Legend: S ranks of the EP group, E experts, F fields of a table.
 import torch
 from torch import Tensor
 
-# The fields before the counts, and their number.
+# The header fields, which precede the counts, and their number F.
 TOKENS, STATUS, SEED = range(3)
 HEADER = 3
-# What each logit that is not finite adds to a condition.
+# Each non-finite logit adds this to the status word.
 BAD_LOGIT = 32
 
 
 def pack_rank_status(
     counts_E: Tensor, num_tokens: int, status: int, *, bad_logits: Tensor | None = None, seed: Tensor | None = None
 ) -> Tensor:
-    """(F + E,) int64, made on the device of the int64 counts: nothing is copied there, so a CUDA graph may capture it.
+    """Returns (F + E,) int64: num_tokens, status word, seed, then counts_E. The status word includes the bad logits.
 
-    bad_logits, draw: () int64; 0 without.
+    No host memory is copied to the device, so a CUDA graph may capture it.
+
+    Shapes:  counts_E (E,) int64; the result is on its device. bad_logits (number of non-finite logits) and seed: ()
+             int64, 0 if None.
+    Example: 2 tokens, status 7, one bad logit, seed 5 -> status word 7 + 32.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.status.reference import pack_rank_status
+        >>> packed = pack_rank_status(torch.tensor([3, 1]), 2, 7, bad_logits=torch.tensor(1), seed=torch.tensor(5))
+        >>> packed.tolist()
+        [2, 39, 5, 3, 1]
     """
     header_F = counts_E.new_zeros(HEADER)
     header_F[TOKENS].fill_(num_tokens)
@@ -34,5 +45,16 @@ def pack_rank_status(
 
 
 def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> None:
-    """Make all counts zero, in place, unless each rank's condition is `healthy`. All int64."""
+    """Zeroes all counts, in place, unless every rank's status word equals `healthy`.
+
+    Shapes:  counts_SE (S, E) and status_S (S,) int64.
+    Example: rank 1 has a status other than 7.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.status.reference import zero_counts_on_error
+        >>> counts_SE = torch.tensor([[3, 1], [2, 2]])
+        >>> zero_counts_on_error(counts_SE, torch.tensor([7, 16]), healthy=7)
+        >>> counts_SE.tolist()
+        [[0, 0], [0, 0]]
+    """
     counts_SE.masked_fill_((status_S != healthy).any(), 0)

@@ -1,4 +1,4 @@
-"""kernels/route/status/reference.py in Triton, a launch each.
+"""The operations of kernels/route/status/reference.py in Triton, one launch each.
 
 Legend: S ranks of the EP group, E experts, F fields of a table.
 """
@@ -31,6 +31,11 @@ def _pack_rank_status(
     HAS_SEED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Packs one rank's status header and counts.
+
+    A program copies BLOCK of the E counts behind the header. Program 0 also writes the three header fields.
+    Grid: (cdiv(E, BLOCK),). Example: see reference.py.
+    """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(packed_ptr + _HEADER + index, tl.load(counts_ptr + index, mask=index < E, other=0), mask=index < E)
     if tl.program_id(0) == 0:
@@ -53,6 +58,10 @@ def _zero_counts_on_error(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Reads S status words and, unless all equal `healthy`, overwrites the (S, E) counts with zeros.
+
+    RANKS: a power of two >= S. Rows of the counts may be strided. Grid: (1,). Example: see reference.py.
+    """
     rank = tl.arange(0, RANKS)
     statuses = tl.load(status_ptr + rank * status_stride, mask=rank < S, other=healthy)
     if tl.max((statuses != healthy).to(tl.int32), axis=0) == 0:

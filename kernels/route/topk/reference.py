@@ -1,8 +1,8 @@
-"""Scores and the top-K choice by unique keys, in plain torch: the CPU path, and the twin of triton.py beside it.
+"""Scores and top-K by unique keys, in plain torch: the CPU path, and the twin of triton.py.
 
-No two candidates ever tie, so every device and every rank chooses alike. A key is one int64: one bit for an allowed
-expert, then the score as an order-preserving 32-bit integer, then the id, reversed so that the smaller id wins. float64
-scores are ordered by their float32 value, then by id. NaN ranks below -inf.
+Keys never tie, so every device and every rank selects the same experts. A key is one int64: one bit that is set for an
+allowed expert, then the score as an order-preserving 32-bit integer, then the expert id, reversed so that the smaller
+id wins. float64 scores are ordered by their float32 value, then by id. NaN ranks below -inf.
 
 Legend: T tokens on this rank, E experts, K experts per token, g expert groups.
 """
@@ -16,7 +16,15 @@ _EXPERT_BITS = 12  # E <= 4096
 
 
 def ordered_bits(scores: Tensor) -> Tensor:
-    """int64 in 0..2^32-1 that order like the float32 values of `scores`; -0.0 equals 0.0, NaN comes first."""
+    """Returns int64 in 0..2^32-1 that order like the float32 values of `scores`. -0.0 equals 0.0; NaN becomes 0.
+
+    Example:
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.topk.reference import ordered_bits
+        >>> ordered_bits(torch.tensor([float("nan"), -1.0, -0.0, 0.0, 1.0])).tolist()
+        [0, 1082130431, 2147483648, 2147483648, 3212836864]
+    """
     values = scores.detach().float() + 0.0
     bits = values.contiguous().view(torch.int32)
     signed = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
@@ -24,9 +32,19 @@ def ordered_bits(scores: Tensor) -> Tensor:
 
 
 def top_experts(scores_TE: Tensor, allowed_TE: Tensor | None, K: int) -> Tensor:
-    """(T, K) int64 ids of each token's K best experts, best first; among equal scores the smaller id.
+    """Returns (T, K) int64: the ids of each token's K best experts, best first. Of equal scores the smaller id wins.
 
-    allowed_TE: bool; experts outside it are taken only when fewer than K are inside.
+    Shapes:  scores_TE (T, E) floats; allowed_TE (T, E) bool or None. An expert that is not allowed is selected only if
+             a token has fewer than K allowed experts.
+    Example: experts 0 and 2 tie; then expert 0 is not allowed.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.topk.reference import top_experts
+        >>> scores_TE = torch.tensor([[0.4, 0.1, 0.4, 0.2]])
+        >>> top_experts(scores_TE, None, 2).tolist()
+        [[0, 2]]
+        >>> top_experts(scores_TE, torch.tensor([[False, True, True, True]]), 2).tolist()
+        [[2, 3]]
     """
     E = scores_TE.shape[1]
     ids_E = torch.arange(E, device=scores_TE.device)
@@ -37,13 +55,33 @@ def top_experts(scores_TE: Tensor, allowed_TE: Tensor | None, K: int) -> Tensor:
 
 
 def topk_mask(topk_ids_TK: Tensor, E: int) -> Tensor:
-    """(T, E) bool: did token T choose expert E?"""
+    """Returns (T, E) bool: True where the expert is in the token's top-K.
+
+    Example:
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.topk.reference import topk_mask
+        >>> topk_mask(torch.tensor([[1, 0], [2, 1]]), 3).int().tolist()
+        [[1, 1, 0], [0, 1, 1]]
+    """
     mask_TE = torch.zeros(topk_ids_TK.shape[0], E, dtype=torch.bool, device=topk_ids_TK.device)
     return mask_TE.scatter_(1, topk_ids_TK, True)
 
 
 def experts_of_best_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Returns (T, E) bool: the experts of each token's best groups, by the sum of a group's two best rankings."""
+    """Returns (T, E) bool: True for the experts of each token's best groups.
+
+    A group is E / num_groups consecutive experts. Its rank is the sum of its two best values of `ranking_TE`. The best
+    `groups_per_token` groups win. Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    Example: two groups with sums 1.0 and 1.5.
+
+        >>> import torch
+        >>> from sonic_ep.config import RouterConfig
+        >>> from sonic_ep.kernels.route.topk.reference import experts_of_best_groups
+        >>> config = RouterConfig(num_groups=2, groups_per_token=1)
+        >>> experts_of_best_groups(torch.tensor([[1.0, 0.0, 0.75, 0.75]]), config).tolist()
+        [[False, False, True, True]]
+    """
     T, E = ranking_TE.shape
     per_group = E // config.num_groups
     scores_Tg = ranking_TE.view(T, config.num_groups, per_group).topk(2, dim=2).values.sum(2)
@@ -52,11 +90,29 @@ def experts_of_best_groups(ranking_TE: Tensor, config: RouterConfig) -> Tensor:
 
 
 def times_chosen(topk_ids_TK: Tensor, E: int) -> Tensor:
-    """(E,) int64: how many tokens chose each expert."""
+    """Returns (E,) int64: the number of tokens that have each expert in their top-K.
+
+    Example:
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.topk.reference import times_chosen
+        >>> times_chosen(torch.tensor([[1, 0], [2, 1]]), 3).tolist()
+        [1, 2, 1]
+    """
     ids = topk_ids_TK.flatten()
     return torch.zeros(E, dtype=torch.int64, device=ids.device).scatter_add_(0, ids, torch.ones_like(ids))
 
 
 def scores_of(logits_TE: Tensor, config: RouterConfig) -> Tensor:
-    """Scores in the dtype of the logits: softmax over the experts, or sigmoid."""
+    """Returns the scores (T, E) in the dtype of the logits: softmax over the experts, or sigmoid.
+
+    Example:
+
+        >>> import torch
+        >>> from sonic_ep.config import RouterConfig
+        >>> from sonic_ep.kernels.route.topk.reference import scores_of
+        >>> logits_TE = torch.zeros(1, 4)
+        >>> [scores_of(logits_TE, RouterConfig(score=score)).tolist() for score in ("softmax", "sigmoid")]
+        [[[0.25, 0.25, 0.25, 0.25]], [[0.5, 0.5, 0.5, 0.5]]]
+    """
     return logits_TE.softmax(dim=1) if config.score == "softmax" else logits_TE.sigmoid()

@@ -1,7 +1,7 @@
-"""Scores, top-K choice, counts and the check of the logits in one Triton kernel.
+"""Scores, top-K, counts and the check of the logits in one Triton kernel.
 
-The choice is made by the scores that the kernel itself writes, by the order of routers/select.py: what follows from
-those scores elsewhere agrees with it exactly. A softmax here and one of torch can differ in the last bit.
+The kernel ranks experts by the scores that it writes, in the order of reference.py. So `top_experts` on these scores
+gives exactly the same ids. The kernel's softmax and that of torch can differ in the last bits.
 
 Legend: T tokens on this rank, E experts, K experts per token, g expert groups.
 """
@@ -17,17 +17,20 @@ from sonic_ep.kernels.common.sizes import next_power_of_2
 from sonic_ep.kernels.route.interface import FusedTopK
 from sonic_ep.kernels.route.scores import programs_for, sigmoid, softmax, tile_of
 
-_POPPED = tl.constexpr(-(2**31))  # below every key
-_NAN_KEY = tl.constexpr(-(2**31) + 1)  # below every number's
+_POPPED = tl.constexpr(-(2**31))  # below every key: a column that is already selected or holds no expert
+_NAN_KEY = tl.constexpr(-(2**31) + 1)  # below the key of every number
 _NOWHERE = tl.constexpr(2**31 - 1)
-# Every program adds its counts to each expert's. With few experts programs are fewer, of four warps, since one expert's
-# additions follow each other.
+# Every program adds its counts atomically to the counter of each expert, and additions to one counter are serialized.
+# So for up to 128 columns we launch fewer programs, of four warps.
 _SHARED_COUNT_COLUMNS, _SHARED_WARPS = 128, 4
 
 
 @triton.jit
 def _keys(values):
-    """int32 that order like the values, NaN below -inf. A score is never -0.0, nor is its sum with anything."""
+    """Returns int32 keys that order like the fp32 values, NaN below -inf.
+
+    -0.0 needs no care: a score is never -0.0, nor is the sum of a score and a bias.
+    """
     bits = values.to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(values != values, _NAN_KEY, keys)
@@ -35,7 +38,7 @@ def _keys(values):
 
 @triton.jit
 def _pop_best(keys, columns):
-    """Each row's column with the largest key, the first of equal ones, and the keys without it."""
+    """Returns the column of each row's largest key, the first of equal ones, and the keys with that one popped."""
     best = tl.max(keys, axis=1)
     winner = tl.min(tl.where(keys == best[:, None], columns, _NOWHERE), axis=1)
     return winner, tl.where(columns == winner[:, None], _POPPED, keys)
@@ -51,7 +54,10 @@ def _allowed(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Whether a column's group is among the row's best by the sum of its two best rankings; NaN in it puts it last."""
+    """Returns (ROWS, COLUMNS) bool: True if the column's group is one of the row's best GROUPS_PER_TOKEN groups.
+
+    A group ranks by the sum of its two best rankings. A group with a NaN ranks last.
+    """
     GROUPS_PADDED: tl.constexpr = COLUMNS // GROUP_WIDTH
     values = tl.reshape(tl.where(inside, ranking, float("-inf")), [ROWS, GROUPS_PADDED, GROUP_WIDTH])
     places = tl.arange(0, GROUP_WIDTH)[None, None, :]
@@ -93,7 +99,14 @@ def _topk(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    # A group's columns are padded too: reshaped, they make a tile of rows, groups and experts of a group.
+    """Computes scores, ranking, top-K ids, counts and entropy from fp32 logits (T, E).
+
+    A program loops over tiles of ROWS tokens x all experts. It reads logits and the expert bias. It writes scores and
+    ids; ranking (HAS_BIAS); the allowed mask (GROUPS > 1); and each token's entropy. It adds its counts per expert, and
+    its number of non-finite logits (COUNT_BAD), atomically to int64 counters that start at 0.
+    Grid: (programs_for(T, tile),). Example: see reference.py.
+    """
+    # Each group is padded to GROUP_WIDTH columns, so the tile can be reshaped to (rows, groups, experts of a group).
     PER_GROUP: tl.constexpr = E // GROUPS
     columns = tl.arange(0, COLUMNS)
     experts = columns // GROUP_WIDTH * PER_GROUP + columns % GROUP_WIDTH
@@ -116,7 +129,7 @@ def _topk(
         tl.store(scores_ptr + places, scores, mask=inside)
         shares = tl.where(is_expert[None, :], scores, 0.0)
         shares = shares * (1.0 / (tl.sum(shares, axis=1) + 1e-20))[:, None]
-        # At 0 the product is 0, as its limit; NaN stays NaN.
+        # 0 * log(0) counts as 0, its limit; NaN stays NaN.
         terms = tl.where(shares == 0, 0.0, shares * tl.log(shares))
         tl.store(entropy_ptr + rows, -tl.sum(terms, axis=1), mask=in_T)
         ranking = scores
@@ -147,7 +160,7 @@ def _topk(
 
 
 def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedTopK:
-    """See kernels/route/interface.py."""
+    """See RouterOperations in kernels/route/interface.py."""
     T, E = logits_TE.shape
     width = next_power_of_2(E // config.num_groups)
     columns = next_power_of_2(config.num_groups) * width
@@ -182,7 +195,7 @@ def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config
             GROUP_WIDTH=width,
             GROUPS_PER_TOKEN=config.groups_per_token,
             **tile,
-            # score + bias as two roundings, as everyone else computes it from the scores written here.
+            # Without fusion score + bias rounds the stored score first, as any code does that adds the bias to it.
             enable_fp_fusion=False,
         )
     bad_logits = bad_logits if config.check_logits else None

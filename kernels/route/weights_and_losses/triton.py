@@ -1,8 +1,8 @@
-"""Weights of the selected pairs, the auxiliary losses, and the gradient of the logits from both, in Triton.
+"""Combine weights of the routed pairs, the auxiliary losses, and the gradient of the logits from both, in Triton.
 
-Backward recomputes the scores from the logits, so that one T x E buffer is kept; it is one pass over them, which reads
-the gradients of the weights from a T x E buffer that they were written into (pairs are unique) and overwrites that.
-Sums over tokens are made in two stages, without atomics.
+Backward recomputes the scores, so the logits are the only T x E tensor saved for backward. First the gradients of the
+weights are scattered into a T x E buffer (pairs are unique). Then one pass over the logits reads them from this buffer
+and overwrites it with the gradient of the logits. Sums over tokens take two stages, without atomics.
 
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, B sequences, L tokens of a
 sequence, S ranks of the EP group, Z partial sums of one value.
@@ -19,12 +19,12 @@ from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.route.interface import Losses, LossGradient, PairGradients
 from sonic_ep.kernels.route.scores import programs_for, sigmoid, softmax, tile_of
 
-# Pairs of a program: few where each reads its token's K scores.
+# Pairs of a program. Fewer for the weights, because each pair reads the K scores of its token.
 _PAIRS_OF_WEIGHTS, _PAIRS = 64, 256
-# At most so many programs sum the losses' terms over tokens, if sequences are not more; one for each sequence adds them
-# up, a tile of so many values at a time.
+# The most programs that sum the losses' terms over tokens, unless there are more sequences. In the second stage one
+# program per sequence adds their partial sums, in tiles of _TILE_OF_SUMS values.
 _SUMS, _TILE_OF_SUMS = 256, 16384
-# Keeps a division finite, as in routers/topk.py and routers/balance.py.
+# Avoids division by zero, as in reference.py.
 _EPSILON = tl.constexpr(1e-20)
 
 
@@ -45,9 +45,15 @@ def _weights_of_pairs(
     RENORMALIZE: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
+    """Computes the combine weights of PAIRS pairs.
+
+    A program reads each pair's token, expert and score, and with RENORMALIZE the scores and ids of the token's top-K.
+    It writes fp32 weights, and nothing for spare entries (token -1). Grid: (cdiv(N, PAIRS),).
+    Example: see reference.py.
+    """
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     tokens = tl.load(tokens_ptr + pairs, mask=pairs < N, other=-1).to(tl.int64)
-    in_N = tokens >= 0  # the end of the list may be spare
+    in_N = tokens >= 0  # entries at the end of the list may be spare
     experts = tl.load(experts_ptr + pairs, mask=in_N, other=0).to(tl.int64)
     weights = tl.load(scores_ptr + tokens * E + experts, mask=in_N, other=0.0)
     if RENORMALIZE:
@@ -67,6 +73,10 @@ def _weights_of_pairs(
 @fast_launch
 @triton.jit
 def _spread_gradients(tokens_ptr, experts_ptr, dweights_ptr, dense_ptr, N, scale, E: tl.constexpr, PAIRS: tl.constexpr):
+    """Writes dweights * scale of PAIRS pairs to their places in a zeroed (T, E) fp32 buffer. Spare entries are skipped.
+
+    Grid: (cdiv(N, PAIRS),). Example: pair (token 1, expert 0) with dweight 3, scale 2, E 4 -> element [1, 0] is 6.
+    """
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     tokens = tl.load(tokens_ptr + pairs, mask=pairs < N, other=-1).to(tl.int64)
     in_N = tokens >= 0
@@ -77,7 +87,7 @@ def _spread_gradients(tokens_ptr, experts_ptr, dweights_ptr, dense_ptr, N, scale
 
 @triton.jit
 def _is_chosen(ids_ptr, rows, in_T, experts, K: tl.constexpr):
-    """Which of the columns each row chose."""
+    """Returns (rows, columns) bool: True where the expert is in the token's top-K."""
     chosen = rows[:, None] < 0
     for k in tl.static_range(K):
         ids = tl.load(ids_ptr + rows * K + k, mask=in_T, other=-1).to(tl.int32)
@@ -103,6 +113,12 @@ def _loss_terms(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Sums the losses' terms over some tokens of one sequence: the first of two stages.
+
+    Program (b, z) loops over tiles of ROWS tokens of sequence b. It reads logits and, with COUNT, top-K ids. It writes
+    partial sums number z: shares (B, Z, E) fp32 with BALANCE, counts (B, Z, E) int32 with COUNT, and squared logsumexps
+    (B, Z) fp32 with SQUARES. Grid: (B, Z). Example: see reference.py.
+    """
     experts = tl.arange(0, COLUMNS)
     is_expert = experts < E
     shares = tl.zeros([COLUMNS], dtype=tl.float32)
@@ -157,8 +173,12 @@ def _losses(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A sequence's part of the losses. balance_factor times an expert's load is dshares; choices: of the sequence, if
-    its own count."""
+    """Adds the partial sums of one sequence and computes its part of the losses: the second stage.
+
+    A program reads Z partial sums, and without COUNT the gathered counts `times` (S, E). It writes the weighted loss of
+    its sequence to losses (B,), and with BALANCE dshares (B, E) = load * balance_factor. `choices` is L * K, the number
+    of pairs of a sequence. Grid: (B,). Example: see reference.py.
+    """
     sequence, expert, row = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     is_expert = expert < E
     loss = tl.zeros([1], dtype=tl.float32)
@@ -175,7 +195,7 @@ def _losses(
             first += ROWS
         if COUNT:
             load = counts.to(tl.float32) / choices
-        else:  # the whole group's choices
+        else:  # the load in the whole EP group
             times = tl.zeros([COLUMNS], dtype=tl.int64)
             rank = 0
             while rank < S:
@@ -197,14 +217,14 @@ def _losses(
 
 @triton.jit
 def _through_weights(dweights, scores, chosen, SOFTMAX: tl.constexpr):
-    """Gradient of scores from that of weights divided by the sum of the chosen scores; see weights_of_pairs."""
+    """Returns the gradient of the scores from that of renormalized weights; see weights_of_pairs in reference.py."""
     inverse = 1.0 / (tl.sum(tl.where(chosen, scores, 0.0), axis=1) + _EPSILON)
     divides = dweights
     dscores = dweights * inverse[:, None]
     if SOFTMAX:
         divides = tl.where(chosen, dweights, 0.0)
         dscores = tl.where(chosen, dscores, dweights)
-    # In this order: the square of the inverse can overflow.
+    # Multiply in this order, because inverse * inverse can overflow.
     dsum = -tl.sum(divides * scores, axis=1) * inverse * inverse
     return dscores + tl.where(chosen, dsum[:, None], 0.0)
 
@@ -230,6 +250,13 @@ def _logits_gradient(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Computes the gradient of the logits from the weights of pairs (WEIGHTS) and the losses (BALANCE, SQUARES).
+
+    Program (b, p) loops over tiles of ROWS tokens of sequence b. It reads logits, top-K ids (RENORMALIZE), the dense
+    gradients of the weights (T, E), dshares (B, E) and the gradient of the loss, and writes dlogits (T, E) fp32.
+    dlogits_ptr may equal dweights_ptr: a program reads each element before it writes it.
+    Grid: (B, programs_for(L, tile, B)). Example: see reference.py.
+    """
     experts = tl.arange(0, COLUMNS)
     is_expert = experts < E
     start = tl.program_id(1) * ROWS
@@ -270,7 +297,7 @@ def _logits_gradient(
 def weights_of_pairs(
     scores_TE: Tensor, topk_ids_TK: Tensor, token_ids_N: Tensor, expert_ids_N: Tensor, config: RouterConfig
 ) -> Tensor:
-    """See kernels/route/interface.py."""
+    """See RouterOperations in kernels/route/interface.py."""
     N, K = token_ids_N.shape[0], topk_ids_TK.shape[1]
     weights_N = scores_TE.new_empty(N)
     if N > 0:
@@ -293,7 +320,7 @@ def weights_of_pairs(
 
 
 def losses(logits_TE: Tensor, ids_TK: Tensor, times_SE: Tensor, num_sequences: int, config: RouterConfig) -> Losses:
-    """See kernels/route/interface.py."""
+    """See RouterOperations in kernels/route/interface.py."""
     (T, E), K, B = logits_TE.shape, ids_TK.shape[1], num_sequences
     columns, L = next_power_of_2(E), T // num_sequences
     tile = tile_of(columns, warps=4)
@@ -303,7 +330,7 @@ def losses(logits_TE: Tensor, ids_TK: Tensor, times_SE: Tensor, num_sequences: i
         "COUNT": config.balance in ("sequence", "batch"),
         "SQUARES": config.z_loss_coef != 0,
     }
-    # What a variant does without is never touched: any tensor will do.
+    # A variant does not access the buffers that it does not need, so any tensor can stand for them.
     shares_BZE = logits_TE.new_empty(B, Z, E) if flags["BALANCE"] else logits_TE
     counts_BZE = logits_TE.new_empty(B, Z, E, dtype=torch.int32) if flags["COUNT"] else ids_TK
     squares_BZ = logits_TE.new_empty(B, Z) if flags["SQUARES"] else logits_TE
@@ -351,7 +378,7 @@ def logits_gradient(
     loss: LossGradient | None,
     config: RouterConfig,
 ) -> Tensor:
-    """See kernels/route/interface.py."""
+    """See RouterOperations in kernels/route/interface.py."""
     T, E = logits_TE.shape
     dlogits_TE = torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
     if pairs is not None:

@@ -1,7 +1,8 @@
-"""sonic_ep in DeepSpeed: `MoE` stands in for deepspeed.moe.layer.MoE; `AutoEP.install()`, called before
-deepspeed.initialize, puts our layer into Hugging Face models with an `expert_parallel` config.
+"""sonic_ep in DeepSpeed: `MoE` replaces deepspeed.moe.layer.MoE, and `AutoEP` makes DeepSpeed's AutoEP use our layer.
 
-docs/deepspeed.md says what every argument and field does here. Tried with deepspeed 0.19.8.
+Call `AutoEP.install()` before deepspeed.initialize; Hugging Face models with an `expert_parallel` config then get our
+layer. docs/deepspeed.md and docs/deepspeed_autoep.md say what every argument and field does here. Tested with deepspeed
+0.19.8.
 """
 
 from sonic_ep.extras import require_extra

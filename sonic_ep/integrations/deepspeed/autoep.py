@@ -1,7 +1,7 @@
-"""`AutoEP.install()`: from then on DeepSpeed's AutoEP builds our layer wherever it would build its own.
+"""`AutoEP.install()` makes DeepSpeed's AutoEP build our layer instead of its own.
 
-Two functions of DeepSpeed are wrapped: the one that puts a layer in the place of a Hugging Face block, and the one that
-loads checkpoints, which would take optimizer state of another ep_size for its own without a word. Written for 0.19.8.
+It wraps two functions of DeepSpeed: the one that replaces a Hugging Face block by a layer, and the one that loads
+checkpoints, which would load optimizer state of another ep_size without an error. Written for deepspeed 0.19.8.
 """
 
 import functools
@@ -20,11 +20,11 @@ _WRAPPED: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 class AutoEP:
-    """The switch, for this process. Engines that exist when it is turned keep the layers they have."""
+    """Switches our layer on and off, for this process. Existing engines are not changed."""
 
     @staticmethod
     def install(options: SonicEPOptions | None = None) -> None:
-        """Call it before `deepspeed.initialize`, on every rank alike; again to change the options.
+        """Switches our layer on. Call it on every rank before `deepspeed.initialize`; again to change the options.
 
         Example: AutoEP.install(); engine, *_ = deepspeed.initialize(model=hf_model, config={"expert_parallel": ...})
         """
@@ -35,14 +35,14 @@ class AutoEP:
 
     @staticmethod
     def uninstall() -> None:
-        """Give DeepSpeed its own layer back."""
+        """Restores DeepSpeed's own layer."""
         for (cls, name), stock in _WRAPPED.items():
             setattr(cls, name, stock)
         _WRAPPED.clear()
 
 
 def _wrap(cls: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Let `cls.name(self, ...)` be `wrapper(stock, self, ...)`."""
+    """Makes `cls.name(self, ...)` call `wrapper(stock, self, ...)`, stock being the original."""
     stock = _WRAPPED[cls, name] = getattr(cls, name)
 
     @functools.wraps(stock)
@@ -53,7 +53,7 @@ def _wrap(cls: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _replace(stock: Callable[..., Any], *args: Any, layer: Callable[..., Any], **kwargs: Any) -> Any:
-    # Only while it builds: the engine tells AutoEP layers by this name, and ours is a subclass.
+    # Only during the call, because the engine uses this name in isinstance checks. Ours is a subclass.
     built_otherwise = auto_ep_layer.AutoEPMoELayer
     auto_ep_layer.AutoEPMoELayer = layer  # type: ignore[misc, assignment]
     try:
@@ -88,11 +88,11 @@ def _load_checkpoint(
 
 
 def _refuse_other_ep_size(engine: Any, load_dir: str, tag: str) -> None:
-    """Raise ValueError if the optimizer state of a checkpoint is of another ep_size than the engine's layers."""
+    """Raises ValueError if the optimizer state of a checkpoint is of another ep_size than the engine's layers."""
     ours = [module for module in engine.module.modules() if isinstance(module, SonicEPAutoEPLayer)]
     files = engine._get_all_ckpt_names(load_dir, tag)
     if not ours or not files:
-        return  # without a file DeepSpeed has something to say
+        return  # without a file, DeepSpeed reports it
     saved = engine.checkpoint_engine.load(files[0], map_location="cpu")
     entries = saved.get(AUTOEP_LAYERS_KEY) or saved.get(AUTOEP_LAYERS_KEY_LEGACY) or ()
     sizes = {entry["ep_size"] for entry in entries}

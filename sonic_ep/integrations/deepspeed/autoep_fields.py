@@ -1,6 +1,6 @@
-"""What every field of `expert_parallel` does under our layer: honoured, without effect, or refused.
+"""How our layer treats every field of `expert_parallel`: honoured, without effect, or refused.
 
-docs/deepspeed_autoep.md prints this table. A field that DeepSpeed adds must be entered here.
+docs/deepspeed_autoep.md shows this table. A field that DeepSpeed adds must be added here.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from sonic_ep.integrations.options import SonicEPOptions
 
 
 def _without_effect(how: str, **defaults: Any) -> tuple[Field, ...]:
-    """Fields that are told of, once, when they are not at their default."""
+    """Returns fields that cause a warning if they are not at their default."""
     return tuple(
         Field(name, "no effect", how, lambda value, default=default: value == default, f"{name}={default!r}")
         for name, default in defaults.items()
@@ -89,7 +89,7 @@ _ACTIVATIONS = {"swiglu": "swiglu", "geglu_tanh": "geglu", "swiglu_oai": "swiglu
 
 
 def table() -> list[str]:
-    """FIELDS as Markdown, one row for neighbours that have all but the name in common."""
+    """Returns FIELDS as a Markdown table. Adjacent fields that differ only in name share a row."""
     lines = ["| field of `expert_parallel` | here | how, or why not |", "|---|---|---|"]
     for (effect, how), fields in itertools.groupby(FIELDS, lambda each: (each.effect, each.how)):
         group = list(fields)
@@ -99,7 +99,7 @@ def table() -> list[str]:
 
 
 def check(spec: MoELayerSpec, config: AutoEPConfig) -> None:
-    """Raise ValueError, naming field, value and fix, for what the layer does not honour; warn of what does nothing."""
+    """Raises ValueError, with field, value and fix, for what the layer cannot honour. Warns of what has no effect."""
     known, ignored = {field.name: field for field in FIELDS}, []
     for field in dataclasses.fields(config):
         value, ours = getattr(config, field.name), known.get(field.name)
@@ -126,7 +126,7 @@ def check(spec: MoELayerSpec, config: AutoEPConfig) -> None:
 
 
 def activation_of(spec: MoELayerSpec) -> str:
-    """The name that the experts' activation has here. Raises ValueError for one that has none."""
+    """Returns the name of the experts' activation here. Raises ValueError if there is none."""
     name = spec.expert_activation
     numbers = (spec.expert_activation_alpha, spec.expert_activation_limit)
     if name not in _ACTIVATIONS or (name == "swiglu_oai" and numbers != (1.702, 7.0)):
@@ -138,7 +138,7 @@ def activation_of(spec: MoELayerSpec) -> str:
 
 
 def config_of(spec: MoELayerSpec, config: AutoEPConfig, options: SonicEPOptions) -> MoEConfig:
-    """What the router is, as our router's operations take it."""
+    """Returns the MoEConfig for our router's operations."""
     return MoEConfig(
         d=spec.hidden_size,
         n=spec.ffn_hidden_size,

@@ -1,7 +1,7 @@
-"""`SonicEPAutoEPLayer`: AutoEP's layer with our routing, transport and experts; everything else of it stays.
+"""`SonicEPAutoEPLayer`: AutoEP's layer with our routing, transport and experts.
 
-Parameters, their names, marks and order, the shared expert, checkpoints and groups are DeepSpeed's, so that the engine,
-ZeRO and the checkpoint code find what they look for.
+Everything else is DeepSpeed's: parameters, their names, attributes and order, the shared expert, checkpoints and
+groups. The engine, ZeRO and the checkpoint code depend on them.
 
 Legend: T tokens on this rank, H hidden size, e local experts, I expert width.
 """
@@ -25,9 +25,9 @@ from sonic_ep.transports import transport_for
 
 
 class SonicEPAutoEPLayer(AutoEPMoELayer):
-    """What `AutoEP.install()` lets DeepSpeed build, with DeepSpeed's own arguments.
+    """The layer that DeepSpeed builds after `AutoEP.install()`. Its arguments are DeepSpeed's, and `options`.
 
-    Raises ValueError for what `expert_parallel` asks and this layer has not: see autoep_fields.py.
+    Raises ValueError for settings of `expert_parallel` that this layer cannot honour: see autoep_fields.py.
     """
 
     router: Any
@@ -47,7 +47,7 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
     ) -> None:
         check(spec, config)
         super().__init__(spec, source_module, ep_size, ep_rank, config, deepep_scope)
-        # Another forward for modules that DeepSpeed has filled: parameters, buffers and aliases stay where they are.
+        # Only the forward of DeepSpeed's modules changes. Their parameters, buffers and aliases stay.
         self.router.__class__ = SonicEPRouter
         self.router.bind(config_of(spec, config, options))
         self.experts.__class__ = SonicEPGroupedExperts
@@ -57,7 +57,10 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
     def set_deepspeed_parallelism(
         self, use_data_before_expert_parallel_: bool = False, folding_group_handles: Any = None
     ) -> None:
-        """Called by the engine: take the group that DeepSpeed has made, or makes, for `ep_group_name`."""
+        """Called by the engine. Uses DeepSpeed's group for `ep_group_name`, which it makes if necessary.
+
+        Raises ValueError with tensor parallelism.
+        """
         if folding_group_handles is not None and folding_group_handles.spec.tp_size > 1:
             raise ValueError(
                 f"tensor_parallel.autotp_size={folding_group_handles.spec.tp_size} with expert_parallel is not "
@@ -75,21 +78,22 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
         routing, counts_E = self.router(x_TH, self.ep, self.transport)
         output = self.experts(x_TH, routing, self.ep, self.transport).view_as(hidden_states)
         with torch.no_grad():
-            self.tokens_per_expert.add_(counts_E)  # now that no rank has reported a problem
+            self.tokens_per_expert.add_(counts_E)  # after `moe`, which raises if any rank has a problem
         return self._finalize_output(output, x_TH, hidden_states, H)
 
 
 class SonicEPGroupedExperts(GroupedExperts):
-    """w1 (e, I, H) the gate, w3 (e, I, H) up, w2 (e, H, I) down, as DeepSpeed's checkpoints, ZeRO and Muon know them.
+    """DeepSpeed's expert parameters: w1 (e, I, H) gate, w3 (e, I, H) up, w2 (e, H, I) down.
 
-    ZeRO gathers and frees parameters around the forward of the module that owns them, so that is where they are used.
+    DeepSpeed's checkpoints, ZeRO and Muon depend on these names and shapes. This module's forward uses the parameters,
+    because ZeRO gathers and frees them around the forward of their module.
     """
 
     def bind(self, our_activation: str, options: SonicEPOptions) -> None:
         self.our_activation, self.options = our_activation, options
 
     def forward(self, x_TH: Tensor, routing: Routing, group: EPGroup, transport: Transport) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
+        """Returns each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
         gate_eIH, up_eIH, down_eHI = (weight.to(x_TH.dtype) for weight in (self.w1, self.w3, self.w2))
         return moe(
             x_TH,

@@ -1,7 +1,7 @@
-"""`SonicEPRouter`: the choice and the weights of AutoEP's TokenChoiceTopKRouter, by our router's operations.
+"""`SonicEPRouter`: AutoEP's TokenChoiceTopKRouter by our router's operations. Same experts and combine weights.
 
-The same scores, group limits, correction bias, normalisation and scale; among equal scores the expert with the smaller
-number, where torch.topk takes any. With token rounding, the group's decision follows: docs/token_rounding.md.
+Scores, group limits, correction bias, normalisation and scale are the same. Among equal scores the smaller expert id is
+chosen, while torch.topk may choose any. Token rounding, if set, follows: docs/token_rounding.md.
 
 Legend: T tokens on this rank, H hidden size, E experts.
 """
@@ -17,7 +17,7 @@ from sonic_ep.routing import Routing
 
 
 class SonicEPRouter(TokenChoiceTopKRouter):
-    """gate: Linear(H, E). e_score_correction_bias: (E,) or None; it takes part in the choice alone."""
+    """gate: Linear(H, E). e_score_correction_bias: (E,) or None; affects the experts of a token, not their weights."""
 
     def bind(self, config: MoEConfig) -> None:
         self.config = config
@@ -25,9 +25,9 @@ class SonicEPRouter(TokenChoiceTopKRouter):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x_TH: Tensor, group: EPGroup, exchange: Exchange
     ) -> tuple[Routing, Tensor]:
-        """The routing, and this rank's (E,) int64 counts of plain top-K. A collective of `group`; T may differ.
+        """Returns the routing, and this rank's (E,) int64 counts of plain top-K. A collective of `group`.
 
-        exchange: see Situation.
+        T may differ between ranks. exchange: see RoutingContext.
         """
         logits_TE = self.gate(x_TH).float()
         bias_E = self.e_score_correction_bias

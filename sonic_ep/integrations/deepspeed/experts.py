@@ -1,8 +1,8 @@
-"""`StackedExperts`: the local experts' weights as the kernels take them, under DeepSpeed's names in every state dict.
+"""`StackedExperts`: the local experts' weights, stacked for the kernels, with DeepSpeed's names in every state dict.
 
-DeepSpeed keeps one module per local expert and writes one file per global expert; engine and files know experts by the
-keys of a state dict, `deepspeed_experts.{local}.<name in the template>`. So those are what the module saves and loads,
-while the parameters that the optimizer sees are stacked and no step copies them.
+DeepSpeed has one module per local expert and writes one file per global expert. Its engine and files identify experts
+by keys of a state dict, `deepspeed_experts.{local}.<name in the template>`. Our module saves and loads these keys. The
+parameters that the optimizer updates are stacked, so that no step copies them.
 
 Legend: e local experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
@@ -14,17 +14,19 @@ from torch import Tensor, nn
 
 from sonic_ep.integrations.deepspeed.template import Template
 
-# Ours to the template's, in the order in which one of two layers has them.
+# Our names -> the template's, in the order of an MLP of two layers.
 NAMES = {"w1": "w1", "bias1": "b1", "w2": "w2", "bias2": "b2"}
 
 
 @final
 class StackedExperts(nn.Module):
-    """w1 (e, J, H), gate and up rows in turn; w2 (e, H, I); bias1 (e * J,) and bias2 (e * H,) where the template has
-    biases: flat and of that name, by which trainers spare biases weight decay.
+    """The parameters of this rank's experts.
 
-    All experts start as the template does, as DeepSpeed's copies; what is frozen there is frozen here. Every parameter
-    is marked as DeepSpeed marks an expert's: `allreduce = False` and `group_name`, by which its optimizers sort, reduce
+    w1: (e, J, H), interleaved gate and up rows if gated. w2: (e, H, I). bias1: (e * J,), bias2: (e * H,), if the
+    template has biases; by that name and single dimension trainers exclude them from weight decay.
+
+    All experts start with the template's values, as in DeepSpeed. What is frozen there is frozen here. Every parameter
+    has the attributes `allreduce = False` and `group_name` of DeepSpeed's experts, by which its optimizers sort, reduce
     and divide the gradients.
     """
 
@@ -57,12 +59,12 @@ class StackedExperts(nn.Module):
         return self
 
     def stacked(self) -> dict[str, Tensor]:
-        """The parameters by the template's names, experts first."""
+        """Returns the parameters by the template's names, with experts along dim 0."""
         count = self.num_local_experts
         return {NAMES[name]: each if each.dim() > 1 else each.view(count, -1) for name, each in self.named_parameters()}
 
     def _entries(self, keep_vars: bool = False) -> dict[str, Tensor]:
-        """Views of the parameters under the keys of DeepSpeed's Experts."""
+        """Returns views of the parameters under the keys of DeepSpeed's Experts."""
         stacked = {name: value if keep_vars else value.detach() for name, value in self.stacked().items()}
         return {
             f"deepspeed_experts.{local}.{name}": value

@@ -1,8 +1,8 @@
 """`MoE`: deepspeed.moe.layer.MoE with our gate, dispatch, experts and combine.
 
-A subclass, because the engine asks isinstance(module, MoE) before it makes groups, sorts parameters and writes experts;
-thin, because it is all that the engine needs: attributes, `deepspeed_moe` and the keys of its state dict. None of the
-parent's own modules is built.
+A subclass, because the engine asks isinstance(module, MoE) before it makes groups, sorts parameters and writes experts.
+It has only what the engine needs: attributes, `deepspeed_moe` and the keys of its state dict. It builds none of the
+parent's modules.
 
 Legend: T tokens on this rank, H hidden size, E experts.
 """
@@ -31,10 +31,10 @@ from sonic_ep.transports import transport_for
 
 @final
 class MoE(StockMoE):
-    """The arguments of deepspeed.moe.layer.MoE, whose table is in moe_options.py, and `options`, see SonicEPOptions.
+    """A MoE layer with the arguments of deepspeed.moe.layer.MoE (table in moe_options.py), and SonicEPOptions.
 
-    Raises ValueError for arguments that cannot be honoured and for a template that is not recognised; warns once of
-    arguments without effect, among them DeepSpeed's default drop_tokens=True.
+    Raises ValueError for arguments that cannot be honoured and for a template that is not recognised. Warns once about
+    arguments without effect, such as DeepSpeed's default drop_tokens=True.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class MoE(StockMoE):
         guard_optimizer_states()
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Take DeepSpeed's groups, made by it if no layer has asked before. Called by the engine; a collective.
+        """Called by the engine. Uses DeepSpeed's groups, which it makes if they do not exist yet. A collective.
 
-        Raises ValueError under tensor parallelism, and on every rank when ranks have built the layer differently.
+        Raises ValueError with tensor parallelism, and on every rank if the layer differs between ranks.
         """
         size = bwc_tensor_model_parallel_world_size(groups.mpu)
         if size > 1:
@@ -87,14 +87,15 @@ class MoE(StockMoE):
         super().set_deepspeed_parallelism(use_data_before_expert_parallel_)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the layer. A collective of the EP group: every rank of it calls, in the same order and mode.
+        """Applies the layer. A collective: every rank of the EP group calls it, in the same order and mode.
 
-        Shapes:  hidden_states (..., H) in the dtype of the experts (any floating dtype under autocast); used_token, for
-                 k = 1, one entry a token, 0 for tokens that no expert shall see. T may be 0 and differ between ranks.
-        Returns: the output like hidden_states; l_aux (), unweighted, of this rank's tokens; exp_counts (E,) int64, this
-                 rank's choices. Both are those of plain top-k, before token rounding.
-        Raises:  ValueError on every rank when on any rank shape, dtype or device are wrong or the mode differs;
-                 RuntimeError before deepspeed.initialize for ep_size > 1.
+        Shapes:  hidden_states (..., H) in the dtype of the experts, or any floating dtype under autocast. used_token,
+                 for k = 1: one entry per token, 0 for tokens that no expert shall process. T may be 0 and may differ
+                 between ranks.
+        Returns: the output, like hidden_states; l_aux (), unweighted, of this rank's tokens; exp_counts (E,) int64,
+                 tokens of this rank per expert. Both are of plain top-k, before token rounding.
+        Raises:  ValueError on every rank if on any rank shape, dtype or device is wrong, or if the mode differs;
+                 RuntimeError for ep_size > 1 before deepspeed.initialize.
         """
         output, l_aux, exp_counts = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
@@ -107,7 +108,7 @@ class MoE(StockMoE):
 
 @final
 class RoutedExperts(nn.Module):
-    """Gate and experts, and the group that they share. Its name in the layer, `deepspeed_moe`, is in every key."""
+    """Gate, experts and their group. The layer's attribute for it, `deepspeed_moe`, is part of every state dict key."""
 
     def __init__(self, gate: TopKGate, experts: StackedExperts, ep_size: int, options: SonicEPOptions) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class RoutedExperts(nn.Module):
             self._use_group(EPGroup.alone())
 
     def _set_ep_group(self, ep_group: Any) -> None:
-        """What DeepSpeed's layer calls on its own; any number of times."""
+        """Called by DeepSpeed's layer, any number of times."""
         if self.ep_size > 1 and (self.group is None or self.group.process_group is not ep_group):
             group = EPGroup(ep_group)
             _check_alike(group, self.gate, self.experts.template, self.options)
@@ -153,7 +154,7 @@ class RoutedExperts(nn.Module):
         return y_TH.view_as(x), gated.l_aux, gated.exp_counts_E
 
     def _weights(self) -> dict[str, Tensor]:
-        """The parameters, under autocast cast to its dtype."""
+        """Returns the parameters, cast to autocast's dtype under autocast."""
         weights = self.experts.stacked()
         device_type = weights["w1"].device.type
         if not torch.is_autocast_enabled(device_type):
@@ -161,7 +162,7 @@ class RoutedExperts(nn.Module):
         return {name: value.to(torch.get_autocast_dtype(device_type)) for name, value in weights.items()}
 
     def _rows(self, x: object, w1: Tensor) -> tuple[Tensor, str | None]:
-        """x as (T, H), or no rows and why it is none; the gate tells the other ranks."""
+        """Returns x as (T, H) and None, or no rows and what is wrong with x. The gate sends that to the other ranks."""
         rows = x.flatten(0, -2) if isinstance(x, Tensor) and x.dim() > 2 else x
         if isinstance(rows, Tensor) and rows.is_floating_point() and torch.is_autocast_enabled(w1.device.type):
             rows = rows.to(w1.dtype)
@@ -171,7 +172,7 @@ class RoutedExperts(nn.Module):
         return w1.new_empty(0, w1.shape[2]), problem
 
     def _used(self, used_token: Tensor | None, x_TH: Tensor) -> tuple[Tensor | None, str | None]:
-        """(T,) bool; as in DeepSpeed only k = 1 knows unused tokens."""
+        """Returns (T,) bool or None, and what is wrong with it or None. As in DeepSpeed, only k = 1 reads it."""
         if used_token is None or self.gate.k > 1:
             return None, None
         if used_token.numel() != x_TH.shape[0]:
@@ -180,7 +181,7 @@ class RoutedExperts(nn.Module):
 
 
 def _check_alike(group: EPGroup, gate: TopKGate, template: Template, options: SonicEPOptions) -> None:
-    """Once for each layer: ranks that differ would wait for each other, or mix up experts."""
+    """Raises ValueError, on every rank, if the layer differs between ranks: they could deadlock or mix up experts."""
     described = group.all_gather_object(f"{gate.wg.config}, {template}, {options}")
     if len(set(described)) > 1:
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(described))

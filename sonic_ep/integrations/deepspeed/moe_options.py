@@ -1,6 +1,6 @@
-"""What every argument of deepspeed.moe.layer.MoE means here: honoured, without effect (told once), or refused.
+"""How our layer treats every argument of deepspeed.moe.layer.MoE: honoured, without effect (warned), or refused.
 
-docs/deepspeed.md prints this table.
+docs/deepspeed.md shows this table.
 """
 
 import inspect
@@ -18,7 +18,7 @@ _DROPS_NOTHING = "nothing is dropped, so there is no capacity to set"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One argument. neutral: the value that a warning is not needed for, where it is not DeepSpeed's default."""
+    """One argument. neutral: the value that causes no warning; None: DeepSpeed's default."""
 
     name: str
     effect: Literal["honoured", "warned", "refused"]
@@ -51,15 +51,15 @@ OPTIONS: tuple[Option, ...] = (
 
 
 def table() -> list[str]:
-    """OPTIONS as Markdown."""
+    """Returns OPTIONS as a Markdown table."""
     lines = ["| argument | here | how, or why not |", "|---|---|---|"]
     return lines + [f"| `{each.name}` | {each.effect} | {each.how} |" for each in OPTIONS]
 
 
 def check(arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming argument, value and fix, for what the layer cannot honour; warn of what it ignores.
+    """Raises ValueError, with argument, value and fix, for what the layer cannot honour. Warns about what it ignores.
 
-    One warning names them all; Python shows equal ones from one line once.
+    One warning names all ignored arguments. Python shows equal warnings of one line once.
     """
     problem = _problem(arguments)
     if problem is not None:
@@ -70,7 +70,7 @@ def check(arguments: Mapping[str, Any]) -> None:
         value = arguments.get(option.name)
         neutral = defaults[option.name] if option.neutral is None else option.neutral
         if option.name == "top2_2nd_expert_sampling" and arguments["k"] != 2:
-            continue  # DeepSpeed reads it for k=2 alone
+            continue  # DeepSpeed reads it only for k=2
         if option.effect == "warned" and value != neutral:
             ignored.append(f"{option.name}={value!r} ({option.how})")
     if ignored:

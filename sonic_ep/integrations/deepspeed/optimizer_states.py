@@ -1,8 +1,9 @@
-"""A stop for optimizer states that were saved at another ep_size, or for experts of another layout.
+"""Refuses to load optimizer states that were saved at another ep_size, or for experts of another layout.
 
-They lie in flat pieces, one expert behind the other, and DeepSpeed compares no more than sizes, if that: moments of
-other experts would be loaded, and nothing said. But its parameter groups carry the name of their expert-parallel group,
-and torch's optimizers save the groups with the moments; into these groups goes the ep_size of every layer, in order.
+DeepSpeed stores these states as flat pieces, expert after expert, and compares at most their sizes. So it would load
+the moments of other experts without an error. But its parameter groups have the name of their expert-parallel group,
+and torch's optimizers save the parameter groups with the moments. We add the ep_size of every layer, in order, to these
+groups, and compare both when states are loaded.
 """
 
 import functools
@@ -15,13 +16,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.optim import Optimizer
 
 _MARK = "sonic_ep_guard"
-_SIZES = "ep_sizes_of_layers"  # of a parameter group of experts
+_SIZES = "ep_sizes_of_layers"  # a key of the experts' parameter groups
 
 
 def guard_optimizer_states() -> None:
-    """From now on every engine's load_checkpoint raises ValueError, on all ranks, for expert states of another ep_size.
+    """Makes every engine's load_checkpoint raise ValueError, on all ranks, for expert states of another ep_size.
 
-    load_optimizer_states=False and load_module_only=True load the weights alone, from any ep_size.
+    With load_optimizer_states=False or load_module_only=True it loads only the weights, from any ep_size.
     """
     load, save = DeepSpeedEngine.load_checkpoint, DeepSpeedEngine.save_checkpoint
     if hasattr(load, _MARK):
@@ -42,8 +43,10 @@ def guard_optimizer_states() -> None:
 
 
 def _optimizer_of(engine: DeepSpeedEngine) -> Optimizer | None:
-    """The one whose groups hold experts, if there are any. Not AutoEP's, see autoep.py: a universal checkpoint renames
-    their groups, and files tell their ep_size."""
+    """Returns the optimizer whose parameter groups hold experts, or None.
+
+    None for AutoEP's experts, see autoep.py: a universal checkpoint renames their groups, and files hold the ep_size.
+    """
     optimizer = getattr(engine, "basic_optimizer", None)
     return optimizer if isinstance(optimizer, Optimizer) and _sizes(engine) else None
 
@@ -83,7 +86,7 @@ def _compare(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             "load_checkpoint(..., load_optimizer_states=False)"
         )
     theirs, ours = _sizes_in(state_dict["param_groups"]), _sizes_in(optimizer.param_groups)
-    if theirs is not None and theirs != ours:  # checkpoints of before have none
+    if theirs is not None and theirs != ours:  # checkpoints of older versions have none
         raise ValueError(
             f"the checkpoint's MoE layers have ep_size {theirs}, in their order, this model's have {ours}: optimizer "
             "states of another ep_size hold other experts; use the checkpoint's, or load the weights alone with "

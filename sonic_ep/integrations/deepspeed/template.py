@@ -1,7 +1,8 @@
-"""Which of our experts a template module is. DeepSpeed takes any module and copies it; our kernels know certain MLPs.
+"""Recognises a template module as one of the MLPs that our kernels compute. DeepSpeed accepts any module and copies it.
 
-Linear layers are found by their names, the activation by trying: a copy of the template with random weights is run, in
-float64 on the CPU, beside each activation that there is. So the module's own code decides, not what it calls things.
+Linear layers are found by their names. The activation is found by a trial: a copy of the template with random weights
+is run in float64 on the CPU, and its output is compared with that of each of our activations. So the module's code
+decides, not the names in it.
 
 Legend: H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from sonic_ep.kernels.experts.activations import ACTIVATIONS
 
-# down last; of three, gate first. Llama and its kin, Mixtral; then MLPs of two layers, nn.Sequential among them.
+# down is last; of three, gate is first. Llama-like models, Mixtral; then MLPs of two layers, nn.Sequential among them.
 _NAMES = (
     ("gate_proj", "up_proj", "down_proj"),
     ("w1", "w3", "w2"),
@@ -34,14 +35,16 @@ _SUPPORTED = (
     f"{', '.join(n for n, a in ACTIVATIONS.items() if not a.gated)} (gelu by its tanh approximation)"
 )
 _TRIAL_ROWS = 16
-_PERIOD = 1_048_583  # of random numbers in a trial's weights: prime, so that no two rows are alike
+_PERIOD = 1_048_583  # of the random numbers in a trial's weights. Prime, so that no two rows are equal.
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """first: names of the linear layers before the activation, (gate, up) or (up,). down: of the one behind it.
+    """The structure of a recognised template.
 
-    bias1, bias2: have those of the first, has the last a bias? width: I.
+    first: names of the linear layers before the activation, (gate, up) or (up,). down: name of the one after it.
+    activation: our name of the activation. bias1: True if the layers of `first` have biases. bias2: True if `down` has
+    one. width: I.
     """
 
     first: tuple[str, ...]
@@ -56,7 +59,7 @@ class Template:
         return len(self.first) == 2
 
     def values(self, expert: nn.Module) -> dict[str, Tensor]:
-        """w1 (J, H), w2 (H, I) and, where there are any, b1 (J,), b2 (H,) of an expert, as the kernels take them."""
+        """Returns w1 (J, H), w2 (H, I) and, if there are biases, b1 (J,), b2 (H,) of an expert, as the kernels need."""
         first, down = [expert.get_submodule(name) for name in self.first], expert.get_submodule(self.down)
         values = {"w1": _in_turn([_tensor(each.weight) for each in first]), "w2": _tensor(down.weight)}
         if self.bias1:
@@ -66,13 +69,13 @@ class Template:
         return values
 
     def trained(self, expert: nn.Module) -> dict[str, bool]:
-        """Which of `values` require a gradient."""
+        """Returns which of `values` require a gradient."""
         first, down = expert.get_submodule(self.first[0]), expert.get_submodule(self.down)
         of = {"w1": first.weight, "w2": down.weight, "b1": first.bias, "b2": down.bias}
         return {name: _tensor(of[name]).requires_grad for name in self.values(expert)}
 
     def entries(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The reverse: views of the tensors of `values`, under the names of the expert's state dict."""
+        """The inverse of `values`: returns views of its tensors, under the names of the expert's state dict."""
         step, entries = len(self.first), {}
         for kind, first, down in (("weight", "w1", "w2"), ("bias", "b1", "b2")):
             if first in values:
@@ -83,7 +86,7 @@ class Template:
 
 
 def read_template(expert: nn.Module, hidden_size: int) -> Template:
-    """Raises ValueError, saying what is supported, for a module that is none of it."""
+    """Returns the Template of a module. Raises ValueError, with what is supported, if it is not recognised."""
     names = _linear_names(expert)
     if names is None:
         raise ValueError(f"expert={_name(expert)} is not an MLP that this layer can compute: {_SUPPORTED}")
@@ -104,7 +107,7 @@ def read_template(expert: nn.Module, hidden_size: int) -> Template:
 
 
 def _linear_names(expert: nn.Module) -> tuple[str, ...] | None:
-    """The names that cover all parameters of the module."""
+    """Returns the entry of _NAMES that covers all parameters of the module, or None. None also if it has buffers."""
     owned = {name for name, _ in expert.named_parameters()}
     if any(True for _ in expert.buffers()):
         return None
@@ -140,17 +143,17 @@ def _problem_with_shapes(first: list[nn.Module], down: nn.Module, width: int, hi
 
 @torch.no_grad()
 def _tried_activation(expert: nn.Module, found: Template, hidden: int) -> str | None:
-    """The activation with which our formula gives what the module gives."""
+    """Returns the activation with which our MLP has the same output as the module, or None."""
     exact: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
     numbers = torch.randn(_PERIOD, **exact)
-    trials: dict[int, Any] = {}  # what a copy has instead of the parameters
+    trials: dict[int, Any] = {}  # the parameters of the copy, by id of the original
     for parameter in expert.parameters():
-        # Pre-activations of a few units, so that clamps and tails tell curves apart.
+        # Pre-activations have magnitudes of a few units, so that clamps and tails of activations show.
         spread = 4 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1.0
         values = (numbers * spread).repeat(-(-parameter.numel() // _PERIOD))[: parameter.numel()]
         trials[id(parameter)] = nn.Parameter(values.view(parameter.shape), requires_grad=False)
         numbers = numbers.roll(1)
-    trial = copy.deepcopy(expert, trials).train()  # dropout shall show
+    trial = copy.deepcopy(expert, trials).train()  # so that dropout changes the output
     x = torch.randn(_TRIAL_ROWS, hidden, **exact)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -159,7 +162,7 @@ def _tried_activation(expert: nn.Module, found: Template, hidden: int) -> str | 
         raise ValueError(
             f"expert={_name(expert)} cannot be called on (rows, {hidden}): {error}; {_SUPPORTED}"
         ) from error
-    out = out[0] if isinstance(out, tuple) else out  # DeepSpeed takes the first of a tuple too
+    out = out[0] if isinstance(out, tuple) else out  # as DeepSpeed does
     values = found.values(trial)
     for name, activation in ACTIVATIONS.items():
         if activation.gated == found.gated:
@@ -171,7 +174,7 @@ def _tried_activation(expert: nn.Module, found: Template, hidden: int) -> str | 
 
 
 def _in_turn(parts: list[Tensor]) -> Tensor:
-    """Rows of the parts in turn; a single part as it is."""
+    """Interleaves the rows of the parts. Returns a single part as it is."""
     return parts[0] if len(parts) == 1 else torch.stack(parts, 1).flatten(0, 1)
 
 

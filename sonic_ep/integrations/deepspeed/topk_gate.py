@@ -1,13 +1,13 @@
-"""`TopKGate`: DeepSpeed's TopKGate with drop_tokens=False, by our router: the same choice, weights, counts and loss.
+"""`TopKGate`: DeepSpeed's TopKGate with drop_tokens=False, by our router. Same experts, weights, counts and loss.
 
-softmax over all experts in fp32. k = 1: the weight is the probability itself; k > 1: the k probabilities over their
-sum. k = 2: the second expert is the second best, as with top2_2nd_expert_sampling=False. The loss is, over this rank's
-tokens before any rounding,
+The probabilities are a softmax over all experts in fp32. k = 1: the weight is the probability itself. k > 1: the k
+probabilities are divided by their sum. k = 2: the second expert is the second best, as with
+top2_2nd_expert_sampling=False. The loss is, over this rank's tokens before rounding,
 
-    l_aux = E * sum_e mean_t(probability of e) * (share of the tokens' choices that are e)
+    l_aux = E * sum_e mean_t(probability of e) * (share of the tokens' experts that are e)
 
-of first choices alone for k = 2, of all k otherwise. Source: top1gating, top2gating, topkgating in deepspeed 0.19.8,
-moe/sharded_moe.py.
+where for k = 2 only the first expert of each token counts, otherwise all k. Source: top1gating, top2gating, topkgating
+in deepspeed 0.19.8, moe/sharded_moe.py.
 
 Legend: T tokens on this rank, H hidden size, E experts, K experts per token, N pairs this rank sends. k is DeepSpeed's
 name of K.
@@ -31,8 +31,11 @@ _OFF = RoundingConfig(mode="off")
 
 @dataclass(frozen=True, slots=True)
 class GateOutput:
-    """routing; l_aux () unweighted; exp_counts_E (E,) int64, this rank's choices before rounding; x_TH for `moe` alone,
-    see Routed."""
+    """The result of TopKGate.
+
+    routing: for `moe`. l_aux: (), unweighted. exp_counts_E: (E,) int64 tokens of this rank per expert, before rounding.
+    x_TH: the rows for `moe`, and for nothing else, see Routed.
+    """
 
     routing: Routing
     l_aux: Tensor
@@ -42,7 +45,7 @@ class GateOutput:
 
 @final
 class TopKGate(nn.Module):
-    """wg.weight (E, H). jitter: training noise on the gate's input. rounding: in training; None is plain top-k."""
+    """The parameter is wg.weight (E, H). jitter: multiply the input by noise in training. rounding: None for none."""
 
     def __init__(self, hidden_size: int, width: int, E: int, k: int, *, jitter: bool, rounding: RoundingConfig | None):
         super().__init__()
@@ -54,7 +57,7 @@ class TopKGate(nn.Module):
             jitter=_JITTER if jitter else 0.0,
         )
         self.wg = Router(MoEConfig(d=hidden_size, n=width, E=E, K=k, router=router, rounding=rounding or _OFF))
-        nn.init.kaiming_uniform_(self.wg.weight, a=math.sqrt(5))  # as nn.Linear, which DeepSpeed has here
+        nn.init.kaiming_uniform_(self.wg.weight, a=math.sqrt(5))  # as nn.Linear, which DeepSpeed uses
 
     def forward(
         self,
@@ -65,11 +68,11 @@ class TopKGate(nn.Module):
         problem: str | None = None,
         exchange: Exchange | None = None,
     ) -> GateOutput:
-        """Route this rank's tokens. A collective of the EP group.
+        """Routes this rank's tokens. A collective of the EP group.
 
-        used_T: for k = 1, bool; a token that is not used counts nowhere and gets no expert's output. It is computed
-        with weight zero, so that the host need not know how many there are.
-        Raises ValueError on every rank, see Router, also for `exchange`; `problem`: why this rank cannot go on.
+        used_T: (T,) bool, for k = 1. An unused token is in no count and gets no expert's output. Its expert computes it
+        with weight zero, so that the host need not know the number of unused tokens.
+        problem, exchange: see `Router.forward`, also for errors.
         """
         routed = self.wg(x_TH, group=group, sequence_length=x_TH.shape[0], problem=problem, exchange=exchange)
         routing, l_aux, counts_E = routed.routing, routed.aux_loss, routed.topk.counts_E()
@@ -87,7 +90,7 @@ def _of_used(routing: Routing, used_T: Tensor) -> Routing:
 
 
 def _first_experts(routed: Routed, used_T: Tensor | None) -> Tensor:
-    """(E,) int64: how many (used) tokens have each expert as their best."""
+    """Returns (E,) int64: how many (used) tokens have each expert as their first."""
     E, ids_T = routed.topk.scores_TE.shape[1], routed.topk.topk_ids_TK[:, 0]
     ones_T = torch.ones_like(ids_T) if used_T is None else used_T.long()
     return torch.zeros(E, dtype=torch.int64, device=ids_T.device).scatter_add_(0, ids_T, ones_T)

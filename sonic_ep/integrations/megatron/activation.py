@@ -1,4 +1,4 @@
-"""Which of our activations a TransformerConfig means."""
+"""Maps the activation of a TransformerConfig to ours."""
 
 import torch.nn.functional as F
 from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
@@ -17,10 +17,10 @@ _NAMES = {
 
 
 def activation_of(config: TransformerConfig) -> str:
-    """Its name here. Raises ValueError for one that has no counterpart."""
+    """Returns the name of the activation here. Raises ValueError if there is none."""
     clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
     if not config.gated_linear_unit:
-        clamp, offset = None, 0.0  # Megatron reads them for gated units alone
+        clamp, offset = None, 0.0  # Megatron reads them only for gated units
     name = _NAMES.get((config.activation_func, config.gated_linear_unit, clamp, offset))
     if name is not None:
         return name

@@ -1,18 +1,18 @@
-"""Our experts in Megatron-Core's checkpoints: the keys and shapes of its own experts, read and written.
+"""Our experts in Megatron-Core's checkpoints: reads and writes the keys and shapes of Megatron's own experts.
 
-Distributed checkpoints. SequentialMLP, GroupedMLP and TEGroupedMLP write one layout (E experts in all, gate and up rows
-of a gated unit are two shards of one tensor), so what any of them saved loads here and the reverse, at another EP size
-too, model and optimizer state alike:
+Distributed checkpoints. SequentialMLP, GroupedMLP and TEGroupedMLP write one layout: tensors of all E experts, in which
+gate and up rows of a gated unit are two shards. A checkpoint of any of them loads here and the reverse, also at another
+EP size, model and optimizer state alike:
 
     <prefix>experts.linear_fc1.weight  (E, J, H)  gate rows, then up rows       ...linear_fc1.bias  (E, J)
     <prefix>experts.linear_fc2.weight  (E, H, I)                                ...linear_fc2.bias  (E, H)
 
 With metadata["singleton_local_shards"] each expert g has tensors of its own instead, a gated fc1 two of them:
-<prefix>experts.{g}.linear_fc1.weight_w and ..._v (I, H) each, <prefix>experts.{g}.linear_fc2.weight (H, I). Either way
-every expert also has a Transformer Engine state of both linears, `_extra_state`, which here is None.
+<prefix>experts.{g}.linear_fc1.weight_w and ..._v (I, H) each, <prefix>experts.{g}.linear_fc2.weight (H, I). In both
+layouts every expert also has a Transformer Engine state of each of its linear layers, `_extra_state`. Ours is None.
 
-Plain state dicts hold the local experts alone, under names of the module's own; see `to_layout` for the three. Our
-biases are flat there, (e * J,) and (e * H,), as in memory.
+Plain state dicts hold only the local experts, under names that differ by module: `to_layout` lists those of Megatron's
+three. Our biases are flat there, (e * J,) and (e * H,), as in memory.
 
 Legend: e local experts, E experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I). In
 memory a gated fc1 has gate and up rows in turn (see experts.py); in files, gate rows first.
@@ -44,12 +44,15 @@ LINEAR = {
 
 
 def by_expert(parameter: Tensor | None, count: int) -> Any:
-    """A parameter of `count` local experts, or what is stored of it, with the experts first: biases are flat."""
+    """Returns a parameter (or a stored copy) with dim 0 for the `count` local experts: views flat biases as 2D."""
     return parameter if parameter is None or parameter.dim() > 1 else parameter.view(count, -1)
 
 
 class HeldExperts(NamedTuple):
-    """Which experts a module holds: ep_rank's share of ep_size equal ones, and the number of this copy of them."""
+    """Which experts a module holds: share `ep_rank` of `ep_size` equal ones.
+
+    copy: the index of this replica of them. gated: whether the activation is.
+    """
 
     ep_rank: int
     ep_size: int
@@ -65,10 +68,10 @@ def sharded_experts(
     sharded_offsets: Offsets = (),
     metadata: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Megatron's sharded state dict of `parameters` (names of LINEAR).
+    """Returns Megatron's sharded state dict of `parameters`, whose names are the keys of LINEAR.
 
-    The values are factories, so that the optimizer's moments are cut as their parameters are. sharded_offsets: axes in
-    front, as a block of layers passes them.
+    The values are ShardedTensorFactory objects, so that optimizer moments are sharded like their parameters.
+    sharded_offsets: leading axes, as a block of layers passes them.
     """
     singleton = bool((metadata or {}).get("singleton_local_shards", False))
     num_local = len(parameters["weight1"])
@@ -112,7 +115,7 @@ def _build(
     offsets: Offsets,
     at: str,
 ) -> Any:
-    """One tensor of all experts; of a gated fc1 this rank has two shards of it, [gate, up]."""
+    """Returns this rank's shard of one tensor of all experts; for a gated fc1 two shards, [gate, up]."""
     _refuse_flattened(flattened_range)
     stacked, axes = by_expert(stored, num_local), len(offsets)
 
@@ -138,7 +141,7 @@ def _build_singletons(
     offsets: Offsets,
     at: str,
 ) -> Any:
-    """A tensor for each local expert; of a gated fc1 two, [[gate, ...], [up, ...]]."""
+    """Returns a tensor for each local expert; for a gated fc1 two, [[gate, ...], [up, ...]]."""
     _refuse_flattened(flattened_range)
     stacked, first = by_expert(stored, num_local), held.ep_rank * num_local
 
@@ -172,7 +175,7 @@ def _merge_singletons(loaded: Any, *, gated: bool, flat: bool) -> Tensor:
 
 
 def _gate_and_up(stacked: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up rows of interleaved ones, as views."""
+    """Returns the gate rows and the up rows of interleaved rows, as views."""
     return stacked[:, 0::2], stacked[:, 1::2]
 
 
@@ -185,13 +188,15 @@ def _refuse_flattened(flattened_range: slice | None) -> None:
 
 
 def load_any_layout(experts: nn.Module, gated: bool) -> None:
-    """Let `experts.load_state_dict` take a plain state dict of SequentialMLP, GroupedMLP and TEGroupedMLP too, and drop
-    the `_extra_state` entries of any."""
+    """Makes `experts.load_state_dict` accept plain state dicts of SequentialMLP, GroupedMLP and TEGroupedMLP too.
+
+    `_extra_state` entries are dropped.
+    """
     experts.register_load_state_dict_pre_hook(partial(_translate, gated=gated))
 
 
 def _translate(experts: Any, state_dict: dict[str, Any], prefix: str, *_: Any, gated: bool) -> None:
-    """Put ours in place of the foreign entries under `prefix`. What does not fit is left for torch's own report."""
+    """Replaces Megatron's entries under `prefix` by ours. Entries that do not fit stay, and torch reports them."""
     for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
         del state_dict[key]
     for name, linear in LINEAR.items():
@@ -213,8 +218,10 @@ def _translate(experts: Any, state_dict: dict[str, Any], prefix: str, *_: Any, g
 
 
 def _from_grouped(value: Tensor, module: str, count: int, gated: bool) -> Tensor:
-    """GroupedMLP's weight1 (H, e * J) and weight2 (e * I, H) are e blocks one behind the other in memory, each of them
-    (H, J) and (I, H)."""
+    """Returns GroupedMLP's weight1 (H, e * J) or weight2 (e * I, H) in our layout.
+
+    Both are e consecutive blocks in memory, of shape (H, J) or (I, H).
+    """
     if module == "linear_fc1":
         stacked = value.reshape(count, value.shape[0], -1).transpose(1, 2)
         return interleave(stacked) if gated else stacked.contiguous()
@@ -222,14 +229,14 @@ def _from_grouped(value: Tensor, module: str, count: int, gated: bool) -> Tensor
 
 
 def to_layout(state_dict: Mapping[str, Any], layout: Layout, *, gated: bool = True) -> dict[str, Any]:
-    """A plain state dict of a model with our experts, as the same model with Megatron's experts names and shapes it.
+    """Converts a plain state dict of a model with our experts to names and shapes of Megatron's experts. Returns it.
 
-    For each MoE layer, under its `experts.`, local experts i < e:
+    For each MoE layer, under its `experts.`, for local experts i < e:
         "sequential"  local_experts.{i}.linear_fc1.weight (J, H), local_experts.{i}.linear_fc2.weight (H, I)
         "te_grouped"  linear_fc1.weight{i} (J, H), linear_fc2.weight{i} (H, I)
-        "grouped"     weight1 (H, e * J), weight2 (e * I, H): e blocks (H, J), (I, H) one behind the other in memory
-    with biases likewise (GroupedMLP has none), and an `_extra_state` of None where those modules have one. gated: the
-    model's gated_linear_unit. All else is handed on as it is.
+        "grouped"     weight1 (H, e * J), weight2 (e * I, H): e consecutive blocks (H, J), (I, H) in memory
+    Biases likewise (GroupedMLP has none), and an `_extra_state` of None where those modules have one. Other entries are
+    unchanged. gated: the model's gated_linear_unit.
     Raises ValueError for another layout, or biases in "grouped".
     """
     if layout not in ("sequential", "grouped", "te_grouped"):

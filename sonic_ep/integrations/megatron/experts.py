@@ -1,7 +1,7 @@
 """`SonicEPExperts`: the local experts' weights, stacked, with the attributes that Megatron's DDP and optimizer read.
 
-The weights are stored as the kernels take them, so that no step copies them: gate and up rows of `weight1` in turn
-where Megatron has all gate rows, then all up rows. checkpoint.py translates.
+The weights have the kernels' layout, so that no step copies them: the rows of `weight1` alternate between gate and up,
+while Megatron has all gate rows first. checkpoint.py converts.
 
 Legend: T tokens on this rank, H hidden size, e local experts, I expert width, J pre-activation columns (2I if gated
 else I).
@@ -30,14 +30,16 @@ from sonic_ep.transports import transport_for
 
 @final
 class SonicEPExperts(MegatronModule):
-    """weight1 (e, J, H), gate and up rows in turn; weight2 (e, H, I); with add_bias_linear bias1 (e * J,) and bias2
-    (e * H,), flat, since Megatron spares parameters of one dimension weight decay, and those of stock experts have one.
+    """The parameters of this rank's experts, r * e to (r + 1) * e - 1 on rank r of the EP group.
 
-    Rank r of the EP group holds experts r * e to (r + 1) * e - 1. From one seed the initial values are those of
-    Megatron's SequentialMLP.
+    weight1: (e, J, H), interleaved gate and up rows if gated. weight2: (e, H, I).
+    bias1: (e * J,), bias2: (e * H,), with add_bias_linear. They are flat because Megatron applies no weight decay to
+    parameters of one dimension, and the biases of its own experts have one.
 
-    DDP finishes an overlapped parameter gather in the pre-forward hook of the module that owns the parameter, so the
-    weights belong to a module whose forward is called.
+    With the same seed, the initial values are those of Megatron's SequentialMLP.
+
+    The parameters belong to a module whose forward is called, because DDP finishes an overlapped parameter gather in
+    the pre-forward hook of the module that has the parameter.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class SonicEPExperts(MegatronModule):
         set_tensor_model_parallel_attributes(self.weight1, True, 0, 2 if self.gated else 1)
         set_tensor_model_parallel_attributes(self.weight2, True, 1, 1)
         for bias in (self.bias1, self.bias2):
-            if bias is not None:  # else the gradient norm of all TP ranks but the first would leave it out
+            if bias is not None:  # otherwise only the first TP rank would include it in the gradient norm
                 set_tensor_model_parallel_attributes(bias, True, 0, 1)
         if config.perform_initialization:
             self._initialize()
@@ -75,17 +77,17 @@ class SonicEPExperts(MegatronModule):
         config = self.config
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         value = nn.Parameter(torch.empty(shape, device=device, dtype=config.params_dtype))
-        # False: the gradient is averaged over the ranks that hold the same experts, not over all data parallel ranks.
+        # False: Megatron averages the gradient over the ranks with the same experts, not over all data parallel ranks.
         value.allreduce = self._is_data_parallel()  # type: ignore[attr-defined]
         return value
 
     def _is_data_parallel(self) -> bool:
-        """Are the ranks that share these experts just those that share the dense weights?"""
+        """Returns True if the ranks with these experts are the ranks with the same dense weights."""
         return self.config.expert_model_parallel_size == 1 and self.config.tensor_model_parallel_size == 1
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        """As SequentialMLP draws: expert by expert, fc1 (gate rows first) before fc2; biases zero."""
+        """Draws as SequentialMLP does: expert by expert, fc1 (gate rows first) before fc2. Biases are zero."""
         on_cpu = self.config.use_cpu_initialization
         tracker: Any = get_cuda_rng_tracker()
         drawing = contextlib.nullcontext() if on_cpu else tracker.fork(get_expert_parallel_rng_tracker_name())
@@ -106,7 +108,7 @@ class SonicEPExperts(MegatronModule):
                 bias.zero_()
 
     def forward(self, x_TH: Tensor, routing: Routing) -> Tensor:
-        """Each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
+        """Returns each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
         return moe(
             x_TH,
             routing,
@@ -124,7 +126,7 @@ class SonicEPExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The experts for Megatron's distributed checkpoints, in the layout of its own: see checkpoint.py."""
+        """Returns the experts for Megatron's distributed checkpoints, in Megatron's own layout: see checkpoint.py."""
         held = HeldExperts(self.ep_group.rank(), self.ep_group.size(), self.dp_group.rank(), self.gated)
         return sharded_experts(
             dict(self.named_parameters()),

@@ -1,6 +1,6 @@
-"""What every field of TransformerConfig that concerns a MoE layer does here: honoured, without effect, or refused.
+"""How our layer treats every MoE field of TransformerConfig: honoured, without effect, or refused.
 
-docs/megatron.md prints this table. A field that Megatron adds must be entered here or in the list of the others, in
+docs/megatron.md shows this table. A field that Megatron adds must be added here, or to the list of unrelated fields in
 tests/integrations/megatron/test_fields.py.
 """
 
@@ -26,7 +26,7 @@ def _without_effect(how: str, *names: str) -> tuple[Field, ...]:
 
 
 def _refused(name: str, default: Any, why: str) -> Field:
-    """A field of which the layer takes nothing but `default`, or what else counts as false."""
+    """Returns a field of which the layer accepts only `default`, and values that are false."""
     return Field(name, "refused", why, lambda value: value == default or not value, f"{name}={default}")
 
 
@@ -177,7 +177,7 @@ FIELDS: tuple[Field, ...] = (
 
 
 def table() -> list[str]:
-    """FIELDS as Markdown, one row for neighbours that have all in common."""
+    """Returns FIELDS as a Markdown table. Adjacent fields that differ only in name share a row."""
     lines = ["| field | here | how, or why not | instead of other values |", "|---|---|---|---|"]
     rows = itertools.groupby(FIELDS, lambda each: (each.effect, each.how, "" if each.effect == "refused" else each.set))
     for (effect, how, instead), fields in rows:
@@ -187,7 +187,7 @@ def table() -> list[str]:
 
 
 def check(config: TransformerConfig, options: SonicEPOptions) -> None:
-    """Raise ValueError, naming field, value and what to set, for a config that the layer does not honour."""
+    """Raises ValueError for a config that the layer cannot honour. The message names field, value and what to set."""
     for field in FIELDS:
         value = getattr(config, field.name, None)
         if field.accepts is not None and hasattr(config, field.name) and not field.accepts(value):
@@ -214,7 +214,7 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
 def _check_graphs(config: TransformerConfig) -> None:
     if config.cuda_graph_impl == "none":
         return
-    scopes: Any = config.cuda_graph_scope or ()  # TransformerConfig makes a list of it
+    scopes: Any = config.cuda_graph_scope or ()  # TransformerConfig converts it to a list
     scope = set(scopes)
     if not scope or scope & _GRAPHED:
         raise ValueError(

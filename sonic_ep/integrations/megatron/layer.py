@@ -1,7 +1,7 @@
 """`SonicEPMoELayer`: Megatron's MoELayer with our dispatch, experts and combine.
 
-Router and shared experts are Megatron's own, and with them the auxiliary losses and their tracker, the z-loss, expert
-bias, group limits, jitter, Sinkhorn and dropping. Nothing is kept between calls, so any number of microbatches may be
+Router and shared experts are Megatron's own. So are the auxiliary losses and their tracker, the z-loss, expert bias,
+group limits, jitter, Sinkhorn and dropping. The layer has no state between calls, so any number of microbatches may be
 in flight.
 
 Legend: H hidden size, T tokens on this rank, E experts. s, b, h are Megatron's: sequence length and microbatch on this
@@ -30,11 +30,13 @@ from sonic_ep.routing import Routing
 
 @final
 class SonicEPMoELayer(MoELayer):
-    """A MoELayer to Megatron (isinstance decides about recomputation and more), built without its token dispatcher.
+    """A subclass of MoELayer, because Megatron asks isinstance, for recomputation and more. Has no token dispatcher.
 
-    submodules: `experts` is not used. options: see SonicEPOptions. pg_collection: default Megatron's global groups.
-    Raises ValueError for a config that the layer cannot honour, see fields.py; RuntimeError where Megatron's router
-    cannot run.
+    submodules: its `experts` are not used. options: see SonicEPOptions. pg_collection: default: Megatron's global
+    groups.
+
+    Raises ValueError for a config that the layer cannot honour, see fields.py; RuntimeError if Megatron's router cannot
+    run.
     """
 
     def __init__(
@@ -55,13 +57,13 @@ class SonicEPMoELayer(MoELayer):
         pg_collection = pg_collection or get_default_pg_collection()
         BaseMoELayer.__init__(self, config=config, layer_number=layer_number, pg_collection=pg_collection)
         self.submodules, self.options = submodules, options
-        self.tp_group = pg_collection.tp  # for sharded_state_dict, which else asks for Megatron's global group
-        # What inference sets in every layer's dispatcher; the router reads the same of the config.
+        self.tp_group = pg_collection.tp  # otherwise sharded_state_dict uses Megatron's global group
+        # Inference sets drop_and_pad in every layer's dispatcher. The router reads the config's instead.
         self.token_dispatcher: Any = SimpleNamespace(drop_and_pad=False)
         selective = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
         self.moe_layer_recompute = "moe" in selective
         self.shared_experts_recompute = "shared_experts" in selective
-        self.cudagraph_tensor_store = MoECudaGraphTensorStore()  # always empty; `route` looks
+        self.cudagraph_tensor_store = MoECudaGraphTensorStore()  # always empty; `route` reads it
         self.router = submodules.router(config=config, pg_collection=pg_collection)
         self.experts = SonicEPExperts(self.num_local_experts, config, pg_collection, options)
         self.rounded_router = None
@@ -78,12 +80,12 @@ class SonicEPMoELayer(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """Apply the layer. A collective of the EP group.
+        """Applies the layer. A collective of the EP group.
 
-        Shapes:  hidden_states (s, b, h) in the parameters' dtype, with sequence parallelism this rank's slice of the
-                 sequence; padding_mask (b, s) bool or None, True for padding, which losses and counts leave out.
-                 Returns the output like hidden_states, and None for the bias, which has been added.
-        Raises:  ValueError in training with tensor but no sequence parallelism, as Megatron's layer does;
+        Shapes:  hidden_states (s, b, h) in the parameters' dtype; with sequence parallelism this rank's slice of the
+                 sequence. padding_mask (b, s) bool or None: True for padding, which losses and counts exclude.
+                 Returns the output, like hidden_states, and None for the bias, which the output includes.
+        Raises:  ValueError in training with tensor parallelism but no sequence parallelism, as Megatron's layer does.
                  NotImplementedError for intermediate_tensors, which only partial CUDA graphs and overlapped batches
                  pass.
         """
@@ -101,7 +103,7 @@ class SonicEPMoELayer(MoELayer):
         return self._forward(hidden_states, padding_mask), None
 
     def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
-        shared = self.shared_experts_compute(hidden_states)  # None without one, and with one of its own stream
+        shared = self.shared_experts_compute(hidden_states)  # None without one, or if it overlaps
         overlapped: Any = self.shared_experts if self.shared_expert_overlap else None
         if overlapped is not None:
             overlapped.pre_forward_comm(hidden_states)

@@ -1,8 +1,8 @@
-"""Token rounding behind Megatron's router: the router chooses top-K, the group's decision changes which pairs are kept.
+"""Token rounding after Megatron's router: the router computes top-K, then rounding removes pairs and adds others.
 
-Auxiliary losses, z-loss and the counts that move the expert bias are the router's, of the plain top-K. A kept pair
-weighs what the router gave it; an added one its own softmax probability, or its sigmoid score over the token's top-K
-sum. Source: SonicMoE, arXiv 2512.14080, section 5; docs/token_rounding.md.
+Auxiliary losses, z-loss and the counts for the expert bias are the router's, of plain top-K. A top-K pair that remains
+has the weight that the router gave it. A pair that rounding added has its own softmax probability as weight, or its
+sigmoid score divided by the token's top-K sum. Source: SonicMoE, arXiv 2512.14080, section 5; docs/token_rounding.md.
 
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, g expert groups.
 """
@@ -25,7 +25,7 @@ from sonic_ep.routing import Routing
 
 @final
 class RoundedRouter:
-    """Rounds what `router`, a TopKRouter, returns. It reads the logits that the router passes to its own `routing`."""
+    """Rounds the result of `router`, a TopKRouter. Replaces its method `routing`, to read the logits that it gets."""
 
     def __init__(self, router: Any, config: TransformerConfig, rounding: RoundingConfig, group: EPGroup) -> None:
         E, n = config.num_moe_experts, config.moe_ffn_hidden_size
@@ -33,7 +33,7 @@ class RoundedRouter:
         assert n is not None
         self.router, self.config, self.group = router, config, group
         score, K = config.moe_router_score_function, config.moe_router_topk
-        router_config = RouterConfig(score=score, renormalize=score == "sigmoid" and K > 1)  # of added pairs
+        router_config = RouterConfig(score=score, renormalize=score == "sigmoid" and K > 1)  # for added pairs
         self.moe_config = MoEConfig(d=config.hidden_size, n=n, E=E, K=K, router=router_config, rounding=rounding)
         self._logits: Tensor | None = None
         routing = router.routing
@@ -52,10 +52,10 @@ class RoundedRouter:
         dtype: torch.dtype,
         exchange: Exchange,
     ) -> Routing:
-        """The rounded routing of the router's last (probs, routing_map). A collective of the EP group; for training.
+        """Returns the rounded routing of the router's last (probs, routing_map). A collective of the EP group.
 
-        Differentiable in probs and, for added pairs, in the logits. dtype: of the experts' input. exchange: see
-        Situation.
+        For training only. Differentiable in probs and, for added pairs, in the logits. dtype: of the experts' input.
+        exchange: see RoutingContext.
         """
         logits, self._logits = self._logits, None
         assert logits is not None
@@ -65,17 +65,17 @@ class RoundedRouter:
         ranking_TE = scores_TE.detach()
         if self.router.expert_bias is not None:
             ranking_TE = ranking_TE + self.router.expert_bias
-        # Of softmax scores, Megatron's groups know nothing, if these are made of the chosen logits.
+        # If softmax comes after top-K, Megatron's group limits rank the logits.
         by_logits = self.config.moe_router_score_function == "softmax" and not self.config.moe_router_pre_softmax
         allowed_TE = self._allowed(logits.detach().reshape(T, E) if by_logits else ranking_TE)
         topk = TopK(scores_TE, ranking_TE, allowed_TE, ids_TK, routing_map_TE.sum(0))
         context = RoutingContext(
             config=self.moe_config, group=self.group, dtype=dtype, training=True, exchange=exchange
         )
-        routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router counts by itself
+        routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router has its own counter
         # A spare entry has token -1; its weight is never used.
         pairs_N = (routed_pairs.token_ids_N.long() * E + routed_pairs.expert_ids_N).clamp(min=0)
-        # The router's probability is 0 where it did not choose.
+        # The router's probability of a pair outside its top-K is 0.
         weights_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
         lists = (routed_pairs.token_ids_N, routed_pairs.expert_ids_N, routed_pairs.chosen_N)
         added_N = weights_of_pairs(scores_TE, ids_TK, *lists, self.moe_config.router)
@@ -84,9 +84,10 @@ class RoundedRouter:
         return Routing.of(routed_pairs, weights_N, T)
 
     def _allowed(self, values_TE: Tensor) -> Tensor | None:
-        """(T, E) bool: the experts of each token's best groups, by the rule of Megatron's group_limited_topk.
+        """Returns (T, E) bool: the experts of each token's best groups, as in Megatron's group_limited_topk.
 
-        values_TE: what the router gives that: logits, scores, or these and the expert bias.
+        None without group limits. values_TE: what the router passes to that function: logits, or scores with expert
+        bias.
         """
         groups, groups_per_token = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         if not groups or not groups_per_token:

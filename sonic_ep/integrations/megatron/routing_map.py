@@ -1,4 +1,4 @@
-"""Megatron's (probs, routing_map) as a `Routing`.
+"""Converts Megatron's (probs, routing_map) to a `Routing`.
 
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
@@ -17,7 +17,7 @@ _OFF = RoundingConfig(mode="off")
 
 
 def topk_ids(routing_map_TE: Tensor, K: int) -> Tensor:
-    """(T, K) int64: the K experts that every token is mapped to."""
+    """Returns (T, K) int64: the K experts of each token."""
     return routing_map_TE.to(torch.uint8).topk(K, dim=1).indices
 
 
@@ -31,11 +31,14 @@ def routing_of_map(
     training: bool,
     K: int | None,
 ) -> Routing:
-    """Every pair of the map with its probability, differentiable in probs. A collective: one all-gather of counts.
+    """Returns the routing of every pair of the map. A collective: one all-gather of counts.
 
-    Shapes:  probs_TE (T, E) floating point; routing_map_TE (T, E) bool. K: how many experts every token is mapped to,
-             where all have as many; None where tokens were dropped, which takes one host sync more. dtype, training: of
-             the experts' input and of the layer, which must agree over the ranks. exchange: see `gather_counts`.
+    The combine weight of a pair is its probability, differentiable in probs.
+
+    Shapes:    probs_TE (T, E) floating point; routing_map_TE (T, E) bool.
+    K:         the number of experts of every token; None if tokens were dropped, which costs one more host sync.
+    dtype:     of the experts' input. training: of the layer. Both must be equal on all ranks.
+    exchange:  see `gather_counts`.
     """
     T, E = routing_map_TE.shape
     counts_E = routing_map_TE.sum(0)

@@ -1,4 +1,4 @@
-"""Specs: the MoE of a layer or block spec swapped for ours, whatever else is in it left as it is."""
+"""Replaces the MoE in a layer or block spec by ours. The rest of the spec stays as it is."""
 
 import dataclasses
 import functools
@@ -18,12 +18,12 @@ Spec = TypeVar("Spec")
 def use_sonic_ep(
     spec: Spec, options: SonicEPOptions | None = None, *, pg_collection: ProcessGroupCollection | None = None
 ) -> Spec:
-    """A copy of `spec` whose every MoELayer is a SonicEPMoELayer. Dense layers and all else stay.
+    """Returns a copy of `spec` in which every MoELayer is a SonicEPMoELayer. Dense layers and all else stay.
 
     spec: a layer spec, a decoder block spec, a multi-token-prediction block spec or a MoE spec, with or without
-    Transformer Engine; MoE as a ModuleSpec (0.16.1) or as functools.partial(MoELayer, ...).
-    pg_collection: process groups of the MoE layers, if they are not Megatron's global ones. TransformerLayer passes its
-    own to no class but Megatron's.
+    Transformer Engine. The MoE may be a ModuleSpec (0.16.1) or functools.partial(MoELayer, ...).
+    pg_collection: process groups of the MoE layers, if they are not Megatron's global ones. It is needed because
+    TransformerLayer passes its own only to Megatron's classes.
     Example: GPTModel(config, use_sonic_ep(get_gpt_layer_local_spec(num_experts=8)), ...)
     """
     arguments: dict[str, Any] = {"options": options or SonicEPOptions()}
@@ -39,7 +39,7 @@ def get_sonic_ep_moe_spec(
     options: SonicEPOptions | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> ModuleSpec:
-    """The `mlp` of a MoE layer's spec. use_te: Transformer Engine's linear layers in the shared experts."""
+    """Returns the `mlp` of a MoE layer's spec. use_te: use Transformer Engine's linear layers in the shared experts."""
     stock = get_moe_module_spec(use_te=use_te, num_experts=num_experts)
     return use_sonic_ep(stock, options, pg_collection=pg_collection)
 

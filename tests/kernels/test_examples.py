@@ -1,0 +1,67 @@
+"""Worked examples: those of every plain torch twin hold, every operation has one, and every kernel has a docstring."""
+
+import ast
+import doctest
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ROOT / "kernels"
+TWINS = sorted(KERNELS.rglob("reference.py"))
+
+
+def name_of(path: Path) -> str:
+    """Returns the module name of a file under kernels/."""
+    return ".".join(("sonic_ep", *path.relative_to(ROOT).with_suffix("").parts))
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    """Returns all functions that a file defines."""
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)]
+
+
+def operations() -> list[tuple[str, str]]:
+    """Returns (folder, name) of every function of backend.py that `op` decorates."""
+    return [
+        (str(ast.literal_eval(decorator.args[0])), function.name)
+        for function in functions(KERNELS / "backend.py")
+        for decorator in function.decorator_list
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "op"
+    ]
+
+
+def fast_launch_kernels() -> list[tuple[Path, ast.FunctionDef]]:
+    """Returns every kernel under kernels/ that `fast_launch` decorates, with its file."""
+    return [
+        (path, function)
+        for path in sorted(KERNELS.rglob("*.py"))
+        for function in functions(path)
+        if "fast_launch" in map(ast.unparse, function.decorator_list)
+    ]
+
+
+@pytest.mark.parametrize("path", TWINS, ids=name_of)
+def test_examples_of_a_twin_hold(path: Path) -> None:
+    assert doctest.testmod(import_module(name_of(path))).failed == 0
+
+
+@pytest.mark.parametrize(("folder", "name"), operations())
+def test_an_operation_has_an_example(folder: str, name: str) -> None:
+    twin = getattr(import_module(f"sonic_ep.kernels.{folder}.reference"), name)
+    assert any(found.examples for found in doctest.DocTestFinder().find(twin, name))
+
+
+@pytest.mark.parametrize(
+    ("path", "kernel"),
+    [pytest.param(*found, id=f"{name_of(found[0])}.{found[1].name}") for found in fast_launch_kernels()],
+)
+def test_a_kernel_has_a_docstring(path: Path, kernel: ast.FunctionDef) -> None:
+    assert ast.get_docstring(kernel), f"{path}:{kernel.lineno} {kernel.name}"
+
+
+def test_operations_and_kernels_are_found() -> None:
+    assert len(TWINS) >= 13
+    assert len(operations()) >= 13
+    assert len(fast_launch_kernels()) >= 25
