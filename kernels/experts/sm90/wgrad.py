@@ -31,6 +31,7 @@ from sonic_ep.kernels.experts.quack_compat import (
     compile_gemm_kernel,
     get_device_capacity,
     griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
     jit_cache,
     make_fake_gemm_tensors,
     make_fake_scheduler_args,
@@ -75,6 +76,16 @@ class _PrefetchesIndices(GemmDefaultSm90):
     def get_scheduler_class(self, varlen_m: bool = False) -> type:
         assert not varlen_m
         return _WeightScheduler
+
+    @cute.jit
+    def mma(
+        self, pipeline: Any, state: Any, mma_fn: Any, acc: Any, acc_slow: None, k_tiles: Any, warp_group: Any
+    ) -> Any:
+        # An expert without rows waits for no load, and so not for the kernel before this one, which may still read
+        # memory that the caching allocator has given to this kernel's output.
+        if k_tiles == 0:
+            griddepcontrol_wait()
+        return GemmDefaultSm90.mma(self, pipeline, state, mma_fn, acc, acc_slow, k_tiles, warp_group)
 
     @cute.jit
     def _make_gather_A_copy(

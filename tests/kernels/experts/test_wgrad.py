@@ -48,3 +48,36 @@ def test_the_bits_are_those_of_quack(M: int, N: int, accumulate: bool, free: int
     assert torch.isfinite(got).all()
     assert torch.equal(got, wanted)
     assert counter.tolist() == [0, 0]
+
+
+def test_an_expert_without_rows_waits_for_the_kernel_before() -> None:
+    """Its zeros go to memory that the kernel before still reads, as the caching allocator may arrange it."""
+    pytest.importorskip("quack.gemm")
+    from sonic_ep.kernels.experts.sm90.wgrad import WeightGemm
+    from sonic_ep.kernels.experts.tile_counter import tile_counter
+    from sonic_ep.kernels.experts.tile_table import tile_config
+
+    experts, P, R, M, N, side = 8, 65536, 700, 256, 128, 1024
+    assert P * N == experts * side * side
+    gathered, values = (torch.randn(size, device="cuda").bfloat16() for size in ((R, M), (P, N)))
+    rows = torch.randint(R, (P,), device="cuda", dtype=torch.int32)
+    starts = torch.arange(0, P + 1, P // experts, device="cuda", dtype=torch.int32)
+    wide = torch.randn(R, side, device="cuda").bfloat16()
+    few = torch.tensor([0] + [64] * experts, device="cuda", dtype=torch.int32)  # the first expert alone has rows
+    counter, results = tile_counter(gathered), []
+    for _ in range(3):
+        others, out = values.clone(), torch.empty(experts, M, N, device="cuda", dtype=torch.bfloat16)
+        reused = others.view(experts, side, side)
+        first = WeightGemm(gathered.T, out, tile_config("weight_down", N, M, 9))
+        second = WeightGemm(wide.T, reused, tile_config("weight_up", side, side, 9))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)  # both are launched before the first one begins
+        first.run(gathered.T, others.T, out, rows, starts, counter)
+        second.run(wide.T, wide[:64].T, reused, rows[:64], few, counter)
+        results.append(out)
+        assert torch.equal(reused[1:], torch.zeros_like(reused[1:]))
+    exact = torch.stack([gathered[rows[i : i + P // experts]].double().T @ values[i : i + P // experts].double()
+                         for i in range(0, P, P // experts)])  # fmt: skip
+    for out in results:
+        assert torch.equal(out, results[0])
+        torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-7 * float(exact.abs().max()))
