@@ -56,7 +56,7 @@ class LocalTransport:
         arriving_sizes, rows = None, None
         if routing.max_rows is not None:
             P = routing.max_rows
-            allows_spare = allows_spare_capacity(token_ids_N.device)
+            allows_spare = allows_spare_capacity(token_ids_N)
             waits = not (allows_spare and self._static) and host_may_wait(token_ids_N)
             arriving_sizes = split_sizes_async(routing) if waits else None
             if arriving_sizes is not None and allows_spare:

@@ -46,17 +46,17 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def runs_triton(device: torch.device) -> bool:
-    """Returns True if operations run as Triton kernels on this device: a GPU, with Triton installed."""
-    return device.type == "cuda" and _has_triton()
+def runs_triton(values: Tensor) -> bool:
+    """Returns True if operations on this tensor run as Triton kernels: on a GPU, with Triton installed."""
+    return values.is_cuda and _has_triton()
 
 
-def allows_spare_capacity(device: torch.device) -> bool:
-    """Returns True if index lists on this device may have spare capacity.
+def allows_spare_capacity(values: Tensor) -> bool:
+    """Returns True if index lists on this tensor's device may have spare capacity.
 
     They can then be allocated before the host knows their true sizes.
     """
-    return runs_triton(device)
+    return runs_triton(values)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def op(folder: str, *, on: int = 0) -> Callable[[F], F]:
 
         @functools.wraps(signature)
         def run(*arguments: Any, **options: Any) -> Any:
-            return _implementation(folder, name, runs_triton(arguments[on].device))(*arguments, **options)
+            return _implementation(folder, name, runs_triton(arguments[on]))(*arguments, **options)
 
         return cast(F, run)
 
@@ -155,7 +155,7 @@ def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
 
     Not made by `op`, because the first argument is not a tensor.
     """
-    return _implementation("dispatch.send_index", "token_lists", runs_triton(sent.sent_before.device))(sent, num_sent)
+    return _implementation("dispatch.send_index", "token_lists", runs_triton(sent.sent_before))(sent, num_sent)
 
 
 @op("dispatch.recv_index", on=1)

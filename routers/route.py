@@ -138,7 +138,7 @@ def select(
     pairs_E, capacity = counts.pairs_SE[rank], T * K
     if not is_plain_topk(rounding, training=training):
         assert limit is not None
-        capacity = min(limit, T * E) if allows_spare_capacity(pairs_E.device) else int(pairs_E.sum())
+        capacity = min(limit, T * E) if allows_spare_capacity(pairs_E) else int(pairs_E.sum())
     lists = (finish or start_pairs(topk, rounding, training=training))(pairs_E, capacity)
     received = max_received(rounding, T, K, training=training)
     return RoutedPairs(topk.topk_ids_TK, *lists, counts, limit, received)

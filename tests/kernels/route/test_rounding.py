@@ -76,6 +76,8 @@ def test_large_groups(ep_size: int, E: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_the_router_decides_by_kernel_and_nothing_waits() -> None:
-    assert _implementation("route.rounding", "apply_rule", runs_triton(torch.device("cuda"))) is KERNEL.apply_rule
+    assert (
+        _implementation("route.rounding", "apply_rule", runs_triton(torch.empty(0, device="cuda"))) is KERNEL.apply_rule
+    )
     chosen_SE, tokens_S = torch.randint(0, 3000, (8, 128), device="cuda"), torch.full((8,), 3000, device="cuda")
     assert_nothing_waits(lambda: round_counts(chosen_SE, tokens_S, RoundingConfig(capacity_factor=1.5)))
