@@ -304,7 +304,7 @@ class SymmetricTransport:
 
     def _others(self) -> list[int]:
         """Returns the peers, from the next rank on, so that not all ranks send to the same one at once."""
-        return [(self.group.rank + row_buffer) % self.group.size for row_buffer in range(1, self.group.size)]
+        return [(self.group.rank + offset) % self.group.size for offset in range(1, self.group.size)]
 
     def _start_copies(
         self, stage: Stage, sent: dict[int, Tensor], rows: RowBuffers, buffer: int, stride: int
@@ -378,10 +378,10 @@ class SymmetricTransport:
             return sizes
         routing.check()
         if self._tokens is None:
-            peer_views = self.group.all_gather_object(T)
-            if len(set(peer_views)) > 1:
+            tokens_S = self.group.all_gather_object(T)
+            if len(set(tokens_S)) > 1:
                 raise ValueError(
-                    f"transport.buffers='static' wants as many tokens on every rank, not {peer_views}; use 'exact'"
+                    f"transport.buffers='static' wants as many tokens on every rank, not {tokens_S}; use 'exact'"
                 )
             self._tokens = T
         problem = self.problem_with(T)

@@ -124,10 +124,10 @@ def _decide_pairs(
         config=config, group=group, dtype=dtype, training=training, problem=problem, exchange=exchange
     )
     topk = compute_topk(logits_TE, expert_bias_E, config.K, config.router)
-    balance_counts = expert_bias_E is not None
-    new_counts_E = torch.zeros(config.E if balance_counts else 0, dtype=torch.int64, device=logits_TE.device)
+    has_bias = expert_bias_E is not None
+    new_counts_E = torch.zeros(config.E if has_bias else 0, dtype=torch.int64, device=logits_TE.device)
     pending_sizes.flush(group_name)
-    routed_pairs = decide_pairs(config, topk, new_counts_E if balance_counts else None, context)
+    routed_pairs = decide_pairs(config, topk, new_counts_E if has_bias else None, context)
     # Outputs must share no memory with each other or with a region's tape: a graph reuses memory that it has read.
     own = torch.clone if in_region() else Tensor.contiguous
     counts = [values.clone() for values in routed_pairs.counts]
@@ -163,14 +163,14 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor], Tensor]:
     (T, E), S, config = logits_TE.shape, ep_size, config_of(config_text)
     N = torch.library.get_ctx().new_dynamic_size()
-    balance_counts = ((T, config.K), (S, E)) if counts_by_score(config.router) else ()
+    balance_shapes = ((T, config.K), (S, E)) if counts_by_score(config.router) else ()
     return (
         logits_TE.new_empty(T, config.K, dtype=torch.int64),
         logits_TE.new_empty(N, dtype=INDEX_DTYPE),
         logits_TE.new_empty(N, dtype=torch.int64),
         logits_TE.new_empty(N, dtype=torch.bool),
         [logits_TE.new_empty(shape, dtype=torch.int64) for shape in ((S, E), (S, E), (S, E), (S,), (S,), ())],
-        [logits_TE.new_empty(shape, dtype=torch.int64) for shape in balance_counts],
+        [logits_TE.new_empty(shape, dtype=torch.int64) for shape in balance_shapes],
         logits_TE.new_empty(0 if expert_bias_E is None else E, dtype=torch.int64),
     )
 

@@ -98,7 +98,7 @@ class GroupTransport:
         """Returns the transport for the device type of `values`. A collective at its first use."""
         kind = values.device.type
         if kind not in self._chosen:
-            self._chosen[kind] = _topk(self.group, self.config, values.device)
+            self._chosen[kind] = _choose(self.group, self.config, values.device)
         return self._chosen[kind]
 
 
@@ -161,7 +161,7 @@ def _name_of(group: EPGroup, text: str) -> str:
     return f"{group.name} {text}"
 
 
-def _topk(group: EPGroup, config: TransportConfig, device: torch.device) -> AllToAllTransport | SymmetricTransport:
+def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> AllToAllTransport | SymmetricTransport:
     if config.kind == "all_to_all":
         return AllToAllTransport(group)
     if device.type == "cuda":

@@ -26,19 +26,19 @@ def make_replayed_callables(modules: tuple[nn.Module, ...], samples: tuple[tuple
 
 
 def _replaying(
-    module: nn.Module, sample: Tensor, forward: Callable[[Tensor], Any], peer_views: list[list[Tensor]], number: int
+    module: nn.Module, sample: Tensor, forward: Callable[[Tensor], Any], of_modules: list[list[Tensor]], number: int
 ) -> Callable[[Tensor], Any]:
     surface = (sample, *module.parameters())
     weights = [parameter.data_ptr() for parameter in module.parameters()]
     places: list[Tensor] = []
-    gradients = peer_views[number]
+    gradients = of_modules[number]
     live: list[Any] = []
 
     class Replay(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
             assert weights == [parameter.data_ptr() for parameter in module.parameters()]
-            _spoil(peer_views)
+            _spoil(of_modules)
             with torch.no_grad():
                 sample.copy_(inputs[0])
             with torch.enable_grad():
@@ -49,7 +49,7 @@ def _replaying(
 
         @staticmethod
         def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-            _spoil(peer_views[:number])
+            _spoil(of_modules[:number])
             pairs = [(out, grad) for out, grad in zip(live[0], incoming, strict=True) if out.requires_grad]
             wanted = [value for value in surface if value.requires_grad]
             outputs, grads = zip(*pairs, strict=True)

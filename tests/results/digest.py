@@ -92,9 +92,9 @@ def git(*arguments: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    topk = parser.add_mutually_exclusive_group()
-    topk.add_argument("--against", metavar="COMMIT")
-    topk.add_argument("--write", action="store_true")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--against", metavar="COMMIT")
+    action.add_argument("--write", action="store_true")
     options = parser.parse_args()
     here = computed()
     text = json.dumps(here, indent=1) + "\n"

@@ -46,8 +46,8 @@ def raised(rank: int, case: str) -> tuple[str, float]:
         return experts(x_TH, routed.routing, w1)
 
     x_TH, message = torch.randn(T, 8, generator=torch.Generator().manual_seed(rank)), ""
-    topk = patch.object(transports, "_topk", chosen_together) if case == "transport" else nullcontext()
-    with topk, torch.no_grad():
+    choice = patch.object(transports, "_choose", chosen_together) if case == "transport" else nullcontext()
+    with choice, torch.no_grad():
         try:
             if rank == 1:
                 step(x_TH[:0], weights.w1, "x has 3 legs")

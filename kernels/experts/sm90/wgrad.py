@@ -279,13 +279,13 @@ class WeightGemm:
         row_of_pair_P: Tensor,
         expert_starts_e: Tensor,
         counter: Tensor | None = None,
-        free: int = 0,
+        reserved: int = 0,
     ) -> None:
         """Launches the kernel.
 
-        counter: for a dynamic schedule, zero before the launch and zero again after it. free: how many of the clusters
-        that fit the device to leave to other kernels.
+        counter: for a dynamic schedule, zero before the launch and zero again after it.
+        reserved: how many of the clusters that fit the device to leave to other kernels.
         """
-        scheduler = make_scheduler_args(self.clusters - free, _SWIZZLE, counter, None)
+        scheduler = make_scheduler_args(self.clusters - reserved, _SWIZZLE, counter, None)
         varlen = make_varlen_args(None, expert_starts_e, row_of_pair_P)
         self._compiled(A_mR, B_nP, D_emn, None, _PLAIN, scheduler, varlen, None, None)

@@ -123,7 +123,7 @@ def test_a_changed_method_is_named_with_what_to_do(changed: str, compat: Any, me
     compat.require_known_methods.cache_clear()
     with pytest.raises(RuntimeError) as error:
         compat.require_known_methods()
-    line = f"{name} (overridden in varlen_m.py): expected {changed} (self), found {found}"
+    line = f"{name} (overridden in varlen_m.py and wgrad.py): expected {changed} (self), found {found}"
     assert str(error.value).splitlines()[1:-1] == [line]
     assert "pip install --force-reinstall 'sonic-ep[cuda]'" in str(error.value)
     assert "python -m sonic_ep.kernels.experts.quack_compat" in str(error.value)
@@ -134,7 +134,9 @@ def test_a_method_that_is_gone_is_named(compat: Any, methods: Path) -> None:
     known = json.loads(methods.read_text())
     known["quack.gemm_sm90:GemmSm90.gone"] = known["quack.gemm_sm90:GemmSm90.mma"]
     methods.write_text(json.dumps(known))
-    assert "GemmSm90.gone (overridden in varlen_m.py): expected signature" in compat.problem_with_overrides()
+    assert (
+        "GemmSm90.gone (overridden in varlen_m.py and wgrad.py): expected signature" in compat.problem_with_overrides()
+    )
     assert "found nothing of this name" in compat.problem_with_overrides()
 
 
@@ -145,7 +147,9 @@ def test_digests_are_renewed(compat: Any, methods: Path, capsys: pytest.CaptureF
     methods.write_text(json.dumps(known))
     compat._renew_methods()
     assert methods.read_text() == before
-    assert capsys.readouterr().out.startswith("quack.gemm_sm90:GemmSm90.mma (overridden in varlen_m.py): expected")
+    assert capsys.readouterr().out.startswith(
+        "quack.gemm_sm90:GemmSm90.mma (overridden in varlen_m.py and wgrad.py): expected"
+    )
 
 
 def overridden(ours: type, theirs: type) -> set[str]:
