@@ -1,12 +1,12 @@
 """Time every grouped GEMM of the local layer over candidate tiles, and the whole layer, on one GPU.
 
     python benchmarks/grouped_gemms.py --out results.json [--shape qwen3_30b_a3b_ep8] [--tiles [up_backward ...]]
-                                       [--in-layer [up ...]] [--left-free 8 ...] [--rounds 12]
+                                       [--in-layer [up ...]] [--reserved-sms 8 ...] [--rounds 12]
 
 TFLOP/s counts useful operations only: 6 P d n forward, 12 P d n backward over P pairs. Times are medians over CUDA
 events, candidates taking turns in one run, on fresh random unit-scale inputs. `--in-layer` times the layer with the
 tile of one operation replaced: at the card's power limit a GEMM that runs right after others ranks tiles otherwise
-than one that runs alone. `--left-free` times the layer with dX summed beside dW1, whose GEMM leaves so many
+than one that runs alone. `--reserved-sms` times the layer with dX summed beside dW1, whose GEMM leaves so many
 multiprocessors to it, and with dX summed before dW1.
 """
 
@@ -20,7 +20,6 @@ from typing import Any, get_args
 
 import torch
 from local_problem import LocalProblem, tiled_pairs, topk_pairs
-from replaced import replaced
 from torch import Tensor
 from whole_tiles import whole_tiles
 
@@ -28,6 +27,7 @@ from sonic_ep import load_config
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.protocol import combine_now
 from sonic_ep.kernels.backend import gather_sum
+from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.experts import grouped_gemm as operations
 from sonic_ep.kernels.experts import tile_table as tiles
 from sonic_ep.kernels.experts.tile_table import Operation, TileConfig
@@ -275,7 +275,7 @@ def main() -> None:
         choices=get_args(Operation),
         help="time the layer with the tile of one of these replaced",
     )
-    parser.add_argument("--left-free", nargs="+", type=int, help="multiprocessors that dW1 leaves to the sums of dX")
+    parser.add_argument("--reserved-sms", nargs="+", type=int, help="multiprocessors that dW1 leaves to the sums of dX")
     parser.add_argument("--rounds", type=int, default=12, help="of tiles")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -290,8 +290,8 @@ def main() -> None:
             record["tiles_ms"] = time_tiles(problem, options.tiles, options.rounds)
         if options.in_layer is not None:
             record["in_layer_ms"] = time_in_layer(problem, options.in_layer, options.rounds)
-        if options.left_free is not None:
-            record["left_free_ms"] = time_reserved(problem, options.left_free, options.rounds)
+        if options.reserved_sms is not None:
+            record["left_free_ms"] = time_reserved(problem, options.reserved_sms, options.rounds)
         results["shapes"][shape] = record
         options.out.write_text(json.dumps(results, indent=1) + "\n")
         del problem

@@ -57,7 +57,7 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def split_sizes(step: Callable[[], object]) -> dict[str, Any]:
+def count_calls(step: Callable[[], object]) -> dict[str, Any]:
     """Calls of operations and of functions."""
     calls: Counter[str] = Counter()
 

@@ -25,7 +25,6 @@ which makes short functions look longer than they are.
 """
 
 import argparse
-import dataclasses
 import gc
 import json
 import os
@@ -35,17 +34,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from across_ranks import captured
-from host_counts import on_device, profiled, split_sizes
+from host_counts import count_calls, on_device, profiled
 from layer_contestants import Contestant, Problem
 
 from sonic_ep import EPGroup, load_config
+from sonic_ep.kernels.common.versions import installed_version
 
 PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "sonic-moe")
 WARM_UP, SAMPLES, PROFILED = 5, 20, 50  # steps
@@ -70,8 +69,8 @@ class Clock:
             self.wait()
 
     def largest(self, values: dict[str, float]) -> dict[str, float]:
-        peer_views = self.group.all_gather_object(values)
-        return {name: max(each[name] for each in peer_views if name in each) for name in values}
+        of_ranks = self.group.all_gather_object(values)
+        return {name: max(each[name] for each in of_ranks if name in each) for name in values}
 
     def milliseconds(self, call: Callable[[], Any], times: int = 1, *, until_done: bool = False) -> float:
         self.ready()
@@ -168,7 +167,7 @@ def measure(problem: Problem, clock: Clock, options: argparse.Namespace, errors:
             records[name] |= times
     steps = PROFILED if on_gpu else WARM_UP
     passes: dict[str, Callable[[Contestant], dict[str, Any]]] = {
-        "calls": lambda each: split_sizes(each.step),
+        "calls": lambda each: count_calls(each.step),
         "profile": lambda each: {"profile": profiled(each.step, clock.ready, steps)},
     }
     if on_gpu:  # CUPTI slows down what is timed after it, and a capture that fails may leave the device useless
@@ -198,15 +197,8 @@ def machine(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def show(records: dict[str, dict[str, Any]]) -> None:
@@ -232,7 +224,7 @@ def main() -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
         group = EPGroup()
     config, errors = load_config(options.shape), {}
-    config = dataclasses.replace(config, activation="swiglu", bias=False)
+    config = config.replace(activation="swiglu", bias=False)
     results: dict[str, Any] = {"command": sys.argv, "machine": machine(options.device), "ranks": group.size}
     results |= {"shape": options.shape, "sizes": {"T": options.tokens, "E": config.E, "K": config.K}}
     results["sizes"] |= {"d": config.d, "n": config.n}

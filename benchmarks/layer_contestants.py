@@ -28,6 +28,29 @@ class Contestant:
         torch.autograd.grad(self.forward(), self.inputs, self.dout)
 
 
+def grouped_mm_experts(x: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    """Plain torch experts: rows of `tokens`, sorted by expert and ending at `ends`, weighted and summed in fp32."""
+    h = torch._grouped_mm(x[tokens], w1.mT, offs=ends)
+    a = F.silu(h[:, ::2]) * h[:, 1::2]
+    y = torch._grouped_mm(a, w2.mT, offs=ends) * weights[:, None]
+    return torch.zeros_like(x, dtype=torch.float32).index_add(0, tokens, y.float()).bfloat16()
+
+
+def sonic_moe_layer(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, K: int) -> Callable[[], Tensor]:
+    """The forward of sonic-moe's layer with a softmax top-K router. w1 (e, 2n, d), w2 (e, d, n), as ours."""
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import moe_TC_softmax_topk_layer
+
+    w1, w2 = w1.permute(1, 2, 0), w2.permute(1, 2, 0)
+
+    def forward() -> Tensor:
+        stream = torch.cuda.current_stream().cuda_stream
+        arguments = (x, router, w1, None, w2, None, K, stream, ActivationType.SWIGLU)
+        return moe_TC_softmax_topk_layer(*arguments, is_softmax_over_topk=False, norm_topk_probs=True)[0]
+
+    return forward
+
+
 class Problem:
     """Rows and weights of unit scale, in bf16, and every contestant on them."""
 
@@ -100,22 +123,10 @@ class Problem:
             experts, order = ids_TK.flatten().sort(stable=True)
             tokens = order // K
             ends = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).int()
-            h = torch._grouped_mm(self.x[tokens], self.w1.mT, offs=ends)
-            a = F.silu(h[:, ::2]) * h[:, 1::2]
-            y = torch._grouped_mm(a, self.w2.mT, offs=ends) * weights_TK.flatten()[order, None]
-            return torch.zeros_like(self.x, dtype=torch.float32).index_add(0, tokens, y.float()).bfloat16()
+            return grouped_mm_experts(self.x, self.w1, self.w2, tokens, ends, weights_TK.flatten()[order])
 
         return Contestant(forward, [self.x, self.w1, self.w2, self.router], self.dout)
 
     def sonic_moe(self) -> Contestant:
-        from sonicmoe.enums import ActivationType
-        from sonicmoe.functional import moe_TC_softmax_topk_layer
-
-        w1, w2, K = self.w1.permute(1, 2, 0), self.w2.permute(1, 2, 0), self.config.K
-
-        def forward() -> Tensor:
-            stream = torch.cuda.current_stream().cuda_stream
-            arguments = (self.x, self.router, w1, None, w2, None, K, stream, ActivationType.SWIGLU)
-            return moe_TC_softmax_topk_layer(*arguments, is_softmax_over_topk=False, norm_topk_probs=True)[0]
-
+        forward = sonic_moe_layer(self.x, self.router, self.w1, self.w2, self.config.K)
         return Contestant(forward, [self.x, self.w1, self.w2, self.router], self.dout)

@@ -21,13 +21,12 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Collection
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from layer_contestants import grouped_mm_experts, sonic_moe_layer
 from local_problem import LocalProblem, topk_pairs
 from random_layer import layer_without_experts
 from torch import Tensor
@@ -36,6 +35,7 @@ from tuned_choices import restore, save_choices
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, RouterConfig, load_config
 from sonic_ep.config import LinearDtype
 from sonic_ep.functional import moe
+from sonic_ep.kernels.common.versions import installed_version
 from sonic_ep.transports import transport_for
 
 # Tokens by config: as the paper has them, else 16384, and less where weights and gradients take most of the memory.
@@ -114,20 +114,10 @@ class Problem(LocalProblem):
         return forward
 
     def sonic_moe_layer(self) -> Step:
-        from sonicmoe.enums import ActivationType
-        from sonicmoe.functional import moe_TC_softmax_topk_layer
-
-        w1, w2 = self.w1.permute(1, 2, 0), self.w2.permute(1, 2, 0)
         router = (torch.randn(self.E, self.d, device="cuda") * self.d**-0.5).bfloat16().requires_grad_()
         inputs = [self.x, self.w1, self.w2, router]
-        stream = torch.cuda.current_stream().cuda_stream
-
-        def forward() -> tuple[Tensor, list[Tensor]]:
-            arguments = (self.x, router, w1, None, w2, None, self.config.K, stream, ActivationType.SWIGLU)
-            out = moe_TC_softmax_topk_layer(*arguments, is_softmax_over_topk=False, norm_topk_probs=True)[0]
-            return out, inputs
-
-        return forward
+        forward = sonic_moe_layer(self.x, router, self.w1, self.w2, self.config.K)
+        return lambda: (forward(), inputs)
 
     def torch_grouped(self) -> Step:
         pair_weights = self.pairs.pair_weights.detach().requires_grad_()
@@ -137,11 +127,7 @@ class Problem(LocalProblem):
             order = self.pairs.experts.sort(stable=True).indices
             tokens = self.pairs.tokens[order]
             ends = torch.bincount(self.pairs.experts, minlength=self.E).cumsum(0).int()
-            h = torch._grouped_mm(self.x[tokens], self.w1.mT, offs=ends)
-            a = F.silu(h[:, ::2]) * h[:, 1::2]
-            y = torch._grouped_mm(a, self.w2.mT, offs=ends) * pair_weights[order, None]
-            out = torch.zeros(self.T, self.d, device="cuda").index_add(0, tokens, y.float())
-            return out.bfloat16(), inputs
+            return grouped_mm_experts(self.x, self.w1, self.w2, tokens, ends, pair_weights[order]), inputs
 
         return forward
 
@@ -193,13 +179,6 @@ def check(problem: Problem, steps: dict[str, Step]) -> dict[str, float]:
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=TOKENS, nargs="+", default=PAPER)
@@ -218,7 +197,7 @@ def main() -> None:
     installed = find_spec("sonicmoe") is not None
     wanted = options.only or [name for name in (*OURS, *OTHERS) if installed or not name.startswith("sonic_moe")]
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    results |= {"packages": {name: _version(name) for name in PACKAGES}}
+    results |= {"packages": {name: installed_version(name) for name in PACKAGES}}
     tuning = options.tuning.name if options.tuning is not None and options.tuning.exists() else None
     results |= {"short_tuning": options.short_tuning, "tuning": tuning, "shapes": {}}
     for shape in options.shape:

@@ -21,7 +21,6 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from replaced import replaced
 from torch import Tensor
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -32,6 +31,7 @@ import train as example  # noqa: E402
 from language_model import LanguageModel, ModelConfig  # noqa: E402
 from run_folder import read_metrics  # noqa: E402
 from sonic_ep import EPGroup, load_config  # noqa: E402
+from sonic_ep.kernels.common.replaced import replaced  # noqa: E402
 from sonic_ep.routers import router  # noqa: E402
 from sonic_ep.routers.rounding import round_counts  # noqa: E402
 from sonic_ep.routers.route import RoutingContext, decide_pairs, select  # noqa: E402

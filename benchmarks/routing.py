@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from across_ranks import slowest
 from graph_timing import captured, eager
-from replaced import replaced
 from torch import Tensor
 
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, load_config
@@ -28,6 +27,7 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.functional import moe
 from sonic_ep.kernels import backend as operations
+from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.router import route
 from sonic_ep.routing import Routing
@@ -115,15 +115,12 @@ class Case:
 
 
 def in_plain_torch(call: Callable[[], Any]) -> float:
-    cached = (operations._router_on_gpu,)
-    for function in cached:
-        function.cache_clear()
+    operations._router_on_gpu.cache_clear()
     try:
         with replaced(operations, _has_triton=lambda: False):
             return eager(call)
     finally:
-        for function in cached:
-            function.cache_clear()
+        operations._router_on_gpu.cache_clear()
 
 
 def times_of(case: Case) -> dict[str, float]:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from replaced import replaced
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import train
 from run_folder import read_metrics
 from sonic_ep import expert_parallel_mlp
+from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.experts import reference
 
 NUDGES = (1e-5, -1e-5, 2e-5)

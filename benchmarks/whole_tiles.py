@@ -3,8 +3,7 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from replaced import replaced
-
+from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.experts import grouped_gemm as operations
 
 

@@ -13,7 +13,7 @@ SUPPORTED = {"quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.8.1"}
 def problem_with_versions() -> str | None:
     """Returns a sentence that names the installed and the supported version and the pip line, or None if all fit."""
     for package, supported in SUPPORTED.items():
-        installed = _installed(package)
+        installed = installed_version(package)
         if installed != supported:
             return (
                 f"{package} {installed or 'without a version'} is installed, the GPU kernels work with {supported}; "
@@ -22,8 +22,9 @@ def problem_with_versions() -> str | None:
     return None
 
 
-def _installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Returns the version of an installed package, or None if pip did not install it."""
     try:
         return version(package)
-    except PackageNotFoundError:  # pip did not install what is imported
+    except PackageNotFoundError:
         return None

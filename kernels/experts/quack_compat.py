@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.common.sources import sources_of
 from sonic_ep.kernels.common.versions import problem_with_versions
 
@@ -274,20 +275,9 @@ def without_launches(*launchers: type) -> Generator[None, None, None]:
     """
     with ExitStack() as stack:
         for launcher in (EpiPlan, *launchers):
-            stack.enter_context(_replaced(launcher, "run", lambda *_, **__: None))
-        stack.enter_context(_replaced(_host, "get_max_active_clusters", lambda *_, **__: 1))
+            stack.enter_context(replaced(launcher, run=lambda *_, **__: None))
+        stack.enter_context(replaced(_host, get_max_active_clusters=lambda *_, **__: 1))
         yield
-
-
-@contextmanager
-def _replaced(target: Any, name: str, value: object) -> Generator[None, None, None]:
-    """Inside this context the attribute `name` of `target` is `value`."""
-    before = getattr(target, name)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        setattr(target, name, before)
 
 
 def griddepcontrol_wait() -> None:

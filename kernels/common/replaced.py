@@ -1,4 +1,4 @@
-"""Other values for attributes, for as long as something is measured."""
+"""Replaces attributes of a class or module for a while, where kernels are compiled without launches or measured."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -7,7 +7,10 @@ from typing import Any
 
 @contextmanager
 def replaced(target: Any, **values: Any) -> Generator[None, None, None]:
-    """Within it, these attributes of a module or class have these values."""
+    """Inside this context the attributes of `target` that `values` names have these values.
+
+    Raises AttributeError for an attribute that `target` does not have.
+    """
     before = {name: getattr(target, name) for name in values}
     for name, value in values.items():
         setattr(target, name, value)
