@@ -77,7 +77,7 @@ def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: 
             balance_counts = BalanceCounts(topk.by_score_TK, counts.chosen_SE if by_score_SE is None else by_score_SE)
         routed_pairs = replace(routed_pairs, split_sizes=split_sizes, balance_counts=balance_counts)
         if training and counter_E is not None:
-            chosen_E = counts.chosen_SE.sum(0)
+            chosen_E = counts.chosen_SE[0] if group.size == 1 else counts.chosen_SE.sum(0)
             counter_E += chosen_E
             if split_sizes is not None:
                 split_sizes.on_failure(lambda: counter_E.sub_(chosen_E))

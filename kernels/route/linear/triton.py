@@ -27,7 +27,7 @@ from sonic_ep.kernels.common.launch import fast_launch, sm_major
 from sonic_ep.kernels.common.sizes import cdiv
 
 _ALIGNMENT = 16
-_SPLIT_BLOCK = 1024
+_SPLIT_BLOCK, _ADDED_BLOCK = 1024, 512  # elements of a program
 _BLOCK_N, _BLOCK_K = 128, 64
 # Tokens that a program of the logits may compute in addition to _BLOCK_N, and its relative run time with them.
 _EXTRA_N, _EXTRA_N_COST = 64, 1.5
@@ -157,6 +157,25 @@ def _multiply(
         tl.store(out_ptr + extra_n[None, :] * out_n, extra_total, mask=in_M & extra_in_N)
 
 
+@fast_launch
+@triton.jit
+def _add_splits(sums_ptr, out_ptr, size, splits, BLOCK: tl.constexpr):
+    """Adds the partial sums (splits, size) of each element, in their order. Grid: (cdiv(size, BLOCK),).
+
+    Example: partial sums [[1, 2], [10, 20]] give [11, 22].
+    """
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < size
+    sums_ptr += element
+    total = tl.load(sums_ptr, mask=inside, other=0.0)
+    split = 1
+    while split < splits:
+        sums_ptr += size
+        total += tl.load(sums_ptr, mask=inside, other=0.0)
+        split += 1
+    tl.store(out_ptr + element, total, mask=inside)
+
+
 def _fill(parts: _Parts, values: Tensor) -> _Parts:
     R, C = values.shape
     size = parts.buffer.numel() // 4
@@ -269,7 +288,12 @@ def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
         BLOCK_K=_BLOCK_K,
         num_warps=8,
     )
-    return sums_ZEH[0] if splits == 1 else sums_ZEH.sum(0)
+    if splits == 1:
+        return sums_ZEH[0]
+    dweight_EH = torch.empty_like(sums_ZEH[0])
+    size = dweight_EH.numel()
+    _add_splits[(cdiv(size, _ADDED_BLOCK),)](sums_ZEH, dweight_EH, size, splits, BLOCK=_ADDED_BLOCK)
+    return dweight_EH
 
 
 @functools.cache
