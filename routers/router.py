@@ -185,12 +185,19 @@ class Router(nn.Module):
             self._counts_since_update_E = _moved(self._counts_since_update_E, self.weight.device)
         return self._counts_since_update_E
 
+    def state(self) -> list[Tensor]:
+        """Returns the tensors besides the parameters that forward reads or changes."""
+        counts_E = self._counter()
+        return [counts_E] if self.expert_bias is None else [counts_E, self.expert_bias]
+
     @contextmanager
     def uncounted(self) -> Generator[None]:
         """A context in which forwards do not count for `update_expert_bias`."""
         counts_E = self._counter().clone()
-        yield
-        self._counter().copy_(counts_E)
+        try:
+            yield
+        finally:
+            self._counter().copy_(counts_E)
 
     def prevent_dce(self, out_TH: Tensor) -> None:
         """Prevents a compiled graph from dropping the operations that compute out_TH, which check the routing."""

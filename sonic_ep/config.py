@@ -221,6 +221,7 @@ class MoEConfig:
     init_std: standard deviation of the initial weights.
     save_dispatched: save the R received rows for backward, instead of dispatching x a second time. With bf16 this takes
         2*R*d bytes more.
+    record_launches: on a GPU, record the layer's launches once and repeat them with little host time, where possible.
     router, rounding, transport: see RouterConfig, RoundingConfig and TransportConfig.
 
     Raises ValueError for any value outside its limits.
@@ -237,6 +238,7 @@ class MoEConfig:
     shared_gate: bool = False
     init_std: float = 0.02
     save_dispatched: bool = False
+    record_launches: bool = False
     router: RouterConfig = field(default_factory=RouterConfig)
     rounding: RoundingConfig = field(default_factory=RoundingConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
@@ -251,7 +253,8 @@ class MoEConfig:
         for part, kind in _PARTS.items():
             if not isinstance(value := getattr(self, part), kind):
                 raise ValueError(f"{part}={value!r} must be a {kind.__name__}; MoEConfig.from_dict takes nested dicts")
-        _check_flags(bias=self.bias, shared_gate=self.shared_gate, save_dispatched=self.save_dispatched)
+        for name in ("bias", "shared_gate", "save_dispatched", "record_launches"):
+            _check_flags(**{name: getattr(self, name)})
         _check_non_negative(init_std=self.init_std)
         if self.K > self.E:
             raise ValueError(

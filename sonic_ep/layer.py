@@ -5,6 +5,7 @@ Legend: T tokens on this rank, H hidden size.
 
 import json
 import operator
+from contextlib import AbstractContextManager
 from typing import NamedTuple, final
 
 import torch
@@ -16,8 +17,11 @@ from sonic_ep.experts import Experts
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import rng_for
+from sonic_ep.kernels.launch_sequence.recorded_layer import LayerCode, RecordedLayer
+from sonic_ep.routers.replay import in_region
 from sonic_ep.routers.router import Router
 from sonic_ep.routers.stats import RoutingStats
+from sonic_ep.routing import GroupCounts
 from sonic_ep.shared_expert import SharedExpert
 from sonic_ep.transports import transport_for
 
@@ -76,6 +80,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, self.group, device=device, dtype=dtype)
         self.shared = SharedExpert(config, device=device, dtype=dtype) if config.shared_n else None
         self.transport = transport_for(self.group, config.transport)
+        self._recorded = RecordedLayer(_CODE)
         self.initialize(seed)
 
     @torch.no_grad()
@@ -97,6 +102,14 @@ class MoE(nn.Module):
                  ranks; with several ranks also if weights of one rank differ in device or dtype, or are not contiguous.
                  RuntimeError if a peer is lost (transport.timeout).
         """
+        if self.config.record_launches and not (torch.compiler.is_compiling() or in_region()):
+            outputs = self._recorded.outputs(self, x)
+            if outputs is not None:
+                y, aux_loss, entropy_T, token_ids_N, *counts = outputs
+                return MoEOutput(y, aux_loss, RoutingStats(entropy_T, token_ids_N, GroupCounts(*counts)))
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> MoEOutput:
         dtype = self._autocast_dtype()
         checks = not torch.compiler.is_compiling()
         problem = self.experts.problem_with_sharding(shared=self.group.size == 1) if checks else None
@@ -187,6 +200,33 @@ class MoE(nn.Module):
         if device_type == "meta":  # autocast does not support it
             return None
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _flat_outputs(layer: MoE, x: Tensor) -> list[Tensor]:
+    y, aux_loss, stats = layer._compute(x)
+    return [y, aux_loss, stats.entropy_T, stats.token_ids_N, *stats.counts]
+
+
+def _state(layer: MoE) -> list[Tensor]:
+    return layer.router.state()
+
+
+def _uncounted(layer: MoE) -> AbstractContextManager[None]:
+    return layer.router.uncounted()
+
+
+def _problem_with_recording(layer: MoE, x: Tensor) -> str | None:
+    config = layer.config
+    if layer.group.size > 1:
+        return f"ep_size={layer.group.size}"
+    if config.router.check_logits:
+        return "router.check_logits=True reads logits on the host"
+    if layer.training and (config.rounding.mode == "stochastic" or config.router.jitter):
+        return "the layer draws random numbers"
+    return None if x.numel() else "x is empty"
+
+
+_CODE = LayerCode(_flat_outputs, _state, _uncounted, _problem_with_recording)
 
 
 def _agreed_seed(config: MoEConfig, group: EPGroup, seed: int | None, dtype: torch.dtype | None) -> int:

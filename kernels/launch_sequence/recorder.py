@@ -1,0 +1,480 @@
+"""Records what a differentiable function launches, so that a step can launch the same without running the function.
+
+The function runs at least three times under CUDA graph capture, which executes nothing: once on the given tensors, the
+other times on tensors at other addresses. All runs must launch the same kernels. Where their parameters differ, there
+must be one tensor whose address explains the value in every run. Everything else is a constant. So the values of
+parameters are not guessed: the recorder finds the only explanation, or refuses.
+
+The moved runs allocate fillers of random sizes between tensors, so that each tensor moves by a distance of its own.
+
+Memory is recorded too: when the function allocated and freed each tensor, counted in launches. A replay allocates and
+frees in the same places, so it needs no more memory than the function.
+"""
+
+import ctypes
+import gc
+import random
+import struct
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sonic_ep.kernels.launch_sequence.driver import driver
+
+FORWARD, BACKWARD = 0, 1
+# quack gives TMA the address 2^30 rows in front of a tensor (create_ragged_tensor_for_tma), and rows for TMA have a
+# multiple of 16 bytes.
+_TMA_SHIFT = 2**30 * 16
+_WORD, _LOW_HALF = 8, 2**32 - 1  # bytes of an address, and the mask of its lower four
+_MIN_RUNS, _MAX_RUNS = 2, 8  # with moved tensors
+# Bytes. torch's allocator rounds to the first. Tensors above the second are in other segments, those from the third on
+# in segments of their own. The driver places these at multiples of the fourth.
+_BLOCK, _LARGE, _ALONE, _SEGMENT = 512, 2**20, 10 * 2**20, 2**25
+
+Function = Callable[[list[Tensor]], list[Tensor]]
+
+
+class UnrecordableError(RuntimeError):
+    """Raised with the reason why the launches of a function cannot be repeated at other addresses."""
+
+
+class _AmbiguousError(UnrecordableError):
+    """Raised if several tensors explain a value. Another run may decide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """The memory of one tensor and its views. Positions are (pass, number of launches before).
+
+    freed: None if the function left it alive.
+    """
+
+    num_bytes: int
+    allocated: tuple[int, int]
+    freed: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in a buffer. offset: in bytes."""
+
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """8 bytes of a launch's parameters that are an address: `node` of a pass, `word` in its block."""
+
+    node: int
+    word: int
+    buffer: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The launches of forward and, if gradients were given, of backward.
+
+    num_fixed: buffers 0..num_fixed - 1 exist before the pass: inputs, then gradients of outputs, then state. buffers:
+    all of them. order: when each other buffer was allocated (True) and freed (False). passes: the captured graphs as
+    handles of driver.c, which this object owns. addresses: of each pass. outputs, gradients: None for a gradient that
+    does not exist.
+    """
+
+    num_inputs: int
+    num_fixed: int
+    buffers: list[Buffer]
+    order: list[tuple[bool, int]]
+    passes: list["Launches"]
+    addresses: list[list[Address]]
+    outputs: list[Place]
+    gradients: list[Place | None]
+
+
+class Launches:
+    """Owns a sequence of driver.c."""
+
+    def __init__(self, graph: int) -> None:
+        self._library = driver()
+        handle = ctypes.c_void_p()
+        problem = self._library.sequence_read(graph, ctypes.byref(handle))
+        if problem is not None:
+            raise UnrecordableError(problem.decode())
+        self.handle = handle
+        self.num_nodes: int = self._library.sequence_num_nodes(handle)
+        self.num_lanes: int = self._library.sequence_num_lanes(handle)
+        weakref.finalize(self, self._library.sequence_free, handle)
+
+    def block(self, node: int) -> bytes:
+        """Returns the parameters of a node as they were captured."""
+        length = ctypes.c_uint32()
+        start = self._library.sequence_block(self.handle, node, ctypes.byref(length))
+        return ctypes.string_at(start, length.value)
+
+    def differs_from(self, other: "Launches") -> bool:
+        """Returns True if anything but the blocks differs."""
+        return not self._library.sequence_equal_but_for_blocks(self.handle, other.handle)
+
+    def is_known_memory(self, *values: int) -> bool:
+        """Returns True if any value is an address of memory that the CUDA driver knows."""
+        return any(self._library.sequence_is_known_memory(value) for value in values)
+
+    def may_be_padding(self, node: int, word: int) -> bool:
+        """Returns True if a word is part of a struct.
+
+        Launchers of CuTe-DSL and torch leave what the host's stack held between the members of a struct.
+        """
+        return bool(self._library.sequence_may_be_padding(self.handle, node, word * _WORD))
+
+    def name(self, node: int) -> str:
+        """Returns the name of a node's kernel."""
+        return self._library.sequence_name(self.handle, node).decode()
+
+    def relocate(self, node: int, word: int, base: int, offset: int) -> None:
+        """Declares a word of a node's block to be an address."""
+        if not self._library.sequence_relocate(self.handle, node, word * _WORD, base, offset):
+            raise UnrecordableError(f"word {word} of launch {node} cannot be relocated")
+
+
+def record(function: Function, inputs: Sequence[Tensor], state: Sequence[Tensor], given: Sequence[int]) -> Recording:
+    """Records `function`, and its backward if any outputs are `given` a gradient.
+
+    function: takes tensors like `inputs`. It must have run before with all of them, because nothing may be compiled
+    during the capture.
+    state: tensors that exist all the time and that the function knows without being given them.
+
+    Raises:  UnrecordableError, with the reason.
+    """
+    one = _captured(function, inputs, state, given, None)
+    others: list[_Capture] = []
+    addresses: list[list[Address]] = []
+    for seed in range(_MAX_RUNS):
+        fillers = _Fillers(one.sizes, seed)
+        copies = [fillers.empty_like(tensor) for tensor in inputs]
+        moved = _captured(function, copies, state, given, fillers)
+        moved.release()
+        if one.order != moved.order or one.sizes != moved.sizes:
+            raise UnrecordableError("two runs allocate different tensors")
+        if one.outputs != moved.outputs or one.gradients != moved.gradients:
+            raise UnrecordableError("two runs return different tensors")
+        others.append(moved)
+        if len(others) < _MIN_RUNS:
+            continue
+        try:
+            addresses = [_addresses(number, one, others) for number in range(len(one.passes))]
+            break
+        except _AmbiguousError:
+            if len(others) == _MAX_RUNS:
+                raise
+    one.release()
+    return Recording(
+        len(inputs), one.num_fixed, one.buffers(), one.order, one.passes, addresses, one.outputs, one.gradients
+    )
+
+
+class _Fillers:
+    """Allocations of random sizes between those of the second run.
+
+    sizes: in bytes, of the allocations of the first run in their order.
+    """
+
+    def __init__(self, sizes: Sequence[int], seed: int) -> None:
+        self._sizes, self._random = sizes, random.Random(seed)
+        self._held: list[Tensor] = []
+        self._last = -1
+
+    def before(self, index: int, device: torch.device) -> None:
+        """Allocates a filler in front of allocation number `index`, once."""
+        if index <= self._last:
+            return
+        self._last = index
+        size = self._sizes[index] if index < len(self._sizes) else 0
+        if size >= _ALONE:
+            num_bytes = _ALONE + _SEGMENT * self._random.randint(0, 2)
+        else:
+            num_bytes = _BLOCK * self._random.randint(1, 12) + (_LARGE if size > _LARGE else 0)
+        self._held.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor like an input, after a filler."""
+        self.before(self._last + 1, tensor.device)
+        return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
+
+
+@dataclass
+class _Capture:
+    """One run of the function under capture.
+
+    starts, sizes, allocated, freed: of each buffer. Buffers that existed before are allocated before the first launch.
+    pool, held: the memory of the run. That of the first run lives until all are compared, so that addresses differ.
+    """
+
+    num_fixed: int = 0
+    num_state: int = 0
+    starts: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    allocated: list[tuple[int, int]] = field(default_factory=list)
+    freed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    order: list[tuple[bool, int]] = field(default_factory=list)
+    pool: Any = field(default_factory=torch.cuda.MemPool)
+    held: list[Tensor] = field(default_factory=list)
+    passes: list[Launches] = field(default_factory=list)
+    outputs: list[Place] = field(default_factory=list)
+    gradients: list[Place | None] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Frees the memory."""
+        self.pool, self.held = None, []
+
+    def buffers(self) -> list[Buffer]:
+        return [
+            Buffer(size, allocated, self.freed.get(index))
+            for index, (size, allocated) in enumerate(zip(self.sizes, self.allocated, strict=True))
+        ]
+
+    def living_at(self, position: tuple[int, int]) -> "_Living":
+        """Returns the buffers that a launch at this position can refer to."""
+        never = (BACKWARD + 1, 0)
+        living = [
+            index
+            for index, allocated in enumerate(self.allocated)
+            if index < self.num_fixed or allocated <= position < self.freed.get(index, never)
+        ]
+        return _Living(self, sorted(living, key=self.starts.__getitem__))
+
+
+class _Living:
+    """Finds the buffer that holds an address."""
+
+    def __init__(self, capture: _Capture, by_address: list[int]) -> None:
+        self._capture, self._by_address = capture, by_address
+        self._starts = [capture.starts[index] for index in by_address]
+
+    def holding(self, address: int) -> set[tuple[int, int]]:
+        """Returns (buffer, offset) of each buffer that holds the address, or ends at it."""
+        last = bisect_right(self._starts, address)
+        found = set()
+        for index in self._by_address[max(last - 3, 0) : last]:
+            offset = address - self._capture.starts[index]
+            if offset <= self._capture.sizes[index]:
+                found.add((index, offset))
+        return found
+
+    def in_front_of(self, address: int) -> set[tuple[int, int]]:
+        """Returns (buffer, offset) of all buffers that may be meant by an address of quack's for TMA."""
+        offsets = ((index, address - start) for index, start in zip(self._by_address, self._starts, strict=True))
+        return {(index, offset) for index, offset in offsets if offset < 0 and offset % _TMA_SHIFT == 0}
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes when each tensor on the GPU is allocated and freed."""
+
+    def __init__(self, capture: _Capture, stream: int, fillers: "_Fillers | None") -> None:
+        super().__init__()
+        self.number = FORWARD  # of the pass
+        self._fillers = fillers
+        self._capture, self._stream, self._count = capture, stream, driver().sequence_captured_nodes
+        self._known: dict[int, int] = {}
+        self._open = True
+
+    def position(self) -> tuple[int, int]:
+        return self.number, max(self._count(self._stream), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise UnrecordableError(f"{func} draws random numbers")
+        if self._fillers is not None:
+            self._fillers.before(len(self._capture.starts), torch.device("cuda", torch.cuda.current_device()))
+        before = self.position()  # an operation allocates its result before it launches its kernel
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                self.note(tensor, before)
+        return result
+
+    def note(self, tensor: Tensor, position: tuple[int, int], *, fixed: bool = False) -> int:
+        """Returns the buffer of a tensor, a new one if it is unknown."""
+        storage = tensor.untyped_storage()
+        known = self._known.get(id(storage))
+        if known is not None:
+            return known
+        capture = self._capture
+        index = self._known[id(storage)] = len(capture.starts)
+        capture.starts.append(tensor.data_ptr() if fixed else storage.data_ptr())
+        capture.sizes.append(tensor.nbytes if fixed else storage.nbytes())
+        capture.allocated.append(position)
+        if not fixed:
+            capture.order.append((True, index))
+            # torch keeps the Python object of a storage for as long as the storage itself.
+            weakref.finalize(storage, self._freed, id(storage), index).atexit = False
+        return index
+
+    def replace(self, index: int, tensor: Tensor) -> None:
+        """Makes a tensor that lives through the run the one of a buffer that was reserved for it."""
+        self._known[id(tensor.untyped_storage())] = index
+        self._capture.starts[index], self._capture.sizes[index] = tensor.data_ptr(), tensor.nbytes
+
+    def _freed(self, key: int, index: int) -> None:
+        if self._open:
+            del self._known[key]
+            self._capture.freed[index] = self.position()
+            self._capture.order.append((False, index))
+
+    def place(self, tensor: Tensor) -> Place:
+        """Returns the place of a tensor that the function returned."""
+        index = self._known.get(id(tensor.untyped_storage()))
+        if index is None or index < self._capture.num_fixed:
+            raise UnrecordableError("a result is no new tensor")
+        offset = tensor.storage_offset() * tensor.element_size()
+        return Place(index, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def close(self) -> None:
+        self._open = False
+
+
+def _captured(
+    function: Function,
+    inputs: Sequence[Tensor],
+    state: Sequence[Tensor],
+    given: Sequence[int],
+    fillers: _Fillers | None,
+) -> _Capture:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    capture = _Capture(num_state=len(state))
+    collects = gc.isenabled()
+    gc.disable()  # a collection could free memory of the GPU during the capture
+    try:
+        with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
+            _run(capture, function, inputs, state, given, stream, fillers)
+    except UnrecordableError:
+        raise
+    except Exception as error:
+        raise UnrecordableError(f"{type(error).__name__}: {error}") from error
+    finally:
+        if collects:
+            gc.enable()
+    return capture
+
+
+def _run(
+    capture: _Capture,
+    function: Function,
+    inputs: Sequence[Tensor],
+    state: Sequence[Tensor],
+    given: Sequence[int],
+    stream: torch.cuda.Stream,
+    fillers: _Fillers | None,
+) -> None:
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    watch = _Allocations(capture, stream.cuda_stream, fillers)
+    try:
+        before = (FORWARD, 0)
+        for leaf in leaves:
+            watch.note(leaf, before, fixed=True)
+        # Gradients of outputs come next, whose shapes are known only after forward: their places are reserved.
+        capture.held = reserved = [torch.empty(1, dtype=torch.uint8, device=leaves[0].device) for _ in given]
+        first_gradient = len(capture.starts)
+        for tensor in (*reserved, *state):
+            watch.note(tensor, before, fixed=True)
+        capture.num_fixed = len(capture.starts)
+        if capture.num_fixed != len(inputs) + len(given) + len(state):
+            raise UnrecordableError("two inputs share memory")
+        with _capturing(capture, stream), watch:
+            outputs = function(leaves)
+        capture.outputs.extend(map(watch.place, outputs))
+        if not given:
+            return
+        watch.number = BACKWARD
+        grads = [torch.empty_like(outputs[index], memory_format=torch.contiguous_format) for index in given]
+        capture.held = [*reserved, *grads]
+        for index, grad in enumerate(grads, first_gradient):
+            watch.replace(index, grad)
+        differentiable = [outputs[index] for index in given]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        del outputs
+        with _capturing(capture, stream), watch, torch.autocast("cuda", enabled=False):
+            gradients = torch.autograd.grad(differentiable, wanted, grads, allow_unused=True)
+        capture.gradients.extend(None if gradient is None else watch.place(gradient) for gradient in gradients)
+    finally:
+        watch.close()
+
+
+@contextmanager
+def _capturing(capture: _Capture, stream: torch.cuda.Stream) -> Generator[None]:
+    """Captures what runs in the context as the next pass.
+
+    torch.cuda.graph does more, and what it does to random generators it does not undo after an error.
+    """
+    library = driver()
+    with torch.cuda.use_mem_pool(capture.pool):
+        error = library.sequence_begin_capture(stream.cuda_stream)
+        if error:
+            raise UnrecordableError(f"the CUDA driver returned error {error} at the start of a capture")
+        graph = None
+        try:
+            yield
+        finally:
+            graph = library.sequence_end_capture(stream.cuda_stream)
+    if graph is None:
+        raise UnrecordableError("an operation cannot be captured")
+    try:
+        capture.passes.append(Launches(graph))
+    finally:
+        library.sequence_destroy_graph(graph)
+
+
+def _addresses(number: int, one: _Capture, others: Sequence[_Capture]) -> list[Address]:
+    """Compares one pass of all runs. Returns the words of its launches that are addresses."""
+    launches = one.passes[number]
+    if any(launches.differs_from(other.passes[number]) for other in others):
+        raise UnrecordableError("two runs launch different kernels")
+    found = []
+    for node in range(launches.num_nodes):
+        blocks = [run.passes[number].block(node) for run in (one, *others)]
+        living = [run.living_at((number, node)) for run in (one, *others)]
+        for word, values in enumerate(zip(*map(_words, blocks), strict=True)):
+            place = _place_of(values, living, one, launches, node, word)
+            if place is not None:
+                found.append(Address(node, word, *place))
+    return found
+
+
+def _words(block: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(block) // _WORD}Q", block)
+
+
+def _place_of(
+    values: Sequence[int], living: Sequence[_Living], one: _Capture, launches: Launches, node: int, word: int
+) -> tuple[int, int] | None:
+    """Returns the only (buffer, offset) that explains a word's values in all runs, or None if it is a constant."""
+    is_equal, is_known = len(set(values)) == 1, launches.is_known_memory(*values)
+    if is_equal and not is_known:
+        return None
+    places = set.intersection(*(buffers.holding(value) for buffers, value in zip(living, values, strict=True)))
+    if len(places) > 1:  # the end of one tensor can be the start of the next
+        places = {(index, offset) for index, offset in places if offset < one.sizes[index]}
+    if not places and not is_equal and launches.may_be_padding(node, word):  # TMA's descriptors are structs
+        places = set.intersection(*(buffers.in_front_of(value) for buffers, value in zip(living, values, strict=True)))
+    if len(places) == 1:
+        return places.pop()
+    is_half = len({value & _LOW_HALF for value in values}) == 1  # 4 bytes of padding behind a member of 4 bytes
+    if not places and (is_equal or is_half or not is_known) and launches.may_be_padding(node, word):
+        return None
+    shown = f"word {word} of launch {node} ({launches.name(node)}) is {', '.join(f'{value:#x}' for value in values)}"
+    if places:
+        several = ", ".join(f"{one.sizes[index]} bytes at {offset:+}" for index, offset in sorted(places)[:4])
+        raise _AmbiguousError(f"{shown}, which are addresses of several tensors: {several}")
+    raise UnrecordableError(f"{shown}, which is no address of a tensor of the function")

@@ -1,0 +1,176 @@
+"""driver.c on a driver without a GPU: what it launches, in which order, on which stream, with what."""
+
+import ctypes
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sonic_ep.kernels.launch_sequence import driver
+from tests.helpers.fake_driver import FakeGraph
+
+PROGRAMMATIC = 1
+MAIN, SIDE = 101, 202  # streams
+
+
+def read() -> Any:
+    handle = ctypes.c_void_p()
+    problem = driver.library().sequence_read(None, ctypes.byref(handle))
+    return handle if problem is None else problem.decode()
+
+
+def launch(sequence: Any, bases: Sequence[int] = (), first: int = 0, end: int | None = None) -> int:
+    number = driver.library().sequence_num_nodes(sequence)
+    streams = (ctypes.c_void_p * 2)(MAIN, SIDE)
+    return driver.library().sequence_launch(
+        sequence, first, number if end is None else end, (ctypes.c_uint64 * len(bases))(*bases), streams
+    )
+
+
+def relocate(sequence: Any, node: int, word: int, base: int, addend: int) -> int:
+    return driver.library().sequence_relocate(sequence, node, 8 * word, base, addend)
+
+
+def test_kernels_get_their_parameters_and_the_addresses_of_this_step(graph: FakeGraph) -> None:
+    graph.kernel(11, 4096, 5)
+    graph.kernel(12, 6, 8192, after=[0], cluster=2)
+    sequence = read()
+    assert relocate(sequence, 0, 0, 1, 64)
+    assert relocate(sequence, 1, 1, 0, -8)
+    for bases in ((1000, 2000), (30, 40)):
+        assert launch(sequence, bases) == 0
+        assert graph.log() == [
+            f"kernel 11 stream {MAIN} grid 7 cluster 0 programmatic 0: {bases[1] + 64} 5",
+            f"kernel 12 stream {MAIN} grid 7 cluster 2 programmatic 0: 6 {bases[0] - 8}",
+        ]
+
+
+def test_copies_and_fills(graph: FakeGraph) -> None:
+    graph.operation(100, 200, 48, 1, copy=True)
+    for size in (1, 2, 4):
+        graph.operation(300, 7, size, 9, copy=False, after=[size // 2])
+    sequence, library = read(), driver.library()
+    assert [library.sequence_name(sequence, node) for node in range(2)] == [b"copy", b"fill"]
+    assert relocate(sequence, 0, 1, 0, 1)
+    assert launch(sequence, [5000]) == 0
+    assert graph.log() == [
+        f"copy stream {MAIN}: 100 5001 48",
+        *[f"fill{8 * size} stream {MAIN}: 300 7 9" for size in (1, 2, 4)],
+    ]
+
+
+def test_a_stretch_of_launches(graph: FakeGraph) -> None:
+    for node in range(4):
+        graph.kernel(node + 1, node, after=[node - 1] if node else [])
+    sequence = read()
+    assert launch(sequence, first=1, end=3) == 0
+    assert [line.split()[1] for line in graph.log()] == ["2", "3"]
+
+
+def test_programmatic_launches_are_those_with_a_programmatic_edge_from_the_launch_before(graph: FakeGraph) -> None:
+    graph.kernel(1, 0)
+    graph.kernel(2, 0, after=[0], edge=PROGRAMMATIC)
+    graph.kernel(3, 0, after=[1])
+    assert launch(read()) == 0
+    assert [line.split("programmatic ")[1][0] for line in graph.log()] == ["0", "1", "0"]
+
+
+def test_a_fork_runs_on_a_second_stream_and_is_joined(graph: FakeGraph) -> None:
+    graph.kernel(1, 0)
+    graph.kernel(2, 0, after=[0])
+    graph.kernel(3, 0, after=[0])  # of the other branch
+    graph.kernel(4, 0, after=[1, 2])
+    sequence = read()
+    assert driver.library().sequence_num_lanes(sequence) == 2
+    assert launch(sequence) == 0
+    assert [line.split(" grid")[0].split(": ")[0] for line in graph.log()] == [
+        f"record stream {MAIN}",
+        f"wait stream {SIDE}",  # for what the caller has launched before
+        f"kernel 1 stream {MAIN}",
+        f"record stream {MAIN}",
+        f"kernel 2 stream {MAIN}",
+        f"wait stream {SIDE}",
+        f"kernel 3 stream {SIDE}",
+        f"record stream {SIDE}",
+        f"wait stream {MAIN}",
+        f"kernel 4 stream {MAIN}",
+    ]
+
+
+def test_a_fork_that_no_launch_joins_is_joined_in_the_end(graph: FakeGraph) -> None:
+    graph.kernel(1, 0)
+    graph.kernel(2, 0, after=[0])
+    graph.kernel(3, 0, after=[0])
+    assert launch(read()) == 0
+    assert [line.split(":")[0] for line in graph.log()][-2:] == [f"record stream {SIDE}", f"wait stream {MAIN}"]
+
+
+def test_sequences_differ_in_more_than_blocks(graph: FakeGraph) -> None:
+    def captured(function: int, cluster: int, value: int) -> Any:
+        graph.reset()
+        graph.kernel(function, value, cluster=cluster)
+        return read()
+
+    one, equal = captured(1, 2, 3), driver.library().sequence_equal_but_for_blocks
+    assert equal(one, captured(1, 2, 4))
+    assert not equal(one, captured(2, 2, 3))
+    assert not equal(one, captured(1, 1, 3))
+
+
+def test_what_cannot_be_launched_is_refused(graph: FakeGraph) -> None:
+    graph.operation(100, 200, 48, 3, copy=True)
+    assert read() == "a copy of several rows"
+
+
+def test_a_word_beyond_the_parameters_is_no_address(graph: FakeGraph) -> None:
+    graph.kernel(1, 0, 0)
+    sequence = read()
+    assert relocate(sequence, 0, 1, 0, 0)
+    assert not relocate(sequence, 0, 2, 0, 0)
+    assert not relocate(sequence, 1, 0, 0, 0)
+
+
+def test_the_drivers_error_stops_the_sequence(graph: FakeGraph) -> None:
+    graph.kernel(666, 0)
+    graph.kernel(2, 0, after=[0])
+    assert launch(read()) == 719  # CUDA_ERROR_LAUNCH_FAILED
+    assert len(graph.log()) == 1
+
+
+def test_captured_nodes_are_counted(graph: FakeGraph) -> None:
+    graph.kernel(1, 0)
+    graph.kernel(2, 0, after=[0])
+    assert driver.library().sequence_captured_nodes(MAIN) == 2
+    assert driver.library().sequence_captured_nodes(None) == -1
+
+
+def test_a_capture_begins_and_ends(graph: FakeGraph) -> None:
+    library = driver.library()
+    assert library.sequence_begin_capture(MAIN) == 0
+    captured = library.sequence_end_capture(MAIN)
+    assert captured is not None
+    library.sequence_destroy_graph(captured)
+    assert graph.log() == [f"begin stream {MAIN}: 1 0 0", "destroy stream 0: 1 0 0"]  # 1: of this thread alone
+    assert library.sequence_end_capture(None) is None
+
+
+def test_a_driver_that_lacks_a_function_is_named(fake: Any) -> None:
+    assert driver.library().sequence_initialize(b"/nowhere/libcuda.so.1") == b"/nowhere/libcuda.so.1"
+
+
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SONIC_EP_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    driver.compiled_library.cache_clear()
+    try:
+        with pytest.raises(driver.UnavailableError, match="install one, or set CC"):
+            driver.compiled_library()
+        monkeypatch.setenv("CC", "false")
+        with pytest.raises(driver.UnavailableError, match="false .* failed"):
+            driver.compiled_library()
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        driver.compiled_library.cache_clear()

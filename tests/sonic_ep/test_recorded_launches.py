@@ -1,0 +1,215 @@
+"""A layer that repeats its recorded launches computes, bit for bit, what its code computes, in every order of calls."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from sonic_ep import MoE, MoEConfig, RoundingConfig, RouterConfig, replay_contexts
+from tests.helpers.changing_routing import LOSSES, leaning_tokens
+
+pytestmark = pytest.mark.gpu
+T, D = 700, 256
+SHAPE = {"d": D, "n": 128, "E": 16, "K": 4}
+CONFIGS = {
+    "off": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="off")),
+    "off with losses": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="off"), router=LOSSES),
+    "nearest": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="nearest")),
+    "nearest with losses": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="nearest"), router=LOSSES),
+    "apportion": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="apportion", t=64)),
+    "pad with expert bias": MoEConfig(
+        **SHAPE, rounding=RoundingConfig(mode="pad"), router=RouterConfig(expert_bias=True)
+    ),
+    "capacity": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="nearest", capacity_factor=1.0)),
+}
+
+
+def layers(config: MoEConfig, number: int = 1) -> tuple[list[MoE], list[MoE]]:
+    """The same layers twice: repeating launches, and running their code."""
+
+    def made(*, record: bool) -> list[MoE]:
+        config_of = replace(config, record_launches=record)
+        return [MoE(config_of, seed=seed, device="cuda", dtype=torch.bfloat16) for seed in range(number)]
+
+    return made(record=True), made(record=False)
+
+
+def inputs(step: int) -> Tensor:
+    return leaning_tokens(step, T, D, "cuda", torch.bfloat16)
+
+
+def run(layer: MoE, x: Tensor, *, losses: bool = True) -> list[Tensor]:
+    """Outputs, statistics and all gradients of a step, in memory that was NaN before."""
+    torch.full((50_000_000,), float("nan"), device="cuda")
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    out = layer(x)
+    total = (out.y * out.y).sum() + (out.aux_loss if losses else 0)
+    total.backward()
+    grads = [parameter.grad for parameter in layer.parameters()]
+    assert x.grad is not None
+    assert None not in grads
+    return [out.y.detach(), out.aux_loss.detach(), out.stats.entropy_T, *out.stats.counts, x.grad, *grads]  # pyright: ignore[reportReturnType]
+
+
+def assert_same(one: Sequence[Tensor], two: Sequence[Tensor]) -> None:
+    assert [torch.equal(a, b) for a, b in zip(one, two, strict=True)] == [True] * len(one)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_repeated_launches_compute_what_the_code_does(name: str) -> None:
+    (recorded,), (code,) = layers(CONFIGS[name])
+    for step in range(4):
+        assert_same(*(run(layer, inputs(step), losses=step != 2) for layer in (recorded, code)))
+        for layer in (recorded, code):
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 0.1 * parameter.grad
+            if layer.config.router.expert_bias:
+                layer.update_expert_bias()
+    assert recorded._recorded.num_recorded == 1
+    if code.router.expert_bias is not None:
+        assert torch.equal(code.router.expert_bias, recorded.router.expert_bias)
+        assert code.router.expert_bias.any()
+
+
+def test_backward_in_any_order() -> None:
+    orders: list[Callable[[list[Tensor]], object]] = [
+        lambda losses: [loss.backward() for loss in losses],
+        lambda losses: [loss.backward() for loss in reversed(losses)],
+        lambda losses: torch.stack(losses).sum().backward(),
+    ]
+    for order in orders:
+        results = []
+        for stack in layers(CONFIGS["nearest"], 4):
+            x = inputs(0).requires_grad_()
+            outs = [layer(x).y for layer in stack]
+            again = stack[0](x).y  # the same layer twice
+            order([(out.float() * out.float()).sum() for out in (*outs, again)])
+            results.append([x.grad, *[p.grad for layer in stack for p in layer.parameters()]])
+        assert_same(*results)
+
+
+def test_a_retained_graph_runs_backward_twice() -> None:
+    results = []
+    for (layer,) in layers(CONFIGS["nearest"]):
+        x = inputs(1).requires_grad_()
+        loss = (layer(x).y ** 2).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append([x.grad, *[p.grad for p in layer.parameters()]])
+    assert_same(*results)
+
+
+def test_other_kinds_of_input_are_recorded_apart() -> None:
+    (recorded,), (code,) = layers(CONFIGS["nearest"])
+    for x in (inputs(0), inputs(1)[:512], inputs(2)[:511], inputs(3).view(2, T // 2, D)):
+        assert_same(run(recorded, x), run(code, x))
+    assert recorded._recorded.num_recorded == 4
+    recorded.experts.requires_grad_(False)
+    code.experts.requires_grad_(False)
+    x = inputs(4)
+    outs = [layer(x) for layer in (recorded, code)]
+    weights = recorded.router.weight, code.router.weight
+    grads = [torch.autograd.grad((out.y**2).sum(), weight) for out, weight in zip(outs, weights, strict=True)]
+    assert_same(*grads)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_gradients(training: bool) -> None:
+    (recorded,), (code,) = layers(CONFIGS["nearest"])
+    for layer in (recorded, code):
+        layer.train(training)
+    with torch.no_grad():
+        for step in range(5):
+            one, two = (layer(inputs(step)) for layer in (recorded, code))
+            assert_same([one.y, *one.stats.counts], [two.y, *two.stats.counts])
+    assert recorded._recorded.num_recorded == 1  # from the third call on
+
+
+def test_a_copy_and_moved_weights() -> None:
+    (recorded,), (code,) = layers(CONFIGS["off"])
+    run(recorded, inputs(0))
+    copied = copy.deepcopy(recorded)
+    assert copied._recorded.num_recorded == 0
+    assert_same(run(copied, inputs(1)), run(code, inputs(1)))
+    for layer in (recorded, code):
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.clone() * 0.5
+    assert_same(run(recorded, inputs(2)), run(code, inputs(2)))
+    assert recorded._recorded.num_recorded == 1
+
+
+def test_autocast() -> None:
+    config = CONFIGS["nearest"]
+    recorded, code = (
+        MoE(replace(config, record_launches=record), seed=0, device="cuda", dtype=torch.float32)
+        for record in (True, False)
+    )
+    for step in range(2):
+        results = []
+        for layer in (recorded, code):
+            x = inputs(step).float().requires_grad_()
+            with torch.autocast("cuda", torch.bfloat16):
+                out = layer(x)
+            results.append([out.y, *torch.autograd.grad(out.y.float().sum(), [x, *layer.parameters()])])
+        assert_same(*results)
+
+
+@pytest.mark.parametrize("contexts", [None, replay_contexts])
+def test_activation_checkpointing(contexts: Any) -> None:
+    more = {} if contexts is None else {"context_fn": contexts}
+    (recorded,), (code,) = layers(CONFIGS["nearest"])
+    for step in range(2):
+        results = []
+        for layer in (recorded, code):
+            x = inputs(step).requires_grad_()
+            y = checkpoint(lambda x, layer=layer: layer(x).y * 2, x, use_reentrant=False, **more)
+            results.append([y, *torch.autograd.grad((y**2).sum(), [x, *layer.parameters()])])
+        assert_same(*results)
+
+
+def test_a_repeated_step_needs_no_more_memory() -> None:
+    config = MoEConfig(d=1024, n=512, E=16, K=4, rounding=RoundingConfig(mode="off"))
+    peaks, saved = [], []
+    for (layer,) in layers(config):
+        x = leaning_tokens(0, 8192, 1024, "cuda", torch.bfloat16).requires_grad_()
+        for _ in range(2):
+            torch.autograd.grad(layer(x).y.sum(), [x, *layer.parameters()])
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = layer(x).y
+        saved.append(torch.cuda.memory_allocated() - before)
+        torch.autograd.grad(y.sum(), [x, *layer.parameters()])
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del y
+    assert saved[0] <= saved[1] + 2**20
+    assert peaks[0] <= peaks[1] + 2**21
+
+
+def test_hooks_of_submodules_run() -> None:
+    (recorded,), _ = layers(CONFIGS["off"])
+    run(recorded, inputs(0))
+    seen: list[Any] = []
+    handle = recorded.router.register_forward_hook(lambda *_: seen.append(1))
+    run(recorded, inputs(1))
+    assert seen == [1]
+    handle.remove()
+    run(recorded, inputs(2))
+    assert seen == [1]
+
+
+def test_what_depends_on_more_than_addresses_runs_the_code(caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(CONFIGS["off"], router=RouterConfig(jitter=0.1), record_launches=True)
+    layer = MoE(config, seed=0, device="cuda", dtype=torch.bfloat16)
+    with caplog.at_level("INFO", logger="sonic_ep.launches"):
+        run(layer, inputs(0))
+    assert layer._recorded.num_recorded == 0
+    assert "draws random numbers" in caplog.text
