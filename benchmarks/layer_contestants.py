@@ -79,13 +79,18 @@ class Problem:
     def _ours(self) -> dict[str, Callable[[], Contestant]]:
         makers: dict[str, Callable[[], Contestant]] = {}
 
-        def add(mode: RoundingMode, kind: TransportKind = "auto", buffers: Buffers = "exact") -> None:
+        def add(
+            mode: RoundingMode, kind: TransportKind = "auto", buffers: Buffers = "exact", *, record: bool = False
+        ) -> None:
             words = [mode, *([] if kind == "auto" else [kind]), *([] if buffers == "exact" else [buffers])]
-            makers[", ".join(words)] = lambda: self.sonic_ep(mode, kind, buffers)
+            words += ["recorded"] if record else []
+            makers[", ".join(words)] = lambda: self.sonic_ep(mode, kind, buffers, record=record)
 
         if self.group.size == 1:
             add("off")
+            add("off", record=True)
             add("nearest")
+            add("nearest", record=True)
             add("nearest", buffers="static")
             return makers
         kinds: tuple[TransportKind, ...] = ("symmetric", "all_to_all") if self.device == "cuda" else ("all_to_all",)
@@ -98,11 +103,13 @@ class Problem:
             add("apportion", "symmetric", "static")
         return makers
 
-    def sonic_ep(self, mode: RoundingMode, kind: TransportKind, buffers: Buffers) -> Contestant:
+    def sonic_ep(self, mode: RoundingMode, kind: TransportKind, buffers: Buffers, *, record: bool) -> Contestant:
         c, static = self.config, buffers == "static"
         rounding = RoundingConfig(mode=mode, capacity_factor=CAPACITY if static else None)
         transport = TransportConfig(kind=kind, buffers=buffers)
-        layer = self._layer(MoEConfig(d=c.d, n=c.n, E=c.E, K=c.K, rounding=rounding, transport=transport))
+        layer = self._layer(
+            MoEConfig(d=c.d, n=c.n, E=c.E, K=c.K, rounding=rounding, transport=transport, record_launches=record)
+        )
         layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
         inputs = [self.x, layer.experts.w1, layer.experts.w2, layer.router.weight]
         return Contestant(lambda: layer(self.x).y, inputs, self.dout, self.group.size == 1)
