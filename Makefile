@@ -1,5 +1,6 @@
 # make train   train the example model over NPROC processes        make train NPROC=2 ARGS="--text book.txt"
-# make test    run the test suite                                  make test ARGS="tests/kernels -k silu"
+# make test    run the tests, but for those marked slow            make test ARGS="tests/kernels -k silu"
+# make test-all    run all tests: the slow ones compile every kernel and train models for minutes
 # make lint    what CI checks: format, rules, types, spelling      make format repairs the first two
 # make clean   remove .venv and caches (runs/ stays)
 #
@@ -9,6 +10,8 @@
 PYTHON ?= python3
 NPROC ?= 4
 ARGS ?=
+# Processes that run tests, each of which starts ranks of its own.
+WORKERS ?= 2
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -19,16 +22,20 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --constraint constraint
 # One thread a process: NPROC of them share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint format clean
+.PHONY: train test test-all lint format clean
 
 train: $(STAMP)
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train.py $(ARGS)
 
-# Without a GPU, Triton's kernels are interpreted in the first run, and what is interpreted cannot be compiled: some
-# tests compile the launches of their own process, and so have a run of their own.
 test: $(STAMP)
-	$(RUN) -m pytest $(ARGS)
-	$(if $(ARGS),,TRITON_INTERPRET=0 $(RUN) -m pytest tests/kernels/route/test_router_compile.py tests/kernels/route/test_select_compile.py)
+	$(RUN) -m pytest $(if $(ARGS),$(ARGS),--numprocesses $(WORKERS) --dist loadfile -m "not slow")
+
+# Slow tests start processes of their own, so they run one after another. Without a GPU, Triton's kernels are interpreted
+# in the first run, and what is interpreted cannot be compiled: some tests compile the launches of their own process, and
+# so have a run of their own.
+test-all: test
+	$(RUN) -m pytest -m slow
+	TRITON_INTERPRET=0 $(RUN) -m pytest tests/kernels/route/test_router_compile.py tests/kernels/route/test_select_compile.py
 
 lint: $(STAMP)
 	$(RUN) -m ruff format --check .

@@ -45,15 +45,18 @@ def check(table: list[list[float]]) -> None:
     assert table[-1][1] < table[0][1]
 
 
+@pytest.mark.slow
 def test_stock_and_ours_side_by_side_under_torchrun(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     check(run(tmp_path, *torchrun, flags=("--zero", "1")))
 
 
+@pytest.mark.slow
 def test_stock_and_ours_side_by_side_under_the_deepspeed_launcher(tmp_path: Path) -> None:
     check(run(tmp_path, "deepspeed", "--num_gpus", "2", "--master_port", "29731", flags=("--zero", "2")))
 
 
+@pytest.mark.slow
 def test_a_qwen3_moe_of_hugging_face_through_autoep(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

@@ -14,6 +14,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "megatron_pretrain.
 SMALL = ("--steps", "4", "--seq", "16", "--hidden", "32", "--expert-width", "16", "--experts", "8", "--top-k", "2")
 
 
+@pytest.mark.slow
 def test_stock_and_ours_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for number in range(20):

@@ -139,6 +139,13 @@ def gpt_config(**changes: Any) -> Any:
     return TransformerConfig(**{**settings, **changes})
 
 
+def _reset_loss_scale() -> None:
+    """Forgets the scale that an earlier test left in Megatron's class, perhaps of another shape."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
 class Run:
     """A GPT of `layer_spec` (a layer's ModuleSpec, or a block's submodules; a function of the virtual stage if they
     differ), wrapped in Megatron's DDP, with its Adam.
@@ -194,6 +201,7 @@ class Run:
             raise ValueError(f"batch {batch} is not a multiple of the {dp_size} data-parallel ranks")
         self.microbatches = batch // dp_size
         self.steps_done = 0
+        _reset_loss_scale()
 
     def _build(self, layer_spec: Any, ddp: dict[str, Any], options: dict[str, Any]) -> list[nn.Module]:
         from megatron.core import parallel_state as state

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.machine_code import faults, needs_compilers
 from tests.helpers.triton_compile import TritonKernel, compile_triton, compiling_processes
 
-pytestmark = needs_compilers
+pytestmark = [needs_compilers, pytest.mark.slow]
 
 KERNELS = [
     TritonKernel(

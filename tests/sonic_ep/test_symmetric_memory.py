@@ -28,7 +28,6 @@ def location(
             "the GPU of rank 1 has no peer access to that of rank 0",
         ),
     ],
-    ids=str,
 )
 def test_problem_between_places(locations: list[RankLocation], problem: str | None) -> None:
     assert problem_between(locations) == problem

@@ -16,7 +16,7 @@ import pytest
 from sonic_ep.kernels.experts.activations import ACTIVATIONS
 from tests.helpers.machine_code import cubin, faults, needs_compilers
 
-pytestmark = needs_compilers
+pytestmark = [needs_compilers, pytest.mark.slow]
 
 # And how many processes compile for it: Hopper has more tiles.
 ARCHITECTURES = {"sm_90a": 2, "sm_100a": 1}
