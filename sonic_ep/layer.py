@@ -17,6 +17,7 @@ from sonic_ep.experts import Experts
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import rng_for
+from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.launch_sequence.recorded_layer import LayerCode, RecordedLayer
 from sonic_ep.routers.replay import in_region
 from sonic_ep.routers.router import Router
@@ -110,8 +111,40 @@ class MoE(nn.Module):
         return self._compute(x)
 
     def _compute(self, x: Tensor) -> MoEOutput:
-        dtype = self._autocast_dtype()
-        checks = not torch.compiler.is_compiling()
+        """Routes, dispatches, computes and combines. The last three are `moe`, which has one backward for them."""
+        x, weights, problem = self._checked(x)
+        x_TH, shared = x.reshape(-1, self.config.d), self.shared
+        shared_TH: list[Tensor] = []
+        routed = self.router(
+            x_TH,
+            group=self.group,
+            sequence_length=x.shape[1] if x.dim() == 3 else x.shape[0],
+            problem=problem,
+            exchange=self.transport,
+            meanwhile=None if shared is None or problem is not None else lambda: shared_TH.append(shared(x_TH)),
+            dispatched_next=True,
+        )
+        y_TH = moe(
+            routed.x_TH,
+            routed.routing,
+            *(weights.w1, weights.w2_eHI, weights.b1_eJ, weights.b2_eH),
+            transport=self.transport,
+            group=self.group,
+            activation=self.config.activation,
+            save_dispatched=self.config.save_dispatched,
+        )
+        if torch.compiler.is_compiling() and self.group.size > 1:
+            self.router.prevent_dce(y_TH)
+        if shared_TH:
+            y_TH = y_TH + shared_TH[0]
+        return MoEOutput(y_TH.view_as(x), routed.aux_loss, routed.stats())
+
+    def _checked(self, x: Tensor) -> tuple[Tensor, ExpertWeights, str | None]:
+        """Returns x and the expert weights, in the dtype of autocast if it is on, and this rank's problem, or None.
+
+        With a problem, x is empty: the router sends the problem to all ranks, and every rank raises it.
+        """
+        dtype, checks = self._autocast_dtype(), not torch.compiler.is_compiling()
         problem = self.experts.problem_with_sharding(shared=self.group.size == 1) if checks else None
         weights = self.experts(dtype)
         if dtype is not None and isinstance(x, Tensor) and x.is_floating_point():
@@ -126,44 +159,9 @@ class MoE(nn.Module):
         if problem is None and self.group.size > 1 and checks:
             problem = self._problem_with_weights(cast=dtype is not None)
         if problem is not None:
-            # The router sends the problem to all ranks, and every rank raises it.
             device = x.device if weights.w1.is_meta and isinstance(x, Tensor) else weights.w1.device
             x = torch.empty(0, self.config.d, dtype=weights.w1.dtype, device=device)
-        x_TH = x.reshape(-1, self.config.d)
-        sequence_length = x.shape[1] if x.dim() == 3 else x.shape[0]
-        shared_TH: Tensor | None = None
-
-        def compute_shared() -> None:
-            nonlocal shared_TH
-            assert self.shared is not None
-            shared_TH = self.shared(x_TH)
-
-        routed = self.router(
-            x_TH,
-            group=self.group,
-            sequence_length=sequence_length,
-            problem=problem,
-            exchange=self.transport,
-            meanwhile=None if self.shared is None or problem is not None else compute_shared,
-            dispatched_next=True,
-        )
-        y_TH = moe(
-            routed.x_TH,
-            routed.routing,
-            weights.w1,
-            weights.w2_eHI,
-            weights.b1_eJ,
-            weights.b2_eH,
-            transport=self.transport,
-            group=self.group,
-            activation=self.config.activation,
-            save_dispatched=self.config.save_dispatched,
-        )
-        if torch.compiler.is_compiling() and self.group.size > 1:
-            self.router.prevent_dce(y_TH)
-        if shared_TH is not None:
-            y_TH = y_TH + shared_TH
-        return MoEOutput(y_TH.view_as(x), routed.aux_loss, routed.stats())
+        return x, weights, problem
 
     def update_expert_bias(self, group: EPGroup | None = None) -> None:
         """Updates the bias of auxiliary-loss-free balancing from the counts since the last update.

@@ -251,6 +251,16 @@ def test_the_rule_of_old_words_itself(name: str, found: set[str]) -> None:
     assert old_words_in(name) == found
 
 
+def test_the_layer_shows_its_steps() -> None:
+    """What MoE runs fits on a screen: route, `moe` (dispatch, compute, combine), shared expert."""
+    tree = ast.parse((ROOT / "sonic_ep" / "layer.py").read_text(encoding="utf-8"))
+    lines = {
+        node.name: (node.end_lineno or 0) - node.lineno for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+    }
+    assert lines["_compute"] <= 30
+    assert lines["forward"] <= 20
+
+
 def test_files_are_short() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
