@@ -64,7 +64,12 @@ class _Pass:
 
     def run(self, slots: list[Tensor | None], device: torch.device) -> list[Tensor | None]:
         """Launches everything on the current stream. Returns the results; slots holds what has not been freed."""
-        bases = (ctypes.c_uint64 * len(slots))(*(0 if tensor is None else tensor.data_ptr() for tensor in slots))
+        bases = (ctypes.c_uint64 * len(slots))()
+        tensor = None
+        for slot, tensor in enumerate(slots):
+            if tensor is not None:
+                bases[slot] = tensor.data_ptr()
+        del tensor  # slots alone refers to tensors, so that they can be freed
         stream = raw_stream(device)
         streams = self._streams.get(stream) or self._lanes(stream, device)
         for stretch in self._stretches:
@@ -73,7 +78,7 @@ class _Pass:
             for slot, shape, stride, dtype in stretch.allocate:
                 slots[slot] = allocated = torch.empty_strided(shape, stride, dtype=dtype, device=device)
                 bases[slot] = allocated.data_ptr()
-                del allocated  # slots alone refers to it, so that it can be freed
+                del allocated
             error = self._launch(self._launches.handle, stretch.first, stretch.end, bases, streams)
             if error:
                 raise RuntimeError(f"the CUDA driver returned error {error} for a recorded launch")
@@ -157,9 +162,9 @@ class _Replayed(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         wanted = replay._differentiable
-        others.extend(output for index, output in enumerate(outputs) if index not in wanted)
+        others.extend([output for index, output in enumerate(outputs) if index not in wanted])
         ctx.like = [(outputs[index].shape, outputs[index].dtype) for index in wanted]
-        return tuple(outputs[index] for index in wanted)
+        return tuple([outputs[index] for index in wanted])
 
     @staticmethod
     @once_differentiable
@@ -171,7 +176,7 @@ class _Replayed(torch.autograd.Function):
             for index, (grad, (shape, dtype)) in enumerate(zip(grad_outputs, ctx.like, strict=True))
         ]
         found = iter(ctx.replay.launch_backward(saved, grads, ctx.state))
-        return None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[3:])
+        return None, None, None, *[next(found) if needed else None for needed in ctx.needs_input_grad[3:]]
 
 
 class _Layout:
