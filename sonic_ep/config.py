@@ -253,8 +253,8 @@ class MoEConfig:
         for part, kind in _PARTS.items():
             if not isinstance(value := getattr(self, part), kind):
                 raise ValueError(f"{part}={value!r} must be a {kind.__name__}; MoEConfig.from_dict takes nested dicts")
-        for name in ("bias", "shared_gate", "save_dispatched", "record_launches"):
-            _check_flags(**{name: getattr(self, name)})
+        flags = ("bias", "shared_gate", "save_dispatched", "record_launches")
+        _check_flags(**{name: getattr(self, name) for name in flags})
         _check_non_negative(init_std=self.init_std)
         if self.K > self.E:
             raise ValueError(

@@ -1,13 +1,12 @@
 """Tile counters: the CTAs of a dynamic schedule fetch their next tile from one.
 
-A counter must be zero when its kernel starts. There are three cases:
+A counter must be zero when its kernel starts. There are four cases:
 - A kernel that resets its counter to zero (see sm90/tile_prefetch.py) uses the counter of its stream, because kernels
   on a stream run one after another.
 - Such a kernel under CUDA graph capture gets a counter of its own, because the graph may be replayed concurrently with
   kernels on that stream. It comes from a page that was zeroed before the capture, so the graph need not zero it.
 - Any other kernel gets a new counter, which a separate kernel zeroes before every launch.
-
-Launches that are recorded under capture, to be launched on one stream later, use the counter of that stream.
+- Launches that are recorded under capture, to be repeated on one stream, use the counter of that stream.
 """
 
 from collections.abc import Generator
@@ -30,7 +29,7 @@ _RECORDED_FOR: ContextVar[int | None] = ContextVar("sonic_ep_recorded_for", defa
 
 
 @contextmanager
-def counters_of_stream(stream: int) -> Generator[None]:
+def recording_for(stream: int) -> Generator[None]:
     """A context in which captured kernels get the counter of this stream (a raw handle), on which they will run."""
     token = _RECORDED_FOR.set(stream)
     try:
@@ -43,7 +42,7 @@ def tile_counter(like: Tensor, *, self_resetting: bool = False) -> Tensor:
     """Returns (2,) int32 zeros on the device of `like`. self_resetting: whether the kernel leaves them at zero."""
     if self_resetting and not like.is_meta:
         recorded_for = _RECORDED_FOR.get()
-        if torch.cuda.is_current_stream_capturing() and recorded_for is None:
+        if recorded_for is None and torch.cuda.is_current_stream_capturing():
             return _of_a_graph(like)
         return _of_a_stream(like, recorded_for)
     return _new(like)

@@ -23,7 +23,7 @@ _MAX_SECONDS = 120
 
 
 class UnavailableError(RuntimeError):
-    """Raised where sequences cannot be launched: without a C compiler, the header cuda.h, or a driver that is new."""
+    """Raised where sequences cannot be launched: without a C compiler, cuda.h, or a driver that is new enough."""
 
 
 def cache_folder() -> Path:

@@ -1,9 +1,9 @@
-"""`RecordedLayer`: runs a layer's Python code once for each kind of input, and from then on repeats its launches with
-almost no host time.
+"""`RecordedLayer`: runs a layer's Python code once for each signature of its inputs, and from then on repeats its
+launches with almost no host time.
 
-A kind is all that the launches depend on besides the addresses and values of tensors. The first call with a new kind
-runs forward and backward first, so that all kernels are compiled, then records them, and compares a repetition with the
-first run, bit for bit.
+A signature is all that the launches depend on besides the addresses and values of tensors. The first call with a new
+one runs forward and backward first, so that all kernels are compiled, then records them, and compares a repetition with
+the first run, bit for bit.
 """
 
 import logging
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from sonic_ep.kernels.experts.tile_counter import counter_of_stream, counters_of_stream
+from sonic_ep.checks import ROW_ALIGNMENT
+from sonic_ep.kernels.experts.tile_counter import counter_of_stream, recording_for
 from sonic_ep.kernels.launch_sequence.driver import UnavailableError, raw_stream
-from sonic_ep.kernels.launch_sequence.recorder import UnrecordableError, record
+from sonic_ep.kernels.launch_sequence.recorder import UnrecordableError, leaves_of, record
 from sonic_ep.kernels.launch_sequence.replay import Replay
 
 _LOG = logging.getLogger("sonic_ep.launches")
 
-_MAX_KINDS = 16  # of one layer; inputs of further kinds, as with lengths that change in every step, run the code
-_MIN_CALLS = 3  # without gradients, where lengths change more often, a kind is recorded in its third call
-_ALIGNMENT = 16  # bytes; kernels are compiled for aligned addresses
+_MAX_SIGNATURES = 16  # of one layer; with more, as where lengths change in every step, the code runs
+_MIN_CALLS = 3  # without gradients, where lengths change more often, recorded in the third call with a signature
 
 
 class LayerCode(NamedTuple):
@@ -70,7 +70,7 @@ class _Parts:
 
 @final
 class RecordedLayer:
-    """The recordings of one layer, by kind of input. A copy of it, as of its layer, starts without any."""
+    """The recordings of one layer, by input signature. A copy of it, as of its layer, starts without any."""
 
     def __init__(self, code: LayerCode) -> None:
         self._code = code
@@ -82,7 +82,7 @@ class RecordedLayer:
 
     @property
     def num_recorded(self) -> int:
-        """The number of kinds that are repeated."""
+        """The number of signatures with a recording."""
         return sum(isinstance(replay, Replay) for replay in self._replays.values())
 
     def outputs(self, layer: nn.Module, x: Tensor) -> list[Tensor] | None:
@@ -95,22 +95,22 @@ class RecordedLayer:
         if self._parts.have_hooks():
             return None
         inputs = [x, *self._parts.parameters()]
-        kind = _kind(layer, inputs)
-        replay = self._replays.get(kind, 0)
+        signature = _signature(layer, inputs)
+        replay = self._replays.get(signature, 0)
         if isinstance(replay, int):
-            replay = self._recorded(layer, inputs, kind, replay + 1)
-        if replay is None or any(tensor.data_ptr() % _ALIGNMENT for tensor in inputs):
+            replay = self._recorded(layer, inputs, signature, replay + 1)
+        if replay is None or any(tensor.data_ptr() % ROW_ALIGNMENT for tensor in inputs):
             return None
         return replay(inputs, self._code.state(layer))
 
-    def _recorded(self, layer: nn.Module, inputs: list[Tensor], kind: object, call: int) -> Any:
-        """Returns the new recording of this kind, or None if it cannot or need not be recorded."""
+    def _recorded(self, layer: nn.Module, inputs: list[Tensor], signature: object, call: int) -> Any:
+        """Returns the new recording of this signature, or None if it cannot or need not be recorded."""
         if not torch.is_grad_enabled() and call < _MIN_CALLS:
-            self._replays[kind] = call
+            self._replays[signature] = call
             return None
         problem = self._code.problem(layer, inputs[0]) or _problem_with(inputs)
         replay = None
-        if problem is None and len(self._replays) < _MAX_KINDS:
+        if problem is None and len(self._replays) < _MAX_SIGNATURES:
             try:
                 # Hooks of the caller, as those of activation checkpointing, must not see what the recording saves.
                 with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
@@ -119,7 +119,7 @@ class RecordedLayer:
                 problem = str(error)
         if problem is not None:
             _LOG.info("the code of %s runs in every step, launches are not recorded: %s", type(layer).__name__, problem)
-        self._replays[kind] = replay
+        self._replays[signature] = replay
         return replay
 
     def _record(self, layer: nn.Module, inputs: list[Tensor]) -> Any:
@@ -136,8 +136,9 @@ class RecordedLayer:
         with code.undone(layer):  # everything is compiled here, which a capture does not allow
             expected, differentiable = _step(function, inputs)
         device = inputs[0].device
-        counters = counter_of_stream(device, raw_stream(device))
-        with counters_of_stream(raw_stream(device)):
+        stream = raw_stream(device)
+        counters = counter_of_stream(device, stream)
+        with recording_for(stream):
             recording = record(function, inputs, [*code.state(layer), *counters], differentiable)
         replay = Replay(recording, differentiable, device, counters)
         with code.undone(layer):
@@ -151,7 +152,7 @@ def _step(
     function: Callable[[list[Tensor]], list[Tensor]], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], list[int]]:
     """Returns the outputs followed by the gradients of inputs for gradients of ones; and which outputs have one."""
-    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    leaves = leaves_of(inputs)
     outputs = function(leaves)
     differentiable = [index for index, output in enumerate(outputs) if output.requires_grad]
     if not differentiable:
@@ -189,8 +190,8 @@ def _problem_with(inputs: Sequence[Tensor]) -> str | None:
     return None
 
 
-def _kind(layer: nn.Module, inputs: Sequence[Tensor]) -> object:
-    """Returns what the launches depend on besides the addresses and values of tensors, equal for equal kinds."""
+def _signature(layer: nn.Module, inputs: Sequence[Tensor]) -> object:
+    """Returns what the launches depend on besides the addresses and values of tensors, for comparison."""
     return (
         layer.training,
         torch.is_grad_enabled(),

@@ -1,8 +1,8 @@
 """Records what a differentiable function launches, so that a step can launch the same without running the function.
 
 The function runs at least three times under CUDA graph capture, which executes nothing: once on the given tensors, the
-other times on tensors at other addresses. All runs must launch the same kernels. Where their parameters differ, there
-must be one tensor whose address explains the value in every run. Everything else is a constant. So the values of
+other times on tensors at other addresses. All runs must launch the same kernels. Where their parameters differ, the
+address of exactly one tensor must explain the value in every run. Everything else is a constant. So the values of
 parameters are not guessed: the recorder finds the only explanation, or refuses.
 
 The moved runs allocate fillers of random sizes between tensors, so that each tensor moves by a distance of its own.
@@ -148,6 +148,11 @@ class Launches:
             raise UnrecordableError(f"word {word} of launch {node} cannot be relocated")
 
 
+def leaves_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns tensors in the same memory that start a graph of their own."""
+    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+
+
 def record(function: Function, inputs: Sequence[Tensor], state: Sequence[Tensor], given: Sequence[int]) -> Recording:
     """Records `function`, and its backward if any outputs are `given` a gradient.
 
@@ -185,7 +190,7 @@ def record(function: Function, inputs: Sequence[Tensor], state: Sequence[Tensor]
 
 
 class _Fillers:
-    """Allocations of random sizes between those of the second run.
+    """Allocations of random sizes between those of a moved run.
 
     sizes: in bytes, of the allocations of the first run in their order.
     """
@@ -222,7 +227,6 @@ class _Capture:
     """
 
     num_fixed: int = 0
-    num_state: int = 0
     starts: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     allocated: list[tuple[int, int]] = field(default_factory=list)
@@ -353,7 +357,7 @@ def _captured(
 ) -> _Capture:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    capture = _Capture(num_state=len(state))
+    capture = _Capture()
     collects = gc.isenabled()
     gc.disable()  # a collection could free memory of the GPU during the capture
     try:
@@ -378,13 +382,13 @@ def _run(
     stream: torch.cuda.Stream,
     fillers: _Fillers | None,
 ) -> None:
-    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    leaves = leaves_of(inputs)
     watch = _Allocations(capture, stream.cuda_stream, fillers)
     try:
         before = (FORWARD, 0)
         for leaf in leaves:
             watch.note(leaf, before, fixed=True)
-        # Gradients of outputs come next, whose shapes are known only after forward: their places are reserved.
+        # Gradients of outputs come next, whose shapes are known only after forward: their buffers are numbered here.
         capture.held = reserved = [torch.empty(1, dtype=torch.uint8, device=leaves[0].device) for _ in given]
         first_gradient = len(capture.starts)
         for tensor in (*reserved, *state):

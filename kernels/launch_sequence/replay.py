@@ -1,10 +1,11 @@
-"""Launches a recording again: one call of C per stretch of launches, and a few allocations between them.
+"""Launches a recording again: one call of C per segment of launches, and a few allocations between them.
 
 The host's part of a pass is: allocate what the function allocated, in the same places; write the addresses of this
-step's tensors into one array; hand it to driver.c. Tensors below 1 MiB share one allocation, because they are many.
+step's tensors into one array; hand it to driver.c. Small tensors share an allocation, because they are many.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ _ALIGNMENT = 256  # bytes, as torch's allocator gives at least
 
 
 @dataclass(slots=True)
-class _Stretch:
+class _Segment:
     """Launches first..end - 1, after freeing and allocating slots.
 
     allocate: slot, and the shape, stride and dtype of its tensor.
@@ -57,8 +58,8 @@ class _Result:
 class _Pass:
     """Forward or backward. A slot is an address that a step sets: an input, or memory that the pass allocates."""
 
-    def __init__(self, launches: Launches, stretches: list[_Stretch], results: list[_Result | None]) -> None:
-        self._launches, self._stretches, self.results = launches, stretches, results
+    def __init__(self, launches: Launches, segments: list[_Segment], results: list[_Result | None]) -> None:
+        self._launches, self._segments, self.results = launches, segments, results
         self._launch = driver().sequence_launch
         self._streams: dict[int, Any] = {}
 
@@ -72,14 +73,14 @@ class _Pass:
         del tensor  # slots alone refers to tensors, so that they can be freed
         stream = raw_stream(device)
         streams = self._streams.get(stream) or self._lanes(stream, device)
-        for stretch in self._stretches:
-            for slot in stretch.free:
+        for segment in self._segments:
+            for slot in segment.free:
                 slots[slot] = None
-            for slot, shape, stride, dtype in stretch.allocate:
+            for slot, shape, stride, dtype in segment.allocate:
                 slots[slot] = allocated = torch.empty_strided(shape, stride, dtype=dtype, device=device)
                 bases[slot] = allocated.data_ptr()
                 del allocated
-            error = self._launch(self._launches.handle, stretch.first, stretch.end, bases, streams)
+            error = self._launch(self._launches.handle, segment.first, segment.end, bases, streams)
             if error:
                 raise RuntimeError(f"the CUDA driver returned error {error} for a recorded launch")
         return [None if result is None else result.of(slots) for result in self.results]
@@ -110,6 +111,7 @@ class Replay:
         self._zeros: dict[int, Tensor] = {}
         self._layout = layout = _Layout(recording, differentiable)
         self._differentiable = list(differentiable)
+        self._places = [recording.outputs[index] for index in differentiable]
         self._forward = layout.forward()
         self._backward = layout.backward() if differentiable else None
 
@@ -125,11 +127,12 @@ class Replay:
             ordered.insert(index, result)
         return ordered
 
-    def zeros(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns the gradient of an output that has none. It is only read."""
-        if index not in self._zeros:
-            self._zeros[index] = torch.zeros(shape, dtype=dtype, device=self._device)
-        return self._zeros[index]
+    def zeros(self, number: int) -> Tensor:
+        """Returns the gradient of differentiable output `number` if it has none. It is only read."""
+        if number not in self._zeros:
+            place = self._places[number]
+            self._zeros[number] = torch.zeros(place.shape, dtype=place.dtype, device=self._device)
+        return self._zeros[number]
 
     def launch_forward(self, inputs: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Returns all outputs, and what backward needs."""
@@ -163,7 +166,6 @@ class _Replayed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         wanted = replay._differentiable
         others.extend([output for index, output in enumerate(outputs) if index not in wanted])
-        ctx.like = [(outputs[index].shape, outputs[index].dtype) for index in wanted]
         return tuple([outputs[index] for index in wanted])
 
     @staticmethod
@@ -172,8 +174,7 @@ class _Replayed(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # has no effect if the graph is retained
         grads = [
-            ctx.replay.zeros(index, shape, dtype) if grad is None else grad.contiguous()
-            for index, (grad, (shape, dtype)) in enumerate(zip(grad_outputs, ctx.like, strict=True))
+            ctx.replay.zeros(number) if grad is None else grad.contiguous() for number, grad in enumerate(grad_outputs)
         ]
         found = iter(ctx.replay.launch_backward(saved, grads, ctx.state))
         return None, None, None, *[next(found) if needed else None for needed in ctx.needs_input_grad[3:]]
@@ -230,8 +231,8 @@ class _Layout:
             if place is not None and result is not None and result.view is None
         }
         launches = self._recording.passes[number]
-        current = _Stretch()
-        stretches = [current]
+        current = _Segment()
+        segments = [current]
         for block in self._blocks[number]:
             if self._block_bytes[block]:
                 current.allocate.append((block, (self._block_bytes[block] // 8,), (1,), torch.int64))
@@ -249,28 +250,21 @@ class _Layout:
                 continue
             if position[1] > current.first or (to_free and current.allocate):
                 current.end = position[1]
-                current = _Stretch(first=position[1])
-                stretches.append(current)
-            # Freed late, just before something is allocated: that is always safe, and saves stretches.
+                current = _Segment(first=position[1])
+                segments.append(current)
+            # Freed late, just before something is allocated: that is always safe, and saves segments.
             current.free.extend(to_free)
             to_free.clear()
             shape, stride, dtype = typed.get(index, ((buffer.num_bytes,), (1,), torch.uint8))
             current.allocate.append((slot, shape, stride, dtype))
         current.end = launches.num_nodes
-        return _Pass(launches, stretches, results)
+        return _Pass(launches, segments, results)
 
     def _result(self, place: Place) -> _Result:
         slot, size = self._slot[place.buffer], place.dtype.itemsize
-        covers = place.offset == 0 and self._recording.buffers[place.buffer].num_bytes == size * _numel(place.shape)
+        covers = place.offset == 0 and self._recording.buffers[place.buffer].num_bytes == size * math.prod(place.shape)
         if place.buffer in self._own and covers:
             return _Result(slot, None)
         offset = place.offset + self._offset[place.buffer]
         assert offset % size == 0
         return _Result(slot, (offset // size, place.shape, place.stride, place.dtype))
-
-
-def _numel(shape: Sequence[int]) -> int:
-    number = 1
-    for length in shape:
-        number *= length
-    return number

@@ -107,7 +107,7 @@ def test_a_retained_graph_runs_backward_twice() -> None:
     assert_same(*results)
 
 
-def test_other_kinds_of_input_are_recorded_apart() -> None:
+def test_every_input_signature_is_recorded() -> None:
     (recorded,), (code,) = layers(CONFIGS["nearest"])
     for x in (inputs(0), inputs(1)[:512], inputs(2)[:511], inputs(3).view(2, T // 2, D)):
         assert_same(run(recorded, x), run(code, x))

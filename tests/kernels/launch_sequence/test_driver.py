@@ -61,7 +61,7 @@ def test_copies_and_fills(graph: FakeGraph) -> None:
     ]
 
 
-def test_a_stretch_of_launches(graph: FakeGraph) -> None:
+def test_a_segment_of_launches(graph: FakeGraph) -> None:
     for node in range(4):
         graph.kernel(node + 1, node, after=[node - 1] if node else [])
     sequence = read()

@@ -28,7 +28,7 @@ def run(
     for node, block in enumerate(blocks):
         number = len(block) // struct_size
         graph.kernel_with_sizes(node + 1, [struct_size] * number, block, after=[node - 1] if node else [])
-    capture = recorder._Capture(num_fixed=1, num_state=1, pool=None)
+    capture = recorder._Capture(num_fixed=1, pool=None)
     capture.starts, capture.sizes = list(starts), list(sizes)
     capture.allocated = [(0, 0)] * len(starts)
     capture.passes = [Launches(1)]

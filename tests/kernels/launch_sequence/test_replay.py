@@ -159,9 +159,10 @@ def test_a_retained_graph_is_read_again(repeated: Replay, graph: FakeGraph) -> N
 
 
 def test_an_output_without_a_gradient_gets_zeros(repeated: Replay) -> None:
-    zeros = repeated.zeros(0, (ROWS,), torch.float32)
+    zeros = repeated.zeros(0)
+    assert (zeros.shape, zeros.dtype) == ((ROWS,), torch.float32)
     assert not zeros.any()
-    assert repeated.zeros(0, (ROWS,), torch.float32) is zeros
+    assert repeated.zeros(0) is zeros
 
 
 def test_an_error_of_the_driver_is_raised(graph: FakeGraph) -> None:
