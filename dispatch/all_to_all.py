@@ -28,7 +28,7 @@ from sonic_ep.dispatch.protocol import (
     combine_scalars_now,
 )
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists
+from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists, values_of_pairs
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
@@ -112,8 +112,9 @@ class AllToAllTransport:
     def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> PendingCombine:
         return combine_now(self, values_PH, weights_P, handle)
 
-    def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
-        values_V = values_P.index_select(0, handle.slot_V)
+    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle) -> Tensor:
+        num_pairs = handle.slot_V.shape[0]
+        values_V = values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], num_pairs)
         values_N = self._exchange("combine_scalars", values_V, handle.splits.pairs_in, handle.splits.pairs_out)
         spare = handle.num_listed - values_N.shape[0]
         return pad(values_N, (0, spare)) if spare else values_N

@@ -117,8 +117,8 @@ class LocalTransport:
 
         return PendingCombine(result, reserve_sms=True)
 
-    def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
-        return values_of_pairs(values_P[:, None], handle.slot_V, handle.pair_starts_R[-1:], handle.num_listed)
+    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle) -> Tensor:
+        return values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], handle.num_listed)
 
     def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
         values_N = parts_PZ.new_empty(handle.num_listed)  # allocated now, as in combine_async

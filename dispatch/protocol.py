@@ -5,7 +5,7 @@
     rows     = transport.dispatch(x, handle)              sends each distinct (token, destination rank) row once
     out      = transport.combine(y, prepared.weights_P, handle)
                                                           sums y by received row, sends the sums back, sums by token
-    values   = transport.combine_scalars(values, handle)  sends one number per pair back
+    values   = transport.combine_scalars(parts, handle)   sends one number per pair back
 
 The source rank holds a token, the destination rank an expert. The destination rank applies the combine weights. So
 dispatch and `combine_rows` only move and add rows, and each is the other's backward. All four are collectives: every
@@ -213,8 +213,8 @@ class Transport(Exchange, Protocol):
         """Sends each row of x to every destination rank that needs it. Returns the received rows (R, H).
 
         Received rows are ordered by source rank, then token; with symmetric memory there are gaps of undefined content
-        between them. They are valid until the second dispatch after this one, see `clone_rows`. x_TH is (T, H), any
-        dtype. Backward: `combine_rows`.
+        between them. They are valid until the second dispatch after this one or the next `prepare`, see `clone_rows`.
+        x_TH is (T, H), any dtype. Backward: `combine_rows`.
         """
         ...
 
@@ -249,15 +249,16 @@ class Transport(Exchange, Protocol):
         """Starts a `combine` whose result is needed later. See PendingCombine for what the caller must do."""
         ...
 
-    def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
+    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle) -> Tensor:
         """Sends the value of each received pair to its source rank. Returns (N,) in the routing's order.
 
-        values_P: (P,); padding rows are not sent. The spare entries of a routing, after its pairs, get zero.
+        parts_PZ: (P, Z), partial sums of each value, which are added. Padding rows are not sent. The spare entries of a
+        routing, after its pairs, get zero.
         """
         ...
 
     def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        """Starts `combine_scalars` of parts_PZ.sum(1). Returns a function that returns the (N,) values.
+        """Starts `combine_scalars`. Returns a function that returns the (N,) values.
 
         Call it once, right after launching a weight-gradient GEMM: with one rank the sums overlap that GEMM (PDL).
         """
@@ -287,5 +288,5 @@ def combine_now(
 
 def combine_scalars_now(transport: Transport, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
     """`combine_scalars_async` without overlap."""
-    values_N = transport.combine_scalars(parts_PZ.sum(1), handle)
+    values_N = transport.combine_scalars(parts_PZ, handle)
     return lambda: values_N

@@ -20,23 +20,24 @@ How sizes are known:
                the last step, and launched again if the guess was too small (speculation.py).
   static       lists have capacity for the most rows that the router's capacity factor allows. The host waits for no
                size, so a CUDA graph can be captured.
+  bounded      as static, with a bound from the caller (`bounded_by`), who finds out later whether it holds.
 
-Dispatches alternate between two row buffers. So what a dispatch returns is valid until the second dispatch after it.
-All kernels must be launched on streams that wait for each other, as autograd's do.
+Dispatches of a step alternate between two row buffers, and every step begins with the same one. So what a dispatch
+returns is valid until the second dispatch after it or the next step, and ranks that repeat recorded launches agree with
+those that do not. All kernels must be launched on streams that wait for each other, as autograd's do.
 
 Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, S ranks of the EP group,
 R rows this rank receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
 """
 
-import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from sonic_ep.async_d2h import host_may_wait
+from sonic_ep.async_d2h import host_may_wait, host_reads_later
 from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import (
@@ -101,14 +102,16 @@ class SymmetricTransport:
         self.name = f"{group.name} symmetric"
         self._buffers = PeerBuffers(group, allocate)
         self._timeout = timeout
-        self._static = static
+        self.is_static = static
         self._dispatch = dispatch
         self._tokens: int | None = None  # of every rank and step, if static
         self._size_predictor, self._row_predictor = SizePredictor(), RowPredictor()  # for exact steps
         self._flags: PeerMemory | None = None
         self._pad: SignalPad | None = None
-        self._regions: dict[bool, tuple[int, Tensor]] = {}
+        self._regions: dict[int, Tensor] = {}
         self._row_buffer = 0
+        self._bound: SizeBound | None = None
+        self._memory: tuple[object, list[Tensor]] | None = None  # the last result of `memory`, and what it depends on
         self._stream: torch.cuda.Stream | None = None
 
     def problem_with(self, num_tokens: int) -> str | None:
@@ -118,6 +121,45 @@ class SymmetricTransport:
             f"T={num_tokens} tokens, but transport.buffers='static' keeps to the first step's {self._tokens}; "
             "pad the batch, or use buffers='exact'"
         )
+
+    @property
+    def can_be_bounded(self) -> bool:
+        """True if the device can stop everything that a forward sends. Copy engines do not read counts."""
+        return self._dispatch != "copy"
+
+    @contextmanager
+    def bounded_by(self, bound: SizeBound) -> Generator[None]:
+        """A context in which steps have buffers for `bound`, and the host reads no sizes. Not for static steps.
+
+        If the bound does not hold, the device sends nothing, and the results are undefined.
+        """
+        self._bound = bound
+        try:
+            yield
+        finally:
+            self._bound = None
+
+    def reserve(self, row_bytes: int, bound: SizeBound) -> None:
+        """Allocates the buffers of steps within `bound`. A collective."""
+        self._buffers.rows(row_bytes, max(1, bound.tokens))
+        self._buffers.lists(bound.pairs)
+
+    def memory(self, row_bytes: int, tokens: int, device: torch.device) -> list[Tensor]:
+        """Returns the tensors that live from step to step and that kernels of a step read or write.
+
+        tokens: the most of any rank. The buffers of such a step must exist.
+        """
+        key = row_bytes, tokens, device, self._buffers.generation
+        if self._memory is None or self._memory[0] != key:
+            assert self._pad is not None
+            starts_S = self._starts_of_regions(max(1, tokens), device)
+            self._memory = key, [*self._pad.tensors(), *self._buffers.tensors(row_bytes), starts_S]
+        return self._memory[1]
+
+    @property
+    def capacity_of_counts(self) -> int:
+        """The number of integers a rank for which the all-gather of counts has memory. A parameter of its kernels."""
+        return self._buffers.capacity_of_counts
 
     def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         pad, kernels, count = self._signal_pad(), symmetric_kernels(), values.numel()
@@ -139,21 +181,22 @@ class SymmetricTransport:
     def prepare(
         self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
     ) -> PreparedDispatch:
-        x_TH, row_buffer = None if x_TH is None else x_TH.contiguous(), self._row_buffer
-        if routing.split_sizes is not None:
-            # A rank with a problem never comes here, so the others must not have switched buffers either.
-            routing.split_sizes.on_failure(functools.partial(setattr, self, "_row_buffer", row_buffer))
-        static = self._static and routing.max_received is not None
+        x_TH = None if x_TH is None else x_TH.contiguous()
+        static = self.is_static and routing.max_received is not None
         arriving_sizes = None if static else self._start_split_sizes(routing)
         in_rank = is_token_in_rank(routing.token_ids_N.contiguous(), plan.pair_starts_Q, routing.num_tokens)
         if arriving_sizes is None:
-            return self._prepare(routing, plan, in_rank, x_TH, self._static_sizes(routing, x_TH), static=True)
-        bound, speculative = self._speculative_bound(arriving_sizes, routing.num_tokens, x_TH), None
+            return self._prepare(routing, plan, in_rank, x_TH, self._static_sizes(routing, x_TH))
+        bound, speculative = self._bound, None
+        if bound is None:
+            bound = self._speculative_bound(arriving_sizes, routing.num_tokens, x_TH)
         if bound is not None:
             sizes = _Sizes(max(1, bound.tokens), bound.rows, bound.pairs, bound.pairs, may_exceed=True)
             speculative = self._prepare(
                 routing, bounded_plan(plan, arriving_sizes.on_device, *bound), in_rank, x_TH, sizes
             )
+            if self._bound is not None:
+                return speculative
 
         def resolve_sizes() -> tuple[PreparedDispatch, bool]:
             # The host waits only here, while the device runs what has been launched.
@@ -164,7 +207,6 @@ class SymmetricTransport:
             self._row_predictor.record(layer_key, P, routing.num_tokens)
             if bound is not None and speculative is not None and bound.holds(needed):
                 return speculative.cut_to(P, V), True
-            self._row_buffer = row_buffer
             sizes = _Sizes(max(1, needed.tokens), P, V, needed.pairs, may_exceed=False)
             return self._prepare(routing, plan, in_rank, x_TH, sizes), False
 
@@ -180,9 +222,8 @@ class SymmetricTransport:
         in_rank: Tensor,
         x_TH: Tensor | None,
         sizes: _Sizes,
-        *,
-        static: bool = False,
     ) -> PreparedDispatch:
+        self._row_buffer = 0
         S, pairs_SQ, token_ids_N = self.group.size, plan.pairs_SQ, routing.token_ids_N.contiguous()
         pad, pairs = self._signal_pad(), self._buffers.lists(sizes.max_pairs)
         rows_RH = None
@@ -192,17 +233,17 @@ class SymmetricTransport:
             # the other uses it.
             with self._side_stream(x_TH):
                 rows_RH = self._send(x_TH, in_rank, pairs_SQ, sizes.stride)
-        rows_at, weights_at, _ = pairs.addresses
-        symmetric_kernels().push_lists(pad, token_ids_N, routing.weights_N.contiguous(), pairs_SQ, rows_at, weights_at)
-        row_in_source_V = pairs.memory.view(pairs.starts[0], (sizes.num_pairs,), INDEX_DTYPE)
-        weights_V = pairs.memory.view(pairs.starts[1], (sizes.num_pairs,), routing.weights_N.dtype)
+        there = pairs.rows.addresses_S, pairs.weights.addresses_S
+        symmetric_kernels().push_lists(pad, token_ids_N, routing.weights_N.contiguous(), pairs_SQ, *there)
+        row_in_source_V = pairs.rows.view((sizes.num_pairs,), INDEX_DTYPE)
+        weights_V = pairs.weights.view((sizes.num_pairs,), routing.weights_N.dtype)
         chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=sizes.may_exceed)
-        row_starts_S = self._starts_of_regions(sizes.stride, weights_V, static=static)
+        row_starts_S = self._starts_of_regions(sizes.stride, weights_V.device)
         buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, S * sizes.stride)
         handle = DispatchHandle.of(
             buffer,
             plan.expert_starts_e,
-            (in_rank, routing.counts.tokens_S.to(INDEX_DTYPE), pairs_SQ),
+            (in_rank, routing.counts.tokens_S, pairs_SQ),
             Splits.none(S),
             num_tokens=routing.num_tokens,
             num_rows=S * sizes.stride,
@@ -237,9 +278,9 @@ class SymmetricTransport:
     ) -> Tensor:
         _, tokens_S, pairs_SQ = handle.transport_lists
         stride = self._stride(handle)
-        rows = self._buffers.rows(values_PH, stride)
+        rows = self._buffers.rows(row_bytes(values_PH), stride)
         pad, kernels = self._signal_pad(), symmetric_kernels()
-        there = rows.addresses[2]
+        there = rows.buffers[2].addresses_S
         kernels.combine_push(pad, values_PH, items, starts, weights_P, tokens_S, pairs_SQ, there, stride)
         back = rows.view(2, values_PH, handle.num_rows)
         return self._combine_reduce(back, back, handle)
@@ -250,7 +291,7 @@ class SymmetricTransport:
         if self._dispatch == "push" or (self._dispatch == "auto" and is_small):
             return combine_now(self, values_PH, weights_P, handle)
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-        rows, sums_of = self._buffers.rows(sums_RH, stride), sums_RH.split(stride)
+        rows, sums_of = self._buffers.rows(row_bytes(sums_RH), stride), sums_RH.split(stride)
         sent = {rank: sums_of[rank] for rank in self._others()}
         arrive = self._start_copies(Stage.COMBINE, sent, rows, 2, stride)
 
@@ -270,12 +311,12 @@ class SymmetricTransport:
         """Returns the rows of a source's region."""
         return handle.num_rows // self.group.size
 
-    def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
+    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle) -> Tensor:
         _, _, pairs_SQ = handle.transport_lists
         pad, pairs, kernels = self._signal_pad(), self._buffers.list_buffers, symmetric_kernels()
         assert pairs is not None
-        kernels.push_scalars(pad, values_P.contiguous(), handle.slot_V, pairs_SQ, pairs.addresses[2])
-        buffer = pairs.memory.view(pairs.starts[2], (pairs.capacity,), values_P.dtype)
+        kernels.push_scalars(pad, parts_PZ, handle.slot_V, pairs_SQ, pairs.values.addresses_S)
+        buffer = pairs.values.view((pairs.capacity,), parts_PZ.dtype)
         return kernels.collect_scalars(pad, buffer, pairs_SQ, handle.num_listed)
 
     def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
@@ -285,7 +326,8 @@ class SymmetricTransport:
         if self._dispatch == "copy":
             return self._copy(x_TH, stride)()
         pad, rows = self._signal_pad(), self._next_rows(x_TH, stride)
-        symmetric_kernels().push_rows(pad, x_TH, in_rank, pairs_SQ, rows.addresses[self._row_buffer], stride)
+        there = rows.buffers[self._row_buffer].addresses_S
+        symmetric_kernels().push_rows(pad, x_TH, in_rank, pairs_SQ, there, stride)
         return rows.view(self._row_buffer, x_TH, self.group.size * stride)
 
     def _copy(self, x_TH: Tensor, stride: int) -> Callable[[], Tensor]:
@@ -332,7 +374,7 @@ class SymmetricTransport:
     def _next_rows(self, x_TH: Tensor, stride: int) -> RowBuffers:
         """Switches to the other dispatch buffer and returns the row buffers for x."""
         self._row_buffer = 1 - self._row_buffer
-        return self._buffers.rows(x_TH, stride)
+        return self._buffers.rows(row_bytes(x_TH), stride)
 
     def _side_stream(self, like: Tensor) -> AbstractContextManager[object]:
         """Launches on the side stream, after what the current stream has so far. `_join` makes that one wait for it."""
@@ -348,7 +390,7 @@ class SymmetricTransport:
             torch.cuda.current_stream(like.device).wait_stream(self._stream)
 
     def _start_split_sizes(self, routing: Routing) -> AsyncSplitSizes:
-        if not host_may_wait(routing.token_ids_N):
+        if not (host_may_wait(routing.token_ids_N) or host_reads_later()):
             raise RuntimeError(
                 "sizes of buffers are read on the host, which a CUDA graph cannot capture; set "
                 "transport.buffers='static' and rounding.capacity_factor, and capture training steps"
@@ -397,19 +439,17 @@ class SymmetricTransport:
         """
         if x_TH is None or self._pad is None or self._dispatch == "copy":
             return False
-        return self._buffers.has_rows(x_TH, stride) and self._buffers.pair_capacity >= max(1, num_pairs)
+        return self._buffers.has_rows(row_bytes(x_TH), stride) and self._buffers.pair_capacity >= max(1, num_pairs)
 
-    def _starts_of_regions(self, stride: int, like: Tensor, *, static: bool) -> Tensor:
+    def _starts_of_regions(self, stride: int, device: torch.device) -> Tensor:
         """Returns (S + 1,) int32: the first row of each source's region, and S * stride.
 
-        Static steps have a tensor of their own, which never changes, because a CUDA graph may hold it.
+        The tensor of a stride stays, because a CUDA graph may hold it.
         """
-        stride_before, starts_S = self._regions.get(static, (None, like))
-        if stride_before != stride:
+        if stride not in self._regions:
             ends = (self.group.size + 1) * stride
-            starts_S = torch.arange(0, ends, stride, dtype=INDEX_DTYPE, device=like.device)
-            self._regions[static] = stride, starts_S
-        return starts_S
+            self._regions[stride] = torch.arange(0, ends, stride, dtype=INDEX_DTYPE, device=device)
+        return self._regions[stride]
 
     def _signal_pad(self) -> SignalPad:
         """Returns the group's signal pad, allocated at its first use. Raises RuntimeError if a peer is lost."""
@@ -417,6 +457,6 @@ class SymmetricTransport:
             self._flags = self._buffers.signals(num_signals(self.group.size))
             self._pad = SignalPad.of(self.group.rank, self._flags.addresses_S, round(self._timeout * 1e9))
         self.raise_if_lost()
-        if not host_may_wait(self._pad.state):
+        if not host_may_wait(self._pad.state) and not host_reads_later():
             self._buffers.retain_for_graphs()
         return self._pad

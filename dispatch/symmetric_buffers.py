@@ -26,49 +26,41 @@ Allocate = Callable[[int], PeerMemory]
 
 @dataclass(frozen=True, slots=True)
 class RowBuffers:
-    """Three buffers for rows of one width: 0 and 1, between which dispatches alternate, and 2 for combine.
+    """Three buffers for rows of one width: 0 and 1, between which dispatches alternate, and 2 for combine."""
 
-    addresses: for each buffer (S,) int64, its address on every rank.
-    """
-
-    memory: PeerMemory
+    buffers: tuple[PeerMemory, ...]
     buffer_bytes: int
-    addresses: tuple[Tensor, ...]
 
     @classmethod
     def allocate(cls, allocate: Allocate, buffer_bytes: int) -> Self:
-        memory = allocate(3 * buffer_bytes)
-        return cls(memory, buffer_bytes, tuple(memory.at(i * buffer_bytes) for i in range(3)))
+        return cls(tuple(allocate(buffer_bytes) for _ in range(3)), buffer_bytes)
 
     def view(self, buffer: int, like: Tensor, num_rows: int) -> Tensor:
         """Returns this rank's buffer as (num_rows, width of `like`), in the dtype of `like`."""
-        return self.memory.view(buffer * self.buffer_bytes, (num_rows, like.shape[1]), like.dtype)
+        return self.buffers[buffer].view((num_rows, like.shape[1]), like.dtype)
 
     def copy(self, rows: Tensor, buffer: int, rank: int, region: int) -> None:
         """Copies rows to `rank`'s buffer, from row `region` on, with a copy engine."""
-        offset = buffer * self.buffer_bytes + region * row_bytes(rows)
-        self.memory.view_of(rank, offset, rows.shape, rows.dtype).copy_(rows)
+        self.buffers[buffer].view_of(rank, region * row_bytes(rows), rows.shape, rows.dtype).copy_(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class ListBuffers:
-    """Buffers for the index lists that arrive and for the values of pairs that come back.
+    """Buffers for the index lists that arrive, the pairs' rows (int32) and weights, and for values that come back.
 
-    capacity: pairs. starts: byte offsets of the pairs' rows (int32), weights and values. addresses: for each of the
-    three (S,) int64, its address on every rank.
+    capacity: pairs.
     """
 
-    memory: PeerMemory
+    rows: PeerMemory
+    weights: PeerMemory
+    values: PeerMemory
     capacity: int
-    starts: tuple[int, int, int]
-    addresses: tuple[Tensor, ...]
 
     @classmethod
     def allocate(cls, allocate: Allocate, capacity: int) -> Self:
-        rows, wide = _aligned(capacity * INDEX_DTYPE.itemsize), _aligned(capacity * _MAX_VALUE_BYTES)
-        starts = (0, rows, rows + wide)
-        memory = allocate(rows + 2 * wide)
-        return cls(memory, capacity, starts, tuple(map(memory.at, starts)))
+        item_bytes = (INDEX_DTYPE.itemsize, _MAX_VALUE_BYTES, _MAX_VALUE_BYTES)
+        rows, weights, values = (allocate(_aligned(capacity * size)) for size in item_bytes)
+        return cls(rows, weights, values, capacity)
 
 
 @final
@@ -81,11 +73,12 @@ class PeerBuffers:
         self._counts: tuple[int, PeerMemory] | None = None
         self.list_buffers: ListBuffers | None = None
         self._rows: dict[int, RowBuffers] = {}
+        self.generation = 0  # counts allocations
         self._of_graphs: list[object] = []
 
     def signals(self, count: int) -> PeerMemory:
         """Allocates `count` int64 signals, all zero. Call it once."""
-        return self._allocate(_aligned(torch.int64.itemsize * count))
+        return self._new(_aligned(torch.int64.itemsize * count))
 
     def counts(self, needed: int) -> tuple[int, PeerMemory]:
         """Returns the buffer of the all-gather of counts, for at least `needed` integers a rank: (capacity, memory)."""
@@ -93,15 +86,28 @@ class PeerBuffers:
             self._release(self._counts)
             self._counts = None
             num_bytes = symmetric_kernels().NUM_SLOTS * self._group.size * needed * torch.int64.itemsize
-            self._counts = needed, self._allocate(_aligned(num_bytes))
+            self._counts = needed, self._new(_aligned(num_bytes))
         return self._counts
+
+    @property
+    def capacity_of_counts(self) -> int:
+        """The number of integers a rank for which the all-gather of counts has memory."""
+        return 0 if self._counts is None else self._counts[0]
+
+    def tensors(self, row_bytes: int) -> list[Tensor]:
+        """Returns the tensors of the present buffers, of the row buffers those for this width."""
+        assert self._counts is not None
+        assert self.list_buffers is not None
+        lists, rows = self.list_buffers, self._rows[row_bytes]
+        memories = (self._counts[1], lists.rows, lists.weights, lists.values, *rows.buffers)
+        return [tensor for memory in memories for tensor in memory.tensors()]
 
     def lists(self, needed: int) -> ListBuffers:
         """Returns list buffers for at least `needed` pairs."""
         if self.list_buffers is None or self.list_buffers.capacity < needed:
             self._release(self.list_buffers)
             self.list_buffers = None
-            self.list_buffers = ListBuffers.allocate(self._allocate, max(1, round(needed * _LIST_GROWTH)))
+            self.list_buffers = ListBuffers.allocate(self._new, max(1, round(needed * _LIST_GROWTH)))
         return self.list_buffers
 
     @property
@@ -109,19 +115,22 @@ class PeerBuffers:
         """The number of pairs that the present list buffers hold."""
         return 0 if self.list_buffers is None else self.list_buffers.capacity
 
-    def rows(self, like: Tensor, stride: int) -> RowBuffers:
-        """Returns row buffers for rows as wide as those of `like`, with a region of `stride` rows for each source."""
-        width = row_bytes(like)
-        if not self.has_rows(like, stride):
-            self._release(self._rows.get(width))
-            self._rows.pop(width, None)
-            self._rows[width] = RowBuffers.allocate(self._allocate, _aligned(self._group.size * stride * width))
-        return self._rows[width]
+    def rows(self, row_bytes: int, stride: int) -> RowBuffers:
+        """Returns row buffers for rows of `row_bytes`, with a region of `stride` rows for each source."""
+        if not self.has_rows(row_bytes, stride):
+            self._release(self._rows.get(row_bytes))
+            self._rows.pop(row_bytes, None)
+            self._rows[row_bytes] = RowBuffers.allocate(self._new, _aligned(self._group.size * stride * row_bytes))
+        return self._rows[row_bytes]
 
-    def has_rows(self, like: Tensor, stride: int) -> bool:
+    def has_rows(self, row_bytes: int, stride: int) -> bool:
         """Returns True if `rows` would not allocate."""
-        rows = self._rows.get(row_bytes(like))
-        return rows is not None and rows.buffer_bytes >= self._group.size * stride * row_bytes(like)
+        rows = self._rows.get(row_bytes)
+        return rows is not None and rows.buffer_bytes >= self._group.size * stride * row_bytes
+
+    def _new(self, num_bytes: int) -> PeerMemory:
+        self.generation += 1
+        return self._allocate(num_bytes)
 
     def retain_for_graphs(self) -> None:
         """Holds the present buffers for the CUDA graph that is being captured, even if others replace them later."""

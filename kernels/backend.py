@@ -115,8 +115,8 @@ def pack_rank_status(
 
 
 @op("route.status")
-def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> None:
-    """Zeroes all counts, in place, unless every rank's status word equals `healthy`."""
+def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> Tensor:
+    """Returns the counts, or zeros unless every rank's status word equals `healthy`."""
     ...
 
 

@@ -2,7 +2,7 @@
 
 A rank with bad input takes part too, so that all ranks raise the same error and none waits for it. Counts and rounded
 counts stay on the device. The host reads the rank status late, together with the sizes. If rows may be sent before
-that, the device zeroes all counts when any rank has an error (kernels/route/status/reference.py).
+that, the device goes on with counts of zero when any rank has an error (kernels/route/status/reference.py).
 
 Legend: S ranks of the EP group, E experts, F fields of a table.
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sonic_ep.async_d2h import host_may_wait
+from sonic_ep.async_d2h import host_may_wait, host_reads_later
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.kernels.backend import pack_rank_status, pack_split_sizes, zero_counts_on_error
@@ -97,11 +97,11 @@ def gather_counts(
     by_score_SE = None if status.by_score_E is None else gathered[:, HEADER + E :]
     if problem is not None:
         # The counts may be meaningless. The other ranks raise when they read the status.
-        _raise_problems(status_SF.flatten().tolist(), problem, group, exchange)
-    readable = host_may_wait(status_SF)
+        raise_problems(status_SF.flatten().tolist(), problem, group, exchange)
+    readable = host_may_wait(status_SF) or host_reads_later()
     zeroed_on_error = readable and exchange is not None and exchange.sends_unchecked
     if zeroed_on_error:
-        zero_counts_on_error(chosen_SE, status_SF[:, STATUS], code)
+        chosen_SE = zero_counts_on_error(chosen_SE, status_SF[:, STATUS], code)
     tokens_S = status_SF[:, TOKENS]
     rounded = round_counts(chosen_SE, tokens_S, rounding, training=status.training, seed=status_SF[0, SEED])
     counts = GroupCounts(chosen_SE, rounded.rows_SE, rounded.pairs_SE, tokens_S, rounded.cut_S, rounded.t)
@@ -114,12 +114,12 @@ def gather_counts(
     if not readable or not (reads_status or leaves_sizes_open(rounding, training=status.training)):
         return GroupDecision(counts, None, by_score_SE)
     values = pack_split_sizes(tokens_S, counts.rows_SE, counts.pairs_SE, status_SF)
-    check = functools.partial(_raise_problems, problem=None, group=group, exchange=exchange)
+    check = functools.partial(raise_problems, problem=None, group=group, exchange=exchange)
     split_sizes = AsyncSplitSizes(values, group.size, check if reads_status else None, zeroed_on_error=zeroed_on_error)
     return GroupDecision(counts, split_sizes, by_score_SE)
 
 
-def _raise_problems(headers: list[int], problem: str | None, group: EPGroup, exchange: Exchange | None) -> None:
+def raise_problems(headers: list[int], problem: str | None, group: EPGroup, exchange: Exchange | None) -> None:
     """Raises what is wrong on any rank. headers: the status headers of all ranks, in rank order, on the host.
 
     problem: this rank's own. A lost peer is checked first, because its header is zero.

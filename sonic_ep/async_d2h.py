@@ -1,12 +1,28 @@
 """`AsyncD2H`: an asynchronous copy of integers from the device to the host.
 
-While a CUDA graph is captured the host cannot read from the device: call `host_may_wait` first.
+While a CUDA graph is captured the host cannot read from the device: call `host_may_wait` first. While launches are
+recorded (kernels/launch_sequence/) it cannot either, but their repetitions copy again, to memory of the recorder.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import final
 
 import torch
 from torch import Tensor
+
+_RECORDED_INTO: ContextVar[Tensor | None] = ContextVar("sonic_ep_recorded_into", default=None)
+
+
+@contextmanager
+def copies_recorded(into: Tensor | None) -> Generator[None]:
+    """A context in which an AsyncD2H copies to `into`, pinned memory of the same size, and is not read. None: no-op."""
+    token = _RECORDED_INTO.set(into)
+    try:
+        yield
+    finally:
+        _RECORDED_INTO.reset(token)
 
 
 @final
@@ -14,13 +30,16 @@ class AsyncD2H:
     """A copy of `values` to pinned memory. It starts when the object is made, on the current stream.
 
     `read` blocks until the copy has arrived, but does not wait for kernels that were launched after its start. Values
-    on the CPU are not copied.
+    on the CPU are not copied. is_recorded: made in `copies_recorded`, so that `read` cannot be called.
     """
 
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._values = values
-        if values.is_cuda:
+        self._values, into = values, _RECORDED_INTO.get()
+        self.is_recorded = into is not None
+        if into is not None:
+            into.copy_(values, non_blocking=True)
+        elif values.is_cuda:
             self._values = torch.empty_like(values, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -29,10 +48,11 @@ class AsyncD2H:
     @property
     def is_ready(self) -> bool:
         """True if `read` would not block."""
-        return self._event is None or self._event.query()
+        return not self.is_recorded and (self._event is None or self._event.query())
 
     def read(self) -> Tensor:
         """Blocks until the values arrive and returns them, on the CPU."""
+        assert not self.is_recorded
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -42,3 +62,8 @@ class AsyncD2H:
 def host_may_wait(values: Tensor) -> bool:
     """Returns True if the host may wait for the device of `values`: not while a CUDA graph is captured."""
     return not (values.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def host_reads_later() -> bool:
+    """Returns True in `copies_recorded`: the host may start copies, and reads those of the repetitions."""
+    return _RECORDED_INTO.get() is not None

@@ -108,7 +108,9 @@ def _prepare_dispatch(
     splits = prepared.handle.splits
     numbers = [splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in]
     splits_4S = torch.tensor(numbers, device="cpu")
-    return prepared.weights_P, list(prepared.handle.lists()), splits_4S
+    # Casts what is no list of this step but a view of the counts: an operation may not return its inputs.
+    lists = [values.to(INDEX_DTYPE) for values in prepared.handle.lists()]
+    return prepared.weights_P, lists, splits_4S
 
 
 @_prepare_dispatch.register_fake

@@ -144,7 +144,7 @@ def backward(
     start_combine = transport.combine_async if overlaps else partial(combine_now, transport)
     pending = start_combine(mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, handle)
     if has_peers:
-        dweights_N = transport.combine_scalars(held_ds_PZ.pop().sum(1), handle)
+        dweights_N = transport.combine_scalars(held_ds_PZ.pop(), handle)
         dw2 = down_weights()
     rows_RH = rows()
     dw1 = None

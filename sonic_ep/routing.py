@@ -46,6 +46,18 @@ class SplitSizes(NamedTuple):
     rows_SQ: tuple[tuple[int, ...], ...]
     pairs_SQ: tuple[tuple[int, ...], ...]
 
+    @staticmethod
+    def num_values(num_ranks: int, num_fields: int) -> int:
+        """Returns the length of what `pack_split_sizes` returns, with `num_fields` status fields a rank."""
+        return num_ranks * (1 + 2 * num_ranks + num_fields)
+
+    @classmethod
+    def unpacked(cls, values: list[int], num_ranks: int) -> tuple[Self, list[int]]:
+        """Returns the sizes and the status fields of all ranks, rank by rank, of what `pack_split_sizes` returned."""
+        S = num_ranks
+        tables = [tuple(values[start : start + S]) for start in range(0, S + 2 * S * S, S)]
+        return cls(tables[0], tuple(tables[1 : 1 + S]), tuple(tables[1 + S :])), values[S + 2 * S * S :]
+
     def num_rows(self, dst_rank: int) -> int:
         """Returns P of a destination rank."""
         return sum(rows_Q[dst_rank] for rows_Q in self.rows_SQ)
@@ -65,6 +77,7 @@ class AsyncSplitSizes:
     check: gets the status fields of all ranks, rank by rank, and raises if one has an error; None if none can have one.
     zeroed_on_error: True if the device zeroes all counts on an error (kernels/route/status/reference.py). Then no rank
     sends anything, whatever was launched.
+    known: the sizes, if the host has them already; nothing is copied then.
     """
 
     def __init__(
@@ -74,12 +87,13 @@ class AsyncSplitSizes:
         check: Callable[[list[int]], None] | None = None,
         *,
         zeroed_on_error: bool = False,
+        known: SplitSizes | None = None,
     ) -> None:
         self.on_device = on_device
-        self._copy = AsyncD2H(on_device)
+        self._copy = AsyncD2H(on_device) if known is None else None
         self._num_ranks = num_ranks
         self._check = check
-        self._known: tuple[SplitSizes, list[int]] | None = None
+        self._known: tuple[SplitSizes, list[int]] | None = None if known is None else (known, [])
         # The error of the first check, which may use a collective; later calls raise it without one. Not the exception
         # object, which would hold its frames.
         self._raised: tuple[type[Exception], str] | None = None
@@ -108,7 +122,12 @@ class AsyncSplitSizes:
     @property
     def is_ready(self) -> bool:
         """True if `read` would not block."""
-        return self._copy.is_ready
+        return self._copy is None or self._copy.is_ready
+
+    @property
+    def sizes_read(self) -> SplitSizes | None:
+        """The sizes, if `read` has returned them."""
+        return None if self._known is None or self._check is not None else self._known[0]
 
     @property
     def may_launch_unchecked(self) -> bool:
@@ -124,18 +143,14 @@ class AsyncSplitSizes:
             self._undo.append(undo)
 
     def check(self) -> None:
-        """Raises as `read` does. Blocks only if there is something to check."""
-        if self._check is not None:
+        """Raises as `read` does. Blocks only if there is something to check. A recorded copy is checked elsewhere."""
+        if self._check is not None and not (self._copy is not None and self._copy.is_recorded):
             self.read()
 
     def _unpacked(self) -> tuple[SplitSizes, list[int]]:
         if self._known is None:
-            values, S = self._copy.read().tolist(), self._num_ranks
-            tables = [tuple(values[start : start + S]) for start in range(0, S + 2 * S * S, S)]
-            self._known = (
-                SplitSizes(tables[0], tuple(tables[1 : 1 + S]), tuple(tables[1 + S :])),
-                values[S + 2 * S * S :],
-            )
+            assert self._copy is not None
+            self._known = SplitSizes.unpacked(self._copy.read().tolist(), self._num_ranks)
         return self._known
 
 

@@ -30,17 +30,17 @@ class PeerMemory:
     addresses_S: Tensor
     peer_views: Sequence[Tensor]
 
-    def at(self, offset: int) -> Tensor:
-        """Returns the (S,) addresses `offset` bytes after the start of each rank's memory."""
-        return self.addresses_S + offset
-
-    def view(self, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns this rank's memory from byte `offset` as a tensor of this size and dtype."""
-        return _part(self.own, offset, size, dtype)
+    def view(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns the start of this rank's memory as a tensor of this size and dtype."""
+        return _part(self.own, 0, size, dtype)
 
     def view_of(self, rank: int, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """`view` of the memory of another rank."""
+        """Returns the memory of a rank from byte `offset` as a tensor of this size and dtype."""
         return _part(self.peer_views[rank], offset, size, dtype)
+
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors, each once."""
+        return [self.own, self.addresses_S, *[view for view in self.peer_views if view is not self.own]]
 
 
 def _part(memory: Tensor, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -62,7 +62,9 @@ def symmetric_memory(group: EPGroup, device: torch.device, num_bytes: int) -> Pe
     addresses_S = torch.tensor(handle.buffer_ptrs, dtype=torch.int64).to(device)
     torch.cuda.synchronize(device)
     dist.barrier(group.process_group, device_ids=[device.index] if group.backend == "nccl" else None)
-    peer_views = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size)]
+    peer_views = [
+        own if rank == group.rank else handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size)
+    ]
     return PeerMemory(own, addresses_S, peer_views)
 
 

@@ -88,8 +88,8 @@ class GroupTransport:
     def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> PendingCombine:
         return self.on(values_PH).combine_async(values_PH, weights_P, handle)
 
-    def combine_scalars(self, values_P: Tensor, handle: DispatchHandle) -> Tensor:
-        return self.on(values_P).combine_scalars(values_P, handle)
+    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle) -> Tensor:
+        return self.on(parts_PZ).combine_scalars(parts_PZ, handle)
 
     def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
         return self.on(parts_PZ).combine_scalars_async(parts_PZ, handle)

@@ -190,7 +190,7 @@ def use(transport: Transport, rank: int, case: Case, dtype: torch.dtype, pair_we
         roundtrip=transport.combine_rows(x_RH, handle),
         received_dot=dot(x_RH, g_RH),
         sent_dot=dot(x_TH, g_TH),
-        returned=transport.combine_scalars(prepared.weights_P, handle),
+        returned=transport.combine_scalars(prepared.weights_P[:, None], handle),
         wire_bytes=dict(getattr(transport, "wire_bytes", {})),
     )
 

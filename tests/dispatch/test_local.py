@@ -52,7 +52,7 @@ def test_nothing_of_torch_distributed_is_called() -> None:
         prepared = transport.prepare(each, plan)
         rows = transport.dispatch(CASE.bits(0, torch.float32), prepared.handle)
         transport.combine_rows(rows, prepared.handle)
-        transport.combine_scalars(prepared.weights_P, prepared.handle)
+        transport.combine_scalars(prepared.weights_P[:, None], prepared.handle)
 
 
 def test_no_row_is_copied() -> None:
@@ -93,7 +93,7 @@ def test_values_of_padding_do_not_return() -> None:
     slots = prepared.handle.slot_V.long()
     values_P[slots] = torch.arange(slots.shape[0], dtype=values_P.dtype)
     assert slots.shape[0] < values_P.shape[0]
-    assert transport.combine_scalars(values_P, prepared.handle).tolist() == list(range(slots.shape[0]))
+    assert transport.combine_scalars(values_P[:, None], prepared.handle).tolist() == list(range(slots.shape[0]))
 
 
 @pytest.mark.skipif(not INTERPRETS, reason="interprets Triton kernels, with TRITON_INTERPRET=1")
@@ -114,7 +114,7 @@ def test_static_lists_ask_for_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert name == "pairs_by_row_V" or not got[size:].any(), name  # nobody reads that one behind its rows
     assert torch.equal(prepared.weights_P[:P], expected.weights_P)
     assert not prepared.weights_P[P:].any()
-    returned = LocalTransport(static=True).combine_scalars(prepared.weights_P + 1, prepared.handle)
+    returned = LocalTransport(static=True).combine_scalars(prepared.weights_P[:, None] + 1, prepared.handle)
     assert torch.equal(returned[:V], routing.weights_N + 1)
     assert not returned[V:].any()
 
@@ -129,9 +129,9 @@ def test_lists_on_a_gpu_are_those_of_the_cpu_and_nothing_waits(case: Case) -> No
         got = getattr(prepared.handle, name)
         assert got is values is None or torch.equal(got.cpu(), values), name
     assert torch.equal(prepared.weights_P.cpu(), expected.weights_P)
-    assert torch.equal(transport.combine_scalars(prepared.weights_P, prepared.handle), on_gpu.weights_N)
+    assert torch.equal(transport.combine_scalars(prepared.weights_P[:, None], prepared.handle), on_gpu.weights_N)
     assert_nothing_waits(lambda: transport.prepare(on_gpu, plan_on_gpu))
-    assert_nothing_waits(lambda: transport.combine_scalars(prepared.weights_P, prepared.handle))
+    assert_nothing_waits(lambda: transport.combine_scalars(prepared.weights_P[:, None], prepared.handle))
 
 
 @pytest.mark.gpu

@@ -147,7 +147,7 @@ KERNELS = [
         TritonKernel(
             "route.status.triton",
             "_zero_counts_on_error",
-            "*i64 *i64 i32 i32 i32 i32 i32",
+            "*i64 *i64 *i64 i32 i32 i32 i32 i32",
             {"RANKS": ranks, "BLOCK": 1024},
         )
         for ranks in (2, 8, 64)
@@ -191,7 +191,7 @@ KERNELS = [
         TritonKernel(
             "dispatch.symmetric.rows",
             "_combine_push",
-            "*bf16 *i32 *i32 *fp32 *i32 *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32",
+            "*bf16 *i32 *i32 *fp32 *i64 *i32 *i64 *i64 *i64 *i64 i64 i32 i32 i32 i32",
             {
                 "STAGE": 2,
                 "S": 8,
@@ -229,7 +229,15 @@ KERNELS = [
         "dispatch.symmetric.pairs",
         "_push_scalars",
         "*fp32 *i32 *i32 *i64 *i64 *i64 *i64 i64 i32",
-        {"STAGE": 3, "S": 8, "RANKS": 8, "BLOCK": 512},
+        {
+            "STAGE": 3,
+            "S": 8,
+            "RANKS": 8,
+            "Z": 12,
+            "COLUMNS": 16,
+            "BLOCK": 128,
+            "ACCUMULATOR": "tl.float32",
+        },
     ),
     *(
         TritonKernel(

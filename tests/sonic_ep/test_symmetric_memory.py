@@ -45,6 +45,8 @@ def test_views_and_addresses() -> None:
     memory = PeerMemory(own, torch.tensor([1000, 2000]), [own, other])
     memory.view_of(1, 8, (1,), torch.int16).fill_(-1)
     assert other.nonzero().flatten().tolist() == [8, 9]
-    memory.view(16, (2, 3), torch.int32)[1, 2] = -1
-    assert own.nonzero().flatten().tolist() == [36, 37, 38, 39]
-    assert memory.at(16).tolist() == [1016, 2016]
+    memory.view((2, 3), torch.int32)[1, 2] = -1
+    assert own.nonzero().flatten().tolist() == [20, 21, 22, 23]
+    assert [tensor.data_ptr() for tensor in memory.tensors()] == [
+        tensor.data_ptr() for tensor in (own, memory.addresses_S, other)
+    ]

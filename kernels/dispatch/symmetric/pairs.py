@@ -19,12 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sonic_ep.kernels.combine.gather_sum.triton import accumulator_of
 from sonic_ep.kernels.common.launch import fast_launch
 from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.dispatch.symmetric.signal_pad import SignalPad, Stage
 from sonic_ep.kernels.dispatch.symmetric.signals import is_empty_step, signal_done_and_wait, wait_peers_ready
 
 _BLOCK = 512
+_SCALARS, _PARTS = 256, 4096  # at most, that a program adds at a time; as in values_of_pairs, whose bits it has
 PAIR_PROGRAMS = 64  # at least; every peer gets the same number
 
 
@@ -86,7 +88,7 @@ def _push_lists(
 @fast_launch
 @triton.jit(do_not_specialize=["timeout", "rank"])
 def _push_scalars(
-    values_ptr,
+    parts_ptr,
     slot_ptr,
     pairs_ptr,
     dst_scalars_ptr,
@@ -98,26 +100,32 @@ def _push_scalars(
     STAGE: tl.constexpr,
     S: tl.constexpr,
     RANKS: tl.constexpr,
+    Z: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
 ):
     """Writes the scalars of the pairs received from a source into that source's buffer: the way back of `_push_lists`.
 
     A program handles every (num_programs / S)-th block of BLOCK pairs from source program_id % S. It reads slot (V,)
-    and values[slot], and writes dst_scalars on the source, in the order of the source's list. It waits in an empty step
-    too. Grid: (S * cdiv(PAIR_PROGRAMS, S),). Example: see the module.
+    and adds the Z numbers parts[slot]. It writes dst_scalars on the source, in the order of the source's list. It waits
+    in an empty step too. COLUMNS: a power of two >= Z. Grid: (S * cdiv(PAIR_PROGRAMS, S),). Example: see the module.
     """
     timed_out = wait_peers_ready(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE, S)
     source = tl.program_id(0) % S
     num_pairs = tl.where(timed_out == 0, tl.load(pairs_ptr + source * S + rank), 0)
     first = _pairs_before(pairs_ptr, source, rank, S, RANKS, True)
     dst_first = _pairs_before(pairs_ptr, source, rank, S, RANKS, False)
-    dst_scalars = tl.load(dst_scalars_ptr + source).to(tl.pointer_type(values_ptr.dtype.element_ty)) + dst_first
+    dst_scalars = tl.load(dst_scalars_ptr + source).to(tl.pointer_type(parts_ptr.dtype.element_ty)) + dst_first
+    column = tl.arange(0, COLUMNS)[None, :]
     offset = tl.program_id(0) // S * BLOCK
     while offset < num_pairs:
         index = offset + tl.arange(0, BLOCK)
         real = index < num_pairs
-        slot = tl.load(slot_ptr + first + index, mask=real, other=0)
-        tl.store(dst_scalars + index, tl.load(values_ptr + slot, mask=real), mask=real)
+        slot = tl.load(slot_ptr + first + index, mask=real, other=0).to(tl.int64)
+        parts = tl.load(parts_ptr + slot[:, None] * Z + column, mask=real[:, None] & (column < Z), other=0.0)
+        values = tl.sum(parts.to(ACCUMULATOR), axis=1)
+        tl.store(dst_scalars + index, values.to(parts_ptr.dtype.element_ty), mask=real)
         offset += tl.num_programs(0) // S * BLOCK
     signal_done_and_wait(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE, S)
 
@@ -190,14 +198,17 @@ def collect_scalars(pad: SignalPad, buffer: Tensor, pairs_SQ: Tensor, num_listed
     return values_N
 
 
-def push_scalars(pad: SignalPad, values_P: Tensor, slot_V: Tensor, pairs_SQ: Tensor, buffers_S: Tensor) -> None:
+def push_scalars(pad: SignalPad, parts_PZ: Tensor, slot_V: Tensor, pairs_SQ: Tensor, buffers_S: Tensor) -> None:
     """Writes the scalar of every received pair to its source rank, in the order in which that rank lists its pairs.
 
-    Shapes: values_P (P,). slot_V (V,) int32, the index of each received pair in values_P. pairs_SQ as in `push_lists`.
-            buffers_S (S,) int64 addresses of each rank's buffer, in the dtype of values_P.
+    Shapes: parts_PZ (P, Z), partial sums of each scalar, which are added. slot_V (V,) int32, the row of each received
+            pair in parts_PZ. pairs_SQ as in `push_lists`. buffers_S (S,) int64 addresses of each rank's buffer, in the
+            dtype of parts_PZ.
     """
+    Z = parts_PZ.shape[1]
+    columns = next_power_of_2(Z)
     _push_scalars[(pad.size * cdiv(PAIR_PROGRAMS, pad.size),)](
-        values_P,
+        parts_PZ.contiguous(),
         slot_V,
         pairs_SQ,
         buffers_S,
@@ -205,6 +216,9 @@ def push_scalars(pad: SignalPad, values_P: Tensor, slot_V: Tensor, pairs_SQ: Ten
         STAGE=Stage.COMBINE_SCALARS.value,
         S=pad.size,
         RANKS=next_power_of_2(pad.size),
-        BLOCK=_BLOCK,
+        Z=Z,
+        COLUMNS=columns,
+        BLOCK=max(1, min(_SCALARS, _PARTS // columns)),
+        ACCUMULATOR=accumulator_of(parts_PZ),
         num_warps=4,
     )

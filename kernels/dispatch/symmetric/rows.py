@@ -109,6 +109,7 @@ def _combine_push(
     host_status_ptr,
     timeout,
     rank,
+    tokens_stride,
     stride,
     H,
     STAGE: tl.constexpr,
@@ -132,7 +133,7 @@ def _combine_push(
     parts = tl.cdiv(H, BLOCK * BLOCKS)
     max_tokens = tl.load(tokens_ptr)
     for other in tl.static_range(1, S):
-        max_tokens = tl.maximum(max_tokens, tl.load(tokens_ptr + other))
+        max_tokens = tl.maximum(max_tokens, tl.load(tokens_ptr + other * tokens_stride))
     # Consecutive work items have different sources, so that all links are busy.
     pieces = tl.where(timed_out == 0, max_tokens.to(tl.int64) * (S * parts), 0)
     piece = tl.program_id(0).to(tl.int64)
@@ -140,7 +141,7 @@ def _combine_push(
         first_block = (piece % parts * BLOCKS).to(tl.int32)
         source = piece // parts % S
         index = piece // parts // S
-        if index < tl.load(tokens_ptr + source):
+        if index < tl.load(tokens_ptr + source * tokens_stride):
             row = source * stride + index
             start, stop = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
             if start < stop:
@@ -270,7 +271,7 @@ def combine_push(
     See kernels/combine/gather_sum/reference.py. Rows without items are not written.
 
     Shapes: values_PH (P, H). items (V,) and starts (S * stride + 1,) int32. weights_P (P,) or None. tokens_S (S,)
-            int32, T of each rank. pairs_SQ, buffers_S and stride as in `push_rows`.
+            int64 or int32, T of each rank, may be strided. pairs_SQ, buffers_S and stride as in `push_rows`.
     """
     H = values_PH.shape[1]
     _combine_push[(SUM_PROGRAMS,)](
@@ -282,6 +283,7 @@ def combine_push(
         pairs_SQ,
         buffers_S,
         *pad.arguments,
+        tokens_S.stride(0),
         stride,
         H,
         STAGE=Stage.COMBINE.value,

@@ -16,7 +16,7 @@ Legend: S ranks of the EP group.
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class SignalPad:
         did not come within the timeout, or 0. Once that code is set, this rank waits for no other.
     host_status: (1,) int64, a copy of that code in pinned host memory, which the host reads while kernels run.
     timeout: Nanoseconds to wait for a signal.
+    host_view: host_status as a numpy array, which is faster to read.
     """
 
     rank: int
@@ -55,12 +56,13 @@ class SignalPad:
     state: Tensor
     host_status: Tensor
     timeout: int
+    host_view: Any
 
     @classmethod
     def of(cls, rank: int, signals_S: Tensor, timeout: int) -> Self:
         state = torch.zeros(3 * len(Stage) + 1, dtype=torch.int64, device=signals_S.device)
         host_status = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=signals_S.is_cuda)
-        return cls(rank, signals_S, state, host_status, timeout)
+        return cls(rank, signals_S, state, host_status, timeout, host_status.numpy())
 
     @property
     def size(self) -> int:
@@ -71,9 +73,13 @@ class SignalPad:
         """The arguments that every kernel of a stage takes, in this order."""
         return self.signals_S, self.state, self.host_status, self.timeout, self.rank
 
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors that kernels get."""
+        return [self.signals_S, self.state, self.host_status]
+
     def lost_peer(self) -> tuple[Stage, int] | None:
         """Returns (stage, rank) of a lost peer, or None if there is none. Does not block."""
-        host_status = int(self.host_status.numpy()[0])
+        host_status = int(self.host_view[0])
         return (Stage(host_status // MAX_RANKS), host_status % MAX_RANKS - 1) if host_status else None
 
 

@@ -143,8 +143,8 @@ def _list(
 
     A program reads the number of pairs of all experts, and the bits and keys of its expert. It writes token ids, expert
     ids and chosen flags to its part of the lists. With HAS_SCORES the lists may have spare capacity after the last
-    expert; all programs fill it with token -1 and expert 0. scratch: 4 * words int32 per expert. Grid: (E,).
-    Example: see reference.py.
+    expert; all programs fill it with token -1, expert 0 and not chosen. scratch: 4 * words int32 per expert.
+    Grid: (E,). Example: see reference.py.
     """
     expert, experts = tl.program_id(0), tl.num_programs(0)
     others = tl.arange(0, BLOCK_E)
@@ -194,6 +194,7 @@ def _list(
             spare = first + tl.arange(0, SLOTS)
             tl.store(token_ids_ptr + spare, tl.full([SLOTS], -1, tl.int32), mask=spare < capacity)
             tl.store(expert_ids_ptr + spare, tl.zeros([SLOTS], tl.int64), mask=spare < capacity)
+            tl.store(is_chosen_ptr + spare, tl.zeros([SLOTS], tl.int8), mask=spare < capacity)
 
 
 class _Transposed(NamedTuple):

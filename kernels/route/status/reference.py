@@ -1,8 +1,8 @@
-"""Packs a rank's status and counts before a step, and zeroes all counts if any rank has an error: in plain torch.
+"""Packs a rank's status and counts before a step, and drops all counts if any rank has an error: in plain torch.
 
 The host learns late that a peer cannot continue. By then it has launched kernels that send rows to that peer. The
-devices have the gathered statuses in time: on an error each device zeroes all counts, so no rank sends rows or waits
-for any. This is the CPU path and the twin of triton.py.
+devices have the gathered statuses in time: on an error each device goes on with counts of zero, so no rank sends rows
+or waits for any. This is the CPU path and the twin of triton.py.
 
 Legend: S ranks of the EP group, E experts, F fields of a table.
 """
@@ -44,17 +44,15 @@ def pack_rank_status(
     return torch.cat([header_F, counts_E])
 
 
-def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> None:
-    """Zeroes all counts, in place, unless every rank's status word equals `healthy`.
+def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> Tensor:
+    """Returns the counts, contiguous, or zeros unless every rank's status word equals `healthy`.
 
-    Shapes:  counts_SE (S, E) and status_S (S,) int64.
+    Shapes:  counts_SE (S, E) and status_S (S,) int64, columns of what was gathered.
     Example: rank 1 has a status other than 7.
 
         >>> import torch
         >>> from sonic_ep.kernels.route.status.reference import zero_counts_on_error
-        >>> counts_SE = torch.tensor([[3, 1], [2, 2]])
-        >>> zero_counts_on_error(counts_SE, torch.tensor([7, 16]), healthy=7)
-        >>> counts_SE.tolist()
+        >>> zero_counts_on_error(torch.tensor([[3, 1], [2, 2]]), torch.tensor([7, 16]), healthy=7).tolist()
         [[0, 0], [0, 0]]
     """
-    counts_SE.masked_fill_((status_S != healthy).any(), 0)
+    return counts_SE.contiguous().masked_fill((status_S != healthy).any(), 0)

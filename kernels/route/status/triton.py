@@ -50,6 +50,7 @@ def _pack_rank_status(
 def _zero_counts_on_error(
     counts_ptr,
     status_ptr,
+    out_ptr,
     counts_stride,
     status_stride,
     healthy,
@@ -58,18 +59,17 @@ def _zero_counts_on_error(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reads S status words and, unless all equal `healthy`, overwrites the (S, E) counts with zeros.
+    """Reads S status words and copies the (S, E) counts to out, or writes zeros unless all words equal `healthy`.
 
-    RANKS: a power of two >= S. Rows of the counts may be strided. Grid: (1,). Example: see reference.py.
+    A program copies BLOCK counts. RANKS: a power of two >= S. Rows of the counts may be strided, those of out are not.
+    Grid: (cdiv(S * E, BLOCK),). Example: see reference.py.
     """
     rank = tl.arange(0, RANKS)
     statuses = tl.load(status_ptr + rank * status_stride, mask=rank < S, other=healthy)
-    if tl.max((statuses != healthy).to(tl.int32), axis=0) == 0:
-        return
-    index = tl.arange(0, BLOCK)
-    while tl.min(index, axis=0) < S * E:
-        tl.store(counts_ptr + index // E * counts_stride + index % E, 0, mask=index < S * E)
-        index += BLOCK
+    is_healthy = tl.max((statuses != healthy).to(tl.int32), axis=0) == 0
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count_ptrs = counts_ptr + index // E * counts_stride + index % E
+    tl.store(out_ptr + index, tl.load(count_ptrs, mask=(index < S * E) & is_healthy, other=0), mask=index < S * E)
 
 
 def pack_rank_status(
@@ -94,13 +94,15 @@ def pack_rank_status(
     return packed
 
 
-def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> None:
+def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> Tensor:
     """See kernels/route/status/reference.py."""
     S, E = counts_SE.shape
     assert counts_SE.stride(1) == 1
-    _zero_counts_on_error[(1,)](
+    out_SE = torch.empty(S, E, dtype=torch.int64, device=counts_SE.device)
+    _zero_counts_on_error[(cdiv(S * E, _BLOCK),)](
         counts_SE,
         status_S,
+        out_SE,
         counts_SE.stride(0),
         status_S.stride(0),
         healthy,
@@ -110,3 +112,4 @@ def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> N
         BLOCK=_BLOCK,
         num_warps=4,
     )
+    return out_SE
