@@ -80,17 +80,16 @@ class Problem:
         makers: dict[str, Callable[[], Contestant]] = {}
 
         def add(
-            mode: RoundingMode, kind: TransportKind = "auto", buffers: Buffers = "exact", *, record: bool = False
+            mode: RoundingMode, kind: TransportKind = "auto", buffers: Buffers = "exact", *, record: bool = True
         ) -> None:
             words = [mode, *([] if kind == "auto" else [kind]), *([] if buffers == "exact" else [buffers])]
-            words += ["recorded"] if record else []
+            words += [] if record else ["code"]
             makers[", ".join(words)] = lambda: self.sonic_ep(mode, kind, buffers, record=record)
 
         if self.group.size == 1:
-            add("off")
-            add("off", record=True)
-            add("nearest")
-            add("nearest", record=True)
+            for mode in ("off", "nearest"):
+                add(mode)
+                add(mode, record=False)
             add("nearest", buffers="static")
             return makers
         kinds: tuple[TransportKind, ...] = ("symmetric", "all_to_all") if self.device == "cuda" else ("all_to_all",)
@@ -98,6 +97,8 @@ class Problem:
         for kind in kinds:
             for mode in modes:
                 add(mode, kind)
+                if kind == "symmetric":
+                    add(mode, kind, record=False)
         if self.device == "cuda":
             add("nearest", "symmetric", "static")
             add("apportion", "symmetric", "static")
@@ -108,7 +109,15 @@ class Problem:
         rounding = RoundingConfig(mode=mode, capacity_factor=CAPACITY if static else None)
         transport = TransportConfig(kind=kind, buffers=buffers)
         layer = self._layer(
-            MoEConfig(d=c.d, n=c.n, E=c.E, K=c.K, rounding=rounding, transport=transport, record_launches=record)
+            MoEConfig(
+                d=c.d,
+                n=c.n,
+                E=c.E,
+                K=c.K,
+                rounding=rounding,
+                transport=transport,
+                record_launches="on" if record else "off",
+            )
         )
         layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
         inputs = [self.x, layer.experts.w1, layer.experts.w2, layer.router.weight]

@@ -7,6 +7,8 @@ pairs from the innermost region that replays, and all regions that record save t
 A checkpoint that torch.compile traces does not use regions: its graph saves the outputs of `decide_pairs`.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import Any, final
 
@@ -76,6 +78,15 @@ def record_pairs(router: object, routed_pairs: RoutedPairs) -> None:
     for region in _REGIONS.get():
         if not region.replays:
             region.tape.recorded_pairs.setdefault(id(router), []).append(routed_pairs)
+
+
+@contextmanager
+def repeated_pairs(router: object, routed_pairs: RoutedPairs) -> Generator[None]:
+    """A context in which the next call of `router` returns these pairs."""
+    tape = _Tape()
+    tape.recorded_pairs[id(router)] = [routed_pairs]
+    with _Region(tape, replays=True):
+        yield
 
 
 def in_region() -> bool:

@@ -6,25 +6,32 @@ Legend: T tokens on this rank, H hidden size.
 import json
 import operator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.checks import problem_with_input, problem_with_memory
 from sonic_ep.config import MoEConfig
+from sonic_ep.dispatch.bounded_steps import BoundedSteps, SentRows
+from sonic_ep.dispatch.local import LocalTransport
+from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.experts import Experts
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import rng_for
 from sonic_ep.kernels.experts.mlp import ExpertWeights
-from sonic_ep.kernels.launch_sequence.recorded_layer import LayerCode, RecordedLayer
-from sonic_ep.routers.replay import in_region
+from sonic_ep.kernels.launch_sequence.recorded_layer import LayerCode, OneRankSteps, RecordedLayer, Steps
+from sonic_ep.routers.count_exchange import raise_problems
+from sonic_ep.routers.replay import in_region, repeated_pairs
+from sonic_ep.routers.rounding import max_received, max_rows
 from sonic_ep.routers.router import Router
 from sonic_ep.routers.stats import RoutingStats
-from sonic_ep.routing import GroupCounts
+from sonic_ep.routing import AsyncSplitSizes, BalanceCounts, GroupCounts, RoutedPairs, SplitSizes
 from sonic_ep.shared_expert import SharedExpert
-from sonic_ep.transports import transport_for
+from sonic_ep.transports import GroupTransport, transport_for
 
 _ROUTER_RNG, _SHARED_RNG = -1, -2
 
@@ -81,7 +88,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, self.group, device=device, dtype=dtype)
         self.shared = SharedExpert(config, device=device, dtype=dtype) if config.shared_n else None
         self.transport = transport_for(self.group, config.transport)
-        self._recorded = RecordedLayer(_CODE)
+        self._recorded = RecordedLayer(_CODE, _steps_of(self.group, config, self.transport))
         self.initialize(seed)
 
     @torch.no_grad()
@@ -103,14 +110,23 @@ class MoE(nn.Module):
                  ranks; with several ranks also if weights of one rank differ in device or dtype, or are not contiguous.
                  RuntimeError if a peer is lost (transport.timeout).
         """
-        if self.config.record_launches and not (torch.compiler.is_compiling() or in_region()):
-            outputs = self._recorded.outputs(self, x)
-            if outputs is not None:
-                y, aux_loss, entropy_T, token_ids_N, *counts = outputs
-                return MoEOutput(y, aux_loss, RoutingStats(entropy_T, token_ids_N, GroupCounts(*counts)))
-        return self._compute(x)
+        if not self._may_repeat_launches(x):
+            return self._compute(x)[0]
+        outputs = self._recorded.outputs(self, x)
+        if outputs is not None:
+            return _output_of(outputs)
+        output, routed_pairs = self._compute(x)
+        self._recorded.observe(routed_pairs.split_sizes)
+        return output
 
-    def _compute(self, x: Tensor) -> MoEOutput:
+    def _may_repeat_launches(self, x: Tensor) -> bool:
+        """Returns the same on every rank."""
+        recorded = ("auto", "on") if self.group.size == 1 else ("on",)
+        if self.config.record_launches not in recorded or torch.compiler.is_compiling() or in_region():
+            return False
+        return not isinstance(x, Tensor) or host_may_wait(x)
+
+    def _compute(self, x: Tensor) -> tuple[MoEOutput, RoutedPairs]:
         """Routes, dispatches, computes and combines. The last three are `moe`, which has one backward for them."""
         x, weights, problem = self._checked(x)
         x_TH, shared = x.reshape(-1, self.config.d), self.shared
@@ -137,7 +153,7 @@ class MoE(nn.Module):
             self.router.prevent_dce(y_TH)
         if shared_TH:
             y_TH = y_TH + shared_TH[0]
-        return MoEOutput(y_TH.view_as(x), routed.aux_loss, routed.stats())
+        return MoEOutput(y_TH.view_as(x), routed.aux_loss, routed.stats()), routed.routed_pairs
 
     def _checked(self, x: Tensor) -> tuple[Tensor, ExpertWeights, str | None]:
         """Returns x and the expert weights, in the dtype of autocast if it is on, and this rank's problem, or None.
@@ -201,8 +217,35 @@ class MoE(nn.Module):
 
 
 def _flat_outputs(layer: MoE, x: Tensor) -> list[Tensor]:
-    y, aux_loss, stats = layer._compute(x)
-    return [y, aux_loss, stats.entropy_T, stats.token_ids_N, *stats.counts]
+    (y, aux_loss, stats), pairs = layer._compute(x)
+    lists = [pairs.topk_ids_TK, pairs.expert_ids_N, pairs.chosen_N, *(pairs.balance_counts or ())]
+    return [y, aux_loss, stats.entropy_T, stats.token_ids_N, *stats.counts, *lists]
+
+
+def _output_of(outputs: list[Tensor]) -> MoEOutput:
+    y, aux_loss, entropy_T, token_ids_N, *lists = outputs
+    return MoEOutput(y, aux_loss, RoutingStats(entropy_T, token_ids_N, GroupCounts(*lists[:_NUM_COUNTS])))
+
+
+def _again(layer: MoE, x: Tensor, outputs: list[Tensor], sizes: SplitSizes) -> list[Tensor]:
+    """Computes with the pairs of these outputs, which were launched with buffers that are too small."""
+    c, S, T = layer.config, layer.group.size, x.numel() // layer.config.d
+    token_ids_N, lists = outputs[3], outputs[4:]
+    topk_ids_TK, expert_ids_N, chosen_N, *balance_counts = lists[_NUM_COUNTS:]
+    counts = GroupCounts(*lists[:_NUM_COUNTS])
+    pairs = RoutedPairs(
+        topk_ids_TK,
+        token_ids_N,
+        expert_ids_N,
+        chosen_N,
+        counts,
+        max_rows(c.rounding, T, c.K, c.E, S, training=layer.training),
+        max_received(c.rounding, T, c.K, training=layer.training),
+        AsyncSplitSizes(counts.rows_SE, S, known=sizes),
+        BalanceCounts(*balance_counts) if balance_counts else None,
+    )
+    with repeated_pairs(layer.router, pairs):
+        return _flat_outputs(layer, x)
 
 
 def _state(layer: MoE) -> list[Tensor]:
@@ -215,8 +258,6 @@ def _uncounted(layer: MoE) -> AbstractContextManager[None]:
 
 def _problem_with_recording(layer: MoE, x: Tensor) -> str | None:
     config = layer.config
-    if layer.group.size > 1:
-        return f"ep_size={layer.group.size}"
     if config.router.check_logits:
         return "router.check_logits=True reads logits on the host"
     if layer.training and (config.rounding.mode == "stochastic" or config.router.jitter):
@@ -224,7 +265,25 @@ def _problem_with_recording(layer: MoE, x: Tensor) -> str | None:
     return None if x.numel() else "x is empty"
 
 
-_CODE = LayerCode(_flat_outputs, _state, _uncounted, _problem_with_recording)
+_CODE = LayerCode(_flat_outputs, _state, _uncounted, _problem_with_recording, _again)
+_NUM_COUNTS = len(GroupCounts._fields)
+
+
+def _sent_rows(layer: MoE) -> SentRows | None:
+    w1, config, transport = layer.experts.w1, layer.config, layer.transport
+    chosen = transport.on(w1) if isinstance(transport, GroupTransport) else None
+    if not isinstance(chosen, SymmetricTransport) or not chosen.can_be_bounded:
+        return None
+    row_bytes = config.d * (layer._autocast_dtype() or w1.dtype).itemsize
+    is_static = chosen.is_static and layer.training and config.rounding.capacity_factor is not None
+    return SentRows(chosen, row_bytes, w1.device, is_static)
+
+
+def _steps_of(group: EPGroup, config: MoEConfig, transport: LocalTransport | GroupTransport) -> Steps:
+    if group.size == 1:
+        return OneRankSteps()
+    check = partial(raise_problems, problem=None, group=group, exchange=transport)
+    return BoundedSteps(group, config.K, check, _sent_rows)
 
 
 def _agreed_seed(config: MoEConfig, group: EPGroup, seed: int | None, dtype: torch.dtype | None) -> int:

@@ -16,6 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 enum { KERNEL, FILL, COPY };
 enum { MAX_ATTRIBUTES = 5, MAX_LANES = 4, MAX_WAITS = 4, MAX_BLOCK = 32768, MAX_PARAMETERS = 1024 };
@@ -79,6 +80,7 @@ static CUresult (*copy_async)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
 static CUresult (*event_create)(CUevent *, unsigned int);
 static CUresult (*event_destroy)(CUevent);
 static CUresult (*event_record)(CUevent, CUstream);
+static CUresult (*stream_create)(CUstream *, unsigned int);
 static CUresult (*stream_wait)(CUstream, CUevent, unsigned int);
 
 /* Takes the functions of this driver library. Returns NULL, or the name of what is not there. */
@@ -111,6 +113,7 @@ const char *sequence_initialize(const char *path) {
         {"cuEventCreate", &event_create},
         {"cuEventDestroy_v2", &event_destroy},
         {"cuEventRecord", &event_record},
+        {"cuStreamCreate", &stream_create},
         {"cuStreamWaitEvent", &stream_wait},
     };
     void *driver = dlopen(path, RTLD_NOW);
@@ -123,6 +126,12 @@ const char *sequence_initialize(const char *path) {
         memcpy(wanted[i].pointer, &found, sizeof found);
     }
     return NULL;
+}
+
+/* A new stream of the current device, or NULL. */
+void *sequence_make_stream(void) {
+    CUstream stream = NULL;
+    return stream_create(&stream, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS ? stream : NULL;
 }
 
 /* Starts the capture of what this thread launches on `stream`. Returns 0, or the driver's error code. */
@@ -326,9 +335,24 @@ static const char *join_lanes(Sequence *sequence) {
     return sequence->num_lanes > 1 ? make_event(&sequence->start) : NULL;
 }
 
+/* 1 if a node after `node` depends on `tail` alone. Then it goes on with the lane of `tail`, and `node` does not. */
+static int is_continued(const CUgraphNode *nodes, int num_nodes, int node, int tail, const CUgraphNode *from,
+                        const CUgraphNode *to, size_t num_edges) {
+    for (size_t edge = 0; edge < num_edges; edge++) {
+        if (from[edge] != nodes[tail] || index_of(nodes, num_nodes, to[edge]) <= node)
+            continue;
+        int others = 0;
+        for (size_t k = 0; k < num_edges; k++)
+            others += k != edge && to[k] == to[edge];
+        if (others == 0)
+            return 1;
+    }
+    return 0;
+}
+
 /* Gives every node a lane, and waits for the nodes of other lanes that it depends on. */
 static const char *order(Sequence *sequence, const CUgraphNode *nodes, const CUgraphNode *from, const CUgraphNode *to,
-                         const CUgraphEdgeData *edges, size_t num_edges) {
+                         const CUgraphEdgeData *edges, size_t num_edges, int num_nodes) {
     int tails[MAX_LANES], dependencies[MAX_WAITS + 1];
     for (int i = 0; i < sequence->num_nodes; i++) {
         Node *node = &sequence->nodes[i];
@@ -344,12 +368,13 @@ static const char *order(Sequence *sequence, const CUgraphNode *nodes, const CUg
         }
         for (int l = 0; lane < 0 && l < sequence->num_lanes; l++)
             for (int k = 0; k < number; k++)
-                if (tails[l] == dependencies[k])
+                if (tails[l] == dependencies[k] && !is_continued(nodes, num_nodes, i, tails[l], from, to, num_edges))
                     lane = l;
         if (lane < 0) {
             if (sequence->num_lanes == MAX_LANES)
                 return "the capture forks to too many streams";
             lane = sequence->num_lanes++;
+            tails[lane] = -1; /* no launch before it that it could overlap */
         }
         node->lane = lane;
         node->programmatic = programmatic && number == 1 && tails[lane] == dependencies[0];
@@ -398,7 +423,7 @@ const char *sequence_read(void *captured, Sequence **out) {
             problem = "a node is no kernel, copy or fill";
     }
     if (problem == NULL)
-        problem = order(sequence, nodes, from, to, edges, num_edges);
+        problem = order(sequence, nodes, from, to, edges, num_edges, sequence->num_nodes);
     if (problem == NULL)
         problem = join_lanes(sequence);
     free(nodes);
@@ -548,4 +573,20 @@ int sequence_launch(const Sequence *sequence, int first, int end, const uint64_t
     for (int k = 0; end == sequence->num_nodes && result == CUDA_SUCCESS && k < sequence->num_last; k++)
         result = stream_wait((CUstream)streams[0], sequence->nodes[sequence->last[k]].event, 0);
     return (int)result;
+}
+
+/* Waits, at most so many microseconds, until none of the values is negative. Returns 1 then, else 0. */
+int sequence_wait(const volatile int64_t *values, int number, int64_t microseconds) {
+    struct timespec start, now;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    for (int i = 0; i < number; i++) {
+        for (int spins = 1; values[i] < 0; spins++) {
+            if (spins % 1024 != 0)
+                continue;
+            clock_gettime(CLOCK_MONOTONIC, &now);
+            if ((now.tv_sec - start.tv_sec) * 1000000 + (now.tv_nsec - start.tv_nsec) / 1000 > microseconds)
+                return 0;
+        }
+    }
+    return 1;
 }

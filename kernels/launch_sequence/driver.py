@@ -78,6 +78,7 @@ def library() -> Any:
         ("sequence_initialize", ctypes.c_char_p, [ctypes.c_char_p]),
         ("sequence_captured_nodes", ctypes.c_int64, [pointer]),
         ("sequence_is_known_memory", integer, [ctypes.c_uint64]),
+        ("sequence_make_stream", pointer, []),
         ("sequence_begin_capture", integer, [pointer]),
         ("sequence_end_capture", pointer, [pointer]),
         ("sequence_destroy_graph", None, [pointer]),
@@ -90,6 +91,7 @@ def library() -> Any:
         ("sequence_block", pointer, [pointer, integer, ctypes.POINTER(ctypes.c_uint32)]),
         ("sequence_equal_but_for_blocks", integer, [pointer, pointer]),
         ("sequence_relocate", integer, [pointer, integer, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_int64]),
+        ("sequence_wait", integer, [pointer, integer, ctypes.c_int64]),
         ("sequence_launch", integer, [pointer, integer, integer, pointer, pointer]),
     ):
         function = getattr(loaded, name)

@@ -1,15 +1,15 @@
 """`RecordedLayer`: runs a layer's Python code once for each signature of its inputs, and from then on repeats its
 launches with almost no host time.
 
-A signature is all that the launches depend on besides the addresses and values of tensors. The first call with a new
-one runs forward and backward first, so that all kernels are compiled, then records them, and compares a repetition with
-the first run, bit for bit.
+A signature is all that the launches depend on besides the addresses and values of tensors. A call that records runs
+forward and backward, so that all kernels are compiled, records them, and compares a repetition with that run, bit for
+bit. `Steps` decides which calls record.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Self, final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from sonic_ep.kernels.launch_sequence.replay import Replay
 _LOG = logging.getLogger("sonic_ep.launches")
 
 _MAX_SIGNATURES = 16  # of one layer; with more, as where lengths change in every step, the code runs
-_MIN_CALLS = 3  # without gradients, where lengths change more often, recorded in the third call with a signature
+_MAX_COUNTED = 1024  # signatures whose calls are counted before
 
 
 class LayerCode(NamedTuple):
@@ -34,12 +34,115 @@ class LayerCode(NamedTuple):
     state: the tensors besides parameters that the code reads or changes.
     undone: a context that undoes the changes of the code to the state.
     problem: why the launches of a layer on this x depend on more than addresses, or None.
+    again: the outputs of the layer's code on the routing of these outputs, whose sizes exceed the bound of the step.
     """
 
     compute: Callable[[Any, Tensor], list[Tensor]]
     state: Callable[[Any], list[Tensor]]
     undone: Callable[[Any], AbstractContextManager[object]]
     problem: Callable[[Any, Tensor], str | None]
+    again: Callable[[Any, Tensor, list[Tensor], Any], list[Tensor]]
+
+
+class Steps(Protocol):
+    """What the calls of a layer have in common with those of other ranks. A step is one call."""
+
+    def begin(self, layer: Any) -> Any:
+        """Returns a step, with a `key` that its launches depend on. None if the code has to run."""
+        ...
+
+    def is_time(self, step: Any, signature: object, *, known: bool) -> bool:
+        """Returns True if this call may record. signature: None if it cannot. known: whether it was tried before."""
+        ...
+
+    def agreed(self, layer: Any, problem: str | None, *, known: bool = False) -> bool:
+        """Returns True, on every rank, if no rank has a problem and not all know the signature."""
+        ...
+
+    def problem_with_call(self, step: Any, num_tokens: int) -> str | None:
+        """Returns why this call cannot repeat launches."""
+        ...
+
+    def bounded(self, step: Any) -> AbstractContextManager[object]:
+        """Returns a context in which the code runs with the sizes of the step."""
+        ...
+
+    def captured(self) -> AbstractContextManager[object]:
+        """Returns the context of captures."""
+        ...
+
+    def state(self, step: Any) -> list[Tensor]:
+        """Returns the tensors besides those of the layer that launches refer to."""
+        ...
+
+    def start(self) -> None:
+        """Is called before launches are repeated."""
+        ...
+
+    def finish(self, step: Any) -> Any:
+        """Is called after that. Returns None, or the sizes if they exceed those of the step."""
+        ...
+
+    def observe(self, split_sizes: Any) -> None:
+        """Is called after the code has run a step."""
+        ...
+
+
+class _OneRankStep(NamedTuple):
+    key: object = None
+
+
+class OneRankSteps:
+    """The steps of a layer on one rank. Its sizes follow from its inputs, or have a bound that does.
+
+    The first call with a signature runs the code alone, because lengths may change in every step. The second records.
+    """
+
+    def __init__(self) -> None:
+        self._called: set[object] = set()
+
+    def begin(self, layer: Any) -> _OneRankStep:
+        return _OneRankStep()
+
+    def is_time(self, step: _OneRankStep, signature: object, *, known: bool) -> bool:
+        if known or signature is None:
+            return False
+        # Activation checkpointing compares what its two calls save, so that both must be of the same kind.
+        if signature in self._called or has_saved_tensor_hooks():
+            return True
+        if len(self._called) == _MAX_COUNTED:
+            self._called.clear()
+        self._called.add(signature)
+        return False
+
+    def agreed(self, layer: Any, problem: str | None, *, known: bool = False) -> bool:
+        return problem is None
+
+    def problem_with_call(self, step: _OneRankStep, num_tokens: int) -> str | None:
+        return None
+
+    def bounded(self, step: _OneRankStep) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def captured(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def state(self, step: _OneRankStep) -> list[Tensor]:
+        return []
+
+    def start(self) -> None:
+        pass
+
+    def finish(self, step: _OneRankStep) -> None:
+        return None
+
+    def observe(self, split_sizes: Any) -> None:
+        pass
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Returns True inside torch.autograd.graph.saved_tensors_hooks, which activation checkpointing uses."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Parts:
@@ -72,80 +175,115 @@ class _Parts:
 class RecordedLayer:
     """The recordings of one layer, by input signature. A copy of it, as of its layer, starts without any."""
 
-    def __init__(self, code: LayerCode) -> None:
-        self._code = code
+    def __init__(self, code: LayerCode, steps: Steps) -> None:
+        self._code, self._steps = code, steps
         self._parts: _Parts | None = None
-        self._replays: dict[object, Any] = {}  # a Replay, the number of calls so far, or None where the code runs
+        self._replays: dict[object, Replay | None] = {}  # None where the code runs
 
-    def __reduce__(self) -> tuple[type[Self], tuple[LayerCode]]:
-        return type(self), (self._code,)
+    def __reduce__(self) -> tuple[type[Self], tuple[LayerCode, Steps]]:
+        return type(self), (self._code, self._steps)
 
     @property
     def num_recorded(self) -> int:
         """The number of signatures with a recording."""
-        return sum(isinstance(replay, Replay) for replay in self._replays.values())
+        return sum(replay is not None for replay in self._replays.values())
 
     def outputs(self, layer: nn.Module, x: Tensor) -> list[Tensor] | None:
-        """Returns the outputs of the layer's code by repeating its launches, or None where the code has to run."""
-        if type(x) is not Tensor or not x.is_cuda or not x.is_contiguous() or _is_watched(x):
+        """Returns the outputs of the layer's code by repeating its launches, or None where the code has to run.
+
+        A collective of the layer's ranks.
+        """
+        step = self._steps.begin(layer)
+        if step is None:
             return None
+        problem = _problem_with_call(x) or self._problem_with_parts(layer)
+        problem = problem or self._steps.problem_with_call(step, x.shape[:-1].numel())
+        inputs, signature = [], None
+        if problem is None:
+            assert self._parts is not None
+            inputs = [x, *self._parts.parameters()]
+            signature = _signature(layer, inputs, step.key)
+        if self._steps.is_time(step, signature, known=signature in self._replays):
+            self._record(layer, inputs, step, signature, problem)
+        replay = self._replays.get(signature)
+        if replay is None or any(tensor.data_ptr() % ROW_ALIGNMENT for tensor in inputs):
+            return None
+        self._steps.start()
+        outputs = replay(inputs, lambda: self._state(layer, step))
+        sizes = self._steps.finish(step)
+        return outputs if sizes is None else self._code.again(layer, x, outputs, sizes)
+
+    def observe(self, split_sizes: Any) -> None:
+        """Is called after the layer's code has run because `outputs` returned None. split_sizes: of its routing."""
+        self._steps.observe(split_sizes)
+
+    def _state(self, layer: nn.Module, step: Any) -> list[Tensor]:
+        return [*self._code.state(layer), *self._steps.state(step)]
+
+    def _problem_with_parts(self, layer: nn.Module) -> str | None:
         if self._parts is None or not self._parts.are_current():
             self._parts = _Parts(layer)
             self._replays.clear()
-        if self._parts.have_hooks():
-            return None
-        inputs = [x, *self._parts.parameters()]
-        signature = _signature(layer, inputs)
-        replay = self._replays.get(signature, 0)
-        if isinstance(replay, int):
-            replay = self._recorded(layer, inputs, signature, replay + 1)
-        if replay is None or any(tensor.data_ptr() % ROW_ALIGNMENT for tensor in inputs):
-            return None
-        return replay(inputs, self._code.state(layer))
+        return "a submodule has hooks" if self._parts.have_hooks() else None
 
-    def _recorded(self, layer: nn.Module, inputs: list[Tensor], signature: object, call: int) -> Any:
-        """Returns the new recording of this signature, or None if it cannot or need not be recorded."""
-        if not torch.is_grad_enabled() and call < _MIN_CALLS:
-            self._replays[signature] = call
-            return None
-        problem = self._code.problem(layer, inputs[0]) or _problem_with(inputs)
-        replay = None
-        if problem is None and len(self._replays) < _MAX_SIGNATURES:
-            try:
-                # Hooks of the caller, as those of activation checkpointing, must not see what the recording saves.
-                with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
-                    replay = self._record(layer, inputs)
-            except (UnavailableError, UnrecordableError, torch.OutOfMemoryError) as error:
-                problem = str(error)
+    def _record(
+        self, layer: nn.Module, inputs: list[Tensor], step: Any, signature: object, problem: str | None
+    ) -> None:
+        """Records this signature, unless a rank has a problem. A collective of the layer's ranks."""
+        known = signature in self._replays
+        if problem is None and not known:
+            problem = self._code.problem(layer, inputs[0]) or _problem_with(inputs)
+            problem = problem or ("there are too many" if len(self._replays) == _MAX_SIGNATURES else None)
+        if self._steps.agreed(layer, problem, known=known):
+            # Hooks of the caller, as those of activation checkpointing, must not see what the recording saves.
+            with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
+                replay, problem = self._recorded(layer, inputs, step)
+            if replay is not None or problem is not None:
+                self._replays[signature] = replay
+        elif problem is not None and signature is not None and len(self._replays) < _MAX_SIGNATURES:
+            self._replays[signature] = None
         if problem is not None:
-            _LOG.info("the code of %s runs in every step, launches are not recorded: %s", type(layer).__name__, problem)
-        self._replays[signature] = replay
-        return replay
+            _LOG.info("the code of %s runs, launches are not recorded: %s", type(layer).__name__, problem)
 
-    def _record(self, layer: nn.Module, inputs: list[Tensor]) -> Any:
+    def _recorded(self, layer: nn.Module, inputs: list[Tensor], step: Any) -> tuple[Replay | None, str | None]:
+        """Returns a replay, or the problem with it. Both are None if another rank has one, or this step is too large.
+
+        A collective of the layer's ranks.
+        """
         assert self._parts is not None
-        names, body, code = (
-            [f"layer.{name}" for name in self._parts.names],
-            _Body(layer, self._code.compute),
-            self._code,
-        )
+        names, code = [f"layer.{name}" for name in self._parts.names], self._code
+        body, device = _Body(layer, code.compute), inputs[0].device
 
         def function(tensors: list[Tensor]) -> list[Tensor]:
+            for tensor, given in zip(tensors, inputs, strict=True):  # attributes, as allreduce of experts' weights
+                vars(tensor).update(vars(given))
             return functional_call(body, dict(zip(names, tensors[1:], strict=True)), (tensors[0],))
 
-        with code.undone(layer):  # everything is compiled here, which a capture does not allow
-            expected, differentiable = _step(function, inputs)
-        device = inputs[0].device
-        stream = raw_stream(device)
-        counters = counter_of_stream(device, stream)
-        with recording_for(stream):
-            recording = record(function, inputs, [*code.state(layer), *counters], differentiable)
-        replay = Replay(recording, differentiable, device, counters)
+        replay, problem = None, None
+        with self._steps.bounded(step):
+            with code.undone(layer):  # everything is compiled here, which a capture does not allow
+                expected, differentiable = _step(function, inputs)
+            stream = raw_stream(device)
+            counters = counter_of_stream(device, stream)
+            try:
+                with recording_for(stream), self._steps.captured():
+                    state = [*self._state(layer, step), *counters]
+                    recording = record(function, inputs, state, differentiable)
+                replay = Replay(recording, differentiable, device, counters)
+            except (UnavailableError, UnrecordableError, torch.OutOfMemoryError) as error:
+                problem = str(error)
+        if not self._steps.agreed(layer, problem):
+            return None, problem
+        assert replay is not None
+        self._steps.start()
         with code.undone(layer):
-            repeated, _ = _step(lambda tensors: replay(tensors, code.state(layer)), inputs)
-        if not all(map(_same_bits, expected, repeated)):
-            raise UnrecordableError("repeated launches gave other results than the code")
-        return replay
+            repeated, _ = _step(lambda tensors: replay(tensors, lambda: self._state(layer, step)), inputs)
+        if self._steps.finish(step) is not None:
+            return None, None
+        different = [i for i, pair in enumerate(zip(expected, repeated, strict=True)) if not _same_bits(*pair)]
+        if different:
+            problem = f"repeated launches gave other results than the code, numbers {different}"
+        return (replay, None) if self._steps.agreed(layer, problem) else (None, problem)
 
 
 def _step(
@@ -172,14 +310,15 @@ def _same_bits(one: Tensor | None, two: Tensor | None) -> bool:
     return torch.equal(one.detach().view(bits), two.detach().view(bits))
 
 
-def _is_watched(x: Tensor) -> bool:
-    """Returns True if something else follows what the layer's code does, or launches for another device."""
-    return (
-        torch.is_inference_mode_enabled()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.cuda.is_current_stream_capturing()
-        or x.device.index != torch.cuda.current_device()
-    )
+def _problem_with_call(x: Tensor) -> str | None:
+    """Returns why a call cannot repeat launches: x is of another kind, or something follows what the code does."""
+    if type(x) is not Tensor or not x.is_cuda or not x.is_contiguous():
+        return "x is no contiguous tensor on a GPU"
+    if x.device.index != torch.cuda.current_device():
+        return "x is not on the current device"
+    if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+        return "inference or dispatch mode"
+    return "a CUDA graph is captured" if torch.cuda.is_current_stream_capturing() else None
 
 
 def _problem_with(inputs: Sequence[Tensor]) -> str | None:
@@ -190,16 +329,17 @@ def _problem_with(inputs: Sequence[Tensor]) -> str | None:
     return None
 
 
-def _signature(layer: nn.Module, inputs: Sequence[Tensor]) -> object:
+def _signature(layer: nn.Module, inputs: Sequence[Tensor], key: object) -> object:
     """Returns what the launches depend on besides the addresses and values of tensors, for comparison."""
     return (
+        key,
         layer.training,
         torch.is_grad_enabled(),
         torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
         raw_stream(inputs[0].device),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
-        *[(tensor.shape, tensor.dtype, tensor.requires_grad, type(tensor)) for tensor in inputs],
+        *[(t.shape, t.dtype, t.requires_grad, type(t), t.get_device(), t.is_contiguous()) for t in inputs],
     )
 
 

@@ -8,10 +8,11 @@ parameters are not guessed: the recorder finds the only explanation, or refuses.
 The moved runs allocate fillers of random sizes between tensors, so that each tensor moves by a distance of its own.
 
 Memory is recorded too: when the function allocated and freed each tensor, counted in launches. A replay allocates and
-frees in the same places, so it needs no more memory than the function.
+frees in the same places, so it needs little more memory than the function.
 """
 
 import ctypes
+import functools
 import gc
 import random
 import struct
@@ -348,6 +349,15 @@ class _Allocations(TorchDispatchMode):
         self._open = False
 
 
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Returns a stream that nothing else uses. One of torch's pool may be one to which the function forks."""
+    made = driver().sequence_make_stream()
+    if made is None:
+        raise UnrecordableError("the driver makes no stream")
+    return torch.cuda.ExternalStream(made, device)
+
+
 def _captured(
     function: Function,
     inputs: Sequence[Tensor],
@@ -355,7 +365,7 @@ def _captured(
     given: Sequence[int],
     fillers: _Fillers | None,
 ) -> _Capture:
-    stream = torch.cuda.Stream()
+    stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     capture = _Capture()
     collects = gc.isenabled()
@@ -475,7 +485,9 @@ def _place_of(
     if len(places) == 1:
         return places.pop()
     is_half = len({value & _LOW_HALF for value in values}) == 1  # 4 bytes of padding behind a member of 4 bytes
-    if not places and (is_equal or is_half or not is_known) and launches.may_be_padding(node, word):
+    # The first run's memory is alive during the others, so that a tensor of theirs is elsewhere.
+    repeats = values[0] in values[1:]
+    if not places and (is_equal or is_half or repeats or not is_known) and launches.may_be_padding(node, word):
         return None
     shown = f"word {word} of launch {node} ({launches.name(node)}) is {', '.join(f'{value:#x}' for value in values)}"
     if places:

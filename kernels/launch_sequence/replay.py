@@ -6,7 +6,7 @@ step's tensors into one array; hand it to driver.c. Small tensors share an alloc
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from sonic_ep.kernels.launch_sequence.recorder import BACKWARD, FORWARD, Launche
 # A buffer of that size, or of that share of the largest, has an allocation of its own.
 _OWN_BYTES, _OWN_SHARE = 2**20, 1 / 16
 _ALIGNMENT = 256  # bytes, as torch's allocator gives at least
+
+State = Callable[[], Sequence[Tensor]]
 
 
 @dataclass(slots=True)
@@ -115,9 +117,8 @@ class Replay:
         self._forward = layout.forward()
         self._backward = layout.backward() if differentiable else None
 
-    def __call__(self, inputs: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the outputs of the function. state: as it was given to `record`, without constants."""
-        state = (*state, *self._constants)
+    def __call__(self, inputs: Sequence[Tensor], state: State) -> list[Tensor]:
+        """Returns the outputs of the function. state: returns it as `record` got it, without constants, each time."""
         if self._backward is None:
             return self.launch_forward(inputs, state)[0]
         others: list[Tensor] = []
@@ -134,32 +135,30 @@ class Replay:
             self._zeros[number] = torch.zeros(place.shape, dtype=place.dtype, device=self._device)
         return self._zeros[number]
 
-    def launch_forward(self, inputs: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def launch_forward(self, inputs: Sequence[Tensor], state: State) -> tuple[list[Tensor], list[Tensor]]:
         """Returns all outputs, and what backward needs."""
-        layout = self._layout
+        layout, current = self._layout, [*state(), *self._constants]
         slots: list[Tensor | None] = [None] * layout.num_slots
         slots[: len(inputs)] = inputs
-        slots[layout.first_state : layout.first_state + len(state)] = state
+        slots[layout.first_state : layout.first_state + len(current)] = current
         outputs = self._forward.run(slots, self._device)
         return outputs, [slots[slot] for slot in layout.saved]  # pyright: ignore[reportReturnType]
 
-    def launch_backward(
-        self, saved: list[Tensor], grads: Sequence[Tensor], state: Sequence[Tensor]
-    ) -> list[Tensor | None]:
+    def launch_backward(self, saved: list[Tensor], grads: Sequence[Tensor], state: State) -> list[Tensor | None]:
         """Returns the gradient of each input that required one. saved: is emptied, so that memory can be freed."""
-        layout = self._layout
+        layout, current = self._layout, [*state(), *self._constants]
         slots: list[Tensor | None] = [None] * layout.num_slots
         for slot in reversed(layout.saved):
             slots[slot] = saved.pop()
         slots[layout.num_inputs : layout.num_inputs + len(grads)] = grads
-        slots[layout.first_state : layout.first_state + len(state)] = state
+        slots[layout.first_state : layout.first_state + len(current)] = current
         assert self._backward is not None
         return self._backward.run(slots, self._device)
 
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, replay: Replay, state: Sequence[Tensor], others: list[Tensor], *inputs: Tensor) -> Any:
+    def forward(ctx: Any, replay: Replay, state: State, others: list[Tensor], *inputs: Tensor) -> Any:
         outputs, saved = replay.launch_forward(inputs, state)
         ctx.replay, ctx.state = replay, state
         ctx.save_for_backward(*saved)

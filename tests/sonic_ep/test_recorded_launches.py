@@ -33,7 +33,7 @@ def layers(config: MoEConfig, number: int = 1) -> tuple[list[MoE], list[MoE]]:
     """The same layers twice: repeating launches, and running their code."""
 
     def made(*, record: bool) -> list[MoE]:
-        config_of = replace(config, record_launches=record)
+        config_of = replace(config, record_launches="on" if record else "off")
         return [MoE(config_of, seed=seed, device="cuda", dtype=torch.bfloat16) for seed in range(number)]
 
     return made(record=True), made(record=False)
@@ -55,6 +55,14 @@ def run(layer: MoE, x: Tensor, *, losses: bool = True) -> list[Tensor]:
     assert x.grad is not None
     assert None not in grads
     return [out.y.detach(), out.aux_loss.detach(), out.stats.entropy_T, *out.stats.counts, x.grad, *grads]  # pyright: ignore[reportReturnType]
+
+
+def recorded_by_now(layer: MoE, x: Tensor) -> None:
+    """Calls a layer twice, so that it records the signature of x."""
+    before = layer._recorded.num_recorded
+    for _ in range(2):
+        run(layer, x)
+    assert layer._recorded.num_recorded == before + (layer.config.record_launches == "on")
 
 
 def assert_same(one: Sequence[Tensor], two: Sequence[Tensor]) -> None:
@@ -88,6 +96,9 @@ def test_backward_in_any_order() -> None:
     for order in orders:
         results = []
         for stack in layers(CONFIGS["nearest"], 4):
+            for layer in stack:
+                recorded_by_now(layer, inputs(1))
+                layer.zero_grad()
             x = inputs(0).requires_grad_()
             outs = [layer(x).y for layer in stack]
             again = stack[0](x).y  # the same layer twice
@@ -99,6 +110,8 @@ def test_backward_in_any_order() -> None:
 def test_a_retained_graph_runs_backward_twice() -> None:
     results = []
     for (layer,) in layers(CONFIGS["nearest"]):
+        recorded_by_now(layer, inputs(0))
+        layer.zero_grad()
         x = inputs(1).requires_grad_()
         loss = (layer(x).y ** 2).sum()
         loss.backward(retain_graph=True)
@@ -110,15 +123,17 @@ def test_a_retained_graph_runs_backward_twice() -> None:
 def test_every_input_signature_is_recorded() -> None:
     (recorded,), (code,) = layers(CONFIGS["nearest"])
     for x in (inputs(0), inputs(1)[:512], inputs(2)[:511], inputs(3).view(2, T // 2, D)):
+        recorded_by_now(recorded, x)
         assert_same(run(recorded, x), run(code, x))
     assert recorded._recorded.num_recorded == 4
     recorded.experts.requires_grad_(False)
     code.experts.requires_grad_(False)
-    x = inputs(4)
-    outs = [layer(x) for layer in (recorded, code)]
-    weights = recorded.router.weight, code.router.weight
-    grads = [torch.autograd.grad((out.y**2).sum(), weight) for out, weight in zip(outs, weights, strict=True)]
-    assert_same(*grads)
+    for step in range(3):
+        outs = [layer(inputs(step)) for layer in (recorded, code)]
+        weights = recorded.router.weight, code.router.weight
+        grads = [torch.autograd.grad((out.y**2).sum(), weight) for out, weight in zip(outs, weights, strict=True)]
+        assert_same(*grads)
+    assert recorded._recorded.num_recorded == 5
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -130,14 +145,15 @@ def test_without_gradients(training: bool) -> None:
         for step in range(5):
             one, two = (layer(inputs(step)) for layer in (recorded, code))
             assert_same([one.y, *one.stats.counts], [two.y, *two.stats.counts])
-    assert recorded._recorded.num_recorded == 1  # from the third call on
+    assert recorded._recorded.num_recorded == 1
 
 
 def test_a_copy_and_moved_weights() -> None:
     (recorded,), (code,) = layers(CONFIGS["off"])
-    run(recorded, inputs(0))
+    recorded_by_now(recorded, inputs(0))
     copied = copy.deepcopy(recorded)
     assert copied._recorded.num_recorded == 0
+    recorded_by_now(copied, inputs(0))
     assert_same(run(copied, inputs(1)), run(code, inputs(1)))
     for layer in (recorded, code):
         for parameter in layer.parameters():
@@ -150,9 +166,9 @@ def test_autocast() -> None:
     config = CONFIGS["nearest"]
     recorded, code = (
         MoE(replace(config, record_launches=record), seed=0, device="cuda", dtype=torch.float32)
-        for record in (True, False)
+        for record in ("on", "off")
     )
-    for step in range(2):
+    for step in range(3):
         results = []
         for layer in (recorded, code):
             x = inputs(step).float().requires_grad_()
@@ -166,7 +182,7 @@ def test_autocast() -> None:
 def test_activation_checkpointing(contexts: Any) -> None:
     more = {} if contexts is None else {"context_fn": contexts}
     (recorded,), (code,) = layers(CONFIGS["nearest"])
-    for step in range(2):
+    for step in range(3):
         results = []
         for layer in (recorded, code):
             x = inputs(step).requires_grad_()
@@ -191,12 +207,12 @@ def test_a_repeated_step_needs_no_more_memory() -> None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del y
     assert saved[0] <= saved[1] + 2**20
-    assert peaks[0] <= peaks[1] + 2**21
+    assert peaks[0] <= 1.03 * peaks[1]  # small tensors share memory, and so live longer
 
 
 def test_hooks_of_submodules_run() -> None:
     (recorded,), _ = layers(CONFIGS["off"])
-    run(recorded, inputs(0))
+    recorded_by_now(recorded, inputs(0))
     seen: list[Any] = []
     handle = recorded.router.register_forward_hook(lambda *_: seen.append(1))
     run(recorded, inputs(1))
@@ -207,9 +223,10 @@ def test_hooks_of_submodules_run() -> None:
 
 
 def test_what_depends_on_more_than_addresses_runs_the_code(caplog: pytest.LogCaptureFixture) -> None:
-    config = replace(CONFIGS["off"], router=RouterConfig(jitter=0.1), record_launches=True)
+    config = replace(CONFIGS["off"], router=RouterConfig(jitter=0.1))
     layer = MoE(config, seed=0, device="cuda", dtype=torch.bfloat16)
     with caplog.at_level("INFO", logger="sonic_ep.launches"):
-        run(layer, inputs(0))
+        for step in range(2):
+            run(layer, inputs(step))
     assert layer._recorded.num_recorded == 0
     assert "draws random numbers" in caplog.text

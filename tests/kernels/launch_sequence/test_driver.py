@@ -77,10 +77,22 @@ def test_programmatic_launches_are_those_with_a_programmatic_edge_from_the_launc
     assert [line.split("programmatic ")[1][0] for line in graph.log()] == ["0", "1", "0"]
 
 
+def test_the_first_launch_of_a_lane_overlaps_none(graph: FakeGraph) -> None:
+    for _ in range(2):  # the second time, the stack holds what the first has left
+        graph.reset()
+        graph.kernel(1, 0)
+        graph.kernel(2, 0, after=[0], edge=PROGRAMMATIC)
+        graph.kernel(3, 0, after=[0], edge=PROGRAMMATIC)
+        graph.kernel(4, 0, after=[1], edge=PROGRAMMATIC)
+        assert launch(read()) == 0
+        kernels = [line for line in graph.log() if line.startswith("kernel")]
+        assert [line.split("programmatic ")[1][0] for line in kernels] == ["0", "0", "1", "1"]
+
+
 def test_a_fork_runs_on_a_second_stream_and_is_joined(graph: FakeGraph) -> None:
     graph.kernel(1, 0)
-    graph.kernel(2, 0, after=[0])
-    graph.kernel(3, 0, after=[0])  # of the other branch
+    graph.kernel(2, 0, after=[0])  # of the other branch: what runs beside is launched first
+    graph.kernel(3, 0, after=[0])
     graph.kernel(4, 0, after=[1, 2])
     sequence = read()
     assert driver.library().sequence_num_lanes(sequence) == 2
@@ -90,13 +102,30 @@ def test_a_fork_runs_on_a_second_stream_and_is_joined(graph: FakeGraph) -> None:
         f"wait stream {SIDE}",  # for what the caller has launched before
         f"kernel 1 stream {MAIN}",
         f"record stream {MAIN}",
-        f"kernel 2 stream {MAIN}",
         f"wait stream {SIDE}",
-        f"kernel 3 stream {SIDE}",
+        f"kernel 2 stream {SIDE}",
         f"record stream {SIDE}",
+        f"kernel 3 stream {MAIN}",
         f"wait stream {MAIN}",
         f"kernel 4 stream {MAIN}",
     ]
+
+
+def test_a_stream_that_forks_twice_stays_on_its_lane(graph: FakeGraph) -> None:
+    """As where rows are copied twice beside GEMMs, and each copy is waited for later."""
+    graph.kernel(1, 0)
+    graph.kernel(2, 0, after=[0])  # the first copy
+    graph.kernel(3, 0, after=[0])
+    graph.kernel(4, 0, after=[2, 1])  # the second copy
+    graph.kernel(5, 0, after=[2])
+    graph.kernel(6, 0, after=[4, 1])  # waits for the first
+    graph.kernel(7, 0, after=[5, 3])  # waits for the second
+    sequence = read()
+    assert driver.library().sequence_num_lanes(sequence) == 2
+    assert launch(sequence) == 0
+    kernels = [line.split(" grid")[0].split(": ")[0] for line in graph.log() if line.startswith("kernel")]
+    lanes = {1: MAIN, 2: SIDE, 3: MAIN, 4: SIDE, 5: MAIN, 6: MAIN, 7: MAIN}
+    assert kernels == [f"kernel {number} stream {lane}" for number, lane in lanes.items()]
 
 
 def test_a_fork_that_no_launch_joins_is_joined_in_the_end(graph: FakeGraph) -> None:
@@ -104,7 +133,9 @@ def test_a_fork_that_no_launch_joins_is_joined_in_the_end(graph: FakeGraph) -> N
     graph.kernel(2, 0, after=[0])
     graph.kernel(3, 0, after=[0])
     assert launch(read()) == 0
-    assert [line.split(":")[0] for line in graph.log()][-2:] == [f"record stream {SIDE}", f"wait stream {MAIN}"]
+    log = [line.split(":")[0] for line in graph.log()]
+    assert log[-1] == f"wait stream {MAIN}"
+    assert log[-3] == f"record stream {SIDE}"
 
 
 def test_sequences_differ_in_more_than_blocks(graph: FakeGraph) -> None:

@@ -96,7 +96,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 def test_kernels_get_the_addresses_of_this_step(repeated: Replay, graph: FakeGraph) -> None:
     for _ in range(2):
         x, w, state = inputs()
-        y, stats, number = repeated((x, w), [state])
+        y, stats, number = repeated((x, w), lambda state=state: [state])
         (x1, small, stats1), (small2, state2, h2), (h3, temporary3), (temporary4, y4) = map(parameters, graph.log())
         assert x1 == x.data_ptr()
         assert small == small2
@@ -120,7 +120,7 @@ def test_kernels_get_the_addresses_of_this_step(repeated: Replay, graph: FakeGra
 
 def test_launches_are_on_the_current_stream(repeated: Replay, graph: FakeGraph) -> None:
     x, w, state = inputs()
-    repeated((x, w), [state])
+    repeated((x, w), lambda: [state])
     assert all(f"stream {STREAM} " in line for line in graph.log())
 
 
@@ -139,7 +139,7 @@ def test_memory_is_freed_where_the_function_freed_it(
 
     monkeypatch.setattr(torch, "empty_strided", noting)
     x, w, state = inputs()
-    y, *_ = repeated((x, w), [state])
+    y, *_ = repeated((x, w), lambda: [state])
     assert [ref() is not None for size, ref in made if size == LARGE] == [True, False]  # H, not the temporary tensor
     y.sum().backward()
     living_at_dx, living_at_dw = living[-2:]
@@ -150,7 +150,7 @@ def test_memory_is_freed_where_the_function_freed_it(
 
 def test_a_retained_graph_is_read_again(repeated: Replay, graph: FakeGraph) -> None:
     x, w, state = inputs()
-    y, *_ = repeated((x, w), [state])
+    y, *_ = repeated((x, w), lambda: [state])
     graph.log()
     y.sum().backward(retain_graph=True)
     first = graph.log()
@@ -172,7 +172,7 @@ def test_an_error_of_the_driver_is_raised(graph: FakeGraph) -> None:
     place = Place(1, 0, (4,), (1,), torch.float32)
     recording = Recording(1, 1, buffers, [(True, 1)], [forward], [moved], [place], [])
     with pytest.raises(RuntimeError, match="error 719 for a recorded launch"):
-        Replay(recording, [], torch.device("cpu"))((torch.zeros(4),), [])
+        Replay(recording, [], torch.device("cpu"))((torch.zeros(4),), lambda: [])
 
 
 def test_a_step_makes_few_calls(repeated: Replay) -> None:
@@ -185,7 +185,7 @@ def test_a_step_makes_few_calls(repeated: Replay) -> None:
             calls.append(frame.f_code.co_name)
 
     def step() -> None:
-        y, *_ = repeated((x, w), [state])
+        y, *_ = repeated((x, w), lambda: [state])
         torch.autograd.grad(y, (x, w), y)
 
     step()

@@ -1,0 +1,166 @@
+"""Recorded steps of a layer on several ranks: their sizes, when the ranks record one, and whether it was large enough.
+
+A recorded step (kernels/launch_sequence/) has the sizes that it was recorded with. Across ranks, sizes change from step
+to step. So a step is recorded with a bound: a little more than the last step needed, rounded up to one of a few levels.
+If the true sizes exceed the bound, the devices send nothing. The host reads the sizes after it has launched everything,
+and then runs the layer's code on the same routing.
+
+Two rules keep the ranks together:
+
+  Repeating launches or running the code is each rank's own choice. Either way it sends the same, in the same stages.
+  Recording runs the step twice more, so all ranks do it in the same calls: they count calls alike, by sizes that all of
+  them know, and exchange their problems first.
+
+Legend: S ranks of the EP group, K experts per token.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from sonic_ep.async_d2h import copies_recorded
+from sonic_ep.dispatch.speculation import SizeBound
+from sonic_ep.dispatch.symmetric import SymmetricTransport
+from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.launch_sequence.mailbox import Mailbox
+from sonic_ep.kernels.launch_sequence.recorded_layer import has_saved_tensor_hooks
+from sonic_ep.kernels.route.status.reference import HEADER
+from sonic_ep.routing import AsyncSplitSizes, SplitSizes
+
+_LOG = logging.getLogger("sonic_ep.launches")
+_MARGIN = 33 / 32  # bound / what the last step needed
+_LEVELS = 8  # per balanced step: a level is a multiple of an eighth of its rows
+_MIN_UNIT = 128  # rows
+_EVERY_CALL = 3  # the ranks may record in the first three calls with a bound, then in the 4th, 8th, 16th, ...
+
+
+class SentRows(NamedTuple):
+    """How a layer sends rows. is_static: whether its present steps have static buffers."""
+
+    transport: SymmetricTransport
+    row_bytes: int
+    device: torch.device
+    is_static: bool
+
+
+class Step(NamedTuple):
+    """One call of a layer.
+
+    bound: of its sizes; None with static buffers, which are large enough for every step. tokens: the most of any rank.
+    is_time: whether the ranks may record in this call.
+    """
+
+    sent: SentRows
+    bound: SizeBound | None
+    tokens: int
+    is_time: bool
+
+    @property
+    def key(self) -> object:
+        """What the launches of the step depend on."""
+        return self.bound, self.tokens, self.sent.transport.capacity_of_counts
+
+
+@final
+class BoundedSteps:
+    """The steps of one layer. `Steps` of kernels/launch_sequence/recorded_layer.py says what is asked of it.
+
+    check: gets the status fields of all ranks, rank by rank, and raises if one has an error. sent_by: returns how a
+    layer sends rows, or None if it does not use symmetric memory.
+    """
+
+    def __init__(
+        self, group: EPGroup, K: int, check: Callable[[list[int]], None], sent_by: Callable[[Any], SentRows | None]
+    ) -> None:
+        self._group, self._K, self._check, self._sent_by = group, K, check, sent_by
+        self._needed: SizeBound | None = None  # by the last step
+        self._calls: Counter[object] = Counter()
+        self._mailbox: Mailbox | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BoundedSteps":
+        return BoundedSteps(self._group, self._K, self._check, self._sent_by)
+
+    def begin(self, layer: Any) -> Step | None:
+        """Counts a call. Returns None, on every rank, if the code has to run: the first call has no bound."""
+        needed = self._needed
+        sent = None if needed is None else self._sent_by(layer)
+        if sent is None or needed is None:
+            return None
+        bound = self._bound(needed)
+        self._calls[bound] += 1
+        number = self._calls[bound]
+        is_time = number <= _EVERY_CALL or number & (number - 1) == 0
+        return Step(sent, None if sent.is_static else bound, needed.tokens, is_time)
+
+    def is_time(self, step: Step, signature: object, *, known: bool) -> bool:
+        """Returns True, on every rank, if the ranks may record now, whatever each of them has recorded."""
+        return step.is_time
+
+    def agreed(self, layer: Any, problem: str | None, *, known: bool = False) -> bool:
+        """Returns True, on every rank, if no rank has a problem and not all know this step. A collective."""
+        replies = self._group.all_gather_object((problem, known, (layer.training, torch.is_grad_enabled())))
+        problems = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(replies) if text is not None]
+        if problems:
+            _LOG.info("launches are not recorded now: %s", "; ".join(problems))
+        all_known, alike = all(known for _, known, _ in replies), len({mode for _, _, mode in replies}) == 1
+        return alike and not problems and not all_known
+
+    def problem_with_call(self, step: Step, num_tokens: int) -> str | None:
+        """Returns why a call cannot repeat launches."""
+        if num_tokens > step.tokens:
+            return f"there are {num_tokens} tokens, and buffers for {step.tokens}"
+        # Activation checkpointing compares the shapes that its two calls save, and the bound can change between them.
+        return "saved-tensor hooks" if has_saved_tensor_hooks() else None
+
+    def bounded(self, step: Step) -> AbstractContextManager[object]:
+        """Returns a context in which the code runs with the sizes of the step. A collective."""
+        if self._mailbox is None:
+            self._mailbox = Mailbox(SplitSizes.num_values(self._group.size, HEADER))
+        if step.bound is None:
+            return nullcontext()
+        step.sent.transport.reserve(step.sent.row_bytes, step.bound)
+        return step.sent.transport.bounded_by(step.bound)
+
+    def captured(self) -> AbstractContextManager[object]:
+        """Returns a context in which copies of sizes go to where `finish` reads them."""
+        assert self._mailbox is not None
+        return copies_recorded(self._mailbox.values)
+
+    def state(self, step: Step) -> list[Tensor]:
+        """Returns the tensors of the transport that launches refer to, and the destination of sizes."""
+        transport, row_bytes, device, _ = step.sent
+        transport.raise_if_lost()
+        assert self._mailbox is not None
+        return [self._mailbox.values, *transport.memory(row_bytes, step.tokens, device)]
+
+    def start(self) -> None:
+        """Call it before launches are repeated."""
+        assert self._mailbox is not None
+        self._mailbox.empty()
+
+    def finish(self, step: Step) -> SplitSizes | None:
+        """Blocks until the sizes of the repeated step have arrived. Returns None if they are within the bound.
+
+        Raises what `check` raises.
+        """
+        assert self._mailbox is not None
+        sizes, reports = SplitSizes.unpacked(self._mailbox.read(), self._group.size)
+        self._check(reports)
+        needed = self._needed = SizeBound.needed_by(sizes)
+        return None if step.bound is None or step.bound.holds(needed) else sizes
+
+    def observe(self, split_sizes: AsyncSplitSizes | None) -> None:
+        """Learns from a step that the code ran. Every rank calls it, or `finish`, in every step."""
+        sizes = None if split_sizes is None else split_sizes.sizes_read
+        if sizes is not None:
+            self._needed = SizeBound.needed_by(sizes)
+
+    def _bound(self, needed: SizeBound) -> SizeBound:
+        unit = max(_MIN_UNIT, -(-needed.tokens * self._K // (_LEVELS * _MIN_UNIT)) * _MIN_UNIT)
+        rows, pairs = (-(-round(size * _MARGIN) // unit) * unit for size in needed[1:])
+        return SizeBound(needed.tokens, rows, max(rows, pairs))

@@ -1,0 +1,141 @@
+"""The bound of a step, the calls in which ranks record, and what they agree about; test_recorded_steps.py has GPUs."""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sonic_ep.dispatch.bounded_steps import BoundedSteps, SentRows, Step
+from sonic_ep.dispatch.speculation import SizeBound
+from sonic_ep.groups import EPGroup
+from sonic_ep.routing import AsyncSplitSizes, SplitSizes
+from tests.helpers.launch import RankPool
+
+K = 4
+Ranks = Callable[[int], RankPool]
+
+
+def sizes_of(tokens: int, rows: int, pairs: int) -> AsyncSplitSizes:
+    """Two ranks, of which rank 1 gets most."""
+    rows_SQ, pairs_SQ = (((0, value // 2), (0, value - value // 2)) for value in (rows, pairs))
+    sizes = SplitSizes((tokens, tokens // 2), rows_SQ, pairs_SQ)
+    return AsyncSplitSizes(torch.empty(0), 2, known=sizes)
+
+
+def steps_of(group: EPGroup, *, static: bool = False, symmetric: bool = True) -> BoundedSteps:
+    transport: Any = SimpleNamespace(capacity_of_counts=7)
+    sent = SentRows(transport, 16, torch.device("cpu"), static) if symmetric else None
+    return BoundedSteps(group, K, lambda _: None, lambda _: sent)
+
+
+def layer(*, training: bool = True) -> Any:
+    return SimpleNamespace(training=training)
+
+
+def begun(steps: BoundedSteps, each: Any) -> Step:
+    step = steps.begin(each)
+    assert step is not None
+    return step
+
+
+@given(tokens=st.integers(0, 40000), rows=st.integers(0, 300000), fewer=st.integers(0, 9000))
+def test_a_bound_holds_the_last_step_and_little_more(tokens: int, rows: int, fewer: int) -> None:
+    steps, split_sizes = steps_of(EPGroup.alone()), sizes_of(tokens, rows, max(rows - fewer, 0))
+    steps.observe(split_sizes)
+    bound = begun(steps, layer()).bound
+    assert bound is not None
+    assert bound.holds(SizeBound.needed_by(split_sizes.read()))
+    assert bound.rows <= rows * 33 / 32 + tokens * K / 8 + 129
+    assert bound.pairs == bound.rows
+
+
+def test_sizes_that_differ_little_share_a_bound() -> None:
+    steps, bounds = steps_of(EPGroup.alone()), set()
+    for rows in range(32000, 36000, 100):
+        steps.observe(sizes_of(8192, rows, rows))
+        bounds.add(begun(steps, layer()).bound)
+    assert len(bounds) <= 3
+
+
+def test_the_code_runs_before_sizes_are_known_and_without_symmetric_memory() -> None:
+    steps = steps_of(EPGroup.alone())
+    assert steps.begin(layer()) is None
+    steps.observe(None)  # nothing was gathered
+    assert steps.begin(layer()) is None
+    steps.observe(sizes_of(8, 32, 32))
+    assert steps.begin(layer()) is not None
+    assert copy.deepcopy(steps).begin(layer()) is None
+    other = steps_of(EPGroup.alone(), symmetric=False)
+    other.observe(sizes_of(8, 32, 32))
+    assert other.begin(layer()) is None
+
+
+def test_ranks_record_in_the_first_calls_and_then_rarely() -> None:
+    steps = steps_of(EPGroup.alone())
+    steps.observe(sizes_of(8, 32, 32))
+    times = [number for number in range(1, 70) if begun(steps, layer()).is_time]
+    assert times == [1, 2, 3, 4, 8, 16, 32, 64]
+    steps.observe(sizes_of(8, 3200, 3200))
+    assert begun(steps, layer()).is_time  # the first call with this bound
+
+
+def test_static_buffers_hold_every_step() -> None:
+    steps = steps_of(EPGroup.alone(), static=True)
+    steps.observe(sizes_of(8, 32, 32))
+    small = begun(steps, layer())
+    steps.observe(sizes_of(8, 3200, 3200))
+    assert small.bound is None
+    assert begun(steps, layer()).key == small.key
+
+
+def agreements(rank: int) -> list[bool]:
+    steps = steps_of(EPGroup())
+    each = layer()
+    with torch.set_grad_enabled(rank == 0):
+        unlike = steps.agreed(each, None)
+    return [
+        steps.agreed(each, None),
+        steps.agreed(each, "hooks" if rank else None),
+        steps.agreed(each, None, known=rank == 0),
+        steps.agreed(each, None, known=True),
+        unlike,
+        steps.agreed(layer(training=rank == 0), None),
+    ]
+
+
+def test_ranks_agree(ranks: Ranks) -> None:
+    assert ranks(2).run(agreements) == [[True, False, True, False, False, False]] * 2
+
+
+def test_what_prevents_repetition() -> None:
+    steps = steps_of(EPGroup.alone())
+    steps.observe(sizes_of(8, 32, 32))
+    step = begun(steps, layer())
+    assert steps.problem_with_call(step, 8) is None
+    assert steps.problem_with_call(step, 9) == "there are 9 tokens, and buffers for 8"
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert steps.problem_with_call(step, 8) == "saved-tensor hooks"
+
+
+def test_a_bad_status_is_raised() -> None:
+    def check(fields: list[int]) -> None:
+        raise ValueError(fields)
+
+    steps: Any = BoundedSteps(EPGroup.alone(), K, check, lambda _: None)
+    steps._mailbox = SimpleNamespace(read=lambda: [5, 20, 20, 5, 16, 0])
+    with pytest.raises(ValueError, match=r"\[5, 16, 0\]"):
+        steps.finish(Step(None, SizeBound(5, 128, 128), 5, is_time=False))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("rows", "holds"), [(128, True), (129, False)])
+def test_sizes_beyond_the_bound_are_returned(rows: int, holds: bool) -> None:
+    steps: Any = steps_of(EPGroup.alone())
+    steps._mailbox = SimpleNamespace(read=lambda: [5, rows, 20, 5, 2, 0])
+    sizes = steps.finish(Step(None, SizeBound(5, 128, 128), 5, is_time=False))  # pyright: ignore[reportArgumentType]
+    assert (sizes is None) == holds
+    assert begun(steps, layer()).bound.rows == 256  # learned in either case
