@@ -83,7 +83,7 @@ class Case:
             return transport.prepare(self.routing, plan, self.x)
 
         def combine_rows() -> Any:
-            return transport.combine(y_PH, prepared.weights_P, prepared.handle)
+            return transport.combine(y_PH, prepared.weights_P, prepared.handle).result()
 
         try:
             return {

@@ -25,7 +25,6 @@ from whole_tiles import whole_tiles
 
 from sonic_ep import load_config
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.dispatch.protocol import combine_now
 from sonic_ep.kernels.backend import gather_sum
 from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.experts import grouped_gemm as operations
@@ -249,7 +248,8 @@ def time_reserved(problem: Problem, candidates: Sequence[int], rounds: int) -> d
     _, backward = problem.kernels()
 
     def before() -> None:
-        with replaced(LocalTransport, combine_async=combine_now):
+        combine = LocalTransport.combine
+        with replaced(LocalTransport, combine=lambda *arguments, overlap=False: combine(*arguments)):
             backward()
 
     def overlapped(free: int) -> None:

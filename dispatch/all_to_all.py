@@ -19,14 +19,7 @@ from torch.nn.functional import pad
 
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.dispatch.plan import split_sizes_async
-from sonic_ep.dispatch.protocol import (
-    DispatchHandle,
-    PendingCombine,
-    PreparedDispatch,
-    Splits,
-    combine_now,
-    combine_scalars_now,
-)
+from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists, values_of_pairs
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
@@ -40,8 +33,6 @@ class AllToAllTransport:
     wire_bytes: bytes that this rank has sent to other ranks, by kind: "lists", "dispatch", "combine",
     "combine_scalars".
     """
-
-    sends_unchecked = False
 
     def __init__(self, group: EPGroup) -> None:
         self.group = group
@@ -89,38 +80,25 @@ class AllToAllTransport:
         )
         return PreparedDispatch(handle, buffer.weights_P)
 
-    def dispatch(self, x_TH: Tensor, handle: DispatchHandle) -> Tensor:
+    def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         token_of_sent_U, _, _ = handle.transport_lists
         packed_UH = x_TH.index_select(0, token_of_sent_U)
-        return self._exchange("dispatch", packed_UH, handle.splits.rows_out, handle.splits.rows_in)
+        return Pending.done(self._exchange("dispatch", packed_UH, handle.splits.rows_out, handle.splits.rows_in))
 
-    def dispatch_async(self, x_TH: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        rows_RH = self.dispatch(x_TH, handle)
-        return lambda: rows_RH
-
-    def clone_rows(self, rows_RH: Tensor) -> Tensor:
-        return rows_RH
-
-    def combine_rows(self, rows_RH: Tensor, handle: DispatchHandle) -> Tensor:
+    def combine(
+        self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
+    ) -> Pending:
         _, sent_by_token_U, sent_starts_T = handle.transport_lists
-        back_UH = self._exchange("combine", rows_RH, handle.splits.rows_in, handle.splits.rows_out)
-        return gather_sum(back_UH, sent_by_token_U, sent_starts_T)
+        sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
+        back_UH = self._exchange("combine", sums_RH, handle.splits.rows_in, handle.splits.rows_out)
+        return Pending.done(gather_sum(back_UH, sent_by_token_U, sent_starts_T))
 
-    def combine(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Tensor:
-        return self.combine_rows(gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P), handle)
-
-    def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> PendingCombine:
-        return combine_now(self, values_PH, weights_P, handle)
-
-    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle) -> Tensor:
+    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         num_pairs = handle.slot_V.shape[0]
         values_V = values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], num_pairs)
         values_N = self._exchange("combine_scalars", values_V, handle.splits.pairs_in, handle.splits.pairs_out)
         spare = handle.num_listed - values_N.shape[0]
-        return pad(values_N, (0, spare)) if spare else values_N
-
-    def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        return combine_scalars_now(self, parts_PZ, handle)
+        return Pending.done(pad(values_N, (0, spare)) if spare else values_N)
 
     def _exchange(self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
         row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0

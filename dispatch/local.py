@@ -13,7 +13,7 @@ from torch import Tensor
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.checks import starts_aligned
 from sonic_ep.dispatch.plan import split_sizes_async
-from sonic_ep.dispatch.protocol import DispatchHandle, PendingCombine, PreparedDispatch, Splits
+from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.speculation import RowPredictor
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import allows_spare_capacity, gather_sum, pair_lists, values_of_pairs
@@ -31,7 +31,7 @@ class LocalTransport:
     have capacity for the most rows that rounding can produce (`Routing.max_rows`).
     """
 
-    name, sends_unchecked = "", False
+    name = ""
     STATIC = "static"
 
     def __init__(self, *, static: bool = False) -> None:
@@ -91,22 +91,14 @@ class LocalTransport:
             return resolve_sizes()[0]
         return prepared(P, V).speculative(rows, resolve_sizes)
 
-    def dispatch(self, x_TH: Tensor, handle: DispatchHandle) -> Tensor:
-        return x_TH if starts_aligned(x_TH) else x_TH.clone()
+    def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
+        return Pending(lambda: x_TH if starts_aligned(x_TH) else x_TH.clone())
 
-    def dispatch_async(self, x_TH: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        return lambda: self.dispatch(x_TH, handle)
-
-    def clone_rows(self, rows_RH: Tensor) -> Tensor:
-        return rows_RH
-
-    def combine_rows(self, rows_RH: Tensor, handle: DispatchHandle) -> Tensor:
-        return rows_RH
-
-    def combine(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Tensor:
-        return gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-
-    def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> PendingCombine:
+    def combine(
+        self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
+    ) -> Pending:
+        if not overlap:
+            return Pending.done(gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P))
         # Allocated before the kernel that overlaps the sums is launched. Allocated later, it could be memory that the
         # host has freed but that kernel still uses.
         sums_RH = values_PH.new_empty(handle.num_rows, values_PH.shape[1])
@@ -115,17 +107,14 @@ class LocalTransport:
             lists = handle.pairs_by_row_V, handle.pair_starts_R
             return gather_sum(values_PH, *lists, weights_P, into=sums_RH, overlap_previous=True)
 
-        return PendingCombine(result, reserve_sms=True)
+        return Pending(result, reserve_sms=True)
 
-    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle) -> Tensor:
-        return values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], handle.num_listed)
-
-    def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        values_N = parts_PZ.new_empty(handle.num_listed)  # allocated now, as in combine_async
-        num_pairs = handle.pair_starts_R[-1:]
-        return partial(
-            values_of_pairs, parts_PZ, handle.slot_V, num_pairs, handle.num_listed, into=values_N, overlap_previous=True
-        )
+    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
+        lists = handle.slot_V, handle.pair_starts_R[-1:], handle.num_listed
+        if not overlap:
+            return Pending.done(values_of_pairs(parts_PZ, *lists))
+        values_N = parts_PZ.new_empty(handle.num_listed)  # allocated now, as in `combine`
+        return Pending(partial(values_of_pairs, parts_PZ, *lists, into=values_N, overlap_previous=True))
 
 
 def _rows_and_pairs(arriving_sizes: AsyncSplitSizes) -> tuple[int, int]:

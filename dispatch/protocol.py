@@ -2,15 +2,16 @@
 
     prepared = transport.prepare(routing, plan, x)        sends index lists and weights; forward only
     handle   = prepared.handle
-    rows     = transport.dispatch(x, handle)              sends each distinct (token, destination rank) row once
-    out      = transport.combine(y, prepared.weights_P, handle)
+    rows     = transport.dispatch(x, handle).result()     sends each distinct (token, destination rank) row once
+    out      = transport.combine(y, prepared.weights_P, handle).result()
                                                           sums y by received row, sends the sums back, sums by token
-    values   = transport.combine_scalars(parts, handle)   sends one number per pair back
+    values   = transport.combine_scalars(parts, handle).result()
+                                                          sends one number per pair back
 
 The source rank holds a token, the destination rank an expert. The destination rank applies the combine weights. So
-dispatch and `combine_rows` only move and add rows, and each is the other's backward. All four are collectives: every
-rank of the EP group calls them, in the same order. They launch work for the device; only `prepare`, and `resolve_sizes`
-of its result, may block the host until sizes arrive from the device.
+dispatch and combine of received rows only move and add rows, and each is the other's backward. All four are
+collectives: every rank of the EP group calls them, in the same order. They launch work for the device; only `prepare`,
+and `resolve_sizes` of its result, may block the host until sizes arrive from the device.
 
 Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, R rows this rank
 receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
@@ -100,6 +101,11 @@ class DispatchHandle:
             num_listed,
         )
 
+    @property
+    def rows_are_reused(self) -> bool:
+        """True if later dispatches overwrite the received rows: with symmetric memory, which needs no split sizes."""
+        return len(self.splits.rows_in) > 1 and not any(self.splits.rows_in)
+
     def lists(self) -> tuple[Tensor, ...]:
         """Returns all tensors, to be saved for backward. `HandleSizes.with_lists` puts them back."""
         return *(getattr(self, name) for name in _LISTS), *self.transport_lists
@@ -182,12 +188,31 @@ class PreparedDispatch:
         return PreparedDispatch(handle, weights_P, self.rows_RH, resolve_sizes)
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The result of a collective that has started.
+
+    result: returns it; call it once, on every rank. The current stream waits for it, the host does not.
+    reserve_sms: True if it is computed on SMs while the next kernel runs, which must then reserve SMs for it.
+
+    A collective that was called with `overlap` may run at the same time as a kernel that the caller launches between
+    the two calls. Call `result` right after that launch.
+    """
+
+    result: Callable[[], Tensor]
+    reserve_sms: bool = False
+
+    @classmethod
+    def done(cls, values: Tensor) -> Self:
+        """Returns what has nothing to wait for."""
+        return cls(lambda: values)
+
+
 class Transport(Exchange, Protocol):
     """Moves rows and values of pairs between the ranks of one EP group.
 
     A transport's state is its buffers, byte counts and the sizes of previous steps. What belongs to one step is in its
-    handle. Every method except `clone_rows` is a collective. Each raises RuntimeError if the transport knows that a
-    peer is lost.
+    handle. Every method is a collective. Each raises RuntimeError if the transport knows that a peer is lost.
     """
 
     def prepare(
@@ -209,84 +234,32 @@ class Transport(Exchange, Protocol):
         """
         ...
 
-    def dispatch(self, x_TH: Tensor, handle: DispatchHandle) -> Tensor:
-        """Sends each row of x to every destination rank that needs it. Returns the received rows (R, H).
+    def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
+        """Sends each row of x to every destination rank that needs it. The result is the received rows (R, H).
 
         Received rows are ordered by source rank, then token; with symmetric memory there are gaps of undefined content
-        between them. They are valid until the second dispatch after this one or the next `prepare`, see `clone_rows`.
-        x_TH is (T, H), any dtype. Backward: `combine_rows`.
+        between them. They are valid until the second dispatch after this one or the next `prepare`, see
+        `DispatchHandle.rows_are_reused`.
+        x_TH is (T, H), any dtype, and must not change before the call of `result`.
         """
         ...
 
-    def dispatch_async(self, x_TH: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        """Starts a `dispatch` whose rows are needed later, so that kernels launched next may run concurrently.
+    def combine(
+        self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
+    ) -> Pending:
+        """Sums the pairs of each received row, and sends the sums back. The result is each token's sum over destination
+        ranks (T, H).
 
-        Returns a function that waits, on the stream, and returns the rows. It must be called once, on every rank. It
-        holds x until then.
+        values_PH: (P, H). weights_P: (P,) combine weights, or None for a plain sum. Both sums are accumulated in fp32
+        at least and rounded to the dtype of values_PH, the first before it is sent.
+        With `overlap` no other combine may start before the call of `result`; `combine_scalars` is allowed.
         """
         ...
 
-    def clone_rows(self, rows_RH: Tensor) -> Tensor:
-        """Returns the rows of a dispatch in memory that later dispatches do not overwrite: cloned only if necessary."""
-        ...
-
-    def combine_rows(self, rows_RH: Tensor, handle: DispatchHandle) -> Tensor:
-        """Sends rows (R, H) back to their source ranks. Returns each token's sum over destination ranks (T, H).
-
-        Accumulates in fp32 at least and rounds once, to the dtype of the rows. Backward: `dispatch`.
-        """
-        ...
-
-    def combine(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Tensor:
-        """`combine_rows` of the sum of each received row's pairs. Returns (T, H).
-
-        values_PH: (P, H). weights_P: (P,) combine weights, or None for a plain sum. The sum of a received row is
-        accumulated in fp32 at least and rounded to the dtype of values_PH before it is sent.
-        """
-        ...
-
-    def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> "PendingCombine":
-        """Starts a `combine` whose result is needed later. See PendingCombine for what the caller must do."""
-        ...
-
-    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle) -> Tensor:
-        """Sends the value of each received pair to its source rank. Returns (N,) in the routing's order.
+    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
+        """Sends the value of each received pair to its source rank. The result is (N,) in the routing's order.
 
         parts_PZ: (P, Z), partial sums of each value, which are added. Padding rows are not sent. The spare entries of a
         routing, after its pairs, get zero.
         """
         ...
-
-    def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        """Starts `combine_scalars`. Returns a function that returns the (N,) values.
-
-        Call it once, right after launching a weight-gradient GEMM: with one rank the sums overlap that GEMM (PDL).
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PendingCombine:
-    """A combine in flight.
-
-    result: returns the (T, H) sums. Call it once, on every rank, right after launching the kernel that may overlap the
-        combine, a weight-gradient GEMM. Until then start no other combine of rows; `combine_scalars` is allowed.
-    reserve_sms: True if the sums are computed on SMs while that kernel runs; it must then reserve SMs for them.
-    """
-
-    result: Callable[[], Tensor]
-    reserve_sms: bool = False
-
-
-def combine_now(
-    transport: Transport, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle
-) -> PendingCombine:
-    """`combine_async` without overlap: for a transport that cannot overlap, or if no kernel follows."""
-    out_TH = transport.combine(values_PH, weights_P, handle)
-    return PendingCombine(lambda: out_TH)
-
-
-def combine_scalars_now(transport: Transport, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-    """`combine_scalars_async` without overlap."""
-    values_N = transport.combine_scalars(parts_PZ, handle)
-    return lambda: values_N

@@ -42,11 +42,9 @@ from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import (
     DispatchHandle,
-    PendingCombine,
+    Pending,
     PreparedDispatch,
     Splits,
-    combine_now,
-    combine_scalars_now,
 )
 from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor
 from sonic_ep.dispatch.symmetric_buffers import Allocate, PeerBuffers, RowBuffers, row_bytes
@@ -86,8 +84,6 @@ class SymmetricTransport:
 
     Every method raises RuntimeError, with rank and stage, after a peer has timed out.
     """
-
-    sends_unchecked = True
 
     def __init__(
         self,
@@ -253,31 +249,24 @@ class SymmetricTransport:
             self._join(x_TH)
         return PreparedDispatch(handle, buffer.weights_P, rows_RH)
 
-    def dispatch(self, x_TH: Tensor, handle: DispatchHandle) -> Tensor:
+    def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         in_rank, _, pairs_SQ = handle.transport_lists
-        return self._send(x_TH.contiguous(), in_rank, pairs_SQ, self._stride(handle))
+        if overlap and self._dispatch != "push":
+            return Pending(self._copy(x_TH.contiguous(), self._stride(handle)))
+        return Pending.done(self._send(x_TH.contiguous(), in_rank, pairs_SQ, self._stride(handle)))
 
-    def dispatch_async(self, x_TH: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        if self._dispatch == "push":
-            rows_RH = self.dispatch(x_TH, handle)
-            return lambda: rows_RH
-        return self._copy(x_TH.contiguous(), self._stride(handle))
-
-    def clone_rows(self, rows_RH: Tensor) -> Tensor:
-        return rows_RH.clone()
-
-    def combine_rows(self, rows_RH: Tensor, handle: DispatchHandle) -> Tensor:
-        every_row = torch.arange(rows_RH.shape[0] + 1, dtype=INDEX_DTYPE, device=rows_RH.device)
-        return self._combine(rows_RH, every_row, every_row, None, handle)
-
-    def combine(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Tensor:
-        return self._combine(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P, handle)
-
-    def _combine(
-        self, values_PH: Tensor, items: Tensor, starts: Tensor, weights_P: Tensor | None, handle: DispatchHandle
-    ) -> Tensor:
-        _, tokens_S, pairs_SQ = handle.transport_lists
+    def combine(
+        self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
+    ) -> Pending:
         stride = self._stride(handle)
+        copies = self._dispatch == "copy" or stride * row_bytes(values_PH) >= _MIN_COPY_BYTES
+        if overlap and self._dispatch != "push" and copies:
+            return self._copy_sums(values_PH, weights_P, handle)
+        return Pending.done(self._push_sums(values_PH, weights_P, handle))
+
+    def _push_sums(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Tensor:
+        _, tokens_S, pairs_SQ = handle.transport_lists
+        items, starts, stride = handle.pairs_by_row_V, handle.pair_starts_R, self._stride(handle)
         rows = self._buffers.rows(row_bytes(values_PH), stride)
         pad, kernels = self._signal_pad(), symmetric_kernels()
         there = rows.buffers[2].addresses_S
@@ -285,11 +274,8 @@ class SymmetricTransport:
         back = rows.view(2, values_PH, handle.num_rows)
         return self._combine_reduce(back, back, handle)
 
-    def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> PendingCombine:
+    def _copy_sums(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Pending:
         stride = self._stride(handle)
-        is_small = stride * row_bytes(values_PH) < _MIN_COPY_BYTES
-        if self._dispatch == "push" or (self._dispatch == "auto" and is_small):
-            return combine_now(self, values_PH, weights_P, handle)
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
         rows, sums_of = self._buffers.rows(row_bytes(sums_RH), stride), sums_RH.split(stride)
         sent = {rank: sums_of[rank] for rank in self._others()}
@@ -299,7 +285,7 @@ class SymmetricTransport:
             arrive()
             return self._combine_reduce(rows.view(2, sums_RH, handle.num_rows), sums_RH, handle)
 
-        return PendingCombine(wait)
+        return Pending(wait)
 
     def _combine_reduce(self, back: Tensor, own: Tensor, handle: DispatchHandle) -> Tensor:
         in_rank, _, _ = handle.transport_lists
@@ -311,16 +297,13 @@ class SymmetricTransport:
         """Returns the rows of a source's region."""
         return handle.num_rows // self.group.size
 
-    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle) -> Tensor:
+    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         _, _, pairs_SQ = handle.transport_lists
         pad, pairs, kernels = self._signal_pad(), self._buffers.list_buffers, symmetric_kernels()
         assert pairs is not None
         kernels.push_scalars(pad, parts_PZ, handle.slot_V, pairs_SQ, pairs.values.addresses_S)
         buffer = pairs.values.view((pairs.capacity,), parts_PZ.dtype)
-        return kernels.collect_scalars(pad, buffer, pairs_SQ, handle.num_listed)
-
-    def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        return combine_scalars_now(self, parts_PZ, handle)
+        return Pending.done(kernels.collect_scalars(pad, buffer, pairs_SQ, handle.num_listed))
 
     def _send(self, x_TH: Tensor, in_rank: Tensor, pairs_SQ: Tensor, stride: int) -> Tensor:
         if self._dispatch == "copy":

@@ -99,7 +99,7 @@ def gather_counts(
         # The counts may be meaningless. The other ranks raise when they read the status.
         raise_problems(status_SF.flatten().tolist(), problem, group, exchange)
     readable = host_may_wait(status_SF) or host_reads_later()
-    zeroed_on_error = readable and exchange is not None and exchange.sends_unchecked
+    zeroed_on_error = readable and group.size > 1
     if zeroed_on_error:
         chosen_SE = zero_counts_on_error(chosen_SE, status_SF[:, STATUS], code)
     tokens_S = status_SF[:, TOKENS]

@@ -15,11 +15,10 @@ buffer, e local experts, I expert width, J pre-activation columns (2I if gated e
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
-from sonic_ep.dispatch.protocol import DispatchHandle, PreparedDispatch, Transport, combine_now, combine_scalars_now
+from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Transport
 from sonic_ep.kernels.backend import operations_for
 from sonic_ep.kernels.experts import mlp
 from sonic_ep.kernels.experts.activations import Activation
@@ -79,9 +78,11 @@ def forward(
             del y_PH, h_PJ
             rows_RH, y_PH, h_PJ = _experts(x_TH, resolved, weights, call)
         prepared = resolved
-    saved_rows = call.transport.clone_rows(rows_RH) if call.save_dispatched else x_TH
+    saved_rows = x_TH
+    if call.save_dispatched:
+        saved_rows = rows_RH.clone() if prepared.handle.rows_are_reused else rows_RH
     saved = SavedForBackward(saved_rows, h_PJ, prepared.weights_P, prepared.handle)
-    return call.transport.combine(y_PH, prepared.weights_P, prepared.handle), saved
+    return call.transport.combine(y_PH, prepared.weights_P, prepared.handle).result(), saved
 
 
 def _experts(
@@ -90,7 +91,7 @@ def _experts(
     """Returns rows_RH, y_PH and h_PJ."""
     rows_RH = prepared.rows_RH
     if rows_RH is None:
-        rows_RH = call.transport.dispatch(x_TH, prepared.handle)
+        rows_RH = call.transport.dispatch(x_TH, prepared.handle).result()
     ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
     pairs = _pair_lists(prepared.handle, call)
     return rows_RH, *mlp.forward(ops, rows_RH, weights, pairs, call.activation)
@@ -119,8 +120,8 @@ def backward(
     transport, handle, pairs = call.transport, saved.handle, _pair_lists(saved.handle, call)
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
     needs_w1, needs_w2, needs_b1, needs_b2 = needs
-    do_RH = transport.dispatch(dout_TH.contiguous(), handle)
-    rows = (lambda: saved.rows) if call.save_dispatched else transport.dispatch_async(saved.rows, handle)
+    do_RH = transport.dispatch(dout_TH.contiguous(), handle).result()
+    rows = Pending.done(saved.rows) if call.save_dispatched else transport.dispatch(saved.rows, handle, overlap=True)
     h_PJ, weights_P = saved.pop()
     grads = mlp.backward_hidden(ops, do_RH, h_PJ, weights_P, weights, pairs, call.activation)
     weights_P = weights_P if needs_b1 or needs_b2 else None
@@ -134,19 +135,17 @@ def backward(
     has_peers = len(handle.splits.rows_out) > 1
     dw2, dweights_N = None, None
     if not has_peers:
-        start_returning = transport.combine_scalars_async if needs_w2 else partial(combine_scalars_now, transport)
-        returning = start_returning(held_ds_PZ.pop(), handle)
+        returning = transport.combine_scalars(held_ds_PZ.pop(), handle, overlap=needs_w2)
         dw2 = down_weights()
-        dweights_N = returning()
+        dweights_N = returning.result()
         del returning
     # With one rank, only dW1 is left to overlap.
-    overlaps = needs_w1 or (has_peers and needs_w2)
-    start_combine = transport.combine_async if overlaps else partial(combine_now, transport)
-    pending = start_combine(mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, handle)
+    overlap = needs_w1 or (has_peers and needs_w2)
+    pending = transport.combine(mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, handle, overlap=overlap)
     if has_peers:
-        dweights_N = transport.combine_scalars(held_ds_PZ.pop(), handle)
+        dweights_N = transport.combine_scalars(held_ds_PZ.pop(), handle).result()
         dw2 = down_weights()
-    rows_RH = rows()
+    rows_RH = rows.result()
     dw1 = None
     if needs_w1:
         split_gate_up = weights.up_eIH is not None

@@ -23,11 +23,6 @@ class Exchange(Protocol):
     @property
     def name(self) -> str: ...
 
-    @property
-    def sends_unchecked(self) -> bool:
-        """True if rows may be sent before the host has checked a routing. Counts must then be zeroed on an error."""
-        ...
-
     def problem_with(self, num_tokens: int) -> str | None:
         """Returns why rows of `num_tokens` tokens cannot be sent, or None. All ranks must know before rows are sent."""
         ...

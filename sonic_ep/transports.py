@@ -13,7 +13,7 @@ from torch import Tensor
 from sonic_ep.config import TransportConfig
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.dispatch.protocol import DispatchHandle, PendingCombine, PreparedDispatch
+from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.extras import missing_extra
 from sonic_ep.groups import EPGroup, exchange_named, register_exchange
@@ -48,10 +48,6 @@ class GroupTransport:
         """Returns self: a copy of a layer uses the same ranks and buffers."""
         return self
 
-    @property
-    def sends_unchecked(self) -> bool:
-        return any(transport.sends_unchecked for transport in self._chosen.values())
-
     def problem_with(self, num_tokens: int) -> str | None:
         problems = (transport.problem_with(num_tokens) for transport in self._chosen.values())
         return next((problem for problem in problems if problem is not None), None)
@@ -70,29 +66,16 @@ class GroupTransport:
             routing.check()  # choosing a transport is a collective
         return self.on(routing.weights_N).prepare(routing, plan, x_TH, layer_key)
 
-    def dispatch(self, x_TH: Tensor, handle: DispatchHandle) -> Tensor:
-        return self.on(x_TH).dispatch(x_TH, handle)
+    def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
+        return self.on(x_TH).dispatch(x_TH, handle, overlap=overlap)
 
-    def dispatch_async(self, x_TH: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        return self.on(x_TH).dispatch_async(x_TH, handle)
+    def combine(
+        self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
+    ) -> Pending:
+        return self.on(values_PH).combine(values_PH, weights_P, handle, overlap=overlap)
 
-    def clone_rows(self, rows_RH: Tensor) -> Tensor:
-        return self.on(rows_RH).clone_rows(rows_RH)
-
-    def combine_rows(self, rows_RH: Tensor, handle: DispatchHandle) -> Tensor:
-        return self.on(rows_RH).combine_rows(rows_RH, handle)
-
-    def combine(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Tensor:
-        return self.on(values_PH).combine(values_PH, weights_P, handle)
-
-    def combine_async(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> PendingCombine:
-        return self.on(values_PH).combine_async(values_PH, weights_P, handle)
-
-    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle) -> Tensor:
-        return self.on(parts_PZ).combine_scalars(parts_PZ, handle)
-
-    def combine_scalars_async(self, parts_PZ: Tensor, handle: DispatchHandle) -> Callable[[], Tensor]:
-        return self.on(parts_PZ).combine_scalars_async(parts_PZ, handle)
+    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
+        return self.on(parts_PZ).combine_scalars(parts_PZ, handle, overlap=overlap)
 
     def on(self, values: Tensor) -> AllToAllTransport | SymmetricTransport:
         """Returns the transport for the device type of `values`. A collective at its first use."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sonic_ep.dispatch.protocol import Transport
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"kernels", "dispatch", "routers", "configs"}
 ROOF = {"integrations", "examples", "benchmarks", "tests"}
@@ -259,6 +261,12 @@ def test_the_layer_shows_its_steps() -> None:
     }
     assert lines["_compute"] <= 30
     assert lines["forward"] <= 20
+
+
+def test_a_transport_has_few_members() -> None:
+    members = {name for name in dir(Transport) if not name.startswith("_")}
+    assert {"prepare", "dispatch", "combine", "combine_scalars"} < members
+    assert len(members) <= 8
 
 
 def test_files_are_short() -> None:

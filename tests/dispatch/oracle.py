@@ -174,11 +174,11 @@ def exchange(rank: int, case: Case, dtype: torch.dtype, pair_weights: torch.dtyp
 def use(transport: Transport, rank: int, case: Case, dtype: torch.dtype, pair_weights: torch.dtype) -> Outcome:
     prepared = transport.prepare(case.routing(rank, pair_weights), case.plan().of_rank(rank))
     handle = prepared.handle
-    rows = transport.dispatch(case.bits(rank, dtype), handle)
+    rows = transport.dispatch(case.bits(rank, dtype), handle).result()
     x_TH = case.integers(rank, case.tokens[rank], dtype, stream=3)
-    x_RH = transport.dispatch(x_TH, handle)
+    x_RH = transport.dispatch(x_TH, handle).result()
     g_RH = case.integers(rank, handle.num_rows, dtype, stream=4)
-    g_TH = transport.combine_rows(g_RH, handle)
+    g_TH = combine_rows(transport, g_RH, handle)
     return Outcome(
         rows=rows,
         lists=handle_lists(handle),
@@ -187,12 +187,19 @@ def use(transport: Transport, rank: int, case: Case, dtype: torch.dtype, pair_we
         num_tokens=handle.num_tokens,
         num_rows=handle.num_rows,
         weights_P=prepared.weights_P,
-        roundtrip=transport.combine_rows(x_RH, handle),
+        roundtrip=combine_rows(transport, x_RH, handle),
         received_dot=dot(x_RH, g_RH),
         sent_dot=dot(x_TH, g_TH),
-        returned=transport.combine_scalars(prepared.weights_P[:, None], handle),
+        returned=transport.combine_scalars(prepared.weights_P[:, None], handle).result(),
         wire_bytes=dict(getattr(transport, "wire_bytes", {})),
     )
+
+
+def combine_rows(transport: Transport, rows_RH: Tensor, handle: DispatchHandle) -> Tensor:
+    """Each token's sum of what comes back for it, if every received row has one pair, itself."""
+    every_row = torch.arange(rows_RH.shape[0] + 1, dtype=torch.int32, device=rows_RH.device)
+    handle = replace(handle, pairs_by_row_V=every_row[:-1], pair_starts_R=every_row)
+    return transport.combine(rows_RH, None, handle).result()
 
 
 def handle_lists(handle: DispatchHandle) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.groups import EPGroup
 from tests.dispatch import oracle
-from tests.dispatch.oracle import Case, Outcome
+from tests.dispatch.oracle import Case, Outcome, combine_rows
 from tests.helpers.launch import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -96,7 +96,7 @@ def dispatch_of_any_kind(rank: int, case: Case) -> list[bool]:
     ]
     equal = []
     for kind in kinds:
-        rows = transport.dispatch(kind(rank)[: case.tokens[rank]], handle)
+        rows = transport.dispatch(kind(rank)[: case.tokens[rank]], handle).result()
         equal.append(torch.equal(rows, torch.stack([kind(s)[t] for s, t in case.received(rank)])))
     return equal
 
@@ -110,7 +110,7 @@ def sum_of_unequal_parts(rank: int, case: Case, dtype: torch.dtype) -> Tensor:
     transport = AllToAllTransport(EPGroup())
     handle = transport.prepare(case.routing(rank), case.plan().of_rank(rank)).handle
     value = 1.0 if rank == 0 else torch.finfo(dtype).eps / 2
-    return transport.combine_rows(torch.full((handle.num_rows, case.H), value, dtype=dtype), handle)
+    return combine_rows(transport, torch.full((handle.num_rows, case.H), value, dtype=dtype), handle)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -127,9 +127,9 @@ def two_layers_at_once(rank: int, first: Case, second: Case) -> list[bool]:
     cases = (first, second)
     handles = [transport.prepare(case.routing(rank), case.plan().of_rank(rank)).handle for case in cases]
     x = [case.integers(rank, case.tokens[rank], torch.float32, stream=3) for case in cases]
-    rows = [transport.dispatch(*each) for each in zip(x, handles, strict=True)]
+    rows = [transport.dispatch(*each).result() for each in zip(x, handles, strict=True)]
     alone = [oracle.exchange(rank, case, torch.float32, torch.float32).roundtrip for case in cases]
-    back = [transport.combine_rows(rows[i], handles[i]) for i in (1, 0)]
+    back = [combine_rows(transport, rows[i], handles[i]) for i in (1, 0)]
     return [torch.equal(back[0], alone[1]), torch.equal(back[1], alone[0])]
 
 

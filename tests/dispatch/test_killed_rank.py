@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.symmetric_memory import symmetric_memory
-from tests.dispatch.oracle import Case, on_device
+from tests.dispatch.oracle import Case, combine_rows, on_device
 from tests.helpers.shared_files import shared_files
 from tests.helpers.triton_device import triton_device
 
@@ -41,12 +41,12 @@ def live(rank: int, folder: str, device: str) -> None:
     try:
         for step in range(5):
             prepared = transport.prepare(*on_device(device, CASE.routing(rank), CASE.plan().of_rank(rank)))
-            rows = transport.dispatch(torch.ones(CASE.tokens[rank], CASE.H, device=device), prepared.handle)
+            rows = transport.dispatch(torch.ones(CASE.tokens[rank], CASE.H, device=device), prepared.handle).result()
             if step == 1 and rank == SIZE - 1:
                 if device == "cuda":
                     torch.cuda.synchronize()
                 os.kill(os.getpid(), signal.SIGKILL)
-            transport.combine_rows(rows, prepared.handle)
+            combine_rows(transport, rows, prepared.handle)
             if device == "cuda":
                 torch.cuda.synchronize()
     except RuntimeError as error:

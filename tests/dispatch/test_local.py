@@ -14,12 +14,11 @@ from torch import Tensor
 from sonic_ep.dispatch import local
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
-from sonic_ep.dispatch.protocol import combine_now
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import values_of_pairs
 from sonic_ep.routing import Routing
-from tests.dispatch.oracle import Case, handle_lists, on_device
+from tests.dispatch.oracle import Case, combine_rows, handle_lists, on_device
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.static_buffers import lists_with_spare, with_spare
 from tests.helpers.waiting import assert_nothing_waits
@@ -50,19 +49,19 @@ def test_nothing_of_torch_distributed_is_called() -> None:
     transport = LocalTransport()
     for each, plan in ((routing, plan_for(routing.counts, 0)), (CASE.routing(0), CASE.plan().of_rank(0))):
         prepared = transport.prepare(each, plan)
-        rows = transport.dispatch(CASE.bits(0, torch.float32), prepared.handle)
-        transport.combine_rows(rows, prepared.handle)
-        transport.combine_scalars(prepared.weights_P[:, None], prepared.handle)
+        rows = transport.dispatch(CASE.bits(0, torch.float32), prepared.handle).result()
+        combine_rows(transport, rows, prepared.handle)
+        transport.combine_scalars(prepared.weights_P[:, None], prepared.handle).result()
 
 
 def test_no_row_is_copied() -> None:
     transport = LocalTransport()
     handle = transport.prepare(CASE.routing(0), CASE.plan().of_rank(0)).handle
     x_TH = CASE.bits(0, torch.float32)
-    rows = transport.dispatch(x_TH, handle)
+    rows = transport.dispatch(x_TH, handle).result()
     assert rows.data_ptr() == x_TH.data_ptr()
     assert rows.shape == x_TH.shape
-    assert transport.combine_rows(rows, handle).data_ptr() == x_TH.data_ptr()
+    assert torch.equal(combine_rows(transport, rows, handle), x_TH)
 
 
 def test_rows_start_where_a_gpu_can_read_them() -> None:
@@ -70,7 +69,10 @@ def test_rows_start_where_a_gpu_can_read_them() -> None:
     handle = transport.prepare(CASE.routing(0), CASE.plan().of_rank(0)).handle
     for start in (0, 1, 4, 8):
         x_TH = torch.randn(start + CASE.tokens[0] * CASE.H).bfloat16()[start:].view(-1, CASE.H)
-        for rows_RH in (transport.dispatch(x_TH, handle), transport.dispatch_async(x_TH, handle)()):
+        for rows_RH in (
+            transport.dispatch(x_TH, handle).result(),
+            transport.dispatch(x_TH, handle, overlap=True).result(),
+        ):
             assert torch.equal(rows_RH, x_TH)
             assert rows_RH.storage_offset() * rows_RH.itemsize % 16 == 0
             assert (rows_RH is x_TH) == (start % 8 == 0)
@@ -93,7 +95,9 @@ def test_values_of_padding_do_not_return() -> None:
     slots = prepared.handle.slot_V.long()
     values_P[slots] = torch.arange(slots.shape[0], dtype=values_P.dtype)
     assert slots.shape[0] < values_P.shape[0]
-    assert transport.combine_scalars(values_P[:, None], prepared.handle).tolist() == list(range(slots.shape[0]))
+    assert transport.combine_scalars(values_P[:, None], prepared.handle).result().tolist() == list(
+        range(slots.shape[0])
+    )
 
 
 @pytest.mark.skipif(not INTERPRETS, reason="interprets Triton kernels, with TRITON_INTERPRET=1")
@@ -114,7 +118,7 @@ def test_static_lists_ask_for_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert name == "pairs_by_row_V" or not got[size:].any(), name  # nobody reads that one behind its rows
     assert torch.equal(prepared.weights_P[:P], expected.weights_P)
     assert not prepared.weights_P[P:].any()
-    returned = LocalTransport(static=True).combine_scalars(prepared.weights_P[:, None] + 1, prepared.handle)
+    returned = LocalTransport(static=True).combine_scalars(prepared.weights_P[:, None] + 1, prepared.handle).result()
     assert torch.equal(returned[:V], routing.weights_N + 1)
     assert not returned[V:].any()
 
@@ -129,9 +133,11 @@ def test_lists_on_a_gpu_are_those_of_the_cpu_and_nothing_waits(case: Case) -> No
         got = getattr(prepared.handle, name)
         assert got is values is None or torch.equal(got.cpu(), values), name
     assert torch.equal(prepared.weights_P.cpu(), expected.weights_P)
-    assert torch.equal(transport.combine_scalars(prepared.weights_P[:, None], prepared.handle), on_gpu.weights_N)
+    assert torch.equal(
+        transport.combine_scalars(prepared.weights_P[:, None], prepared.handle).result(), on_gpu.weights_N
+    )
     assert_nothing_waits(lambda: transport.prepare(on_gpu, plan_on_gpu))
-    assert_nothing_waits(lambda: transport.combine_scalars(prepared.weights_P[:, None], prepared.handle))
+    assert_nothing_waits(lambda: transport.combine_scalars(prepared.weights_P[:, None], prepared.handle).result())
 
 
 @pytest.mark.gpu
@@ -157,8 +163,9 @@ def test_sums_beside_the_gradient_of_the_weights_have_the_same_bits(n: int) -> N
     def not_overlapped(*arguments: Any, **named: Any) -> Tensor:
         return values_of_pairs(*arguments, **named | {"overlap_previous": False})
 
+    combine = LocalTransport.combine
     with (
-        patch.object(LocalTransport, "combine_async", combine_now),
+        patch.object(LocalTransport, "combine", lambda *arguments, overlap=False: combine(*arguments)),
         patch.object(local, "values_of_pairs", not_overlapped),
     ):
         expected = gradients()

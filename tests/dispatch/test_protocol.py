@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sonic_ep.dispatch.protocol import DispatchHandle
 from tests.dispatch import oracle
-from tests.dispatch.oracle import Case, Outcome
+from tests.dispatch.oracle import Case, Outcome, combine_rows
 from tests.helpers.launch import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -173,10 +173,10 @@ def adjoint(rank: int, case: Case) -> tuple[float, float, float]:
     x_TH, g_RH = (
         torch.randn(n, case.H, generator=generator, dtype=torch.float64) for n in (case.tokens[rank], handle.num_rows)
     )
-    rows = transport.dispatch(x_TH, handle)
+    rows = transport.dispatch(x_TH, handle).result()
     return (
         oracle.dot(rows, g_RH),
-        oracle.dot(x_TH, transport.combine_rows(g_RH, handle)),
+        oracle.dot(x_TH, combine_rows(transport, g_RH, handle)),
         oracle.dot(rows.abs(), g_RH.abs()),
     )
 

@@ -27,7 +27,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
 from sonic_ep.routing import AsyncSplitSizes
 from sonic_ep.symmetric_memory import PeerMemory
-from tests.dispatch.oracle import Case
+from tests.dispatch.oracle import Case, combine_rows
 from tests.helpers.launch import RankPool
 from tests.helpers.noting import noting
 from tests.helpers.poison import poisoned_empty
@@ -83,12 +83,12 @@ def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) 
     early = prepared.rows_RH
     early = None if early is None else early[used(handle)]
     values_PH = torch.randn(P, case.H, generator=torch.Generator().manual_seed(rank + 9)).to(dtype)
-    rows = transport.dispatch(x_TH, handle).clone()
-    later = transport.dispatch_async(x_TH, handle)
-    plain = transport.combine(values_PH, None, handle)
-    reserve_sms = transport.combine_async(values_PH, prepared.weights_P, handle)
-    returned = transport.combine_scalars(prepared.weights_P[:, None], handle)
-    for other in (early, later()[used(handle)]):
+    rows = transport.dispatch(x_TH, handle).result().clone()
+    later = transport.dispatch(x_TH, handle, overlap=True)
+    plain = transport.combine(values_PH, None, handle).result()
+    pending = transport.combine(values_PH, prepared.weights_P, handle, overlap=True)
+    returned = transport.combine_scalars(prepared.weights_P[:, None], handle).result()
+    for other in (early, later.result()[used(handle)]):
         assert other is None or torch.equal(other, rows[used(handle)])
     return {
         "rows": rows[used(handle)],
@@ -96,10 +96,10 @@ def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) 
         "gates": prepared.weights_P,
         "slots": handle.slot_V,
         "starts": handle.expert_starts_e,
-        "weighted": transport.combine(values_PH, prepared.weights_P, handle),
+        "weighted": transport.combine(values_PH, prepared.weights_P, handle).result(),
         "plain": plain,
-        "beside": reserve_sms.result(),
-        "back": transport.combine_rows(rows, handle),
+        "overlapped": pending.result(),
+        "back": combine_rows(transport, rows, handle),
         "returned": returned,
     }
 
@@ -345,15 +345,15 @@ def static_with_spare(rank: int, case: Case, folder: str, dispatch: Dispatch) ->
     assert torch.equal(prepared.weights_P[:P], expected["gates"])
     assert torch.equal(handle.slot_V[:V], expected["slots"])
     x_TH = torch.randn(case.tokens[rank], case.H, generator=torch.Generator().manual_seed(rank))
-    rows = transport.dispatch(x_TH, handle)
+    rows = transport.dispatch(x_TH, handle).result()
     assert torch.equal(rows[handle.row_of_pair_P[:P].long()], expected["rows of pairs"])
     values_PH = torch.randn(P, case.H, generator=torch.Generator().manual_seed(rank + 9))
     values_PH = pad(values_PH, (0, 0, 0, most - P), value=float("nan"))
-    assert torch.equal(transport.combine(values_PH, prepared.weights_P, handle), expected["weighted"])
+    assert torch.equal(transport.combine(values_PH, prepared.weights_P, handle).result(), expected["weighted"])
     with lists_with_spare():
-        reserve_sms = transport.combine_async(values_PH, prepared.weights_P, handle)
-    assert torch.equal(reserve_sms.result(), expected["weighted"])
-    returned = transport.combine_scalars(prepared.weights_P[:, None], handle)
+        pending = transport.combine(values_PH, prepared.weights_P, handle, overlap=True)
+    assert torch.equal(pending.result(), expected["weighted"])
+    returned = transport.combine_scalars(prepared.weights_P[:, None], handle).result()
     assert torch.equal(returned[:-spare], expected["returned"])
     assert not returned[-spare:].any()
     problem = transport.problem_with(case.tokens[rank] + 1)
@@ -429,8 +429,8 @@ def stays_away(rank: int, case: Case, folder: str, stage: str) -> str:
         for _ in range(2):
             if stage == "counts":
                 transport.all_gather(counts_F)
-            rows = transport.dispatch(x_TH, prepared.handle)
-            out_TH = transport.combine_rows(rows, prepared.handle)
+            rows = transport.dispatch(x_TH, prepared.handle).result()
+            out_TH = combine_rows(transport, rows, prepared.handle)
             assert bool(out_TH.isnan().all())
     except RuntimeError as error:
         assert time.monotonic() - start < 20
@@ -458,8 +458,8 @@ def comes_late(rank: int, case: Case, folder: str) -> str:
     x_TH = torch.ones(case.tokens[rank], case.H)
     with patch.object(SymmetricTransport, "raise_if_lost", lambda _: None):
         prepared = transport.prepare(case.routing(rank), case.plan().of_rank(rank))
-        rows_RH = transport.dispatch(x_TH, prepared.handle)
-        assert bool(transport.combine_rows(rows_RH, prepared.handle).isnan().all())
+        rows_RH = transport.dispatch(x_TH, prepared.handle).result()
+        assert bool(combine_rows(transport, rows_RH, prepared.handle).isnan().all())
     with pytest.raises(RuntimeError) as raised:
         transport.raise_if_lost()
     group.all_gather_object(None)

@@ -16,7 +16,7 @@ from sonic_ep import EPGroup
 from sonic_ep.dispatch import local
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.dispatch.protocol import PendingCombine, Transport
+from sonic_ep.dispatch.protocol import Pending, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
 from sonic_ep.kernels.experts import mlp
@@ -132,7 +132,7 @@ def order_of_backward(rank: int, frozen: bool) -> list[str]:
     """GEMMs, of dX whether A' takes memory then, and when its sums leave for their ranks and must have arrived."""
     group, done, a_P = EPGroup(), list[str](), list[weakref.ref[Tensor]]()
     backward_hidden, backward_pairs = mlp.backward_hidden, mlp.backward_pairs
-    start = GroupTransport.combine_async
+    start = GroupTransport.combine
 
     def hidden(*args: Any) -> mlp.HiddenGrads:
         grads = backward_hidden(*args)
@@ -143,9 +143,11 @@ def order_of_backward(rank: int, frozen: bool) -> list[str]:
         done.append("dX" if a_P[0]() is None else "dX beside A'")
         return backward_pairs(*args)
 
-    def starting(*args: Any) -> PendingCombine:
+    def starting(*args: Any, overlap: bool = False) -> Pending:
+        combining = start(*args, overlap=overlap)
+        if not overlap:
+            return combining
         done.append("leave")
-        combining = start(*args)
 
         def result() -> Tensor:
             done.append("arrive")
@@ -156,7 +158,7 @@ def order_of_backward(rank: int, frozen: bool) -> list[str]:
     case = Case((13, 9)[: group.size], H, E, "top2")
     experts = [weight.requires_grad_(not frozen) for weight in experts_of(group)]
     with (
-        patch.object(GroupTransport, "combine_async", starting),
+        patch.object(GroupTransport, "combine", starting),
         patch.object(mlp, "backward_hidden", hidden),
         patch.object(mlp, "backward_pairs", pairs),
         noting([done], ["dW2"], mlp, "backward_down_weights"),

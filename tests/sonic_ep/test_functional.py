@@ -48,7 +48,7 @@ def random_routing(rank: int, K: int, E: int, group: EPGroup) -> tuple[Routing, 
     return Routing.from_pairs(tokens, experts, pair_weights, num_tokens=T, E=E, group=group), mask
 
 
-def measured_and_formula(rank: int, granularity: int, dtype: torch.dtype, clone_rows: bool) -> dict[str, int]:
+def measured_and_formula(rank: int, granularity: int, dtype: torch.dtype, saves: bool) -> dict[str, int]:
     """Kept bytes at d/n = granularity, K*n fixed, and the terms of docs/memory.md."""
     group = EPGroup()
     n, K = D // granularity, granularity
@@ -60,7 +60,7 @@ def measured_and_formula(rank: int, granularity: int, dtype: torch.dtype, clone_
     x = torch.randn(T, D, dtype=dtype, requires_grad=True)
 
     def run() -> Tensor:
-        return moe(x, routing, w1, w2, transport=transport_for(group), group=group, save_dispatched=clone_rows)
+        return moe(x, routing, w1, w2, transport=transport_for(group), group=group, save_dispatched=saves)
 
     masks = [random_routing(r, K, E, EPGroup.alone())[1] for r in range(group.size)]
     own = slice(rank * e, (rank + 1) * e)
@@ -72,7 +72,7 @@ def measured_and_formula(rank: int, granularity: int, dtype: torch.dtype, clone_
         lists += 8 * sent + 4 * (T + 1)
     return {
         "measured": saved_bytes(run, [w1, w2]),
-        "x": (U if clone_rows else T) * D * dtype.itemsize,
+        "x": (U if saves else T) * D * dtype.itemsize,
         "h": P * 2 * n * dtype.itemsize,
         "lists": lists,
         "P": P,
@@ -80,24 +80,24 @@ def measured_and_formula(rank: int, granularity: int, dtype: torch.dtype, clone_
     }
 
 
-@pytest.mark.parametrize("clone_rows", [False, True], ids=["resend", "keep"])
+@pytest.mark.parametrize("saves", [False, True], ids=["resend", "keep"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 def test_kept_bytes_match_the_formula_and_do_not_grow(
-    ranks: Ranks, ep_size: int, dtype: torch.dtype, clone_rows: bool
+    ranks: Ranks, ep_size: int, dtype: torch.dtype, saves: bool
 ) -> None:
     group_totals = []
     for granularity in (1, 2, 4, 8):
-        per_rank = ranks(ep_size).run(measured_and_formula, granularity, dtype, clone_rows)
+        per_rank = ranks(ep_size).run(measured_and_formula, granularity, dtype, saves)
         for terms in per_rank:
             assert terms["measured"] == terms["x"] + terms["h"] + terms["lists"], (granularity, terms)
             assert terms["h"] == (4 if dtype == torch.bfloat16 else 8) * terms["P"] * terms["n"]
-        group_totals.append(sum(terms["h"] + (0 if clone_rows else terms["x"]) for terms in per_rank))
+        group_totals.append(sum(terms["h"] + (0 if saves else terms["x"]) for terms in per_rank))
     # Activations of the whole group at fixed K*n: exactly flat in granularity (lists grow with K, by 16 bytes a pair).
     assert len(set(group_totals)) == 1, group_totals
 
 
-def wire_bytes(rank: int, dtype: torch.dtype, clone_rows: bool) -> tuple[dict[str, int], dict[str, int]]:
+def wire_bytes(rank: int, dtype: torch.dtype, saves: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Counted by the transport, and by hand, over one forward and backward."""
     group = EPGroup()
     K, E, n = 3, 16, 8
@@ -107,7 +107,7 @@ def wire_bytes(rank: int, dtype: torch.dtype, clone_rows: bool) -> tuple[dict[st
     w1, w2 = torch.randn(e, 2 * n, D).to(dtype), torch.randn(e, D, n).to(dtype)
     x = torch.randn(T, D).to(dtype).requires_grad_(True)
     transport = AllToAllTransport(group)
-    out = moe(x, routing, w1, w2, transport=transport, group=group, save_dispatched=clone_rows)
+    out = moe(x, routing, w1, w2, transport=transport, group=group, save_dispatched=saves)
     forward = dict(transport.wire_bytes)
     out.sum().backward()
     assert pair_weights.grad is not None
@@ -125,20 +125,20 @@ def wire_bytes(rank: int, dtype: torch.dtype, clone_rows: bool) -> tuple[dict[st
     assert forward == wanted_forward, (forward, wanted_forward)
     wanted = {
         "lists": lists,
-        "dispatch": (2 if clone_rows else 3) * sent * row_bytes,  # x, dO and, unless kept, x again
+        "dispatch": (2 if saves else 3) * sent * row_bytes,  # x, dO and, unless kept, x again
         "combine": 2 * received * row_bytes,  # out, dX
         "combine_scalars": returned,
     }
     return dict(transport.wire_bytes), wanted
 
 
-@pytest.mark.parametrize("clone_rows", [False, True], ids=["resend", "keep"])
+@pytest.mark.parametrize("saves", [False, True], ids=["resend", "keep"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_wire_bytes_are_distinct_rows_and_index_lists(
-    ranks: Ranks, ep_size: int, dtype: torch.dtype, clone_rows: bool
+    ranks: Ranks, ep_size: int, dtype: torch.dtype, saves: bool
 ) -> None:
-    for counts, wanted in ranks(ep_size).run(wire_bytes, dtype, clone_rows):
+    for counts, wanted in ranks(ep_size).run(wire_bytes, dtype, saves):
         assert counts == wanted
 
 
