@@ -19,7 +19,8 @@ Times, in milliseconds a step of forward and backward:
     driver        of the calls into the CUDA runtime and driver, by CUPTI, which slows them down
 Counts of a step of the first rank, each in a pass of its own: kernels, copies, fills (CUPTI); aten (operations that
 reach a dispatch mode, views and allocations too) and the most frequent ones; python and builtin (calls of functions);
-calls (into the CUDA runtime and driver, by name).
+calls (into the CUDA runtime and driver, by name); recorded, the recordings that the layer repeats (0: its code runs;
+the log says why).
 Profile: functions of most own time and of most time in all, [function, calls, own us, us in all] a step, by cProfile,
 which makes short functions look longer than they are.
 """
@@ -27,6 +28,7 @@ which makes short functions look longer than they are.
 import argparse
 import gc
 import json
+import logging
 import os
 import platform
 import statistics
@@ -162,6 +164,9 @@ def measure(problem: Problem, clock: Clock, options: argparse.Namespace, errors:
                 contestants[name] = contestant
     on_gpu = options.device == "cuda"
     records: dict[str, dict[str, Any]] = {name: {} for name in contestants}
+    for name, each in contestants.items():
+        if each.layer is not None:
+            records[name]["recorded"] = each.layer._recorded.num_recorded
     if on_gpu:
         for name, times in race(contestants, clock, options.rounds, options.seconds, errors).items():
             records[name] |= times
@@ -208,6 +213,8 @@ def show(records: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
+    logging.basicConfig()
+    logging.getLogger("sonic_ep.launches").setLevel(logging.INFO)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="sonic_7b")
     parser.add_argument("--tokens", type=int, default=2048, help="of each rank")

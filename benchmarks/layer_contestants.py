@@ -19,10 +19,13 @@ CAPACITY = 1.25  # of static buffers
 
 @dataclass(frozen=True)
 class Contestant:
+    """layer: ours, if it is one."""
+
     forward: Callable[[], Tensor]
     inputs: list[Tensor]
     dout: Tensor
     capturable: bool = True
+    layer: MoE | None = None
 
     def step(self) -> None:
         torch.autograd.grad(self.forward(), self.inputs, self.dout)
@@ -121,7 +124,7 @@ class Problem:
         )
         layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
         inputs = [self.x, layer.experts.w1, layer.experts.w2, layer.router.weight]
-        return Contestant(lambda: layer(self.x).y, inputs, self.dout, self.group.size == 1)
+        return Contestant(lambda: layer(self.x).y, inputs, self.dout, self.group.size == 1, layer)
 
     def _layer(self, config: MoEConfig) -> MoE:
         if self.device == "cuda":

@@ -198,6 +198,7 @@ def test_a_repeated_step_needs_no_more_memory() -> None:
         x = leaning_tokens(0, 8192, 1024, "cuda", torch.bfloat16).requires_grad_()
         for _ in range(2):
             torch.autograd.grad(layer(x).y.sum(), [x, *layer.parameters()])
+        assert layer._recorded.num_recorded == (layer.config.record_launches == "on")
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
