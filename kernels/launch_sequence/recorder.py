@@ -278,8 +278,13 @@ class _Living:
         return found
 
     def in_front_of(self, address: int) -> set[tuple[int, int]]:
-        """Returns (buffer, offset) of all buffers that may be meant by an address of quack's for TMA."""
-        offsets = ((index, address - start) for index, start in zip(self._by_address, self._starts, strict=True))
+        """Returns (buffer, offset) of all buffers that may be meant by an address of quack's for TMA.
+
+        The distance can be larger than the tensor's address. Then the address is a negative number.
+        """
+        offsets = (
+            (index, _signed(address) - start) for index, start in zip(self._by_address, self._starts, strict=True)
+        )
         return {(index, offset) for index, offset in offsets if offset < 0 and offset % _TMA_SHIFT == 0}
 
 
@@ -466,6 +471,10 @@ def _addresses(number: int, one: _Capture, others: Sequence[_Capture]) -> list[A
     return found
 
 
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
 def _words(block: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(block) // _WORD}Q", block)
 
@@ -475,19 +484,20 @@ def _place_of(
 ) -> tuple[int, int] | None:
     """Returns the only (buffer, offset) that explains a word's values in all runs, or None if it is a constant."""
     is_equal, is_known = len(set(values)) == 1, launches.is_known_memory(*values)
-    if is_equal and not is_known:
+    is_number, in_struct = is_equal and not is_known, launches.may_be_padding(node, word)
+    if is_number and abs(_signed(values[0])) < _TMA_SHIFT:
         return None
     places = set.intersection(*(buffers.holding(value) for buffers, value in zip(living, values, strict=True)))
     if len(places) > 1:  # the end of one tensor can be the start of the next
         places = {(index, offset) for index, offset in places if offset < one.sizes[index]}
-    if not places and not is_equal and launches.may_be_padding(node, word):  # TMA's descriptors are structs
+    if not places and in_struct and (is_number or not is_equal):  # TMA's descriptors are structs
         places = set.intersection(*(buffers.in_front_of(value) for buffers, value in zip(living, values, strict=True)))
     if len(places) == 1:
         return places.pop()
     is_half = len({value & _LOW_HALF for value in values}) == 1  # 4 bytes of padding behind a member of 4 bytes
     # The first run's memory is alive during the others, so that a tensor of theirs is elsewhere.
     repeats = values[0] in values[1:]
-    if not places and (is_equal or is_half or repeats or not is_known) and launches.may_be_padding(node, word):
+    if not places and (is_number or (in_struct and (is_equal or is_half or repeats or not is_known))):
         return None
     shown = f"word {word} of launch {node} ({launches.name(node)}) is {', '.join(f'{value:#x}' for value in values)}"
     if places:

@@ -199,7 +199,7 @@ CUresult cuGraphDestroy(CUgraph graph) { return write_operation("destroy", graph
 
 CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr address) {
     (void)attribute, *(unsigned int *)data = CU_MEMORYTYPE_DEVICE;
-    return address >= 1ull << 40 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    return address >= 1ull << 40 && address < 1ull << 48 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 #undef cuMemsetD8Async

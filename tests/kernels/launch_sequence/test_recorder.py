@@ -72,6 +72,25 @@ def test_an_address_for_tma_lies_in_front_of_its_tensor(graph: FakeGraph) -> Non
     assert addresses(*runs(graph, *blocks, struct_size=16)) == [Address(0, 0, 1, -3 * TMA_SHIFT)]
 
 
+def test_such_an_address_can_be_negative(graph: FakeGraph) -> None:
+    """Of a tensor that moves, and of the state, which did not move but may."""
+    distance = 2**47 // TMA_SHIFT * TMA_SHIFT
+    blocks = [words((first - distance) % 2**64, KNOWN - distance + 2**64) for _, first, _ in STARTS]
+    assert addresses(*runs(graph, *blocks, struct_size=16)) == [
+        Address(0, 0, 1, -distance),
+        Address(0, 1, 0, -distance),
+    ]
+
+
+def test_large_numbers_are_constants(graph: FakeGraph) -> None:
+    assert addresses(*runs(graph, *[words(2**39 + 1, 2**64 - 1, 2**63 + 5)] * 3)) == []
+
+
+def test_what_the_stack_held_in_two_runs_is_no_address_of_a_tensor_that_moves(graph: FakeGraph) -> None:
+    blocks = [words(1, value) for value in (KNOWN + 901, KNOWN + 70_002, KNOWN + 901)]
+    assert addresses(*runs(graph, *blocks, struct_size=16)) == []
+
+
 def test_a_distance_that_is_no_multiple_of_tmas_is_no_address(graph: FakeGraph) -> None:
     blocks = [words(first - 5000, 0) for _, first, _ in STARTS]
     with pytest.raises(UnrecordableError, match="no address of a tensor"):
