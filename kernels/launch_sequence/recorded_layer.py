@@ -17,8 +17,9 @@ from torch.func import functional_call
 
 from sonic_ep.checks import ROW_ALIGNMENT
 from sonic_ep.kernels.experts.tile_counter import counter_of_stream, recording_for
+from sonic_ep.kernels.launch_sequence.addresses import UnrecordableError
 from sonic_ep.kernels.launch_sequence.driver import UnavailableError, raw_stream
-from sonic_ep.kernels.launch_sequence.recorder import UnrecordableError, leaves_of, record
+from sonic_ep.kernels.launch_sequence.recorder import leaves_of, record
 from sonic_ep.kernels.launch_sequence.replay import Replay
 
 _LOG = logging.getLogger("sonic_ep.launches")

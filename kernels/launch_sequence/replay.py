@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sonic_ep.kernels.launch_sequence.addresses import BACKWARD, FORWARD, Launches
 from sonic_ep.kernels.launch_sequence.driver import driver, raw_stream
-from sonic_ep.kernels.launch_sequence.recorder import BACKWARD, FORWARD, Launches, Place, Recording
+from sonic_ep.kernels.launch_sequence.recorder import Place, Recording
 
 # A buffer of that size, or of that share of the largest, has an allocation of its own.
 _OWN_BYTES, _OWN_SHARE = 2**20, 1 / 16

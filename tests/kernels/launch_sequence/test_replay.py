@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.launch_sequence import recorder, replay
+from sonic_ep.kernels.launch_sequence import addresses, replay
+from sonic_ep.kernels.launch_sequence.addresses import BACKWARD, FORWARD, Address, Launches
 from sonic_ep.kernels.launch_sequence.driver import library
-from sonic_ep.kernels.launch_sequence.recorder import BACKWARD, FORWARD, Address, Buffer, Launches, Place, Recording
+from sonic_ep.kernels.launch_sequence.recorder import Buffer, Place, Recording
 from sonic_ep.kernels.launch_sequence.replay import Replay
 from tests.helpers.fake_driver import FakeGraph
 
@@ -29,7 +30,7 @@ SIZES = [4 * ROWS, 40, 4 * ROWS, 16, 100, LARGE, LARGE, 4 * ROWS, LARGE, 4 * ROW
 
 @pytest.fixture(autouse=True)
 def _without_a_gpu(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "driver", library)
+    monkeypatch.setattr(addresses, "driver", library)
     monkeypatch.setattr(replay, "driver", library)
     monkeypatch.setattr(replay, "raw_stream", lambda _: STREAM)
 

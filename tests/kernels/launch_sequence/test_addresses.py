@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from sonic_ep.kernels.launch_sequence import recorder
+from sonic_ep.kernels.launch_sequence import addresses as module
+from sonic_ep.kernels.launch_sequence.addresses import (
+    Address,
+    AmbiguousError,
+    Launches,
+    Run,
+    UnrecordableError,
+    find_addresses,
+)
 from sonic_ep.kernels.launch_sequence.driver import library
-from sonic_ep.kernels.launch_sequence.recorder import Address, Launches, UnrecordableError
 from tests.helpers.fake_driver import FakeGraph
 
 KNOWN = 1 << 40  # from here on the fake driver knows all memory
@@ -17,7 +24,7 @@ TMA_SHIFT = 2**30 * 16
 
 @pytest.fixture(autouse=True)
 def _without_a_gpu(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "driver", library)
+    monkeypatch.setattr(module, "driver", library)
 
 
 def run(
@@ -28,7 +35,7 @@ def run(
     for node, block in enumerate(blocks):
         number = len(block) // struct_size
         graph.kernel_with_sizes(node + 1, [struct_size] * number, block, after=[node - 1] if node else [])
-    capture = recorder._Capture(num_fixed=1, pool=None)
+    capture = Run(num_fixed=1)
     capture.starts, capture.sizes = list(starts), list(sizes)
     capture.allocated = [(0, 0)] * len(starts)
     capture.passes = [Launches(1)]
@@ -40,7 +47,7 @@ def words(*values: int) -> bytes:
 
 
 def addresses(*runs: Any) -> list[Address]:
-    return recorder._addresses(0, runs[0], runs[1:])
+    return find_addresses(0, runs[0], runs[1:])
 
 
 # In every run: the state at the same address, and two tensors of 1000 bytes.
@@ -115,7 +122,7 @@ def test_unknown_memory_is_refused(graph: FakeGraph) -> None:
 def test_two_explanations_are_refused(graph: FakeGraph) -> None:
     starts = [(KNOWN, KNOWN + n * 10_000, KNOWN + n * 10_000 + 16) for n in (1, 2, 5)]
     made = [run(graph, each, SIZES, [words(each[2])]) for each in starts]
-    with pytest.raises(recorder._AmbiguousError, match=r"1000 bytes at \+16, 1000 bytes at \+0"):
+    with pytest.raises(AmbiguousError, match=r"1000 bytes at \+16, 1000 bytes at \+0"):
         addresses(*made)
 
 
