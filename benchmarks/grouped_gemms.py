@@ -6,8 +6,8 @@
 TFLOP/s counts useful operations only: 6 P d n forward, 12 P d n backward over P pairs. Times are medians over CUDA
 events, candidates taking turns in one run, on fresh random unit-scale inputs. `--in-layer` times the layer with the
 tile of one operation replaced: at the card's power limit a GEMM that runs right after others ranks tiles otherwise
-than one that runs alone. `--reserved-sms` times the layer with dX summed while dW1 runs, whose GEMM reserves so many
-multiprocessors to it, and with dX summed before dW1.
+than one that runs alone. `--reserved-sms` times the layer with dX summed while dW1 runs, for which the GEMM of dW1
+reserves so many multiprocessors, and with dX summed before dW1.
 """
 
 import argparse

@@ -18,7 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from sonic_ep.dispatch.speculation import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.launch_sequence.mailbox import Mailbox
-from sonic_ep.kernels.launch_sequence.recorded_layer import has_saved_tensor_hooks
+from sonic_ep.kernels.launch_sequence.recorded_layer import Steps, has_saved_tensor_hooks
 from sonic_ep.kernels.route.status.reference import HEADER
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 
@@ -39,8 +39,8 @@ _MIN_UNIT = 128  # rows
 _EVERY_CALL = 3  # the ranks may record in the first three calls with a bound, then in the 4th, 8th, 16th, ...
 
 
-class SentRows(NamedTuple):
-    """How a layer sends rows. is_static: whether its present steps have static buffers."""
+class LayerTransport(NamedTuple):
+    """The transport of a layer and its rows. is_static: whether the layer's present steps have static buffers."""
 
     transport: SymmetricTransport
     row_bytes: int
@@ -55,7 +55,7 @@ class Step(NamedTuple):
     is_time: whether the ranks may record in this call.
     """
 
-    sent: SentRows
+    via: LayerTransport
     bound: SizeBound | None
     tokens: int
     is_time: bool
@@ -63,39 +63,44 @@ class Step(NamedTuple):
     @property
     def key(self) -> object:
         """What the launches of the step depend on."""
-        return self.bound, self.tokens, self.sent.transport.capacity_of_counts
+        return self.bound, self.tokens, self.via.transport.capacity_of_counts
 
 
 @final
-class BoundedSteps:
-    """The steps of one layer. `Steps` of kernels/launch_sequence/recorded_layer.py says what is asked of it.
+class BoundedSteps(Steps):
+    """The steps of a layer on several ranks.
 
-    check: gets the status fields of all ranks, rank by rank, and raises if one has an error. sent_by: returns how a
-    layer sends rows, or None if it does not use symmetric memory.
+    check: gets the status fields of all ranks, rank by rank, and raises if one has an error. transport_of: returns the
+    transport of a layer, or None if it does not use symmetric memory.
     """
 
     def __init__(
-        self, group: EPGroup, K: int, check: Callable[[list[int]], None], sent_by: Callable[[Any], SentRows | None]
+        self,
+        group: EPGroup,
+        K: int,
+        check: Callable[[list[int]], None],
+        transport_of: Callable[[Any], LayerTransport | None],
     ) -> None:
-        self._group, self._K, self._check, self._sent_by = group, K, check, sent_by
+        super().__init__()
+        self._group, self._K, self._check, self._transport_of = group, K, check, transport_of
         self._needed: SizeBound | None = None  # by the last step
         self._calls: Counter[object] = Counter()
         self._mailbox: Mailbox | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "BoundedSteps":
-        return BoundedSteps(self._group, self._K, self._check, self._sent_by)
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self._group, self._K, self._check, self._transport_of)
 
     def begin(self, layer: Any) -> Step | None:
         """Counts a call. Returns None, on every rank, if the code has to run: the first call has no bound."""
         needed = self._needed
-        sent = None if needed is None else self._sent_by(layer)
-        if sent is None or needed is None:
+        via = None if needed is None else self._transport_of(layer)
+        if via is None or needed is None:
             return None
         bound = self._bound(needed)
         self._calls[bound] += 1
         number = self._calls[bound]
         is_time = number <= _EVERY_CALL or number & (number - 1) == 0
-        return Step(sent, None if sent.is_static else bound, needed.tokens, is_time)
+        return Step(via, None if via.is_static else bound, needed.tokens, is_time)
 
     def is_time(self, step: Step, signature: object, *, known: bool) -> bool:
         """Returns True, on every rank, if the ranks may record now, whatever each of them has recorded."""
@@ -123,8 +128,8 @@ class BoundedSteps:
             self._mailbox = Mailbox(SplitSizes.num_values(self._group.size, HEADER))
         if step.bound is None:
             return nullcontext()
-        step.sent.transport.reserve(step.sent.row_bytes, step.bound)
-        return step.sent.transport.bounded_by(step.bound)
+        step.via.transport.reserve(step.via.row_bytes, step.bound)
+        return step.via.transport.bounded_by(step.bound)
 
     def captured(self) -> AbstractContextManager[object]:
         """Returns a context in which copies of sizes go to where `finish` reads them."""
@@ -133,7 +138,7 @@ class BoundedSteps:
 
     def state(self, step: Step) -> list[Tensor]:
         """Returns the tensors of the transport that launches refer to, and the destination of sizes."""
-        transport, row_bytes, device, _ = step.sent
+        transport, row_bytes, device, _ = step.via
         transport.raise_if_lost()
         assert self._mailbox is not None
         return [self._mailbox.values, *transport.memory(row_bytes, step.tokens, device)]
@@ -149,8 +154,8 @@ class BoundedSteps:
         Raises what `check` raises.
         """
         assert self._mailbox is not None
-        sizes, reports = SplitSizes.unpacked(self._mailbox.read(), self._group.size)
-        self._check(reports)
+        sizes, status_fields = SplitSizes.unpacked(self._mailbox.read(), self._group.size)
+        self._check(status_fields)
         needed = self._needed = SizeBound.needed_by(sizes)
         return None if step.bound is None or step.bound.holds(needed) else sizes
 

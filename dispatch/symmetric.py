@@ -37,7 +37,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from sonic_ep.async_d2h import host_may_wait, host_reads_later
+from sonic_ep.async_d2h import host_can_read
 from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import (
@@ -373,7 +373,7 @@ class SymmetricTransport:
             torch.cuda.current_stream(like.device).wait_stream(self._stream)
 
     def _start_split_sizes(self, routing: Routing) -> AsyncSplitSizes:
-        if not (host_may_wait(routing.token_ids_N) or host_reads_later()):
+        if not host_can_read(routing.token_ids_N):
             raise RuntimeError(
                 "sizes of buffers are read on the host, which a CUDA graph cannot capture; set "
                 "transport.buffers='static' and rounding.capacity_factor, and capture training steps"
@@ -440,6 +440,6 @@ class SymmetricTransport:
             self._flags = self._buffers.signals(num_signals(self.group.size))
             self._pad = SignalPad.of(self.group.rank, self._flags.addresses_S, round(self._timeout * 1e9))
         self.raise_if_lost()
-        if not host_may_wait(self._pad.state) and not host_reads_later():
+        if not host_can_read(self._pad.state):
             self._buffers.retain_for_graphs()
         return self._pad

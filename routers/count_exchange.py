@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sonic_ep.async_d2h import host_may_wait, host_reads_later
+from sonic_ep.async_d2h import host_can_read
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.kernels.backend import pack_rank_status, pack_split_sizes, zero_counts_on_error
@@ -98,7 +98,7 @@ def gather_counts(
     if problem is not None:
         # The counts may be meaningless. The other ranks raise when they read the status.
         raise_problems(status_SF.flatten().tolist(), problem, group, exchange)
-    readable = host_may_wait(status_SF) or host_reads_later()
+    readable = host_can_read(status_SF)
     zeroed_on_error = readable and group.size > 1
     if zeroed_on_error:
         chosen_SE = zero_counts_on_error(chosen_SE, status_SF[:, STATUS], code)

@@ -16,8 +16,8 @@ _RECORDED_INTO: ContextVar[Tensor | None] = ContextVar("sonic_ep_recorded_into",
 
 
 @contextmanager
-def copies_recorded(into: Tensor | None) -> Generator[None]:
-    """A context in which an AsyncD2H copies to `into`, pinned memory of the same size, and is not read. None: no-op."""
+def copies_recorded(into: Tensor) -> Generator[None]:
+    """A context in which an AsyncD2H copies to `into`, pinned memory of the same size, and is not read."""
     token = _RECORDED_INTO.set(into)
     try:
         yield
@@ -64,6 +64,6 @@ def host_may_wait(values: Tensor) -> bool:
     return not (values.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def host_reads_later() -> bool:
-    """Returns True in `copies_recorded`: the host may start copies, and reads those of the repetitions."""
-    return _RECORDED_INTO.get() is not None
+def host_can_read(values: Tensor) -> bool:
+    """Returns True if the host may wait, or in `copies_recorded`, where it reads the copies of the repetitions."""
+    return host_may_wait(values) or _RECORDED_INTO.get() is not None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.checks import problem_with_input, problem_with_memory
 from sonic_ep.config import MoEConfig
-from sonic_ep.dispatch.bounded_steps import BoundedSteps, SentRows
+from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.experts import Experts
@@ -23,7 +23,7 @@ from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import rng_for
 from sonic_ep.kernels.experts.mlp import ExpertWeights
-from sonic_ep.kernels.launch_sequence.recorded_layer import LayerCode, OneRankSteps, RecordedLayer, Steps
+from sonic_ep.kernels.launch_sequence.recorded_layer import LayerCode, RecordedLayer, Steps
 from sonic_ep.routers.count_exchange import raise_problems
 from sonic_ep.routers.replay import in_region, repeated_pairs
 from sonic_ep.routers.rounding import max_received, max_rows
@@ -223,25 +223,24 @@ def _flat_outputs(layer: MoE, x: Tensor) -> list[Tensor]:
 
 
 def _output_of(outputs: list[Tensor]) -> MoEOutput:
-    y, aux_loss, entropy_T, token_ids_N, *lists = outputs
-    return MoEOutput(y, aux_loss, RoutingStats(entropy_T, token_ids_N, GroupCounts(*lists[:_NUM_COUNTS])))
+    y, aux_loss, entropy_T, token_ids_N, *counts = outputs[:_NUM_OUTPUTS]
+    return MoEOutput(y, aux_loss, RoutingStats(entropy_T, token_ids_N, GroupCounts(*counts)))
 
 
 def _again(layer: MoE, x: Tensor, outputs: list[Tensor], sizes: SplitSizes) -> list[Tensor]:
     """Computes with the pairs of these outputs, which were launched with buffers that are too small."""
     c, S, T = layer.config, layer.group.size, x.numel() // layer.config.d
-    token_ids_N, lists = outputs[3], outputs[4:]
-    topk_ids_TK, expert_ids_N, chosen_N, *balance_counts = lists[_NUM_COUNTS:]
-    counts = GroupCounts(*lists[:_NUM_COUNTS])
+    stats = _output_of(outputs).stats
+    topk_ids_TK, expert_ids_N, chosen_N, *balance_counts = outputs[_NUM_OUTPUTS:]
     pairs = RoutedPairs(
         topk_ids_TK,
-        token_ids_N,
+        stats.token_ids_N,
         expert_ids_N,
         chosen_N,
-        counts,
+        stats.counts,
         max_rows(c.rounding, T, c.K, c.E, S, training=layer.training),
         max_received(c.rounding, T, c.K, training=layer.training),
-        AsyncSplitSizes(counts.rows_SE, S, known=sizes),
+        AsyncSplitSizes(stats.counts.rows_SE, S, known=sizes),
         BalanceCounts(*balance_counts) if balance_counts else None,
     )
     with repeated_pairs(layer.router, pairs):
@@ -266,24 +265,24 @@ def _problem_with_recording(layer: MoE, x: Tensor) -> str | None:
 
 
 _CODE = LayerCode(_flat_outputs, _state, _uncounted, _problem_with_recording, _again)
-_NUM_COUNTS = len(GroupCounts._fields)
+_NUM_OUTPUTS = 4 + len(GroupCounts._fields)  # of the layer; the lists of pairs follow
 
 
-def _sent_rows(layer: MoE) -> SentRows | None:
+def _layer_transport(layer: MoE) -> LayerTransport | None:
     w1, config, transport = layer.experts.w1, layer.config, layer.transport
     chosen = transport.on(w1) if isinstance(transport, GroupTransport) else None
     if not isinstance(chosen, SymmetricTransport) or not chosen.can_be_bounded:
         return None
     row_bytes = config.d * (layer._autocast_dtype() or w1.dtype).itemsize
     is_static = chosen.is_static and layer.training and config.rounding.capacity_factor is not None
-    return SentRows(chosen, row_bytes, w1.device, is_static)
+    return LayerTransport(chosen, row_bytes, w1.device, is_static)
 
 
 def _steps_of(group: EPGroup, config: MoEConfig, transport: LocalTransport | GroupTransport) -> Steps:
     if group.size == 1:
-        return OneRankSteps()
+        return Steps()
     check = partial(raise_problems, problem=None, group=group, exchange=transport)
-    return BoundedSteps(group, config.K, check, _sent_rows)
+    return BoundedSteps(group, config.K, check, _layer_transport)
 
 
 def _agreed_seed(config: MoEConfig, group: EPGroup, seed: int | None, dtype: torch.dtype | None) -> int:

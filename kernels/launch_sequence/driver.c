@@ -352,7 +352,7 @@ static int is_continued(const CUgraphNode *nodes, int num_nodes, int node, int t
 
 /* Gives every node a lane, and waits for the nodes of other lanes that it depends on. */
 static const char *order(Sequence *sequence, const CUgraphNode *nodes, const CUgraphNode *from, const CUgraphNode *to,
-                         const CUgraphEdgeData *edges, size_t num_edges, int num_nodes) {
+                         const CUgraphEdgeData *edges, size_t num_edges) {
     int tails[MAX_LANES], dependencies[MAX_WAITS + 1];
     for (int i = 0; i < sequence->num_nodes; i++) {
         Node *node = &sequence->nodes[i];
@@ -368,7 +368,8 @@ static const char *order(Sequence *sequence, const CUgraphNode *nodes, const CUg
         }
         for (int l = 0; lane < 0 && l < sequence->num_lanes; l++)
             for (int k = 0; k < number; k++)
-                if (tails[l] == dependencies[k] && !is_continued(nodes, num_nodes, i, tails[l], from, to, num_edges))
+                if (tails[l] == dependencies[k] &&
+                    !is_continued(nodes, sequence->num_nodes, i, tails[l], from, to, num_edges))
                     lane = l;
         if (lane < 0) {
             if (sequence->num_lanes == MAX_LANES)
@@ -423,7 +424,7 @@ const char *sequence_read(void *captured, Sequence **out) {
             problem = "a node is no kernel, copy or fill";
     }
     if (problem == NULL)
-        problem = order(sequence, nodes, from, to, edges, num_edges, sequence->num_nodes);
+        problem = order(sequence, nodes, from, to, edges, num_edges);
     if (problem == NULL)
         problem = join_lanes(sequence);
     free(nodes);

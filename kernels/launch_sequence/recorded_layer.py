@@ -9,7 +9,7 @@ bit. `Steps` decides which calls record.
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from sonic_ep.kernels.launch_sequence.replay import Replay
 _LOG = logging.getLogger("sonic_ep.launches")
 
 _MAX_SIGNATURES = 16  # of one layer; with more, as where lengths change in every step, the code runs
-_MAX_COUNTED = 1024  # signatures whose calls are counted before
+_MAX_COUNTED = 1024  # signatures that were called once
 
 
 class LayerCode(NamedTuple):
@@ -35,7 +35,7 @@ class LayerCode(NamedTuple):
     state: the tensors besides parameters that the code reads or changes.
     undone: a context that undoes the changes of the code to the state.
     problem: why the launches of a layer on this x depend on more than addresses, or None.
-    again: the outputs of the layer's code on the routing of these outputs, whose sizes exceed the bound of the step.
+    again: computes the outputs of a step anew, by the layer's code on the same routing. The step exceeded its bound.
     """
 
     compute: Callable[[Any, Tensor], list[Tensor]]
@@ -45,67 +45,29 @@ class LayerCode(NamedTuple):
     again: Callable[[Any, Tensor, list[Tensor], Any], list[Tensor]]
 
 
-class Steps(Protocol):
-    """What the calls of a layer have in common with those of other ranks. A step is one call."""
-
-    def begin(self, layer: Any) -> Any:
-        """Returns a step, with a `key` that its launches depend on. None if the code has to run."""
-        ...
-
-    def is_time(self, step: Any, signature: object, *, known: bool) -> bool:
-        """Returns True if this call may record. signature: None if it cannot. known: whether it was tried before."""
-        ...
-
-    def agreed(self, layer: Any, problem: str | None, *, known: bool = False) -> bool:
-        """Returns True, on every rank, if no rank has a problem and not all know the signature."""
-        ...
-
-    def problem_with_call(self, step: Any, num_tokens: int) -> str | None:
-        """Returns why this call cannot repeat launches."""
-        ...
-
-    def bounded(self, step: Any) -> AbstractContextManager[object]:
-        """Returns a context in which the code runs with the sizes of the step."""
-        ...
-
-    def captured(self) -> AbstractContextManager[object]:
-        """Returns the context of captures."""
-        ...
-
-    def state(self, step: Any) -> list[Tensor]:
-        """Returns the tensors besides those of the layer that launches refer to."""
-        ...
-
-    def start(self) -> None:
-        """Is called before launches are repeated."""
-        ...
-
-    def finish(self, step: Any) -> Any:
-        """Is called after that. Returns None, or the sizes if they exceed those of the step."""
-        ...
-
-    def observe(self, split_sizes: Any) -> None:
-        """Is called after the code has run a step."""
-        ...
-
-
-class _OneRankStep(NamedTuple):
+class _Step(NamedTuple):
     key: object = None
 
 
-class OneRankSteps:
-    """The steps of a layer on one rank. Its sizes follow from its inputs, or have a bound that does.
+class Steps:
+    """The steps of a layer; a step is one call. This class is for one rank, where sizes follow from the inputs.
 
     The first call with a signature runs the code alone, because lengths may change in every step. The second records.
+    A copy starts without any.
     """
 
     def __init__(self) -> None:
         self._called: set[object] = set()
 
-    def begin(self, layer: Any) -> _OneRankStep:
-        return _OneRankStep()
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), ()
 
-    def is_time(self, step: _OneRankStep, signature: object, *, known: bool) -> bool:
+    def begin(self, layer: Any) -> Any:
+        """Returns a step, with a `key` that its launches depend on. None if the code has to run."""
+        return _Step()
+
+    def is_time(self, step: Any, signature: object, *, known: bool) -> bool:
+        """Returns True if this call may record. signature: None if it cannot. known: whether it cannot be new."""
         if known or signature is None:
             return False
         # Activation checkpointing compares what its two calls save, so that both must be of the same kind.
@@ -117,28 +79,34 @@ class OneRankSteps:
         return False
 
     def agreed(self, layer: Any, problem: str | None, *, known: bool = False) -> bool:
+        """Returns True, on every rank, if no rank has a problem and not all know the signature."""
         return problem is None
 
-    def problem_with_call(self, step: _OneRankStep, num_tokens: int) -> str | None:
+    def problem_with_call(self, step: Any, num_tokens: int) -> str | None:
+        """Returns why this call cannot repeat launches."""
         return None
 
-    def bounded(self, step: _OneRankStep) -> AbstractContextManager[object]:
+    def bounded(self, step: Any) -> AbstractContextManager[object]:
+        """Returns a context in which the code runs with the sizes of the step."""
         return nullcontext()
 
     def captured(self) -> AbstractContextManager[object]:
+        """Returns the context of captures."""
         return nullcontext()
 
-    def state(self, step: _OneRankStep) -> list[Tensor]:
+    def state(self, step: Any) -> list[Tensor]:
+        """Returns the tensors besides those of the layer that launches refer to."""
         return []
 
     def start(self) -> None:
-        pass
+        """Is called before launches are repeated."""
 
-    def finish(self, step: _OneRankStep) -> None:
+    def finish(self, step: Any) -> Any:
+        """Is called after that. Returns None, or the sizes if they exceed those of the step."""
         return None
 
     def observe(self, split_sizes: Any) -> None:
-        pass
+        """Is called after the code has run a step."""
 
 
 def has_saved_tensor_hooks() -> bool:
@@ -192,7 +160,7 @@ class RecordedLayer:
     def outputs(self, layer: nn.Module, x: Tensor) -> list[Tensor] | None:
         """Returns the outputs of the layer's code by repeating its launches, or None where the code has to run.
 
-        A collective of the layer's ranks.
+        A collective of the layer's ranks. Not while a CUDA graph is captured.
         """
         step = self._steps.begin(layer)
         if step is None:
@@ -204,7 +172,8 @@ class RecordedLayer:
             assert self._parts is not None
             inputs = [x, *self._parts.parameters()]
             signature = _signature(layer, inputs, step.key)
-        if self._steps.is_time(step, signature, known=signature in self._replays):
+        known = signature in self._replays or len(self._replays) == _MAX_SIGNATURES
+        if self._steps.is_time(step, signature, known=known):
             self._record(layer, inputs, step, signature, problem)
         replay = self._replays.get(signature)
         if replay is None or any(tensor.data_ptr() % ROW_ALIGNMENT for tensor in inputs):
@@ -317,9 +286,8 @@ def _problem_with_call(x: Tensor) -> str | None:
         return "x is no contiguous tensor on a GPU"
     if x.device.index != torch.cuda.current_device():
         return "x is not on the current device"
-    if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0:
-        return "inference or dispatch mode"
-    return "a CUDA graph is captured" if torch.cuda.is_current_stream_capturing() else None
+    is_watched = torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0
+    return "inference or dispatch mode" if is_watched else None
 
 
 def _problem_with(inputs: Sequence[Tensor]) -> str | None:

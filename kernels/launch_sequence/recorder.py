@@ -298,7 +298,7 @@ def _run(
         before = (FORWARD, 0)
         for leaf in leaves:
             watch.note(leaf, before, fixed=True)
-        # Gradients of outputs come next, whose shapes are known only after forward: their buffers are numbered here.
+        # Gradients of outputs come next. Their shapes are known only after forward, but their buffers get numbers here.
         capture.held = reserved = [torch.empty(1, dtype=torch.uint8, device=leaves[0].device) for _ in given]
         first_gradient = len(capture.starts)
         for tensor in (*reserved, *state):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sonic_ep.dispatch.bounded_steps import BoundedSteps, SentRows, Step
+from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport, Step
 from sonic_ep.dispatch.speculation import SizeBound
 from sonic_ep.groups import EPGroup
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
@@ -29,8 +29,8 @@ def sizes_of(tokens: int, rows: int, pairs: int) -> AsyncSplitSizes:
 
 def steps_of(group: EPGroup, *, static: bool = False, symmetric: bool = True) -> BoundedSteps:
     transport: Any = SimpleNamespace(capacity_of_counts=7)
-    sent = SentRows(transport, 16, torch.device("cpu"), static) if symmetric else None
-    return BoundedSteps(group, K, lambda _: None, lambda _: sent)
+    via = LayerTransport(transport, 16, torch.device("cpu"), static) if symmetric else None
+    return BoundedSteps(group, K, lambda _: None, lambda _: via)
 
 
 def layer(*, training: bool = True) -> Any:

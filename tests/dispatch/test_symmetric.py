@@ -307,9 +307,9 @@ def grown_after_capture(rank: int, folder: str) -> list[int]:
         everything(transport, rank, case, torch.float32)
         transport.all_gather(counts_of(rank, 0, 5 * factor))
         if factor == 3:
-            may_wait, symmetric.host_may_wait = symmetric.host_may_wait, lambda _: False
+            can_read, symmetric.host_can_read = symmetric.host_can_read, lambda _: False
             transport.all_gather(counts_of(rank, 0, 5 * factor))
-            symmetric.host_may_wait = may_wait
+            symmetric.host_can_read = can_read
         if factor > 1:
             counts.append(len(given))
             given.clear()

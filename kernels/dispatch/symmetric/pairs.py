@@ -26,7 +26,7 @@ from sonic_ep.kernels.dispatch.symmetric.signal_pad import SignalPad, Stage
 from sonic_ep.kernels.dispatch.symmetric.signals import is_empty_step, signal_done_and_wait, wait_peers_ready
 
 _BLOCK = 512
-_SCALARS, _PARTS = 256, 4096  # at most, that a program adds at a time; as in values_of_pairs, whose bits it has
+_SCALARS, _PARTS = 256, 4096  # at most, that a program adds at a time; as values_of_pairs does, for the same bits
 PAIR_PROGRAMS = 64  # at least; every peer gets the same number
 
 

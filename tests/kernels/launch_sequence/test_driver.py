@@ -91,7 +91,7 @@ def test_the_first_launch_of_a_lane_overlaps_none(graph: FakeGraph) -> None:
 
 def test_a_fork_runs_on_a_second_stream_and_is_joined(graph: FakeGraph) -> None:
     graph.kernel(1, 0)
-    graph.kernel(2, 0, after=[0])  # of the other branch: what runs beside is launched first
+    graph.kernel(2, 0, after=[0])  # the other branch is launched first
     graph.kernel(3, 0, after=[0])
     graph.kernel(4, 0, after=[1, 2])
     sequence = read()
@@ -112,7 +112,7 @@ def test_a_fork_runs_on_a_second_stream_and_is_joined(graph: FakeGraph) -> None:
 
 
 def test_a_stream_that_forks_twice_stays_on_its_lane(graph: FakeGraph) -> None:
-    """As where rows are copied twice beside GEMMs, and each copy is waited for later."""
+    """As where two copies of rows overlap GEMMs, and each is waited for later."""
     graph.kernel(1, 0)
     graph.kernel(2, 0, after=[0])  # the first copy
     graph.kernel(3, 0, after=[0])
