@@ -7,15 +7,15 @@ import ctypes
 import struct
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sonic_ep.kernels.launch_sequence.driver import driver
 
 FORWARD, BACKWARD = 0, 1
 # quack gives TMA the address 2^30 rows in front of a tensor (create_ragged_tensor_for_tma), and rows for TMA have a
-# multiple of 16 bytes.
-_TMA_SHIFT = 2**30 * 16
+# multiple of 16 bytes. TMA's descriptor holds 57 bits of an address.
+_TMA_SHIFT, _TMA_BITS = 2**30 * 16, 57
 _WORD, _LOW_HALF = 8, 2**32 - 1  # bytes of an address, and the mask of its lower four
 
 
@@ -61,9 +61,9 @@ class Launches:
         """Returns True if anything but the blocks differs."""
         return not self._library.sequence_equal_but_for_blocks(self.handle, other.handle)
 
-    def is_known_memory(self, *values: int) -> bool:
-        """Returns True if any value is an address of memory that the CUDA driver knows."""
-        return any(self._library.sequence_is_known_memory(value) for value in values)
+    def is_known_memory(self, values: Iterable[int]) -> bool:
+        """Returns True if every value is an address of memory that the CUDA driver knows."""
+        return all(self._library.sequence_is_known_memory(value) for value in values)
 
     def may_be_padding(self, node: int, word: int) -> bool:
         """Returns True if a word is part of a struct.
@@ -128,12 +128,19 @@ class _Living:
     def in_front_of(self, address: int) -> set[tuple[int, int]]:
         """Returns (buffer, offset) of all buffers that may be meant by an address of quack's for TMA.
 
-        The distance can be larger than the tensor's address. Then the address is a negative number.
+        The distance can be larger than the tensor's address. Then the address is a negative number of 57 bits.
         """
-        offsets = (
-            (index, _signed(address) - start) for index, start in zip(self._by_address, self._starts, strict=True)
-        )
+        if address >> _TMA_BITS:
+            return set()
+        number = _signed(address, _TMA_BITS)
+        offsets = ((index, number - start) for index, start in zip(self._by_address, self._starts, strict=True))
         return {(index, offset) for index, offset in offsets if offset < 0 and offset % _TMA_SHIFT == 0}
+
+    def distances_to(self, value: int) -> set[tuple[int, int]]:
+        """Returns (buffer, value - start of the buffer in 57 bits) of all buffers."""
+        return {
+            (index, (value - start) % 2**_TMA_BITS) for index, start in zip(self._by_address, self._starts, strict=True)
+        }
 
 
 def find_addresses(number: int, one: Run, others: Sequence[Run]) -> list[Address]:
@@ -152,8 +159,8 @@ def find_addresses(number: int, one: Run, others: Sequence[Run]) -> list[Address
     return found
 
 
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
+def _signed(value: int, bits: int = 64) -> int:
+    return value - 2**bits if value >> (bits - 1) else value
 
 
 def _words(block: bytes) -> tuple[int, ...]:
@@ -164,7 +171,7 @@ def _place_of(
     values: Sequence[int], living: Sequence[_Living], one: Run, launches: Launches, node: int, word: int
 ) -> tuple[int, int] | None:
     """Returns the only (buffer, offset) that explains a word's values in all runs, or None if it is a constant."""
-    is_equal, is_known = len(set(values)) == 1, launches.is_known_memory(*values)
+    is_equal, is_known = len(set(values)) == 1, launches.is_known_memory(set(values))
     is_number, in_struct = is_equal and not is_known, launches.may_be_padding(node, word)
     if is_number and abs(_signed(values[0])) < _TMA_SHIFT:
         return None
@@ -175,13 +182,23 @@ def _place_of(
         places = set.intersection(*(buffers.in_front_of(value) for buffers, value in zip(living, values, strict=True)))
     if len(places) == 1:
         return places.pop()
-    is_half = len({value & _LOW_HALF for value in values}) == 1  # 4 bytes of padding behind a member of 4 bytes
-    # The first run's memory is alive during the others, so that a tensor of theirs is elsewhere.
-    repeats = values[0] in values[1:]
-    if not places and (is_number or (in_struct and (is_equal or is_half or repeats or not is_known))):
+    if not places and (is_number or (in_struct and _is_padding(values, living, is_known=is_known))):
         return None
     shown = f"word {word} of launch {node} ({launches.name(node)}) is {', '.join(f'{value:#x}' for value in values)}"
     if places:
         several = ", ".join(f"{one.sizes[index]} bytes at {offset:+}" for index, offset in sorted(places)[:4])
         raise AmbiguousError(f"{shown}, which are addresses of several tensors: {several}")
     raise UnrecordableError(f"{shown}, which is no address of a tensor of the function")
+
+
+def _is_padding(values: Sequence[int], living: Sequence[_Living], *, is_known: bool) -> bool:
+    """Returns True if a word of a struct, which is no address of a tensor, is what the host's stack held there."""
+    if len(set(values)) == 1:
+        return True
+    # What moves with a tensor is an address, though of a kind that this file does not understand.
+    if set.intersection(*(buffers.distances_to(value) for buffers, value in zip(living, values, strict=True))):
+        return False
+    is_half = len({value & _LOW_HALF for value in values}) == 1  # 4 bytes of padding behind a member of 4 bytes
+    # The first run's memory is alive during the others, so that a tensor of theirs is elsewhere.
+    repeats = values[0] in values[1:]
+    return is_half or repeats or not is_known

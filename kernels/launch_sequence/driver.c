@@ -19,6 +19,9 @@
 #include <time.h>
 
 enum { KERNEL, FILL, COPY };
+/* An address has at most so many bits. In a descriptor for TMA it may be a negative number of as many. */
+#define ADDRESS ((1ULL << 57) - 1)
+
 enum { MAX_ATTRIBUTES = 5, MAX_LANES = 4, MAX_WAITS = 4, MAX_BLOCK = 32768, MAX_PARAMETERS = 1024 };
 
 typedef struct {
@@ -499,16 +502,17 @@ int sequence_relocate(Sequence *sequence, int node, uint32_t offset, uint32_t ba
     return 1;
 }
 
-/* Writes into `block` what the node gets with these bases. */
+/* Writes into `block` what the node gets with these bases. The bits above an address stay. */
 static void relocate(const Node *node, const uint64_t *bases, unsigned char *block) {
     memcpy(block, node->block, node->num_bytes);
     for (uint32_t k = 0; k < node->num_relocations; k++) {
         const Relocation *at = &node->relocations[k];
-        uint64_t address = bases[at->base] + (uint64_t)at->addend;
-        memcpy(block + at->offset, &address, sizeof address);
+        uint64_t word;
+        memcpy(&word, block + at->offset, sizeof word);
+        word = (word & ~ADDRESS) | ((bases[at->base] + (uint64_t)at->addend) & ADDRESS);
+        memcpy(block + at->offset, &word, sizeof word);
     }
 }
-
 
 static CUresult launch(const Node *node, const uint64_t *bases, CUstream stream) {
     _Alignas(128) unsigned char block[MAX_BLOCK];

@@ -80,9 +80,9 @@ def test_an_address_for_tma_lies_in_front_of_its_tensor(graph: FakeGraph) -> Non
 
 
 def test_such_an_address_can_be_negative(graph: FakeGraph) -> None:
-    """Of a tensor that moves, and of the state, which did not move but may."""
+    """Of a tensor that moves, and of the state, which did not move but may. TMA's descriptor holds 57 bits."""
     distance = 2**47 // TMA_SHIFT * TMA_SHIFT
-    blocks = [words((first - distance) % 2**64, KNOWN - distance + 2**64) for _, first, _ in STARTS]
+    blocks = [words((first - distance) % 2**57, KNOWN - distance + 2**57) for _, first, _ in STARTS]
     assert addresses(*runs(graph, *blocks, struct_size=16)) == [
         Address(0, 0, 1, -distance),
         Address(0, 1, 0, -distance),
@@ -109,7 +109,16 @@ def test_a_number_that_changes_is_refused(graph: FakeGraph) -> None:
         addresses(*runs(graph, *(words(1, value) for value in (5, 6, 7))))
 
 
-@pytest.mark.parametrize("values", [(5, 6, 7), (KNOWN + 1, KNOWN + 2**33 + 1, KNOWN + 2**34 + 1), (KNOWN + 900,) * 3])
+@pytest.mark.parametrize("distance", [-5000, 2**40 + 8, 8 - 2**50], ids=hex)
+def test_what_moves_with_a_tensor_is_refused_even_within_a_struct(graph: FakeGraph, distance: int) -> None:
+    blocks = [words(1, (first + distance) % 2**57) for _, first, _ in STARTS]
+    with pytest.raises(UnrecordableError, match="no address of a tensor"):
+        addresses(*runs(graph, *blocks, struct_size=16))
+
+
+@pytest.mark.parametrize(
+    "values", [(5, 6, 7), (KNOWN + 900, 0, 1), (KNOWN + 1, KNOWN + 2**33 + 1, KNOWN + 2**34 + 1), (KNOWN + 900,) * 3]
+)
 def test_what_lies_between_members_of_a_struct_is_constant(graph: FakeGraph, values: Sequence[int]) -> None:
     assert addresses(*runs(graph, *(words(1, value) for value in values), struct_size=16)) == []
 

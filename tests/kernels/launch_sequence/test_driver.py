@@ -47,6 +47,16 @@ def test_kernels_get_their_parameters_and_the_addresses_of_this_step(graph: Fake
         ]
 
 
+def test_a_negative_address_has_57_bits_and_the_bits_above_stay(graph: FakeGraph) -> None:
+    graph.kernel(11, 0, 5 << 57)
+    sequence = read()
+    assert relocate(sequence, 0, 0, 0, -(2**40))
+    assert relocate(sequence, 0, 1, 0, -(2**40))
+    assert launch(sequence, [64]) == 0
+    negative = 2**57 - 2**40 + 64
+    assert graph.log()[0].endswith(f": {negative} {(5 << 57) + negative}")
+
+
 def test_copies_and_fills(graph: FakeGraph) -> None:
     graph.operation(100, 200, 48, 1, copy=True)
     for size in (1, 2, 4):
