@@ -14,7 +14,6 @@ frees in the same places, so it needs little more memory than the function.
 import functools
 import gc
 import random
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -36,6 +36,7 @@ from sonic_ep.kernels.launch_sequence.addresses import (
     find_addresses,
 )
 from sonic_ep.kernels.launch_sequence.driver import driver
+from sonic_ep.kernels.launch_sequence.workspace import Memory, workspace_of_capture
 
 _MIN_RUNS, _MAX_RUNS = 2, 8  # with moved tensors
 # Bytes. torch's allocator rounds to the first. Tensors above the second are in other segments, those from the third on
@@ -72,10 +73,10 @@ class Place:
 class Recording:
     """The launches of forward and, if gradients were given, of backward.
 
-    num_fixed: buffers 0..num_fixed - 1 exist before the pass: inputs, then gradients of outputs, then state. buffers:
-    all of them. order: when each other buffer was allocated (True) and freed (False). passes: the captured graphs as
-    handles of driver.c, which this object owns. addresses: of each pass. outputs, gradients: None for a gradient that
-    does not exist.
+    num_fixed: buffers 0..num_fixed - 1 exist before the pass: inputs, then gradients of outputs, then state, and last
+    the workspace of cuBLAS. buffers: all of them. order: when each other buffer was allocated (True) and freed (False).
+    passes: the captured graphs as handles of driver.c, which this object owns. addresses: of each pass. outputs,
+    gradients: None for a gradient that does not exist.
     """
 
     num_inputs: int
@@ -86,6 +87,13 @@ class Recording:
     addresses: list[list[Address]]
     outputs: list[Place]
     gradients: list[Place | None]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The bytes of the workspace that the launches need."""
+        index = self.num_fixed - 1
+        is_used = any(address.buffer == index for of_pass in self.addresses for address in of_pass)
+        return self.buffers[index].num_bytes if is_used else 0
 
 
 def leaves_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -184,15 +192,18 @@ class _Capture(Run):
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes when each tensor on the GPU is allocated and freed."""
+    """Notes when each tensor on the GPU is allocated and freed.
+
+    That a tensor was freed is noticed at the next operation. No other tensor gets its memory before.
+    """
 
     def __init__(self, capture: _Capture, stream: int, fillers: "_Fillers | None") -> None:
         super().__init__()
         self.number = FORWARD  # of the pass
         self._fillers = fillers
         self._capture, self._stream, self._count = capture, stream, driver().sequence_captured_nodes
-        self._known: dict[int, int] = {}
-        self._open = True
+        self._fixed: dict[StorageWeakRef, int] = {}  # buffers
+        self._living: dict[StorageWeakRef, int] = {}
 
     def position(self) -> tuple[int, int]:
         return self.number, max(self._count(self._stream), 0)
@@ -200,6 +211,7 @@ class _Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise UnrecordableError(f"{func} draws random numbers")
+        self._notice_freed()
         if self._fillers is not None:
             self._fillers.before(len(self._capture.starts), torch.device("cuda", torch.cuda.current_device()))
         before = self.position()  # an operation allocates its result before it launches its kernel
@@ -212,41 +224,45 @@ class _Allocations(TorchDispatchMode):
     def note(self, tensor: Tensor, position: tuple[int, int], *, fixed: bool = False) -> int:
         """Returns the buffer of a tensor, a new one if it is unknown."""
         storage = tensor.untyped_storage()
-        known = self._known.get(id(storage))
+        reference = StorageWeakRef(storage)
+        known = self._of(reference)
         if known is not None:
             return known
         capture = self._capture
-        index = self._known[id(storage)] = len(capture.starts)
+        index = len(capture.starts)
         capture.starts.append(tensor.data_ptr() if fixed else storage.data_ptr())
         capture.sizes.append(tensor.nbytes if fixed else storage.nbytes())
         capture.allocated.append(position)
-        if not fixed:
+        if fixed:
+            self._fixed[reference] = index
+        else:
+            self._living[reference] = index
             capture.order.append((True, index))
-            # torch keeps the Python object of a storage for as long as the storage itself.
-            weakref.finalize(storage, self._freed, id(storage), index).atexit = False
         return index
 
     def replace(self, index: int, tensor: Tensor) -> None:
         """Makes a tensor that lives through the run the one of a buffer that was reserved for it."""
-        self._known[id(tensor.untyped_storage())] = index
+        self._fixed[StorageWeakRef(tensor.untyped_storage())] = index
         self._capture.starts[index], self._capture.sizes[index] = tensor.data_ptr(), tensor.nbytes
 
-    def _freed(self, key: int, index: int) -> None:
-        if self._open:
-            del self._known[key]
-            self._capture.freed[index] = self.position()
+    def _of(self, reference: StorageWeakRef) -> int | None:
+        index = self._living.get(reference)
+        return self._fixed.get(reference) if index is None else index
+
+    def _notice_freed(self) -> None:
+        position = self.position()
+        for reference in [reference for reference in self._living if reference.expired()]:
+            index = self._living.pop(reference)
+            self._capture.freed[index] = position
             self._capture.order.append((False, index))
 
     def place(self, tensor: Tensor) -> Place:
         """Returns the place of a tensor that the function returned."""
-        index = self._known.get(id(tensor.untyped_storage()))
+        index = self._of(StorageWeakRef(tensor.untyped_storage()))
         if index is None or index < self._capture.num_fixed:
             raise UnrecordableError("a result is no new tensor")
         offset = tensor.storage_offset() * tensor.element_size()
         return Place(index, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-    def close(self) -> None:
-        self._open = False
 
 
 @functools.cache
@@ -266,13 +282,14 @@ def _captured(
     fillers: _Fillers | None,
 ) -> _Capture:
     stream = _capture_stream(torch.cuda.current_device())
+    workspace = workspace_of_capture(stream)
     stream.wait_stream(torch.cuda.current_stream())
     capture = _Capture()
     collects = gc.isenabled()
     gc.disable()  # a collection could free memory of the GPU during the capture
     try:
         with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
-            _run(capture, function, inputs, state, given, stream, fillers)
+            _run(capture, function, inputs, state, workspace, given, stream, fillers)
     except UnrecordableError:
         raise
     except Exception as error:
@@ -288,42 +305,43 @@ def _run(
     function: Function,
     inputs: Sequence[Tensor],
     state: Sequence[Tensor],
+    workspace: Memory,
     given: Sequence[int],
     stream: torch.cuda.Stream,
     fillers: _Fillers | None,
 ) -> None:
     leaves = leaves_of(inputs)
     watch = _Allocations(capture, stream.cuda_stream, fillers)
-    try:
-        before = (FORWARD, 0)
-        for leaf in leaves:
-            watch.note(leaf, before, fixed=True)
-        # Gradients of outputs come next. Their shapes are known only after forward, but their buffers get numbers here.
-        capture.held = reserved = [torch.empty(1, dtype=torch.uint8, device=leaves[0].device) for _ in given]
-        first_gradient = len(capture.starts)
-        for tensor in (*reserved, *state):
-            watch.note(tensor, before, fixed=True)
-        capture.num_fixed = len(capture.starts)
-        if capture.num_fixed != len(inputs) + len(given) + len(state):
-            raise UnrecordableError("two inputs share memory")
-        with _capturing(capture, stream), watch:
-            outputs = function(leaves)
-        capture.outputs.extend(map(watch.place, outputs))
-        if not given:
-            return
-        watch.number = BACKWARD
-        grads = [torch.empty_like(outputs[index], memory_format=torch.contiguous_format) for index in given]
-        capture.held = [*reserved, *grads]
-        for index, grad in enumerate(grads, first_gradient):
-            watch.replace(index, grad)
-        differentiable = [outputs[index] for index in given]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        del outputs
-        with _capturing(capture, stream), watch, torch.autocast("cuda", enabled=False):
-            gradients = torch.autograd.grad(differentiable, wanted, grads, allow_unused=True)
-        capture.gradients.extend(None if gradient is None else watch.place(gradient) for gradient in gradients)
-    finally:
-        watch.close()
+    before = (FORWARD, 0)
+    for leaf in leaves:
+        watch.note(leaf, before, fixed=True)
+    # Gradients of outputs come next. Their shapes are known only after forward, but their buffers get numbers here.
+    capture.held = reserved = [torch.empty(1, dtype=torch.uint8, device=leaves[0].device) for _ in given]
+    first_gradient = len(capture.starts)
+    for tensor in (*reserved, *state):
+        watch.note(tensor, before, fixed=True)
+    if len(capture.starts) != len(inputs) + len(given) + len(state):
+        raise UnrecordableError("two inputs share memory")
+    capture.starts.append(workspace.address)
+    capture.sizes.append(workspace.num_bytes)
+    capture.allocated.append(before)
+    capture.num_fixed = len(capture.starts)
+    with _capturing(capture, stream), watch:
+        outputs = function(leaves)
+    capture.outputs.extend(map(watch.place, outputs))
+    if not given:
+        return
+    watch.number = BACKWARD
+    grads = [torch.empty_like(outputs[index], memory_format=torch.contiguous_format) for index in given]
+    capture.held = [*reserved, *grads]
+    for index, grad in enumerate(grads, first_gradient):
+        watch.replace(index, grad)
+    differentiable = [outputs[index] for index in given]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    del outputs
+    with _capturing(capture, stream), watch, torch.autocast("cuda", enabled=False):
+        gradients = torch.autograd.grad(differentiable, wanted, grads, allow_unused=True)
+    capture.gradients.extend(None if gradient is None else watch.place(gradient) for gradient in gradients)
 
 
 @contextmanager

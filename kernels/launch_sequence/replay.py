@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from sonic_ep.kernels.launch_sequence.addresses import BACKWARD, FORWARD, Launches
 from sonic_ep.kernels.launch_sequence.driver import driver, raw_stream
 from sonic_ep.kernels.launch_sequence.recorder import Place, Recording
+from sonic_ep.kernels.launch_sequence.workspace import workspace_of_stream
 
 # A buffer of that size, or of that share of the largest, has an allocation of its own.
 _OWN_BYTES, _OWN_SHARE = 2**20, 1 / 16
@@ -110,7 +111,8 @@ class Replay:
         """differentiable: the outputs that got a gradient when the function was recorded. constants: the last tensors
         of the state that it was recorded with, which never move.
         """
-        self._constants, self._device = constants, device
+        workspace = workspace_of_stream(device, raw_stream(device), recording.workspace_bytes)
+        self._constants, self._device = [*constants, workspace], device
         self._zeros: dict[int, Tensor] = {}
         self._layout = layout = _Layout(recording, differentiable)
         self._differentiable = list(differentiable)

@@ -4,7 +4,7 @@ On a driver without a GPU, so nothing is computed. The recording is of a functio
 which saves a large tensor H and a small one for backward:
 
     forward     1(x, small) 2(small, state, H)  3(H, temporary)  4(temporary, y)
-    backward    5(dy, H, dH)  [H is freed]  6(dH, w, dx)  7(dH, small, dw)
+    backward    5(dy, H, dH)  [H is freed]  6(dH, w, dx)  7(dH, small, dw, workspace)
 """
 
 import sys
@@ -20,12 +20,13 @@ from sonic_ep.kernels.launch_sequence.addresses import BACKWARD, FORWARD, Addres
 from sonic_ep.kernels.launch_sequence.driver import library
 from sonic_ep.kernels.launch_sequence.recorder import Buffer, Place, Recording
 from sonic_ep.kernels.launch_sequence.replay import Replay
+from sonic_ep.kernels.launch_sequence.workspace import workspace_of_stream
 from tests.helpers.fake_driver import FakeGraph
 
 STREAM, SHIFT = 77, -(2**34)
 ROWS, LARGE = 300, 2**22
-X, W, DY, STATE, SMALL, H, TEMPORARY, Y, DH, DX, DW, STATS = range(12)
-SIZES = [4 * ROWS, 40, 4 * ROWS, 16, 100, LARGE, LARGE, 4 * ROWS, LARGE, 4 * ROWS, 40, 24]
+X, W, DY, STATE, WORKSPACE, SMALL, H, TEMPORARY, Y, DH, DX, DW, STATS = range(13)
+SIZES = [4 * ROWS, 40, 4 * ROWS, 16, 640, 100, LARGE, LARGE, 4 * ROWS, LARGE, 4 * ROWS, 40, 24]
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def launches(graph: FakeGraph, first: int, operands: list[list[int]]) -> tuple[L
 @pytest.fixture
 def repeated(graph: FakeGraph) -> Replay:
     forward, to_forward = launches(graph, 1, [[X, SMALL, STATS], [SMALL, STATE, H], [H, TEMPORARY], [TEMPORARY, Y]])
-    backward, to_backward = launches(graph, 5, [[DY, H, DH], [DH, W, DX], [DH, SMALL, DW]])
+    backward, to_backward = launches(graph, 5, [[DY, H, DH], [DH, W, DX], [DH, SMALL, DW, WORKSPACE]])
     lives = {
         SMALL: ((FORWARD, 0), None),
         STATS: ((FORWARD, 0), None),
@@ -71,7 +72,7 @@ def repeated(graph: FakeGraph) -> Replay:
     # At one position what is freed comes first: False sorts before True.
     recording = Recording(
         num_inputs=2,
-        num_fixed=4,
+        num_fixed=5,
         buffers=buffers,
         order=[(bool(is_new), index) for _, is_new, index in events],
         passes=[forward, backward],
@@ -95,6 +96,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_kernels_get_the_addresses_of_this_step(repeated: Replay, graph: FakeGraph) -> None:
+    scratch = set()
     for _ in range(2):
         x, w, state = inputs()
         y, stats, number = repeated((x, w), lambda state=state: [state])
@@ -109,7 +111,7 @@ def test_kernels_get_the_addresses_of_this_step(repeated: Replay, graph: FakeGra
         assert number.data_ptr() == stats1 + 4
         dy = torch.randn(ROWS)
         dx, dw = torch.autograd.grad(y, (x, w), dy)
-        (dy5, h5, dh5), (dh6, w6, dx6), (dh7, small7, dw7) = map(parameters, graph.log())
+        (dy5, h5, dh5), (dh6, w6, dx6), (dh7, small7, dw7, scratch7) = map(parameters, graph.log())
         assert dy5 == dy.data_ptr()
         assert h5 == h2
         assert dh5 == dh6 == dh7
@@ -117,6 +119,8 @@ def test_kernels_get_the_addresses_of_this_step(repeated: Replay, graph: FakeGra
         assert small7 == small
         assert (dx6, dw7) == (dx.data_ptr(), dw.data_ptr())
         assert (dw.shape, dw.stride()) == ((2, 5), (1, 2))
+        scratch.add(scratch7)
+    assert scratch == {workspace_of_stream(torch.device("cpu"), STREAM, 1).data_ptr()}
 
 
 def test_launches_are_on_the_current_stream(repeated: Replay, graph: FakeGraph) -> None:
