@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 COUNTED = 5  # steps
 TOP, TOP_ATEN = 40, 12
+_NAME = 80  # characters of a kernel's name
 
 Row = tuple[str, float, float, float]
 
@@ -36,12 +37,16 @@ def on_device(step: Callable[[], object], ready: Callable[[], object]) -> dict[s
         events = json.loads(path.read_text())["traceEvents"]
     kinds = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}
     counts = Counter(kinds[event["cat"]] for event in events if event.get("cat") in kinds)
-    device = sum(event.get("dur", 0) for event in events if event.get("cat") in kinds)
+    device: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") in kinds:
+            device[event["name"][:_NAME]] += event.get("dur", 0)
     calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
     by_name = Counter(event["name"] for event in calls)
     return {
         **{name: counts[name] / COUNTED for name in kinds.values()},
-        "device": device / 1000 / COUNTED,
+        "device": device.total() / 1000 / COUNTED,
+        "device_us": {name: round(us / COUNTED, 2) for name, us in device.most_common()},
         "driver": sum(event.get("dur", 0) for event in calls) / 1000 / COUNTED,
         "calls": {name: number / COUNTED for name, number in by_name.most_common()},
     }

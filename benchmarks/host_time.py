@@ -5,7 +5,7 @@
     python benchmarks/host_time.py --device cpu --shape tiny --tokens 512       counts alone, of the reference path
 
 Contestants: `sonic_ep.MoE` by rounding mode, with exact and with static buffers, over several ranks by symmetric memory
-and by all-to-all; on one rank a plain torch grouped_mm layer, and sonic-moe's where it is installed. All have the same
+and by all-to-all; a plain torch grouped_mm layer, and on one rank sonic-moe's where it is installed. All have the same
 tokens and weights (layer_contestants.py). They take turns in one run; medians over rounds, and the largest of all
 ranks.
 
@@ -16,6 +16,7 @@ Times, in milliseconds a step of forward and backward:
     host_of_5     the same of five steps behind each other, by step
     one_thread    the same as host, backward launched by the thread that launches forward
     device        of all kernels, copies and fills, by CUPTI, and `graph`: a replay of the step's CUDA graph
+    device_us     the same by name, microseconds
     driver        of the calls into the CUDA runtime and driver, by CUPTI, which slows them down
 Counts of a step of the first rank, each in a pass of its own: kernels, copies, fills (CUPTI); aten (operations that
 reach a dispatch mode, views and allocations too) and the most frequent ones; python and builtin (calls of functions);
@@ -159,7 +160,7 @@ def measure(problem: Problem, clock: Clock, options: argparse.Namespace, errors:
     contestants: dict[str, Contestant] = {}
     for name, make in problem.makers().items():
         if options.only is None or name in options.only:
-            contestant = attempt(lambda make=make: _warm(make()), name, errors)
+            contestant = attempt(lambda make=make: warm(make()), name, errors)
             if contestant is not None:
                 contestants[name] = contestant
     on_gpu = options.device == "cuda"
@@ -184,7 +185,8 @@ def measure(problem: Problem, clock: Clock, options: argparse.Namespace, errors:
     return records
 
 
-def _warm(contestant: Contestant) -> Contestant:
+def warm(contestant: Contestant) -> Contestant:
+    """Returns it, compiled and recorded."""
     for _ in range(WARM_UP):
         contestant.step()
     return contestant

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
 from sonic_ep.config import Buffers, RoundingMode, TransportKind
@@ -73,7 +75,9 @@ class Problem:
 
     def makers(self) -> dict[str, Callable[[], Contestant]]:
         makers = self._ours()
-        if self.group.size == 1:
+        if self.group.size > 1:
+            makers["torch"] = self.plain_torch_across_ranks
+        else:
             makers["torch"] = self.plain_torch
             if self.device == "cuda" and find_spec("sonicmoe") is not None:
                 makers["sonic_moe"] = self.sonic_moe
@@ -119,7 +123,7 @@ class Problem:
                 K=c.K,
                 rounding=rounding,
                 transport=transport,
-                record_launches="on" if record else "off",
+                record_launches=record,
             )
         )
         layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
@@ -134,17 +138,45 @@ class Problem:
         return MoE(config, self.group, seed=0, dtype=torch.bfloat16)
 
     def plain_torch(self) -> Contestant:
-        K, E = self.config.K, self.config.E
-
         def forward() -> Tensor:
-            weights_TK, ids_TK = F.linear(self.x, self.router).float().softmax(1).topk(K)
-            weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
-            experts, order = ids_TK.flatten().sort(stable=True)
-            tokens = order // K
-            ends = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).int()
-            return grouped_mm_experts(self.x, self.w1, self.w2, tokens, ends, weights_TK.flatten()[order])
+            tokens, ends, weights = self._pairs_by_expert()
+            return grouped_mm_experts(self.x, self.w1, self.w2, tokens, ends, weights)
 
         return Contestant(forward, [self.x, self.w1, self.w2, self.router], self.dout)
+
+    def plain_torch_across_ranks(self) -> Contestant:
+        """A row a pair by all-to-all, sorted by expert where it arrives, and back. The host reads the counts."""
+        S, e, group = self.group.size, self.w1.shape[0], dist.group.WORLD
+        assert group is not None
+
+        def exchanged(rows: Tensor, into: list[int], out: list[int]) -> Tensor:
+            return all_to_all_single_autograd(rows, into, out, group)
+
+        def forward() -> Tensor:
+            tokens, ends, weights = self._pairs_by_expert()
+            counts_SE = torch.diff(ends, prepend=ends.new_zeros(1)).view(S, e)  # to each rank's experts
+            arriving_SE = torch.empty_like(counts_SE)  # from each rank
+            dist.all_to_all_single(arriving_SE, counts_SE, group=group)
+            out, into = torch.stack((counts_SE.sum(1), arriving_SE.sum(1))).tolist()
+            rows = exchanged(self.x[tokens], into, out)
+            experts = torch.arange(e, device=rows.device).repeat(S)
+            order = experts.repeat_interleave(arriving_SE.flatten(), output_size=sum(into)).argsort(stable=True)
+            h = torch._grouped_mm(rows[order], self.w1.mT, offs=arriving_SE.sum(0).cumsum(0).int())
+            a = F.silu(h[:, ::2]) * h[:, 1::2]
+            y = torch._grouped_mm(a, self.w2.mT, offs=arriving_SE.sum(0).cumsum(0).int())
+            back = exchanged(torch.zeros_like(y).index_copy(0, order, y), out, into) * weights[:, None]
+            return torch.zeros_like(self.x, dtype=torch.float32).index_add(0, tokens, back.float()).bfloat16()
+
+        return Contestant(forward, [self.x, self.w1, self.w2, self.router], self.dout, capturable=False)
+
+    def _pairs_by_expert(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the tokens of all pairs in the order of their experts, the end of each expert, and the weights."""
+        K, E = self.config.K, self.config.E
+        weights_TK, ids_TK = F.linear(self.x, self.router).float().softmax(1).topk(K)
+        weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
+        experts, order = ids_TK.flatten().sort(stable=True)
+        ends = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).int()
+        return order // K, ends, weights_TK.flatten()[order]
 
     def sonic_moe(self) -> Contestant:
         forward = sonic_moe_layer(self.x, self.router, self.w1, self.w2, self.config.K)

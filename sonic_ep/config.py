@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 Activation = Literal["swiglu", "geglu", "reglu", "swiglu_oai", "gelu", "silu", "relu2"]
-RecordLaunches = Literal["auto", "on", "off"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 LinearDtype = Literal["float32", "input"]
 Balance = Literal["none", "sequence", "batch", "global"]
@@ -222,8 +221,8 @@ class MoEConfig:
     init_std: standard deviation of the initial weights.
     save_dispatched: save the R received rows for backward, instead of dispatching x a second time. With bf16 this takes
         2*R*d bytes more.
-    record_launches: on GPUs, record the layer's launches once and repeat them with little host time, where possible.
-        "auto": on one rank. "on": on several ranks too, which is experimental (docs/gpu_kernels.md).
+    record_launches: on GPUs, record the layer's launches once and repeat them with little host time, where possible
+        (docs/gpu_kernels.md).
     router, rounding, transport: see RouterConfig, RoundingConfig and TransportConfig.
 
     Raises ValueError for any value outside its limits.
@@ -240,7 +239,7 @@ class MoEConfig:
     shared_gate: bool = False
     init_std: float = 0.02
     save_dispatched: bool = False
-    record_launches: RecordLaunches = "auto"
+    record_launches: bool = True
     router: RouterConfig = field(default_factory=RouterConfig)
     rounding: RoundingConfig = field(default_factory=RoundingConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
@@ -255,8 +254,7 @@ class MoEConfig:
         for part, kind in _PARTS.items():
             if not isinstance(value := getattr(self, part), kind):
                 raise ValueError(f"{part}={value!r} must be a {kind.__name__}; MoEConfig.from_dict takes nested dicts")
-        _check_one_of("record_launches", self.record_launches, get_args(RecordLaunches))
-        flags = ("bias", "shared_gate", "save_dispatched")
+        flags = ("bias", "shared_gate", "save_dispatched", "record_launches")
         _check_flags(**{name: getattr(self, name) for name in flags})
         _check_non_negative(init_std=self.init_std)
         if self.K > self.E:

@@ -121,8 +121,7 @@ class MoE(nn.Module):
 
     def _may_repeat_launches(self, x: Tensor) -> bool:
         """Returns the same on every rank."""
-        recorded = ("auto", "on") if self.group.size == 1 else ("on",)
-        if self.config.record_launches not in recorded or torch.compiler.is_compiling() or in_region():
+        if not self.config.record_launches or torch.compiler.is_compiling() or in_region():
             return False
         return not isinstance(x, Tensor) or host_may_wait(x)
 

@@ -33,7 +33,7 @@ def layers(config: MoEConfig, number: int = 1) -> tuple[list[MoE], list[MoE]]:
     """The same layers twice: repeating launches, and running their code."""
 
     def made(*, record: bool) -> list[MoE]:
-        config_of = replace(config, record_launches="on" if record else "off")
+        config_of = replace(config, record_launches=record)
         return [MoE(config_of, seed=seed, device="cuda", dtype=torch.bfloat16) for seed in range(number)]
 
     return made(record=True), made(record=False)
@@ -62,7 +62,7 @@ def recorded_by_now(layer: MoE, x: Tensor) -> None:
     before = layer._recorded.num_recorded
     for _ in range(2):
         run(layer, x)
-    assert layer._recorded.num_recorded == before + (layer.config.record_launches == "on")
+    assert layer._recorded.num_recorded == before + layer.config.record_launches
 
 
 def assert_same(one: Sequence[Tensor], two: Sequence[Tensor]) -> None:
@@ -166,7 +166,7 @@ def test_autocast() -> None:
     config = CONFIGS["nearest"]
     recorded, code = (
         MoE(replace(config, record_launches=record), seed=0, device="cuda", dtype=torch.float32)
-        for record in ("on", "off")
+        for record in (True, False)
     )
     for step in range(3):
         results = []
@@ -198,7 +198,7 @@ def test_a_repeated_step_needs_no_more_memory() -> None:
         x = leaning_tokens(0, 8192, 1024, "cuda", torch.bfloat16).requires_grad_()
         for _ in range(2):
             torch.autograd.grad(layer(x).y.sum(), [x, *layer.parameters()])
-        assert layer._recorded.num_recorded == (layer.config.record_launches == "on")
+        assert layer._recorded.num_recorded == layer.config.record_launches
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

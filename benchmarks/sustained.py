@@ -1,0 +1,108 @@
+"""Sustained speed of MoE layers with their routers: eager, back to back for a second a turn, forward and backward.
+
+    python benchmarks/sustained.py --out sustained_1_gpu.json [--case qwen3_30b_a3b:16384 ...] [--only off torch ...]
+    torchrun --nproc-per-node 2 benchmarks/sustained.py --out sustained_2_gpus.json
+
+A case is a config, the tokens of a rank, and optionally fields that differ from the config:
+sonic_7b:24576 or qwen3_30b_a3b:8192:E=32,K=2. Contestants as in host_time.py; all of a case have the same tokens and
+weights and take turns. Times are medians over rounds, in milliseconds a step, and the largest of all ranks:
+
+    step        of the host or the device, whichever is slower
+    host        of calls until they return, the device idle before
+    tflops      18 T K d n / step, in TFLOP/s of a rank: what tokens need, without the router
+"""
+
+import argparse
+import gc
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from host_time import Clock, attempt, machine, race, warm
+from layer_contestants import Problem
+
+from sonic_ep import EPGroup, MoEConfig, load_config
+
+CASES = {
+    1: ["sonic_7b:24576", "qwen3_30b_a3b:16384", "qwen3_30b_a3b:16384:E=256,K=4,n=1024"],
+    2: ["qwen3_30b_a3b:8192", "sonic_7b:8192", "qwen3_30b_a3b:8192:E=32,K=2"],
+}
+CONTESTANTS = {
+    1: ["off", "nearest", "nearest, static", "torch", "sonic_moe"],
+    2: [
+        "off, symmetric",
+        "off, symmetric, code",
+        "apportion, symmetric",
+        "apportion, symmetric, static",
+        "off, all_to_all",
+        "torch",
+    ],
+}
+
+
+def parsed(case: str) -> tuple[MoEConfig, int]:
+    """Returns the config of a case, and the tokens of a rank."""
+    shape, tokens, *rest = case.split(":")
+    fields = dict(field.split("=") for field in ",".join(rest).split(",") if field)
+    config = load_config(shape).replace(activation="swiglu", bias=False)
+    return config.replace(**{name: int(value) for name, value in fields.items()}), int(tokens)
+
+
+def measure(case: str, group: EPGroup, options: argparse.Namespace, errors: dict[str, str]) -> dict[str, Any]:
+    config, T = parsed(case)
+    clock, makers = Clock(group, "cuda"), Problem(config, T, group, "cuda").makers()
+    contestants = {}
+    for name in options.only or CONTESTANTS[min(group.size, 2)]:
+        if name in makers:
+            made = attempt(lambda name=name: warm(makers[name]()), f"{case}: {name}", errors)
+            if made is not None:
+                contestants[name] = made
+    flops = 18 * T * config.K * config.d * config.n
+    times = race(contestants, clock, options.rounds, options.seconds, errors)
+    for name, record in times.items():
+        record["tflops"] = flops / record["step"] / 1e9
+        layer = contestants[name].layer
+        if layer is not None:
+            record["recorded"] = layer._recorded.num_recorded
+    sizes = {"T": T, "E": config.E, "K": config.K, "d": config.d, "n": config.n}
+    return {"sizes": sizes, "contestants": times}
+
+
+def main() -> None:
+    logging.basicConfig()
+    logging.getLogger("sonic_ep.launches").setLevel(logging.INFO)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", help="default: CASES of this number of ranks")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
+    parser.add_argument("--only", nargs="+", help="contestants by name")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    group = EPGroup.alone()
+    if "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        group = EPGroup()
+    results: dict[str, Any] = {"command": sys.argv, "machine": machine("cuda"), "ranks": group.size, "cases": {}}
+    results["errors"] = errors = {}
+    for case in options.case or CASES[min(group.size, 2)]:
+        results["cases"][case] = measured = measure(case, group, options, errors)
+        if group.rank == 0:
+            for name, record in measured["contestants"].items():
+                numbers = " ".join(f"{key} {record[key]:.3f}" for key in ("step", "host", "tflops"))
+                print(f"{case:40} {name:30} {numbers}", flush=True)
+            if options.out is not None:
+                options.out.write_text(json.dumps(results, indent=1) + "\n")
+        gc.collect()
+        torch.cuda.empty_cache()
+    if group.size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
