@@ -20,14 +20,14 @@ from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.kernels.backend import pack_rank_status, pack_split_sizes, zero_counts_on_error
 from sonic_ep.kernels.route.select.reference import MAX_TOKENS
-from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, SEED, STATUS, TOKENS
+from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, LAYER, SEED, STATUS, TOKENS
 from sonic_ep.routers.rounding import leaves_sizes_open, round_counts
 from sonic_ep.routing import AsyncSplitSizes, GroupCounts
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # The status word. A rank without a problem sends _FIRST_CODE + 2 * (index of its dtype) + (1 if training), which must
 # be equal on all ranks, plus BAD_LOGIT for each non-finite logit. A rank with a problem sends _PROBLEM. The word of a
-# lost peer is 0, so no code is 0.
+# lost peer is 0, so no code is 0. A layer with a number adds LAYER * (2 * number + (1 if it needs a backward)).
 _FIRST_CODE, _PROBLEM = 2, 16
 
 
@@ -38,7 +38,9 @@ class RankStatus:
     counts_E: (E,) int64 plain top-K counts. by_score_E: (E,) int64 counts of the top-K by score alone, if a loss needs
     them from all ranks, else None on every rank. num_tokens: T. dtype (of x), training: must be equal on all ranks.
     seed: () integer of stochastic rounding, 0 <= seed < 2^31; all ranks use rank 0's. bad_logits: () int64 number of
-    NaN and inf logits, None if not requested. problem: why this rank cannot continue, or None.
+    NaN and inf logits, None if not requested. problem: why this rank cannot continue, or None. layer: the number of the
+    layer, equal on all ranks that give one; 0 for none. needs_backward: whether this rank will run a backward, equal on
+    all ranks that give a number.
     """
 
     counts_E: Tensor
@@ -49,6 +51,8 @@ class RankStatus:
     seed: Tensor | None = None
     bad_logits: Tensor | None = None
     problem: str | None = None
+    layer: int = 0
+    needs_backward: bool = False
 
 
 class GroupDecision(NamedTuple):
@@ -79,9 +83,9 @@ def gather_counts(
     Raises:  ValueError on a rank with a problem: `status.problem`, too many tokens, or an unsupported dtype. ValueError
              if logits are to be checked while a CUDA graph is captured.
     Other ranks raise later, in `split_sizes.check`, so that their hosts can go on launching: ValueError, which names
-             the rank, for its problem, for non-finite logits, or for a training flag or dtype that differs between
-             ranks; RuntimeError for a lost peer. While a CUDA graph is captured nothing is checked: eager steps before
-             the capture must have passed.
+             the rank, for its problem, for non-finite logits, or for a training flag, dtype, layer or need of a
+             backward that differs between ranks; RuntimeError for a lost peer. While a CUDA graph is captured nothing
+             is checked: eager steps before the capture must have passed.
     """
     problem = status.problem
     if problem is None and status.num_tokens >= MAX_TOKENS:
@@ -91,7 +95,8 @@ def gather_counts(
     code = _PROBLEM if problem is not None else _FIRST_CODE + 2 * _DTYPES.index(status.dtype) + status.training
     counts_E, E = status.counts_E, status.counts_E.shape[0]
     counts_E = counts_E if status.by_score_E is None else torch.cat([counts_E, status.by_score_E])
-    packed = pack_rank_status(counts_E, status.num_tokens, code, bad_logits=status.bad_logits, seed=status.seed)
+    word = code + LAYER * (2 * status.layer + status.needs_backward if status.layer else 0)
+    packed = pack_rank_status(counts_E, status.num_tokens, word, bad_logits=status.bad_logits, seed=status.seed)
     gathered = (exchange or group).all_gather(packed, meanwhile)
     status_SF, chosen_SE = gathered[:, :HEADER], gathered[:, HEADER : HEADER + E]
     by_score_SE = None if status.by_score_E is None else gathered[:, HEADER + E :]
@@ -126,7 +131,8 @@ def raise_problems(headers: list[int], problem: str | None, group: EPGroup, exch
     """
     if exchange is not None:
         exchange.raise_if_lost()
-    status_words = headers[STATUS::HEADER]
+    layers = [word // LAYER for word in headers[STATUS::HEADER]]
+    status_words = [word % LAYER for word in headers[STATUS::HEADER]]
     if any(code & _PROBLEM for code in status_words):
         group.raise_together(problem)
     dtype_codes = [code % _PROBLEM - _FIRST_CODE for code in status_words]
@@ -136,10 +142,27 @@ def raise_problems(headers: list[int], problem: str | None, group: EPGroup, exch
             for rank, dtype_code in enumerate(dtype_codes)
         )
         raise ValueError(f"the ranks of the EP group disagree about input dtype or training mode: {described}")
+    _raise_for_layers({rank: layer for rank, layer in enumerate(layers) if layer})
     bad_logits = [code // BAD_LOGIT for code in status_words]
     if any(bad_logits):
         bad = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(bad_logits) if count)
         raise ValueError(
             f"router logits hold NaN or inf ({bad}); look for the loss or the layer that diverged before this one "
             "(router.check_logits=False skips this check)"
+        )
+
+
+def _raise_for_layers(layers: dict[int, int]) -> None:
+    """Raises ValueError if layers differ: by rank, twice the number of its layer, plus 1 if it needs a backward."""
+    if len({layer // 2 for layer in layers.values()}) > 1:
+        described = ", ".join(f"rank {rank}: number {layer // 2}" for rank, layer in layers.items())
+        raise ValueError(
+            f"the ranks of the EP group are in different MoE layers, counted as they were built ({described}); call "
+            "the layers in the same order on every rank"
+        )
+    if len(set(layers.values())) > 1:
+        described = ", ".join(f"rank {rank}: {'yes' if layer % 2 else 'no'}" for rank, layer in layers.items())
+        raise ValueError(
+            f"the ranks of the EP group disagree whether this training step has a backward ({described}), in which "
+            "some would wait for the others; use torch.no_grad, and freeze weights and inputs, on all ranks alike"
         )

@@ -30,7 +30,7 @@ class RoutingContext:
 
     dtype: of x. training: training mode. problem: why this rank cannot continue, or None. exchange: the transport that
     gathers the counts, or None for the group's own all-gather. meanwhile: called once while the gather is in flight, to
-    launch work that does not need its result.
+    launch work that does not need its result. layer, needs_backward: see RankStatus.
     """
 
     config: MoEConfig
@@ -40,6 +40,8 @@ class RoutingContext:
     problem: str | None = None
     exchange: Exchange | None = None
     meanwhile: Callable[[], None] | None = None
+    layer: int = 0
+    needs_backward: bool = False
 
 
 def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: RoutingContext) -> RoutedPairs:
@@ -104,6 +106,8 @@ def _rank_status(topk: TopK, seed: Tensor | None, context: RoutingContext) -> Ra
         seed=seed,
         bad_logits=topk.bad_logits,
         problem=problem,
+        layer=context.layer,
+        needs_backward=context.needs_backward,
     )
 
 
@@ -115,7 +119,8 @@ def start_pairs(topk: TopK, rounding: RoundingConfig, *, training: bool) -> Fini
     if is_plain_topk(rounding, training=training):
         lists = chosen_pairs(topk.topk_ids_TK, topk.counts_E())
         return lambda *_: lists
-    return start_selection(topk.ranking_TE, topk.topk_ids_TK, topk.allowed_TE)
+    # Within an expert the bias changes no order, but rounding of score + bias could.
+    return start_selection(topk.scores_TE.detach(), topk.topk_ids_TK, topk.allowed_TE)
 
 
 def select(

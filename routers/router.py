@@ -138,6 +138,8 @@ class Router(nn.Module):
         exchange: Exchange | None = None,
         meanwhile: Callable[[], None] | None = None,
         dispatched_next: bool = False,
+        layer: int = 0,
+        needs_backward: bool = False,
     ) -> Routed:
         """Routes this rank's tokens. A collective: every rank of the group calls it.
 
@@ -149,6 +151,7 @@ class Router(nn.Module):
         meanwhile: called while the gather is in flight, to launch other work. A compiled graph orders it by itself.
         dispatched_next: True if the caller passes the routing to `moe` next. A compiled graph can then check it there
             instead of here.
+        layer, needs_backward: of the caller, see RankStatus. A compiled graph, which equal layers share, gives none.
 
         Raises:  ValueError for `problem`. Problems of other ranks raise when the routing is checked (`Routing.check`).
                  Before that, the only communication in the group may be what transports send for this routing.
@@ -168,6 +171,8 @@ class Router(nn.Module):
             problem=problem,
             exchange=exchange,
             meanwhile=meanwhile,
+            layer=0 if torch.compiler.is_compiling() else layer,
+            needs_backward=needs_backward,
         )
         counter_E = None if expert_bias_E is None else self._counter()
         if torch.compiler.is_compiling():

@@ -13,6 +13,10 @@ def problem_with_input(x: object, *, d: int, dtype: torch.dtype, device: torch.d
     """Checks x (T, d) or (B, L, d) for experts of `dtype` on `device`. sequences: whether x must be (B, L, d)."""
     if not isinstance(x, Tensor):
         return f"x must be a torch.Tensor, got {type(x).__name__}"
+    if x.layout != torch.strided or x.is_nested:
+        return (
+            f"x has layout {'nested' if x.is_nested else x.layout}, wanted a dense tensor; use x.to_dense() or pad it"
+        )
     shapes = "(B, L, d)" if sequences else "(T, d) or (B, L, d)"
     if x.dim() not in ((3,) if sequences else (2, 3)):
         why = ", because router.balance='sequence' counts per sequence" if sequences else ""

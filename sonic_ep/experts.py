@@ -6,7 +6,9 @@ Legend: E experts, e local experts, d hidden size, n expert width, J pre-activat
 from typing import Any, Self, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup
@@ -23,6 +25,9 @@ class Experts(nn.Module):
 
     All parameters have the attribute `allreduce = False`, which Megatron-Core and DeepSpeed read: their gradients are
     complete over the EP group and must not be averaged over it.
+
+    A state dict also says which experts it holds, as `_extra_state`, so that the state of one rank is not loaded on
+    another: names and shapes are the same on all ranks.
     """
 
     def __init__(
@@ -36,6 +41,8 @@ class Experts(nn.Module):
         super().__init__()
         self.num_local = config.E // group.size
         self.first = group.rank * self.num_local
+        self._known_ddp = 0  # the id of a DistributedDataParallel that leaves these experts alone
+        self._held = self.first, self.num_local, config.E
         J = 2 * config.n if activation_named(config.activation).gated else config.n
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -57,6 +64,38 @@ class Experts(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         _mark(self)
+
+    def get_extra_state(self) -> Tensor:
+        """Returns the first expert of this rank, their number, and that of all experts."""
+        return torch.tensor(self._held, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Accepts the state, which _load_from_state_dict has compared."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = f"{prefix}_extra_state"
+        held = state_dict.get(key)
+        if held is not None and tuple(held.tolist()) != self._held:
+            error_msgs.append(
+                f"{prefix.removesuffix('.')} holds {_described(*held.tolist())}, this rank has "
+                f"{_described(*self._held)}: load on each rank what the same rank saved, or use sonic_ep.checkpoint, "
+                "which any ep_size can read"
+            )
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if key in missing_keys:  # a state dict of before this was said
+            missing_keys.remove(key)
 
     def forward(self, dtype: torch.dtype | None = None) -> ExpertWeights:
         """Returns the parameters for the kernels, cast to `dtype` if given. Differentiable."""
@@ -91,6 +130,26 @@ class Experts(nn.Module):
                 )
         return None
 
+    def problem_with_ddp(self, group: EPGroup) -> str | None:
+        """Returns a problem if the DistributedDataParallel that is running treats these experts as its own, or None.
+
+        It gave all its ranks the weights of its first one when it was constructed, and averages gradients over them.
+        """
+        ddp = DistributedDataParallel._active_ddp_module
+        if ddp is None or id(ddp) == self._known_ddp or group.size == 1:
+            return None
+        owned = {id(parameter) for parameter in ddp._module_parameters}
+        ranks = set(dist.get_process_group_ranks(ddp.process_group))
+        names = [f"experts.{name}" for name, value in self.named_parameters() if id(value) in owned]
+        if not names or len(ranks & set(dist.get_process_group_ranks(group.process_group))) == 1:
+            self._known_ddp = id(ddp)
+            return None
+        return (
+            f"DistributedDataParallel over ranks {sorted(ranks)} manages {', '.join(names)}, and has given all of them "
+            "the experts of one: build the model again, and exclude its experts before it is wrapped "
+            "(docs/data_parallel.md)"
+        )
+
     @torch.no_grad()
     def initialize(self, seed: int, std: float) -> None:
         """Sets weights to normal(0, std), biases to zero. The values depend only on seed and global expert index."""
@@ -114,3 +173,7 @@ class Experts(nn.Module):
 def _mark(experts: nn.Module, *_: object) -> None:
     for parameter in experts.parameters():
         parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _described(first: int, number: int, E: int) -> str:
+    return f"experts {first}..{first + number - 1} of {E}"

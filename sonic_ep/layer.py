@@ -5,6 +5,7 @@ Legend: T tokens on this rank, H hidden size.
 
 import json
 import operator
+from collections import Counter
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, final
@@ -34,6 +35,7 @@ from sonic_ep.shared_expert import SharedExpert
 from sonic_ep.transports import GroupTransport, transport_for
 
 _ROUTER_RNG, _SHARED_RNG = -1, -2
+_NUM_BUILT: Counter[str] = Counter()  # layers, by the name of their group
 
 
 class MoEOutput(NamedTuple):
@@ -62,7 +64,7 @@ class MoE(nn.Module):
     In training mode the layer rounds counts as config.rounding says. In eval mode it is plain top-K.
 
     Raises ValueError, on every rank, if E is not a multiple of ep_size, or if config, seed or dtype differ between
-    ranks; TypeError for a config, a group or a seed of another type.
+    ranks; TypeError, on every rank, for a config, seed, device or dtype of another type. TypeError for another group.
     """
 
     def __init__(
@@ -75,20 +77,18 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(config, MoEConfig):
-            raise TypeError(
-                f"config is a {type(config).__name__}, wanted a MoEConfig: load_config or MoEConfig.from_dict"
-            )
         if not (group is None or isinstance(group, EPGroup)):
             raise TypeError(f"group is a {type(group).__name__}, wanted an EPGroup: EPGroup(process_group) wraps one")
         self.config = config
         self.group = group or EPGroup.alone()
-        seed = _agreed_seed(config, self.group, seed, dtype)
+        _check_types(config, self.group, seed, device, dtype)
+        seed, self._number = _agreed_seed_and_number(config, self.group, seed, dtype)
         self.router = Router(config, device=device)
         self.experts = Experts(config, self.group, device=device, dtype=dtype)
         self.shared = SharedExpert(config, device=device, dtype=dtype) if config.shared_n else None
         self.transport = transport_for(self.group, config.transport)
         self._recorded = RecordedLayer(_CODE, _steps_of(self.group, config, self.transport))
+        self._shapes = {name: weight.shape for name, weight in self.named_parameters()}
         self.initialize(seed)
 
     @torch.no_grad()
@@ -138,6 +138,8 @@ class MoE(nn.Module):
             exchange=self.transport,
             meanwhile=None if shared is None or problem is not None else lambda: shared_TH.append(shared(x_TH)),
             dispatched_next=True,
+            layer=self._number,
+            needs_backward=self.training and self._requires_grad(x_TH),
         )
         y_TH = moe(
             routed.x_TH,
@@ -160,7 +162,10 @@ class MoE(nn.Module):
         With a problem, x is empty: the router sends the problem to all ranks, and every rank raises it.
         """
         dtype, checks = self._autocast_dtype(), not torch.compiler.is_compiling()
-        problem = self.experts.problem_with_sharding(shared=self.group.size == 1) if checks else None
+        problem = None
+        if checks:
+            problem = self.experts.problem_with_sharding(shared=self.group.size == 1)
+            problem = problem or self.experts.problem_with_ddp(self.group)
         weights = self.experts(dtype)
         if dtype is not None and isinstance(x, Tensor) and x.is_floating_point():
             x = x.to(dtype)
@@ -177,6 +182,12 @@ class MoE(nn.Module):
             device = x.device if weights.w1.is_meta and isinstance(x, Tensor) else weights.w1.device
             x = torch.empty(0, self.config.d, dtype=weights.w1.dtype, device=device)
         return x, weights, problem
+
+    def _requires_grad(self, x_TH: Tensor) -> bool:
+        """Returns True if a backward of this call runs, and so calls collectives."""
+        modules = self.experts, self.router
+        parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        return torch.is_grad_enabled() and (x_TH.requires_grad or any(p.requires_grad for p in parameters))
 
     def update_expert_bias(self, group: EPGroup | None = None) -> None:
         """Updates the bias of auxiliary-loss-free balancing from the counts since the last update.
@@ -204,6 +215,8 @@ class MoE(nn.Module):
                 return f"{name} is on {weight.device}, experts.w1 on {w1.device}; move one of them"
             if weight.dtype != w1.dtype and not cast and not name.startswith("router."):
                 return f"{name} is {weight.dtype}, experts.w1 {w1.dtype}; cast one of them"
+            if weight.shape != self._shapes.get(name, weight.shape):
+                return f"{name} has shape {tuple(weight.shape)}, wanted {tuple(self._shapes[name])}; load it again"
             if name.startswith("experts.") and (problem := problem_with_memory(name, weight)) is not None:
                 return problem
         return None
@@ -284,12 +297,35 @@ def _steps_of(group: EPGroup, config: MoEConfig, transport: LocalTransport | Gro
     return BoundedSteps(group, config.K, check, _layer_transport)
 
 
-def _agreed_seed(config: MoEConfig, group: EPGroup, seed: int | None, dtype: torch.dtype | None) -> int:
-    """Returns the seed that all ranks use. Raises ValueError, on every rank, unless all ranks build the same layer."""
+def _check_types(config: object, group: EPGroup, seed: object, device: object, dtype: object) -> None:
+    """Raises TypeError, on every rank, if an argument of any rank has another type."""
+    problem = None
+    if not isinstance(config, MoEConfig):
+        problem = f"config is a {type(config).__name__}, wanted a MoEConfig: load_config or MoEConfig.from_dict"
+    elif seed is not None and not hasattr(seed, "__index__"):
+        problem = f"seed={seed!r} is a {type(seed).__name__}, wanted an integer"
+    elif not (device is None or isinstance(device, str | int | torch.device)):
+        problem = f"device={device!r} is a {type(device).__name__}, wanted a torch.device or its name"
+    elif not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+        problem = f"dtype={dtype!r} is no floating-point torch.dtype; use for example torch.bfloat16"
+    problems = group.all_gather_object(problem)
+    found = [f"rank {rank}: {text}" if group.size > 1 else text for rank, text in enumerate(problems) if text]
+    if found:
+        raise TypeError("; ".join(found))
+
+
+def _agreed_seed_and_number(
+    config: MoEConfig, group: EPGroup, seed: int | None, dtype: torch.dtype | None
+) -> tuple[int, int]:
+    """Returns the seed that all ranks use, and the number of this layer, which is 0 on one rank.
+
+    Raises ValueError, on every rank, unless all ranks build the same layer.
+    """
+    _NUM_BUILT[group.name] += 1
     seed = None if seed is None else operator.index(seed)  # json cannot write numpy integers
     own_seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
     described = json.dumps({**config.to_dict(), "dtype": str(dtype), "seed": seed}, sort_keys=True)
-    reports = group.all_gather_object((described, own_seed))
+    reports = group.all_gather_object((described, (own_seed, _NUM_BUILT[group.name])))
     if config.E % group.size:
         raise ValueError(
             f"E={config.E} experts cannot be divided over ep_size={group.size} ranks; "
@@ -304,4 +340,5 @@ def _agreed_seed(config: MoEConfig, group: EPGroup, seed: int | None, dtype: tor
             raise ValueError(
                 f"the ranks of the EP group disagree about the layer ({shown}); build it alike on every rank"
             )
-    return reports[0][1]
+    agreed_seed, number = reports[0][1]
+    return agreed_seed, number if group.size > 1 else 0

@@ -255,14 +255,14 @@ class Routing:
         A collective: gathers the counts of all ranks. The host waits for it.
 
         Shapes:  token_ids_N, expert_ids_N (N,) integers; weights_N (N,) floating point, may require grad.
-        Raises:  ValueError, on every rank, if on any rank: shapes or dtypes are wrong, a token or an expert is out of
-                 range, a pair is given twice, or E is not a multiple of ep_size. Also if E or the dtype of weights_N
-                 differs between ranks.
+        Raises:  ValueError, on every rank, if on any rank: an argument is no tensor, shapes, dtypes or devices are
+                 wrong, a token or an expert is out of range, a pair is given twice, or E is not a multiple of ep_size.
+                 Also if E or the dtype of weights_N differs between ranks.
         """
         problem = _problem_with_pairs(token_ids_N, expert_ids_N, weights_N, num_tokens, E)
-        if E % group.size:
+        if problem is None and E % group.size:
             problem = f"E={E} experts do not divide over ep_size={group.size} ranks"
-        group.raise_together(problem, E=E, weights_dtype=str(weights_N.dtype))
+        group.raise_together(problem, E=E, weights_dtype=str(getattr(weights_N, "dtype", None)))
         order_N = torch.argsort(expert_ids_N.long() * max(num_tokens, 1) + token_ids_N.long())
         counts_E = torch.bincount(expert_ids_N, minlength=E)
         header = torch.cat([counts_E, counts_E.new_tensor([num_tokens])])
@@ -277,6 +277,15 @@ class Routing:
 def _problem_with_pairs(
     token_ids_N: Tensor, expert_ids_N: Tensor, weights_N: Tensor, num_tokens: int, E: int
 ) -> str | None:
+    for name, values in (("token_ids", token_ids_N), ("expert_ids", expert_ids_N), ("weights", weights_N)):
+        if not isinstance(values, Tensor):
+            return f"{name} must be a torch.Tensor, got {type(values).__name__}"
+    for name, size, least in (("num_tokens", num_tokens, 0), ("E", E, 1)):
+        if type(size) is not int or size < least:
+            return f"{name}={size!r} must be an integer of at least {least}"
+    devices = {str(values.device) for values in (token_ids_N, expert_ids_N, weights_N)}
+    if len(devices) > 1:
+        return f"token_ids, expert_ids and weights must be on one device, got {', '.join(sorted(devices))}"
     shapes = [tuple(values.shape) for values in (token_ids_N, expert_ids_N, weights_N)]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         return f"token_ids, expert_ids and weights must have one shape (N,), got {shapes}"

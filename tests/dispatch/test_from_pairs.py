@@ -81,7 +81,10 @@ def call(group: EPGroup, **changes: Any) -> Routing:
     return Routing.from_pairs(**{**arguments, **changes}, num_tokens=T, E=E, group=group)
 
 
-WRONG: dict[str, tuple[dict[str, Tensor], str]] = {
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "list-of-tokens": ({"token_ids_N": [0, 5, 0]}, "token_ids must be a torch.Tensor, got list"),
+    "list-of-weights": ({"weights_N": [1.0, 1.0, 1.0]}, "weights must be a torch.Tensor, got list"),
+    "devices": ({"weights_N": torch.ones(3, device="meta")}, "must be on one device, got cpu, meta"),
     "fewer-gates": ({"weights_N": torch.ones(2)}, r"one shape .*\(3,\), \(3,\), \(2,\)"),
     "fewer-tokens": ({"token_ids_N": torch.tensor([0, 5])}, r"one shape .*\(2,\), \(3,\), \(3,\)"),
     "more-experts": ({"expert_ids_N": torch.tensor([3, 0, 1, 2])}, r"one shape .*\(3,\), \(4,\), \(3,\)"),

@@ -136,3 +136,25 @@ def test_the_kernels_route_as_plain_torch(seed: int) -> None:
         # Weights are quotients, whose last bit is the compiler's.
         tolerance = {"rtol": 1e-6, "atol": 1e-7} if name.startswith("gates") else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(by_kernels[name], wanted, **tolerance, msg=f"{name} differ")
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_the_better_tokens_stay_though_score_plus_bias_rounds_alike(*, kernels: bool) -> None:
+    """All three tokens choose expert 0, which keeps two."""
+    scores_T = torch.tensor([0.009951794, 0.009951798, 0.009951803], dtype=torch.float64)
+    logits_TE = torch.stack([torch.logit(scores_T), torch.full((3,), -20.0)], 1).float().to(DEVICE)
+    assert len({*logits_TE[:, 0].sigmoid().tolist()}) == 3
+    assert len({*(logits_TE[:, 0].sigmoid() + 1).tolist()}) < 3
+    config = MoEConfig(
+        d=16,
+        n=16,
+        E=2,
+        K=1,
+        router=RouterConfig(score="sigmoid", expert_bias=True, renormalize=False),
+        rounding=RoundingConfig(mode="down", t=2),
+    )
+    context = RoutingContext(config=config, group=EPGroup.alone(), dtype=torch.float32, training=True)
+    with routing_by(kernels=kernels):
+        topk = compute_topk(logits_TE, torch.ones(2, device=DEVICE), 1, config.router)
+        pairs = decide_pairs(object(), topk, None, context)
+    assert [token for token in pairs.token_ids_N.tolist() if token >= 0] == [1, 2]

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -277,5 +276,53 @@ def test_another_shape_is_refused(tmp_path: Path) -> None:
     model, optimizer = make(EPGroup.alone(), seed=1)
     checkpoint.save(tmp_path, model, optimizer)
     model.out = nn.Linear(8, 9)
-    with pytest.raises(CheckpointException, match="[Ss]ize mismatch"):
+    with pytest.raises(ValueError, match=r"has out.weight of shape \(8, 8\), the model \(9, 8\)"):
         checkpoint.load(tmp_path, model)
+
+
+def test_a_model_with_other_parts_is_refused(tmp_path: Path) -> None:
+    """Both ways: what is read no weight of the file, and what is a weight without values."""
+    with_shared, without = (MoE(CONFIG.replace(shared_n=n), seed=1) for n in (4, 0))
+    checkpoint.save(tmp_path / "with", with_shared)
+    checkpoint.save(tmp_path / "without", without)
+    names = "shared.down.bias, shared.down.weight, shared.up.bias, shared.up.weight"
+    with pytest.raises(ValueError, match=f"with also holds {names} of the model; .* build the model as it was then"):
+        checkpoint.load(tmp_path / "with", without)
+    with pytest.raises(ValueError, match=f"without lacks {names} of the model"):
+        checkpoint.load(tmp_path / "without", with_shared)
+
+
+def test_an_extra_value_that_is_not_there(tmp_path: Path) -> None:
+    layer = MoE(CONFIG, seed=1)
+    checkpoint.save(tmp_path, layer, extra={"step": 3, "seen": {"tokens": 5}})
+    with pytest.raises(ValueError, match="lacks epoch of the extra; it has seen.tokens, step"):
+        checkpoint.load(tmp_path, layer, extra={"epoch": 0})
+    assert checkpoint.load(tmp_path, layer, extra={"step": 0}) == {"step": 3}
+
+
+def load_the_state_of(rank: int, folder: str, saved_by: int) -> str:
+    """The error of loading another rank's plain state dict; then this rank's own, and one without identity."""
+    layer = MoE(CONFIG, EPGroup(), seed=1)
+    torch.save(layer.state_dict(), f"{folder}/{rank}.pt")
+    dist.barrier()
+    states = [torch.load(f"{folder}/{other}.pt", weights_only=True) for other in (saved_by, rank)]
+    other = MoE(CONFIG, EPGroup(), seed=2)
+    before = other.experts.w1.clone()
+    message = ""
+    try:
+        other.load_state_dict(states[0])
+    except RuntimeError as error:
+        message = str(error)
+        assert torch.equal(before, other.experts.w1)
+    other.load_state_dict(states[1])
+    assert torch.equal(layer.experts.w1, other.experts.w1)
+    del states[1]["experts._extra_state"]
+    assert not other.load_state_dict(states[1]).missing_keys
+    return message
+
+
+def test_a_rank_refuses_the_experts_of_another(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(load_the_state_of, str(tmp_path), 0)[0] == ""
+    message = ranks(2).run(load_the_state_of, str(tmp_path), 0)[1]
+    assert "experts holds experts 0..3 of 8, this rank has experts 4..7 of 8" in message
+    assert "sonic_ep.checkpoint" in message

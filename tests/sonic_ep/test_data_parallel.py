@@ -144,6 +144,31 @@ def test_experts_that_fsdp_shards_are_found(ranks: Callable[[int], RankPool], ar
         assert "experts.w1 is managed as if it were the same on all ranks" in message
 
 
+def experts_in_ddp(rank: int, over: str) -> str:
+    """The error of the second forward; the first is not wrapped."""
+    ep, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    same_experts, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    model = Model(EPGroup(ep))
+    model(batch()[:TOKENS])
+    wrapped = DistributedDataParallel(model, process_group=same_experts if over == "same experts" else None)
+    try:
+        for _ in range(2):
+            wrapped(batch()[:TOKENS]).backward()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_experts_that_ddp_manages_are_found(ranks: Callable[[int], RankPool]) -> None:
+    for message in ranks(WORLD).run(experts_in_ddp, "all"):
+        assert "DistributedDataParallel over ranks [0, 1, 2, 3] manages experts.w1, experts.w2" in message
+        assert "build the model again" in message
+
+
+def test_ddp_may_manage_experts_over_the_ranks_that_hold_the_same(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(WORLD).run(experts_in_ddp, "same experts") == ["nothing"] * WORLD
+
+
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_gradients_are_those_of_the_whole_batch(ranks: Callable[[int], RankPool], wrapper: str) -> None:
     alone = Model(EPGroup.alone())

@@ -85,6 +85,11 @@ BAD_INPUTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "dtype": (lambda x: x.double(), "x has dtype torch.float64, the experts compute in torch.float32"),
     "device": (lambda x: x.to("meta"), "x is on meta, the layer's weights on cpu"),
     "type": (lambda x: x.tolist(), "x must be a torch.Tensor, got list"),
+    "sparse": (lambda x: x.to_sparse(), "x has layout torch.sparse_coo, wanted a dense tensor"),
+    "nested": (
+        lambda x: torch.nested.as_nested_tensor([x], layout=torch.jagged),
+        "x has layout nested, wanted a dense tensor",
+    ),
 }
 
 
@@ -124,6 +129,10 @@ def spoil(layer: MoE, kind: str) -> None:
             layer.router.to_empty(device="meta")
         case "meta":
             layer.to_empty(device="meta")
+        case "shape":
+            w2.data = w2.data[:-1].clone()
+        case "router":
+            layer.router.weight.data = layer.router.weight.data[:, :-1].clone()
 
 
 BAD_WEIGHTS = {
@@ -131,6 +140,8 @@ BAD_WEIGHTS = {
     "dtype": "is torch.float64, experts.w1 torch.float32; cast one of them",
     "device": "rank 1: router.weight is on meta, experts.w1 on cpu; move one of them",
     "meta": "rank 1: x is on cpu, the layer's weights on meta; move one of them",
+    "shape": "rank 1: experts.w2 has shape (3, 8, 4), wanted (4, 8, 4)",
+    "router": "rank 1: router.weight has shape (8, 7), wanted (8, 8)",
 }
 
 
@@ -161,6 +172,60 @@ def test_what_a_layer_is_made_of_has_its_type(tmp_path: Path) -> None:
     assert torch.equal(MoE(config, seed=numpy.int64(3)).experts.w1, MoE(config, seed=3).experts.w1)  # type: ignore[arg-type]
 
 
+WRONG_TYPES: dict[str, tuple[dict[str, object], str]] = {
+    "config": ({"config": SIZES}, "rank 1: config is a dict, wanted a MoEConfig"),
+    "seed": ({"seed": 0.5}, "rank 1: seed=0.5 is a float, wanted an integer"),
+    "text as seed": ({"seed": "7"}, "rank 1: seed='7' is a str, wanted an integer"),
+    "device": ({"device": 1.5}, "rank 1: device=1.5 is a float, wanted a torch.device or its name"),
+    "dtype": ({"dtype": "float32"}, "rank 1: dtype='float32' is no floating-point torch.dtype"),
+    "integers": ({"dtype": torch.int64}, "rank 1: dtype=torch.int64 is no floating-point torch.dtype"),
+}
+
+
+def of_wrong_type(rank: int, kind: str) -> str:
+    arguments: dict[str, object] = {"config": MoEConfig(**SIZES), "seed": 0}  # type: ignore[arg-type]
+    arguments |= WRONG_TYPES[kind][0] if rank == 1 else {}
+    try:
+        MoE(group=EPGroup(), **arguments)  # type: ignore[arg-type]
+    except TypeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", WRONG_TYPES)
+def test_an_argument_of_another_type_on_one_rank(ranks: Ranks, kind: str) -> None:
+    for message in ranks(2).run(of_wrong_type, kind):
+        assert WRONG_TYPES[kind][1] in message
+
+
+def without_backward(rank: int, kind: str) -> tuple[str, str]:
+    """The message where rank 1 needs no backward; then a step with one must work."""
+    layer, x = MoE(MoEConfig(**SIZES), EPGroup(), seed=0), torch.randn(10, 8)  # type: ignore[arg-type]
+    if kind == "frozen":
+        layer.requires_grad_(rank == 0)
+    with torch.set_grad_enabled(rank == 0 or kind == "frozen"):
+        message = message_of(lambda: layer(x))
+    layer.requires_grad_(True)
+    return message, message_of(lambda: layer(x).y.sum().backward())
+
+
+@pytest.mark.parametrize("kind", ["no_grad", "frozen"])
+def test_one_rank_without_a_backward(ranks: Ranks, kind: str) -> None:
+    for message, afterwards in ranks(2).run(without_backward, kind):
+        assert "disagree whether this training step has a backward (rank 0: yes, rank 1: no)" in message
+        assert afterwards == "no error"
+
+
+def eval_without_no_grad(rank: int) -> str:
+    layer = MoE(MoEConfig(**SIZES), EPGroup(), seed=0).eval()  # type: ignore[arg-type]
+    with torch.set_grad_enabled(rank == 0):
+        return message_of(lambda: layer(torch.randn(10, 8)))
+
+
+def test_evaluation_may_have_gradients_on_one_rank(ranks: Ranks) -> None:
+    assert ranks(2).run(eval_without_no_grad) == ["no error"] * 2
+
+
 def mixed_modes(rank: int) -> str:
     layer = MoE(MoEConfig(**SIZES), EPGroup(), seed=0)  # type: ignore[arg-type]
     layer.train(rank == 0)
@@ -170,6 +235,21 @@ def mixed_modes(rank: int) -> str:
 def test_training_and_eval_must_not_mix(ranks: Ranks) -> None:
     for message in ranks(2).run(mixed_modes):
         assert "rank 0: torch.float32 training, rank 1: torch.float32 eval" in message
+
+
+def crossed(rank: int) -> tuple[str, str]:
+    """The message of two layers in another order on rank 1; then the same order must work."""
+    layers = [MoE(MoEConfig(**SIZES), EPGroup(), seed=0) for _ in range(2)]  # type: ignore[arg-type]
+    x = torch.randn(10, 8)
+    crossing = message_of(lambda: [layer(x) for layer in (reversed(layers) if rank == 1 else layers)])
+    return crossing, message_of(lambda: sum(layer(x).y.sum() for layer in layers).backward())  # type: ignore[union-attr]
+
+
+def test_layers_in_another_order_on_one_rank(ranks: Ranks) -> None:
+    for message, afterwards in ranks(2).run(crossed):
+        assert "in different MoE layers, counted as they were built (rank 0: number" in message
+        assert "call the layers in the same order on every rank" in message
+        assert afterwards == "no error"
 
 
 def diverged(rank: int) -> str:

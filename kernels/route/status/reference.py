@@ -13,8 +13,9 @@ from torch import Tensor
 # The header fields, which precede the counts, and their number F.
 TOKENS, STATUS, SEED = range(3)
 HEADER = 3
-# Each non-finite logit adds this to the status word.
-BAD_LOGIT = 32
+# Each non-finite logit adds the first to the status word. The number of a layer, 0 if it has none, times the second is
+# added too.
+BAD_LOGIT, LAYER = 32, 2**48
 
 
 def pack_rank_status(
@@ -45,7 +46,9 @@ def pack_rank_status(
 
 
 def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> Tensor:
-    """Returns the counts, contiguous, or zeros unless every rank's status word equals `healthy`.
+    """Returns the counts, contiguous, or zeros unless every rank's status word equals `healthy`, the layer aside.
+
+    Layers must be the same too, except on ranks without a number.
 
     Shapes:  counts_SE (S, E) and status_S (S,) int64, columns of what was gathered.
     Example: rank 1 has a status other than 7.
@@ -55,4 +58,6 @@ def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> T
         >>> zero_counts_on_error(torch.tensor([[3, 1], [2, 2]]), torch.tensor([7, 16]), healthy=7).tolist()
         [[0, 0], [0, 0]]
     """
-    return counts_SE.contiguous().masked_fill((status_S != healthy).any(), 0)
+    layer_S = status_S // LAYER
+    other_layer_S = (layer_S != 0) & (layer_S != layer_S.max())
+    return counts_SE.contiguous().masked_fill(((status_S % LAYER != healthy) | other_layer_S).any(), 0)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from sonic_ep.kernels.common.launch import fast_launch
 from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
-from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, SEED, STATUS, TOKENS
+from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, LAYER, SEED, STATUS, TOKENS
 
 _BLOCK = 1024
 _TOKENS, _STATUS, _SEED = (tl.constexpr(place) for place in (TOKENS, STATUS, SEED))
-_HEADER, _BAD_LOGIT = tl.constexpr(HEADER), tl.constexpr(BAD_LOGIT)
+_HEADER, _BAD_LOGIT, _LAYER = tl.constexpr(HEADER), tl.constexpr(BAD_LOGIT), tl.constexpr(LAYER)
 
 
 @fast_launch
@@ -59,14 +59,17 @@ def _zero_counts_on_error(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reads S status words and copies the (S, E) counts to out, or writes zeros unless all words equal `healthy`.
+    """Reads S status words and copies the (S, E) counts to out, or writes zeros unless all words equal `healthy`, the
+    layer aside, and all layers with a number are the same.
 
     A program copies BLOCK counts. RANKS: a power of two >= S. Rows of the counts may be strided, those of out are not.
     Grid: (cdiv(S * E, BLOCK),). Example: see reference.py.
     """
     rank = tl.arange(0, RANKS)
     statuses = tl.load(status_ptr + rank * status_stride, mask=rank < S, other=healthy)
-    is_healthy = tl.max((statuses != healthy).to(tl.int32), axis=0) == 0
+    layers = statuses // _LAYER
+    is_other = (statuses % _LAYER != healthy) | ((layers != 0) & (layers != tl.max(layers, axis=0)))
+    is_healthy = tl.max(is_other.to(tl.int32), axis=0) == 0
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     count_ptrs = counts_ptr + index // E * counts_stride + index % E
     tl.store(out_ptr + index, tl.load(count_ptrs, mask=(index < S * E) & is_healthy, other=0), mask=index < S * E)

@@ -49,3 +49,15 @@ def test_all_or_nothing(size: int, E: int, ill: int | None) -> None:
     expected = gathered[:, fields:] * (ill is None)
     assert torch.equal(voided(PLAIN, "cpu", gathered, fields), expected)
     assert torch.equal(voided(KERNEL, DEVICE, gathered, fields), expected)
+
+
+@pytest.mark.parametrize(
+    ("layers", "is_same"),
+    [((4, 4, 4), True), ((4, 5, 4), False), ((0, 4, 4), True), ((0, 0, 0), True), ((5, 0, 4), False)],
+)
+def test_layers_must_be_the_same_unless_a_rank_gives_none(layers: tuple[int, ...], is_same: bool) -> None:
+    gathered = torch.randint(1, 2**40, (3, 3 + 8))
+    gathered[:, 1] = 3 + PLAIN.LAYER * torch.tensor(layers)
+    expected = gathered[:, 3:] * is_same
+    assert torch.equal(voided(PLAIN, "cpu", gathered, 3), expected)
+    assert torch.equal(voided(KERNEL, DEVICE, gathered, 3), expected)

@@ -3,6 +3,8 @@
 The parameters of a module are plain local tensors. Only here the weights of local experts, and optimizer state with a
 row for each of them, become DTensors, sharded along dim 0 over the EP group. So the checkpoint holds each expert once,
 under its global index. Names are those of the model without wrappers (DistributedDataParallel, torch.compile).
+
+Reading a checkpoint executes nothing of it (files.py).
 """
 
 import warnings
@@ -15,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,9 +29,20 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from sonic_ep.checkpoint.files import (
+    SafePlanner,
+    SafeReader,
+    UnsafeError,
+    problem_with_files,
+    problem_with_value,
+    read_metadata,
+    write_checksums,
+)
+from sonic_ep.groups import EPGroup
 from sonic_ep.layer import MoE
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_SHOWN = 4  # names in a message
 
 
 def save(
@@ -38,13 +53,19 @@ def save(
 ) -> None:
     """Writes model, optimizer and `extra` to `folder`. A collective of the default process group, if there is one.
 
-    extra: tensors and picklable values, equal on all ranks. Dense weights may be DTensors, as with FSDP2.
+    extra: tensors, numbers, strings, and lists, tuples and dicts of them. What has one name on several ranks is equal
+    on them. Dense weights may be DTensors, as with FSDP2.
 
-    Raises ValueError for expert weights that are DTensors, because the EP group shards them already; and for optimizer
-    state of experts that is neither a scalar nor has one row per local expert.
+    Raises ValueError, on every rank, for expert weights that are DTensors, because the EP group shards them already;
+    for optimizer state of experts that is neither a scalar nor has one row per local expert; and for other values in
+    `extra`.
     """
+    group = _group()
+    problems = [problem_with_value(name, value) for name, value in (extra or {}).items()]
+    _raise_together(group, next((problem for problem in problems if problem is not None), None))
     with _quiet():
         dcp.save(_state(model, optimizer, extra)[0], checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    write_checksums(Path(folder), group)
 
 
 def load(
@@ -55,17 +76,74 @@ def load(
 ) -> dict[str, Any]:
     """Reads a checkpoint of `save`, of any ep_size, into model and optimizer. Returns `extra` with the values read.
 
-    extra: the keys to read; a tensor gives the shape and dtype to read. A collective like `save`. Raises
-    torch.distributed.checkpoint.api.CheckpointException for keys that the checkpoint lacks and shapes that differ, and
-    ValueError as `save` does.
+    extra: the keys to read; a tensor gives the shape and dtype to read. A collective like `save`.
+
+    Raises ValueError, on every rank, if there is no checkpoint; if a file is damaged or refers to code; if the
+    checkpoint lacks weights, optimizer state or extra values, has weights or optimizer state that model and optimizer
+    lack, or has them in another shape; and as `save` does.
     """
+    group, path = _group(), Path(folder)
     state, shown = _state(model, optimizer, extra)
-    with _quiet():
-        dcp.load(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
-    set_model_state_dict(model, _local(state["model"], shown))
+    problem = problem_with_files(path, group)
+    try:
+        problem = problem or _problem_with_names(path, state)
+    except ValueError as error:
+        problem = str(error)
+    _raise_together(group, problem)
+    try:
+        with _quiet():
+            dcp.load(state, storage_reader=SafeReader(path), planner=SafePlanner(), no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        for rank, (reason, _) in error.failures.items():
+            if isinstance(reason, UnsafeError):
+                raise ValueError(f"{path} on rank {rank}: {reason}") from None
+        raise
+    set_model_state_dict(model, {**get_model_state_dict(model), **_local(state["model"], shown)})
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, _local(state["optimizer"], shown), options=_FLAT)
     return state["extra"]
+
+
+def _group() -> EPGroup:
+    return EPGroup() if dist.is_initialized() else EPGroup.alone()
+
+
+def _raise_together(group: EPGroup, problem: str | None) -> None:
+    """Raises ValueError on every rank if one of them has a problem."""
+    problems = [
+        f"rank {rank}: {text}" if group.size > 1 else text
+        for rank, text in enumerate(group.all_gather_object(problem))
+        if text is not None
+    ]
+    if problems:
+        raise ValueError(problems[0])
+
+
+def _problem_with_names(folder: Path, state: dict[str, dict[str, Any]]) -> str | None:
+    """Returns which of the weights and other values the checkpoint lacks, or which it has in addition, or None."""
+    held = read_metadata(folder).state_dict_metadata
+    for part, values in state.items():
+        prefix = f"{part}."
+        there = {name.removeprefix(prefix) for name in held if name.startswith(prefix)}
+        flat, _ = flatten_state_dict({part: values})
+        here = {name.removeprefix(prefix): value for name, value in flat.items()}
+        fix = f"it was written for another {part}: build the {part} as it was then"
+        if part == "extra":
+            fix = f"it has {_listed(there) or 'no extra values'}"
+        elif names := {name for name in there - here.keys() if not name.startswith("param_groups.")}:
+            return f"{folder} also holds {_listed(names)} of the {part}; {fix}"
+        if names := here.keys() - there:
+            return f"{folder} lacks {_listed(names)} of the {part}; {fix}"
+        for name, value in here.items():
+            shape = getattr(held[prefix + name], "size", None)
+            if isinstance(value, Tensor) and shape is not None and shape != value.shape:
+                return f"{folder} has {name} of shape {tuple(shape)}, the {part} {tuple(value.shape)}; {fix}"
+    return None
+
+
+def _listed(names: set[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(sorted(names)[:_SHOWN]) + more
 
 
 @contextmanager
@@ -80,7 +158,7 @@ def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
 ) -> tuple[dict[str, dict[str, Any]], set[str]]:
     """Returns the state to write or to read into, and the names of the tensors that became DTensors in it."""
-    values = get_model_state_dict(model)
+    values = _weights(model)
     meshes = _meshes(model, values)
     state, shown = {"model": {name: _shown(name, value, meshes) for name, value in values.items()}}, set(meshes)
     if optimizer is not None:
@@ -89,6 +167,16 @@ def _state(
         state["optimizer"] = {name: _shown_moment(name, value, meshes) for name, value in flat.items()}
         shown |= {name for name, value in flat.items() if state["optimizer"][name] is not value}
     return {**state, "extra": dict(extra or {})}, shown
+
+
+def _weights(model: nn.Module) -> dict[str, Any]:
+    """Returns the model's state without what says which experts a rank has: DTensors say it, for any ep_size."""
+    said = {tuple(layer.experts.get_extra_state().tolist()) for layer in model.modules() if isinstance(layer, MoE)}
+    return {
+        name: value
+        for name, value in get_model_state_dict(model).items()
+        if not (name.endswith("._extra_state") and isinstance(value, Tensor) and tuple(value.tolist()) in said)
+    }
 
 
 def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.Size, DeviceMesh]]:

@@ -1,0 +1,158 @@
+"""The files of a checkpoint: read without executing what they hold, and compared with checksums.
+
+torch.distributed.checkpoint unpickles `.metadata` and all values that are no tensors, which lets a file run any code.
+Here `.metadata` may only refer to the classes that torch writes, and values are read with weights_only=True.
+
+checksums.json has the SHA-256 of every file: {"files": {"__0_0.distcp": "9f86..."}}.
+"""
+
+import hashlib
+import io
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from sonic_ep.groups import EPGroup
+
+_LOG = logging.getLogger("sonic_ep.checkpoint")
+METADATA, CHECKSUMS = ".metadata", "checksums.json"
+
+# By module: what `.metadata` may refer to besides dtypes of torch.
+_CLASSES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # since Python 3.13
+}
+
+
+class UnsafeError(RuntimeError):
+    """Raised for a value that cannot be read without executing code."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Reads what a checkpoint holds: names, shapes and places in files.
+
+    Raises ValueError if there is no checkpoint, or if its metadata is damaged or refers to anything else.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except FileNotFoundError:
+        what = "is no folder" if not folder.is_dir() else f"has no {METADATA}"
+        raise ValueError(f"{folder} holds no checkpoint: it {what}; give the folder that `save` was given") from None
+    except Exception as error:  # noqa: BLE001 - unpickling may raise anything
+        raise ValueError(
+            f"{path} is no metadata of a checkpoint ({type(error).__name__}: {error}): it is damaged, or made to run "
+            "code; use another checkpoint"
+        ) from None
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"{path} holds a {type(metadata).__name__}, wanted Metadata; use another checkpoint")
+    return metadata
+
+
+class SafeReader(FileSystemReader):
+    """Reads the files of a folder, and its metadata by `read_metadata`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = read_metadata(Path(self.path))
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Reads values that are no tensors with weights_only=True."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            loaded = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            name = read_item.dest_index.fqn
+            reason = str(error).partition("\n")[0]
+            raise UnsafeError(f"{name} is no plain value, and reading it could run code ({reason})") from None
+        plain = io.BytesIO()
+        torch.save(loaded, plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def problem_with_value(name: str, value: object) -> str | None:
+    """Returns why a value could not be read again, or None."""
+    written = io.BytesIO()
+    try:
+        torch.save(value, written)
+        written.seek(0)
+        torch.load(written, weights_only=True)
+    except Exception as error:  # noqa: BLE001 - pickling may raise anything
+        reason = str(error).partition("\n")[0]
+        return (
+            f"extra[{name!r}] is a {type(value).__name__}, which `load` would not read ({reason}); give tensors, "
+            "numbers, strings, and lists, tuples and dicts of them"
+        )
+    return None
+
+
+def write_checksums(folder: Path, group: EPGroup) -> None:
+    """Writes the checksums of a checkpoint that is complete. A collective."""
+    sums = {path.name: _checksum(path) for path in sorted(folder.glob(f"__{group.rank}_*.distcp"))}
+    if group.rank == 0:
+        sums[METADATA] = _checksum(folder / METADATA)
+    of_ranks = group.all_gather_object(sums)
+    if group.rank == 0:
+        files = {name: digest for each in of_ranks for name, digest in each.items()}
+        (folder / CHECKSUMS).write_text(json.dumps({"files": files}, indent=1) + "\n")
+    group.all_gather_object(None)  # until then other ranks may not read it
+
+
+def problem_with_files(folder: Path, group: EPGroup) -> str | None:
+    """Returns what is wrong with this rank's share of the files of a checkpoint, or None."""
+    path = folder / CHECKSUMS
+    if not path.exists():
+        if group.rank == 0:
+            _LOG.warning("%s has no %s, so its files are not verified", folder, CHECKSUMS)
+        return None
+    try:
+        files = sorted(json.loads(path.read_text())["files"].items())
+    except (ValueError, KeyError, AttributeError) as error:
+        return f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint"
+    for name, digest in files[group.rank :: group.size]:
+        file = folder / name
+        if not file.exists():
+            return f"{file} is missing; use another checkpoint"
+        if _checksum(file) != digest:
+            return f"{file} is damaged: its checksum is not that of {CHECKSUMS}; use another checkpoint"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
