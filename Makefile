@@ -24,7 +24,9 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: train test test-all lint format clean
 
+# The first command finds mistakes in ARGS alone, so that they are not printed by every process and the launcher.
 train: $(STAMP)
+	@WORLD_SIZE=$(NPROC) LOCAL_WORLD_SIZE=$(NPROC) $(RUN) examples/train.py --check $(ARGS)
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train.py $(ARGS)
 
 test: $(STAMP)

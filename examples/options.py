@@ -75,8 +75,9 @@ class Options:
     resume: str | None = flag(
         None, "run folder to continue from its newest checkpoint, with its own options where none are given", kind=str
     )
+    check: bool = flag(False, "check the options and the text, and exit")
     compare: bool = flag(False, "train plain top-K and token rounding from the same seed; print and plot both")
-    save_every: int = flag(0, "steps between checkpoints; 0: one at the end")
+    save_every: int = flag(40, "steps between checkpoints; 0: one at the end")
     eval_every: int = flag(40, "steps between validations, always plain top-K")
     eval_batches: int = flag(8, "batches of one validation, the same ones every time")
     log_every: int = flag(5, "steps between records in metrics.jsonl")

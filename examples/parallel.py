@@ -98,6 +98,10 @@ class Mesh:
         """Mean over all ranks, equal bits on each."""
         return self.world.all_reduce(values.clone()) / self.world.size
 
+    def any(self, condition: bool) -> bool:
+        """Whether it holds on any rank. A collective."""
+        return bool(self.world.all_reduce(torch.tensor(int(condition))))
+
     def from_main(self, value: Any) -> Any:
         """Rank 0's picklable value, on every rank."""
         return self.world.all_gather_object(value)[0]

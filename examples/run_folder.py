@@ -6,11 +6,14 @@
         events.out.tfevents  the same numbers for TensorBoard
         loss.png             drawn from metrics.jsonl
         checkpoints/step_000400/
+        lock                 held by the process that writes
 
 Rank 0 writes everything but the checkpoints, which all ranks write together.
 """
 
+import fcntl
 import json
+import os
 import platform
 import shutil
 from dataclasses import asdict
@@ -34,16 +37,38 @@ class RunFolder:
         self.path = path
         self._writes = writes
         self._events: Any = None
+        self._lock: Any = None
 
     @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    def lock(self) -> str | None:
+        """Create the folder and refuse it to others until `close`, or the process ends. Returns a problem, or None."""
+        if not self._writes:
+            return None
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = (self.path / "lock").open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            with file:
+                file.seek(0)
+                holder = file.read().strip()
+            return (
+                f"{self.path} is being written by process {holder}: killing torchrun alone leaves its workers running; "
+                "stop them, or give another --run-dir"
+            )
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {platform.node()}\n")
+        file.flush()
+        self._lock = file
+        return None
+
     def open(self, options: Options, moe: MoEConfig, *, world_size: int, step: int) -> None:
-        """Create the folder, or reopen it at `step`: what a crash left behind after the checkpoint is dropped."""
+        """Begin in the folder at `step`: what a crash left behind after the checkpoint is dropped."""
         if not self._writes:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
         retained = [record for record in read_metrics(self.path) if record["step"] <= step]
         self.metrics_path.write_text("".join(json.dumps(record) + "\n" for record in retained))
         config = {
@@ -69,9 +94,10 @@ class RunFolder:
                 self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
 
     def close(self) -> None:
-        """Write out what TensorBoard still buffers."""
-        if self._writes:
-            self._events.close()
+        """Write out what TensorBoard still buffers, and let others write."""
+        for file in (self._events, self._lock):
+            if file is not None:
+                file.close()
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -92,8 +118,8 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def checkpoint_to_resume(path: Path, steps: int) -> Path:
-    """The newest finished checkpoint of a run folder. Raises ValueError if there is none, or nothing left to do."""
+def checkpoints_to_resume(path: Path, steps: int) -> list[Path]:
+    """Finished checkpoints of a run, newest first. Raises ValueError if there is none, or nothing left to do."""
     found = _checkpoints(path)
     if not found:
         raise ValueError(f"--resume {str(path)!r} holds no finished checkpoint; start it again without --resume")
@@ -102,7 +128,7 @@ def checkpoint_to_resume(path: Path, steps: int) -> Path:
         raise ValueError(
             f"--resume {str(path)!r} is at step {done} of {steps}: nothing is left to do; give more --steps"
         )
-    return found[-1]
+    return found[::-1]
 
 
 def save_checkpoint(path: Path, mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -124,6 +150,22 @@ def save_checkpoint(path: Path, mesh: Mesh, model: nn.Module, optimizer: torch.o
         for old in _checkpoints(path)[:-MAX_CHECKPOINTS]:
             shutil.rmtree(old)
     mesh.wait()
+
+
+def load_newest(
+    folders: list[Path], mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, list[str]]:
+    """Fill model and optimizer from the first intact one. Returns the step to go on from, and what was damaged.
+
+    Raises ValueError if none is intact.
+    """
+    damaged: list[str] = []
+    for folder in folders:
+        try:
+            return load_checkpoint(folder, mesh, model, optimizer), damaged
+        except (ValueError, OSError) as error:
+            damaged.append(str(error))
+    raise ValueError("; ".join(damaged))
 
 
 def load_checkpoint(folder: Path, mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

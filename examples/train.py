@@ -5,6 +5,7 @@
     ... examples/train.py --compare                    plain top-K and token rounding from the same seed, side by side
     ... examples/train.py --resume runs/<folder>       go on from the newest checkpoint, exactly
 
+SIGTERM ends a run after the present step, with a checkpoint.
 All processes form one expert-parallel group unless --ep-size says otherwise: attention and the other dense weights are
 on every rank, each rank owns E / ep_size experts per layer, and tokens travel to their experts inside `sonic_ep.MoE`.
 On a host with a GPU per process it runs on those over NCCL, else on the CPU over gloo.
@@ -13,8 +14,11 @@ On a host with a GPU per process it runs on those over NCCL, else on the CPU ove
 
 import dataclasses
 import math
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +31,7 @@ from metrics import BITS_PER_NAT, Stopwatch, comparison_table, expert_load, rout
 from options import Options, check_options, model_config, parse_options
 from parallel import Mesh, choose_device, clip_gradients, open_mesh, read_launch, sync_gradients
 from plots import plot_comparison, plot_run
-from run_folder import RunFolder, checkpoint_to_resume, load_checkpoint, save_checkpoint
+from run_folder import RunFolder, checkpoints_to_resume, load_newest, save_checkpoint
 from sonic_ep import MoE, RoutingStats
 from sonic_ep.extras import require_extra
 
@@ -43,9 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_options(options, launch.world_size)
         device = choose_device(options.device, launch)
         corpus = load_corpus(options.text, seq=options.seq)
-        checkpoint = checkpoint_to_resume(Path(options.resume), options.steps) if options.resume else None
+        checkpoints = checkpoints_to_resume(Path(options.resume), options.steps) if options.resume else []
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise SystemExit(f"train.py: error: {error}") from None
+    if options.check:
+        return
 
     mesh = open_mesh(launch, device, launch.world_size if options.ep_size is None else options.ep_size)
     mesh.check_equal("the command line", options)
@@ -59,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.compare:
         compare(options, mesh, corpus, folder)
     else:
-        train(options, mesh, corpus, folder, checkpoint)
+        train(options, mesh, corpus, folder, checkpoints)
     mesh.close()
 
 
@@ -90,9 +96,20 @@ def compare(options: Options, mesh: Mesh, corpus: Corpus, folder: Path) -> None:
         say(mesh, f"\n{table}\n\nplot: {folder / 'comparison.png'}")
 
 
-def train(options: Options, mesh: Mesh, corpus: Corpus, folder: Path, checkpoint: Path | None = None) -> None:
-    """One run from its first step, or from a checkpoint, to its last."""
-    config = model_config(options)
+def train(options: Options, mesh: Mesh, corpus: Corpus, folder: Path, checkpoints: Sequence[Path] = ()) -> None:
+    """One run from its first step, or from the first checkpoint that is intact, to its last."""
+    with closing(RunFolder(folder, writes=mesh.is_main)) as run:
+        problem = mesh.from_main(run.lock())
+        if problem is not None:
+            raise SystemExit(f"train.py: error: {problem}")
+        train_in(run, options, mesh, corpus, checkpoints)
+    if mesh.is_main:
+        plot_run(folder)
+
+
+def train_in(run: RunFolder, options: Options, mesh: Mesh, corpus: Corpus, checkpoints: Sequence[Path]) -> None:
+    """The run in its folder, which is locked."""
+    folder, config = run.path, model_config(options)
     torch.manual_seed(1_000_003 * options.seed + mesh.world.rank)  # jitter is drawn from it, on each rank its own
     model = LanguageModel(
         config,
@@ -103,8 +120,7 @@ def train(options: Options, mesh: Mesh, corpus: Corpus, folder: Path, checkpoint
         dtype=getattr(torch, options.dtype),
     )
     optimizer = make_optimizer(model, options)
-    start = load_checkpoint(checkpoint, mesh, model, optimizer) if checkpoint else 0
-    run = RunFolder(folder, writes=mesh.is_main)
+    start = resumed(checkpoints, mesh, model, optimizer) if checkpoints else 0
     run.open(options, config.moe, world_size=mesh.world.size, step=start)
     unigram = corpus.unigram_bits_per_byte()
     say(mesh, f"{folder}: steps {start + 1} to {options.steps}, rounding {config.moe.rounding.mode}")
@@ -113,28 +129,55 @@ def train(options: Options, mesh: Mesh, corpus: Corpus, folder: Path, checkpoint
     from tqdm import tqdm
 
     bar = tqdm(total=options.steps, initial=start, unit="step", disable=None if mesh.is_main else True)
-    for step in range(start + 1, options.steps + 1):
-        windows = corpus.training_windows(step, seed=options.seed, batch=options.batch, seq=options.seq)
-        result = training_step(model, optimizer, mesh.own_rows(windows), mesh, options, step)
-        watch.count(options.batch * options.seq)
-        bar.update()
-        if step % options.log_every == 0 or step == options.steps:
-            record = training_record(result, mesh, step, watch)
-            run.log(record)
-            bar.set_postfix_str(progress_text(record))
-        with watch.paused():
-            if step % options.eval_every == 0 or step == options.steps:
-                loss = evaluate(model, corpus, mesh, options)
-                run.log(validation_record(loss, unigram, step, expert_load(result.stats, mesh)))
-                bits = loss * BITS_PER_NAT
-                say(mesh, f"step {step}: validation {bits:.3f} bits per byte (byte unigram {unigram:.3f})")
-            if step == options.steps or (options.save_every and step % options.save_every == 0):
-                save_checkpoint(folder, mesh, model, optimizer, step)
+    with stop_requests() as stop_requested:
+        for step in range(start + 1, options.steps + 1):
+            last = step == options.steps or mesh.any(stop_requested.is_set())
+            windows = corpus.training_windows(step, seed=options.seed, batch=options.batch, seq=options.seq)
+            result = training_step(model, optimizer, mesh.own_rows(windows), mesh, options, step)
+            watch.count(options.batch * options.seq)
+            bar.update()
+            if step % options.log_every == 0 or last:
+                record = training_record(result, mesh, step, watch)
+                run.log(record)
+                bar.set_postfix_str(progress_text(record))
+            with watch.paused():
+                if step % options.eval_every == 0 or step == options.steps:
+                    loss = evaluate(model, corpus, mesh, options)
+                    run.log(validation_record(loss, unigram, step, expert_load(result.stats, mesh)))
+                    bits = loss * BITS_PER_NAT
+                    say(mesh, f"step {step}: validation {bits:.3f} bits per byte (byte unigram {unigram:.3f})")
+                if last or (options.save_every and step % options.save_every == 0):
+                    save_checkpoint(folder, mesh, model, optimizer, step)
+            if last and step < options.steps:
+                say(mesh, f"stopped by SIGTERM after step {step} of {options.steps}; go on with --resume {folder}")
+                break
     bar.close()
-    run.close()
-    if mesh.is_main:
-        plot_run(folder)
     say(mesh, f"{watch.seconds:.0f} s of training; written to {folder}: metrics, plot, TensorBoard events, checkpoint")
+
+
+def resumed(checkpoints: Sequence[Path], mesh: Mesh, model: LanguageModel, optimizer: torch.optim.Optimizer) -> int:
+    """Fill model and optimizer, and return the step to go on from. Exits if no checkpoint is intact."""
+    try:
+        start, damaged = load_newest(list(checkpoints), mesh, model, optimizer)
+    except ValueError as error:
+        raise SystemExit(f"train.py: error: no checkpoint can be read: {error}") from None
+    for problem in damaged:
+        say(mesh, f"{problem}: going on from the checkpoint before it, step {start}")
+    return start
+
+
+@contextmanager
+def stop_requests() -> Generator[threading.Event]:
+    """An event that SIGTERM sets, instead of ending the process."""
+    requested = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield requested
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: requested.set())
+    try:
+        yield requested
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def autocast(mesh: Mesh, options: Options) -> torch.autocast:

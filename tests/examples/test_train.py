@@ -1,8 +1,12 @@
 """The example as a user runs it: processes, files, resuming, comparing."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +20,7 @@ from corpus import load_corpus
 from options import parse_options
 from parallel import form_groups
 from run_folder import read_metrics
+from tests.examples.conftest import EXAMPLES
 from tests.helpers.launch import RankPool
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
@@ -189,6 +194,63 @@ def test_every_rank_refuses_before_they_meet(
     with pytest.raises(SystemExit, match=r"error: --batch 3 does not divide among 2 processes; give 4"):
         train.main([*small, "--batch", "3", "--run-dir", str(run)])
     assert not run.exists()
+
+
+def test_options_are_checked_alone(launch: Launch, small: tuple[str, ...], tmp_path: Path) -> None:
+    """What `make train` calls before it starts processes: one line, and no run."""
+    run = tmp_path / "run"
+    assert launch(1, *small, "--check", "--run-dir", str(run)).returncode == 0
+    refused = launch(1, *small, "--check", "--steps", "0", "--run-dir", str(run))
+    assert refused.returncode == 1
+    assert len(refused.stderr.splitlines()) == 1
+    assert refused.stderr.startswith("train.py: error: --steps 0")
+    assert not run.exists()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    small: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    train.main([*small, "--steps", "4", "--save-every", "2", "--run-dir", str(run)])
+    file = run / "checkpoints" / "step_000004" / "__0_0.distcp"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    train.main(["--resume", str(run), "--steps", "6"])
+    said = capsys.readouterr().out
+    assert "step_000004/__0_0.distcp is damaged" in said
+    assert "going on from the checkpoint before it, step 2" in said
+    assert [record["step"] for record in read_metrics(run, "train")] == [1, 2, 3, 4, 5, 6]
+    for folder in (run / "checkpoints").iterdir():
+        (folder / "__0_0.distcp").unlink()
+    with pytest.raises(SystemExit, match="no checkpoint can be read: .*step_000006/__0_0.distcp is missing"):
+        train.main(["--resume", str(run), "--steps", "8"])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_saves_and_a_run_goes_on(
+    small: tuple[str, ...], tmp_path: Path, processes: int, launch: Launch
+) -> None:
+    """Of one rank alone in the second case: all ranks stop after the same step."""
+    run, steps = tmp_path / "run", 100_000
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    flags = (*small, "--steps", str(steps), "--eval-every", str(steps), "--run-dir", str(run))
+    command = [sys.executable, *(torchrun if processes > 1 else []), str(EXAMPLES / "train.py"), *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        deadline = time.monotonic() + 120
+        while len(read_metrics(run, "train")) < 3:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        second = launch(1, "--resume", str(run)) if (run / "checkpoints").exists() else None
+        os.kill(int((run / "lock").read_text().split()[0]), signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    done = read_metrics(run, "train")[-1]["step"]
+    assert f"stopped by SIGTERM after step {done} of {steps}; go on with --resume {run}" in output
+    assert (run / "checkpoints" / f"step_{done:06d}" / "about.json").exists()
+    assert second is None or "is being written by process" in second.stderr
+    succeed(launch(processes, "--resume", str(run), "--steps", str(done + 2)))
+    assert [record["step"] for record in read_metrics(run, "train")][-2:] == [done + 1, done + 2]
 
 
 @pytest.mark.gpu
