@@ -328,7 +328,7 @@ def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Oper
 
 @functools.cache
 def _on_gpu(device: torch.device, dtype: torch.dtype, aligned: bool, activation: str) -> Operations:
-    reason = _obstacle(device, dtype, aligned, activation)
+    reason = problem_with_expert_kernels(device, dtype, aligned, activation)
     if reason is None:
         name = torch.cuda.get_device_name(device)
         _LOG.info("experts run on quack's grouped GEMMs (%s, %s, %s)", name, dtype, activation)
@@ -337,8 +337,11 @@ def _on_gpu(device: torch.device, dtype: torch.dtype, aligned: bool, activation:
     return reference
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype, aligned: bool, activation: str) -> str | None:
-    """Returns the reason why the GPU kernels cannot run, or None if they can."""
+def problem_with_expert_kernels(device: torch.device, dtype: torch.dtype, aligned: bool, activation: str) -> str | None:
+    """Returns the reason why the experts' GPU kernels cannot run on this GPU, or None if they can.
+
+    aligned: whether hidden size and expert width are multiples of COLUMN_MULTIPLE.
+    """
     major, minor = torch.cuda.get_device_capability(device)
     if major not in _MAJORS:
         return f"compute capability {major}.{minor} has no kernels here; 9.x (Hopper) and 10.x (Blackwell) do"

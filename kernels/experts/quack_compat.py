@@ -19,6 +19,7 @@ import ast
 import functools
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -26,12 +27,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sonic_ep.kernels.common.cache import quack_cache_folder
 from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.common.sources import sources_of
 from sonic_ep.kernels.common.versions import problem_with_versions
 
 if _problem := problem_with_versions():
     raise ImportError(_problem)
+
+# quack reads it when it is imported. Its own default is a folder for temporary files, which a reboot empties.
+os.environ.setdefault("QUACK_CACHE_DIR", str(quack_cache_folder()))
 
 from cutlass.experimental import primitives as _primitives
 from quack.activation import dswiglu_oai, swiglu_oai

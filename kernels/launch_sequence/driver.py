@@ -1,6 +1,6 @@
 """The compiled part: driver.c, built once by the C compiler that Triton needs too, and its functions.
 
-The library goes to $SONIC_EP_CACHE_DIR, by default ~/.cache/sonic_ep, under a name with a digest of its source.
+The library goes to `cache_folder`, under a name with a digest of its source.
 """
 
 import ctypes
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from sonic_ep.kernels.common.cache import cache_folder
+
 _SOURCE = Path(__file__).with_name("driver.c")
 _DRIVER = b"libcuda.so.1"
 _COMPILERS = ("cc", "gcc", "clang")
@@ -24,13 +26,6 @@ _MAX_SECONDS = 120
 
 class UnavailableError(RuntimeError):
     """Raised where sequences cannot be launched: without a C compiler, cuda.h, or a driver that is new enough."""
-
-
-def cache_folder() -> Path:
-    """Returns the folder of compiled files of this user, which survives a reboot."""
-    chosen = os.environ.get("SONIC_EP_CACHE_DIR")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(chosen) if chosen else base / "sonic_ep"
 
 
 @functools.cache

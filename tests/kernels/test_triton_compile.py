@@ -156,10 +156,11 @@ KERNELS = [
         TritonKernel(
             "route.status.triton",
             "_pack_rank_status",
-            "*i64 *i64 *i64 *i64 i32 i32 i32",
+            f"*i64 *i64 *i64 *i64 i32 {status} i32",
             {"HAS_BAD_LOGITS": some, "HAS_SEED": some, "BLOCK": 1024},
         )
         for some in (True, False)
+        for status in ("i32", "i64")  # without and with the number of a layer
     ),
     *(
         TritonKernel(

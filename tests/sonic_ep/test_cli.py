@@ -3,6 +3,7 @@
 import pytest
 
 from sonic_ep import cli
+from sonic_ep.cli import compile as compile_module
 
 
 def test_an_unknown_config_lists_the_known_ones() -> None:
@@ -14,7 +15,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(extra: str, *modules: str) -> None:
         raise ImportError(f"{modules} of {extra}")
 
-    monkeypatch.setattr(cli, "require_extra", missing)
+    monkeypatch.setattr(compile_module, "require_extra", missing)
     with pytest.raises(SystemExit, match=r"sonic-ep: error: \('quack', 'cutlass', 'triton'\) of cuda"):
         cli.main(["compile", "--config", "tiny", "--arch", "sm_90a"])
 

@@ -1,12 +1,7 @@
-"""The command `sonic-ep`.
+"""`sonic-ep compile`: fills the kernel cache ahead of time, also without a GPU."""
 
-sonic-ep compile --config qwen3_30b_a3b --arch sm_90a      fill the kernel cache, also without a GPU
-"""
-
-import argparse
 import os
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 
 import torch
@@ -16,22 +11,6 @@ from sonic_ep.extras import require_extra
 from sonic_ep.kernels.backend import COLUMN_MULTIPLE, CUDA_MODULES
 
 ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100"}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point. Exits with a message if the arguments are wrong or a package is missing."""
-    parser = argparse.ArgumentParser(prog="sonic-ep", description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = parser.add_subparsers(required=True)
-    compile_command = commands.add_parser("compile", help="compile a layer's GPU kernels into the cache ahead of time")
-    compile_command.add_argument("--config", required=True, help="a name from configs/ or the path of a .toml file")
-    compile_command.add_argument("--arch", required=True, choices=ARCHITECTURES, help="GPU architecture")
-    compile_command.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
-    compile_command.add_argument("--cache", help="cache folder (default: quack's, or QUACK_CACHE_DIR)")
-    options = parser.parse_args(arguments)
-    try:
-        compile_aot(options.config, options.arch, options.dtype, options.cache)
-    except (ImportError, FileNotFoundError, ValueError) as error:
-        sys.exit(f"sonic-ep: error: {error}")
 
 
 def compile_aot(config_name: str, arch: str, dtype: str, cache: str | None) -> None:
@@ -62,7 +41,3 @@ def compile_aot(config_name: str, arch: str, dtype: str, cache: str | None) -> N
     aot = import_module("sonic_ep.kernels.experts.aot")
     kind = getattr(torch, dtype)
     aot.compile_operations(config.d, config.n, config.activation, bias=config.bias, dtype=kind, report=report)
-
-
-if __name__ == "__main__":
-    main()
