@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sonic_ep.config import LinearDtype
+from sonic_ep.first_order import first_order
 from sonic_ep.kernels.backend import router_linear
 from sonic_ep.kernels.route.interface import RouterLinear
 from sonic_ep.kernels.route.linear import reference
@@ -59,7 +59,7 @@ class _Linear(torch.autograd.Function):
             return operations.logits(x_TH, weight_EH, bias_E), x_TH
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dlogits_TE, dx_others_TH = grad_outputs
         if dlogits_TE is None:

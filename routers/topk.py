@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sonic_ep.config import RouterConfig
+from sonic_ep.first_order import first_order
 from sonic_ep.kernels.backend import router_operations
 from sonic_ep.kernels.route.interface import FusedTopK, RouterOperations
 from sonic_ep.kernels.route.topk.reference import experts_of_best_groups, scores_of, times_chosen, top_experts
@@ -115,7 +115,7 @@ class _Scores(torch.autograd.Function):
         return chosen.scores_TE.detach()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (scores_TE,) = ctx.saved_tensors
         (dscores_TE,) = grad_outputs

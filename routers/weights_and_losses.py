@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sonic_ep.config import RouterConfig
+from sonic_ep.first_order import first_order
 from sonic_ep.kernels.backend import router_operations
 from sonic_ep.kernels.route.interface import Losses, LossGradient, PairGradients, RouterOperations
 from sonic_ep.kernels.route.weights_and_losses.reference import balance_loss, weights_of_pairs, z_loss
@@ -74,7 +74,7 @@ class _WeightsAndLosses(torch.autograd.Function):
         return weights_N, losses.value
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dweights_N, dloss = grad_outputs
         logits_TE, topk_ids_TK, token_ids_N, expert_ids_N, dshares_BE = ctx.saved_tensors

@@ -17,6 +17,10 @@ def problem_with_input(x: object, *, d: int, dtype: torch.dtype, device: torch.d
         return (
             f"x has layout {'nested' if x.is_nested else x.layout}, wanted a dense tensor; use x.to_dense() or pad it"
         )
+    if not x.is_floating_point():
+        return f"x has dtype {x.dtype}, wanted {dtype}: hidden states, not token ids"
+    if x.is_meta and device.type == "meta":
+        return "x and the layer's weights are on meta, where nothing is computed; use layer.to_empty(device=...)"
     shapes = "(B, L, d)" if sequences else "(T, d) or (B, L, d)"
     if x.dim() not in ((3,) if sequences else (2, 3)):
         why = ", because router.balance='sequence' counts per sequence" if sequences else ""

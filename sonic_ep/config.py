@@ -23,6 +23,7 @@ RoundingMode = Literal["apportion", "nearest", "up", "down", "stochastic", "pad"
 
 MAX_K = 16
 MAX_E = 4096
+MAX_G = 2**20
 MAX_CAPACITY_FACTOR = 10**6
 
 
@@ -34,7 +35,8 @@ def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     limit = f">= {low}" if high is None else f"in {low}..{high}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} must be an integer {limit}")
+        fix = "; use int() to make it one" if hasattr(value, "__index__") and not isinstance(value, bool) else ""
+        raise ValueError(f"{name}={value!r} must be an integer {limit}{fix}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name}={value} must be {limit}")
 
@@ -144,7 +146,7 @@ class RoundingConfig:
 
     def __post_init__(self) -> None:
         _check_one_of("rounding.mode", self.mode, get_args(RoundingMode))
-        _check_int("rounding.G", self.G, 1)
+        _check_int("rounding.G", self.G, 1, MAX_G)
         if self.t != "auto":
             _check_int("rounding.t", self.t, 1, self.G)
             if self.G % self.t:
@@ -339,7 +341,7 @@ def load_config(name_or_path: str | Path) -> MoEConfig:
         raise FileNotFoundError(f"no config {str(name_or_path)!r}: give a path that ends in .toml or one of {names}")
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no TOML: {error}") from None
     for table in tables:
         if table not in ("moe", *_PARTS):

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
-from torch.autograd.function import once_differentiable
 
 from sonic_ep.checks import ROW_ALIGNMENT, problem_with_rows, problem_with_up, problem_with_weights
 from sonic_ep.compiled import moe_in_graph
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.expert_parallel_mlp import Call, SavedForBackward, backward, forward
+from sonic_ep.first_order import first_order
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.kernels.experts.activations import activation_named, interleave, interleave_split
@@ -148,7 +148,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         return out_TH
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, h_PJ, weights_P, w1, up_eIH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
         # So that `saved` alone refers to H and the weights of pairs. Has no effect if the graph is retained.

@@ -108,8 +108,9 @@ class MoE(nn.Module):
         Raises:  ValueError, on every rank, if on any rank x has the wrong shape, dtype or device, FSDP has sharded the
                  experts, or (router.check_logits) logits are not finite; if training mode or dtype differ between
                  ranks; with several ranks also if weights of one rank differ in device or dtype, or are not contiguous.
-                 RuntimeError if a peer is lost (transport.timeout).
+                 RuntimeError if a peer is lost (transport.timeout), or under a transform of torch.func.
         """
+        _refuse_transforms()
         if not self._may_repeat_launches(x):
             return self._compute(x)[0]
         outputs = self._recorded.outputs(self, x)
@@ -180,6 +181,7 @@ class MoE(nn.Module):
             problem = self._problem_with_weights(cast=dtype is not None)
         if problem is not None:
             device = x.device if weights.w1.is_meta and isinstance(x, Tensor) else weights.w1.device
+            device = torch.device("cpu") if device.type == "meta" else device
             x = torch.empty(0, self.config.d, dtype=weights.w1.dtype, device=device)
         return x, weights, problem
 
@@ -226,6 +228,16 @@ class MoE(nn.Module):
         if device_type == "meta":  # autocast does not support it
             return None
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _refuse_transforms() -> None:
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        raise RuntimeError(
+            "an MoE layer does not run under transforms of torch.func (grad, vmap, jvp and what is built on them); "
+            "use torch.autograd.grad, and a batch as (B, L, d)"
+        )
 
 
 def _flat_outputs(layer: MoE, x: Tensor) -> list[Tensor]:

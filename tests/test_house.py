@@ -21,6 +21,7 @@ GROUND = {
     "groups",
     "checks",
     "extras",
+    "first_order",
     "async_d2h",
     "in_flight",
     "initialization",

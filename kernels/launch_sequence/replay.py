@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from sonic_ep.first_order import first_order
 from sonic_ep.kernels.launch_sequence.addresses import BACKWARD, FORWARD, Launches
 from sonic_ep.kernels.launch_sequence.driver import driver, raw_stream
 from sonic_ep.kernels.launch_sequence.recorder import Place, Recording
@@ -171,7 +171,7 @@ class _Replayed(torch.autograd.Function):
         return tuple([outputs[index] for index in wanted])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # has no effect if the graph is retained

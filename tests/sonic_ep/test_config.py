@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from sonic_ep import MoEConfig, RoundingConfig, RouterConfig, TransportConfig, load_config
@@ -21,6 +22,7 @@ SIZES: dict[str, Any] = {"d": 64, "n": 32, "E": 16, "K": 4}
         ({"d": 0}, "d=0 must be >= 1"),
         ({"d": 64.0}, r"d=64.0 must be an integer >= 1"),
         ({"d": True}, "d=True must be an integer"),
+        ({"d": numpy.int64(64)}, r"d=np.int64\(64\) must be an integer >= 1; use int\(\) to make it one"),
         ({"activation": "swish"}, "activation='swish' is not one of swiglu"),
         ({"bias": 1}, "bias=1 must be true or false"),
         ({"init_std": float("nan")}, "init_std=nan must be a finite number >= 0"),

@@ -84,6 +84,7 @@ BAD_INPUTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "dims": (lambda x: x[0], "x has shape (8,), wanted (T, d) or (B, L, d)"),
     "dtype": (lambda x: x.double(), "x has dtype torch.float64, the experts compute in torch.float32"),
     "device": (lambda x: x.to("meta"), "x is on meta, the layer's weights on cpu"),
+    "token ids": (lambda x: x.long(), "x has dtype torch.int64, wanted torch.float32: hidden states, not token ids"),
     "type": (lambda x: x.tolist(), "x must be a torch.Tensor, got list"),
     "sparse": (lambda x: x.to_sparse(), "x has layout torch.sparse_coo, wanted a dense tensor"),
     "nested": (
@@ -280,6 +281,24 @@ def test_sequence_balance_needs_sequences() -> None:
     layer = MoE(MoEConfig(**SIZES, router=router), seed=0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"wanted \(B, L, d\), because router.balance='sequence'"):
         layer(torch.randn(10, 8))
+
+
+def test_a_layer_without_memory_says_so() -> None:
+    layer = MoE(MoEConfig(**SIZES), seed=0, device="meta")  # type: ignore[arg-type]
+    assert "nothing is computed; use layer.to_empty" in message_of(lambda: layer(torch.ones(10, 8, device="meta")))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch's jvp
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_torch_func_is_refused(transform: str) -> None:
+    layer, x = MoE(MoEConfig(**SIZES), seed=0), torch.randn(3, 10, 8)  # type: ignore[arg-type]
+    run: dict[str, Callable[[], object]] = {
+        "grad": lambda: torch.func.grad(lambda x: layer(x).y.sum())(x[0]),
+        "vmap": lambda: torch.func.vmap(lambda x: layer(x).y)(x),
+        "jvp": lambda: torch.func.jvp(lambda x: layer(x).y, (x[0],), (x[0],)),
+    }
+    with pytest.raises(RuntimeError, match="does not run under transforms of torch.func"):
+        run[transform]()
 
 
 def test_a_process_group_needs_torch_distributed() -> None:

@@ -1,0 +1,49 @@
+"""`first_order`: for the backward of a torch.autograd.Function that cannot be differentiated."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """Decorates a backward: its gradients raise RuntimeError where they are differentiated.
+
+    torch's once_differentiable does so too, but not in torch.autograd.grad(gradients, inputs), which then returns
+    gradients without the second derivatives of this function, or zero.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
+        if not torch.is_grad_enabled():  # without create_graph
+            return backward(ctx, *grad_outputs)
+        # The gradients depend on these, so that who differentiates by any of them comes by here.
+        causes = [t for t in (*grad_outputs, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        with torch.no_grad():
+            gradients = backward(ctx, *grad_outputs)
+        given = [gradient for gradient in gradients if gradient is not None]
+        if not causes or not given:
+            return gradients
+        marked = iter(_NotDifferentiable.apply(len(given), *given, *causes))
+        return tuple(None if gradient is None else next(marked) for gradient in gradients)
+
+    return run
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """Returns its first tensors. They depend on the others too, as far as autograd knows."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, *tensors: Tensor) -> Gradients:
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:number])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            "an MoE layer has no second derivatives: its gradients cannot be differentiated; leave it out of what "
+            "needs create_graph=True"
+        )
