@@ -1,7 +1,8 @@
 """The command `sonic-ep`, also as `python -m sonic_ep.cli` under torchrun.
 
-sonic-ep doctor                                             what this machine will run, and why; a self-test
-sonic-ep compile --config qwen3_30b_a3b --arch sm_90a      fill the kernel cache, also without a GPU
+sonic-ep doctor                                                        what this machine will run, and why; a self-test
+sonic-ep plan --config qwen3_30b_a3b --tokens 8192 --ranks 8          memory and bytes between ranks, without a GPU
+sonic-ep compile --config qwen3_30b_a3b --arch sm_90a                 fill the kernel cache, also without a GPU
 """
 
 import argparse
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 from sonic_ep.cli.compile import ARCHITECTURES, compile_aot
 from sonic_ep.cli.doctor import diagnose
+from sonic_ep.cli.plan import print_plan
 from sonic_ep.kernels.common.versions import installed_version
 
 
@@ -20,6 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(required=True, dest="command")
     doctor_command = commands.add_parser("doctor", help="say what this machine will run and why, and test it")
     doctor_command.add_argument("--json", action="store_true", help="print the findings as JSON")
+    plan_command = commands.add_parser("plan", help="say what a layer needs: memory, bytes between ranks, rounding")
+    plan_command.add_argument("--config", required=True, help="a name from configs/ or the path of a .toml file")
+    plan_command.add_argument("--tokens", type=int, required=True, help="of each rank")
+    plan_command.add_argument("--ranks", type=int, default=1, help="of the EP group (default: 1)")
+    plan_command.add_argument("--layers", type=int, default=1, help="MoE layers of the model (default: 1)")
+    plan_command.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    plan_command.add_argument("--gpu-memory", type=float, help="GiB of a GPU")
     compile_command = commands.add_parser("compile", help="compile a layer's GPU kernels into the cache ahead of time")
     compile_command.add_argument("--config", required=True, help="a name from configs/ or the path of a .toml file")
     compile_command.add_argument("--arch", required=True, choices=ARCHITECTURES, help="GPU architecture")
@@ -29,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command == "doctor":
         sys.exit(diagnose(as_json=options.json))
     try:
+        if options.command == "plan":
+            sizes = options.tokens, options.ranks, options.layers
+            print_plan(options.config, *sizes, options.dtype, options.gpu_memory)
+            return
         compile_aot(options.config, options.arch, options.dtype, options.cache)
     except (ImportError, FileNotFoundError, ValueError) as error:
         sys.exit(f"sonic-ep: error: {error}")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonic_ep import EPGroup, Routing
+from sonic_ep import EPGroup, MoEConfig, RouterConfig, Routing
+from sonic_ep.cli import plan
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.functional import moe
 from sonic_ep.kernels.experts import reference
@@ -70,7 +71,10 @@ def measured_and_formula(rank: int, granularity: int, dtype: torch.dtype, saves:
     lists = 16 * P + 4 * (U + 1) + 4 * (e + 1)
     if group.size > 1:
         lists += 8 * sent + 4 * (T + 1)
+    config = MoEConfig(d=D, n=n, E=E, K=K, save_dispatched=saves, router=RouterConfig(renormalize=False))
+    planned = plan.saved_bytes(config, plan.Sizes(T, group.size, sent, U, P, P), dtype.itemsize, "all_to_all")
     return {
+        "planned": sum(planned.values()),
         "measured": saved_bytes(run, [w1, w2]),
         "x": (U if saves else T) * D * dtype.itemsize,
         "h": P * 2 * n * dtype.itemsize,
@@ -91,6 +95,7 @@ def test_kept_bytes_match_the_formula_and_do_not_grow(
         per_rank = ranks(ep_size).run(measured_and_formula, granularity, dtype, saves)
         for terms in per_rank:
             assert terms["measured"] == terms["x"] + terms["h"] + terms["lists"], (granularity, terms)
+            assert terms["measured"] == terms["planned"], (granularity, terms)
             assert terms["h"] == (4 if dtype == torch.bfloat16 else 8) * terms["P"] * terms["n"]
         group_totals.append(sum(terms["h"] + (0 if saves else terms["x"]) for terms in per_rank))
     # Activations of the whole group at fixed K*n: exactly flat in granularity (lists grow with K, by 16 bytes a pair).

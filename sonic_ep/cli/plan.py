@@ -1,0 +1,147 @@
+"""`sonic-ep plan`: what a layer of a config needs on every rank: memory, bytes between ranks, rounding.
+
+Sizes are those of balanced routing, in which every expert is as likely as any other. docs/memory.md and
+docs/transports.md have the formulas.
+
+Legend: T tokens on this rank, S ranks of the EP group, d hidden size, E experts, K experts per token, e local experts,
+U rows this rank sends, R rows this rank receives, V pairs this rank receives, P rows of the pair buffer, J
+pre-activation columns (2I if gated else I).
+"""
+
+import math
+import sys
+from typing import NamedTuple
+
+import torch
+
+from sonic_ep.config import MoEConfig, TransportKind, load_config
+from sonic_ep.kernels.experts.activations import activation_named
+from sonic_ep.routers.rounding import predicted_change, rule_of
+
+_MIB = 2**20
+_LIST_GROWTH = 5 / 4  # of the buffers for pairs
+# Per parameter besides the weight: a gradient like the weight, and fp32 master weight and two moments of Adam.
+_OPTIMIZER_BYTES = 12
+
+
+class Sizes(NamedTuple):
+    """Of one step of one rank. U, R: distinct (token, destination rank) rows, those that stay on the rank included."""
+
+    T: int
+    S: int
+    U: int
+    R: int
+    V: int
+    P: int
+
+
+def balanced_sizes(config: MoEConfig, T: int, S: int) -> Sizes:
+    """Returns the expected sizes, without rows of rounding."""
+    e = config.E // S
+    reaches = 1 - math.comb(config.E - e, config.K) / math.comb(config.E, config.K)  # a token needs a given rank
+    rows, pairs = round(T * S * reaches), T * config.K
+    return Sizes(T, S, rows, T if S == 1 else rows, pairs, pairs)
+
+
+def saved_bytes(config: MoEConfig, sizes: Sizes, item_bytes: int, kind: TransportKind) -> dict[str, int]:
+    """Returns the bytes that a layer saves for backward, the router's aside, by what they are.
+
+    kind: "symmetric" or "all_to_all"; for S = 1 the same.
+    """
+    T, S, U, R, V, P = sizes
+    J = 2 * config.n if activation_named(config.activation).gated else config.n
+    R = S * T if kind == "symmetric" and S > 1 else R  # a region for all tokens of each source rank
+    name, rows = ("received rows", R) if config.save_dispatched else ("x", T)
+    found = {
+        name: rows * config.d * item_bytes,
+        "H": P * J * item_bytes,
+        "lists": 4 * P + 4 * P + 8 * V + 4 * (R + 1) + 4 * (config.E // S + 1),
+    }
+    if S > 1:
+        found["lists"] += 4 * S * T + 4 * S + 4 * S * S if kind == "symmetric" else 8 * U + 4 * (T + 1)
+    return found
+
+
+def wire_bytes(config: MoEConfig, sizes: Sizes, item_bytes: int) -> dict[str, int]:
+    """Returns the bytes that a rank sends to others in forward and backward, for balanced sizes."""
+    away = (sizes.S - 1) / sizes.S  # of rows and of pairs, on average
+    rows, pairs = round(sizes.U * away) * config.d * item_bytes, round(sizes.V * away)
+    dispatches = 2 if config.save_dispatched else 3
+    return {"lists": 8 * pairs, "dispatch": dispatches * rows, "combine": 2 * rows, "combine_scalars": 4 * pairs}
+
+
+def symmetric_buffers(config: MoEConfig, sizes: Sizes, item_bytes: int) -> int:
+    """Returns the bytes of the buffers that all layers of a group share, signals and counts aside."""
+    return 3 * sizes.S * sizes.T * config.d * item_bytes + round(20 * _LIST_GROWTH * sizes.V)
+
+
+def expert_parameters(config: MoEConfig, S: int) -> int:
+    """Returns the parameters of this rank's experts."""
+    J = 2 * config.n if activation_named(config.activation).gated else config.n
+    biases = J + config.d if config.bias else 0
+    return config.E // S * (J * config.d + config.d * config.n + biases)
+
+
+def print_plan(config_name: str, T: int, S: int, layers: int, dtype: str, memory_gib: float | None) -> None:
+    """Prints the plan. Raises FileNotFoundError for an unknown config, ValueError for sizes that cannot be."""
+    config, item_bytes = load_config(config_name), getattr(torch, dtype).itemsize
+    for name, value in (("tokens", T), ("ranks", S), ("layers", layers)):
+        if value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    if config.E % S:
+        raise ValueError(f"E={config.E} experts cannot be divided over {S} ranks; use a divisor of {config.E}")
+    sizes = balanced_sizes(config, T, S)
+    lines = [f"{config.name}: d={config.d}, n={config.n}, E={config.E}, K={config.K}, {config.activation}; {dtype}"]
+    lines += [f"tokens a rank: {T}; ranks: {S}; experts a rank: {config.E // S}; balanced routing", ""]
+    lines += [*_rounding(config, sizes), ""]
+    lines += [_line("pairs a rank computes", f"{sizes.P:,}"), _line("rows a rank sends", f"{sizes.U:,}")]
+    if S > 1:
+        sent = wire_bytes(config, sizes, item_bytes)
+        lines += [_line(f"to other ranks, {name}", _mib(value)) for name, value in sent.items()]
+    lines += ["", *_memory(config, sizes, item_bytes, layers, memory_gib)]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _rounding(config: MoEConfig, sizes: Sizes) -> list[str]:
+    rounding, S = config.rounding, sizes.S
+    rule, pairs = rule_of(rounding, S, config.E), S * sizes.T * config.K
+    t = next((t for least, t in sorted(rule.thresholds, reverse=True) if pairs >= least), rule.t)
+    mean = sizes.T * config.K / config.E
+    found = [_line("tokens of a rank for an expert", f"{mean:,.1f}")]
+    if pairs < rule.pads_below:
+        return [*found, _line("rounding", f"none, padded to {t}" if t > 1 else "none")]
+    found.append(_line("rounding", f"{rounding.mode}, t={t}, G={rounding.G}"))
+    if rounding.mode == "apportion":
+        share = predicted_change(mean / 128, t, rounding.G, S)
+        found.append(_line("assignments changed, predicted", f"{share:.1%}"))
+    return found
+
+
+def _memory(config: MoEConfig, sizes: Sizes, item_bytes: int, layers: int, memory_gib: float | None) -> list[str]:
+    kind: TransportKind = "symmetric" if sizes.S > 1 else "all_to_all"
+    saved = saved_bytes(config, sizes, item_bytes, kind)
+    parameters = expert_parameters(config, sizes.S)
+    parts = {
+        "experts, weights and gradients": 2 * item_bytes * parameters * layers,
+        "experts, Adam in fp32": _OPTIMIZER_BYTES * parameters * layers,
+        "saved for backward": (sum(saved.values()) + 4 * sizes.T * config.E) * layers,
+        "buffers over symmetric memory": symmetric_buffers(config, sizes, item_bytes) if sizes.S > 1 else 0,
+    }
+    found = [_line(f"a layer saves, {name}", _mib(value)) for name, value in saved.items()]
+    found += [_line("a layer saves, logits", _mib(4 * sizes.T * config.E)), "", f"layers: {layers}"]
+    found += [_line(name, _mib(value)) for name, value in parts.items() if value]
+    total = sum(parts.values())
+    found.append(_line("in all", _mib(total)))
+    if memory_gib is not None:
+        rest = memory_gib * 2**30 - total
+        text = f"{_mib(round(rest))} of {memory_gib:g} GiB" if rest >= 0 else f"{_mib(round(-rest))} too little"
+        found.append(_line("left for the rest of the model", text))
+    return found
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:34} {value:>16}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:,.1f} MiB"
