@@ -25,6 +25,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import rng_for
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.launch_sequence.recorded_layer import LayerCode, RecordedLayer, Steps
+from sonic_ep.kernels.route.status.reference import MAX_LAYER
 from sonic_ep.routers.count_exchange import raise_problems
 from sonic_ep.routers.replay import in_region, repeated_pairs
 from sonic_ep.routers.rounding import max_received, max_rows
@@ -36,6 +37,7 @@ from sonic_ep.transports import GroupTransport, transport_for
 
 _ROUTER_RNG, _SHARED_RNG = -1, -2
 _NUM_BUILT: Counter[str] = Counter()  # layers, by the name of their group
+_MAX_NUMBER = MAX_LAYER // 2 - 1  # a status word has twice the number, plus 1 with a backward
 
 
 class MoEOutput(NamedTuple):
@@ -337,7 +339,8 @@ def _agreed_seed_and_number(
     seed = None if seed is None else operator.index(seed)  # json cannot write numpy integers
     own_seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
     described = json.dumps({**config.to_dict(), "dtype": str(dtype), "seed": seed}, sort_keys=True)
-    reports = group.all_gather_object((described, (own_seed, _NUM_BUILT[group.name])))
+    number = (_NUM_BUILT[group.name] - 1) % _MAX_NUMBER + 1
+    reports = group.all_gather_object((described, (own_seed, number)))
     if config.E % group.size:
         raise ValueError(
             f"E={config.E} experts cannot be divided over ep_size={group.size} ranks; "

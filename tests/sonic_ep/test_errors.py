@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig
+from sonic_ep import layer as layer_module
 from tests.helpers.launch import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -236,6 +237,21 @@ def mixed_modes(rank: int) -> str:
 def test_training_and_eval_must_not_mix(ranks: Ranks) -> None:
     for message in ranks(2).run(mixed_modes):
         assert "rank 0: torch.float32 training, rank 1: torch.float32 eval" in message
+
+
+def after_many_layers(rank: int) -> list[int]:
+    numbers = []
+    for count in (0, 2**14 - 3, 2**14 - 2, 2**20):
+        layer_module._NUM_BUILT[EPGroup().name] = count
+        layer = MoE(MoEConfig(**SIZES), EPGroup(), seed=0)  # type: ignore[arg-type]
+        layer(torch.randn(10, 8)).y.sum().backward()
+        numbers.append(layer._number)
+    return numbers
+
+
+def test_layer_numbers_begin_again(ranks: Ranks) -> None:
+    """Before a status word would be negative."""
+    assert ranks(2).run(after_many_layers) == [[1, 2**14 - 2, 2**14 - 1, 2**20 % (2**14 - 1) + 1]] * 2
 
 
 def crossed(rank: int) -> tuple[str, str]:

@@ -14,8 +14,8 @@ from torch import Tensor
 TOKENS, STATUS, SEED = range(3)
 HEADER = 3
 # Each non-finite logit adds the first to the status word. The number of a layer, 0 if it has none, times the second is
-# added too.
-BAD_LOGIT, LAYER = 32, 2**48
+# added too. It must be below MAX_LAYER, so that words are positive.
+BAD_LOGIT, LAYER, MAX_LAYER = 32, 2**48, 2**15
 
 
 def pack_rank_status(
