@@ -17,7 +17,7 @@ from sonic_ep.kernels.backend import symmetric_kernels
 from sonic_ep.routing import INDEX_DTYPE
 from sonic_ep.symmetric_memory import PeerMemory
 
-_LIST_GROWTH = 5 / 4  # allocated / needed pairs, because the number of pairs changes from step to step
+LIST_GROWTH = 5 / 4  # allocated / needed pairs, because the number of pairs changes from step to step
 _ALIGNMENT = 256  # bytes; every part of a buffer starts at a multiple
 _MAX_VALUE_BYTES = 8  # of one weight or value (float64)
 
@@ -107,7 +107,7 @@ class PeerBuffers:
         if self.list_buffers is None or self.list_buffers.capacity < needed:
             self._release(self.list_buffers)
             self.list_buffers = None
-            self.list_buffers = ListBuffers.allocate(self._new, max(1, round(needed * _LIST_GROWTH)))
+            self.list_buffers = ListBuffers.allocate(self._new, max(1, round(needed * LIST_GROWTH)))
         return self.list_buffers
 
     @property

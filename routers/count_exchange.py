@@ -40,7 +40,7 @@ class RankStatus:
     seed: () integer of stochastic rounding, 0 <= seed < 2^31; all ranks use rank 0's. bad_logits: () int64 number of
     NaN and inf logits, None if not requested. problem: why this rank cannot continue, or None. layer: the number of the
     layer, equal on all ranks that give one; 0 for none. needs_backward: whether this rank will run a backward, equal on
-    all ranks that give a number.
+    all ranks that give a number; False without one.
     """
 
     counts_E: Tensor
@@ -95,7 +95,7 @@ def gather_counts(
     code = _PROBLEM if problem is not None else _FIRST_CODE + 2 * _DTYPES.index(status.dtype) + status.training
     counts_E, E = status.counts_E, status.counts_E.shape[0]
     counts_E = counts_E if status.by_score_E is None else torch.cat([counts_E, status.by_score_E])
-    word = code + LAYER * (2 * status.layer + status.needs_backward if status.layer else 0)
+    word = code + LAYER * (2 * status.layer + status.needs_backward)
     packed = pack_rank_status(counts_E, status.num_tokens, word, bad_logits=status.bad_logits, seed=status.seed)
     gathered = (exchange or group).all_gather(packed, meanwhile)
     status_SF, chosen_SE = gathered[:, :HEADER], gathered[:, HEADER : HEADER + E]

@@ -150,18 +150,20 @@ class EPGroup:
         dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def raise_together(self, problem: str | None, **same: object) -> None:
-        """Raises ValueError on every rank if any rank has a problem. The message names the ranks.
+    def raise_together(
+        self, problem: str | None, *, error: type[ValueError | TypeError] = ValueError, **same: object
+    ) -> None:
+        """Raises `error` on every rank if any rank has a problem. The message names the ranks.
 
         A collective: every rank must call it, with None if it has no problem. same: values that must be equal on all
-        ranks.
+        ranks; otherwise ValueError.
         """
         reports = self.all_gather_object((problem, same))
         if self.size == 1 and problem is not None:
-            raise ValueError(problem)
+            raise error(problem)
         found = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text is not None]
         if found:
-            raise ValueError("; ".join(found))
+            raise error("; ".join(found))
         for name in same:
             values = [their[name] for _, their in reports]
             if any(value != values[0] for value in values):

@@ -83,7 +83,7 @@ class MoE(nn.Module):
             raise TypeError(f"group is a {type(group).__name__}, wanted an EPGroup: EPGroup(process_group) wraps one")
         self.config = config
         self.group = group or EPGroup.alone()
-        _check_types(config, self.group, seed, device, dtype)
+        self.group.raise_together(_problem_with_types(config, seed, device, dtype), error=TypeError)
         seed, self._number = _agreed_seed_and_number(config, self.group, seed, dtype)
         self.router = Router(config, device=device)
         self.experts = Experts(config, self.group, device=device, dtype=dtype)
@@ -142,7 +142,7 @@ class MoE(nn.Module):
             meanwhile=None if shared is None or problem is not None else lambda: shared_TH.append(shared(x_TH)),
             dispatched_next=True,
             layer=self._number,
-            needs_backward=self.training and self._requires_grad(x_TH),
+            needs_backward=self._needs_backward(x_TH),
         )
         y_TH = moe(
             routed.x_TH,
@@ -187,8 +187,10 @@ class MoE(nn.Module):
             x = torch.empty(0, self.config.d, dtype=weights.w1.dtype, device=device)
         return x, weights, problem
 
-    def _requires_grad(self, x_TH: Tensor) -> bool:
-        """Returns True if a backward of this call runs, and so calls collectives."""
+    def _needs_backward(self, x_TH: Tensor) -> bool:
+        """Returns True if this is a training step with a backward, in which ranks wait for each other."""
+        if self.group.size == 1 or not self.training or torch.compiler.is_compiling():
+            return False
         modules = self.experts, self.router
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         return torch.is_grad_enabled() and (x_TH.requires_grad or any(p.requires_grad for p in parameters))
@@ -312,21 +314,17 @@ def _steps_of(group: EPGroup, config: MoEConfig, transport: LocalTransport | Gro
     return BoundedSteps(group, config.K, check, _layer_transport)
 
 
-def _check_types(config: object, group: EPGroup, seed: object, device: object, dtype: object) -> None:
-    """Raises TypeError, on every rank, if an argument of any rank has another type."""
-    problem = None
+def _problem_with_types(config: object, seed: object, device: object, dtype: object) -> str | None:
+    """Returns which argument of the constructor has another type, or None."""
     if not isinstance(config, MoEConfig):
-        problem = f"config is a {type(config).__name__}, wanted a MoEConfig: load_config or MoEConfig.from_dict"
-    elif seed is not None and not hasattr(seed, "__index__"):
-        problem = f"seed={seed!r} is a {type(seed).__name__}, wanted an integer"
-    elif not (device is None or isinstance(device, str | int | torch.device)):
-        problem = f"device={device!r} is a {type(device).__name__}, wanted a torch.device or its name"
-    elif not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
-        problem = f"dtype={dtype!r} is no floating-point torch.dtype; use for example torch.bfloat16"
-    problems = group.all_gather_object(problem)
-    found = [f"rank {rank}: {text}" if group.size > 1 else text for rank, text in enumerate(problems) if text]
-    if found:
-        raise TypeError("; ".join(found))
+        return f"config is a {type(config).__name__}, wanted a MoEConfig: load_config or MoEConfig.from_dict"
+    if seed is not None and not hasattr(seed, "__index__"):
+        return f"seed={seed!r} is a {type(seed).__name__}, wanted an integer"
+    if not (device is None or isinstance(device, str | int | torch.device)):
+        return f"device={device!r} is a {type(device).__name__}, wanted a torch.device or its name"
+    if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+        return f"dtype={dtype!r} is no floating-point torch.dtype; use for example torch.bfloat16"
+    return None
 
 
 def _agreed_seed_and_number(

@@ -110,13 +110,14 @@ def record(function: Function, inputs: Sequence[Tensor], state: Sequence[Tensor]
 
     Raises:  UnrecordableError, with the reason.
     """
-    one = _captured(function, inputs, state, given, None)
+    workspace = workspace_of_capture(_capture_stream(torch.cuda.current_device()))
+    one = _captured(function, inputs, state, workspace, given, None)
     others: list[_Capture] = []
     addresses: list[list[Address]] = []
     for seed in range(_MAX_RUNS):
         fillers = _Fillers(one.sizes, seed)
         copies = [fillers.empty_like(tensor) for tensor in inputs]
-        moved = _captured(function, copies, state, given, fillers)
+        moved = _captured(function, copies, state, workspace, given, fillers)
         moved.release()
         if one.order != moved.order or one.sizes != moved.sizes:
             raise UnrecordableError("two runs allocate different tensors")
@@ -202,8 +203,7 @@ class _Allocations(TorchDispatchMode):
         self.number = FORWARD  # of the pass
         self._fillers = fillers
         self._capture, self._stream, self._count = capture, stream, driver().sequence_captured_nodes
-        self._fixed: dict[StorageWeakRef, int] = {}  # buffers
-        self._living: dict[StorageWeakRef, int] = {}
+        self._known: dict[StorageWeakRef, int] = {}  # buffers
 
     def position(self) -> tuple[int, int]:
         return self.number, max(self._count(self._stream), 0)
@@ -225,40 +225,34 @@ class _Allocations(TorchDispatchMode):
         """Returns the buffer of a tensor, a new one if it is unknown."""
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
-        known = self._of(reference)
+        known = self._known.get(reference)
         if known is not None:
             return known
         capture = self._capture
-        index = len(capture.starts)
+        index = self._known[reference] = len(capture.starts)
         capture.starts.append(tensor.data_ptr() if fixed else storage.data_ptr())
         capture.sizes.append(tensor.nbytes if fixed else storage.nbytes())
         capture.allocated.append(position)
-        if fixed:
-            self._fixed[reference] = index
-        else:
-            self._living[reference] = index
+        if not fixed:
             capture.order.append((True, index))
         return index
 
     def replace(self, index: int, tensor: Tensor) -> None:
         """Makes a tensor that lives through the run the one of a buffer that was reserved for it."""
-        self._fixed[StorageWeakRef(tensor.untyped_storage())] = index
+        self._known[StorageWeakRef(tensor.untyped_storage())] = index
         self._capture.starts[index], self._capture.sizes[index] = tensor.data_ptr(), tensor.nbytes
 
-    def _of(self, reference: StorageWeakRef) -> int | None:
-        index = self._living.get(reference)
-        return self._fixed.get(reference) if index is None else index
-
     def _notice_freed(self) -> None:
-        position = self.position()
-        for reference in [reference for reference in self._living if reference.expired()]:
-            index = self._living.pop(reference)
-            self._capture.freed[index] = position
-            self._capture.order.append((False, index))
+        position, capture = self.position(), self._capture
+        for reference, index in list(self._known.items()):
+            if index >= capture.num_fixed and reference.expired():
+                del self._known[reference]
+                capture.freed[index] = position
+                capture.order.append((False, index))
 
     def place(self, tensor: Tensor) -> Place:
         """Returns the place of a tensor that the function returned."""
-        index = self._of(StorageWeakRef(tensor.untyped_storage()))
+        index = self._known.get(StorageWeakRef(tensor.untyped_storage()))
         if index is None or index < self._capture.num_fixed:
             raise UnrecordableError("a result is no new tensor")
         offset = tensor.storage_offset() * tensor.element_size()
@@ -278,11 +272,11 @@ def _captured(
     function: Function,
     inputs: Sequence[Tensor],
     state: Sequence[Tensor],
+    workspace: Memory,
     given: Sequence[int],
     fillers: _Fillers | None,
 ) -> _Capture:
     stream = _capture_stream(torch.cuda.current_device())
-    workspace = workspace_of_capture(stream)
     stream.wait_stream(torch.cuda.current_stream())
     capture = _Capture()
     collects = gc.isenabled()

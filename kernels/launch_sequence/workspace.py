@@ -26,7 +26,9 @@ _WORKSPACES: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream
 def workspace_of_capture(stream: torch.cuda.Stream) -> Memory:
     """Returns the workspace for this thread's GEMMs on a stream that nothing but captures uses; empty without one."""
     key = torch.cuda.current_blas_handle(), stream.cuda_stream
-    pool = _POOLS.setdefault(key, torch.cuda.MemPool())
+    if key not in _POOLS:
+        _POOLS[key] = torch.cuda.MemPool()
+    pool = _POOLS[key]
     # torch allocates the workspace at the first GEMM, so in the pool. Later GEMMs allocate it only if it was freed.
     exact = torch.autocast("cuda", enabled=False)
     with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool), torch.no_grad(), exact:

@@ -62,7 +62,7 @@ def save(
     """
     group = _group()
     problems = [problem_with_value(name, value) for name, value in (extra or {}).items()]
-    _raise_together(group, next((problem for problem in problems if problem is not None), None))
+    group.raise_together(next((problem for problem in problems if problem is not None), None))
     with _quiet():
         dcp.save(_state(model, optimizer, extra)[0], checkpoint_id=str(folder), no_dist=not dist.is_initialized())
     write_checksums(Path(folder), group)
@@ -83,13 +83,13 @@ def load(
     lack, or has them in another shape; and as `save` does.
     """
     group, path = _group(), Path(folder)
-    state, shown = _state(model, optimizer, extra)
+    state, shown, unsaved = _state(model, optimizer, extra)
     problem = problem_with_files(path, group)
     try:
         problem = problem or _problem_with_names(path, state)
     except ValueError as error:
         problem = str(error)
-    _raise_together(group, problem)
+    group.raise_together(problem)
     try:
         with _quiet():
             dcp.load(state, storage_reader=SafeReader(path), planner=SafePlanner(), no_dist=not dist.is_initialized())
@@ -98,7 +98,7 @@ def load(
             if isinstance(reason, UnsafeError):
                 raise ValueError(f"{path} on rank {rank}: {reason}") from None
         raise
-    set_model_state_dict(model, {**get_model_state_dict(model), **_local(state["model"], shown)})
+    set_model_state_dict(model, {**unsaved, **_local(state["model"], shown)})
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, _local(state["optimizer"], shown), options=_FLAT)
     return state["extra"]
@@ -106,17 +106,6 @@ def load(
 
 def _group() -> EPGroup:
     return EPGroup() if dist.is_initialized() else EPGroup.alone()
-
-
-def _raise_together(group: EPGroup, problem: str | None) -> None:
-    """Raises ValueError on every rank if one of them has a problem."""
-    problems = [
-        f"rank {rank}: {text}" if group.size > 1 else text
-        for rank, text in enumerate(group.all_gather_object(problem))
-        if text is not None
-    ]
-    if problems:
-        raise ValueError(problems[0])
 
 
 def _problem_with_names(folder: Path, state: dict[str, dict[str, Any]]) -> str | None:
@@ -156,9 +145,13 @@ def _quiet() -> Generator[None, None, None]:
 
 def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
-) -> tuple[dict[str, dict[str, Any]], set[str]]:
-    """Returns the state to write or to read into, and the names of the tensors that became DTensors in it."""
-    values = _weights(model)
+) -> tuple[dict[str, dict[str, Any]], set[str], dict[str, Any]]:
+    """Returns the state to write or to read into, the names of the tensors that became DTensors in it, and `unsaved`.
+
+    unsaved: what is left out, because it says which experts a rank has. DTensors say that, for any ep_size.
+    """
+    values = get_model_state_dict(model)
+    unsaved = {name: values.pop(name) for name in _names_of_extra_states(model, values)}
     meshes = _meshes(model, values)
     state, shown = {"model": {name: _shown(name, value, meshes) for name, value in values.items()}}, set(meshes)
     if optimizer is not None:
@@ -166,17 +159,17 @@ def _state(
         flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
         state["optimizer"] = {name: _shown_moment(name, value, meshes) for name, value in flat.items()}
         shown |= {name for name, value in flat.items() if state["optimizer"][name] is not value}
-    return {**state, "extra": dict(extra or {})}, shown
+    return {**state, "extra": dict(extra or {})}, shown, unsaved
 
 
-def _weights(model: nn.Module) -> dict[str, Any]:
-    """Returns the model's state without what says which experts a rank has: DTensors say it, for any ep_size."""
-    said = {tuple(layer.experts.get_extra_state().tolist()) for layer in model.modules() if isinstance(layer, MoE)}
-    return {
-        name: value
-        for name, value in get_model_state_dict(model).items()
-        if not (name.endswith("._extra_state") and isinstance(value, Tensor) and tuple(value.tolist()) in said)
-    }
+def _names_of_extra_states(model: nn.Module, values: dict[str, Any]) -> list[str]:
+    """Returns the names in `values` of the `_extra_state` of Experts. Other modules may have one of their own."""
+    known = {tuple(layer.experts.get_extra_state().tolist()) for layer in model.modules() if isinstance(layer, MoE)}
+    return [
+        name
+        for name, value in values.items()
+        if name.endswith("._extra_state") and isinstance(value, Tensor) and tuple(value.tolist()) in known
+    ]
 
 
 def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.Size, DeviceMesh]]:

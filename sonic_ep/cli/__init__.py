@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan_command.add_argument("--layers", type=int, default=1, help="MoE layers of the model (default: 1)")
     plan_command.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     plan_command.add_argument("--gpu-memory", type=float, help="GiB of a GPU")
-    compile_command = commands.add_parser("compile", help="compile a layer's GPU kernels into the cache ahead of time")
+    compile_command = commands.add_parser("compile", help="compile a layer's GPU kernels into the cache (AOT)")
     compile_command.add_argument("--config", required=True, help="a name from configs/ or the path of a .toml file")
     compile_command.add_argument("--arch", required=True, choices=ARCHITECTURES, help="GPU architecture")
     compile_command.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))

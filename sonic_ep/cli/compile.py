@@ -1,4 +1,4 @@
-"""`sonic-ep compile`: fills the kernel cache ahead of time, also without a GPU."""
+"""`sonic-ep compile`: compiles GPU kernels into the cache (AOT), also without a GPU."""
 
 import os
 import sys

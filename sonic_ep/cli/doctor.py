@@ -58,7 +58,7 @@ def diagnose(*, as_json: bool = False) -> int:
 
 def _join() -> tuple[EPGroup, torch.device]:
     """Returns all ranks that torchrun started, or this one alone, and this rank's device."""
-    local_rank, local_size = (int(os.environ.get(name, default)) for name, default in _OF_TORCHRUN.items())
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     has_gpu = 0 < local_size <= torch.cuda.device_count()
     device = torch.device("cuda", local_rank) if has_gpu else torch.device("cpu")
     if has_gpu:
@@ -67,9 +67,6 @@ def _join() -> tuple[EPGroup, torch.device]:
         return EPGroup.alone(), device
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
     return EPGroup(), device
-
-
-_OF_TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def _machine(device: torch.device) -> list[Finding]:
@@ -175,7 +172,7 @@ def _self_test(group: EPGroup, device: torch.device) -> Finding:
 
 
 def _step(group: EPGroup, device: torch.device, dtype: torch.dtype, transport: TransportConfig) -> dict[str, Tensor]:
-    """Outputs and gradients of a layer whose weights and tokens do not depend on device and dtype."""
+    """Returns outputs and gradients of a layer. Weights and tokens are the same for every device and dtype."""
     config = MoEConfig(d=256, n=128, E=_EXPERTS * group.size, K=4, transport=transport)
     layer = MoE(config, group, seed=0, device=device, dtype=dtype)
     with torch.no_grad():

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 
 from sonic_ep.config import MoEConfig, TransportKind, load_config
+from sonic_ep.dispatch.symmetric_buffers import LIST_GROWTH
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.routers.rounding import predicted_change, rule_of
 
 _MIB = 2**20
-_LIST_GROWTH = 5 / 4  # of the buffers for pairs
 # Per parameter besides the weight: a gradient like the weight, and fp32 master weight and two moments of Adam.
 _OPTIMIZER_BYTES = 12
 
@@ -49,12 +49,11 @@ def saved_bytes(config: MoEConfig, sizes: Sizes, item_bytes: int, kind: Transpor
     kind: "symmetric" or "all_to_all"; for S = 1 the same.
     """
     T, S, U, R, V, P = sizes
-    J = 2 * config.n if activation_named(config.activation).gated else config.n
     R = S * T if kind == "symmetric" and S > 1 else R  # a region for all tokens of each source rank
     name, rows = ("received rows", R) if config.save_dispatched else ("x", T)
     found = {
         name: rows * config.d * item_bytes,
-        "H": P * J * item_bytes,
+        "H": P * _columns(config) * item_bytes,
         "lists": 4 * P + 4 * P + 8 * V + 4 * (R + 1) + 4 * (config.E // S + 1),
     }
     if S > 1:
@@ -72,14 +71,19 @@ def wire_bytes(config: MoEConfig, sizes: Sizes, item_bytes: int) -> dict[str, in
 
 def symmetric_buffers(config: MoEConfig, sizes: Sizes, item_bytes: int) -> int:
     """Returns the bytes of the buffers that all layers of a group share, signals and counts aside."""
-    return 3 * sizes.S * sizes.T * config.d * item_bytes + round(20 * _LIST_GROWTH * sizes.V)
+    return 3 * sizes.S * sizes.T * config.d * item_bytes + round(20 * LIST_GROWTH * sizes.V)
 
 
 def expert_parameters(config: MoEConfig, S: int) -> int:
     """Returns the parameters of this rank's experts."""
-    J = 2 * config.n if activation_named(config.activation).gated else config.n
+    J = _columns(config)
     biases = J + config.d if config.bias else 0
     return config.E // S * (J * config.d + config.d * config.n + biases)
+
+
+def _columns(config: MoEConfig) -> int:
+    """Returns J."""
+    return 2 * config.n if activation_named(config.activation).gated else config.n
 
 
 def print_plan(config_name: str, T: int, S: int, layers: int, dtype: str, memory_gib: float | None) -> None:
