@@ -41,6 +41,8 @@ class Experts(nn.Module):
         super().__init__()
         self.num_local = config.E // group.size
         self.first = group.rank * self.num_local
+        # The ranks of the EP groups over which FSDP shards these experts (fsdp.py), a list for each group.
+        self.sharded_over: list[list[int]] = []
         self._known_ddp = 0  # the id of a DistributedDataParallel that leaves these experts alone
         self._held = self.first, self.num_local, config.E
         J = 2 * config.n if activation_named(config.activation).gated else config.n
@@ -112,9 +114,11 @@ class Experts(nn.Module):
         """Returns a problem if a wrapper such as FSDP has replaced the parameters, or None.
 
         FSDP would shard and gather each parameter as if it were the same on all ranks. Its parameters are DTensors or
-        lack `allreduce = False`. shared: True if all ranks have the same experts, as with ep_size = 1. FSDP may then
-        shard them, but must have gathered them before the layer runs, so only a DTensor is a problem.
+        lack `allreduce = False`. shared: True if all ranks have the same experts, as with ep_size = 1. Then, or if it
+        knows which ranks do (sharded_over), FSDP may shard them. It must have gathered them before the layer runs, so
+        only a DTensor is a problem.
         """
+        shared = shared or bool(self.sharded_over)
         for name, value in self.named_parameters(recurse=bool(self._modules)):
             sharded = hasattr(value, "placements")
             if shared and sharded:
@@ -125,8 +129,8 @@ class Experts(nn.Module):
             if not shared and (sharded or getattr(value, "allreduce", True)):
                 return (
                     f"experts.{name} is managed as if it were the same on all ranks, but each rank of the EP group has "
-                    "experts of its own: leave them out of fully_shard (docs/data_parallel.md), and set allreduce = "
-                    "False on a parameter of yours"
+                    "experts of its own: use sonic_ep.fsdp.fully_shard or leave them out of fully_shard "
+                    "(docs/data_parallel.md), and set allreduce = False on a parameter of yours"
                 )
         return None
 

@@ -36,6 +36,7 @@ from sonic_ep.shared_expert import SharedExpert
 from sonic_ep.transports import GroupTransport, transport_for
 
 _ROUTER_RNG, _SHARED_RNG = -1, -2
+_unsafe_view = torch.ops.aten._unsafe_view
 _NUM_BUILT: Counter[str] = Counter()  # layers, by the name of their group
 _MAX_NUMBER = MAX_LAYER // 2 - 1  # a status word has twice the number, plus 1 with a backward
 
@@ -157,7 +158,8 @@ class MoE(nn.Module):
             self.router.prevent_dce(y_TH)
         if shared_TH:
             y_TH = y_TH + shared_TH[0]
-        return MoEOutput(y_TH.view_as(x), routed.aux_loss, routed.stats()), routed.routed_pairs
+        # Not as a view: a caller who changes a view in place loses the hooks that FSDP has put on it.
+        return MoEOutput(_unsafe_view(y_TH, x.shape), routed.aux_loss, routed.stats()), routed.routed_pairs
 
     def _checked(self, x: Tensor) -> tuple[Tensor, ExpertWeights, str | None]:
         """Returns x and the expert weights, in the dtype of autocast if it is on, and this rank's problem, or None.

@@ -1,8 +1,9 @@
 """Checkpoints that any ep_size can read: torch.distributed.checkpoint over DTensor views of the expert weights.
 
 The parameters of a module are plain local tensors. Only here the weights of local experts, and optimizer state with a
-row for each of them, become DTensors, sharded along dim 0 over the EP group. So the checkpoint holds each expert once,
-under its global index. Names are those of the model without wrappers (DistributedDataParallel, torch.compile).
+row for each of them, become DTensors, sharded along dim 0 over the EP group. If FSDP shards them further
+(sonic_ep/fsdp.py), they are DTensors of two dimensions here. So the checkpoint holds each expert once, under its global
+index. Names are those of the model without wrappers (DistributedDataParallel, torch.compile).
 
 Reading a checkpoint executes nothing of it (files.py).
 """
@@ -56,9 +57,9 @@ def save(
     extra: tensors, numbers, strings, and lists, tuples and dicts of them. What has one name on several ranks is equal
     on them. Dense weights may be DTensors, as with FSDP2.
 
-    Raises ValueError, on every rank, for expert weights that are DTensors, because the EP group shards them already;
-    for optimizer state of experts that is neither a scalar nor has one row per local expert; and for other values in
-    `extra`.
+    Raises ValueError, on every rank, for expert weights that torch's FSDP shards, because the EP group shards them
+    already; for optimizer state of experts that is neither a scalar nor has one row per local expert; and for other
+    values in `extra`.
     """
     group = _group()
     problems = [problem_with_value(name, value) for name, value in (extra or {}).items()]
@@ -98,9 +99,10 @@ def load(
             if isinstance(reason, UnsafeError):
                 raise ValueError(f"{path} on rank {rank}: {reason}") from None
         raise
-    set_model_state_dict(model, {**unsaved, **_local(state["model"], shown)})
+    set_model_state_dict(model, {**unsaved, **state["model"], **shown["model"]})
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, _local(state["optimizer"], shown), options=_FLAT)
+        moments: dict[str, Any] = {**state["optimizer"], **shown["optimizer"]}
+        set_optimizer_state_dict(model, optimizer, moments, options=_FLAT)
     return state["extra"]
 
 
@@ -145,20 +147,25 @@ def _quiet() -> Generator[None, None, None]:
 
 def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
-) -> tuple[dict[str, dict[str, Any]], set[str], dict[str, Any]]:
-    """Returns the state to write or to read into, the names of the tensors that became DTensors in it, and `unsaved`.
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, Any]]:
+    """Returns the state to write or to read into; the tensors of which other views are in it; and `unsaved`.
 
     unsaved: what is left out, because it says which experts a rank has. DTensors say that, for any ep_size.
     """
     values = get_model_state_dict(model)
     unsaved = {name: values.pop(name) for name in _names_of_extra_states(model, values)}
     meshes = _meshes(model, values)
-    state, shown = {"model": {name: _shown(name, value, meshes) for name, value in values.items()}}, set(meshes)
+    state = {"model": {name: _shown(name, value, meshes) for name, value in values.items()}}
+    before: dict[str, dict[str, Any]] = {"model": values}
     if optimizer is not None:
         # This initialises the state of a new optimizer, so that there are tensors to load into.
-        flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+        flat: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=_FLAT)}
+        before["optimizer"] = flat
         state["optimizer"] = {name: _shown_moment(name, value, meshes) for name, value in flat.items()}
-        shown |= {name for name, value in flat.items() if state["optimizer"][name] is not value}
+    shown = {
+        part: {name: value for name, value in of_part.items() if state[part][name] is not value}
+        for part, of_part in before.items()
+    }
     return {**state, "extra": dict(extra or {})}, shown, unsaved
 
 
@@ -173,25 +180,28 @@ def _names_of_extra_states(model: nn.Module, values: dict[str, Any]) -> list[str
 
 
 def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.Size, DeviceMesh]]:
-    """Returns local shape and mesh of every expert parameter and buffer, by its name in the model's state `values`."""
+    """Returns the local shape and the mesh of every expert parameter and buffer, by its name in the model's `values`.
+
+    The mesh has the EP group alone, or in front of the ranks over which FSDP shards further.
+    """
     meshes: dict[int, DeviceMesh] = {}
     sharded = {}
-    names: dict[tuple[int, torch.Size], list[str]] = {}  # lists, because layers may share weights
+    names: dict[tuple[Any, ...], list[str]] = {}  # lists, because layers may share weights
     for name, value in values.items():
         if isinstance(value, Tensor):
-            names.setdefault((value.data_ptr(), value.shape), []).append(name)
+            names.setdefault(_memory(value), []).append(name)
     for layer in model.modules():
         if not isinstance(layer, MoE) or layer.group.size == 1:
             continue
         process_group = layer.group.process_group
         assert process_group is not None
-        if id(process_group) not in meshes:
-            meshes[id(process_group)] = DeviceMesh.from_group(process_group, layer.experts.w1.device.type)
-        problem = layer.experts.problem_with_sharding()
+        problem = None if layer.experts.sharded_over else layer.experts.problem_with_sharding()
         if problem is not None:
             raise ValueError(problem)
         for value in (*layer.experts.parameters(), *layer.experts.buffers()):
-            for name in names.get((value.data_ptr(), value.shape), ()):
+            if id(process_group) not in meshes:
+                meshes[id(process_group)] = _mesh(layer, value)
+            for name in names.get(_memory(value), ()):
                 if value.dim() == 0 or value.shape[0] != layer.experts.num_local:
                     raise ValueError(
                         f"{name} has shape {tuple(value.shape)}, wanted a row for each of the "
@@ -201,10 +211,34 @@ def _meshes(model: nn.Module, values: dict[str, Any]) -> dict[str, tuple[torch.S
     return sharded
 
 
+def _mesh(layer: MoE, value: Tensor) -> DeviceMesh:
+    group = layer.group.process_group
+    assert group is not None
+    if not isinstance(value, DTensor):
+        return DeviceMesh.from_group(group, value.device.type)
+    ranks = [list(ranks) for ranks in zip(*layer.experts.sharded_over, strict=True)]
+    groups = [group, value.device_mesh.get_group()]
+    return DeviceMesh.from_group(groups, value.device.type, mesh=ranks, mesh_dim_names=("ep", "expert_data"))
+
+
+def _memory(value: Tensor) -> tuple[Any, ...]:
+    # With the mesh, because a rank may have no row of several.
+    if isinstance(value, DTensor):
+        return value.to_local().data_ptr(), value.shape, value.device_mesh
+    return value.data_ptr(), value.shape, None
+
+
 def _shown(name: str, value: Any, meshes: dict[str, tuple[torch.Size, DeviceMesh]]) -> Any:
     if name not in meshes or not isinstance(value, Tensor):
         return value
-    return DTensor.from_local(value, meshes[name][1], [Shard(0)], run_check=False)
+    mesh = meshes[name][1]
+    if not isinstance(value, DTensor):
+        return DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
+    shape = torch.Size((mesh.size(0) * value.shape[0], *value.shape[1:]))
+    # Shapes are given, because ranks may have different numbers of rows.
+    return DTensor.from_local(
+        value.to_local(), mesh, [Shard(0), Shard(0)], run_check=False, shape=shape, stride=value.stride()
+    )
 
 
 def _shown_moment(name: str, value: Any, meshes: dict[str, tuple[torch.Size, DeviceMesh]]) -> Any:
@@ -222,7 +256,3 @@ def _shown_moment(name: str, value: Any, meshes: dict[str, tuple[torch.Size, Dev
             f"{shape[0]} rows, one an expert, it differs from rank to rank; give these parameters another optimizer"
         )
     return _shown(parameter, value, meshes)
-
-
-def _local(state: dict[str, Any], shown: set[str]) -> dict[str, Any]:
-    return {name: value.to_local() if name in shown else value for name, value in state.items()}

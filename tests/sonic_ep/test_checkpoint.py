@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RouterConfig, checkpoint
-from tests.helpers.launch import RankPool
+from sonic_ep import EPGroup, MoE, MoEConfig, RouterConfig, checkpoint, fsdp
+from tests.helpers.launch import RankPool, run_ranks
 
 Ranks = Callable[[int], RankPool]
 CONFIG = MoEConfig(d=8, n=4, E=8, K=2, bias=True, shared_n=4, router=RouterConfig(score="sigmoid", expert_bias=True))
@@ -103,6 +103,60 @@ def test_any_ep_size_reads_any_checkpoint_exactly(ranks: Ranks, tmp_path: Path, 
         assert found["step"] == 3
         assert found[f"own{rank}"] == rank
         assert torch.equal(found["rng"], torch.arange(4))  # type: ignore[arg-type]
+
+
+def sharded(seed: int) -> tuple[Model, torch.optim.Optimizer]:
+    """As `make`, on 4 ranks with ep_size 2, the experts sharded once more by sonic_ep.fsdp."""
+    table = torch.arange(4).view(2, 2)
+    ep, _ = dist.new_subgroups_by_enumeration(table.tolist())
+    same_experts, _ = dist.new_subgroups_by_enumeration(table.t().tolist())
+    torch.manual_seed(seed)
+    model = Model(EPGroup(ep), seed)
+    mesh = init_device_mesh("cpu", (4,))
+    fsdp.fully_shard(model, mesh=mesh, expert_mesh=DeviceMesh.from_group(same_experts, "cpu"))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
+
+
+def whole(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights, buffers and moments; those of the local experts of an EP group."""
+    values = {n: value for n, value in everything(model, optimizer).items() if not n.endswith("_extra_state")}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
+
+
+def write_sharded(rank: int, folder: str) -> dict[str, Tensor]:
+    model, optimizer = sharded(5)
+    for name, parameter in model.named_parameters():
+        values = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape).sin()
+        assert isinstance(parameter, DTensor)
+        parameter.grad = distribute_tensor(
+            values + (rank % 2 if ".experts." in name else 0), parameter.device_mesh, parameter.placements
+        )
+    optimizer.step()
+    checkpoint.save(folder, model, optimizer)
+    return whole(model, optimizer)
+
+
+def read_sharded(rank: int, folder: str) -> dict[str, Tensor]:
+    model, optimizer = sharded(77)
+    checkpoint.load(folder, model, optimizer)
+    return whole(model, optimizer)
+
+
+def test_experts_that_fsdp_shards_too(tmp_path: Path) -> None:
+    """Written so, read on one rank, written there, read so."""
+    folders = [str(tmp_path / name) for name in ("sharded", "alone")]
+    written = run_ranks(write_sharded, 4, folders[0])
+    model, optimizer = make(EPGroup.alone(), seed=77)
+    checkpoint.load(folders[0], model, optimizer)
+    found = whole(model, optimizer)
+    checkpoint.save(folders[1], model, optimizer)
+    for rank, (before, after) in enumerate(zip(written, run_ranks(read_sharded, 4, folders[1]), strict=True)):
+        assert before.keys() == after.keys() == found.keys()
+        for name, value in found.items():
+            is_local = ".experts." in name and value.dim() > 0
+            wanted = value.chunk(2)[rank % 2] if is_local else value
+            assert torch.equal(before[name], wanted), name
+            assert torch.equal(after[name], wanted), name
 
 
 def wrapped(model: nn.Module, wrapper: str) -> nn.Module:

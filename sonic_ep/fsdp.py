@@ -1,0 +1,69 @@
+"""`fully_shard`: torch's FSDP2 for modules with MoE layers, whose experts are on other ranks than their dense weights.
+
+Every rank has all dense weights, so FSDP shards them over all ranks. The ranks of an EP group have different experts,
+so FSDP shards those over the ranks that hold the same ones. With 4 ranks and ep_size 2:
+
+                              EP group 0     EP group 1
+    experts 0 .. E/2 - 1      rank 0         rank 2         <- expert_mesh of both
+    experts E/2 .. E - 1      rank 1         rank 3         <- expert_mesh of both
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+
+from sonic_ep.groups import EPGroup
+from sonic_ep.layer import MoE
+
+
+def fully_shard(module: nn.Module, *, mesh: DeviceMesh, expert_mesh: DeviceMesh, **options: Any) -> FSDPModule:
+    """Shards a module, except for submodules that are sharded already, as torch's fully_shard does.
+
+    mesh: all ranks, in one or two dimensions; dense weights are sharded over it. expert_mesh: the ranks that hold the
+    same experts, in one dimension; it may have one rank. options: those of torch's fully_shard. With losses that are
+    means over a rank's own tokens, gradients are those of the mean over the tokens of all ranks. A collective.
+
+    Raises ValueError, on every rank, if the ranks of expert_mesh hold different experts, or if there is no MoE layer
+    with several ranks that is not sharded yet.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, MoE) and layer.group.size > 1]
+    layers = [layer for layer in layers if not layer.experts.sharded_over]
+    found = [_ranks_by_expert(layer, expert_mesh) for layer in layers]
+    problem = next((each for _, each in found if each is not None), None)
+    if not layers:
+        problem = f"{type(module).__name__} has no MoE layer with ep_size > 1 that is not sharded yet; use torch's"
+    EPGroup().raise_together(problem)
+    for layer, (ranks, _) in zip(layers, found, strict=True):
+        layer.experts.sharded_over = ranks
+    experts = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
+    over_expert_mesh = ShardPlacementResult(Shard(0), FSDPMeshInfo(expert_mesh, shard_mesh_dim=0))
+
+    def placement(parameter: nn.Parameter) -> Any:
+        return over_expert_mesh if id(parameter) in experts else None
+
+    sharded = torch_fully_shard(module, mesh=mesh, shard_placement_fn=placement, **options)
+    # The gradient of an expert is a sum over its EP group, so it is divided by the number of all ranks, as the others.
+    sharded.set_gradient_divide_factor(mesh.size())
+    if "gloo" in dist.get_backend(expert_mesh.get_group()):
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
+    return sharded
+
+
+def _ranks_by_expert(layer: MoE, expert_mesh: DeviceMesh) -> tuple[list[list[int]], str | None]:
+    """Returns the global ranks of the EP group of each rank of expert_mesh; and a problem with the mesh, or None."""
+    if expert_mesh.ndim != 1:
+        return [], f"expert_mesh has {expert_mesh.ndim} dimensions, wanted one: mesh['name'] is one of them"
+    same_experts = EPGroup(expert_mesh.get_group())
+    own = layer.experts.first, dist.get_process_group_ranks(layer.group.process_group)
+    everywhere = same_experts.all_gather_object(own)
+    if len({first for first, _ in everywhere}) > 1:
+        ranks = dist.get_process_group_ranks(same_experts.process_group)
+        shown = ", ".join(f"from {first} on rank {rank}" for rank, (first, _) in zip(ranks, everywhere, strict=True))
+        return [], f"the ranks of expert_mesh hold different experts: {shown}; wanted ranks of several EP groups"
+    return [ranks for _, ranks in everywhere], None
