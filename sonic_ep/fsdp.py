@@ -15,43 +15,43 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import Shard
 
 from sonic_ep.groups import EPGroup
 from sonic_ep.layer import MoE
 
 
 def fully_shard(module: nn.Module, *, mesh: DeviceMesh, expert_mesh: DeviceMesh, **options: Any) -> FSDPModule:
-    """Shards a module, except for submodules that are sharded already, as torch's fully_shard does.
+    """Shards a module that contains MoE layers, except for submodules that are sharded already, by torch's fully_shard.
 
     mesh: all ranks, in one or two dimensions; dense weights are sharded over it. expert_mesh: the ranks that hold the
     same experts, in one dimension; it may have one rank. options: those of torch's fully_shard. With losses that are
     means over a rank's own tokens, gradients are those of the mean over the tokens of all ranks. A collective.
 
-    Raises ValueError, on every rank, if the ranks of expert_mesh hold different experts, or if there is no MoE layer
-    with several ranks that is not sharded yet.
+    Raises ValueError, on every rank, if the ranks of expert_mesh hold different experts, or if the module contains no
+    MoE layer with several ranks that is not sharded yet.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, MoE) and layer.group.size > 1]
-    layers = [layer for layer in layers if not layer.experts.sharded_over]
+    layers = [layer for layer in layers if layer is not module and not layer.experts.sharded_over]
     found = [_ranks_by_expert(layer, expert_mesh) for layer in layers]
     problem = next((each for _, each in found if each is not None), None)
     if not layers:
-        problem = f"{type(module).__name__} has no MoE layer with ep_size > 1 that is not sharded yet; use torch's"
+        problem = (
+            f"{type(module).__name__} contains no MoE layer with ep_size > 1 that is not sharded yet: give it the "
+            "block around a layer, and torch's fully_shard all others"
+        )
     EPGroup().raise_together(problem)
+    ignored = set(options.pop("ignored_params", None) or ())
+    experts = {parameter for layer in layers for parameter in layer.experts.parameters()}
+    # The block first: it would not manage the router of a layer that is sharded already.
+    sharded = torch_fully_shard(module, mesh=mesh, ignored_params=ignored | experts, **options)
     for layer, (ranks, _) in zip(layers, found, strict=True):
         layer.experts.sharded_over = ranks
-    experts = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
-    over_expert_mesh = ShardPlacementResult(Shard(0), FSDPMeshInfo(expert_mesh, shard_mesh_dim=0))
-
-    def placement(parameter: nn.Parameter) -> Any:
-        return over_expert_mesh if id(parameter) in experts else None
-
-    sharded = torch_fully_shard(module, mesh=mesh, shard_placement_fn=placement, **options)
-    # The gradient of an expert is a sum over its EP group, so it is divided by the number of all ranks, as the others.
-    sharded.set_gradient_divide_factor(mesh.size())
-    if "gloo" in dist.get_backend(expert_mesh.get_group()):
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
+        others = set(layer.parameters()) - experts
+        of_layer = torch_fully_shard(layer, mesh=expert_mesh, ignored_params=ignored | others, **options)
+        # The gradient of an expert is a sum over its EP group, so it is divided by the number of all ranks, too.
+        of_layer.set_gradient_divide_factor(mesh.size())
+        if "gloo" in dist.get_backend(expert_mesh.get_group()):
+            of_layer.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
     return sharded
 
 

@@ -6,25 +6,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import register_parametrization
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, fsdp
-from tests.helpers.launch import RankPool, run_ranks
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig
+from tests.helpers.launch import RankPool
 
 CONFIG = MoEConfig(d=16, n=8, E=8, K=2, shared_n=8, rounding=RoundingConfig(mode="off"))
 TOKENS, WORLD, EP = 12, 4, 2
 
 
 class Model(nn.Module):
-    def __init__(self, group: EPGroup, seed: int = 0, E: int = CONFIG.E) -> None:
+    def __init__(self, group: EPGroup, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(16, 16)
-        self.moe = MoE(CONFIG.replace(E=E), group, seed=seed)
+        self.moe = MoE(CONFIG, group, seed=seed)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.moe(self.linear(x)).y.square().mean()
@@ -61,77 +61,6 @@ def gradients(rank: int, wrapper: str) -> dict[str, Tensor]:
         assert p.grad is not None
         found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
     return found
-
-
-def groups(ep_size: int) -> tuple[EPGroup, DeviceMesh]:
-    """This rank's EP group, and the mesh of the ranks that hold the same experts."""
-    table = torch.arange(WORLD).view(-1, ep_size)
-    ep, _ = dist.new_subgroups_by_enumeration(table.tolist())
-    same_experts, _ = dist.new_subgroups_by_enumeration(table.t().tolist())
-    return EPGroup(ep), DeviceMesh.from_group(same_experts, "cpu")
-
-
-def sharded(rank: int, cases: list[tuple[int, int, str]]) -> list[dict[str, Tensor]]:
-    """Whole gradients under sonic_ep.fsdp, in the second of two steps."""
-    by_case = []
-    mesh, of_ep_size = init_device_mesh("cpu", (WORLD,)), {}
-    for ep_size, E, around in cases:
-        group, expert_mesh = of_ep_size.setdefault(ep_size, groups(ep_size))
-        model = Model(group, E=E)
-        fsdp.fully_shard(model if around == "model" else model.moe, mesh=mesh, expert_mesh=expert_mesh)
-        if around == "layer":
-            fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(batch().chunk(WORLD)[rank]).backward()
-            optimizer.step()
-        found: dict[str, Tensor] = {}
-        for name, p in model.named_parameters():
-            assert isinstance(p, DTensor), name
-            assert p.to_local().numel() < p.numel() or ep_size == WORLD, name
-            assert isinstance(p.grad, DTensor), name
-            found[name] = p.grad.full_tensor()
-        by_case.append(found)
-    return by_case
-
-
-def test_sharded_experts_get_the_gradients_of_the_whole_batch() -> None:
-    cases = [(2, 8, "model"), (2, 8, "layer"), (2, 6, "layer"), (4, 8, "layer")]  # ep_size, E, what is sharded
-    # Fresh ranks, because DTensor remembers the groups of equal meshes.
-    for rank, by_case in enumerate(run_ranks(sharded, WORLD, cases)):
-        for (ep_size, E, _), found in zip(cases, by_case, strict=True):
-            alone = Model(EPGroup.alone(), E=E)
-            alone(batch()).backward()
-            for name, p in alone.named_parameters():
-                assert p.grad is not None
-                wanted = p.grad.chunk(ep_size)[rank % ep_size] if ".experts." in name else p.grad
-                torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-7)
-
-
-def mistaken_meshes(rank: int) -> list[str]:
-    group, expert_mesh = groups(EP)
-    assert group.process_group is not None
-    world, messages = init_device_mesh("cpu", (WORLD,)), []
-    grid = DeviceMesh.from_group(
-        [expert_mesh.get_group(), group.process_group], "cpu", mesh=[[0, 1], [2, 3]], mesh_dim_names=("data", "ep")
-    )
-    for module, given in (
-        (Model(group), DeviceMesh.from_group(group.process_group, "cpu")),
-        (Model(group), grid),
-        (Model(EPGroup.alone()), expert_mesh),
-    ):
-        with pytest.raises(ValueError, match="rank 3") as raised:
-            fsdp.fully_shard(module, mesh=world, expert_mesh=given)
-        messages.append(str(raised.value))
-    return messages
-
-
-def test_meshes_that_mix_experts_are_refused(ranks: Callable[[int], RankPool]) -> None:
-    for mixed, several, alone in ranks(WORLD).run(mistaken_meshes):
-        assert "hold different experts: from 0 on rank 2, from 4 on rank 3" in mixed
-        assert "expert_mesh has 2 dimensions, wanted one" in several
-        assert "Model has no MoE layer with ep_size > 1" in alone
 
 
 def made_on_meta(rank: int, ep_size: int) -> None:
