@@ -1,6 +1,6 @@
 """The router's linear layer: logits in fp32 at least, on tensor cores where these are as accurate.
 
-bf16 rows times fp32 weights run on tensor cores; kernels/route/interface.py has the error bound. With
+bf16 rows run on tensor cores, with weights of any dtype; kernels/route/interface.py has the error bound. With
 `router.linear_dtype="input"` it is one GEMM in the dtype of x instead. All other rows use torch's GEMM, where
 torch.set_float32_matmul_precision decides about TF32.
 
@@ -18,6 +18,9 @@ from sonic_ep.kernels.backend import router_linear
 from sonic_ep.kernels.route.interface import RouterLinear
 from sonic_ep.kernels.route.linear import reference
 
+# Of weights. FSDP with mixed precision casts them to bf16; to cast them back would be two kernels more.
+_DTYPES_OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def linear(
     x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, linear_dtype: LinearDtype = "float32"
@@ -33,11 +36,12 @@ def linear(
     """
     dtype, in_dtype_of_x = torch.promote_types(x_TH.dtype, torch.float32), linear_dtype == "input"
     inner, compiling = x_TH.dtype if in_dtype_of_x else dtype, torch.compiler.is_compiling()
-    weight_EH, bias_E = weight_EH.to(inner), None if bias_E is None else bias_E.to(inner)
+    operations = None if compiling else reference if in_dtype_of_x else router_linear(x_TH)
+    if operations in (None, reference) or weight_EH.dtype not in _DTYPES_OF_KERNELS:
+        weight_EH, bias_E = weight_EH.to(inner), None if bias_E is None else bias_E.to(inner)
     if compiling and not in_dtype_of_x and x_TH.is_cuda and x_TH.dtype == torch.bfloat16:
         logits_TE = torch.ops.sonic_ep.router_linear(x_TH, weight_EH)
         return logits_TE if bias_E is None else logits_TE + bias_E, x_TH
-    operations = None if compiling else reference if in_dtype_of_x else router_linear(x_TH)
     if operations is not None:
         logits_TE, passed_TH = _Linear.apply(x_TH, weight_EH, bias_E, operations)
         return logits_TE.to(dtype), passed_TH if x_TH.requires_grad else x_TH

@@ -107,7 +107,7 @@ class RouterOperations(Protocol):
 
 
 class RouterLinear(Protocol):
-    """Logits of at least one bf16 row with fp32 weights, and their gradients. No operation records a gradient."""
+    """Logits of at least one bf16 row with fp32, bf16 or fp16 weights, and their gradients, which are not recorded."""
 
     def logits(self, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
         """Returns (T, E) fp32 logits with an error of at most (H / 64 + 80) * 2^-24 * sum |x| |w|.
@@ -127,10 +127,11 @@ class RouterLinear(Protocol):
         of_weight: bool,
         dx_others_TH: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the (T, H) bf16 gradient of x and the (E, H) fp32 gradient of the weight, None where not asked for.
+        """Returns the (T, H) bf16 gradient of x and the (E, H) gradient of the weight in its dtype.
 
-        The error of the gradient of x is about 2^-16 * sum |dlogits| |w| before rounding to bf16. That of the gradient
-        of the weight has the bound of the logits, with T in place of H.
+        Each is None where not asked for. The error of the gradient of x is about 2^-16 * sum |dlogits| |w| before
+        rounding to bf16. That of the gradient of the weight has the bound of the logits, with T in place of H, before
+        rounding.
 
         dx_others_TH: contiguous, with the shape and dtype of x. The gradient of x is added to it in place, before
         rounding.

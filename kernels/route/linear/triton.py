@@ -1,4 +1,4 @@
-"""The router's linear layer for bf16 rows on tensor cores, as exact as fp32 arithmetic.
+"""The router's linear layer for bf16 rows on tensor cores, as exact as fp32 arithmetic on the same weights.
 
 An fp32 value is the sum of three bf16 *parts* (high, middle and low; 8 bits each, 24 in all). The product of two bf16
 values is exact in fp32. So three bf16 GEMMs give the result of one fp32 GEMM. Tensor cores truncate sums instead of
@@ -53,14 +53,14 @@ class _Parts(NamedTuple):
 @fast_launch
 @triton.jit
 def _split(values_ptr, base_ptr, slot, row, size, R, C, PADDED_C: tl.constexpr, BLOCK: tl.constexpr):
-    """Splits fp32 values (R, C) into bf16 parts: high into slots 0 and 1, middle into slot 2, low into slot 3.
+    """Splits values (R, C) as fp32 into bf16 parts: high into slots 0 and 1, middle into slot 2, low into slot 3.
 
     A program splits BLOCK of the `size` elements of one slot; elements beyond (R, C) become zeros.
     Grid: (cdiv(size, BLOCK),). Example: 1 + 2^-9 + 2^-18 -> 1, 1, 2^-9, 2^-18.
     """
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r, c = places // PADDED_C, places % PADDED_C
-    values = tl.load(values_ptr + r * C + c, mask=(r < R) & (c < C), other=0.0)
+    values = tl.load(values_ptr + r * C + c, mask=(r < R) & (c < C), other=0.0).to(tl.float32)
     high = values.to(tl.bfloat16)
     rest = values - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
@@ -109,7 +109,7 @@ def _multiply(
 ):
     """Computes out[split, m, n] = sum of left[m, k] * right[n, k] over the k of one split, plus bias[m] if HAS_BIAS.
 
-    A program reads the parts of `left` and bf16 `right`, and writes one fp32 tile of BLOCK_M x (BLOCK_N + EXTRA_N).
+    A program reads the parts of `left` and bf16 `right`, and writes one tile of BLOCK_M x (BLOCK_N + EXTRA_N).
     BLOCK_N and EXTRA_N are powers of two; EXTRA_N may be 0. A split has steps * BLOCK_K terms.
     Grid: (tiles of m * tiles of n, splits), with m fastest. Example: see reference.py.
     """
@@ -160,8 +160,9 @@ def _multiply(
 @fast_launch
 @triton.jit
 def _add_splits(sums_ptr, out_ptr, size, splits, BLOCK: tl.constexpr):
-    """Adds the partial sums (splits, size) of each element, in their order. Grid: (cdiv(size, BLOCK),).
+    """Adds the partial sums (splits, size) of each element, in their order, and rounds once to the dtype of out.
 
+    Grid: (cdiv(size, BLOCK),).
     Example: partial sums [[1, 2], [10, 20]] give [11, 22].
     """
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -255,7 +256,7 @@ def gradients(
     dlogits = _parts_of_gradient(dlogits_TE)
     return (
         _gradient_of_x(dlogits, weight_EH, dx_others_TH) if of_x else None,
-        _gradient_of_weight(dlogits, x_TH.contiguous(), weight_EH.shape[0]) if of_weight else None,
+        _gradient_of_weight(dlogits, x_TH.contiguous(), weight_EH) if of_weight else None,
     )
 
 
@@ -264,13 +265,14 @@ def _gradient_of_x(dlogits: _Parts, weight_EH: Tensor, dx_others_TH: Tensor | No
     return left @ right if dx_others_TH is None else dx_others_TH.addmm_(left, right)
 
 
-def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
-    T, H = x_TH.shape
+def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+    (T, H), E = x_TH.shape, weight_EH.shape[0]
     block_m = _rows_of_a_tile(E)
     tiles = cdiv(E, block_m) * cdiv(H, _BLOCK_N)
     steps = cdiv(cdiv(T, _splits(tiles, min(_MAX_SPLITS, cdiv(T, _MIN_ROWS_PER_SPLIT)))), _BLOCK_K)
     splits = cdiv(T, steps * _BLOCK_K)
-    sums_ZEH = torch.empty(splits, E, H, dtype=torch.float32, device=x_TH.device)
+    dweight_EH = torch.empty_like(weight_EH, memory_format=torch.contiguous_format)
+    sums_ZEH = dweight_EH if splits == 1 else torch.empty(splits, E, H, dtype=torch.float32, device=x_TH.device)
     _multiply[(tiles, splits)](
         dlogits.base,
         x_TH,
@@ -288,11 +290,9 @@ def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, E: int) -> Tensor:
         BLOCK_K=_BLOCK_K,
         num_warps=8,
     )
-    if splits == 1:
-        return sums_ZEH[0]
-    dweight_EH = torch.empty_like(sums_ZEH[0])
-    size = dweight_EH.numel()
-    _add_splits[(cdiv(size, _ADDED_BLOCK),)](sums_ZEH, dweight_EH, size, splits, BLOCK=_ADDED_BLOCK)
+    if splits > 1:
+        size = dweight_EH.numel()
+        _add_splits[(cdiv(size, _ADDED_BLOCK),)](sums_ZEH, dweight_EH, size, splits, BLOCK=_ADDED_BLOCK)
     return dweight_EH
 
 

@@ -141,6 +141,27 @@ def test_each_gradient_alone(wanted: int) -> None:
 
 
 @pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("T", [40, 300])  # summed by one program, by several
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_are_not_cast(T: int, dtype: torch.dtype) -> None:
+    """As FSDP with mixed precision gathers them. Only the gradient of the weight is rounded."""
+    case = Case(T, 24, 48)
+    leaves = [case.x_TH, case.weight_EH.to(dtype), case.bias_E.to(dtype)]
+    results = []
+    for weights in (leaves[1:], [leaf.float() for leaf in leaves[1:]]):
+        inputs = [leaf.detach().clone().requires_grad_() for leaf in (case.x_TH, *weights)]
+        with patch.object(KERNELS, "_MIN_ROWS_PER_SPLIT", 64):
+            logits_TE, _ = linear(*inputs)
+            results.append([logits_TE, *torch.autograd.grad(logits_TE, inputs, case.dlogits_TE)])
+    for mine, single in zip(*results, strict=True):
+        if DEVICE == "cuda" or mine.dtype == single.dtype:
+            assert torch.equal(mine, single.to(mine.dtype))
+        else:  # the interpreter truncates to bf16
+            torch.testing.assert_close(mine.float(), single, rtol=2.0**-7, atol=1e-7)
+    assert [result.dtype for result in results[0]] == [torch.float32, torch.bfloat16, dtype, dtype]
+
+
+@pytest.mark.usefixtures("split")
 def test_the_experts_gradient_is_added_before_rounding() -> None:
     case = Case(40, 24, 48)
     dx_others_TH = torch.randn_like(case.x_TH)
