@@ -5,7 +5,9 @@ Each with a softmax top-K router and its gradient.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,19 +43,78 @@ def grouped_mm_experts(x: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, ends: 
     return torch.zeros_like(x, dtype=torch.float32).index_add(0, tokens, y.float()).bfloat16()
 
 
-def sonic_moe_layer(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, K: int) -> Callable[[], Tensor]:
-    """The forward of sonic-moe's layer with a softmax top-K router. w1 (e, 2n, d), w2 (e, d, n), as ours."""
+class TorchOutput(NamedTuple):
+    """y (T, d), the router's logits, and the pairs of each expert."""
+
+    y: Tensor
+    logits_TE: Tensor
+    counts_E: Tensor
+
+    def balance_loss(self) -> Tensor:
+        """E * sum over experts of (share of the pairs) * (mean score), as in arXiv 2101.03961, formula 4."""
+        shares_E = self.counts_E.float() / self.counts_E.sum()
+        return self.counts_E.numel() * (shares_E * self.logits_TE.float().softmax(1).mean(0)).sum()
+
+
+class _Pairs(NamedTuple):
+    """All pairs in the order of their experts: tokens, the end of each expert, weights."""
+
+    tokens: Tensor
+    ends_E: Tensor
+    weights: Tensor
+
+
+def _softmax_topk(x: Tensor, router: Tensor, K: int) -> tuple[_Pairs, Tensor]:
+    logits_TE = F.linear(x, router)
+    weights_TK, ids_TK = logits_TE.float().softmax(1).topk(K)
+    weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
+    experts, order = ids_TK.flatten().sort(stable=True)
+    ends_E = torch.searchsorted(experts, torch.arange(router.shape[0], device=experts.device), right=True).int()
+    return _Pairs(order // K, ends_E, weights_TK.flatten()[order]), logits_TE
+
+
+def torch_layer(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, K: int) -> TorchOutput:
+    """Plain torch on one rank. w1 (E, 2n, d), w2 (E, d, n), as ours."""
+    pairs, logits_TE = _softmax_topk(x, router, K)
+    y = grouped_mm_experts(x, w1, w2, *pairs)
+    return TorchOutput(y, logits_TE, torch.diff(pairs.ends_E, prepend=pairs.ends_E.new_zeros(1)))
+
+
+def torch_layer_across_ranks(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, K: int, size: int) -> TorchOutput:
+    """Plain torch on all `size` ranks: a row a pair by all-to-all, sorted by expert where it arrives, and back.
+
+    The host reads the counts.
+    """
+    e, group = w1.shape[0], dist.group.WORLD
+    assert group is not None
+    pairs, logits_TE = _softmax_topk(x, router, K)
+    counts_SE = torch.diff(pairs.ends_E, prepend=pairs.ends_E.new_zeros(1)).view(size, e)  # to each rank's experts
+    arriving_SE = torch.empty_like(counts_SE)  # from each rank
+    dist.all_to_all_single(arriving_SE, counts_SE, group=group)
+    out, into = torch.stack((counts_SE.sum(1), arriving_SE.sum(1))).tolist()
+    rows = all_to_all_single_autograd(x[pairs.tokens], into, out, group)
+    experts = torch.arange(e, device=rows.device).repeat(size)
+    order = experts.repeat_interleave(arriving_SE.flatten(), output_size=sum(into)).argsort(stable=True)
+    h = torch._grouped_mm(rows[order], w1.mT, offs=arriving_SE.sum(0).cumsum(0).int())
+    a = F.silu(h[:, ::2]) * h[:, 1::2]
+    y = torch._grouped_mm(a, w2.mT, offs=arriving_SE.sum(0).cumsum(0).int())
+    back = all_to_all_single_autograd(torch.zeros_like(y).index_copy(0, order, y), out, into, group)
+    back = back * pairs.weights[:, None]
+    y = torch.zeros_like(x, dtype=torch.float32).index_add(0, pairs.tokens, back.float()).bfloat16()
+    return TorchOutput(y, logits_TE, counts_SE.flatten())
+
+
+def sonic_moe_layer(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, K: int) -> TorchOutput:
+    """sonic-moe's layer with a softmax top-K router. w1 (E, 2n, d), w2 (E, d, n), as ours."""
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import moe_TC_softmax_topk_layer
 
-    w1, w2 = w1.permute(1, 2, 0), w2.permute(1, 2, 0)
-
-    def forward() -> Tensor:
-        stream = torch.cuda.current_stream().cuda_stream
-        arguments = (x, router, w1, None, w2, None, K, stream, ActivationType.SWIGLU)
-        return moe_TC_softmax_topk_layer(*arguments, is_softmax_over_topk=False, norm_topk_probs=True)[0]
-
-    return forward
+    stream = torch.cuda.current_stream().cuda_stream
+    weights = (w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None)
+    y, logits_TE, counts_E = moe_TC_softmax_topk_layer(
+        x, router, *weights, K, stream, ActivationType.SWIGLU, is_softmax_over_topk=False, norm_topk_probs=True
+    )
+    return TorchOutput(y, logits_TE, counts_E)
 
 
 class Problem:
@@ -138,46 +199,16 @@ class Problem:
         return MoE(config, self.group, seed=0, dtype=torch.bfloat16)
 
     def plain_torch(self) -> Contestant:
-        def forward() -> Tensor:
-            tokens, ends, weights = self._pairs_by_expert()
-            return grouped_mm_experts(self.x, self.w1, self.w2, tokens, ends, weights)
-
-        return Contestant(forward, [self.x, self.w1, self.w2, self.router], self.dout)
+        return self._not_ours(torch_layer)
 
     def plain_torch_across_ranks(self) -> Contestant:
-        """A row a pair by all-to-all, sorted by expert where it arrives, and back. The host reads the counts."""
-        S, e, group = self.group.size, self.w1.shape[0], dist.group.WORLD
-        assert group is not None
-
-        def exchanged(rows: Tensor, into: list[int], out: list[int]) -> Tensor:
-            return all_to_all_single_autograd(rows, into, out, group)
-
-        def forward() -> Tensor:
-            tokens, ends, weights = self._pairs_by_expert()
-            counts_SE = torch.diff(ends, prepend=ends.new_zeros(1)).view(S, e)  # to each rank's experts
-            arriving_SE = torch.empty_like(counts_SE)  # from each rank
-            dist.all_to_all_single(arriving_SE, counts_SE, group=group)
-            out, into = torch.stack((counts_SE.sum(1), arriving_SE.sum(1))).tolist()
-            rows = exchanged(self.x[tokens], into, out)
-            experts = torch.arange(e, device=rows.device).repeat(S)
-            order = experts.repeat_interleave(arriving_SE.flatten(), output_size=sum(into)).argsort(stable=True)
-            h = torch._grouped_mm(rows[order], self.w1.mT, offs=arriving_SE.sum(0).cumsum(0).int())
-            a = F.silu(h[:, ::2]) * h[:, 1::2]
-            y = torch._grouped_mm(a, self.w2.mT, offs=arriving_SE.sum(0).cumsum(0).int())
-            back = exchanged(torch.zeros_like(y).index_copy(0, order, y), out, into) * weights[:, None]
-            return torch.zeros_like(self.x, dtype=torch.float32).index_add(0, tokens, back.float()).bfloat16()
-
-        return Contestant(forward, [self.x, self.w1, self.w2, self.router], self.dout, capturable=False)
-
-    def _pairs_by_expert(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the tokens of all pairs in the order of their experts, the end of each expert, and the weights."""
-        K, E = self.config.K, self.config.E
-        weights_TK, ids_TK = F.linear(self.x, self.router).float().softmax(1).topk(K)
-        weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
-        experts, order = ids_TK.flatten().sort(stable=True)
-        ends = torch.searchsorted(experts, torch.arange(E, device=experts.device), right=True).int()
-        return order // K, ends, weights_TK.flatten()[order]
+        layer = partial(torch_layer_across_ranks, size=self.group.size)
+        return self._not_ours(layer, capturable=False)
 
     def sonic_moe(self) -> Contestant:
-        forward = sonic_moe_layer(self.x, self.router, self.w1, self.w2, self.config.K)
-        return Contestant(forward, [self.x, self.w1, self.w2, self.router], self.dout)
+        return self._not_ours(sonic_moe_layer)
+
+    def _not_ours(self, layer: Callable[..., TorchOutput], *, capturable: bool = True) -> Contestant:
+        arguments = self.x, self.router, self.w1, self.w2, self.config.K
+        inputs = [self.x, self.w1, self.w2, self.router]
+        return Contestant(lambda: layer(*arguments).y, inputs, self.dout, capturable)

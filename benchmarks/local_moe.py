@@ -116,8 +116,7 @@ class Problem(LocalProblem):
     def sonic_moe_layer(self) -> Step:
         router = (torch.randn(self.E, self.d, device="cuda") * self.d**-0.5).bfloat16().requires_grad_()
         inputs = [self.x, self.w1, self.w2, router]
-        forward = sonic_moe_layer(self.x, router, self.w1, self.w2, self.config.K)
-        return lambda: (forward(), inputs)
+        return lambda: (sonic_moe_layer(self.x, router, self.w1, self.w2, self.config.K).y, inputs)
 
     def torch_grouped(self) -> Step:
         pair_weights = self.pairs.pair_weights.detach().requires_grad_()

@@ -1,0 +1,292 @@
+"""Pretraining of a language model whose MoE layers take turns: tokens a second of a GPU, in whole training steps.
+
+    torchrun --nproc-per-node 2 benchmarks/pretrain.py --shape sonic_7b --layers 12 --tokens 24576 --out pretrain.json
+    torchrun --nproc-per-node 2 benchmarks/pretrain.py --shape qwen3_30b_a3b --layers 6 --tokens 16384 --ep-size 2
+    python benchmarks/pretrain.py --device cpu --shape tiny --layers 2 --tokens 64 --length 32 --only off torch
+
+A decoder-only model of `--layers` layers (default: all) under FSDP2, fp32 weights and fused AdamW, bf16 compute, flash
+attention in a compiled block, and quack's fused linear cross-entropy (pretrain_model.py). With --ep-size above 1 the
+MoE layers are expert-parallel and their experts are sharded over the ranks that hold the same ones. Tokens are drawn
+from Zipf's distribution; learning them needs no text, and routing is that of a model in training.
+
+All contestants train the same weights, one after the other, in turns of --seconds. Medians over --rounds, and the
+slowest of all ranks:
+
+    step                 milliseconds of forward, backward and optimizer, back to back
+    host                 of its calls until they return, with what they wait for
+    tokens_per_second    of one GPU
+    mfu                  pretrain_model.flops_per_token, as a share of the card's dense bf16 peak
+    peak_gib             the most that torch allocated in a turn
+    tokens_per_day       of 64 GPUs at this rate, an extrapolation
+    loss                 cross-entropy at the end, in nats
+    recorded             recordings that a layer of ours repeats; 0: its code runs, and the log says why
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from host_time import Clock, machine
+from layer_contestants import CAPACITY, sonic_moe_layer, torch_layer, torch_layer_across_ranks
+from pretrain_model import DENSE, ExchangeableMoE, Layer, Model, flops_per_token
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from tuned_choices import restore, save_choices
+
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, load_config
+from sonic_ep.experts import Experts
+
+OURS_ON_ONE_RANK = ("off", "nearest", "nearest, static")
+OURS_ACROSS_RANKS = (
+    "off, symmetric",
+    "apportion, symmetric",
+    "apportion, symmetric, static",
+    "off, all_to_all",
+)
+BATCHES, WARM_UP, GPUS = 8, 6, 64
+BALANCE_COEF = 0.01
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0}  # dense bf16
+
+
+def config_of(name: str, config: MoEConfig) -> MoEConfig:
+    """The config of one of our contestants: rounding mode, transport and buffers, as in layer_contestants.py."""
+    mode, *words = name.split(", ")
+    static = "static" in words
+    kind = next((word for word in words if word != "static"), "auto")
+    return config.replace(
+        rounding=RoundingConfig(mode=mode, capacity_factor=CAPACITY if static else None),  # type: ignore[arg-type]
+        transport=TransportConfig(kind=kind, buffers="static" if static else "exact"),  # type: ignore[arg-type]
+    )
+
+
+class Trainer:
+    def __init__(self, options: argparse.Namespace, layers: int) -> None:
+        self.options, self.layers = options, layers
+        self.device = torch.device("cpu")
+        if options.device == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        ep_size, world = options.ep_size, dist.get_world_size()
+        grid = init_device_mesh(options.device, (world // ep_size, ep_size), mesh_dim_names=("expert_data", "ep"))
+        self.group = EPGroup(grid["ep"].get_group()) if ep_size > 1 else EPGroup.alone()
+        self.dense, config = DENSE[options.shape], load_config(options.shape)
+        router = dataclasses.replace(config.router, balance="batch", balance_coef=BALANCE_COEF)
+        self.config = config.replace(activation="swiglu", bias=False, shared_n=0, router=router)
+        self.model = self._model(grid)
+        by_mesh: dict[Any, list[Tensor]] = {}  # fused AdamW takes weights of one mesh at a time
+        for parameter in self.model.parameters():
+            by_mesh.setdefault(parameter.device_mesh, []).append(parameter)  # type: ignore[attr-defined]
+        groups = [{"params": parameters} for parameters in by_mesh.values()]
+        self.optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        B, L = options.tokens // options.length, options.length
+        generator = torch.Generator(self.device).manual_seed(dist.get_rank())
+        share = 1 / torch.arange(1, self.dense.vocabulary + 1, device=self.device)
+        self.batches = [
+            torch.multinomial(share, B * (L + 1), replacement=True, generator=generator).view(B, L + 1)
+            for _ in range(BATCHES)
+        ]
+        self.steps_done = 0
+
+    def contestants(self) -> list[str]:
+        ours = OURS_ON_ONE_RANK if self.group.size == 1 else OURS_ACROSS_RANKS
+        names = [*ours, *self._others()]
+        if self.device.type == "cpu":
+            names = [name for name in names if "symmetric" not in name]
+        return [name for name in names if self.options.only is None or name in self.options.only]
+
+    def _others(self) -> dict[str, Layer]:
+        if self.group.size > 1:
+            return {"torch": partial(torch_layer_across_ranks, size=self.group.size)}
+        others: dict[str, Layer] = {"torch": torch_layer}
+        if self.device.type == "cuda" and find_spec("sonicmoe") is not None:
+            others["sonic_moe"] = sonic_moe_layer
+        return others
+
+    def _model(self, grid: Any) -> Model:
+        others, d = self._others(), self.config.d
+        configs = {name: config_of(name, self.config) for name in self.contestants() if name not in others}
+        configs = configs or {"off": self.config}  # somebody has to hold the weights
+        with torch.device("meta"):
+            blocks = [ExchangeableMoE(configs, others, self.group) for _ in range(self.layers)]
+            model = Model(d, self.dense, blocks, checkpointing=self.options.checkpoint)
+        model.materialize(self.device, self.group.rank)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        mesh = init_device_mesh(self.options.device, (dist.get_world_size(),))
+        for block in model.blocks:
+            if self.options.compile:
+                block.attention.compile()  # type: ignore[union-attr,operator]
+            if self.group.size == 1:
+                torch_fully_shard(block, mesh=mesh, mp_policy=policy)
+            else:
+                _shard_with_experts(block, mesh, grid["expert_data"], policy)
+        torch_fully_shard(model.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        torch_fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model
+
+    def step(self) -> Tensor:
+        """Returns the cross-entropy."""
+        loss, aux_loss = self.model(self.batches[self.steps_done % BATCHES])
+        (loss + aux_loss).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps_done += 1
+        return loss.detach()
+
+    def turn(self, contestant: str, steps: int, clock: Clock) -> dict[str, float]:
+        self.model.choose(contestant)
+        self.step()  # what the contestant before has left of memory is arranged anew
+        clock.ready()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start, loss = time.perf_counter(), torch.zeros(())
+        for _ in range(steps):
+            loss = self.step()
+        host = time.perf_counter() - start
+        clock.wait()
+        return {
+            "step": 1000 * (time.perf_counter() - start) / steps,
+            "host": 1000 * host / steps,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0,
+            "loss": float(loss),
+        }
+
+    def recorded(self, contestant: str) -> dict[str, float]:
+        moe = self.model.blocks[0].moe
+        assert isinstance(moe, ExchangeableMoE)
+        layer = moe.layers[contestant] if contestant in moe.layers else None
+        return {"recorded": layer._recorded.num_recorded} if isinstance(layer, MoE) else {}
+
+    def figures(self, times: dict[str, float]) -> dict[str, float]:
+        rate = 1000 * self.options.tokens / times["step"]
+        flops = flops_per_token(self.config, self.dense, self.layers, self.options.length) * rate
+        figures = {**times, "tokens_per_second": rate, "tokens_per_day": rate * GPUS * 86_400}
+        name = torch.cuda.get_device_name() if self.device.type == "cuda" else ""
+        for card, peak in PEAK_TFLOPS.items():
+            if card in name:
+                figures["mfu"] = flops / peak / 1e12
+        return figures
+
+
+def _shard_with_experts(block: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, policy: Any) -> None:
+    """As sonic_ep.fsdp.fully_shard, for a block several layers of which have the same experts."""
+    moe = block.moe
+    assert isinstance(moe, ExchangeableMoE)
+    experts = next(iter(moe.layers.values())).experts
+    assert isinstance(experts, Experts)
+    weights = set(experts.parameters())
+    experts.sharded_over = [[]]  # the layers accept that FSDP manages it
+    torch_fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=weights)
+    others = set(moe.parameters()) - weights
+    torch_fully_shard(moe, mesh=expert_mesh, mp_policy=policy, ignored_params=others)
+    moe.set_gradient_divide_factor(mesh.size())  # type: ignore[operator]
+
+
+def race(trainer: Trainer, clock: Clock) -> Iterator[dict[str, dict[str, float]]]:
+    """Every contestant compiles and records what it needs, then all take turns. Yields the figures after each round."""
+    options = trainer.options
+    steps: dict[str, int] = {}
+    for name in trainer.contestants():
+        trainer.model.choose(name)
+        start = time.perf_counter()
+        for _ in range(WARM_UP):
+            trainer.step()
+        estimate = clock.largest({"ms": trainer.turn(name, 2, clock)["step"]})["ms"]
+        steps[name] = max(2, round(1000 * options.seconds / estimate))
+        if dist.get_rank() == 0:
+            print(f"{name}: warm after {time.perf_counter() - start:.0f} s, {estimate:.1f} ms a step", flush=True)
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
+    gc.collect()
+    for _ in range(options.rounds):
+        for name in steps:
+            turns[name].append(trainer.turn(name, steps[name], clock))
+        medians = {
+            name: {key: statistics.median(turn[key] for turn in each) for key in each[0]}
+            for name, each in turns.items()
+        }
+        yield {
+            name: {**trainer.figures(clock.largest(times)), **trainer.recorded(name)} for name, times in medians.items()
+        }
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="sonic_7b", choices=DENSE)
+    parser.add_argument("--layers", nargs="+", type=int, help="one model each; default: the whole one")
+    parser.add_argument("--tokens", type=int, default=24_576, help="of each rank in a step")
+    parser.add_argument("--length", type=int, default=4096, help="of a sequence")
+    parser.add_argument("--ep-size", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
+    parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing of whole blocks")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="attention runs eagerly")
+    parser.add_argument("--short-tuning", action="store_true", help="tune sonic-moe's GEMMs in fewer launches")
+    parser.add_argument("--tuning", type=Path, help="what sonic-moe's tuning found, read and added to")
+    parser.add_argument("--only", nargs="+", help="contestants by name")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.tokens % options.length:
+        parser.error(f"--tokens {options.tokens} must be a multiple of --length {options.length}")
+    options.layers = options.layers or [DENSE[options.shape].layers]
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    logging.basicConfig()
+    logging.getLogger("sonic_ep.launches").setLevel(logging.INFO)
+    if options.tuning is not None:
+        restore(options.tuning)
+    if "LOCAL_RANK" in os.environ:
+        if options.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if options.short_tuning:
+        from short_tuning import tune_in_short
+
+        tune_in_short()
+    results: dict[str, Any] = {"command": sys.argv, "machine": machine(options.device), "ranks": dist.get_world_size()}
+    results |= {"dense": DENSE[options.shape]._asdict(), "tokens": options.tokens, "cases": {}, "errors": {}}
+    clock = Clock(EPGroup(), options.device)
+    for layers in options.layers:
+        try:
+            for figures in race(Trainer(options, layers), clock):
+                results["cases"][layers] = figures
+                write(results, options.out)
+        except torch.OutOfMemoryError:  # the next model may be smaller
+            results["errors"][layers] = traceback.format_exc()
+            write(results, options.out)
+        gc.collect()
+        if dist.get_rank() == 0:
+            print(results["errors"].get(layers, ""))
+            for name, record in results["cases"].get(layers, {}).items():
+                print(f"{layers} layers {name:30}", " ".join(f"{key} {value:.4g}" for key, value in record.items()))
+    if options.tuning is not None and dist.get_rank() == 0:
+        save_choices(options.tuning)
+    dist.destroy_process_group()
+
+
+def write(results: dict[str, Any], out: Path | None) -> None:
+    if dist.get_rank() == 0 and out is not None:
+        out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
