@@ -7,6 +7,7 @@ and t are the two row multiples of token rounding.
 
 import dataclasses
 import difflib
+import sys
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ MAX_CAPACITY_FACTOR = 10**6
 
 
 def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
 
 
@@ -43,7 +44,8 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
 
 def _check_non_negative(**values: float) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        # The largest float, because an integer beyond it is finite and no number for torch.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             raise ValueError(f"{name}={value!r} must be a finite number >= 0")
 
 
@@ -147,7 +149,7 @@ class RoundingConfig:
     def __post_init__(self) -> None:
         _check_one_of("rounding.mode", self.mode, get_args(RoundingMode))
         _check_int("rounding.G", self.G, 1, MAX_G)
-        if self.t != "auto":
+        if not (isinstance(self.t, str) and self.t == "auto"):
             _check_int("rounding.t", self.t, 1, self.G)
             if self.G % self.t:
                 raise ValueError(f"rounding.G={self.G} must be a multiple of rounding.t={self.t}")
@@ -252,6 +254,8 @@ class MoEConfig:
         _check_int("E", self.E, 1, MAX_E)
         _check_int("K", self.K, 1, MAX_K)
         _check_int("shared_n", self.shared_n, 0)
+        if not isinstance(self.name, str):
+            raise ValueError(f"name={self.name!r} must be a string")
         _check_one_of("activation", self.activation, get_args(Activation))
         for part, kind in _PARTS.items():
             if not isinstance(value := getattr(self, part), kind):
