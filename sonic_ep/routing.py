@@ -280,12 +280,16 @@ def _problem_with_pairs(
     for name, values in (("token_ids", token_ids_N), ("expert_ids", expert_ids_N), ("weights", weights_N)):
         if not isinstance(values, Tensor):
             return f"{name} must be a torch.Tensor, got {type(values).__name__}"
+        if values.is_nested or values.layout != torch.strided:
+            return f"{name} must be a dense tensor, got layout {'nested' if values.is_nested else values.layout}"
     for name, size, least in (("num_tokens", num_tokens, 0), ("E", E, 1)):
         if type(size) is not int or size < least:
             return f"{name}={size!r} must be an integer of at least {least}"
     devices = {str(values.device) for values in (token_ids_N, expert_ids_N, weights_N)}
     if len(devices) > 1:
         return f"token_ids, expert_ids and weights must be on one device, got {', '.join(sorted(devices))}"
+    if devices == {"meta"}:
+        return "token_ids, expert_ids and weights are on meta, where there are no values; give real ones"
     shapes = [tuple(values.shape) for values in (token_ids_N, expert_ids_N, weights_N)]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         return f"token_ids, expert_ids and weights must have one shape (N,), got {shapes}"

@@ -84,6 +84,15 @@ def call(group: EPGroup, **changes: Any) -> Routing:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "list-of-tokens": ({"token_ids_N": [0, 5, 0]}, "token_ids must be a torch.Tensor, got list"),
     "list-of-weights": ({"weights_N": [1.0, 1.0, 1.0]}, "weights must be a torch.Tensor, got list"),
+    "meta": (
+        {
+            "token_ids_N": torch.zeros(3, dtype=torch.int64, device="meta"),
+            "expert_ids_N": torch.zeros(3, dtype=torch.int64, device="meta"),
+            "weights_N": torch.ones(3, device="meta"),
+        },
+        "token_ids, expert_ids and weights are on meta, where there are no values",
+    ),
+    "sparse": ({"weights_N": torch.ones(3).to_sparse()}, "weights must be a dense tensor, got layout torch.sparse_coo"),
     "devices": ({"weights_N": torch.ones(3, device="meta")}, "must be on one device, got cpu, meta"),
     "fewer-gates": ({"weights_N": torch.ones(2)}, r"one shape .*\(3,\), \(3,\), \(2,\)"),
     "fewer-tokens": ({"token_ids_N": torch.tensor([0, 5])}, r"one shape .*\(2,\), \(3,\), \(3,\)"),
