@@ -91,7 +91,7 @@ class MoE(nn.Module):
         self.shared = SharedExpert(config, device=device, dtype=dtype) if config.shared_n else None
         self.transport = transport_for(self.group, config.transport)
         self._recorded = RecordedLayer(_CODE, _steps_of(self.group, config, self.transport))
-        self._shapes = {name: weight.shape for name, weight in self.named_parameters()}
+        self._shapes = {name: weight.shape for name, weight in (*self.named_parameters(), *self.named_buffers())}
         self.initialize(seed)
 
     @torch.no_grad()
@@ -216,8 +216,8 @@ class MoE(nn.Module):
         would wait for it.
         """
         w1 = self.experts.w1
-        for name, weight in self.named_parameters():
-            if hasattr(weight, "placements"):  # a DTensor: FSDP gathers and moves it before use
+        for name, weight in (*self.named_parameters(), ("router.expert_bias", self.router.expert_bias)):
+            if weight is None or hasattr(weight, "placements"):  # a DTensor: FSDP gathers and moves it before use
                 continue
             if weight.device != w1.device:
                 return f"{name} is on {weight.device}, experts.w1 on {w1.device}; move one of them"

@@ -135,6 +135,10 @@ def spoil(layer: MoE, kind: str) -> None:
             w2.data = w2.data[:-1].clone()
         case "router":
             layer.router.weight.data = layer.router.weight.data[:, :-1].clone()
+        case "bias":
+            layer.router.expert_bias = torch.zeros(7)
+        case "bias on meta":
+            layer.router.expert_bias = torch.zeros(8, device="meta")
 
 
 BAD_WEIGHTS = {
@@ -152,6 +156,18 @@ def with_bad_weights(rank: int, kind: str, router: RouterConfig) -> str:
     if rank == 1:
         spoil(layer, kind)
     return message_of(lambda: layer(torch.randn(10, 8)))
+
+
+BAD_BUFFERS = {
+    "bias": "rank 1: router.expert_bias has shape (7,), wanted (8,)",
+    "bias on meta": "rank 1: router.expert_bias is on meta, experts.w1 on cpu; move one of them",
+}
+
+
+@pytest.mark.parametrize("kind", BAD_BUFFERS)
+def test_one_ranks_bad_buffer_raises_on_all(ranks: Ranks, kind: str) -> None:
+    for message in ranks(2).run(with_bad_weights, kind, RouterConfig(expert_bias=True)):
+        assert BAD_BUFFERS[kind] in message
 
 
 @pytest.mark.parametrize("kind", BAD_WEIGHTS)
