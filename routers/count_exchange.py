@@ -24,7 +24,8 @@ from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, LAYER, SE
 from sonic_ep.routers.rounding import leaves_sizes_open, round_counts
 from sonic_ep.routing import AsyncSplitSizes, GroupCounts
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Of x: what a status word can name.
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # The status word. A rank without a problem sends _FIRST_CODE + 2 * (index of its dtype) + (1 if training), which must
 # be equal on all ranks, plus BAD_LOGIT for each non-finite logit. A rank with a problem sends _PROBLEM. The word of a
 # lost peer is 0, so no code is 0. A layer with a number adds LAYER * (2 * number + (1 if it needs a backward)).
@@ -90,9 +91,9 @@ def gather_counts(
     problem = status.problem
     if problem is None and status.num_tokens >= MAX_TOKENS:
         problem = f"T={status.num_tokens} tokens on one rank exceed the limit of {MAX_TOKENS - 1}; split the batch"
-    if problem is None and status.dtype not in _DTYPES:
-        problem = f"x has dtype {status.dtype}; supported are {', '.join(map(str, _DTYPES))}"
-    code = _PROBLEM if problem is not None else _FIRST_CODE + 2 * _DTYPES.index(status.dtype) + status.training
+    if problem is None and status.dtype not in DTYPES:
+        problem = f"x has dtype {status.dtype}; supported are {', '.join(map(str, DTYPES))}"
+    code = _PROBLEM if problem is not None else _FIRST_CODE + 2 * DTYPES.index(status.dtype) + status.training
     counts_E, E = status.counts_E, status.counts_E.shape[0]
     counts_E = counts_E if status.by_score_E is None else torch.cat([counts_E, status.by_score_E])
     word = code + LAYER * (2 * status.layer + status.needs_backward)
@@ -138,7 +139,7 @@ def raise_problems(headers: list[int], problem: str | None, group: EPGroup, exch
     dtype_codes = [code % _PROBLEM - _FIRST_CODE for code in status_words]
     if len(set(dtype_codes)) > 1:
         described = ", ".join(
-            f"rank {rank}: {_DTYPES[dtype_code // 2]} {'training' if dtype_code % 2 else 'eval'}"
+            f"rank {rank}: {DTYPES[dtype_code // 2]} {'training' if dtype_code % 2 else 'eval'}"
             for rank, dtype_code in enumerate(dtype_codes)
         )
         raise ValueError(f"the ranks of the EP group disagree about input dtype or training mode: {described}")

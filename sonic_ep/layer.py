@@ -26,7 +26,7 @@ from sonic_ep.initialization import rng_for
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.launch_sequence.recorded_layer import LayerCode, RecordedLayer, Steps
 from sonic_ep.kernels.route.status.reference import MAX_LAYER
-from sonic_ep.routers.count_exchange import raise_problems
+from sonic_ep.routers.count_exchange import DTYPES, raise_problems
 from sonic_ep.routers.replay import in_region, repeated_pairs
 from sonic_ep.routers.rounding import max_received, max_rows
 from sonic_ep.routers.router import Router
@@ -66,8 +66,9 @@ class MoE(nn.Module):
 
     In training mode the layer rounds counts as config.rounding says. In eval mode it is plain top-K.
 
-    Raises ValueError, on every rank, if E is not a multiple of ep_size, or if config, seed or dtype differ between
-    ranks; TypeError, on every rank, for a config, seed, device or dtype of another type. TypeError for another group.
+    Raises ValueError, on every rank, if E is not a multiple of ep_size, if config, seed or dtype differ between ranks,
+    or if a rank does not have the device or support the dtype; TypeError, on every rank, for a config, seed, device or
+    dtype of another type. TypeError for another group.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class MoE(nn.Module):
         self.config = config
         self.group = group or EPGroup.alone()
         self.group.raise_together(_problem_with_types(config, seed, device, dtype), error=TypeError)
+        self.group.raise_together(_problem_with_device(device) or _problem_with_dtype(dtype))
         seed, self._number = _agreed_seed_and_number(config, self.group, seed, dtype)
         self.router = Router(config, device=device)
         self.experts = Experts(config, self.group, device=device, dtype=dtype)
@@ -327,6 +329,22 @@ def _problem_with_types(config: object, seed: object, device: object, dtype: obj
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         return f"dtype={dtype!r} is no floating-point torch.dtype; use for example torch.bfloat16"
     return None
+
+
+def _problem_with_device(device: torch.device | str | int | None) -> str | None:
+    """Returns why this rank can have no tensors on `device`, or None."""
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # noqa: BLE001 - each device type raises its own
+        reason = str(error).partition("\n")[0]
+        return f"device={device!r} cannot be used on this rank ({reason}); name one that torch has here"
+    return None
+
+
+def _problem_with_dtype(dtype: torch.dtype | None) -> str | None:
+    if dtype in (None, *DTYPES):
+        return None
+    return f"dtype={dtype} is not supported; use one of {', '.join(map(str, DTYPES))}"
 
 
 def _agreed_seed_and_number(

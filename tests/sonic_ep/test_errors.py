@@ -234,6 +234,27 @@ def test_one_rank_without_a_backward(ranks: Ranks, kind: str) -> None:
         assert afterwards == "no error"
 
 
+UNUSABLE: dict[str, tuple[dict[str, object], str]] = {
+    "no device type": ({"device": "nowhere"}, "rank 1: device='nowhere' cannot be used on this rank ("),
+    "no such device": ({"device": "cuda:77"}, "rank 1: device='cuda:77' cannot be used on this rank ("),
+    "dtype": ({"dtype": torch.float8_e5m2}, "rank 1: dtype=torch.float8_e5m2 is not supported; use one of torch.float"),
+}
+
+
+def with_unusable(rank: int, kind: str) -> tuple[str, str]:
+    """The message of a layer that rank 1 cannot have; then one that all can have must work."""
+    config, arguments = MoEConfig(**SIZES), UNUSABLE[kind][0] if rank == 1 else {}  # type: ignore[arg-type]
+    message = message_of(lambda: MoE(config, EPGroup(), seed=0, **arguments))  # type: ignore[arg-type]
+    return message, message_of(lambda: MoE(config, EPGroup(), seed=0)(torch.randn(10, 8)).y.sum().backward())
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_one_rank_without_the_device_or_dtype(ranks: Ranks, kind: str) -> None:
+    for message, afterwards in ranks(2).run(with_unusable, kind):
+        assert UNUSABLE[kind][1] in message
+        assert afterwards == "no error"
+
+
 def eval_without_no_grad(rank: int) -> str:
     layer = MoE(MoEConfig(**SIZES), EPGroup(), seed=0).eval()  # type: ignore[arg-type]
     with torch.set_grad_enabled(rank == 0):
