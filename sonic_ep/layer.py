@@ -225,8 +225,8 @@ class MoE(nn.Module):
                 return f"{name} is on {weight.device}, experts.w1 on {w1.device}; move one of them"
             if weight.dtype != w1.dtype and not cast and not name.startswith("router."):
                 return f"{name} is {weight.dtype}, experts.w1 {w1.dtype}; cast one of them"
-            # Without elements it is a shard of a wrapper, which gathers it before use.
-            if weight.numel() and weight.shape != self._shapes.get(name, weight.shape):
+            # Of shape (0,) it is a shard of a wrapper, which gathers it before use.
+            if weight.shape not in ((0,), self._shapes.get(name, weight.shape)):
                 return f"{name} has shape {tuple(weight.shape)}, wanted {tuple(self._shapes[name])}; load it again"
             if name.startswith("experts.") and (problem := problem_with_memory(name, weight)) is not None:
                 return problem

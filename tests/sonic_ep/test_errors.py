@@ -135,6 +135,8 @@ def spoil(layer: MoE, kind: str) -> None:
             w2.data = w2.data[:-1].clone()
         case "router":
             layer.router.weight.data = layer.router.weight.data[:, :-1].clone()
+        case "no columns":
+            layer.router.weight.data = torch.empty(8, 0)
         case "bias":
             layer.router.expert_bias = torch.zeros(7)
         case "bias on meta":
@@ -148,6 +150,7 @@ BAD_WEIGHTS = {
     "meta": "rank 1: x is on cpu, the layer's weights on meta; move one of them",
     "shape": "rank 1: experts.w2 has shape (3, 8, 4), wanted (4, 8, 4)",
     "router": "rank 1: router.weight has shape (8, 7), wanted (8, 8)",
+    "no columns": "rank 1: router.weight has shape (8, 0), wanted (8, 8)",
 }
 
 
