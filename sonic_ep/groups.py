@@ -151,7 +151,7 @@ class EPGroup:
         return values
 
     def raise_together(
-        self, problem: str | None, *, error: type[ValueError | TypeError] = ValueError, **same: object
+        self, problem: str | None, *, error: type[ValueError | TypeError | OSError] = ValueError, **same: object
     ) -> None:
         """Raises `error` on every rank if any rank has a problem. The message names the ranks.
 

@@ -8,6 +8,7 @@ index. Names are those of the model without wrappers (DistributedDataParallel, t
 Reading a checkpoint executes nothing of it (files.py).
 """
 
+import os
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.layer import MoE
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_MODELS_DIFFER = "give the same model and optimizer on every rank"
 _SHOWN = 4  # names in a message
 
 
@@ -54,18 +56,27 @@ def save(
 ) -> None:
     """Writes model, optimizer and `extra` to `folder`. A collective of the default process group, if there is one.
 
-    extra: tensors, numbers, strings, and lists, tuples and dicts of them. What has one name on several ranks is equal
-    on them. Dense weights may be DTensors, as with FSDP2.
+    folder: the same on every rank. extra: tensors, numbers, strings, and lists, tuples and dicts of them. What has one
+    name on several ranks is equal on them. Dense weights may be DTensors, as with FSDP2.
 
     Raises ValueError, on every rank, for expert weights that torch's FSDP shards, because the EP group shards them
-    already; for optimizer state of experts that is neither a scalar nor has one row per local expert; and for other
-    values in `extra`.
+    already; for optimizer state of experts that is neither a scalar nor has one row per local expert; for an optimizer
+    of other parameters; for other values in `extra`; and for a folder or model that differs between ranks. TypeError,
+    on every rank, for an argument of another type. OSError, on every rank, if a file cannot be written.
     """
     group = _group()
-    problems = [problem_with_value(name, value) for name, value in (extra or {}).items()]
-    group.raise_together(next((problem for problem in problems if problem is not None), None))
-    with _quiet():
-        dcp.save(_state(model, optimizer, extra)[0], checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    group.raise_together(_problem_with_types(folder, model, optimizer, extra), error=TypeError)
+    problems = (problem_with_value(name, value) for name, value in (extra or {}).items())
+    problem = next((problem for problem in problems if problem is not None), None)
+    state, _, _ = _state_or_error(group, model, optimizer, extra, problem, folder=str(folder))
+    try:
+        with _quiet():
+            dcp.save(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        # Who plans what each rank writes raises ValueError, where the ranks' weights do not fit together.
+        planned = not any(isinstance(reason, ValueError) for reason, _ in error.failures.values())
+        kind, fix = (OSError, "free some space or give another folder") if planned else (ValueError, _MODELS_DIFFER)
+        raise kind(f"{folder} could not be written, and holds no checkpoint now ({_failures(error)}); {fix}") from None
     write_checksums(Path(folder), group)
 
 
@@ -83,12 +94,13 @@ def load(
     checkpoint lacks weights, optimizer state or extra values, has weights or optimizer state that model and optimizer
     lack, or has them in another shape; and as `save` does.
     """
-    group, path = _group(), Path(folder)
-    state, shown, unsaved = _state(model, optimizer, extra)
-    problem = problem_with_files(path, group)
+    group = _group()
+    group.raise_together(_problem_with_types(folder, model, optimizer, extra), error=TypeError)
+    path = Path(folder)
+    state, shown, unsaved = _state_or_error(group, model, optimizer, extra)
     try:
-        problem = problem or _problem_with_names(path, state)
-    except ValueError as error:
+        problem = problem_with_files(path, group) or _problem_with_names(path, state)
+    except (OSError, ValueError) as error:
         problem = str(error)
     group.raise_together(problem)
     try:
@@ -98,7 +110,7 @@ def load(
         for rank, (reason, _) in error.failures.items():
             if isinstance(reason, UnsafeError):
                 raise ValueError(f"{path} on rank {rank}: {reason}") from None
-        raise
+        raise ValueError(f"{path} could not be read ({_failures(error)}); use another checkpoint") from None
     set_model_state_dict(model, {**unsaved, **state["model"], **shown["model"]})
     if optimizer is not None:
         moments: dict[str, Any] = {**state["optimizer"], **shown["optimizer"]}
@@ -108,6 +120,48 @@ def load(
 
 def _group() -> EPGroup:
     return EPGroup() if dist.is_initialized() else EPGroup.alone()
+
+
+def _problem_with_types(folder: object, model: object, optimizer: object, extra: object) -> str | None:
+    wanted = {
+        "folder": (folder, str | os.PathLike, "a str or a Path"),
+        "model": (model, nn.Module, "a torch.nn.Module"),
+        "optimizer": (optimizer, torch.optim.Optimizer | None, "a torch.optim.Optimizer or None"),
+        "extra": (extra, dict | None, "a dict or None"),
+    }
+    for name, (value, kind, text) in wanted.items():
+        if not isinstance(value, kind):
+            return f"{name} is a {type(value).__name__}, wanted {text}"
+    return None
+
+
+def _state_or_error(
+    group: EPGroup,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any] | None,
+    problem: str | None = None,
+    **same: object,
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, Any]]:
+    """Returns `_state`. A collective.
+
+    Raises ValueError, on every rank, if a rank has a problem, or its state has, or if `same` differs between ranks.
+    """
+    state: tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, Any]] = {}, {}, {}
+    try:
+        if problem is None:
+            state = _state(model, optimizer, extra)
+    except ValueError as error:
+        problem = str(error)
+    group.raise_together(problem, error=ValueError, **same)
+    return state
+
+
+def _failures(error: CheckpointException) -> str:
+    return "; ".join(
+        f"rank {rank}: {type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
+        for rank, (reason, _) in error.failures.items()
+    )
 
 
 def _problem_with_names(folder: Path, state: dict[str, dict[str, Any]]) -> str | None:
@@ -151,6 +205,7 @@ def _state(
     """Returns the state to write or to read into; the tensors of which other views are in it; and `unsaved`.
 
     unsaved: what is left out, because it says which experts a rank has. DTensors say that, for any ep_size.
+    Raises ValueError, see `save`.
     """
     values = get_model_state_dict(model)
     unsaved = {name: values.pop(name) for name in _names_of_extra_states(model, values)}
@@ -158,6 +213,12 @@ def _state(
     state = {"model": {name: _shown(name, value, meshes) for name, value in values.items()}}
     before: dict[str, dict[str, Any]] = {"model": values}
     if optimizer is not None:
+        of_model = {id(parameter) for parameter in model.parameters()}
+        others = sum(id(p) not in of_model for of_group in optimizer.param_groups for p in of_group["params"])
+        if others:
+            raise ValueError(
+                f"the optimizer has {others} parameters that the model has not; give the model's optimizer"
+            )
         # This initialises the state of a new optimizer, so that there are tensors to load into.
         flat: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=_FLAT)}
         before["optimizer"] = flat

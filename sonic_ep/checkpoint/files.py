@@ -122,15 +122,22 @@ def problem_with_value(name: str, value: object) -> str | None:
 
 
 def write_checksums(folder: Path, group: EPGroup) -> None:
-    """Writes the checksums of a checkpoint that is complete. A collective."""
-    sums = {path.name: _checksum(path) for path in sorted(folder.glob(f"__{group.rank}_*.distcp"))}
-    if group.rank == 0:
-        sums[METADATA] = _checksum(folder / METADATA)
+    """Writes the checksums of a checkpoint that is complete. A collective. Raises OSError, on every rank."""
+    sums, problem = {}, None
+    try:
+        sums = {path.name: _checksum(path) for path in sorted(folder.glob(f"__{group.rank}_*.distcp"))}
+        if group.rank == 0:
+            sums[METADATA] = _checksum(folder / METADATA)
+    except OSError as error:
+        problem = f"{folder} could not be read again ({error}); save it once more"
     of_ranks = group.all_gather_object(sums)
-    if group.rank == 0:
+    if group.rank == 0 and problem is None:
         files = {name: digest for each in of_ranks for name, digest in each.items()}
-        (folder / CHECKSUMS).write_text(json.dumps({"files": files}, indent=1) + "\n")
-    group.all_gather_object(None)  # until then other ranks may not read it
+        try:
+            (folder / CHECKSUMS).write_text(json.dumps({"files": files}, indent=1) + "\n")
+        except OSError as error:
+            problem = f"{folder / CHECKSUMS} could not be written ({error}); free some space or give another folder"
+    group.raise_together(problem, error=OSError)  # until then other ranks may not read it
 
 
 def problem_with_files(folder: Path, group: EPGroup) -> str | None:
@@ -142,7 +149,7 @@ def problem_with_files(folder: Path, group: EPGroup) -> str | None:
         return None
     try:
         files = sorted(json.loads(path.read_text())["files"].items())
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint"
     for name, digest in files[group.rank :: group.size]:
         file = folder / name

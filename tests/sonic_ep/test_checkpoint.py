@@ -286,7 +286,7 @@ def masked(rank: int, folder: str, rows: int) -> str:
 def test_buffers_of_experts_are_each_ranks_own(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(masked, str(tmp_path / "fine"), 4) == ["[1.0]", "[2.0]"]
     for message in ranks(2).run(masked, str(tmp_path / "bad"), 3):
-        assert message.startswith("first.experts.mask has shape (3, 1), wanted a row for each of the 4 local experts")
+        assert "first.experts.mask has shape (3, 1), wanted a row for each of the 4 local experts" in message
 
 
 def adafactor(rank: int, folder: str, ep_size: int, read: bool, bias: bool) -> dict[str, Tensor] | str:

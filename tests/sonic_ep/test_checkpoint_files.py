@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,100 @@ def test_every_rank_hears_of_damage(ranks: Ranks, tmp_path: Path) -> None:
     one, two = ranks(2).run(damaged_for_two, str(tmp_path / "saved"))
     assert one == two
     assert "__1_0.distcp is damaged" in one
+
+
+def error_of(action: Callable[[], object]) -> tuple[str, str]:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - of any type, which is compared
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def saved_with_limit(rank: int, folder: str, limit: int) -> tuple[str, str]:
+    """What a save does where rank 0 can write no more than `limit` bytes to a file, as if the disk were full."""
+    layer, before = MoE(CONFIG, EPGroup(), seed=1), resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        return error_of(lambda: checkpoint.save(folder, layer))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_raises_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for kind, message in ranks(2).run(saved_with_limit, str(tmp_path / "saved"), 100):
+        assert kind == "OSError"
+        assert message.startswith(f"{tmp_path / 'saved'} could not be written, and holds no checkpoint now (rank 0: ")
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        load(tmp_path / "saved")
+
+
+def saved_without_checksums(rank: int, folder: str) -> tuple[str, str]:
+    (Path(folder) / CHECKSUMS).mkdir(parents=True, exist_ok=True)  # where no file can be written then
+    dist.barrier()
+    return error_of(lambda: checkpoint.save(folder, MoE(CONFIG, EPGroup(), seed=1)))
+
+
+def test_checksums_that_cannot_be_written_raise_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for kind, message in ranks(2).run(saved_without_checksums, str(tmp_path)):
+        assert kind == "OSError"
+        assert f"{CHECKSUMS} could not be written" in message
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"files": 3}'])
+def test_checksums_of_another_form(written: Path, text: str) -> None:
+    (written / CHECKSUMS).write_text(text)
+    with pytest.raises(ValueError, match="checksums.json is damaged"):
+        load(written)
+
+
+def _with_mask(folder: str, layer: MoE) -> None:
+    layer.experts.register_buffer("mask", torch.ones(3, 1))
+    checkpoint.save(folder, layer)
+
+
+def _of_others() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+MISTAKES: dict[str, tuple[Callable[[str, MoE], object], str, str]] = {
+    "folder": (lambda f, m: checkpoint.save(3.5, m), "TypeError", "rank 1: folder is a float, wanted a str or a Path"),  # type: ignore[arg-type]
+    "model": (
+        lambda f, m: checkpoint.save(f, None),
+        "TypeError",
+        "rank 1: model is a NoneType, wanted a torch.nn.Modu",
+    ),  # type: ignore[arg-type]
+    "extra": (lambda f, m: checkpoint.save(f, m, extra="step"), "TypeError", "rank 1: extra is a str, wanted a dict"),  # type: ignore[arg-type]
+    "optimizer": (
+        lambda f, m: checkpoint.save(f, m, _of_others()),
+        "ValueError",
+        "rank 1: the optimizer has 1 parameters that the model has not",
+    ),
+    "mask": (_with_mask, "ValueError", "rank 1: experts.mask has shape (3, 1), wanted a row for each of the 4 local"),
+    "elsewhere": (lambda f, m: checkpoint.save(f + "2", m), "ValueError", "disagree about folder: "),
+    "another model": (
+        lambda f, m: checkpoint.save(f, torch.nn.Linear(2, 2)),
+        "ValueError",
+        "give the same model and optimizer on every rank",
+    ),
+}
+
+
+def mistaken(rank: int, folder: str, kind: str) -> tuple[tuple[str, str], str]:
+    """What a mistake of rank 1 raises; then all ranks save as they should."""
+    layer = MoE(CONFIG, EPGroup(), seed=1)
+    save = MISTAKES[kind][0] if rank == 1 else checkpoint.save
+    raised = error_of(lambda: save(folder, layer))
+    return raised, error_of(lambda: checkpoint.save(folder, MoE(CONFIG, EPGroup(), seed=1)))[0]
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_a_mistake_of_one_rank_raises_on_every_rank(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    for (error, message), afterwards in ranks(2).run(mistaken, str(tmp_path / "saved"), kind):
+        assert error == MISTAKES[kind][1]
+        assert MISTAKES[kind][2] in message
+        assert afterwards == "nothing"
 
 
 def test_metadata_runs_no_code(written: Path, tmp_path: Path) -> None:
