@@ -8,7 +8,7 @@ import operator
 from collections import Counter
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,10 @@ from sonic_ep.transports import GroupTransport, transport_for
 _ROUTER_RNG, _SHARED_RNG = -1, -2
 _unsafe_view = torch.ops.aten._unsafe_view
 _NUM_BUILT: Counter[str] = Counter()  # layers, by the name of their group
+_NO_TRANSFORMS = (
+    "an MoE layer does not run under transforms of torch.func (grad, vmap, jvp and what is built on them); "
+    "use torch.autograd.grad, and a batch as (B, L, d)"
+)
 _MAX_NUMBER = MAX_LAYER // 2 - 1  # a status word has twice the number, plus 1 with a backward
 
 
@@ -113,9 +117,11 @@ class MoE(nn.Module):
         Raises:  ValueError, on every rank, if on any rank x has the wrong shape, dtype or device, FSDP has sharded the
                  experts, or (router.check_logits) logits are not finite; if training mode or dtype differ between
                  ranks; with several ranks also if weights of one rank differ in device or dtype, or are not contiguous.
-                 RuntimeError if a peer is lost (transport.timeout), or under a transform of torch.func.
+                 Likewise under a transform of torch.func, which is a RuntimeError on one rank. RuntimeError if a peer
+                 is lost (transport.timeout).
         """
-        _refuse_transforms()
+        if _is_transformed():
+            self._refuse_transforms()
         if not self._may_repeat_launches(x):
             return self._compute(x)[0]
         outputs = self._recorded.outputs(self, x)
@@ -124,6 +130,15 @@ class MoE(nn.Module):
         output, routed_pairs = self._compute(x)
         self._recorded.observe(routed_pairs.split_sizes)
         return output
+
+    def _refuse_transforms(self) -> None:
+        """Raises RuntimeError on one rank; else ValueError on every rank, as for bad input."""
+        if self.group.size == 1:
+            raise RuntimeError(_NO_TRANSFORMS)
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():
+            self.forward(cast(Any, _Transformed()))
 
     def _may_repeat_launches(self, x: Tensor) -> bool:
         """Returns the same on every rank."""
@@ -176,6 +191,8 @@ class MoE(nn.Module):
         weights = self.experts(dtype)
         if dtype is not None and isinstance(x, Tensor) and x.is_floating_point():
             x = x.to(dtype)
+        if isinstance(x, _Transformed):
+            problem = _NO_TRANSFORMS
         problem = problem or problem_with_input(
             x,
             d=self.config.d,
@@ -239,14 +256,14 @@ class MoE(nn.Module):
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-def _refuse_transforms() -> None:
+class _Transformed:
+    """In place of an x that a transform of torch.func holds: a problem of this rank."""
+
+
+def _is_transformed() -> bool:
     if torch.compiler.is_compiling():
-        return
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        raise RuntimeError(
-            "an MoE layer does not run under transforms of torch.func (grad, vmap, jvp and what is built on them); "
-            "use torch.autograd.grad, and a batch as (B, L, d)"
-        )
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _flat_outputs(layer: MoE, x: Tensor) -> list[Tensor]:

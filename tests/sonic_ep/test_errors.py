@@ -357,6 +357,24 @@ def test_torch_func_is_refused(transform: str) -> None:
         run[transform]()
 
 
+def transformed(rank: int, transform: str) -> tuple[str, str]:
+    """The message where rank 1 is under a transform; then a step must work."""
+    layer, x = MoE(MoEConfig(**SIZES), EPGroup(), seed=0), torch.randn(3, 10, 8)  # type: ignore[arg-type]
+    run: dict[str, Callable[[], object]] = {
+        "none": lambda: layer(x),
+        "grad": lambda: torch.func.grad(lambda x: layer(x).y.sum())(x),
+        "vmap": lambda: torch.func.vmap(lambda x: layer(x).y)(x),
+    }
+    return message_of(run[transform if rank == 1 else "none"]), message_of(lambda: layer(x).y.sum().backward())
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_a_transform_on_one_rank_raises_on_all(ranks: Ranks, transform: str) -> None:
+    for message, afterwards in ranks(2).run(transformed, transform):
+        assert message.startswith("rank 1: an MoE layer does not run under transforms of torch.func")
+        assert afterwards == "no error"
+
+
 def test_a_process_group_needs_torch_distributed() -> None:
     with pytest.raises(RuntimeError, match="EPGroup.alone"):
         EPGroup()
