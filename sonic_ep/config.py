@@ -7,7 +7,6 @@ and t are the two row multiples of token rounding.
 
 import dataclasses
 import difflib
-import sys
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,9 +43,11 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
 
 def _check_non_negative(**values: float) -> None:
     for name, value in values.items():
-        # The largest float, because an integer beyond it is finite and no number for torch.
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-            raise ValueError(f"{name}={value!r} must be a finite number >= 0")
+        # torch multiplies by no integer that is larger than its own.
+        limit = 2**63 if isinstance(value, int) else float("inf")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < limit:
+            fix = "; write it as a float" if isinstance(value, int) and value >= limit else ""
+            raise ValueError(f"{name}={value!r} must be a finite number >= 0{fix}")
 
 
 def _check_flags(**values: object) -> None:

@@ -49,7 +49,8 @@ def test_limits_of_the_layer(changes: dict[str, Any], message: str) -> None:
         ({"balance_coef": 0.1}, "router.balance='none' with router.balance_coef=0.1: set both"),
         ({"jitter": 1.0}, "router.jitter=1.0 must be below 1"),
         ({"z_loss_coef": -1}, "router.z_loss_coef=-1 must be a finite number >= 0"),
-        ({"scale": 10**400}, "router.scale=10+ must be a finite number >= 0"),
+        ({"scale": 10**400}, "router.scale=10+ must be a finite number >= 0; write it as a float"),
+        ({"scale": 2**63}, "router.scale=9223372036854775808 must be a finite number >= 0; write it as a float"),
         ({"groups_per_token": 2}, "router.groups_per_token=2 must be in 1..1"),
     ],
 )
