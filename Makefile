@@ -1,6 +1,7 @@
 # make train   train the example model over NPROC processes        make train NPROC=2 ARGS="--text book.txt"
 # make test    run the tests, but for those marked slow            make test ARGS="tests/kernels -k silu"
 # make test-all    run all tests: the slow ones compile every kernel and train models for minutes
+# make fuzz    random configurations, misuse and faults            make fuzz SECONDS=600 ARGS="--ranks 2 4 --seed 7"
 # make lint    what CI checks: format, rules, types, spelling      make format repairs the first two
 # make clean   remove .venv and caches (runs/ stays)
 #
@@ -12,6 +13,8 @@ NPROC ?= 4
 ARGS ?=
 # Processes that run tests, each of which starts ranks of its own.
 WORKERS ?= 2
+# How long make fuzz runs.
+SECONDS ?= 60
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -22,7 +25,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --constraint constraint
 # One thread a process: NPROC of them share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all lint format clean
+.PHONY: train test test-all fuzz lint format clean
 
 # The first command finds mistakes in ARGS alone, so that they are not printed by every process and the launcher.
 train: $(STAMP)
@@ -38,6 +41,9 @@ test: $(STAMP)
 test-all: test
 	$(RUN) -m pytest -m slow
 	TRITON_INTERPRET=0 $(RUN) -m pytest tests/kernels/route/test_router_compile.py tests/kernels/route/test_select_compile.py
+
+fuzz: $(STAMP)
+	$(RUN) -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff format --check .

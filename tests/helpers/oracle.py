@@ -58,15 +58,23 @@ def pair_weights(
     scores = torch.softmax(logits, 1) if router.score == "softmax" else torch.sigmoid(logits)
     if not router.renormalize:
         return scores * selected * router.scale, logits
-    share = scores / (scores * topk).sum(1, keepdim=True)
+    share = scores / ((scores * topk).sum(1, keepdim=True) + 1e-20)
     added = selected & ~topk
     weight = share * (selected & topk) + (scores if router.score == "softmax" else share) * added
     return weight * router.scale, logits
 
 
-def dense_moe(x: Tensor, weights: Weights, selected: Tensor, topk: Tensor, config: MoEConfig) -> Tensor:
-    """Output of one rank's tokens."""
-    weight, _ = pair_weights(x, weights, selected, topk, config)
+def dense_moe(
+    x: Tensor,
+    weights: Weights,
+    selected: Tensor,
+    topk: Tensor,
+    config: MoEConfig,
+    *,
+    routed_x: Tensor | None = None,
+) -> Tensor:
+    """Output of one rank's tokens. routed_x: what the router sees instead of x, with jitter."""
+    weight, _ = pair_weights(x if routed_x is None else routed_x, weights, selected, topk, config)
     h = torch.einsum("td,ejd->etj", x, weights.w1)
     if weights.b1 is not None:
         h = h + weights.b1[:, None]
@@ -91,7 +99,7 @@ def losses(logits: Tensor, topk: Tensor, counts: Tensor, config: MoEConfig) -> T
     scores = torch.softmax(logits, 1)
     if router.score == "sigmoid":
         sigmoids = torch.sigmoid(logits)
-        scores = sigmoids / sigmoids.sum(1, keepdim=True)
+        scores = sigmoids / (sigmoids.sum(1, keepdim=True) + 1e-20)
     total = router.z_loss_coef * (torch.logsumexp(logits, 1) ** 2).mean()
     if router.balance != "none":
         if router.balance == "batch":
