@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from sonic_ep.kernels.common.cache import quack_cache_folder
+from sonic_ep.kernels.common.lazy_dynamo import lazy_dynamo
 from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.common.sources import sources_of
 from sonic_ep.kernels.common.versions import problem_with_versions
@@ -38,32 +39,34 @@ if _problem := problem_with_versions():
 # quack reads it when it is imported. Its own default is a folder for temporary files, which a reboot empties.
 os.environ.setdefault("QUACK_CACHE_DIR", str(quack_cache_folder()))
 
-from cutlass.experimental import primitives as _primitives
-from quack.activation import dswiglu_oai, swiglu_oai
-from quack.cache import jit_cache
-from quack.copy_utils import partition_D_position_independent
-from quack.cute_dsl_utils import get_device_capacity, torch2cute_dtype_map
-from quack.epilogue.frontend import EpiMod, EpiPlan, gemm_epilogue
-from quack.epilogue.library import dact_mod, dgated_mod, identity_epi, linear_act_mod
-from quack.epilogue.math import pack, unpack
-from quack.epilogue.mixin import ComposableEpiMixin
-from quack.epilogue.ops import ColVecLoad, ColVecReduce, DStore, EpiOp, RowVecLoad
-from quack.gemm_base import GemmBase
-from quack.gemm_config import GemmConfig
-from quack.gemm_default_epi import GemmDefaultEpiMixin, GemmDefaultSm90, GemmDefaultSm100
-from quack.gemm_runtime import host as _host
-from quack.gemm_sm90 import GemmSm90
-from quack.gemm_tvm_ffi_utils import (
-    compile_gemm_kernel,
-    make_fake_gemm_tensors,
-    make_fake_scheduler_args,
-    make_fake_varlen_args,
-    make_scheduler_args,
-    make_varlen_args,
-)
-from quack.rounding import RoundingMode
-from quack.sm90_utils import gemm_w_idx
-from quack.tile_scheduler import TileScheduler, VarlenMTileScheduler, WorkTileInfo
+# quack decorates its autotuner and its quantizers, which we do not use.
+with lazy_dynamo():
+    from cutlass.experimental import primitives as _primitives
+    from quack.activation import dswiglu_oai, swiglu_oai
+    from quack.cache import jit_cache
+    from quack.copy_utils import partition_D_position_independent
+    from quack.cute_dsl_utils import get_device_capacity, torch2cute_dtype_map
+    from quack.epilogue.frontend import EpiMod, EpiPlan, gemm_epilogue
+    from quack.epilogue.library import dact_mod, dgated_mod, identity_epi, linear_act_mod
+    from quack.epilogue.math import pack, unpack
+    from quack.epilogue.mixin import ComposableEpiMixin
+    from quack.epilogue.ops import ColVecLoad, ColVecReduce, DStore, EpiOp, RowVecLoad
+    from quack.gemm_base import GemmBase
+    from quack.gemm_config import GemmConfig
+    from quack.gemm_default_epi import GemmDefaultEpiMixin, GemmDefaultSm90, GemmDefaultSm100
+    from quack.gemm_runtime import host as _host
+    from quack.gemm_sm90 import GemmSm90
+    from quack.gemm_tvm_ffi_utils import (
+        compile_gemm_kernel,
+        make_fake_gemm_tensors,
+        make_fake_scheduler_args,
+        make_fake_varlen_args,
+        make_scheduler_args,
+        make_varlen_args,
+    )
+    from quack.rounding import RoundingMode
+    from quack.sm90_utils import gemm_w_idx
+    from quack.tile_scheduler import TileScheduler, VarlenMTileScheduler, WorkTileInfo
 
 __all__ = [
     "ColVecLoad",

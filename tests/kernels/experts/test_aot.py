@@ -47,6 +47,7 @@ arch, cache, *layers = sys.argv[1:]
 for layer in layers:
     config, dtype = layer.split(":")
     compile_aot(config, arch, dtype, cache)
+assert "torch._dynamo" not in sys.modules, "slow to import"
 """
 
 
