@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.extras import missing_extra
+from sonic_ep.kernels.common.compile_process import Gemms, start
 from sonic_ep.kernels.dispatch.recv_index.reference import Chunks, PairBuffer, RankPlan
 from sonic_ep.kernels.dispatch.send_index.reference import SentRows, TokenLists
 from sonic_ep.kernels.experts import reference
@@ -326,6 +327,28 @@ def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Oper
     return _on_gpu(x_RH.device, x_RH.dtype, H % COLUMN_MULTIPLE == 0 and I % COLUMN_MULTIPLE == 0, activation.name)
 
 
+def start_compiling(
+    w2_eHI: Tensor, activation: str, *, bias: bool, split_gate_up: bool = False, accumulate: bool = False
+) -> None:
+    """Starts to compile the experts' kernels in other processes, unless they are cached. Returns at once.
+
+    The kernels are those for rows with device and dtype of w2, see `Gemms`. To be called as early as these are known:
+    the first launch of a kernel waits for it. It does nothing where no such kernels run, or if it was called before.
+    """
+    if w2_eHI.is_cuda:
+        sizes = w2_eHI.shape[1:]
+        _start_compiling(w2_eHI.device, w2_eHI.dtype, *sizes, activation, (bias, split_gate_up, accumulate))
+
+
+@functools.cache
+def _start_compiling(
+    device: torch.device, dtype: torch.dtype, d: int, n: int, activation: str, flags: tuple[bool, bool, bool]
+) -> None:
+    if _problem_before_import(device, dtype, d % COLUMN_MULTIPLE == 0 and n % COLUMN_MULTIPLE == 0) is None:
+        gemms = Gemms(d, n, activation, str(dtype).removeprefix("torch."), *flags)
+        start(gemms, torch.cuda.get_device_capability(device))
+
+
 @functools.cache
 def _on_gpu(device: torch.device, dtype: torch.dtype, aligned: bool, activation: str) -> Operations:
     reason = problem_with_expert_kernels(device, dtype, aligned, activation)
@@ -342,6 +365,15 @@ def problem_with_expert_kernels(device: torch.device, dtype: torch.dtype, aligne
 
     aligned: whether hidden size and expert width are multiples of COLUMN_MULTIPLE.
     """
+    if problem := _problem_before_import(device, dtype, aligned):
+        return problem
+    if activation not in import_module("sonic_ep.kernels.experts.grouped_gemm").ACTIVATION_NAMES:
+        return f"activation {activation} has no kernel yet"
+    return None
+
+
+def _problem_before_import(device: torch.device, dtype: torch.dtype, aligned: bool) -> str | None:
+    """Returns the same reasons as `problem_with_expert_kernels`, as far as it takes no import of the kernels."""
     major, minor = torch.cuda.get_device_capability(device)
     if major not in _MAJORS:
         return f"compute capability {major}.{minor} has no kernels here; 9.x (Hopper) and 10.x (Blackwell) do"
@@ -351,8 +383,4 @@ def problem_with_expert_kernels(device: torch.device, dtype: torch.dtype, aligne
         return f"hidden size and expert width must be multiples of {COLUMN_MULTIPLE}"
     if missing := missing_extra("cuda", *CUDA_MODULES):
         return missing
-    if wrong := import_module("sonic_ep.kernels.common.versions").problem_with_versions():
-        return wrong
-    if activation not in import_module("sonic_ep.kernels.experts.grouped_gemm").ACTIVATION_NAMES:
-        return f"activation {activation} has no kernel yet"
-    return None
+    return import_module("sonic_ep.kernels.common.versions").problem_with_versions()

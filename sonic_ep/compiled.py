@@ -21,6 +21,7 @@ from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, PreparedDisp
 from sonic_ep.expert_parallel_mlp import Call, SavedForBackward, backward, forward
 from sonic_ep.groups import EPGroup
 from sonic_ep.in_flight import InFlight
+from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.routers.compiled import pending_sizes
@@ -178,6 +179,7 @@ def _forward(
     rows_RH = None if sent is None else sent.rows_RH
     prepared = PreparedDispatch(_handle_of(lists, splits_4S, x_TH.shape[0], weights_N.shape[0]), weights_P, rows_RH)
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
+    start_compiling(w2_eHI, activation, bias=b1_eJ is not None)
     call = _call(group_name, transport, activation, save_dispatched, tile_aligned)
     with nullcontext() if sent is None else sent.routing.status_first():
         out_TH, saved = forward(x_TH.contiguous(), prepared, weights, call)

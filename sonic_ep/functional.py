@@ -19,6 +19,7 @@ from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.expert_parallel_mlp import Call, SavedForBackward, backward, forward
 from sonic_ep.first_order import first_order
 from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.kernels.experts.activations import activation_named, interleave, interleave_split
 from sonic_ep.kernels.experts.mlp import ExpertWeights
@@ -106,6 +107,8 @@ def moe(
         )
     if routing.split_sizes is None:  # the router may have run in a compiled graph of its own
         routing = replace(routing, split_sizes=pending_sizes.pop(group.name, routing.counts.pairs_SE))
+    split, bias = up_eIH is not None, b1_eJ is not None
+    start_compiling(w2_eHI, activation, bias=bias, split_gate_up=split, accumulate=accumulate_into_main_grad)
     plan = plan_for(routing.counts, group.rank)
     call = Call(transport, act, save_dispatched, routing.tile_aligned)
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)

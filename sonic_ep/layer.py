@@ -23,6 +23,7 @@ from sonic_ep.experts import Experts
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import rng_for
+from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.launch_sequence.recorded_layer import LayerCode, RecordedLayer, Steps
 from sonic_ep.kernels.route.status.reference import MAX_LAYER
@@ -94,6 +95,7 @@ class MoE(nn.Module):
         seed, self._number = _agreed_seed_and_number(config, self.group, seed, dtype)
         self.router = Router(config, device=device)
         self.experts = Experts(config, self.group, device=device, dtype=dtype)
+        start_compiling(self.experts.w2, config.activation, bias=config.bias)
         self.shared = SharedExpert(config, device=device, dtype=dtype) if config.shared_n else None
         self.transport = transport_for(self.group, config.transport)
         self._recorded = RecordedLayer(_CODE, _steps_of(self.group, config, self.transport))
@@ -189,6 +191,8 @@ class MoE(nn.Module):
             problem = self.experts.problem_with_sharding(shared=self.group.size == 1)
             problem = problem or self.experts.problem_with_ddp(self.group)
         weights = self.experts(dtype)
+        if checks:
+            start_compiling(weights.w2_eHI, self.config.activation, bias=self.config.bias)
         if dtype is not None and isinstance(x, Tensor) and x.is_floating_point():
             x = x.to(dtype)
         if isinstance(x, _Transformed):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.kernels.combine.gather_sum.triton import gather_sum
+from sonic_ep.kernels.common.compile_process import wait_for
 from sonic_ep.kernels.common.sizes import cdiv
 from sonic_ep.kernels.experts import swiglu_oai
 from sonic_ep.kernels.experts.activations import Activation, interleave_split
@@ -119,11 +120,13 @@ def _run(
 
     key: what the plan depends on besides the epilogue and the tile, see `_class_key`.
     """
+    operation = key[0]
     if get_device_capacity(A.device)[0] == 9:
         mod = hopper_mod(mod)
     key = (mod, tile, *key)
     plan = _PLANS.get(key)
     if plan is None:
+        wait_for(str(operation))
         plan = _PLANS[key] = mod.plan(A, B, C, config=_config(tile, A), **arguments)
         plan.scratch = {}  # quack's scratch is not needed: every launch passes its own buffer for partial sums
     counter = tile_counter(A, self_resetting=isinstance(mod, HopperMod)) if plan.config.is_dynamic_persistent else None
@@ -279,6 +282,7 @@ def weight_grad(
     key = (*_class_key(operation, left_PA, right_RB, out), accumulate, split_gate_up)
     gemm = _PLANS.get(key)
     if gemm is None:
+        wait_for(operation)
         tile = _tile(operation, A, B, left_PA)
         gemm = _PLANS[key] = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, split_gate_up=split_gate_up)
     reserved = reserved_clusters(A, gemm.clusters, get_device_capacity(left_PA.device)[0]) if reserve_sms else 0

@@ -9,9 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sonic_ep.cli.compile import ARCHITECTURES, compile_aot
+from sonic_ep.cli.compile import CAPABILITIES, compile_aot
 from sonic_ep.cli.doctor import diagnose
 from sonic_ep.cli.plan import print_plan
+from sonic_ep.kernels.common.compile_process import num_processes
 from sonic_ep.kernels.common.versions import installed_version
 
 
@@ -31,9 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan_command.add_argument("--gpu-memory", type=float, help="GiB of a GPU")
     compile_command = commands.add_parser("compile", help="compile a layer's GPU kernels into the cache (AOT)")
     compile_command.add_argument("--config", required=True, help="a name from configs/ or the path of a .toml file")
-    compile_command.add_argument("--arch", required=True, choices=ARCHITECTURES, help="GPU architecture")
+    compile_command.add_argument("--arch", required=True, choices=CAPABILITIES, help="GPU architecture")
     compile_command.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     compile_command.add_argument("--cache", help="cache folder (default: ~/.cache/sonic_ep/quack, or QUACK_CACHE_DIR)")
+    compile_command.add_argument("--processes", type=int, help="kernels to compile at once (default: number of cores)")
     options = parser.parse_args(arguments)
     if options.command == "doctor":
         sys.exit(diagnose(as_json=options.json))
@@ -42,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sizes = options.tokens, options.ranks, options.layers
             print_plan(options.config, *sizes, options.dtype, options.gpu_memory)
             return
-        compile_aot(options.config, options.arch, options.dtype, options.cache)
-    except (ImportError, FileNotFoundError, ValueError) as error:
+        processes = options.processes or num_processes()
+        compile_aot(options.config, options.arch, options.dtype, options.cache, processes=processes)
+    except (ImportError, FileNotFoundError, ValueError, RuntimeError) as error:
         sys.exit(f"sonic-ep: error: {error}")

@@ -3,26 +3,27 @@
 import os
 import sys
 from importlib import import_module
-
-import torch
+from typing import Any
 
 from sonic_ep.config import load_config
 from sonic_ep.extras import require_extra
 from sonic_ep.kernels.backend import COLUMN_MULTIPLE, CUDA_MODULES
+from sonic_ep.kernels.common.compile_process import ARCHITECTURES, Gemms
 
-ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100"}
+CAPABILITIES = {cute_arch: capability for capability, (_, cute_arch) in ARCHITECTURES.items()}
 
 
-def compile_aot(config_name: str, arch: str, dtype: str, cache: str | None) -> None:
+def compile_aot(config_name: str, arch: str, dtype: str, cache: str | None, *, processes: int = 1) -> None:
     """Compiles every grouped GEMM of a config for one architecture into the cache. Needs no GPU.
 
+    processes: how many GEMMs to compile at once, in a process each if more than one.
     Raises ImportError (an extra is missing or has another version), FileNotFoundError (unknown config), ValueError (an
-    activation without a kernel, or sizes that no kernel supports).
+    activation without a kernel, or sizes that no kernel supports), RuntimeError (some did not compile in a process).
     """
     config = load_config(config_name)
     require_extra("cuda", *CUDA_MODULES)
     # quack and CuTe-DSL read these once, when they are imported.
-    os.environ["QUACK_ARCH"], os.environ["CUTE_DSL_ARCH"] = ARCHITECTURES[arch], arch
+    os.environ["QUACK_ARCH"], os.environ["CUTE_DSL_ARCH"] = ARCHITECTURES[CAPABILITIES[arch]]
     if cache is not None:
         os.environ["QUACK_CACHE_DIR"] = cache
     if config.d % COLUMN_MULTIPLE or config.n % COLUMN_MULTIPLE:
@@ -34,10 +35,11 @@ def compile_aot(config_name: str, arch: str, dtype: str, cache: str | None) -> N
     if config.activation not in known:
         raise ValueError(f"activation={config.activation!r} has no GPU kernel; these have: {', '.join(known)}")
 
-    def report(operation: str, seconds: float) -> None:
-        sys.stdout.write(f"{config.name} {arch} {dtype}: {operation} {seconds:.1f} s\n")
+    aot = import_module("sonic_ep.kernels.experts.aot")
+
+    def report(compilation: Any, seconds: float) -> None:
+        sys.stdout.write(f"{config.name} {arch} {dtype}: {compilation.name} {seconds:.1f} s\n")
         sys.stdout.flush()
 
-    aot = import_module("sonic_ep.kernels.experts.aot")
-    kind = getattr(torch, dtype)
-    aot.compile_operations(config.d, config.n, config.activation, bias=config.bias, dtype=kind, report=report)
+    gemms = Gemms(config.d, config.n, config.activation, dtype, bias=config.bias)
+    aot.compile_variants(gemms, CAPABILITIES[arch], report, processes=processes)

@@ -114,3 +114,30 @@ def test_every_kernel_compiles(arch: str, matrix: dict[str, Future[Compiled]]) -
     assert len(lines) == OPERATIONS * sum(map(len, DTYPES.values())) + OF_SPLIT_GATE_UP * GATED_WITHOUT_BIAS
     assert len(faults_of_kernels) >= 35  # operations of one tile and epilogue share a kernel
     assert [fault for found in faults_of_kernels for fault in found] == []
+
+
+IN_ANOTHER_PROCESS = """
+import os, sys
+from pathlib import Path
+from sonic_ep.kernels.common import compile_process
+cache, gemms = Path(os.environ["QUACK_CACHE_DIR"]), compile_process.Gemms(64, 32, "swiglu", "bfloat16")
+compile_process.start(gemms, (9, 0))
+for operation in ("up", "down_backward", "down", "up_backward", "weight_up", "weight_down"):
+    compile_process.wait_for(operation)
+    assert compile_process.read_progress(next((cache / "sonic_ep").iterdir())).has(operation)
+assert "quack" not in sys.modules
+found = {path.name for path in cache.rglob("*.o")}
+os.environ["QUACK_ARCH"], os.environ["CUTE_DSL_ARCH"] = "90", "sm_90a"
+from sonic_ep.kernels.experts import aot
+aot.compile_all(aot.compilations(gemms), lambda *_: None)
+print(len(found), len({path.name for path in cache.rglob("*.o")} - found))
+"""
+
+
+def test_what_another_process_compiled_is_found_here(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"QUACK_CACHE_DIR": str(tmp_path), "SONIC_EP_COMPILE_PROCESSES": "2"}
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert run.stdout == "6 0\n", run.stderr
+    assert "sonic_ep: compiling " in run.stderr
