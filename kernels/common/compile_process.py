@@ -220,11 +220,13 @@ def _spawn(gemms: Gemms, capability: tuple[int, int], file: int) -> None:
     environment = {"QUACK_ARCH": quack_arch, "CUTE_DSL_ARCH": cute_arch} | os.environ
     environment |= {
         "CUDA_VISIBLE_DEVICES": "",  # it compiles without a GPU, and must not ask for one
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",  # no library may start a thread before the fork
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "QUACK_CACHE_DIR": str(quack_cache_folder()),
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", _MODULE, json.dumps(gemms._asdict()), str(file), str(num_processes())],
+        [sys.executable, "-P", "-m", _MODULE, json.dumps(gemms._asdict()), str(file), str(num_processes())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -234,7 +234,7 @@ def down_projection_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels/experts/reference.py."""
     P, (H, I) = h_PJ.shape[0], w2_eHI.shape[1:]  # noqa: E741
-    dh_PJ, scaled_a_PI = torch.empty_like(h_PJ), h_PJ.new_empty(P, I)
+    dh_PJ, scaled_a_PI = h_PJ.new_empty(h_PJ.shape), h_PJ.new_empty(P, I)
     if P == 0:
         return dh_PJ, scaled_a_PI, weights_P[:, None]
     mod = _down_backward_mod(activation)
