@@ -22,8 +22,8 @@ Seconds since the start, each after the device is idle; with several ranks the l
     forward            its first forward has ended
     backward           so has its first backward
     second_step        seconds of the next step alone
-after_torch is `backward` without the import of torch. slow_imports: which of Dynamo, inductor, sympy and FSDP the
-process has imported.
+after_torch is `backward` without the import of torch. gemms: compiled GEMMs in the cache afterwards; `empty` also has
+those of eval mode. slow_imports: which of Dynamo, inductor, sympy and FSDP the process has imported.
 """
 
 import argparse
@@ -149,7 +149,8 @@ def run(case: str, number: int, folder: Path, options: argparse.Namespace) -> di
     with tempfile.NamedTemporaryFile() as result:  # the first rank may delete the folder before the others are here
         arguments += [f"--case={name}", f"--out={result.name}", f"--start={time.monotonic()}"]
         subprocess.run([sys.executable, __file__, *arguments], env=environment, check=True)
-        return json.load(result)
+        found = json.load(result)
+    return found | {"gemms": len([*(folder / caches).rglob("*.o")])}
 
 
 @contextmanager

@@ -335,7 +335,7 @@ def start_compiling(
     The kernels are those for rows with device and dtype of w2, see `Gemms`. To be called as early as these are known:
     the first launch of a kernel waits for it. It does nothing where no such kernels run, or if it was called before.
     """
-    if w2_eHI.is_cuda:
+    if w2_eHI.is_cuda and torch.cuda.is_initialized():  # a fake tensor may be on a GPU that is not there
         sizes = w2_eHI.shape[1:]
         _start_compiling(w2_eHI.device, w2_eHI.dtype, *sizes, activation, (bias, split_gate_up, accumulate))
 

@@ -173,8 +173,11 @@ class _Compilation:
 
     def _ended(self) -> bool:
         """Looks at the file. Once there is nothing more to wait for, nothing waits for it again."""
-        locked = _is_locked(self._path)  # in this order: what is written before the end is read
-        self._progress = read_progress(self._path) if self._path.exists() else Progress()
+        try:
+            locked = _is_locked(self._path)  # in this order: what is written before the end is read
+            self._progress = read_progress(self._path)
+        except OSError:  # the cache is being deleted, say
+            locked, self._progress = False, Progress()
         is_late = time.monotonic() - self._begun > _TIMEOUT
         if locked and not self._progress.complete and not is_late:
             return False
@@ -202,10 +205,7 @@ def _is_locked(path: Path) -> bool:
     """Whether a process holds the lock of `_Compilation`."""
     import fcntl
 
-    try:
-        file = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        return False
+    file = os.open(path, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -222,7 +222,7 @@ def _spawn(gemms: Gemms, capability: tuple[int, int], file: int) -> None:
         "CUDA_VISIBLE_DEVICES": "",  # it compiles without a GPU, and must not ask for one
         "OMP_NUM_THREADS": "1",  # no library may start a thread before the fork
         "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONPATH": os.pathsep.join(str(path) or os.getcwd() for path in sys.path),
         "QUACK_CACHE_DIR": str(quack_cache_folder()),
     }
     process = subprocess.Popen(
@@ -243,7 +243,7 @@ class _Line:
         self._shown = ""
 
     def show(self, text: str, seconds: float) -> None:
-        if sys.stderr.isatty():
+        if _is_terminal():
             if text != self._shown:
                 _write(f"\r\x1b[K{text}")
                 self._shown = text
@@ -253,11 +253,16 @@ class _Line:
 
     def erase(self) -> None:
         """Clears the line of a terminal, so that the program's own output does not follow it."""
-        if self._shown and sys.stderr.isatty():
+        if self._shown and _is_terminal():
             _write("\r\x1b[K")
             self._shown = ""
 
 
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 def _write(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    if sys.stderr is not None:  # as in a process without a console
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -125,6 +125,14 @@ def test_a_process_that_ends_early_is_not_waited_for(folder: Path, caplog: pytes
     assert len(starts(folder)) == 2
 
 
+def test_a_cache_that_is_deleted_meanwhile_is_not_waited_for(folder: Path) -> None:
+    start()
+    compile_process.wait_for("up")
+    progress_file(folder).unlink()
+    compile_process.wait_for("down")
+    assert compile_process._compilations == []
+
+
 def test_a_process_that_hangs_is_given_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,7 +189,6 @@ def test_the_file_depends_on_what_the_kernels_do(folder: Path, monkeypatch: pyte
 
 def test_a_lock_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    assert not compile_process._is_locked(path)
     with path.open("w") as file:
         assert not compile_process._is_locked(path)
         fcntl.flock(file, fcntl.LOCK_EX)
