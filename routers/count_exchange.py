@@ -20,7 +20,7 @@ from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.kernels.backend import pack_rank_status, pack_split_sizes, zero_counts_on_error
 from sonic_ep.kernels.route.select.reference import MAX_TOKENS
-from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, LAYER, SEED, STATUS, TOKENS
+from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, LAYER, NO_UPDATES, SEED, STATUS, TOKENS
 from sonic_ep.routers.rounding import leaves_sizes_open, round_counts
 from sonic_ep.routing import AsyncSplitSizes, GroupCounts
 
@@ -41,7 +41,8 @@ class RankStatus:
     seed: () integer of stochastic rounding, 0 <= seed < 2^31; all ranks use rank 0's. bad_logits: () int64 number of
     NaN and inf logits, None if not requested. problem: why this rank cannot continue, or None. layer: the number of the
     layer, equal on all ranks that give one; 0 for none. needs_backward: whether this rank will run a backward, equal on
-    all ranks that give a number; False without one.
+    all ranks that give a number; False without one. bias_updates: () int64, NO_UPDATES plus the number of updates of
+    the expert bias, equal on all ranks that give it; not sent with a seed.
     """
 
     counts_E: Tensor
@@ -54,6 +55,7 @@ class RankStatus:
     problem: str | None = None
     layer: int = 0
     needs_backward: bool = False
+    bias_updates: Tensor | None = None
 
 
 class GroupDecision(NamedTuple):
@@ -84,9 +86,9 @@ def gather_counts(
     Raises:  ValueError on a rank with a problem: `status.problem`, too many tokens, or an unsupported dtype. ValueError
              if logits are to be checked while a CUDA graph is captured.
     Other ranks raise later, in `split_sizes.check`, so that their hosts can go on launching: ValueError, which names
-             the rank, for its problem, for non-finite logits, or for a training flag, dtype, layer or need of a
-             backward that differs between ranks; RuntimeError for a lost peer. While a CUDA graph is captured nothing
-             is checked: eager steps before the capture must have passed.
+             the rank, for its problem, for non-finite logits, or for a training flag, dtype, layer, need of a
+             backward or number of bias updates that differs between ranks; RuntimeError for a lost peer. While a CUDA
+             graph is captured nothing is checked: eager steps before the capture must have passed.
     """
     problem = status.problem
     if problem is None and status.num_tokens >= MAX_TOKENS:
@@ -97,7 +99,8 @@ def gather_counts(
     counts_E, E = status.counts_E, status.counts_E.shape[0]
     counts_E = counts_E if status.by_score_E is None else torch.cat([counts_E, status.by_score_E])
     word = code + LAYER * (2 * status.layer + status.needs_backward)
-    packed = pack_rank_status(counts_E, status.num_tokens, word, bad_logits=status.bad_logits, seed=status.seed)
+    seed = status.bias_updates if status.seed is None and group.size > 1 else status.seed
+    packed = pack_rank_status(counts_E, status.num_tokens, word, bad_logits=status.bad_logits, seed=seed)
     gathered = (exchange or group).all_gather(packed, meanwhile)
     status_SF, chosen_SE = gathered[:, :HEADER], gathered[:, HEADER : HEADER + E]
     by_score_SE = None if status.by_score_E is None else gathered[:, HEADER + E :]
@@ -144,12 +147,24 @@ def raise_problems(headers: list[int], problem: str | None, group: EPGroup, exch
         )
         raise ValueError(f"the ranks of the EP group disagree about input dtype or training mode: {described}")
     _raise_for_layers({rank: layer for rank, layer in enumerate(layers) if layer})
+    _raise_for_updates({rank: seed - NO_UPDATES for rank, seed in enumerate(headers[SEED::HEADER])})
     bad_logits = [code // BAD_LOGIT for code in status_words]
     if any(bad_logits):
         bad = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(bad_logits) if count)
         raise ValueError(
             f"router logits hold NaN or inf ({bad}); look for the loss or the layer that diverged before this one "
             "(router.check_logits=False skips this check)"
+        )
+
+
+def _raise_for_updates(updates: dict[int, int]) -> None:
+    """Raises ValueError if the numbers of updates of the expert bias differ. Negative ones are no numbers."""
+    updates = {rank: number for rank, number in updates.items() if number >= 0}
+    if len(set(updates.values())) > 1:
+        described = ", ".join(f"rank {rank}: {number}" for rank, number in updates.items())
+        raise ValueError(
+            f"the ranks of the EP group disagree how often the expert bias was updated since it was set or loaded "
+            f"({described}), so their biases differ; call update_expert_bias, and load weights, on all ranks alike"
         )
 
 

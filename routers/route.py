@@ -30,7 +30,7 @@ class RoutingContext:
 
     dtype: of x. training: training mode. problem: why this rank cannot continue, or None. exchange: the transport that
     gathers the counts, or None for the group's own all-gather. meanwhile: called once while the gather is in flight, to
-    launch work that does not need its result. layer, needs_backward: see RankStatus.
+    launch work that does not need its result. layer, needs_backward, bias_updates: see RankStatus.
     """
 
     config: MoEConfig
@@ -42,6 +42,7 @@ class RoutingContext:
     meanwhile: Callable[[], None] | None = None
     layer: int = 0
     needs_backward: bool = False
+    bias_updates: Tensor | None = None
 
 
 def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: RoutingContext) -> RoutedPairs:
@@ -108,6 +109,7 @@ def _rank_status(topk: TopK, seed: Tensor | None, context: RoutingContext) -> Ra
         problem=problem,
         layer=context.layer,
         needs_backward=context.needs_backward,
+        bias_updates=context.bias_updates,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.initialization import fill_normal
+from sonic_ep.kernels.route.status.reference import NO_UPDATES
 from sonic_ep.routers.balance import updated_bias
 from sonic_ep.routers.compiled import constant_config_of, decide_pairs_in_graph, text_of
 from sonic_ep.routers.linear import linear
@@ -92,6 +93,7 @@ class Router(nn.Module):
         self.expert_bias: Tensor | None
         self.register_buffer("expert_bias", torch.zeros(E, **fp32) if config.router.expert_bias else None)
         self._counts_since_update_E = torch.zeros(config.E, dtype=torch.int64, device=device)
+        self._bias_updates = torch.full((), NO_UPDATES, dtype=torch.int64, device=device)
         self._config_text = text_of(config)
         self.register_load_state_dict_post_hook(_reset_after_load)
 
@@ -100,7 +102,7 @@ class Router(nn.Module):
         exact = self.expert_bias
         super()._apply(fn, recurse)
         # Not a buffer, because DistributedDataParallel would overwrite it with another rank's.
-        self._counts_since_update_E = _moved(self._counts_since_update_E, self.weight.device)
+        self._move_counters()
         if exact is not None and self.expert_bias is not None:
             moved = self.expert_bias
             self.expert_bias = moved.float() if exact.is_meta else exact.to(moved.device)
@@ -110,6 +112,7 @@ class Router(nn.Module):
     def initialize(self, std: float, generator: torch.Generator) -> None:
         """Sets the weight to normal(0, std), and biases and counts to zero. A weight on "meta" stays as it is."""
         self._counts_since_update_E.zero_()
+        self._bias_updates.fill_(NO_UPDATES)
         if self.weight.is_meta:
             return
         fill_normal(self.weight, std, generator)
@@ -172,6 +175,7 @@ class Router(nn.Module):
             exchange=exchange,
             meanwhile=meanwhile,
             layer=0 if torch.compiler.is_compiling() else layer,
+            bias_updates=None if expert_bias_E is None or torch.compiler.is_compiling() else self._updates(),
             needs_backward=needs_backward,
         )
         counter_E = None if expert_bias_E is None else self._counter()
@@ -187,13 +191,23 @@ class Router(nn.Module):
     def _counter(self) -> Tensor:
         """Returns the counts on the weight's device. load_state_dict and FSDP can move the weight without `_apply`."""
         if self._counts_since_update_E.device != self.weight.device:
-            self._counts_since_update_E = _moved(self._counts_since_update_E, self.weight.device)
+            self._move_counters()
         return self._counts_since_update_E
+
+    def _updates(self) -> Tensor:
+        """Returns NO_UPDATES plus the number of updates of the bias, on the weight's device."""
+        self._counter()
+        return self._bias_updates
+
+    def _move_counters(self) -> None:
+        device = self.weight.device
+        self._counts_since_update_E = _moved(self._counts_since_update_E, device)
+        self._bias_updates = _moved(self._bias_updates, device, NO_UPDATES)
 
     def state(self) -> list[Tensor]:
         """Returns the tensors besides the parameters that forward reads or changes."""
         counts_E = self._counter()
-        return [counts_E] if self.expert_bias is None else [counts_E, self.expert_bias]
+        return [counts_E] if self.expert_bias is None else [counts_E, self.expert_bias, self._bias_updates]
 
     @contextmanager
     def uncounted(self) -> Generator[None]:
@@ -224,17 +238,19 @@ class Router(nn.Module):
         counts_E = counts_E if group is None else group.all_reduce(counts_E)
         self.expert_bias.copy_(updated_bias(self.expert_bias, counts_E, self.config.router.expert_bias_rate))
         self._counts_since_update_E.zero_()  # in place, because a captured CUDA graph adds to this tensor
+        self._bias_updates += 1
 
 
 def _reset_after_load(router: nn.Module, *_: object) -> None:
     """Runs after load_state_dict: the counts belong to another bias, and assign=True may have changed its dtype."""
     assert isinstance(router, Router)
     router._counts_since_update_E.zero_()
+    router._bias_updates.fill_(NO_UPDATES)
     if router.expert_bias is not None and router.expert_bias.dtype != torch.float32:
         router.expert_bias = router.expert_bias.float()
 
 
-def _moved(counts_E: Tensor, device: torch.device) -> Tensor:
-    """Returns the counts on `device`; zeros if they were on "meta"."""
+def _moved(counts: Tensor, device: torch.device, initial: int = 0) -> Tensor:
+    """Returns the counts on `device`; their initial value if they were on "meta"."""
     with torch.inference_mode(False):  # an inference tensor, made in evaluation, would break in-place adds in training
-        return torch.zeros_like(counts_E, device=device) if counts_E.is_meta else counts_E.to(device)
+        return torch.full_like(counts, initial, device=device) if counts.is_meta else counts.to(device)

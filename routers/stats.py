@@ -14,9 +14,9 @@ from sonic_ep.routing import GroupCounts
 class RoutingStats(NamedTuple):
     """Statistics of one forward, on the device; ratios in fp32. Each is computed on access. Reading one syncs the host.
 
-    entropy_T: (T,) entropy, in nats, of each token's scores divided by their sum. token_ids_N: the tokens of this
-    rank's pairs, see RoutedPairs. counts: see GroupCounts. `entropy` and `tokens_without_expert` are of this rank, all
-    others of the whole EP group.
+    entropy_T: (T,) entropy, in nats, of each token's scores divided by their sum; NaN for a token with a NaN or
+    infinite logit. token_ids_N: the tokens of this rank's pairs, see RoutedPairs. counts: see GroupCounts. `entropy`,
+    `tokens_with_bad_logits` and `tokens_without_expert` are of this rank, all others of the whole EP group.
     """
 
     entropy_T: Tensor
@@ -27,6 +27,14 @@ class RoutingStats(NamedTuple):
     def entropy(self) -> Tensor:
         """() mean of entropy_T; 0 if T = 0."""
         return self.entropy_T.sum() / max(self.entropy_T.shape[0], 1)
+
+    @property
+    def tokens_with_bad_logits(self) -> Tensor:
+        """() int64, the number of this rank's tokens with a NaN or infinite logit, as a NaN in x makes them.
+
+        `router.check_logits` raises for them instead, on every rank.
+        """
+        return self.entropy_T.isnan().sum()
 
     @property
     def tokens_without_expert(self) -> Tensor:

@@ -45,11 +45,15 @@ class TopK:
         return times_chosen(self.topk_ids_TK, self.scores_TE.shape[1])
 
     def entropy_T(self) -> Tensor:
-        """Returns (T,) entropy, in nats, of each token's scores divided by their sum; detached."""
-        if self.plain_entropy_T is not None:
-            return self.plain_entropy_T
-        scores_TE = self.scores_TE.detach()
-        return torch.special.entr(scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)).sum(1)
+        """Returns (T,) entropy, in nats, of each token's scores divided by their sum; detached.
+
+        It is NaN for a token with a NaN or infinite logit, unless the scores alone are known.
+        """
+        return _entropy(self.scores_TE.detach()) if self.plain_entropy_T is None else self.plain_entropy_T
+
+
+def _entropy(scores_TE: Tensor) -> Tensor:
+    return torch.special.entr(scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)).sum(1)
 
 
 def counts_by_score(config: RouterConfig) -> bool:
@@ -74,10 +78,20 @@ def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config
     scores_TE = scores_of(logits_TE, config)
     ranking_TE = scores_TE.detach() if expert_bias_E is None else scores_TE.detach() + expert_bias_E
     allowed_TE = None if config.num_groups == 1 else experts_of_best_groups(ranking_TE, config)
-    bad_logits = (~logits_TE.detach().isfinite()).sum() if config.check_logits else None
+    is_bad_TE = ~logits_TE.detach().isfinite()
+    bad_logits = is_bad_TE.sum() if config.check_logits else None
+    entropy_T = _entropy(scores_TE.detach()).masked_fill(is_bad_TE.any(1), float("nan"))
     topk_ids_TK = top_experts(ranking_TE, allowed_TE, K)
     by_score_TK = top_experts(scores_TE, None, K) if counts_by_score(config) else None
-    return TopK(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, bad_logits=bad_logits, by_score_TK=by_score_TK)
+    return TopK(
+        scores_TE,
+        ranking_TE,
+        allowed_TE,
+        topk_ids_TK,
+        plain_entropy_T=entropy_T,
+        bad_logits=bad_logits,
+        by_score_TK=by_score_TK,
+    )
 
 
 def _fused_topk(

@@ -151,7 +151,7 @@ class MoE(nn.Module):
     def _compute(self, x: Tensor) -> tuple[MoEOutput, RoutedPairs]:
         """Routes, dispatches, computes and combines. The last three are `moe`, which has one backward for them."""
         x, weights, problem = self._checked(x)
-        x_TH, shared = x.reshape(-1, self.config.d), self.shared
+        x_TH, shared = _rows_of(x), self.shared
         shared_TH: list[Tensor] = []
         routed = self.router(
             x_TH,
@@ -258,6 +258,11 @@ class MoE(nn.Module):
         if device_type == "meta":  # autocast does not support it
             return None
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """Returns x as (T, d), contiguous: GEMMs on other strides sum in another order, and give other bits."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 class _Transformed:

@@ -15,7 +15,8 @@ class FusedTopK(NamedTuple):
 
     scores_TE: fp32. ranking_TE: fp32 scores plus expert bias; the same tensor as scores_TE without a bias.
     allowed_TE: bool, the experts of each token's best groups; None without group limits. topk_ids_TK: int64, best
-    first. counts_E: int64, tokens per expert. entropy_T: fp32, in nats, of each token's scores divided by their sum.
+    first. counts_E: int64, tokens per expert. entropy_T: fp32, in nats, of each token's scores divided by their sum;
+    NaN for a token with a NaN or infinite logit.
     bad_logits: () int64, the number of non-finite logits; None unless `config.check_logits`.
     """
 

@@ -237,6 +237,24 @@ def test_one_rank_without_a_backward(ranks: Ranks, kind: str) -> None:
         assert afterwards == "no error"
 
 
+def updated_on_one_rank(rank: int) -> tuple[str, str, str]:
+    """Messages of a step before, after an update on rank 1 alone, and after the other rank's."""
+    config = MoEConfig(**SIZES, router=RouterConfig(expert_bias=True))  # type: ignore[arg-type]
+    layer, x = MoE(config, EPGroup(), seed=0), torch.randn(10, 8)
+    messages = [message_of(lambda: layer(x))]
+    for updating in (1, 0):
+        if rank == updating:
+            layer.update_expert_bias()
+        messages.append(message_of(lambda: layer(x).y.sum().backward()))
+    return messages[0], messages[1], messages[2]
+
+
+def test_a_bias_that_one_rank_alone_updates(ranks: Ranks) -> None:
+    for before, differing, after in ranks(2).run(updated_on_one_rank):
+        assert "how often the expert bias was updated since it was set or loaded (rank 0: 0, rank 1: 1)" in differing
+        assert before == after == "no error"
+
+
 UNUSABLE: dict[str, tuple[dict[str, object], str]] = {
     "no device type": ({"device": "nowhere"}, "rank 1: device='nowhere' cannot be used on this rank ("),
     "no such device": ({"device": "cuda:77"}, "rank 1: device='cuda:77' cannot be used on this rank ("),

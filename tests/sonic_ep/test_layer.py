@@ -365,6 +365,32 @@ def test_an_evaluation_in_inference_mode_leaves_a_layer_that_trains() -> None:
     layer.update_expert_bias()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_values_give_equal_bits_whatever_their_strides(dtype: torch.dtype) -> None:
+    layer = MoE(small(RouterConfig(balance="batch", balance_coef=0.1)), seed=0, dtype=dtype)
+    values = torch.randn(40, layer.config.d, dtype=dtype)
+    strided = torch.empty(layer.config.d, 80, dtype=dtype).T[::2].copy_(values)
+    results = []
+    for x in (values, strided):
+        x = x.detach().requires_grad_()
+        out = layer(x)
+        results.append(
+            [out.y, out.aux_loss, *torch.autograd.grad(out.y.sum() + out.aux_loss, [x, *layer.parameters()])]
+        )
+    assert not strided.is_contiguous()
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_stats_count_tokens_with_bad_logits(score: str, bad: float) -> None:
+    layer = MoE(small(RouterConfig(score=score)), seed=0)  # type: ignore[arg-type]
+    x = torch.randn(6, layer.config.d)
+    assert layer(x).stats.tokens_with_bad_logits == 0
+    x[[1, 4], 2] = bad
+    assert layer(x).stats.tokens_with_bad_logits == 2
+
+
 def test_all_that_a_layer_gives_are_tensors() -> None:
     """To torch, which graphs nothing else."""
     layer = MoE(small(), seed=0)

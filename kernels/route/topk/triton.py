@@ -131,7 +131,9 @@ def _topk(
         shares = shares * (1.0 / (tl.sum(shares, axis=1) + 1e-20))[:, None]
         # 0 * log(0) counts as 0, its limit; NaN stays NaN.
         terms = tl.where(shares == 0, 0.0, shares * tl.log(shares))
-        tl.store(entropy_ptr + rows, -tl.sum(terms, axis=1), mask=in_T)
+        # A sigmoid makes finite scores of infinite logits.
+        is_bad = tl.max((~(tl.abs(logits) < float("inf"))).to(tl.int32), axis=1) > 0
+        tl.store(entropy_ptr + rows, tl.where(is_bad, float("nan"), -tl.sum(terms, axis=1)), mask=in_T)
         ranking = scores
         if HAS_BIAS:
             ranking = scores + tl.load(bias_ptr + experts, mask=is_expert, other=0.0)[None, :]
