@@ -158,7 +158,6 @@ class Problem:
             for mode in ("off", "nearest"):
                 add(mode)
                 add(mode, record=False)
-            add("nearest", buffers="static")
             return makers
         kinds: tuple[TransportKind, ...] = ("symmetric", "all_to_all") if self.device == "cuda" else ("all_to_all",)
         modes: tuple[RoundingMode, ...] = ("off", "nearest", "apportion")

@@ -52,7 +52,7 @@ from tuned_choices import restore, save_choices
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, load_config
 from sonic_ep.experts import Experts
 
-OURS_ON_ONE_RANK = ("off", "nearest", "nearest, static")
+OURS_ON_ONE_RANK = ("off", "nearest")
 OURS_ACROSS_RANKS = (
     "off, symmetric",
     "apportion, symmetric",

@@ -33,7 +33,7 @@ CASES = {
     2: ["qwen3_30b_a3b:8192", "sonic_7b:8192", "qwen3_30b_a3b:8192:E=32,K=2"],
 }
 CONTESTANTS = {
-    1: ["off", "nearest", "nearest, static", "torch", "sonic_moe"],
+    1: ["off", "nearest", "torch", "sonic_moe"],
     2: [
         "off, symmetric",
         "off, symmetric, code",

@@ -10,34 +10,25 @@ from typing import final
 
 from torch import Tensor
 
-from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.checks import starts_aligned
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
-from sonic_ep.dispatch.speculation import RowPredictor
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import allows_spare_capacity, gather_sum, pair_lists, values_of_pairs
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
-from sonic_ep.routing import AsyncSplitSizes, Routing
+from sonic_ep.routing import Routing
 
 
 @final
 class LocalTransport:
     """The transport of ep_size = 1.
 
-    Without rounding, sizes follow from T and K. With rounding, the host must wait for the number of rows. On a GPU it
-    first launches the kernels that make the lists, and the experts' forward GEMMs if it can predict their rows
-    (speculation.py). With `static`, or while a CUDA graph is captured, a GPU's host does not wait for sizes: the lists
-    have capacity for the most rows that rounding can produce (`Routing.max_rows`).
+    Without rounding, sizes follow from T and K. With rounding, a GPU's host does not wait for the number of rows: the
+    lists have capacity for the most that rounding can produce (`Routing.max_rows`), and the kernels read how many there
+    are. On the CPU the lists are exact.
     """
 
-    name = ""
-    STATIC = "static"
-
-    def __init__(self, *, static: bool = False) -> None:
-        self._static = static
-        self._row_predictor = RowPredictor()
-        self.text = self.STATIC if static else ""  # identifies it to operations of a compiled graph, which take strings
+    name = text = ""
 
     def problem_with(self, num_tokens: int) -> str | None:
         return None
@@ -53,43 +44,24 @@ class LocalTransport:
     ) -> PreparedDispatch:
         token_ids_N, T = routing.token_ids_N, routing.num_tokens
         P = V = N = token_ids_N.shape[0]
-        arriving_sizes, rows = None, None
-        if routing.max_rows is not None:
-            P = routing.max_rows
-            allows_spare = allows_spare_capacity(token_ids_N)
-            waits = not (allows_spare and self._static) and host_may_wait(token_ids_N)
-            arriving_sizes = split_sizes_async(routing) if waits else None
-            if arriving_sizes is not None and allows_spare:
-                rows = self._row_predictor.rows(layer_key, T)
-            elif arriving_sizes is not None:
-                P, V = _rows_and_pairs(arriving_sizes)
-        spare = routing.max_rows is not None and (arriving_sizes is None or rows is not None)
-        buffer = pair_lists(plan.chunks(P, V, zeroed=spare), token_ids_N, routing.weights_N, None, T)
-
-        def prepared(P: int, V: int) -> PreparedDispatch:
-            handle = DispatchHandle.of(
-                buffer,
-                plan.expert_starts_e,
-                (),
-                Splits((T,), (T,), (V,), (V,)),
-                num_tokens=T,
-                num_rows=T,
-                num_listed=N,
-            )
-            return PreparedDispatch(handle, buffer.weights_P).cut_to(P, V)
-
-        if arriving_sizes is None:
+        spare = routing.max_rows is not None and allows_spare_capacity(token_ids_N)
+        if routing.max_rows is not None and not spare:
+            sizes = split_sizes_async(routing).read()
+            P, V = sizes.num_rows(0), sum(sizes.pairs_in(0))
+        else:
             routing.check()
-            return prepared(P, V)
-
-        def resolve_sizes() -> tuple[PreparedDispatch, bool]:
-            P, V = _rows_and_pairs(arriving_sizes)
-            self._row_predictor.record(layer_key, P, T)
-            return prepared(P, V), True
-
-        if rows is None or arriving_sizes.is_ready:
-            return resolve_sizes()[0]
-        return prepared(P, V).speculative(rows, resolve_sizes)
+            P = P if routing.max_rows is None else routing.max_rows
+        buffer = pair_lists(plan.chunks(P, V, zeroed=spare), token_ids_N, routing.weights_N, None, T)
+        handle = DispatchHandle.of(
+            buffer,
+            plan.expert_starts_e,
+            (),
+            Splits((T,), (T,), (V,), (V,)),
+            num_tokens=T,
+            num_rows=T,
+            num_listed=N,
+        )
+        return PreparedDispatch(handle, buffer.weights_P)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         return Pending(lambda: x_TH if starts_aligned(x_TH) else x_TH.clone())
@@ -115,9 +87,3 @@ class LocalTransport:
             return Pending.done(values_of_pairs(parts_PZ, *lists))
         values_N = parts_PZ.new_empty(handle.num_listed)  # allocated now, as in `combine`
         return Pending(partial(values_of_pairs, parts_PZ, *lists, into=values_N, overlap_previous=True))
-
-
-def _rows_and_pairs(arriving_sizes: AsyncSplitSizes) -> tuple[int, int]:
-    """Returns P and V. Blocks until they arrive."""
-    sizes = arriving_sizes.read()
-    return sizes.num_rows(0), sum(sizes.pairs_in(0))

@@ -1,8 +1,8 @@
-"""Launch a step before the host knows its sizes, and redo it if the guess was too small.
+"""Over symmetric memory, launch a step before the host knows its sizes, and redo it if the guess was too small.
 
 There are two guesses, because counts change slowly:
 
-1. Rows and lists (`SizePredictor`; symmetric memory only). We allocate 5/4 of what the last step needed and launch at
+1. Rows and lists (`SizePredictor`). We allocate 5/4 of what the last step needed and launch at
    once. The device knows the true counts. If they exceed the guess, it empties the plan (`bounded_plan`): every kernel
    becomes a no-op on every rank. Once the host has read the counts, it launches the step again with exact sizes.
 2. The experts' forward GEMMs (`RowPredictor`, `PreparedDispatch.speculative`). They are launched for 33/32 of the rows

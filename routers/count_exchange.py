@@ -18,7 +18,12 @@ from torch import Tensor
 from sonic_ep.async_d2h import host_can_read
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.kernels.backend import pack_rank_status, pack_split_sizes, zero_counts_on_error
+from sonic_ep.kernels.backend import (
+    allows_spare_capacity,
+    pack_rank_status,
+    pack_split_sizes,
+    zero_counts_on_error,
+)
 from sonic_ep.kernels.route.select.reference import MAX_TOKENS
 from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, LAYER, NO_UPDATES, SEED, STATUS, TOKENS
 from sonic_ep.routers.rounding import leaves_sizes_open, round_counts
@@ -120,7 +125,9 @@ def gather_counts(
             "set router.check_logits=False"
         )
     reads_status = group.size > 1 or status.bad_logits is not None
-    if not readable or not (reads_status or leaves_sizes_open(rounding, training=status.training)):
+    # On one rank lists have capacity for the most rows, where they may.
+    reads_sizes = leaves_sizes_open(rounding, training=status.training) and not allows_spare_capacity(status_SF)
+    if not readable or not (reads_status or reads_sizes):
         return GroupDecision(counts, None, by_score_SE)
     values = pack_split_sizes(tokens_S, counts.rows_SE, counts.pairs_SE, status_SF)
     check = functools.partial(raise_problems, problem=None, group=group, exchange=exchange)

@@ -170,7 +170,7 @@ class RoundingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportConfig:
-    """How rows are sent between ranks (docs/transports.md). With one rank, only `buffers` matters.
+    """How rows are sent between ranks (docs/transports.md). With one rank, nothing is sent.
 
     kind: "symmetric" writes into the other GPUs' memory over NVLink. "all_to_all" uses torch.distributed. "auto" uses
         "symmetric" if every rank can write to every other, else "all_to_all", and logs which.

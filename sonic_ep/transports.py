@@ -98,7 +98,7 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
     """
     config = config or TransportConfig()
     if group.size == 1:
-        return LocalTransport(static=config.buffers == "static")
+        return LocalTransport()
     text = _text_of(config)
     name = _name_of(group, text)
     transport = group.held.get(name)
@@ -119,7 +119,7 @@ def existing_transport(group: EPGroup, text: str) -> LocalTransport | GroupTrans
     Raises RuntimeError if it has been garbage-collected.
     """
     if group.size == 1:
-        return LocalTransport(static=text == LocalTransport.STATIC)
+        return LocalTransport()
     transport = _found(group, text)
     if transport is None:
         raise RuntimeError(f"nobody holds the transport of {text}: keep what transport_for(group, config) gave")

@@ -104,7 +104,10 @@ class Case:
         prepared = LocalTransport().prepare(
             Routing(weights_N, chosen.token_ids_N, chosen.counts, T, chosen.max_rows), plan
         )
-        N = int(chosen.counts.pairs_SE.sum())
+        N, P = (
+            int(chosen.counts.pairs_SE.sum()),
+            int(chosen.counts.rows_SE.sum()),
+        )  # the kernels' lists have spare entries
         counts, handle = chosen.counts, prepared.handle
         return {
             "counter": counter_E,
@@ -114,11 +117,11 @@ class Case:
             "chosen": chosen.chosen_N[:N],
             "gates": weights_N[:N],
             **{f"plan.{name}": value for name, value in plan._asdict().items()},
-            "gates of rows": prepared.weights_P,
-            "row_of_pair": handle.row_of_pair_P,
-            "pairs_by_row": handle.pairs_by_row_V,
+            "gates of rows": prepared.weights_P[:P],
+            "row_of_pair": handle.row_of_pair_P[:P],
+            "pairs_by_row": handle.pairs_by_row_V[:N],
             "pair_starts": handle.pair_starts_R,
-            "slots": handle.slot_V,
+            "slots": handle.slot_V[:N],
             "expert_starts": handle.expert_starts_e,
         }
 
