@@ -67,7 +67,8 @@ def problem_with_weights(
 ) -> str | None:
     """Checks shapes, dtypes, devices and memory of the local experts' weights for rows x (T, H)."""
     if w1.dim() != 3 or w2.dim() != 3:
-        return f"w1 and w2 must have three dimensions (experts, out, in), got {tuple(w1.shape)} and {tuple(w2.shape)}"
+        shapes = f"{tuple(w1.shape)} and {tuple(w2.shape)}"
+        return f"w1 and w2 must have three dimensions (experts, out, in), got {shapes}; stack the experts' weights"
     e, J, H = w1.shape
     width = J // 2 if gated else J
     wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {

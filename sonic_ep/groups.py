@@ -87,6 +87,15 @@ class EPGroup:
         """Returns self: a copy of a layer uses the same ranks."""
         return self
 
+    def __reduce__(self) -> Any:
+        """Raises TypeError for more than this rank alone: another process has no such group."""
+        if self.process_group is None:
+            return EPGroup.alone, ()
+        raise TypeError(
+            f"an EPGroup of {self.size} ranks, and a layer that has it, cannot be pickled: save the layer's "
+            "state_dict(), or use sonic_ep.checkpoint"
+        )
+
     @classmethod
     def alone(cls) -> "EPGroup":
         """Returns the group of one rank, which calls no collective."""

@@ -1,12 +1,13 @@
 """EPGroup: collectives of real ranks, none of a single one."""
 
+import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from sonic_ep import EPGroup
+from sonic_ep import EPGroup, MoE, MoEConfig
 from tests.helpers.launch import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -103,3 +104,20 @@ def test_one_rank_alone_takes_no_collective(monkeypatch: pytest.MonkeyPatch) -> 
     group.raise_together(None)
     with pytest.raises(ValueError, match="^odd$"):
         group.raise_together("odd")
+
+
+def pickled(rank: int) -> str:
+    layer = MoE(MoEConfig(d=8, n=4, E=4, K=2), EPGroup(), seed=0)
+    with pytest.raises(TypeError) as raised:
+        pickle.dumps(layer)
+    return str(raised.value)
+
+
+def test_several_ranks_are_not_pickled(ranks: Ranks) -> None:
+    for message in ranks(2).run(pickled):
+        assert message.startswith(
+            "an EPGroup of 2 ranks, and a layer that has it, cannot be pickled: save the layer's st"
+        )
+    layer = MoE(MoEConfig(d=8, n=4, E=4, K=2), seed=0)
+    x = torch.randn(6, 8)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x).y, layer(x).y)
