@@ -19,6 +19,9 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Every process of the tests compiles its own kernels: there are many shapes, and several test processes.
+os.environ.setdefault("SONIC_EP_COMPILE_PROCESSES", "1")
+
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
