@@ -77,8 +77,8 @@ class SizePredictor:
 class RowPredictor:
     """Predicts how many pair-buffer rows this rank's experts have in the next step.
 
-    layer_key: identifies the experts, because layers differ in their numbers of rows. It must be equal in every step,
-    as the address of their weights is; a key that changes gets no prediction.
+    layer_key: identifies the experts, because layers differ in their numbers of rows. It must be equal in every step; a
+    key that changes gets no prediction.
     """
 
     def __init__(self) -> None:

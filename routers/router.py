@@ -218,8 +218,13 @@ class Router(nn.Module):
         finally:
             self._counter().copy_(counts_E)
 
-    def prevent_dce(self, out_TH: Tensor) -> None:
-        """Prevents a compiled graph from dropping the operations that compute out_TH, which check the routing."""
+    def prevent_dce(self, out_TH: Tensor, group: EPGroup) -> None:
+        """Prevents a compiled graph from dropping the operations that compute out_TH, which check the routing.
+
+        Does nothing elsewhere, and on one rank, which has nothing to check.
+        """
+        if not torch.compiler.is_compiling() or group.size == 1:
+            return
         torch.ops.sonic_ep.prevent_dce(self._counts_since_update_E, out_TH.detach())
 
     def _settings(self) -> MoEConfig:

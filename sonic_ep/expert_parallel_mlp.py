@@ -31,13 +31,15 @@ _MIN_FILL = 15 / 16  # If P fills less of the speculative H, we clone the P rows
 class Call:
     """The arguments of one call that are no tensors.
 
-    save_dispatched: save the received rows for backward instead of x. tile_aligned: `Routing.tile_aligned`.
+    save_dispatched: save the received rows for backward instead of x. tile_aligned: `Routing.tile_aligned`. layer_key:
+    identifies the experts for predictions (`Transport.prepare`).
     """
 
     transport: Transport
     activation: Activation
     save_dispatched: bool
     tile_aligned: bool
+    layer_key: int | None = None
 
 
 @dataclass(slots=True)

@@ -43,6 +43,7 @@ def moe(
     layout: Literal["interleaved", "concatenated"] = "interleaved",
     save_dispatched: bool = False,
     accumulate_into_main_grad: bool = False,
+    layer_key: int | None = None,
 ) -> Tensor:
     """Returns out: out[t] is the sum of s * expert_i(x[t]) over the routing's pairs (token t, expert i, weight s).
 
@@ -61,6 +62,8 @@ def moe(
              has one, and sets `w.grad_added_to_main_grad = True`, as Megatron-Core's layers do. main_grad may have any
              floating dtype, but float64 for float64 weights only. The gradient that autograd passes on is then a
              placeholder: zeros if `w.zero_out_wgrad`, else uninitialised. Not with `up_eIH`, nor with "concatenated".
+    Predicts: over symmetric memory, how many rows arrive, from the last call with the same `layer_key`; default: the
+             address of w1, which FSDP changes in every step.
     Raises:  ValueError, before any collective, for weights of the wrong shape, dtype, device or strides and for a
              routing of another number of tokens. This check is local: if only one rank makes a mistake, the others wait
              for it. `MoE` and `Routing.from_pairs` check on all ranks. Also the errors of `Routing.check`.
@@ -110,7 +113,8 @@ def moe(
     split, bias = up_eIH is not None, b1_eJ is not None
     start_compiling(w2_eHI, activation, bias=bias, split_gate_up=split, accumulate=accumulate_into_main_grad)
     plan = plan_for(routing.counts, group.rank)
-    call = Call(transport, act, save_dispatched, routing.tile_aligned)
+    key = w1_eJH.data_ptr() if layer_key is None else layer_key
+    call = Call(transport, act, save_dispatched, routing.tile_aligned, key)
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     with _without_autocast(x_TH):
         return _ExpertParallelMLP.apply(
@@ -141,7 +145,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
     ) -> Tensor:
         x_TH = x_TH.contiguous()
         with routing.status_first():
-            prepared = call.transport.prepare(routing, plan, x_TH, w1.data_ptr())
+            prepared = call.transport.prepare(routing, plan, x_TH, call.layer_key)
             out_TH, saved = forward(x_TH, prepared, ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH), call)
         routing.check()  # after all launches, because it may block
         weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)

@@ -172,9 +172,9 @@ class MoE(nn.Module):
             group=self.group,
             activation=self.config.activation,
             save_dispatched=self.config.save_dispatched,
+            layer_key=None if torch.compiler.is_compiling() else id(self),
         )
-        if torch.compiler.is_compiling() and self.group.size > 1:
-            self.router.prevent_dce(y_TH)
+        self.router.prevent_dce(y_TH, self.group)
         if shared_TH:
             y_TH = y_TH + shared_TH[0]
         # Not as a view: a caller who changes a view in place loses the hooks that FSDP has put on it.
