@@ -36,7 +36,7 @@ def test_unknown_names_raise() -> None:
 
 
 def test_the_layer_imports_no_extra() -> None:
-    extras = ("quack", "cutlass", "megatron", "deepspeed", "transformer_engine")
+    extras = ("quack", "cutlass", "megatron", "deepspeed", "transformers", "transformer_engine")
     code = f"import sys, sonic_ep as s; s.MoE, s.checkpoint; print([m for m in {extras!r} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -1,0 +1,36 @@
+"""`check` tells before the first step whether a model's experts are computed here."""
+
+from torch import nn
+
+from sonic_ep.integrations.transformers.activation import activation_of
+from sonic_ep.integrations.transformers.experts import problem_with_experts, uses_registry
+
+NAME = "sonic_ep"
+
+
+def check(model: nn.Module) -> list[str]:
+    """Returns the names of the modules whose experts are computed by sonic_ep.
+
+    Raises ValueError, with value, limit and fix, if there is none, or if any experts cannot be computed. Without this
+    call the second case raises in the first forward, while transformers accepts the first case silently.
+    """
+    registered = {name: module for name, module in model.named_modules() if uses_registry(module)}
+    if not registered:
+        raise ValueError(
+            f"no experts of {type(model).__name__} ask transformers' registry for an implementation, so "
+            f"experts_implementation={NAME!r} has no effect; docs/transformers.md lists the models whose experts do"
+        )
+    for name, experts in registered.items():
+        implementation = getattr(experts.config, "_experts_implementation", None)
+        if implementation != NAME:
+            raise ValueError(
+                f"{name} has experts_implementation={implementation!r}; give experts_implementation={NAME!r} to "
+                f"from_pretrained or from_config, or call model.set_experts_implementation({NAME!r})"
+            )
+        if (problem := problem_with_experts(experts)) is not None:
+            raise ValueError(f"{name}: {problem}")
+        try:
+            activation_of(experts)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return list(registered)

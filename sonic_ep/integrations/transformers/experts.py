@@ -1,0 +1,120 @@
+"""The experts of a transformers model, computed by `moe` on the model's own routing.
+
+Source: huggingface/transformers, src/transformers/integrations/moe.py, `ExpertsInterface`.
+
+Legend: T tokens on this rank, H hidden size, K experts per token.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sonic_ep.dispatch.local import LocalTransport
+from sonic_ep.functional import moe
+from sonic_ep.groups import EPGroup
+from sonic_ep.integrations.transformers.activation import activation_of
+from sonic_ep.integrations.transformers.topk_routing import routing_of_topk
+from sonic_ep.integrations.transformers.weights import num_local_experts, weight_dtype, weights_of
+from sonic_ep.transports import GroupTransport
+
+
+class LocalExperts:
+    """The function for `ExpertsInterface`: the experts that this rank has, on rows that it has."""
+
+    def __init__(self, transport: LocalTransport | GroupTransport) -> None:
+        self._group, self._transport = EPGroup.alone(), transport
+
+    def __call__(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns each token's weighted sum over its experts, (T, H) in the dtype of hidden_states.
+
+        Shapes:  hidden_states (T, H); top_k_index (T, K) integers, distinct in each row; top_k_weights (T, K).
+        Ids:     under transformers' expert parallelism, ids of `experts.num_experts` and more are skipped.
+        Raises:  ValueError for experts that we do not compute: see `check`.
+        """
+        is_parallel = getattr(experts, "_is_expert_parallel", False)
+        return compute_experts(
+            experts,
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            group=self._group,
+            transport=self._transport,
+            has_sentinels=is_parallel,
+        )
+
+
+def compute_experts(
+    experts: Any,
+    x_TH: Tensor,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    *,
+    group: EPGroup,
+    transport: LocalTransport | GroupTransport,
+    has_sentinels: bool = False,
+    save_dispatched: bool = False,
+) -> Tensor:
+    """Returns each token's weighted sum over its experts, (T, H) in the dtype of x. A collective of `group`.
+
+    experts: the module of transformers. topk_ids_TK: global ids. has_sentinels: see `routing_of_topk`.
+    Computes in the dtype of autocast, or without it in that of the weights.
+    """
+    if (problem := problem_with_experts(experts)) is not None:
+        raise ValueError(problem)
+    activation, dtype = activation_of(experts), _compute_dtype(experts, x_TH)
+    routing = routing_of_topk(
+        topk_ids_TK,
+        topk_weights_TK,
+        E=num_local_experts(experts) * group.size,
+        group=group,
+        exchange=transport,
+        dtype=dtype,
+        training=experts.training,
+        has_sentinels=has_sentinels,
+    )
+    weights = weights_of(experts, dtype)
+    out_TH = moe(
+        x_TH.to(dtype),
+        routing,
+        weights.w1,
+        weights.w2_eHI,
+        weights.b1_eJ,
+        weights.b2_eH,
+        transport=transport,
+        group=group,
+        activation=activation,
+        save_dispatched=save_dispatched,
+    )
+    return out_TH.to(x_TH.dtype)
+
+
+def uses_registry(module: Any) -> bool:
+    """Returns True for a module of a class that has transformers' decorator `use_experts_implementation`."""
+    return all(hasattr(module, name) for name in ("is_concatenated", "is_transposed", "has_gate", "has_bias"))
+
+
+def problem_with_experts(experts: Any) -> str | None:
+    """Returns why we cannot compute a module of experts, apart from its activation, or None."""
+    name = type(experts).__name__
+    if not uses_registry(experts):
+        return (
+            f"{name} is not of a class with transformers' decorator use_experts_implementation, which tells the layout "
+            "of the weights; use experts_implementation='eager' and ep_implementation='all_to_all'"
+        )
+    if getattr(experts, "has_post_expert_norm", False):
+        return (
+            f"{name} normalises the output of each expert (has_post_expert_norm=True), and the combine sums outputs as "
+            "they are; build the model with experts_implementation='grouped_mm'"
+        )
+    dtype = weight_dtype(experts)
+    if dtype.itemsize < 2:
+        return f"{name} has weights of {dtype}; supported are float32, float64, bfloat16 and float16"
+    return None
+
+
+def _compute_dtype(experts: Any, x_TH: Tensor) -> torch.dtype:
+    device_type = x_TH.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return weight_dtype(experts)
