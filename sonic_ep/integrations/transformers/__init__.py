@@ -1,7 +1,8 @@
-"""sonic_ep in Hugging Face transformers: `register()` adds the name "sonic_ep" to its public registry of experts.
+"""sonic_ep in Hugging Face transformers: `register()` adds the name "sonic_ep" to its public registries.
 
-Models built with `experts_implementation="sonic_ep"` then compute their experts here. No class is patched.
-docs/transformers.md has the families of models. Tested with transformers 5.19 and 5.24.
+Models built with `experts_implementation="sonic_ep"` then compute their experts here. Those built with
+`DistributedConfig(ep_implementation="sonic_ep")` also reach the experts of other ranks by our dispatch and combine. No
+class is patched. docs/transformers.md has the families of models. Tested with transformers 5.19 and 5.24.
 """
 
 from sonic_ep.extras import require_extra

@@ -1,5 +1,7 @@
 """`check` tells before the first step whether a model's experts are computed here."""
 
+from typing import Any
+
 from torch import nn
 
 from sonic_ep.integrations.transformers.activation import activation_of
@@ -22,7 +24,7 @@ def check(model: nn.Module) -> list[str]:
         )
     for name, experts in registered.items():
         implementation = getattr(experts.config, "_experts_implementation", None)
-        if implementation != NAME:
+        if implementation != NAME and not _has_our_parallelism(experts):
             raise ValueError(
                 f"{name} has experts_implementation={implementation!r}; give experts_implementation={NAME!r} to "
                 f"from_pretrained or from_config, or call model.set_experts_implementation({NAME!r})"
@@ -34,3 +36,8 @@ def check(model: nn.Module) -> list[str]:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return list(registered)
+
+
+def _has_our_parallelism(experts: Any) -> bool:
+    config = getattr(experts.config, "distributed_config", None)
+    return getattr(config, "ep_implementation", None) == NAME and getattr(config, "ep_size", 1) > 1

@@ -1,5 +1,6 @@
-"""`register` adds our experts to the registry of transformers."""
+"""`register` adds our experts and our expert parallelism to the registries of transformers."""
 
+from importlib.util import find_spec
 from typing import Any
 
 from sonic_ep.groups import EPGroup
@@ -10,14 +11,19 @@ from sonic_ep.transports import transport_for
 
 
 def register(options: SonicEPOptions | None = None) -> None:
-    """Makes experts_implementation="sonic_ep" known to transformers, in this process.
+    """Makes the name "sonic_ep" known to transformers, in this process. Call it again to change the options.
+
+    The name is for `experts_implementation`, and with transformers of 5.21 and later for `ep_implementation` of
+    DistributedConfig.
 
     Example: register(); model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="sonic_ep")
 
-    options:  those of a layer. transport.buffers="static" has a GPU's host never wait for sizes.
-    Raises:   ValueError for options.rounding: rounding needs the scores of all experts, and the registry passes the
+    options:  those of a layer. transport.buffers="static" has a GPU's host never wait for sizes. Models that were built
+              before the call keep theirs under expert parallelism.
+    Raises:   ValueError for options.rounding: rounding needs the scores of all experts, and the registries pass the
               chosen ones alone.
-    Source:   huggingface/transformers, src/transformers/integrations/moe.py, `ExpertsInterface`.
+    Source:   huggingface/transformers, src/transformers/integrations/moe.py, `ExpertsInterface`, and
+              src/transformers/distributed/expert_parallel.py, `EPImplementationInterface`.
     """
     from transformers.integrations.moe import ExpertsInterface
 
@@ -30,3 +36,12 @@ def register(options: SonicEPOptions | None = None) -> None:
     # Typed as a function of a module that returns a tensor.
     forward: Any = LocalExperts(transport_for(EPGroup.alone(), options.transport))
     ExpertsInterface.register(NAME, forward)
+    if find_spec("transformers.distributed.expert_parallel") is None:
+        return  # 5.20 and earlier have no registry for expert parallelism
+    from transformers.distributed.expert_parallel import (  # pyright: ignore[reportMissingImports]
+        EPImplementationInterface,
+    )
+
+    from sonic_ep.integrations.transformers.expert_parallel import implementation_with
+
+    EPImplementationInterface.register(NAME, implementation_with(options))
