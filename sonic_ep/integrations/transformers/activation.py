@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 
 from sonic_ep.kernels.experts.activations import ACTIVATIONS
 
@@ -24,9 +25,13 @@ def activation_of(experts: Any) -> str:
     Raises ValueError if no activation of ours has the same values.
     """
     name = getattr(experts, _ATTRIBUTE, None)
-    if name is None:
-        name = _equal_activation(experts)
-        setattr(experts, _ATTRIBUTE, name)
+    return _find_activation(experts) if name is None else name
+
+
+@_disable_dynamo
+def _find_activation(experts: Any) -> str:
+    name = _equal_activation(experts)
+    setattr(experts, _ATTRIBUTE, name)
     return name
 
 

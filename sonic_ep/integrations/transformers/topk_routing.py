@@ -10,7 +10,7 @@ from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.kernels.backend import allows_spare_capacity
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
-from sonic_ep.routing import INDEX_DTYPE, Routing
+from sonic_ep.routing import INDEX_DTYPE, GroupCounts, Routing
 
 _OFF = RoundingConfig(mode="off")
 
@@ -26,7 +26,7 @@ def routing_of_topk(
     training: bool,
     has_sentinels: bool = False,
 ) -> Routing:
-    """Returns the routing of every (token, expert) pair. A collective: one all-gather of counts.
+    """Returns the routing of every (token, expert) pair. A collective: with several ranks, one all-gather of counts.
 
     Shapes:    topk_ids_TK (T, K) integers, distinct in each row; topk_weights_TK (T, K) floating point, differentiable.
     dtype:     of the experts' input. training: of the module. Both must be equal on all ranks.
@@ -39,11 +39,20 @@ def routing_of_topk(
     bins_N = ids_N.clamp(max=E).long()
     counts_E = torch.zeros(E + 1, dtype=torch.int64, device=ids_N.device)
     counts_E = counts_E.scatter_add_(0, bins_N, torch.ones_like(bins_N))[:E]
-    status = RankStatus(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
-    counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
+    if group.size == 1:
+        counts, split_sizes = _counts_of_one_rank(counts_E, T), None
+    else:
+        status = RankStatus(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
+        counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
     max_rows = T * K if has_sentinels and allows_spare_capacity(ids_N) else None
     if has_sentinels and max_rows is None:
         order_N = order_N[: int(counts_E.sum())]
     weights_N = topk_weights_TK.flatten().index_select(0, order_N)
     token_ids_N = (order_N // max(K, 1)).to(INDEX_DTYPE)
     return Routing(weights_N, token_ids_N, counts, T, max_rows=max_rows, split_sizes=split_sizes)
+
+
+def _counts_of_one_rank(counts_E: Tensor, num_tokens: int) -> GroupCounts:
+    """Returns what `gather_counts` returns without rounding, in operations that torch.compile can trace."""
+    counts_SE, tokens_S = counts_E[None], counts_E.new_full((1,), num_tokens)
+    return GroupCounts(counts_SE, counts_SE, counts_SE, tokens_S, torch.zeros_like(tokens_S), tokens_S.new_ones(()))
