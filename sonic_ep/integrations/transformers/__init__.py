@@ -2,7 +2,7 @@
 
 Models built with `experts_implementation="sonic_ep"` then compute their experts here. Those built with
 `DistributedConfig(ep_implementation="sonic_ep")` also reach the experts of other ranks by our dispatch and combine. No
-class is patched. docs/transformers.md has the families of models. Tested with transformers 5.19 and 5.24.
+class is patched. docs/transformers.md has the families of models. Tested with transformers 5.19 to 5.24.
 """
 
 from sonic_ep.extras import require_extra

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers.distributed.expert_parallel import EPImplementation  # pyright: ignore[reportMissingImports]  # in 5.21
+from transformers.distributed.expert_parallel import EPImplementation  # pyright: ignore[reportMissingImports]  # in 5.23
 
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.options import SonicEPOptions

@@ -1,5 +1,6 @@
 """`register` adds our experts and our expert parallelism to the registries of transformers."""
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,11 +10,13 @@ from sonic_ep.integrations.transformers.check import NAME
 from sonic_ep.integrations.transformers.experts import LocalExperts
 from sonic_ep.transports import transport_for
 
+PARALLEL = "transformers.distributed.expert_parallel"
+
 
 def register(options: SonicEPOptions | None = None) -> None:
     """Makes the name "sonic_ep" known to transformers, in this process. Call it again to change the options.
 
-    The name is for `experts_implementation`, and with transformers of 5.21 and later for `ep_implementation` of
+    The name is for `experts_implementation`, and with transformers of 5.23 and later for `ep_implementation` of
     DistributedConfig.
 
     Example: register(); model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="sonic_ep")
@@ -36,12 +39,12 @@ def register(options: SonicEPOptions | None = None) -> None:
     # Typed as a function of a module that returns a tensor.
     forward: Any = LocalExperts(transport_for(EPGroup.alone(), options.transport))
     ExpertsInterface.register(NAME, forward)
-    if find_spec("transformers.distributed.expert_parallel") is None:
-        return  # 5.20 and earlier have no registry for expert parallelism
-    from transformers.distributed.expert_parallel import (  # pyright: ignore[reportMissingImports]
-        EPImplementationInterface,
-    )
+    if has_parallel_registry():
+        from sonic_ep.integrations.transformers.expert_parallel import implementation_with
 
-    from sonic_ep.integrations.transformers.expert_parallel import implementation_with
+        import_module(PARALLEL).EPImplementationInterface.register(NAME, implementation_with(options))
 
-    EPImplementationInterface.register(NAME, implementation_with(options))
+
+def has_parallel_registry() -> bool:
+    """Returns True if this transformers has a registry for expert parallelism: 5.23 and later."""
+    return find_spec(PARALLEL) is not None and hasattr(import_module(PARALLEL), "EPImplementationInterface")

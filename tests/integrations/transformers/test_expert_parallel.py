@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +13,10 @@ from torch import Tensor
 from tests.helpers.launch import RankError, RankPool
 
 pytest.importorskip("transformers")
-if find_spec("transformers.distributed.expert_parallel") is None:
-    pytest.skip("transformers before 5.21 has no registry for expert parallelism", allow_module_level=True)
+from sonic_ep.integrations.transformers.register import has_parallel_registry
+
+if not has_parallel_registry():
+    pytest.skip("transformers before 5.23 has no registry for expert parallelism", allow_module_level=True)
 
 from tests.helpers.hugging_face import batches, loss_of, model_of
 from tests.helpers.process_groups import passing_groups
