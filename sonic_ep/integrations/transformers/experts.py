@@ -85,6 +85,8 @@ def compute_experts(
         group=group,
         activation=activation,
         save_dispatched=save_dispatched,
+        # Not the address of the weights, which may be copies.
+        layer_key=None if torch.compiler.is_compiling() else id(experts),
     )
     return out_TH.to(x_TH.dtype)
 

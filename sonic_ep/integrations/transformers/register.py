@@ -21,8 +21,7 @@ def register(options: SonicEPOptions | None = None) -> None:
 
     Example: register(); model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="sonic_ep")
 
-    options:  those of a layer. transport.buffers="static" has a GPU's host never wait for sizes. Models that were built
-              before the call keep theirs under expert parallelism.
+    options:  those of a layer. Models that were built before the call keep theirs under expert parallelism.
     Raises:   ValueError for options.rounding: rounding needs the scores of all experts, and the registries pass the
               chosen ones alone.
     Source:   huggingface/transformers, src/transformers/integrations/moe.py, `ExpertsInterface`, and
