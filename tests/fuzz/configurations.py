@@ -235,8 +235,8 @@ def reference_step(case: Case, reference: Reference, step: int, drawn: list[list
         noise = torch.ones((), dtype=torch.float64)
         if case.training and config.router.jitter:
             jitter = config.router.jitter
-            # In memory as x is, which the layer's noise is too.
-            noise = torch.empty_like(x.reshape(xr.shape)).uniform_(1 - jitter, 1 + jitter).double()
+            # In the order of the values, whatever the strides of x.
+            noise = torch.empty(xr.shape, dtype=x.dtype).uniform_(1 - jitter, 1 + jitter).double()
         bias = 0.0 if weights.router_bias is None else weights.router_bias
         data.append((xr, xr * noise, (xr * noise) @ weights.router.T + bias, dout.double().reshape(xr.shape)))
     probabilities = torch.sigmoid if config.router.score == "sigmoid" else lambda logits: torch.softmax(logits, 1)
