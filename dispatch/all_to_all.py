@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sonic_ep.async_d2h import host_may_wait
+from sonic_ep.async_d2h import AsyncD2H, host_may_wait
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.groups import EPGroup
@@ -56,15 +56,21 @@ class AllToAllTransport:
                 f"the all-to-all of ep_size={self.group.size} needs its sizes on the host, which a CUDA graph cannot "
                 "capture; leave the layer out of the graph, or use ep_size=1"
             )
-        sizes, rank = split_sizes_async(routing).read(), self.group.rank
+        arriving_sizes, rank = split_sizes_async(routing), self.group.rank
+        self.group.wait_until(lambda: arriving_sizes.is_ready, stage="counts")
+        sizes = arriving_sizes.read()
         pairs_out, pairs_in = sizes.pairs_SQ[rank], sizes.pairs_in(rank)
         splits, num_pairs = (pairs_out, pairs_in), sum(pairs_out)
         sent = sent_rows(routing.token_ids_N[:num_pairs], plan.pair_starts_Q, routing.num_tokens)
-        received = self._exchange("lists", _pack(sent.row_of_pair_N, routing.weights_N[:num_pairs]), *splits)
+        received = self._exchange(
+            "lists", _pack(sent.row_of_pair_N, routing.weights_N[:num_pairs]), *splits, self.group.layer
+        )
         row_in_source_V, weights_V = _unpack(received, routing.weights_N.dtype)
         chunks = plan.chunks(sizes.num_rows(rank), sum(pairs_in))
         row_starts_S = row_starts(chunks, row_in_source_V)
-        starts = torch.stack([sent.row_starts_Q, row_starts_S]).cpu()
+        copy = AsyncD2H(torch.stack([sent.row_starts_Q, row_starts_S]))
+        self.group.wait_until(lambda: copy.is_ready, stage="lists")
+        starts = copy.read()
         num_sent, num_rows = starts[:, -1].tolist()
         rows_out, rows_in = starts.diff().tolist()
         buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, num_rows)
@@ -77,33 +83,34 @@ class AllToAllTransport:
             num_tokens=routing.num_tokens,
             num_rows=num_rows,
             num_listed=routing.token_ids_N.shape[0],
+            layer=self.group.layer,
         )
         return PreparedDispatch(handle, buffer.weights_P)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        token_of_sent_U, _, _ = handle.transport_lists
+        (token_of_sent_U, _, _), splits = handle.transport_lists, handle.splits
         packed_UH = x_TH.index_select(0, token_of_sent_U)
-        return Pending.done(self._exchange("dispatch", packed_UH, handle.splits.rows_out, handle.splits.rows_in))
+        return Pending.done(self._exchange("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.layer))
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
     ) -> Pending:
-        _, sent_by_token_U, sent_starts_T = handle.transport_lists
+        (_, sent_by_token_U, sent_starts_T), splits = handle.transport_lists, handle.splits
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-        back_UH = self._exchange("combine", sums_RH, handle.splits.rows_in, handle.splits.rows_out)
+        back_UH = self._exchange("combine", sums_RH, splits.rows_in, splits.rows_out, handle.layer)
         return Pending.done(gather_sum(back_UH, sent_by_token_U, sent_starts_T))
 
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        num_pairs = handle.slot_V.shape[0]
+        num_pairs, splits = handle.slot_V.shape[0], handle.splits
         values_V = values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], num_pairs)
-        values_N = self._exchange("combine_scalars", values_V, handle.splits.pairs_in, handle.splits.pairs_out)
+        values_N = self._exchange("combine_scalars", values_V, splits.pairs_in, splits.pairs_out, handle.layer)
         spare = handle.num_listed - values_N.shape[0]
         return Pending.done(pad(values_N, (0, spare)) if spare else values_N)
 
-    def _exchange(self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
+    def _exchange(self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], layer: int) -> Tensor:
         row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
         self.wire_bytes[kind] += (sum(send) - send[self.group.rank]) * row_bytes
-        return self.group.all_to_all(rows, send, receive)
+        return self.group.all_to_all(rows, send, receive, stage=kind, layer=layer)
 
 
 def _pack(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:

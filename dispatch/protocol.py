@@ -57,7 +57,8 @@ class DispatchHandle:
     slot_V: (V,) pair-buffer row of each received pair, in arrival order.
     expert_starts_e: (e + 1,) exclusive prefix sums of the number of pair-buffer rows of each local expert.
     transport_lists: private to the transport that made the handle.
-    splits: see Splits. num_tokens: T. num_rows: R. num_listed: N.
+    splits: see Splits. num_tokens: T. num_rows: R. num_listed: N. layer: `EPGroup.layer` when the handle was made, for
+    errors of the backward.
 
     Lists of a step with static buffers, or without a wait for its sizes, have spare capacity: P and V are then upper
     bounds. The prefix sums do not count spare entries. They are zero, except in pairs_by_row_V, where nothing reads
@@ -74,6 +75,7 @@ class DispatchHandle:
     num_tokens: int
     num_rows: int
     num_listed: int
+    layer: int = 0
 
     @classmethod
     def of(
@@ -86,6 +88,7 @@ class DispatchHandle:
         num_tokens: int,
         num_rows: int,
         num_listed: int,
+        layer: int = 0,
     ) -> Self:
         """Returns a handle with the lists of the pairs that this rank receives."""
         return cls(
@@ -99,6 +102,7 @@ class DispatchHandle:
             num_tokens,
             num_rows,
             num_listed,
+            layer,
         )
 
     @property
@@ -112,7 +116,7 @@ class DispatchHandle:
 
     def without_lists(self) -> "HandleSizes":
         """Returns the host-side part, which holds no tensor."""
-        return HandleSizes(self.splits, self.num_tokens, self.num_rows, self.num_listed)
+        return HandleSizes(self.splits, self.num_tokens, self.num_rows, self.num_listed, self.layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,7 @@ class HandleSizes:
     num_tokens: int
     num_rows: int
     num_listed: int
+    layer: int = 0
 
     def with_lists(self, lists: Sequence[Tensor]) -> DispatchHandle:
         """Returns the handle with these tensors, in the order of `DispatchHandle.lists`."""
@@ -138,6 +143,7 @@ class HandleSizes:
             self.num_tokens,
             self.num_rows,
             self.num_listed,
+            self.layer,
         )
 
 

@@ -145,7 +145,7 @@ def raise_problems(headers: list[int], problem: str | None, group: EPGroup, exch
     layers = [word // LAYER for word in headers[STATUS::HEADER]]
     status_words = [word % LAYER for word in headers[STATUS::HEADER]]
     if any(code & _PROBLEM for code in status_words):
-        group.raise_together(problem)
+        group.raise_together(problem, stage="the report of a problem")
     dtype_codes = [code % _PROBLEM - _FIRST_CODE for code in status_words]
     if len(set(dtype_codes)) > 1:
         described = ", ".join(

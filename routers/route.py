@@ -54,6 +54,7 @@ def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: 
     Raises:  ValueError for this rank's problem. Problems of other ranks raise when the result's `split_sizes` is
              checked, see `gather_counts`. RuntimeError under replay, see replay.py.
     """
+    context.group.enter_layer(context.layer)
     # Drawn under replay too, so that later random numbers are the same as in the first forward.
     seed = _draw_seed(context, topk.topk_ids_TK.device)
     routed_pairs = replayed_pairs(router)

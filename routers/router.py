@@ -240,7 +240,7 @@ class Router(nn.Module):
         if self.expert_bias is None:
             raise ValueError("router.expert_bias=False: there is no bias to update; set it to true in the config")
         counts_E = self._counter()
-        counts_E = counts_E if group is None else group.all_reduce(counts_E)
+        counts_E = counts_E if group is None else group.all_reduce(counts_E, stage="update_expert_bias")
         self.expert_bias.copy_(updated_bias(self.expert_bias, counts_E, self.config.router.expert_bias_rate))
         self._counts_since_update_E.zero_()  # in place, because a captured CUDA graph adds to this tensor
         self._bias_updates += 1

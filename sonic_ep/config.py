@@ -180,7 +180,7 @@ class TransportConfig:
     dispatch: for "symmetric" only. "push": a kernel sends each row to the ranks that need it. "copy": copy engines send
         every row to every rank, while SMs compute. "auto": copies where the rows are needed later, that is for x and dX
         in backward, and pushes elsewhere.
-    timeout: seconds after which "symmetric" reports a lost peer.
+    timeout: seconds to wait for a rank that does not come, before every other rank raises an error that names it.
     """
 
     kind: TransportKind = "auto"

@@ -44,7 +44,7 @@ def graph_layers(layers: Sequence[MoE], x: Tensor) -> None:
     if not layers:
         raise ValueError("layers is empty; pass the MoE layers of the model, in their order")
     for layer in layers:
-        layer.group.raise_together(_problem(layer, x), shape=tuple(x.shape))
+        layer.group.raise_together(_problem(layer, x), stage="graph_layers", shape=tuple(x.shape))
     samples = tuple((x.detach().clone().requires_grad_(),) for _ in layers)
     with ExitStack() as uncounted:
         for layer in layers:

@@ -73,7 +73,7 @@ class MoE(nn.Module):
 
     Raises ValueError, on every rank, if E is not a multiple of ep_size, if config, seed or dtype differ between ranks,
     or if a rank does not have the device or support the dtype; TypeError, on every rank, for a config, seed, device or
-    dtype of another type. TypeError for another group.
+    dtype of another type. TypeError for another group. LostRankError if a rank does not come. Sets group.timeout.
     """
 
     def __init__(
@@ -90,8 +90,13 @@ class MoE(nn.Module):
             raise TypeError(f"group is a {type(group).__name__}, wanted an EPGroup: EPGroup(process_group) wraps one")
         self.config = config
         self.group = group or EPGroup.alone()
-        self.group.raise_together(_problem_with_types(config, seed, device, dtype), error=TypeError)
-        self.group.raise_together(_problem_with_device(device) or _problem_with_dtype(dtype))
+        if isinstance(config, MoEConfig):
+            self.group.timeout = config.transport.timeout
+        self.group.enter_layer(_NUM_BUILT[self.group.name] + 1)
+        problem = _problem_with_types(config, seed, device, dtype)
+        self.group.raise_together(problem, error=TypeError, stage="construction")
+        problem = _problem_with_device(device) or _problem_with_dtype(dtype)
+        self.group.raise_together(problem, stage="construction")
         seed, self._number = _agreed_seed_and_number(config, self.group, seed, dtype)
         self.router = Router(config, device=device)
         self.experts = Experts(config, self.group, device=device, dtype=dtype)
@@ -119,8 +124,8 @@ class MoE(nn.Module):
         Raises:  ValueError, on every rank, if on any rank x has the wrong shape, dtype or device, FSDP has sharded the
                  experts, or (router.check_logits) logits are not finite; if training mode or dtype differ between
                  ranks; with several ranks also if weights of one rank differ in device or dtype, or are not contiguous.
-                 Likewise under a transform of torch.func, which is a RuntimeError on one rank. RuntimeError if a peer
-                 is lost (transport.timeout).
+                 Likewise under a transform of torch.func, which is a RuntimeError on one rank. RuntimeError if a rank
+                 is lost (docs/transports.md): it died, or did not come within transport.timeout.
         """
         if _is_transformed():
             self._refuse_transforms()
@@ -385,7 +390,7 @@ def _agreed_seed_and_number(
     own_seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
     described = json.dumps({**config.to_dict(), "dtype": str(dtype), "seed": seed}, sort_keys=True)
     number = (_NUM_BUILT[group.name] - 1) % _MAX_NUMBER + 1
-    reports = group.all_gather_object((described, (own_seed, number)))
+    reports = group.all_gather_object((described, (own_seed, number)), stage="construction")
     if config.E % group.size:
         raise ValueError(
             f"E={config.E} experts cannot be divided over ep_size={group.size} ranks; "

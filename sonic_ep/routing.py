@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.async_d2h import AsyncD2H
-from sonic_ep.groups import EPGroup
+from sonic_ep.groups import EPGroup, LostRankError
 
 INDEX_DTYPE = torch.int32  # of every index list with an entry per pair or row
 
@@ -226,9 +226,14 @@ class Routing:
 
     @contextmanager
     def status_first(self) -> Generator[None, None, None]:
-        """A context in which an error of the rank statuses is raised in place of any other error."""
+        """A context in which an error of the rank statuses is raised in place of any other error.
+
+        Not of the loss of a rank, after which the statuses may never arrive.
+        """
         try:
             yield
+        except LostRankError:
+            raise
         except Exception:
             self.check()
             raise
@@ -262,11 +267,14 @@ class Routing:
         problem = _problem_with_pairs(token_ids_N, expert_ids_N, weights_N, num_tokens, E)
         if problem is None and E % group.size:
             problem = f"E={E} experts do not divide over ep_size={group.size} ranks"
-        group.raise_together(problem, E=E, weights_dtype=str(getattr(weights_N, "dtype", None)))
+        group.enter_layer(0)
+        group.raise_together(
+            problem, stage="Routing.from_pairs", E=E, weights_dtype=str(getattr(weights_N, "dtype", None))
+        )
         order_N = torch.argsort(expert_ids_N.long() * max(num_tokens, 1) + token_ids_N.long())
         counts_E = torch.bincount(expert_ids_N, minlength=E)
         header = torch.cat([counts_E, counts_E.new_tensor([num_tokens])])
-        gathered = group.all_gather(header)
+        gathered = group.all_gather(header, stage="Routing.from_pairs")
         counts_SE, tokens_S = gathered[:, :E], gathered[:, E]
         counts = GroupCounts(
             counts_SE, counts_SE, counts_SE, tokens_S, torch.zeros_like(tokens_S), tokens_S.new_ones(())

@@ -117,7 +117,9 @@ def problem_with_peers(group: EPGroup, device: torch.device, own_problem: str | 
     own_problem: why this rank cannot, or None. If no rank has a problem, we try to map a little memory, because a
     container may forbid that.
     """
-    problem = problem_between(group.all_gather_object(RankLocation.here(device, own_problem)))
+    problem = problem_between(
+        group.all_gather_object(RankLocation.here(device, own_problem), stage="the choice of a transport")
+    )
     if problem is not None:
         return problem
     failure = None
@@ -125,5 +127,5 @@ def problem_with_peers(group: EPGroup, device: torch.device, own_problem: str | 
         symmetric_memory(group, device, 256)
     except RuntimeError as error:
         failure = str(error).strip().splitlines()[0]
-    failures = group.all_gather_object(failure)
+    failures = group.all_gather_object(failure, stage="the choice of a transport")
     return next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None), None)

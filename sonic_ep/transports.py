@@ -39,6 +39,7 @@ class GroupTransport:
     def __init__(self, group: EPGroup, config: TransportConfig) -> None:
         # A new EPGroup: `group` refers to this transport, and a reference back would be a cycle.
         self.group = EPGroup(group.process_group)
+        self.group.timeout = config.timeout
         self.config = config
         self.text = _text_of(config)
         self.name = _name_of(group, self.text)
@@ -101,11 +102,12 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
         return LocalTransport()
     text = _text_of(config)
     name = _name_of(group, text)
+    group.timeout = config.timeout
     transport = group.held.get(name)
     if not isinstance(transport, GroupTransport):
         transport = _found(group, text)
         # Another rank may have garbage-collected its transport already. Then all ranks make a new one.
-        everywhere = all(group.all_gather_object(transport is not None))
+        everywhere = all(group.all_gather_object(transport is not None, stage="construction"))
         if transport is None or not everywhere:
             transport = GroupTransport(group, config)
             register_exchange(transport)

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -65,7 +66,7 @@ def save(
     on every rank, for an argument of another type. OSError, on every rank, if a file cannot be written.
     """
     group = _group()
-    group.raise_together(_problem_with_types(folder, model, optimizer, extra), error=TypeError)
+    group.raise_together(_problem_with_types(folder, model, optimizer, extra), error=TypeError, stage="checkpoint")
     problems = (problem_with_value(name, value) for name, value in (extra or {}).items())
     problem = next((problem for problem in problems if problem is not None), None)
     state, _, _ = _state_or_error(group, model, optimizer, extra, problem, folder=str(folder))
@@ -95,14 +96,14 @@ def load(
     lack, or has them in another shape; and as `save` does.
     """
     group = _group()
-    group.raise_together(_problem_with_types(folder, model, optimizer, extra), error=TypeError)
+    group.raise_together(_problem_with_types(folder, model, optimizer, extra), error=TypeError, stage="checkpoint")
     path = Path(folder)
     state, shown, unsaved = _state_or_error(group, model, optimizer, extra)
     try:
         problem = problem_with_files(path, group) or _problem_with_names(path, state)
     except (OSError, ValueError) as error:
         problem = str(error)
-    group.raise_together(problem)
+    group.raise_together(problem, stage="checkpoint")
     try:
         with _quiet():
             dcp.load(state, storage_reader=SafeReader(path), planner=SafePlanner(), no_dist=not dist.is_initialized())
@@ -119,7 +120,10 @@ def load(
 
 
 def _group() -> EPGroup:
-    return EPGroup() if dist.is_initialized() else EPGroup.alone()
+    group = EPGroup() if dist.is_initialized() else EPGroup.alone()
+    group.timeout = default_pg_timeout.total_seconds()  # as of torch's own exchanges: a rank may write for long
+    group.enter_layer(0)
+    return group
 
 
 def _problem_with_types(folder: object, model: object, optimizer: object, extra: object) -> str | None:
@@ -153,7 +157,7 @@ def _state_or_error(
             state = _state(model, optimizer, extra)
     except ValueError as error:
         problem = str(error)
-    group.raise_together(problem, error=ValueError, **same)
+    group.raise_together(problem, error=ValueError, stage="checkpoint", **same)
     return state
 
 

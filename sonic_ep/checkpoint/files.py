@@ -130,14 +130,14 @@ def write_checksums(folder: Path, group: EPGroup) -> None:
             sums[METADATA] = _checksum(folder / METADATA)
     except OSError as error:
         problem = f"{folder} could not be read again ({error}); save it once more"
-    of_ranks = group.all_gather_object(sums)
+    of_ranks = group.all_gather_object(sums, stage="checkpoint")
     if group.rank == 0 and problem is None:
         files = {name: digest for each in of_ranks for name, digest in each.items()}
         try:
             (folder / CHECKSUMS).write_text(json.dumps({"files": files}, indent=1) + "\n")
         except OSError as error:
             problem = f"{folder / CHECKSUMS} could not be written ({error}); free some space or give another folder"
-    group.raise_together(problem, error=OSError)  # until then other ranks may not read it
+    group.raise_together(problem, error=OSError, stage="checkpoint")  # until then other ranks may not read it
 
 
 def problem_with_files(folder: Path, group: EPGroup) -> str | None:

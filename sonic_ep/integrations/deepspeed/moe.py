@@ -182,7 +182,7 @@ class RoutedExperts(nn.Module):
 
 def _check_alike(group: EPGroup, gate: TopKGate, template: Template, options: SonicEPOptions) -> None:
     """Raises ValueError, on every rank, if the layer differs between ranks: they could deadlock or mix up experts."""
-    described = group.all_gather_object(f"{gate.wg.config}, {template}, {options}")
+    described = group.all_gather_object(f"{gate.wg.config}, {template}, {options}", stage="construction")
     if len(set(described)) > 1:
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(described))
         raise ValueError(

@@ -2,16 +2,30 @@
 
 All collectives of torch.distributed are called here, except for allocation (symmetric_memory.py) and checkpoints. With
 one rank no collective is called, and torch.distributed need not be initialised.
+
+The host waits for other ranks in few places: in a collective over gloo, in `all_gather_object`, and where a transport
+calls `wait_until` before it reads sizes. There it waits `timeout` seconds at most (lost_ranks.py).
 """
 
+import functools
+import pickle
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol, Self, final
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
+from torch.nn.functional import pad
 
-from sonic_ep.async_d2h import host_may_wait
+from sonic_ep.async_d2h import AsyncD2H, host_may_wait
+from sonic_ep.config import TransportConfig
+from sonic_ep.groups.lost_ranks import LostRankError, PeerWatch, polled, work_has_ended
+
+__all__ = ["EPGroup", "Exchange", "LostRankError", "exchange_named", "register_exchange"]
 
 
 class Exchange(Protocol):
@@ -41,6 +55,9 @@ class Exchange(Protocol):
 
 _PROCESS_GROUPS: "WeakValueDictionary[str, dist.ProcessGroup]" = WeakValueDictionary()
 _EXCHANGES: "WeakValueDictionary[str, Exchange]" = WeakValueDictionary()
+# What the EPGroups of one process group share: the watch, and the name of the backend by type of device.
+_SHARED: "WeakKeyDictionary[dist.ProcessGroup, tuple[PeerWatch, dict[str, str]]]" = WeakKeyDictionary()
+_TIMEOUT = TransportConfig().timeout
 
 
 def register_exchange(exchange: Exchange) -> None:
@@ -62,8 +79,11 @@ class EPGroup:
     EPGroup.named(name) is the group with that `name`; operations of a compiled graph take strings, not objects.
 
     held: objects that live as long as this one: transports and their buffers.
+    timeout: seconds that the host waits for another rank, see lost_ranks.py. A layer sets its transport.timeout.
 
-    Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is not a member.
+    Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is not a member. Every
+    collective raises LostRankError, a RuntimeError that names the rank, if one does not come; the process group is then
+    of no more use. stage: names the collective in that error.
     """
 
     def __init__(self, process_group: "dist.ProcessGroup | int | None" = None) -> None:
@@ -81,6 +101,11 @@ class EPGroup:
         self.rank: int = dist.get_rank(members)
         self.name: str = members.group_name
         self.held: dict[object, object] = {}
+        self.timeout = _TIMEOUT
+        if members not in _SHARED:
+            backends = dict(pair.split(":") for pair in dist.get_backend_config(members).split(","))
+            _SHARED[members] = PeerWatch(self.rank, self.size, functools.partial(_store_of, ref(members))), backends
+        self._watch, self._backends = _SHARED[members]
         _PROCESS_GROUPS[self.name] = members
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -101,6 +126,7 @@ class EPGroup:
         """Returns the group of one rank, which calls no collective."""
         group = cls.__new__(cls)
         group.process_group, group.size, group.rank, group.name, group.held = None, 1, 0, "", {}
+        group.timeout = _TIMEOUT
         return group
 
     @classmethod
@@ -116,7 +142,19 @@ class EPGroup:
         """The name of the torch.distributed backend; "none" for `alone()`."""
         return "none" if self.process_group is None else dist.get_backend(self.process_group)
 
-    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    @property
+    def layer(self) -> int:
+        """The number of the MoE layer whose forward this rank runs; 0 for none. For errors alone."""
+        return self._watch.layer if self.size > 1 else 0
+
+    def enter_layer(self, number: int) -> None:
+        """Sets `layer`, of all groups of these ranks."""
+        if self.size > 1:
+            self._watch.layer = number
+
+    def all_gather(
+        self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, stage: str = "counts"
+    ) -> Tensor:
         """`Exchange.all_gather` by the group's backend."""
         if self.size == 1:
             if meanwhile is not None:
@@ -126,48 +164,113 @@ class EPGroup:
         parts = list(gathered.unbind(0))
         # Not under capture, which stays on one stream, nor on the CPU, where nothing can overlap.
         overlaps = meanwhile is not None and values.is_cuda and host_may_wait(values)
-        work = dist.all_gather(parts, values.contiguous(), group=self.process_group, async_op=overlaps)
-        if meanwhile is not None:
+        wait = self._start(
+            lambda g: g.allgather([parts], [values.contiguous()], self._limited(AllgatherOptions())),
+            lambda: dist.all_gather(parts, values.contiguous(), group=self.process_group, async_op=overlaps),
+            values,
+            stage,
+        )
+        if overlaps and meanwhile is not None:
             meanwhile()
-        if work is not None:
-            work.wait()
+        wait()
+        if meanwhile is not None and not overlaps:
+            meanwhile()
         return gathered
 
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        *,
+        stage: str = "an all-to-all",
+        layer: int | None = None,
+    ) -> Tensor:
         """Sends `send[q]` consecutive rows to each rank q. Returns the received rows, `receive[s]` from each rank s.
 
         rows: (sum(send), ...) in order of destination rank. Result: (sum(receive), ...) in order of source rank, in the
-        dtype of `rows`; with one rank, `rows` itself.
+        dtype of `rows`; with one rank, `rows` itself. layer: its number, if it is not `self.layer`.
         """
         if self.size == 1:
             return rows
-        received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.process_group)
+        received, send, receive = rows.new_empty((sum(receive), *rows.shape[1:])), list(send), list(receive)
+        self._start(
+            lambda g: g.alltoall_base(received, rows.contiguous(), receive, send, self._limited(AllToAllOptions())),
+            lambda: dist.all_to_all_single(received, rows.contiguous(), receive, send, group=self.process_group),
+            rows,
+            stage,
+            layer,
+        )()
         return received
 
-    def all_reduce(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor, *, stage: str = "an all-reduce") -> Tensor:
         """Sums `values` over the ranks, in place, and returns them."""
         if self.size > 1:
-            dist.all_reduce(values, group=self.process_group)
+            self._start(
+                lambda g: g.allreduce([values], self._limited(AllreduceOptions())),
+                lambda: dist.all_reduce(values, group=self.process_group),
+                values,
+                stage,
+                layer=0,
+            )()
         return values
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any, *, stage: str = "a check of all ranks") -> list[Any]:
         """Returns every rank's picklable `value`, in rank order. Slow: only for construction and errors."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
-        return values
+        device = torch.device("cpu") if "cpu" in self._backends else torch.device(next(iter(self._backends)))
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+        length = torch.tensor([data.shape[0]], device=device)
+        lengths = self._read(self.all_gather(length, stage=stage), stage).flatten().tolist()
+        gathered = self._read(self.all_gather(pad(data, (0, max(lengths) - data.shape[0])), stage=stage), stage)
+        return [pickle.loads(each[:size].numpy().tobytes()) for each, size in zip(gathered, lengths, strict=True)]
+
+    def _limited(self, options: Any) -> Any:
+        """Returns gloo's options with a limit of its own: threads that still wait would keep a process from ending."""
+        options.asyncOp, options.timeout = True, timedelta(seconds=self.timeout)
+        return options
+
+    def wait_until(self, is_ready: Callable[[], bool], *, stage: str) -> None:
+        """Returns once `is_ready()`, for what the device computes from other ranks' values. Raises LostRankError."""
+        if not is_ready():
+            self._watch.wait(polled(is_ready), self._watch.current(stage), self.timeout)
+
+    def _read(self, values: Tensor, stage: str) -> Tensor:
+        copy = AsyncD2H(values)
+        self.wait_until(lambda: copy.is_ready, stage=stage)
+        return copy.read()
+
+    def _start(
+        self,
+        over_gloo: Callable[[Any], dist.Work],
+        otherwise: Callable[[], dist.Work | None],
+        values: Tensor,
+        stage: str,
+        layer: int | None = None,
+    ) -> Callable[[], object]:
+        """Starts a collective, and returns what waits for it: the host over gloo, else at most the stream."""
+        collective = self._watch.begin(stage, layer)
+        if self._backends.get(values.device.type) != "gloo":
+            work = otherwise()
+            return lambda: None if work is None else work.wait()
+        has_ended = work_has_ended(over_gloo(self.process_group))
+        return lambda: self._watch.wait(has_ended, collective, self.timeout)
 
     def raise_together(
-        self, problem: str | None, *, error: type[ValueError | TypeError | OSError] = ValueError, **same: object
+        self,
+        problem: str | None,
+        *,
+        error: type[ValueError | TypeError | OSError] = ValueError,
+        stage: str = "a check of all ranks",
+        **same: object,
     ) -> None:
         """Raises `error` on every rank if any rank has a problem. The message names the ranks.
 
         A collective: every rank must call it, with None if it has no problem. same: values that must be equal on all
         ranks; otherwise ValueError.
         """
-        reports = self.all_gather_object((problem, same))
+        reports = self.all_gather_object((problem, same), stage=stage)
         if self.size == 1 and problem is not None:
             raise error(problem)
         found = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text is not None]
@@ -178,3 +281,9 @@ class EPGroup:
             if any(value != values[0] for value in values):
                 shown = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
                 raise ValueError(f"the ranks of the EP group disagree about {name}: {shown}")
+
+
+def _store_of(process_group: "ref[dist.ProcessGroup]") -> dist.Store:
+    """Returns the store through which the ranks of a group met. Raises KeyError after it has been destroyed."""
+    members = process_group()
+    return distributed_c10d._world.pg_map[members][1]  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,264 @@
+"""`PeerWatch`: what the ranks of a group do when one of them does not come to a collective.
+
+A rank that has waited too long, or whose connection broke, writes into the group's store where it waits. A rank that
+waits looks there once a second, so all learn of it soon, write where they are, and read what the others wrote. Then
+each raises an error that names the ranks that wrote nothing. A wait of less than a second does not touch the store.
+"""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import NamedTuple, NoReturn, Protocol, Self, final
+
+import torch
+import torch.distributed as dist
+
+_SLICE = 1.0  # seconds between two looks into the store
+_GRACE = 10.0  # the most seconds in which the others may write where they are: some compute, and come later
+_POLL = 0.05  # seconds between two reads of what they wrote
+_STORE_LIMIT = 2.0  # seconds after which a store that does not answer is given up
+_SLACK = 0.5  # seconds by which gloo may be late to notice its own timeout
+_LOST = "sonic_ep/lost"
+_MAX_REASON = 160
+
+
+class LostRankError(RuntimeError):
+    """A rank of the group has died, is stuck, or calls other collectives. The process group is of no more use."""
+
+
+class BrokenConnectionError(RuntimeError):
+    """The connection to another rank broke. The message is torch's."""
+
+
+class Collective(NamedTuple):
+    """A collective of one rank. number: how many of the group it has called. layer: see `PeerWatch.layer`."""
+
+    number: int
+    stage: str
+    layer: int
+    in_backward: bool
+
+    def __str__(self) -> str:
+        layer = f" of layer {self.layer}" if self.layer else ""
+        return f"{self.stage}{layer}{' in backward' if self.in_backward else ''}"
+
+
+class _Report(NamedTuple):
+    """What one rank tells. waited: seconds. cause: "timeout", "connection", or "others" if others knew first."""
+
+    collective: Collective
+    waited: float
+    cause: str
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Self:
+        collective, *rest = json.loads(text)
+        return cls(Collective(*collective), *rest)
+
+
+class _Store(Protocol):
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+@final
+class PeerWatch:
+    """The collectives of one process group on this rank.
+
+    layer: the number of the MoE layer whose forward runs, as it was built; 0 for none.
+    store: returns the store of the group.
+    """
+
+    def __init__(self, rank: int, size: int, store: Callable[[], _Store]) -> None:
+        self.layer = 0
+        self._rank, self._size, self._store = rank, size, store
+        self._number = 0
+        self._message: str | None = None  # of the error, once a rank is lost
+        self._store_answers = True
+
+    def begin(self, stage: str, layer: int | None = None) -> Collective:
+        """Returns the collective that this rank calls now. layer: if it is not the one whose forward runs.
+
+        Raises the LostRankError of `wait` again if a rank is lost.
+        """
+        if self._message is not None:
+            raise LostRankError(self._message)
+        self._number += 1
+        return Collective(self._number, stage, self.layer if layer is None else layer, _in_backward())
+
+    def current(self, stage: str) -> Collective:
+        """Returns the last collective, as that of `stage`: what the host waits for after it has called it."""
+        return Collective(self._number, stage, self.layer, _in_backward())
+
+    def wait(self, has_ended: Callable[[float], bool], collective: Collective, timeout: float) -> None:
+        """Waits until the collective has ended.
+
+        has_ended: waits so many seconds at most, and returns whether it has. It may raise BrokenConnectionError.
+        Raises LostRankError if a rank did not come within `timeout` seconds, has died, or is in another collective.
+        """
+        begun, now = time.monotonic(), 0.0
+        limit = timeout + _SLACK
+        while True:
+            try:
+                if has_ended(min(_SLICE, limit - now)):
+                    return
+            except BrokenConnectionError as error:
+                now = time.monotonic() - begun
+                timed_out = now >= timeout
+                reason = "" if timed_out else _short(str(error))
+                self._raise(_Report(collective, now, "timeout" if timed_out else "connection"), timeout, reason)
+            now = time.monotonic() - begun
+            if now >= limit:
+                self._raise(_Report(collective, now, "timeout"), timeout)
+            if self._others_know():
+                self._raise(_Report(collective, time.monotonic() - begun, "others"), timeout)
+
+    def _others_know(self) -> bool:
+        found: list[bool] = []
+        if self._store_answers:
+            self._store_answers = _within(_STORE_LIMIT, lambda: found.append(self._store().check([_LOST])))
+        return found == [True]
+
+    def _raise(self, own: _Report, timeout: float, reason: str = "") -> NoReturn:
+        reports, grace = {self._rank: own}, min(timeout, _GRACE)
+        if self._store_answers:
+            self._store_answers = _within(grace + 2 * _STORE_LIMIT, lambda: self._gather(reports, grace))
+        self._message = message_of({**reports}, self._size, timeout, reason, store_answers=self._store_answers)
+        raise LostRankError(self._message) from None
+
+    def _gather(self, reports: dict[int, _Report], grace: float) -> None:
+        """Writes this rank's report, and adds those of the others as they come.
+
+        Returns when the others have done so too: with its process, this rank may end the store.
+        """
+        store, end = self._store(), time.monotonic() + grace
+        store.set(f"{_LOST}/{self._rank}", json.dumps(reports[self._rank]))
+        store.set(_LOST, "")
+        while True:
+            for rank in range(self._size):
+                if rank not in reports and store.check([f"{_LOST}/{rank}"]):
+                    reports[rank] = _Report.from_json(store.get(f"{_LOST}/{rank}"))
+            if len(reports) == self._size or time.monotonic() > end:
+                break
+            time.sleep(_POLL)
+        store.add(f"{_LOST}/read", 1)
+        end = time.monotonic() + _STORE_LIMIT
+        while store.add(f"{_LOST}/read", 0) < len(reports) and time.monotonic() < end:
+            time.sleep(_POLL)
+
+
+def message_of(reports: dict[int, _Report], size: int, timeout: float, reason: str, *, store_answers: bool) -> str:
+    """Returns the error message, of at most five lines.
+
+    reports: by rank. reason: torch's words. store_answers: False if the store broke, or its host has stopped.
+    """
+    missing = [rank for rank in range(size) if rank not in reports]
+    first = min(report.collective for report in reports.values())
+    timed_out = any(report.cause == "timeout" for report in reports.values())
+    # The rank that hosts the store may raise and end before the others, but not before it has reported.
+    is_known = store_answers or len(reports) > 1 or len(missing) == 1
+    waiting = [f"{_ranks(ranks)} waited in {place} (collective {place.number})" for place, ranks in _by_place(reports)]
+    fix = "this process group is of no more use: start all ranks again"
+    if missing:
+        who = _ranks(missing) if is_known else "a rank"
+        ended = "its process" if len(missing) == 1 or not is_known else "one of their processes"
+        cause = f"within {timeout:g} s: it died, it is stuck, or it is slower than that"
+        cause = cause if timed_out else f"because {ended} has ended"
+        lines = [f"{who} of the EP group did not come to {first} {cause}", "; ".join(waiting)]
+        if not is_known:
+            lines[1] = (
+                f"the store of the process group does not answer, so it may be any of {_ranks(missing)}: most likely "
+                "the one that hosts the store, usually rank 0"
+            )
+        fix = f"look at the log of {_ranks(missing)} first, or raise transport.timeout; {fix}"
+    elif len(waiting) > 1:
+        lines = [f"the ranks of the EP group were in different collectives: {'; '.join(waiting)}"]
+        fix = f"call the layers, and their backwards, equally often and in the same order on every rank; {fix}"
+    elif timed_out:
+        longest = max(report.waited for report in reports.values())
+        late = [rank for rank, report in reports.items() if report.waited < longest - timeout / 2]
+        lines = [f"{first} of the EP group took longer than {timeout:g} s, though every rank came"]
+        if late:
+            lines = [f"{_ranks(late)} of the EP group came too late to {first}: the limit is {timeout:g} s"]
+        fix = f"look for what took so long, or raise transport.timeout; {fix}"
+    else:
+        lines = [f"the connections of the EP group broke in {first}, to which every rank came"]
+    return "\n".join([*lines, *([f"torch says: {reason}"] if reason else []), fix])
+
+
+def _short(reason: str) -> str:
+    """Returns the first sentence of gloo, without its file and line."""
+    return re.sub(r"^\[\S+:\d+\] ", "", reason.partition("\n")[0]).partition(". ")[0][:_MAX_REASON]
+
+
+def _by_place(reports: dict[int, _Report]) -> list[tuple[Collective, list[int]]]:
+    places: dict[Collective, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        places.setdefault(report.collective, []).append(rank)
+    return sorted(places.items())
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _within(seconds: float, action: Callable[[], object]) -> bool:
+    """Returns True if `action` ended in time, without an error. A thread is left behind if it did not.
+
+    A call of a store whose host has stopped returns no sooner than the host goes on.
+    """
+    ended: list[bool] = []
+
+    def run() -> None:
+        try:
+            action()
+        except Exception:  # noqa: BLE001 - a broken store, or one of a group that was destroyed
+            return
+        ended.append(True)
+
+    thread = threading.Thread(target=run, daemon=True, name="sonic_ep-store")
+    thread.start()
+    thread.join(seconds)
+    return bool(ended)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def work_has_ended(work: dist.Work) -> Callable[[float], bool]:
+    """Returns the `has_ended` of gloo's work."""
+
+    def has_ended(seconds: float) -> bool:
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            try:
+                work.wait()  # returns at once. The work may have ended after the wait above gave up
+            except RuntimeError as error:
+                raise BrokenConnectionError(str(error)) from None
+        return True
+
+    return has_ended
+
+
+def polled(is_ready: Callable[[], bool]) -> Callable[[float], bool]:
+    """Returns the `has_ended` of something that can only be asked."""
+
+    def has_ended(seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not is_ready():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0)  # lets other threads run
+        return True
+
+    return has_ended
