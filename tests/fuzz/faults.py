@@ -1,6 +1,6 @@
 """Faults: a rank that is killed, stopped or out of memory, a full disk, damaged and torn checkpoints.
 
-Every remaining rank raises in time, and what is loaded is what was saved, or nothing.
+Every remaining rank raises in time and names the rank, and what is loaded is what was saved, or nothing.
 """
 
 import itertools
@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonic_ep import EPGroup, MoE, MoEConfig, checkpoint
+from sonic_ep import EPGroup, MoE, MoEConfig, TransportConfig, checkpoint
 from tests.fuzz.misuse import in_words_of_ours
 from tests.helpers.launch import RankPool, RankTimeoutError
 
-# Seconds: after which a process group gives up on a rank that has stopped; until the others have raised; and until all
+# Seconds: after which a layer gives up on a rank that has stopped; until the others have raised; and until all
 # processes have ended. A rank that is gone is noticed without waiting, on a busy machine too.
 STOPPED, GONE = 5.0, 90.0
 TIME_TO_RAISE, DEADLINE = 40.0, 150.0
@@ -95,7 +95,8 @@ def _striking(original: Callable[..., Any], counter: "itertools.count[int]", fau
 
 
 def _steps(rank: int, fault: Fault, folder: Path) -> None:
-    layer = MoE(MoEConfig(d=8, n=4, E=8, K=2), EPGroup(), seed=1)
+    transport = TransportConfig(timeout=STOPPED if fault.action == "stop" else GONE)
+    layer = MoE(MoEConfig(d=8, n=4, E=8, K=2, transport=transport), EPGroup(), seed=1)
     layer(torch.randn(20, 8)).y.sum().backward()
     if rank == fault.victim:
         counter = itertools.count()
@@ -169,7 +170,13 @@ def strike_one(size: int, fault: Fault, folder: Path) -> None:
 def _check_raised(rank: int, fault: Fault, folder: Path) -> None:
     kind, text, when = json.loads((folder / f"raised-{rank}").read_text())
     after = when - float((folder / "struck").read_text())
-    wanted = ("MemoryError",) if rank == fault.victim else ("RuntimeError", "OSError", "DistBackendError")
+    wanted = (
+        ("MemoryError",) if rank == fault.victim else ("LostRankError", "RuntimeError", "OSError", "DistBackendError")
+    )
+    if fault.action != "save" and rank != fault.victim:
+        assert kind == "LostRankError", f"rank {rank} raised {kind}: {text}"
+        assert text.startswith(f"rank {fault.victim} of the EP group did not come to "), f"rank {rank}: {text}"
+        assert " of layer 1" in text, f"rank {rank}: {text}"
     assert kind in wanted or (fault.action == "save" and kind == "nothing"), f"rank {rank} raised {kind}: {text}"
     assert after < TIME_TO_RAISE, f"rank {rank} raised after {after:.0f} s: {kind}: {text}"
 
