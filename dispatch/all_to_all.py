@@ -57,7 +57,7 @@ class AllToAllTransport:
                 "capture; leave the layer out of the graph, or use ep_size=1"
             )
         arriving_sizes, rank = split_sizes_async(routing), self.group.rank
-        self.group.wait_until(lambda: arriving_sizes.is_ready, stage="counts")
+        arriving_sizes.wait(self.group)
         sizes = arriving_sizes.read()
         pairs_out, pairs_in = sizes.pairs_SQ[rank], sizes.pairs_in(rank)
         splits, num_pairs = (pairs_out, pairs_in), sum(pairs_out)

@@ -124,6 +124,12 @@ class AsyncSplitSizes:
         """True if `read` would not block."""
         return self._copy is None or self._copy.is_ready
 
+    def wait(self, group: EPGroup) -> None:
+        """Returns once `read` would not block. Raises LostRankError, see `EPGroup.wait_until`."""
+        copy = self._copy
+        if copy is not None:
+            group.wait_until(lambda: copy.is_ready, stage="counts")
+
     @property
     def sizes_read(self) -> SplitSizes | None:
         """The sizes, if `read` has returned them."""
