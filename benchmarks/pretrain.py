@@ -1,4 +1,4 @@
-"""Pretraining of a language model whose MoE layers take turns: tokens a second of a GPU, in whole training steps.
+"""Pretraining of a language model with MoE layers that take turns: tokens a second of a GPU, in whole training steps.
 
     torchrun --nproc-per-node 2 benchmarks/pretrain.py --shape sonic_7b --layers 12 --tokens 24576 --out pretrain.json
     torchrun --nproc-per-node 2 benchmarks/pretrain.py --shape qwen3_30b_a3b --layers 6 --tokens 16384 --ep-size 2

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sonic_ep.async_d2h import AsyncD2H, host_may_wait
+from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.groups import EPGroup
@@ -68,9 +68,7 @@ class AllToAllTransport:
         row_in_source_V, weights_V = _unpack(received, routing.weights_N.dtype)
         chunks = plan.chunks(sizes.num_rows(rank), sum(pairs_in))
         row_starts_S = row_starts(chunks, row_in_source_V)
-        copy = AsyncD2H(torch.stack([sent.row_starts_Q, row_starts_S]))
-        self.group.wait_until(lambda: copy.is_ready, stage="lists")
-        starts = copy.read()
+        starts = self.group.to_host(torch.stack([sent.row_starts_Q, row_starts_S]), stage="lists")
         num_sent, num_rows = starts[:, -1].tolist()
         rows_out, rows_in = starts.diff().tolist()
         buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, num_rows)

@@ -2,9 +2,9 @@
 
 There are two guesses, because counts change slowly:
 
-1. Rows and lists (`SizePredictor`). We allocate 5/4 of what the last step needed and launch at
-   once. The device knows the true counts. If they exceed the guess, it empties the plan (`bounded_plan`): every kernel
-   becomes a no-op on every rank. Once the host has read the counts, it launches the step again with exact sizes.
+1. Rows and lists (`SizePredictor`). We allocate 5/4 of what the last step needed and launch at once. The device knows
+   the true counts. If they exceed the guess, it empties the plan (`bounded_plan`): every kernel becomes a no-op on
+   every rank. Once the host has read the counts, it launches the step again with exact sizes.
 2. The experts' forward GEMMs (`RowPredictor`, `PreparedDispatch.speculative`). They are launched for 33/32 of the rows
    that this rank's experts had in the last step. The margin is smaller because H of that many rows is saved for
    backward. If the guess is too small, the device gives the experts no rows, and the host launches these GEMMs again.

@@ -1,4 +1,4 @@
-"""`fully_shard`: torch's FSDP2 for modules with MoE layers, whose experts are on other ranks than their dense weights.
+"""`fully_shard`: torch's FSDP2 for modules with MoE layers. Their experts are on other ranks than their dense weights.
 
 Every rank has all dense weights, so FSDP shards them over all ranks. The ranks of an EP group have different experts,
 so FSDP shards those over the ranks that hold the same ones. With 4 ranks and ep_size 2:

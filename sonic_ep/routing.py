@@ -35,6 +35,11 @@ class GroupCounts(NamedTuple):
     t: Tensor
 
 
+def unrounded(chosen_SE: Tensor, tokens_S: Tensor) -> GroupCounts:
+    """Returns the counts of a routing that is neither rounded nor cut."""
+    return GroupCounts(chosen_SE, chosen_SE, chosen_SE, tokens_S, torch.zeros_like(tokens_S), tokens_S.new_ones(()))
+
+
 class SplitSizes(NamedTuple):
     """The sizes of one routing as host integers.
 
@@ -281,10 +286,7 @@ class Routing:
         counts_E = torch.bincount(expert_ids_N, minlength=E)
         header = torch.cat([counts_E, counts_E.new_tensor([num_tokens])])
         gathered = group.all_gather(header, stage="Routing.from_pairs")
-        counts_SE, tokens_S = gathered[:, :E], gathered[:, E]
-        counts = GroupCounts(
-            counts_SE, counts_SE, counts_SE, tokens_S, torch.zeros_like(tokens_S), tokens_S.new_ones(())
-        )
+        counts = unrounded(gathered[:, :E], gathered[:, E])
         return cls(weights_N[order_N], token_ids_N[order_N].to(INDEX_DTYPE), counts, num_tokens)
 
 

@@ -37,7 +37,7 @@ _MODULE = "sonic_ep.kernels.experts.aot"
 ARCHITECTURES = {(9, 0): ("90", "sm_90a"), (10, 0): ("100", "sm_100a")}
 # Seconds: until a process that hangs is given up; between two looks at the file; until a line is worth printing.
 _TIMEOUT, _INTERVAL, _NOTICEABLE = 300.0, 0.02, 2.0
-_COMPLETE_IN_THIS_FOLDER = "sonic_ep"
+_PROGRESS_FOLDER = "sonic_ep"
 
 
 class Gemms(NamedTuple):
@@ -113,7 +113,7 @@ def start(gemms: Gemms, capability: tuple[int, int]) -> None:
 
 
 def mark_compiled(gemms: Gemms, capability: tuple[int, int], operations: list[str]) -> None:
-    """Makes the next `start` find that these GEMMs, whose operations these are, were compiled."""
+    """Makes the next `start` find that these GEMMs were compiled. operations: theirs."""
     lines = [" ".join(operations), *operations, ""]
     _progress_file(gemms, capability).write_text("\n".join(lines), encoding="utf-8")
 
@@ -138,7 +138,7 @@ def _progress_file(gemms: Gemms, capability: tuple[int, int]) -> Path:
     """Returns a path that is another one whenever compiled GEMMs of the cache would not be found."""
     versions = [installed_version(package) for package in (*SUPPORTED, "apache-tvm-ffi")]
     key = repr((gemms, capability, sys.version_info[:2], versions, sources_of(_MODULE)))
-    folder = quack_cache_folder() / _COMPLETE_IN_THIS_FOLDER
+    folder = quack_cache_folder() / _PROGRESS_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.txt"
 

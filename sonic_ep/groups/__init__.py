@@ -144,7 +144,7 @@ class EPGroup:
 
     @property
     def layer(self) -> int:
-        """The number of the MoE layer whose forward this rank runs; 0 for none. For errors alone."""
+        """The number of the MoE layer of which this rank runs the forward; 0 for none. For errors alone."""
         return self._watch.layer if self.size > 1 else 0
 
     def enter_layer(self, number: int) -> None:
@@ -222,8 +222,9 @@ class EPGroup:
         device = torch.device("cpu") if "cpu" in self._backends else torch.device(next(iter(self._backends)))
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
         length = torch.tensor([data.shape[0]], device=device)
-        lengths = self._read(self.all_gather(length, stage=stage), stage).flatten().tolist()
-        gathered = self._read(self.all_gather(pad(data, (0, max(lengths) - data.shape[0])), stage=stage), stage)
+        lengths = self.to_host(self.all_gather(length, stage=stage), stage=stage).flatten().tolist()
+        padded = pad(data, (0, max(lengths) - data.shape[0]))
+        gathered = self.to_host(self.all_gather(padded, stage=stage), stage=stage)
         return [pickle.loads(each[:size].numpy().tobytes()) for each, size in zip(gathered, lengths, strict=True)]
 
     def _limited(self, options: Any) -> Any:
@@ -236,7 +237,8 @@ class EPGroup:
         if not is_ready():
             self._watch.wait(polled(is_ready), self._watch.current(stage), self.timeout)
 
-    def _read(self, values: Tensor, stage: str) -> Tensor:
+    def to_host(self, values: Tensor, *, stage: str) -> Tensor:
+        """Returns what the device computes from other ranks' values, on the CPU. Raises LostRankError."""
         copy = AsyncD2H(values)
         self.wait_until(lambda: copy.is_ready, stage=stage)
         return copy.read()

@@ -1,6 +1,6 @@
 """`PeerWatch`: what the ranks of a group do when one of them does not come to a collective.
 
-A rank that has waited too long, or whose connection broke, writes into the group's store where it waits. A rank that
+A rank that has waited too long, or has lost a connection, writes into the group's store where it waits. A rank that
 waits looks there once a second, so all learn of it soon, write where they are, and read what the others wrote. Then
 each raises an error that names the ranks that wrote nothing. A wait of less than a second does not touch the store.
 """
@@ -70,7 +70,7 @@ class _Store(Protocol):
 class PeerWatch:
     """The collectives of one process group on this rank.
 
-    layer: the number of the MoE layer whose forward runs, as it was built; 0 for none.
+    layer: the number of the MoE layer that runs its forward, as it was built; 0 for none.
     store: returns the store of the group.
     """
 
@@ -82,7 +82,7 @@ class PeerWatch:
         self._store_answers = True
 
     def begin(self, stage: str, layer: int | None = None) -> Collective:
-        """Returns the collective that this rank calls now. layer: if it is not the one whose forward runs.
+        """Returns the collective that this rank calls now. layer: if it is not the one that runs its forward.
 
         Raises the LostRankError of `wait` again if a rank is lost.
         """
@@ -211,7 +211,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 def _within(seconds: float, action: Callable[[], object]) -> bool:
     """Returns True if `action` ended in time, without an error. A thread is left behind if it did not.
 
-    A call of a store whose host has stopped returns no sooner than the host goes on.
+    If the host of a store has stopped, a call of the store returns no sooner than the host goes on.
     """
     ended: list[bool] = []
 

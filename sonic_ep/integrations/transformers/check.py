@@ -11,7 +11,7 @@ NAME = "sonic_ep"
 
 
 def check(model: nn.Module) -> list[str]:
-    """Returns the names of the modules whose experts are computed by sonic_ep.
+    """Returns the names of the modules of experts that sonic_ep computes.
 
     Raises ValueError, with value, limit and fix, if there is none, or if any experts cannot be computed. Without this
     call the second case raises in the first forward, while transformers accepts the first case silently.

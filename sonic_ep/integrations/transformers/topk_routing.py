@@ -10,7 +10,7 @@ from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.kernels.backend import allows_spare_capacity
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
-from sonic_ep.routing import INDEX_DTYPE, GroupCounts, Routing
+from sonic_ep.routing import INDEX_DTYPE, Routing, unrounded
 
 _OFF = RoundingConfig(mode="off")
 
@@ -40,7 +40,8 @@ def routing_of_topk(
     counts_E = torch.zeros(E + 1, dtype=torch.int64, device=ids_N.device)
     counts_E = counts_E.scatter_add_(0, bins_N, torch.ones_like(bins_N))[:E]
     if group.size == 1:
-        counts, split_sizes = _counts_of_one_rank(counts_E, T), None
+        # In operations that torch.compile can trace.
+        counts, split_sizes = unrounded(counts_E[None], counts_E.new_full((1,), T)), None
     else:
         status = RankStatus(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
         counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
@@ -50,9 +51,3 @@ def routing_of_topk(
     weights_N = topk_weights_TK.flatten().index_select(0, order_N)
     token_ids_N = (order_N // max(K, 1)).to(INDEX_DTYPE)
     return Routing(weights_N, token_ids_N, counts, T, max_rows=max_rows, split_sizes=split_sizes)
-
-
-def _counts_of_one_rank(counts_E: Tensor, num_tokens: int) -> GroupCounts:
-    """Returns what `gather_counts` returns without rounding, in operations that torch.compile can trace."""
-    counts_SE, tokens_S = counts_E[None], counts_E.new_full((1,), num_tokens)
-    return GroupCounts(counts_SE, counts_SE, counts_SE, tokens_S, torch.zeros_like(tokens_S), tokens_S.new_ones(()))
