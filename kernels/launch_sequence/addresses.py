@@ -16,6 +16,7 @@ FORWARD, BACKWARD = 0, 1
 # quack gives TMA the address 2^30 rows in front of a tensor (create_ragged_tensor_for_tma), and rows for TMA have a
 # multiple of 16 bytes. TMA's descriptor holds 57 bits of an address.
 _TMA_SHIFT, _TMA_BITS = 2**30 * 16, 57
+_NO_ADDRESS = 2**31  # the driver gives none below
 _WORD, _LOW_HALF = 8, 2**32 - 1  # bytes of an address, and the mask of its lower four
 
 
@@ -97,7 +98,7 @@ class Run:
     freed: dict[int, tuple[int, int]] = field(default_factory=dict)
     passes: list[Launches] = field(default_factory=list)
 
-    def living_at(self, position: tuple[int, int]) -> "_Living":
+    def living_at(self, position: tuple[int, int]) -> "_Buffers":
         """Returns the buffers that a launch at this position can refer to."""
         never = (BACKWARD + 1, 0)
         living = [
@@ -105,15 +106,19 @@ class Run:
             for index, allocated in enumerate(self.allocated)
             if index < self.num_fixed or allocated <= position < self.freed.get(index, never)
         ]
-        return _Living(self, sorted(living, key=self.starts.__getitem__))
+        return _Buffers(self, living)
+
+    def freed_at(self, position: tuple[int, int]) -> "_Buffers":
+        """Returns the buffers that a launch at this position cannot refer to any more."""
+        return _Buffers(self, [index for index, freed in self.freed.items() if freed <= position])
 
 
-class _Living:
+class _Buffers:
     """Finds the buffer that holds an address."""
 
-    def __init__(self, run: Run, by_address: list[int]) -> None:
-        self._run, self._by_address = run, by_address
-        self._starts = [run.starts[index] for index in by_address]
+    def __init__(self, run: Run, indices: Iterable[int]) -> None:
+        self._run, self._by_address = run, sorted(indices, key=run.starts.__getitem__)
+        self._starts = [run.starts[index] for index in self._by_address]
 
     def holding(self, address: int) -> set[tuple[int, int]]:
         """Returns (buffer, offset) of each buffer that holds the address, or ends at it."""
@@ -152,8 +157,9 @@ def find_addresses(number: int, one: Run, others: Sequence[Run]) -> list[Address
     for node in range(launches.num_nodes):
         blocks = [run.passes[number].block(node) for run in (one, *others)]
         living = [run.living_at((number, node)) for run in (one, *others)]
+        freed = [run.freed_at((number, node)) for run in (one, *others)]
         for word, values in enumerate(zip(*map(_words, blocks), strict=True)):
-            place = _place_of(values, living, one, launches, node, word)
+            place = _place_of(values, living, freed, one, launches, node, word)
             if place is not None:
                 found.append(Address(node, word, *place))
     return found
@@ -168,21 +174,30 @@ def _words(block: bytes) -> tuple[int, ...]:
 
 
 def _place_of(
-    values: Sequence[int], living: Sequence[_Living], one: Run, launches: Launches, node: int, word: int
+    values: Sequence[int],
+    living: Sequence[_Buffers],
+    freed: Sequence[_Buffers],
+    one: Run,
+    launches: Launches,
+    node: int,
+    word: int,
 ) -> tuple[int, int] | None:
     """Returns the only (buffer, offset) that explains a word's values in all runs, or None if it is a constant."""
-    is_equal, is_known = len(set(values)) == 1, launches.is_known_memory(set(values))
+    is_equal = len(set(values)) == 1
+    if is_equal and abs(_signed(values[0])) < _NO_ADDRESS:
+        return None
+    is_known = launches.is_known_memory(set(values))
     is_number, in_struct = is_equal and not is_known, launches.may_be_padding(node, word)
     if is_number and abs(_signed(values[0])) < _TMA_SHIFT:
         return None
-    places = set.intersection(*(buffers.holding(value) for buffers, value in zip(living, values, strict=True)))
+    places = _held_in_all_runs(values, living)
     if len(places) > 1:  # the end of one tensor can be the start of the next
         places = {(index, offset) for index, offset in places if offset < one.sizes[index]}
     if not places and in_struct and (is_number or not is_equal):  # TMA's descriptors are structs
         places = set.intersection(*(buffers.in_front_of(value) for buffers, value in zip(living, values, strict=True)))
     if len(places) == 1:
         return places.pop()
-    if not places and (is_number or (in_struct and _is_padding(values, living, is_known=is_known))):
+    if not places and (is_number or (in_struct and _is_padding(values, living, freed, is_known=is_known))):
         return None
     shown = f"word {word} of launch {node} ({launches.name(node)}) is {', '.join(f'{value:#x}' for value in values)}"
     if places:
@@ -191,9 +206,17 @@ def _place_of(
     raise UnrecordableError(f"{shown}, which is no address of a tensor of the function")
 
 
-def _is_padding(values: Sequence[int], living: Sequence[_Living], *, is_known: bool) -> bool:
+def _held_in_all_runs(values: Sequence[int], buffers: Sequence[_Buffers]) -> set[tuple[int, int]]:
+    """Returns each (buffer, offset) that a word's values are in all runs."""
+    return set.intersection(*(of_run.holding(value) for of_run, value in zip(buffers, values, strict=True)))
+
+
+def _is_padding(
+    values: Sequence[int], living: Sequence[_Buffers], freed: Sequence[_Buffers], *, is_known: bool
+) -> bool:
     """Returns True if a word of a struct, which is no address of a tensor, is what the host's stack held there."""
-    if len(set(values)) == 1:
+    # An earlier launch may have left the address of a tensor that was freed since.
+    if len(set(values)) == 1 or _held_in_all_runs(values, freed):
         return True
     # What moves with a tensor is an address, though of a kind that this file does not understand.
     if set.intersection(*(buffers.distances_to(value) for buffers, value in zip(living, values, strict=True))):

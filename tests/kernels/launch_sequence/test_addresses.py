@@ -150,3 +150,22 @@ def test_a_tensor_is_meant_while_it_lives(graph: FakeGraph) -> None:
         capture.freed, capture.allocated[2] = {1: (0, 1)}, (0, 1)
         made.append(capture)
     assert addresses(*made) == [Address(0, 0, 1, 0), Address(1, 0, 2, 0)]
+
+
+def freed_after_one_launch(graph: FakeGraph, *, struct_size: int) -> list[Any]:
+    """Two launches that hold the address of a tensor, which was freed between them."""
+    made = []
+    for starts in STARTS:
+        capture = run(graph, starts, SIZES, [words(1, starts[1] + 8)] * 2, struct_size=struct_size)
+        capture.freed = {1: (0, 1)}
+        made.append(capture)
+    return made
+
+
+def test_an_address_of_a_freed_tensor_in_a_struct_is_what_an_earlier_launch_left(graph: FakeGraph) -> None:
+    assert addresses(*freed_after_one_launch(graph, struct_size=16)) == [Address(0, 1, 1, 8)]
+
+
+def test_an_address_of_a_freed_tensor_as_a_parameter_is_refused(graph: FakeGraph) -> None:
+    with pytest.raises(UnrecordableError, match="word 1 of launch 1"):
+        addresses(*freed_after_one_launch(graph, struct_size=8))
