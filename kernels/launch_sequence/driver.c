@@ -22,6 +22,8 @@ enum { KERNEL, FILL, COPY };
 /* An address has at most so many bits. In a descriptor for TMA it may be a negative number of as many. */
 #define ADDRESS ((1ULL << 57) - 1)
 
+/* Bytes: memory behind the addresses of captures, and what they are a multiple of, as the driver's large ones are. */
+enum { SHARED = 1 << 23, ALIGNMENT = 1 << 25, MAX_DEVICES = 64 };
 enum { MAX_ATTRIBUTES = 5, MAX_LANES = 4, MAX_WAITS = 4, MAX_BLOCK = 32768, MAX_PARAMETERS = 1024 };
 
 typedef struct {
@@ -85,6 +87,12 @@ static CUresult (*event_destroy)(CUevent);
 static CUresult (*event_record)(CUevent, CUstream);
 static CUresult (*stream_create)(CUstream *, unsigned int);
 static CUresult (*stream_wait)(CUstream, CUevent, unsigned int);
+static CUresult (*memory_create)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long);
+static CUresult (*address_reserve)(CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long);
+static CUresult (*address_free)(CUdeviceptr, size_t);
+static CUresult (*memory_map)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long);
+static CUresult (*memory_unmap)(CUdeviceptr, size_t);
+static CUresult (*set_access)(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t);
 
 /* Takes the functions of this driver library. Returns NULL, or the name of what is not there. */
 const char *sequence_initialize(const char *path) {
@@ -118,6 +126,12 @@ const char *sequence_initialize(const char *path) {
         {"cuEventRecord", &event_record},
         {"cuStreamCreate", &stream_create},
         {"cuStreamWaitEvent", &stream_wait},
+        {"cuMemCreate", &memory_create},
+        {"cuMemAddressReserve", &address_reserve},
+        {"cuMemAddressFree", &address_free},
+        {"cuMemMap", &memory_map},
+        {"cuMemUnmap", &memory_unmap},
+        {"cuMemSetAccess", &set_access},
     };
     void *driver = dlopen(path, RTLD_NOW);
     if (driver == NULL)
@@ -149,6 +163,43 @@ void *sequence_end_capture(void *stream) {
 }
 
 void sequence_destroy_graph(void *graph) { graph_destroy((CUgraph)graph); }
+
+static void release_addresses(CUdeviceptr start, size_t mapped, size_t reserved) {
+    for (size_t at = 0; at < mapped; at += SHARED)
+        memory_unmap(start + at, SHARED);
+    address_free(start, reserved);
+}
+
+static size_t whole_pieces(size_t bytes) { return (bytes + SHARED - 1) / SHARED * SHARED; }
+
+/* Allocates for torch, for captures alone: the same SHARED bytes of a device are behind all addresses. Or NULL. */
+void *sequence_allocate_for_capture(size_t bytes, int device, void *stream) {
+    static CUmemGenericAllocationHandle pieces[MAX_DEVICES];
+    CUmemAllocationProp kind = {.type = CU_MEM_ALLOCATION_TYPE_PINNED};
+    CUmemAccessDesc access = {.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    size_t reserved = whole_pieces(bytes), mapped = 0;
+    CUdeviceptr start = 0;
+    (void)stream;
+    kind.location.type = CU_MEM_LOCATION_TYPE_DEVICE, kind.location.id = device;
+    access.location = kind.location;
+    if (device >= MAX_DEVICES)
+        return NULL;
+    if (!pieces[device] && memory_create(&pieces[device], SHARED, &kind, 0) != CUDA_SUCCESS)
+        return NULL;
+    if (address_reserve(&start, reserved, ALIGNMENT, 0, 0) != CUDA_SUCCESS)
+        return NULL;
+    while (mapped < reserved && memory_map(start + mapped, SHARED, 0, pieces[device], 0) == CUDA_SUCCESS)
+        mapped += SHARED;
+    if (mapped == reserved && set_access(start, reserved, &access, 1) == CUDA_SUCCESS)
+        return (void *)start;
+    release_addresses(start, mapped, reserved);
+    return NULL;
+}
+
+void sequence_free_of_capture(void *start, size_t bytes, int device, void *stream) {
+    (void)device, (void)stream;
+    release_addresses((CUdeviceptr)start, whole_pieces(bytes), whole_pieces(bytes));
+}
 
 /* 1 if the driver knows memory at this address, so that a kernel could read it. */
 int sequence_is_known_memory(uint64_t address) {

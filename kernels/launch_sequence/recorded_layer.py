@@ -7,6 +7,7 @@ bit. `Steps` decides which calls record.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Self, final
@@ -206,8 +207,10 @@ class RecordedLayer:
             problem = problem or ("there are too many" if len(self._replays) == _MAX_SIGNATURES else None)
         if self._steps.agreed(layer, problem, known=known):
             # Hooks of the caller, as those of activation checkpointing, must not see what the recording saves.
+            start = time.perf_counter()
             with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
                 replay, problem = self._recorded(layer, inputs, step)
+            _LOG.debug("%s and %s took %.2f s to record", type(layer).__name__, step.key, time.perf_counter() - start)
             if replay is not None or problem is not None:
                 self._replays[signature] = replay
         elif problem is not None and signature is not None and len(self._replays) < _MAX_SIGNATURES:

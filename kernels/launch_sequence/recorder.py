@@ -5,9 +5,10 @@ other times on tensors at other addresses. All runs must launch the same kernels
 address of exactly one tensor must explain the value in every run. Everything else is a constant. So the values of
 parameters are not guessed: the recorder finds the only explanation, or refuses.
 
-The moved runs allocate fillers of random sizes between tensors, so that each tensor moves by a distance of its own.
+The moved runs allocate fillers of random sizes between tensors, so that each tensor moves by a distance of its own. No
+run needs memory for its tensors (capture_memory.py).
 
-Memory is recorded too: when the function allocated and freed each tensor, counted in launches. A replay allocates and
+Also recorded is when the function allocated and freed each tensor, counted in launches. A replay allocates and
 frees in the same places, so it needs little more memory than the function.
 """
 
@@ -17,6 +18,7 @@ import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from sonic_ep.kernels.launch_sequence.addresses import (
     UnrecordableError,
     find_addresses,
 )
+from sonic_ep.kernels.launch_sequence.capture_memory import memory_of_capture
 from sonic_ep.kernels.launch_sequence.driver import driver
 from sonic_ep.kernels.launch_sequence.workspace import Memory, workspace_of_capture
 
@@ -111,16 +114,19 @@ def record(function: Function, inputs: Sequence[Tensor], state: Sequence[Tensor]
     Raises:  UnrecordableError, with the reason.
     """
     workspace = workspace_of_capture(_capture_stream(torch.cuda.current_device()))
-    one = _captured(function, inputs, state, workspace, given, None)
+    one = _captured(_Capture(), function, inputs, state, workspace, given, None)
     others: list[_Capture] = []
     addresses: list[list[Address]] = []
     for seed in range(_MAX_RUNS):
         fillers = _Fillers(one.sizes, seed)
-        copies = [fillers.empty_like(tensor) for tensor in inputs]
-        moved = _captured(function, copies, state, workspace, given, fillers)
+        moved = _Capture()
+        with torch.cuda.use_mem_pool(moved.fixed_pool):
+            copies = [fillers.empty_like(tensor) for tensor in inputs]
+        _captured(moved, function, copies, state, workspace, given, fillers)
+        del copies, fillers  # a pool gives back only what nothing uses
         moved.release()
         if one.order != moved.order or one.sizes != moved.sizes:
-            raise UnrecordableError("two runs allocate different tensors")
+            raise UnrecordableError(f"two runs allocate different tensors: {_first_difference(one, moved)}")
         if one.outputs != moved.outputs or one.gradients != moved.gradients:
             raise UnrecordableError("two runs return different tensors")
         others.append(moved)
@@ -136,6 +142,13 @@ def record(function: Function, inputs: Sequence[Tensor], state: Sequence[Tensor]
     return Recording(
         len(inputs), one.num_fixed, one.buffers(), one.order, one.passes, addresses, one.outputs, one.gradients
     )
+
+
+def _first_difference(one: "_Capture", two: "_Capture") -> str:
+    """Returns where the allocations of two runs differ."""
+    pairs = [*zip_longest(one.order, two.order), *zip_longest(one.sizes, two.sizes)]
+    number, (first, second) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    return f"number {number} of {len(one.order)} is {first} in one, {second} in the other"
 
 
 class _Fillers:
@@ -172,18 +185,21 @@ class _Capture(Run):
     """One run of the function under capture.
 
     order: when each buffer was allocated (True) and freed (False). pool, held: the memory of the run. That of the first
-    run lives until all are compared, so that addresses differ.
+    run lives until all are compared, so that addresses differ. fixed_pool: the memory of what lives through the run,
+    which must not be the memory that a tensor of the function had before.
     """
 
     order: list[tuple[bool, int]] = field(default_factory=list)
-    pool: Any = field(default_factory=torch.cuda.MemPool)
+    pool: Any = field(default_factory=memory_of_capture)
+    fixed_pool: Any = field(default_factory=memory_of_capture)
     held: list[Tensor] = field(default_factory=list)
     outputs: list[Place] = field(default_factory=list)
     gradients: list[Place | None] = field(default_factory=list)
 
     def release(self) -> None:
         """Frees the memory."""
-        self.pool, self.held = None, []
+        self.held = []
+        self.pool = self.fixed_pool = None
 
     def buffers(self) -> list[Buffer]:
         return [
@@ -192,10 +208,12 @@ class _Capture(Run):
         ]
 
 
-class _Allocations(TorchDispatchMode):
+class _Allocations:
     """Notes when each tensor on the GPU is allocated and freed.
 
-    That a tensor was freed is noticed at the next operation. No other tensor gets its memory before.
+    That a tensor was freed is noticed at the next operation. No other tensor gets its memory before. This is no mode
+    itself, because torch imports Dynamo at the first operation of a mode that defines `__torch_dispatch__`: seconds,
+    and what it imports refers to the calls in progress, so that no tensor of theirs is freed.
     """
 
     def __init__(self, capture: _Capture, stream: int, fillers: "_Fillers | None") -> None:
@@ -259,6 +277,10 @@ class _Allocations(TorchDispatchMode):
         return Place(index, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
+class _WatchAllocations(_Allocations, TorchDispatchMode):
+    """Notes allocations in its context."""
+
+
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """Returns a stream that nothing else uses. One of torch's pool may be one to which the function forks."""
@@ -269,6 +291,7 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 
 
 def _captured(
+    capture: _Capture,
     function: Function,
     inputs: Sequence[Tensor],
     state: Sequence[Tensor],
@@ -278,7 +301,6 @@ def _captured(
 ) -> _Capture:
     stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
-    capture = _Capture()
     collects = gc.isenabled()
     gc.disable()  # a collection could free memory of the GPU during the capture
     try:
@@ -305,7 +327,7 @@ def _run(
     fillers: _Fillers | None,
 ) -> None:
     leaves = leaves_of(inputs)
-    watch = _Allocations(capture, stream.cuda_stream, fillers)
+    watch = _WatchAllocations(capture, stream.cuda_stream, fillers)
     before = (FORWARD, 0)
     for leaf in leaves:
         watch.note(leaf, before, fixed=True)
@@ -326,7 +348,8 @@ def _run(
     if not given:
         return
     watch.number = BACKWARD
-    grads = [torch.empty_like(outputs[index], memory_format=torch.contiguous_format) for index in given]
+    with torch.cuda.use_mem_pool(capture.fixed_pool):
+        grads = [torch.empty_like(outputs[index], memory_format=torch.contiguous_format) for index in given]
     capture.held = [*reserved, *grads]
     for index, grad in enumerate(grads, first_gradient):
         watch.replace(index, grad)

@@ -212,6 +212,39 @@ CUresult cuStreamCreate(CUstream *stream, unsigned int flags) {
     return CUDA_SUCCESS;
 }
 
+/* Addresses of captures: the log has what is reserved, mapped and given back. The first `mappable` bytes can be mapped. */
+static size_t mappable = 1ull << 40;
+void fake_mappable(size_t bytes) { mappable = bytes; }
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *kind,
+                     unsigned long long flags) {
+    *handle = 7;
+    return write_operation("create", kind->location.id, flags, bytes, NULL);
+}
+
+CUresult cuMemAddressReserve(CUdeviceptr *start, size_t bytes, size_t alignment, CUdeviceptr wanted,
+                             unsigned long long flags) {
+    *start = 1ull << 40;
+    return write_operation("reserve", alignment, wanted + flags, bytes, NULL);
+}
+
+CUresult cuMemAddressFree(CUdeviceptr start, size_t bytes) {
+    return write_operation("unreserve", start, 0, bytes, NULL);
+}
+
+CUresult cuMemMap(CUdeviceptr start, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
+                  unsigned long long flags) {
+    if (start - (1ull << 40) + bytes > mappable)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    return write_operation("map", start, handle + offset + flags, bytes, NULL);
+}
+
+CUresult cuMemUnmap(CUdeviceptr start, size_t bytes) { return write_operation("unmap", start, 0, bytes, NULL); }
+
+CUresult cuMemSetAccess(CUdeviceptr start, size_t bytes, const CUmemAccessDesc *access, size_t number) {
+    return write_operation("access", start, access->location.id, bytes, NULL);
+}
+
 #undef cuStreamWaitEvent
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t number, CUstream stream) {
     return write_operation("fill8", to, value, number, stream);

@@ -215,3 +215,41 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
         assert list(tmp_path.iterdir()) == []
     finally:
         driver.compiled_library.cache_clear()
+
+
+PIECE, START = 1 << 23, 1 << 40  # bytes behind all addresses of captures; where the fake driver reserves them
+
+
+@pytest.fixture
+def allocate(graph: FakeGraph) -> Any:
+    """The functions that torch gets, with their types."""
+    library = ctypes.CDLL(str(driver.compiled_library()))
+    allocate, free = library.sequence_allocate_for_capture, library.sequence_free_of_capture
+    allocate.restype, allocate.argtypes = ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    free.restype, free.argtypes = None, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    free(allocate(1, 0, None), 1, 0, None)  # the first call also creates the memory
+    graph.log()
+    return allocate, free
+
+
+def test_addresses_of_captures_have_the_same_memory_behind_them(allocate: Any, graph: FakeGraph) -> None:
+    take, free = allocate
+    assert take(2 * PIECE + 1, 0, None) == START
+    lines = [line.replace(" stream 0", "") for line in graph.log()]
+    assert lines[0] == f"reserve: {1 << 25} 0 {3 * PIECE}"
+    assert lines[1:4] == [f"map: {START + k * PIECE} 7 {PIECE}" for k in range(3)]
+    assert lines[4] == f"access: {START} 0 {3 * PIECE}"
+    free(START, 2 * PIECE + 1, 0, None)
+    lines = [line.replace(" stream 0", "") for line in graph.log()]
+    assert lines[:3] == [f"unmap: {START + k * PIECE} 0 {PIECE}" for k in range(3)]
+    assert lines[3] == f"unreserve: {START} 0 {3 * PIECE}"
+
+
+def test_addresses_of_captures_that_cannot_be_mapped_are_given_back(allocate: Any, graph: FakeGraph, fake: Any) -> None:
+    fake.fake_mappable(ctypes.c_size_t(PIECE))
+    try:
+        assert allocate[0](2 * PIECE, 0, None) is None
+        assert allocate[0](1, 64, None) is None
+    finally:
+        fake.fake_mappable(ctypes.c_size_t(START))
+    assert [line.split()[0] for line in graph.log()] == ["reserve", "map", "unmap", "unreserve"]
