@@ -1,7 +1,8 @@
 """Recorded steps of a layer on several ranks: their sizes, when the ranks record one, and whether it was large enough.
 
 A recorded step (kernels/launch_sequence/) has the sizes that it was recorded with. Across ranks, sizes change from step
-to step. So a step is recorded with a bound: a little more than the last step needed, rounded up to one of a few levels.
+to step. So a step is recorded with a bound: a little more than the last steps needed, rounded up to one of a few
+levels. The bound grows at once and shrinks slowly: otherwise a layer would record every level that its routing passes.
 If the true sizes exceed the bound, the devices send nothing. The host reads the sizes after it has launched everything,
 and then runs the layer's code on the same routing.
 
@@ -34,6 +35,7 @@ from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 
 _LOG = logging.getLogger("sonic_ep.launches")
 _MARGIN = 33 / 32  # bound / what the last step needed
+_DECAY = 511 / 512  # by which the bound shrinks in a step, at most
 _LEVELS = 8  # per balanced step: a level is a multiple of an eighth of its rows
 _MIN_UNIT = 128  # rows
 _EVERY_CALL = 3  # the ranks may record in the first three calls with a bound, then in the 4th, 8th, 16th, ...
@@ -83,7 +85,7 @@ class BoundedSteps(Steps):
     ) -> None:
         super().__init__()
         self._group, self._K, self._check, self._transport_of = group, K, check, transport_of
-        self._needed: SizeBound | None = None  # by the last step
+        self._expected: SizeBound | None = None  # of the next step, before it is rounded up to a level
         self._calls: Counter[object] = Counter()
         self._mailbox: Mailbox | None = None
 
@@ -92,15 +94,15 @@ class BoundedSteps(Steps):
 
     def begin(self, layer: Any) -> Step | None:
         """Counts a call. Returns None, on every rank, if the code has to run: the first call has no bound."""
-        needed = self._needed
-        via = None if needed is None else self._transport_of(layer)
-        if via is None or needed is None:
+        expected = self._expected
+        via = None if expected is None else self._transport_of(layer)
+        if via is None or expected is None:
             return None
-        bound = self._bound(needed)
+        bound = self._level(expected)
         self._calls[bound] += 1
         number = self._calls[bound]
         is_time = number <= _EVERY_CALL or number & (number - 1) == 0
-        return Step(via, None if via.is_static else bound, needed.tokens, is_time)
+        return Step(via, None if via.is_static else bound, expected.tokens, is_time)
 
     def is_time(self, step: Step, signature: object, *, known: bool) -> bool:
         """Returns True, on every rank, if the ranks may record now, whatever each of them has recorded."""
@@ -156,16 +158,22 @@ class BoundedSteps(Steps):
         assert self._mailbox is not None
         sizes, status_fields = SplitSizes.unpacked(self._mailbox.read(), self._group.size)
         self._check(status_fields)
-        needed = self._needed = SizeBound.needed_by(sizes)
+        needed = self._learn(sizes)
         return None if step.bound is None or step.bound.holds(needed) else sizes
 
     def observe(self, split_sizes: AsyncSplitSizes | None) -> None:
         """Learns from a step that the code ran. Every rank calls it, or `finish`, in every step."""
         sizes = None if split_sizes is None else split_sizes.sizes_read
         if sizes is not None:
-            self._needed = SizeBound.needed_by(sizes)
+            self._learn(sizes)
 
-    def _bound(self, needed: SizeBound) -> SizeBound:
-        unit = max(_MIN_UNIT, -(-needed.tokens * self._K // (_LEVELS * _MIN_UNIT)) * _MIN_UNIT)
-        rows, pairs = (-(-round(size * _MARGIN) // unit) * unit for size in needed[1:])
-        return SizeBound(needed.tokens, rows, max(rows, pairs))
+    def _learn(self, sizes: SplitSizes) -> SizeBound:
+        """Returns what a step needed."""
+        needed = SizeBound.needed_by(sizes)
+        self._expected = needed.next(self._expected, _MARGIN, _DECAY)
+        return needed
+
+    def _level(self, expected: SizeBound) -> SizeBound:
+        unit = max(_MIN_UNIT, -(-expected.tokens * self._K // (_LEVELS * _MIN_UNIT)) * _MIN_UNIT)
+        rows, pairs = (-(-size // unit) * unit for size in expected[1:])
+        return SizeBound(expected.tokens, rows, max(rows, pairs))

@@ -39,6 +39,18 @@ class SizeBound(NamedTuple):
         sent, received = map(sum, sizes.pairs_SQ), map(sum, zip(*sizes.pairs_SQ, strict=True))
         return cls(max(sizes.tokens_S), max(map(sum, zip(*sizes.rows_SQ, strict=True))), max(*sent, *received))
 
+    def next(self, before: "SizeBound | None", margin: float, decay: float) -> Self:
+        """Returns a bound for the next step, if this is what the last one needed.
+
+        before: the bound of the last step; the new one is smaller at most by the factor `decay`, unless tokens changed.
+        margin: bound / what the last step needed.
+        """
+        before = self if before is None or before.tokens != self.tokens else before
+        rows, pairs = (
+            max(round(now * margin), round(then * decay)) for now, then in zip(self[1:], before[1:], strict=True)
+        )
+        return self._replace(rows=rows, pairs=pairs)
+
     def holds(self, needed: "SizeBound") -> bool:
         """Returns True if a step that needs `needed` fits. The device decides the same in `bounded_plan`."""
         return needed.tokens == self.tokens and needed.rows <= self.rows and needed.pairs <= self.pairs
@@ -65,12 +77,7 @@ class SizePredictor:
 
     def record(self, needed: SizeBound, own_tokens: int) -> None:
         """Records what a step needed, and how many tokens this rank had."""
-        before = self._bound or needed
-        rows, pairs = (
-            max(round(now * _SIZE_MARGIN), round(then * _DECAY))
-            for now, then in zip(needed[1:], before[1:], strict=True)
-        )
-        self._bound, self._own_tokens = SizeBound(needed.tokens, rows, pairs), own_tokens
+        self._bound, self._own_tokens = needed.next(self._bound, _SIZE_MARGIN, _DECAY), own_tokens
 
 
 @final

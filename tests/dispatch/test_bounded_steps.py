@@ -62,6 +62,28 @@ def test_sizes_that_differ_little_share_a_bound() -> None:
     assert len(bounds) <= 3
 
 
+def test_a_bound_grows_at_once_and_shrinks_slowly() -> None:
+    steps, bounds = steps_of(EPGroup.alone()), []
+    for rows in (32000, 48000, *[32000] * 300):
+        steps.observe(sizes_of(8192, rows, rows))
+        bound = begun(steps, layer()).bound
+        assert bound is not None
+        bounds.append(bound.rows)
+    assert bounds[1] >= 48000
+    assert bounds[30] >= 45000
+    assert sorted(bounds[1:], reverse=True) == bounds[1:]
+    assert bounds[-1] == bounds[0]
+
+
+def test_other_tokens_start_a_bound_anew() -> None:
+    steps = steps_of(EPGroup.alone())
+    for tokens, rows in ((8192, 32000), (1024, 4000)):
+        steps.observe(sizes_of(tokens, rows, rows))
+        bound = begun(steps, layer()).bound
+        assert bound is not None
+        assert bound.rows < 5 / 4 * rows
+
+
 def test_the_code_runs_before_sizes_are_known_and_without_symmetric_memory() -> None:
     steps = steps_of(EPGroup.alone())
     assert steps.begin(layer()) is None
