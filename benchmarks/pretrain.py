@@ -59,7 +59,8 @@ OURS_ACROSS_RANKS = (
     "apportion, symmetric, static",
     "off, all_to_all",
 )
-BATCHES, WARM_UP, GPUS = 8, 6, 64
+BATCHES, GPUS = 8, 64
+WARM_UP, UNTIMED = 6, 3  # steps before all turns, and before each
 BALANCE_COEF = 0.01
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0}  # dense bf16
 
@@ -149,7 +150,8 @@ class Trainer:
 
     def turn(self, contestant: str, steps: int, clock: Clock) -> dict[str, float]:
         self.model.choose(contestant)
-        self.step()  # what the contestant before has left of memory is arranged anew
+        for _ in range(UNTIMED):  # memory is arranged anew, and sizes that others have trained to are recorded
+            self.step()
         clock.ready()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -138,6 +138,7 @@ def _serve(rank: int, world_size: int, backend: str, port: int, pipe: Connection
     """The life of one rank: join the group, then answer requests until it is killed or the parent is gone. It writes
     where it stands to `stack` when it is asked to."""
     faulthandler.register(_ASK, stack.open("w"))
+    faulthandler.enable()
     torch.set_num_threads(1)
     if "nccl" in backend:
         torch.cuda.set_device(rank)
