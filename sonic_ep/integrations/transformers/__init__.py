@@ -12,5 +12,6 @@ require_extra("transformers", "transformers")
 from sonic_ep.integrations.options import SonicEPOptions  # noqa: E402
 from sonic_ep.integrations.transformers.check import check  # noqa: E402
 from sonic_ep.integrations.transformers.register import register  # noqa: E402
+from sonic_ep.integrations.transformers.rounding import round_tokens  # noqa: E402
 
-__all__ = ["SonicEPOptions", "check", "register"]
+__all__ = ["SonicEPOptions", "check", "register", "round_tokens"]

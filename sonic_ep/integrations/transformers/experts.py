@@ -5,6 +5,7 @@ Source: huggingface/transformers, src/transformers/integrations/moe.py, `Experts
 Legend: T tokens on this rank, H hidden size, K experts per token.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from sonic_ep.integrations.transformers.activation import activation_of
 from sonic_ep.integrations.transformers.topk_routing import routing_of_topk
 from sonic_ep.integrations.transformers.weights import num_local_experts, weight_dtype, weights_of
 from sonic_ep.transports import GroupTransport
+
+TOKEN_ROUNDING = "_sonic_ep_rounding"  # attribute of a module of experts: rounding.py's TokenRounding, or None
 
 
 class LocalExperts:
@@ -54,25 +57,38 @@ def compute_experts(
     transport: LocalTransport | GroupTransport,
     has_sentinels: bool = False,
     save_dispatched: bool = False,
+    own_slice: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Returns each token's weighted sum over its experts, (T, H) in the dtype of x. A collective of `group`.
 
-    experts: the module of transformers. topk_ids_TK: global ids. has_sentinels: see `routing_of_topk`.
+    experts: the module of transformers. topk_ids_TK: global ids. has_sentinels: see `routing_of_topk`. own_slice:
+    returns this rank's rows of what the router returned. Rounds in training if `round_tokens` was called.
     Computes in the dtype of autocast, or without it in that of the weights.
     """
     if (problem := problem_with_experts(experts)) is not None:
         raise ValueError(problem)
     activation, dtype = activation_of(experts), _compute_dtype(experts, x_TH)
-    routing = routing_of_topk(
-        topk_ids_TK,
-        topk_weights_TK,
-        E=num_local_experts(experts) * group.size,
-        group=group,
-        exchange=transport,
-        dtype=dtype,
-        training=experts.training,
-        has_sentinels=has_sentinels,
-    )
+    E, rounding = num_local_experts(experts) * group.size, getattr(experts, TOKEN_ROUNDING, None)
+    if rounding is None or not experts.training:
+        routing = routing_of_topk(
+            topk_ids_TK,
+            topk_weights_TK,
+            E=E,
+            group=group,
+            exchange=transport,
+            dtype=dtype,
+            training=experts.training,
+            has_sentinels=has_sentinels,
+        )
+    else:
+        if (problem := _problem_with_rounding(has_sentinels=has_sentinels)) is not None:
+            raise ValueError(problem)
+        logits_TE = rounding.take_logits(E)
+        if logits_TE is not None and own_slice is not None:
+            logits_TE = own_slice(logits_TE)
+        routing = rounding.routing(
+            experts, logits_TE, topk_ids_TK, topk_weights_TK, E=E, group=group, exchange=transport, dtype=dtype
+        )
     weights = weights_of(experts, dtype)
     out_TH = moe(
         x_TH.to(dtype),
@@ -112,6 +128,17 @@ def problem_with_experts(experts: Any) -> str | None:
     dtype = weight_dtype(experts)
     if dtype.itemsize < 2:
         return f"{name} has weights of {dtype}; supported are float32, float64, bfloat16 and float16"
+    return None
+
+
+def _problem_with_rounding(*, has_sentinels: bool) -> str | None:
+    if has_sentinels:
+        return (
+            "ep_implementation='all_reduce' gives each rank only the experts that it has, and rounding needs all; "
+            "build the model with DistributedConfig(ep_implementation='sonic_ep')"
+        )
+    if torch.compiler.is_compiling():
+        return "rounding notes the router's logits, which torch.compile does not trace; train without torch.compile"
     return None
 
 

@@ -22,8 +22,7 @@ def register(options: SonicEPOptions | None = None) -> None:
     Example: register(); model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="sonic_ep")
 
     options:  those of a layer. Models that were built before the call keep theirs under expert parallelism.
-    Raises:   ValueError for options.rounding: rounding needs the scores of all experts, and the registries pass the
-              chosen ones alone.
+    Raises:   ValueError for options.rounding, which needs the model: see `round_tokens`.
     Source:   huggingface/transformers, src/transformers/integrations/moe.py, `ExpertsInterface`, and
               src/transformers/distributed/expert_parallel.py, `EPImplementationInterface`.
     """
@@ -32,8 +31,8 @@ def register(options: SonicEPOptions | None = None) -> None:
     options = options or SonicEPOptions()
     if options.rounding is not None and options.rounding.mode != "off":
         raise ValueError(
-            f"options.rounding has mode={options.rounding.mode!r}, and the model's router passes only the experts that "
-            "it chose; set rounding=None"
+            f"options.rounding has mode={options.rounding.mode!r}, but rounding needs the model's routers; set "
+            "rounding=None and call round_tokens(model, rounding) once the model is built"
         )
     # Typed as a function of a module that returns a tensor.
     forward: Any = LocalExperts(transport_for(EPGroup.alone(), options.transport))

@@ -1,0 +1,202 @@
+"""Token rounding for transformers' models: the model's router chooses experts, then rounding removes and adds pairs.
+
+Rounding needs the scores of all experts, and transformers' registries pass those chosen alone. So a hook on the router
+notes its logits. Auxiliary losses are the model's own, of plain top-K. A top-K pair that remains has the weight that
+the router gave it; a pair that rounding added has the weight of `weights_of_pairs`. Source: SonicMoE, arXiv 2512.14080,
+section 5; docs/token_rounding.md.
+
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from sonic_ep.async_d2h import host_may_wait
+from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
+from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, uses_registry
+from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
+from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.topk import TopK
+from sonic_ep.routing import Routing
+
+_ROUTERS = ("gate", "router")  # what the module next to the experts is called
+_TOLERANCE = 1e-3  # of the largest weight, where weights and logits are in fp32
+
+
+def round_tokens(model: nn.Module, rounding: RoundingConfig) -> list[str]:
+    """Rounds the routing of all experts of a model, in training mode. Returns the names of the experts' modules.
+
+    Call it once the model is built, on every rank; again to change the rounding, with mode="off" to end it.
+
+    Example: model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="sonic_ep")
+             round_tokens(model, RoundingConfig())
+
+    Raises:  ValueError, with value, limit and fix, if there are no experts that sonic_ep could compute, or for a router
+             that limits each token to groups of experts. In the first training steps, on every rank, for a router whose
+             weights are proportional neither to softmax nor to sigmoid of its logits.
+    """
+    found: dict[str, tuple[nn.Module, nn.Module]] = {}
+    for name, block in model.named_modules():
+        for child_name, experts in block.named_children():
+            if uses_registry(experts):
+                found[f"{name}.{child_name}".lstrip(".")] = experts, _router_of(name, block)
+    if not found:
+        raise ValueError(
+            f"no experts of {type(model).__name__} ask transformers' registry for an implementation, so there is "
+            "nothing to round; docs/transformers.md lists the models whose experts do"
+        )
+    for experts, router in found.values():
+        before: TokenRounding | None = getattr(experts, TOKEN_ROUNDING, None)
+        if before is not None:
+            before.remove()
+        setattr(experts, TOKEN_ROUNDING, None if rounding.mode == "off" else TokenRounding(router, rounding))
+    return list(found)
+
+
+def _router_of(name: str, block: nn.Module) -> nn.Module:
+    router = next(
+        (getattr(block, each) for each in _ROUTERS if isinstance(getattr(block, each, None), nn.Module)), None
+    )
+    if router is None:
+        raise ValueError(
+            f"{name} ({type(block).__name__}) has no module called {' or '.join(_ROUTERS)}, whose logits rounding "
+            "needs; train this model without round_tokens"
+        )
+    groups = getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1
+    if groups > 1:
+        raise ValueError(
+            f"{name} limits each token to some of {groups} groups of experts, and rounding would add experts of other "
+            "groups; set n_group and topk_group to 1 in the model's config, or train it without round_tokens"
+        )
+    return router
+
+
+class _Rule(NamedTuple):
+    """How a router makes weights of scores: divided by their sum over K if `config.renormalize`, and times scale."""
+
+    config: RouterConfig
+    scale: float
+
+    def weights(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """Returns (T, K) weights without the scale."""
+        chosen_TK = self.scores(logits_TE).gather(1, ids_TK)
+        return chosen_TK / (chosen_TK.sum(1, keepdim=True) + 1e-20) if self.config.renormalize else chosen_TK
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """Returns (T, E) scores in fp32 or fp64."""
+        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        return logits_TE.softmax(1) if self.config.score == "softmax" else logits_TE.sigmoid()
+
+
+def _rules(K: int) -> list[_Rule]:
+    """Returns the rules that are tried. Renormalized, the only weight of a token is 1 and explains no scores."""
+    configs = [RouterConfig(score=score, renormalize=K > 1) for score in ("softmax", "sigmoid")]
+    return [
+        _Rule(config, 1.0) for config in dict.fromkeys((*configs, *(replace(c, renormalize=False) for c in configs)))
+    ]
+
+
+@final
+class TokenRounding:
+    """The rounding of one module of experts."""
+
+    def __init__(self, router: nn.Module, rounding: RoundingConfig) -> None:
+        self._rounding = rounding
+        self._outputs: tuple[Any, ...] = ()  # of the router in this step
+        self._rule: _Rule | None = None
+        self._hook = router.register_forward_hook(self._note)
+
+    def remove(self) -> None:
+        """Ends it."""
+        self._hook.remove()
+
+    def _note(self, router: nn.Module, _: Any, output: Any) -> None:
+        if router.training:
+            self._outputs = output if isinstance(output, tuple) else (output,)
+
+    def take_logits(self, E: int) -> Tensor | None:
+        """Returns the (T, E) logits of the router's last call, and forgets them. None if it returned no such tensor."""
+        outputs, self._outputs = self._outputs, ()
+        if not outputs:
+            raise ValueError(
+                "the model's router was not called before its experts in this step, so there are no logits to round; "
+                "call the whole block, or train this model without round_tokens"
+            )
+        tensors = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()]
+        return next((each.reshape(-1, E) for each in tensors if each.dim() > 1 and each.shape[-1] == E), None)
+
+    def routing(
+        self,
+        experts: nn.Module,
+        logits_TE: Tensor | None,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        *,
+        E: int,
+        group: EPGroup,
+        exchange: Exchange,
+        dtype: torch.dtype,
+    ) -> Routing:
+        """Returns the rounded routing. A collective of the EP group, with the same errors on every rank.
+
+        Differentiable in topk_weights_TK and, for added pairs, in the logits. experts: their module, for replay under
+        activation checkpointing. E: of all ranks. dtype: of the experts' input.
+        """
+        (T, K), ids_TK, problem = topk_ids_TK.shape, topk_ids_TK.long(), None
+        rule = self._rule or _rules(K)[0]
+        if logits_TE is None or logits_TE.shape[0] != T:
+            problem = (
+                f"the router returned no tensor with the logits of {T} tokens and {E} experts; train this model "
+                "without round_tokens"
+            )
+            logits_TE = topk_weights_TK.new_zeros(T, E)
+        if problem is None and self._rule is None and T:
+            rule, problem = self._found_rule(logits_TE, ids_TK, topk_weights_TK)
+        scores_TE = rule.scores(logits_TE)
+        config = MoEConfig(d=1, n=1, E=E, K=K, router=rule.config, rounding=self._rounding)
+        context = RoutingContext(
+            config=config, group=group, dtype=dtype, training=True, exchange=exchange, problem=problem
+        )
+        routed_pairs = decide_pairs(experts, TopK(scores_TE, scores_TE.detach(), None, ids_TK), None, context)
+        # A spare entry has token -1; its weight is never used.
+        pairs_N = (routed_pairs.token_ids_N.long() * E + routed_pairs.expert_ids_N).clamp(min=0)
+        # Zero outside of the top-K.
+        given_TE = torch.zeros_like(scores_TE).scatter(1, ids_TK, topk_weights_TK.to(scores_TE.dtype))
+        weights_N = given_TE.reshape(-1).index_select(0, pairs_N)
+        lists = routed_pairs.token_ids_N, routed_pairs.expert_ids_N, routed_pairs.chosen_N
+        added_N = rule.scale * weights_of_pairs(scores_TE, ids_TK, *lists, rule.config)
+        return Routing.of(routed_pairs, weights_N + torch.where(routed_pairs.chosen_N, 0, added_N), T)
+
+    @torch.no_grad()
+    def _found_rule(self, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[_Rule, str | None]:
+        """Returns the rule that explains the router's weights, or the problem that none does. The host waits.
+
+        The rule is kept once no rule with other scores explains them as well. At the start of training, logits of zero
+        allow several.
+        """
+        rules = _rules(ids_TK.shape[1])
+        if not host_may_wait(logits_TE):
+            return rules[0], "rounding reads the router's weights in its first steps; run eager ones before a capture"
+        largest = float(weights_TK.abs().max())
+        errors: dict[_Rule, float] = {}
+        for rule in rules:
+            expected_TK = rule.weights(logits_TE, ids_TK)
+            scale = float((weights_TK.to(expected_TK.dtype) * expected_TK).sum() / (expected_TK**2).sum())
+            error = float((weights_TK - scale * expected_TK).abs().max()) / max(largest, 1e-20)
+            errors[rule._replace(scale=scale)] = error
+        tolerance = max(_TOLERANCE, 4 * max(torch.finfo(each.dtype).eps for each in (logits_TE, weights_TK)))
+        best = min(errors, key=lambda rule: errors[rule])
+        if not errors[best] <= tolerance:
+            return best, (
+                f"the router's weights differ by {errors[best]:.1%} from scaled {best.config.score} scores of its "
+                f"logits, by more than {tolerance:.1%}, so the weights of added pairs are not known; train this model "
+                "without round_tokens"
+            )
+        close = [rule for rule in errors if errors[rule] <= tolerance]
+        if {rule.config.score for rule in close} == {best.config.score}:
+            self._rule = best
+        return best, None
