@@ -18,7 +18,7 @@ from tests.helpers.transformers_families import FAMILIES, asks_registry, outputs
 
 Ranks = Callable[[int], RankPool]
 ROUNDING = RoundingConfig(t=8, G=16)
-# Their routers' weights are no scaled scores (noise in training, a factor of each expert), or logits are of more experts.
+# Weights that are no scaled scores (noise in training, a factor of each expert), or logits of more experts.
 REFUSED = {
     **dict.fromkeys(("diffusion_gemma", "gemma4", "inkling", "phimoe"), "the weights of added pairs are not known"),
     "zaya": "no tensor with the logits of 24 tokens and 8 experts",
