@@ -36,7 +36,7 @@ from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 _LOG = logging.getLogger("sonic_ep.launches")
 _MARGIN = 33 / 32  # bound / what the last step needed
 _DECAY = 511 / 512  # by which the bound shrinks in a step, at most
-_LEVELS = 8  # per balanced step: a level is a multiple of an eighth of its rows
+_LEVELS = 8  # below a balanced step, and in each doubling above it
 _MIN_UNIT = 128  # rows
 _EVERY_CALL = 3  # the ranks may record in the first three calls with a bound, then in the 4th, 8th, 16th, ...
 
@@ -174,6 +174,14 @@ class BoundedSteps(Steps):
         return needed
 
     def _level(self, expected: SizeBound) -> SizeBound:
-        unit = max(_MIN_UNIT, -(-expected.tokens * self._K // (_LEVELS * _MIN_UNIT)) * _MIN_UNIT)
-        rows, pairs = (-(-size // unit) * unit for size in expected[1:])
+        rows, pairs = (_rounded_up(size, expected.tokens * self._K) for size in expected[1:])
         return SizeBound(expected.tokens, rows, max(rows, pairs))
+
+
+def _rounded_up(size: int, balanced: int) -> int:
+    """Returns the level that holds so many rows. balanced: those of a balanced step. (8193, 8192) gives 9216."""
+    below = max(balanced, 1)
+    while 2 * below <= size:
+        below *= 2
+    unit = max(_MIN_UNIT, -(-below // (_LEVELS * _MIN_UNIT)) * _MIN_UNIT)
+    return -(-size // unit) * unit

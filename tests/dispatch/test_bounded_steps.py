@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport, Step
+from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport, Step, _rounded_up
 from sonic_ep.dispatch.speculation import SizeBound
 from sonic_ep.groups import EPGroup
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
@@ -50,7 +50,7 @@ def test_a_bound_holds_the_last_step_and_little_more(tokens: int, rows: int, few
     bound = begun(steps, layer()).bound
     assert bound is not None
     assert bound.holds(SizeBound.needed_by(split_sizes.read()))
-    assert bound.rows <= rows * 33 / 32 + tokens * K / 8 + 129
+    assert bound.rows <= rows * 33 / 32 + max(tokens * K, rows * 33 / 32) / 8 + 129
     assert bound.pairs == bound.rows
 
 
@@ -60,6 +60,19 @@ def test_sizes_that_differ_little_share_a_bound() -> None:
         steps.observe(sizes_of(8192, rows, rows))
         bounds.add(begun(steps, layer()).bound)
     assert len(bounds) <= 3
+
+
+@pytest.mark.parametrize(("size", "level"), [(5000, 5120), (8192, 8192), (8193, 9216), (17000, 18432), (33000, 36864)])
+def test_levels_of_8192_rows(size: int, level: int) -> None:
+    assert _rounded_up(size, 8192) == level
+
+
+def test_few_levels_lie_between_a_balanced_step_and_the_most_skewed() -> None:
+    steps, bounds = steps_of(EPGroup.alone()), set()
+    for rows in range(32768, 8 * 32768, 500):
+        steps.observe(sizes_of(8192, rows, rows))
+        bounds.add(begun(steps, layer()).bound)
+    assert len(bounds) <= 3 * 8 + 1
 
 
 def test_a_bound_grows_at_once_and_shrinks_slowly() -> None:
