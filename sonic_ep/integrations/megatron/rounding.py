@@ -4,7 +4,7 @@ Auxiliary losses, z-loss and the counts for the expert bias are the router's, of
 has the weight that the router gave it. A pair that rounding added has its own softmax probability as weight, or its
 sigmoid score divided by the token's top-K sum. Source: SonicMoE, arXiv 2512.14080, section 5; docs/token_rounding.md.
 
-Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, g expert groups.
+Legend: T tokens on this rank, E experts, K experts per token, g expert groups.
 """
 
 from typing import Any, final
@@ -16,8 +16,8 @@ from torch import Tensor
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.integrations.megatron.routing_map import topk_ids
+from sonic_ep.integrations.rounded_routing import rounded_routing
 from sonic_ep.kernels.route.topk.reference import scores_of, topk_mask
-from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
@@ -73,15 +73,9 @@ class RoundedRouter:
             config=self.moe_config, group=self.group, dtype=dtype, training=True, exchange=exchange
         )
         routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router has its own counter
-        # A spare entry has token -1; its weight is never used.
-        pairs_N = (routed_pairs.token_ids_N.long() * E + routed_pairs.expert_ids_N).clamp(min=0)
         # The router's probability of a pair outside its top-K is 0.
-        weights_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
-        lists = (routed_pairs.token_ids_N, routed_pairs.expert_ids_N, routed_pairs.chosen_N)
-        added_N = weights_of_pairs(scores_TE, ids_TK, *lists, self.moe_config.router)
-        added_N = added_N * (self.config.moe_router_topk_scaling_factor or 1)
-        weights_N = weights_N + torch.where(routed_pairs.chosen_N, 0, added_N)
-        return Routing.of(routed_pairs, weights_N, T)
+        scale = self.config.moe_router_topk_scaling_factor or 1
+        return rounded_routing(routed_pairs, probs_TE, scores_TE, self.moe_config.router, scale)
 
     def _allowed(self, values_TE: Tensor) -> Tensor | None:
         """Returns (T, E) bool: the experts of each token's best groups, as in Megatron's group_limited_topk.

@@ -2,10 +2,9 @@
 
 Rounding needs the scores of all experts, and transformers' registries pass those chosen alone. So a hook on the router
 notes its logits. Auxiliary losses are the model's own, of plain top-K. A top-K pair that remains has the weight that
-the router gave it; a pair that rounding added has the weight of `weights_of_pairs`. Source: SonicMoE, arXiv 2512.14080,
-section 5; docs/token_rounding.md.
+the router gave it; a pair that rounding added has one that the router would have made of its score.
 
-Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
+Legend: T tokens on this rank, E experts, K experts per token.
 """
 
 from dataclasses import replace
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.integrations.rounded_routing import rounded_routing
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, uses_registry
-from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
@@ -162,14 +161,8 @@ class TokenRounding:
             config=config, group=group, dtype=dtype, training=True, exchange=exchange, problem=problem
         )
         routed_pairs = decide_pairs(experts, TopK(scores_TE, scores_TE.detach(), None, ids_TK), None, context)
-        # A spare entry has token -1; its weight is never used.
-        pairs_N = (routed_pairs.token_ids_N.long() * E + routed_pairs.expert_ids_N).clamp(min=0)
-        # Zero outside of the top-K.
         given_TE = torch.zeros_like(scores_TE).scatter(1, ids_TK, topk_weights_TK.to(scores_TE.dtype))
-        weights_N = given_TE.reshape(-1).index_select(0, pairs_N)
-        lists = routed_pairs.token_ids_N, routed_pairs.expert_ids_N, routed_pairs.chosen_N
-        added_N = rule.scale * weights_of_pairs(scores_TE, ids_TK, *lists, rule.config)
-        return Routing.of(routed_pairs, weights_N + torch.where(routed_pairs.chosen_N, 0, added_N), T)
+        return rounded_routing(routed_pairs, given_TE, scores_TE, rule.config, rule.scale)
 
     @torch.no_grad()
     def _found_rule(self, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[_Rule, str | None]:

@@ -1,0 +1,30 @@
+"""The routing that rounding makes of the top-K and the weights of a framework's own router.
+
+Source: SonicMoE, arXiv 2512.14080, section 5; docs/token_rounding.md.
+
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
+"""
+
+import torch
+from torch import Tensor
+
+from sonic_ep.config import RouterConfig
+from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
+from sonic_ep.routing import RoutedPairs, Routing
+
+
+def rounded_routing(
+    routed_pairs: RoutedPairs, given_TE: Tensor, scores_TE: Tensor, config: RouterConfig, scale: float
+) -> Routing:
+    """Returns the routing of pairs that rounding left and added, differentiable in weights and scores.
+
+    given_TE: (T, E) weights of the router, which top-K pairs have; zero outside of the top-K. scores_TE: (T, E) fp32 or
+    fp64. config, scale: how an added pair gets its weight, see `weights_of_pairs`; the result is multiplied by scale.
+    """
+    (T, E), pairs = scores_TE.shape, routed_pairs
+    # A spare entry has token -1; its weight is never used.
+    pairs_N = (pairs.token_ids_N.long() * E + pairs.expert_ids_N).clamp(min=0)
+    weights_N = given_TE.reshape(-1).index_select(0, pairs_N).to(scores_TE.dtype)
+    lists = pairs.token_ids_N, pairs.expert_ids_N, pairs.chosen_N
+    added_N = scale * weights_of_pairs(scores_TE, pairs.topk_ids_TK, *lists, config)
+    return Routing.of(pairs, weights_N + torch.where(pairs.chosen_N, 0, added_N), T)
