@@ -41,6 +41,11 @@ def expert_load(stats: list[RoutingStats], mesh: Mesh) -> list[list[float]]:
     return [[round(value, 3) for value in layer] for layer in load.tolist()]
 
 
+def loss_record(kind: str, step: int, loss: float, **figures: float) -> dict[str, Any]:
+    """One line of metrics.jsonl of a model whose routing is not ours to report."""
+    return {"kind": kind, "step": step, "loss": loss, "bits_per_byte": loss * BITS_PER_NAT, **figures}
+
+
 class Stopwatch:
     """Seconds of training and tokens per second, pauses left out."""
 

@@ -1,4 +1,7 @@
-"""The flags of examples/train.py: one dataclass, one line per flag, and the checks that need no other rank."""
+"""The flags of examples/train.py: one dataclass, one line per flag, and the checks that need no other rank.
+
+`parse_flags` and the checks with a public name serve the flags of the other examples too.
+"""
 
 import argparse
 import dataclasses
@@ -7,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from language_model import ModelConfig
 from sonic_ep.config import Balance, MoEConfig, RoundingMode, load_config
@@ -92,7 +95,25 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         prog="train.py",
         description="Train a small MoE language model with expert parallelism and token rounding.",
     )
-    for entry in fields(Options):
+    return parse_flags(Options, parser, arguments, of_the_model=_OF_THE_MODEL)
+
+
+_Flags = TypeVar("_Flags")
+
+
+def parse_flags(
+    kind: type[_Flags],
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    *,
+    of_the_model: Sequence[str],
+) -> _Flags:
+    """Read flags into a dataclass with fields by `flag`, among them `resume`: a run folder with defaults of its own.
+
+    of_the_model: the fields that a resumed run cannot change. Raises ValueError where the command line does.
+    """
+    entries = fields(kind)  # type: ignore[arg-type]
+    for entry in entries:
         name = "--" + entry.name.replace("_", "-")
         shown = "" if entry.default is None or entry.default is False else f" (default: {entry.default})"
         about = {"help": entry.metadata["help"] + shown, "default": entry.default}
@@ -102,25 +123,24 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
             parser.add_argument(name, type=entry.metadata["kind"], choices=entry.metadata["choices"], **about)
     given = parser.parse_args(arguments)
     if given.resume is None:
-        return Options(**vars(given))
-    saved = saved_options(Path(given.resume))
+        return kind(**vars(given))
+    saved = saved_options(Path(given.resume), {entry.name for entry in entries})
     parser.set_defaults(**saved)
     given = parser.parse_args(arguments)
-    for name in _OF_THE_MODEL:
+    for name in of_the_model:
         if getattr(given, name) != saved.get(name, getattr(given, name)):
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(given, name)} is not the resumed run's {saved[name]}, whose "
                 "checkpoint holds that model; leave it out, or start a new run"
             )
-    return Options(**vars(given))
+    return kind(**vars(given))
 
 
-def saved_options(run: Path) -> dict[str, Any]:
-    """The options that a run was started with."""
+def saved_options(run: Path, known: set[str]) -> dict[str, Any]:
+    """The options that a run was started with, of those `known` by name."""
     file = run / "config.json"
     if not file.is_file():
         raise ValueError(f"--resume {str(run)!r} is not the folder of a run: it has no config.json")
-    known = {entry.name for entry in fields(Options)}
     return {name: value for name, value in json.loads(file.read_text())["options"].items() if name in known}
 
 
@@ -157,29 +177,45 @@ def _chunk_multiple(text: str) -> int | str:
 
 def check_options(options: Options, world_size: int) -> None:
     """Raise ValueError for whatever cannot run. It looks at nothing but this process, so every rank raises alike."""
-    for name in ("steps", "batch", "seq", "eval_every", "eval_batches", "log_every"):
-        _check_at_least(1, name, getattr(options, name))
-    for name in ("save_every", "warmup", "weight_decay"):
-        _check_at_least(0, name, getattr(options, name))
-    for name in ("lr", "clip"):
-        value = getattr(options, name)
-        if not 0 < value < math.inf:
-            raise ValueError(f"--{name} {value} must be a finite number above 0")
+    check_numbers(
+        options,
+        above_zero=("steps", "batch", "seq", "eval_every", "eval_batches", "log_every"),
+        not_below_zero=("save_every", "warmup", "weight_decay"),
+        finite=("lr", "clip"),
+    )
     experts = model_config(options).moe.E
     ep_size = world_size if options.ep_size is None else options.ep_size
-    if ep_size < 1 or world_size % ep_size:
-        raise ValueError(
-            f"--ep-size {ep_size} must divide the {world_size} processes; give one of {_divisors(world_size)}"
-        )
+    check_processes(options.batch, ep_size, world_size)
     if experts % ep_size:
         raise ValueError(
             f"the {experts} experts of --config {options.config} do not divide among --ep-size {ep_size}; "
             f"give one of {[size for size in _divisors(world_size) if experts % size == 0]}"
         )
-    if options.batch % world_size:
-        higher = -(-options.batch // world_size) * world_size
-        raise ValueError(f"--batch {options.batch} does not divide among {world_size} processes; give {higher}")
     _check_run(options)
+
+
+def check_numbers(
+    options: object, *, above_zero: Sequence[str], not_below_zero: Sequence[str], finite: Sequence[str]
+) -> None:
+    """Raise ValueError for a flag below its limit. Those in `finite` are above 0 too."""
+    for limit, names in ((1, above_zero), (0, not_below_zero)):
+        for name in names:
+            _check_at_least(limit, name, getattr(options, name))
+    for name in finite:
+        value = getattr(options, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name} {value} must be a finite number above 0")
+
+
+def check_processes(batch: int, ep_size: int, world_size: int) -> None:
+    """Raise ValueError for a batch or an EP group that does not divide the processes."""
+    if ep_size < 1 or world_size % ep_size:
+        raise ValueError(
+            f"--ep-size {ep_size} must divide the {world_size} processes; give one of {_divisors(world_size)}"
+        )
+    if batch % world_size:
+        higher = -(-batch // world_size) * world_size
+        raise ValueError(f"--batch {batch} does not divide among {world_size} processes; give {higher}")
 
 
 def _check_at_least(limit: int, name: str, value: float) -> None:
@@ -198,6 +234,12 @@ def _check_run(options: Options) -> None:
         raise ValueError(
             "--compare sets token rounding beside plain top-K, and --rounding off is plain top-K; give another mode"
         )
-    folder = Path(options.run_dir) if options.run_dir and not options.resume else None
+    if not options.resume:
+        check_run_dir(options.run_dir)
+
+
+def check_run_dir(run_dir: str | None) -> None:
+    """Raise ValueError for a folder of a new run that is not empty."""
+    folder = Path(run_dir) if run_dir else None
     if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--run-dir {options.run_dir!r} exists and is not empty; give another, or --resume it")
+        raise ValueError(f"--run-dir {run_dir!r} exists and is not empty; give another, or --resume it")

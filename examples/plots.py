@@ -30,21 +30,29 @@ def _finish_losses(axis: Any, run: Path) -> None:
 
 
 def plot_run(run: Path) -> Path | None:
-    """loss.png: training and validation loss with the byte unigram's, and the load of every expert in every layer."""
-    loads = [record["expert_load"] for record in read_metrics(run, "validation")]
-    if not loads:
+    """loss.png: training and validation loss with the byte unigram's, and the load of every expert in every layer.
+
+    Without the load where the records have none.
+    """
+    validation = read_metrics(run, "validation")
+    if not validation:
         return None
-    layers = len(loads[-1])
-    figure, (losses, load) = _figure(2, 6.5 + 0.25 * layers)
+    loads = validation[-1].get("expert_load", [])
+    figure, (losses, *others) = _figure(2, 6.5 + 0.25 * len(loads)) if loads else _figure(1, 4.5)
     _draw_losses(losses, run, "", "tab:blue")
     _finish_losses(losses, run)
-    image = load.imshow(loads[-1], aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest")
-    load.set(xlabel="expert", ylabel="layer", yticks=range(layers))
+    for load in others:
+        _draw_load(load, figure, loads)
+    figure.savefig(run / "loss.png", dpi=120)
+    return run / "loss.png"
+
+
+def _draw_load(load: Any, figure: Any, loads: list[list[float]]) -> None:
+    image = load.imshow(loads, aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest")
+    load.set(xlabel="expert", ylabel="layer", yticks=range(len(loads)))
     load.set_title("tokens per expert over the layer's mean (plain top-K), at the last step drawn above")
     load.xaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=load)
-    figure.savefig(run / "loss.png", dpi=120)
-    return run / "loss.png"
 
 
 def plot_comparison(runs: dict[str, Path], path: Path) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from options import Options
 from parallel import Mesh
 from sonic_ep import MoEConfig, checkpoint
 
@@ -65,15 +64,18 @@ class RunFolder:
         self._lock = file
         return None
 
-    def open(self, options: Options, moe: MoEConfig, *, world_size: int, step: int) -> None:
-        """Begin in the folder at `step`: what a crash left behind after the checkpoint is dropped."""
+    def open(self, options: Any, moe: MoEConfig | None, *, world_size: int, step: int) -> None:
+        """Begin in the folder at `step`: what a crash left behind after the checkpoint is dropped.
+
+        options: a dataclass. moe: of a model with our layers, not of one that transformers makes.
+        """
         if not self._writes:
             return
         retained = [record for record in read_metrics(self.path) if record["step"] <= step]
         self.metrics_path.write_text("".join(json.dumps(record) + "\n" for record in retained))
         config = {
             "options": asdict(options),
-            "moe": moe.to_dict(),
+            "moe": None if moe is None else moe.to_dict(),
             "world_size": world_size,
             "python": platform.python_version(),
             "torch": torch.__version__,

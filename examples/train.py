@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from corpus import Corpus, load_corpus
 from language_model import LanguageModel, next_byte_loss
@@ -155,12 +155,12 @@ def train_in(run: RunFolder, options: Options, mesh: Mesh, corpus: Corpus, check
     say(mesh, f"{watch.seconds:.0f} s of training; written to {folder}: metrics, plot, TensorBoard events, checkpoint")
 
 
-def resumed(checkpoints: Sequence[Path], mesh: Mesh, model: LanguageModel, optimizer: torch.optim.Optimizer) -> int:
+def resumed(checkpoints: Sequence[Path], mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Fill model and optimizer, and return the step to go on from. Exits if no checkpoint is intact."""
     try:
         start, damaged = load_newest(list(checkpoints), mesh, model, optimizer)
     except ValueError as error:
-        raise SystemExit(f"train.py: error: no checkpoint can be read: {error}") from None
+        raise SystemExit(f"error: no checkpoint can be read: {error}") from None
     for problem in damaged:
         say(mesh, f"{problem}: going on from the checkpoint before it, step {start}")
     return start
@@ -197,12 +197,12 @@ def make_optimizer(model: LanguageModel, options: Options) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
 
 
-def learning_rate(step: int, options: Options) -> float:
+def learning_rate(step: int, *, peak: float, warmup: int, steps: int) -> float:
     """Linear warm-up, then half a cosine down to FINAL_LR of the peak at the last step."""
-    if step <= options.warmup:
-        return options.lr * step / options.warmup
-    done = (step - options.warmup) / max(1, options.steps - options.warmup)
-    return options.lr * (FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * done)) / 2)
+    if step <= warmup:
+        return peak * step / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * done)) / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ def training_step(
 
     sync_gradients(model, mesh)
     grad_norm = clip_gradients(model, mesh, options.clip)
-    lr = learning_rate(step, options)
+    lr = learning_rate(step, peak=options.lr, warmup=options.warmup, steps=options.steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
