@@ -4,6 +4,7 @@
     python examples/finetune_transformers.py --model FOLDER    a model that save_pretrained wrote
     python examples/finetune_transformers.py --trainer         transformers.Trainer instead of our loop
     python examples/finetune_transformers.py --lora            LoRA on experts and attention, through PEFT
+    python examples/finetune_transformers.py --rounding nearest    experts get multiples of a tile's tokens
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/finetune_transformers.py --ep-size 2
     python examples/finetune_transformers.py --resume runs/2026-01-31-120000
 
@@ -21,7 +22,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -31,6 +32,7 @@ from options import check_numbers, check_processes, check_run_dir, flag, parse_f
 from parallel import Mesh, choose_device, open_mesh, read_launch
 from plots import plot_run
 from run_folder import RunFolder, checkpoints_to_resume, save_checkpoint
+from sonic_ep.config import RoundingConfig, RoundingMode
 from sonic_ep.extras import require_extra
 from train import learning_rate, resumed, say, stop_requests
 from transformers_model import add_lora, build, by_mesh, clip_gradients, loss_of, save, write_tiny_model
@@ -48,6 +50,8 @@ class Options:
     lora: bool = flag(False, "train low-rank adapters of experts and attention alone; one process")
     lora_rank: int = flag(8, "rank of the adapters")
     ep_size: int | None = flag(None, "processes that divide the experts (default: all)", kind=int)
+    rounding: str = flag("off", "token rounding mode in training", choices=get_args(RoundingMode))
+    t: int = flag(8, "rows that each (process, expert) chunk is a multiple of, with --rounding")
 
     text: str | None = flag(
         None, "a file or folder to learn from (default: the Python standard library's sources)", kind=str
@@ -103,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.trainer and not options.lora and checkpoints:
             # Trainer's own loading leaves the experts out: it takes a file's names as they are, one weight per expert.
             path = checkpoints[0]
-        model = build(path, mesh)
+        model = build(path, mesh, RoundingConfig(mode=options.rounding, t=options.t))  # type: ignore[arg-type]
         if options.lora:
             model = add_lora(model, options.lora_rank, options.seed)
         say(mesh, f"{model.num_parameters():,} parameters; {mesh.world.size} processes on {device.type}")
@@ -125,7 +129,7 @@ def check(options: Options, ep_size: int, world_size: int) -> None:
     """Raise ValueError or ImportError for whatever cannot run. It looks at nothing but this process."""
     check_numbers(
         options,
-        above_zero=("lora_rank", "steps", "batch", "seq", "eval_every", "eval_batches", "log_every"),
+        above_zero=("lora_rank", "t", "steps", "batch", "seq", "eval_every", "eval_batches", "log_every"),
         not_below_zero=("save_every", "warmup"),
         finite=("lr", "clip"),
     )

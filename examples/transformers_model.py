@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from corpus import VOCABULARY
 from parallel import Mesh
+from sonic_ep.config import RoundingConfig
 
 # The default model: Qwen3-MoE, small enough for a CPU.
 TINY: dict[str, Any] = {
@@ -31,14 +32,14 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
 
 
-def build(path: str | Path, mesh: Mesh) -> Any:
-    """The model of a folder on this rank's device, with our experts. A collective.
+def build(path: str | Path, mesh: Mesh, rounding: RoundingConfig) -> Any:
+    """The model of a folder on this rank's device, with our experts, rounded in training. A collective.
 
     Several processes shard it by FSDP2, and those of an EP group divide its experts.
     """
     from transformers import AutoModelForCausalLM
 
-    from sonic_ep.integrations.transformers import check, register
+    from sonic_ep.integrations.transformers import check, register, round_tokens
 
     register()
     parallel: dict[str, Any] = {}
@@ -57,6 +58,7 @@ def build(path: str | Path, mesh: Mesh) -> Any:
         **parallel,
     )
     check(model)
+    round_tokens(model, rounding)
     if mesh.world.size == 1:
         model.to(mesh.device)
     return model

@@ -158,6 +158,15 @@ def test_a_saved_model_goes_on(plain: Path, text: Path, tmp_path: Path) -> None:
     assert first["loss"] < read_metrics(plain, "train")[0]["loss"] - 0.3
 
 
+def test_rounding(plain: Path, text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finetune(run, text, "--rounding", "nearest")
+    assert_learned(run)
+    rounded, others = read_metrics(run, "train"), read_metrics(plain, "train")
+    assert rounded[0]["loss"] != others[0]["loss"]
+    assert rounded[0]["loss"] == pytest.approx(others[0]["loss"], rel=0.1)
+
+
 @needs_accelerate
 def test_trainer(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
