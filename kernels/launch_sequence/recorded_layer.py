@@ -115,6 +115,15 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def in_backward() -> bool:
+    """Returns True in the recomputation of activation checkpointing, which runs within a backward.
+
+    Nothing is recorded there, by a thread of autograd: a process died at the start of such a recording. So under
+    reentrant checkpointing the recomputation runs the code, unless the layer has recorded elsewhere.
+    """
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class _Parts:
     """The submodules and parameters of a layer, found once: nn.Module needs longer for it than a pass for launching."""
 
@@ -174,7 +183,7 @@ class RecordedLayer:
             inputs = [x, *self._parts.parameters()]
             signature = _signature(layer, inputs, step.key)
         known = signature in self._replays or len(self._replays) == _MAX_SIGNATURES
-        if self._steps.is_time(step, signature, known=known):
+        if self._steps.is_time(step, signature, known=known) and not in_backward():
             self._record(layer, inputs, step, signature, problem)
         replay = self._replays.get(signature)
         if replay is None or any(tensor.data_ptr() % ROW_ALIGNMENT for tensor in inputs):

@@ -1,10 +1,15 @@
 """Which calls of a layer on one rank record; tests/sonic_ep/test_recorded_launches.py has GPUs."""
 
 import copy
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from sonic_ep.kernels.launch_sequence.recorded_layer import Steps
+from sonic_ep.kernels.launch_sequence import recorded_layer as module
+from sonic_ep.kernels.launch_sequence.recorded_layer import RecordedLayer, Steps, in_backward
 
 
 def test_the_second_call_with_a_signature_records() -> None:
@@ -21,3 +26,35 @@ def test_the_first_call_under_saved_tensor_hooks_records() -> None:
     steps = Steps()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert steps.is_time(steps.begin(None), "a", known=False)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_is_within_a_backward(reentrant: bool) -> None:
+    calls: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(in_backward())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(function, x, use_reentrant=reentrant).sum().backward()
+    assert calls == [False, True]
+    assert not in_backward()
+
+
+def test_nothing_is_recorded_within_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[bool] = []
+    monkeypatch.setattr(module, "_problem_with_call", lambda x: None)
+    monkeypatch.setattr(module, "_signature", lambda *_: "a")
+    monkeypatch.setattr(RecordedLayer, "_record", lambda *_: recorded.append(in_backward()))
+    code: Any = None
+    layer, recordings = nn.Linear(2, 2), RecordedLayer(code, Steps())
+
+    def function(x: Tensor) -> Tensor:
+        assert recordings.outputs(layer, x) is None
+        return layer(x)
+
+    x = torch.ones(2, 2, requires_grad=True)
+    for _ in range(3):
+        checkpoint(function, x, use_reentrant=True).sum().backward()
+    assert recorded == [False, False]  # the second and third forward
