@@ -30,7 +30,6 @@ from safetensors import SafetensorError, safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 _INDEX = "model.safetensors.index.json"
-_EXPERT = re.compile(r"experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
 _QUANTIZED = re.compile(r".*(_blocks|_scales|scale_inv|\.qweight|\.scales)")
 _SHOWN = 3  # names in a message
 
@@ -50,11 +49,13 @@ class _Part(NamedTuple):
 def load_layer(folder: str | Path, block: str, layer: MoE) -> None:
     """Reads the weights of an MoE block into a layer. Each rank reads the experts that it holds.
 
-    folder: what save_pretrained wrote. block: name of the module, as "model.layers.3.mlp".
+    folder: what save_pretrained wrote. block: name of the module, as "model.layers.3.mlp". Counts for
+    `update_expert_bias` start anew, because they belong to another bias.
 
     Raises ValueError, on every rank, if the folder lacks weights of the layer or has others under this name; for
-    another shape; for a dtype that the layer's does not hold exactly; for quantized weights; and for a damaged file.
-    OSError, on every rank, for a file that cannot be read.
+    another shape; for a dtype that the layer's does not hold exactly; for quantized weights; for a damaged file; and
+    for experts that FSDP shards. OSError, on every rank, for a file that cannot be read. The layer may then hold some
+    of the weights.
     """
     problem, kind = None, ValueError
     try:
@@ -68,12 +69,14 @@ def load_layer(folder: str | Path, block: str, layer: MoE) -> None:
     except OSError as error:
         problem, kind = f"{folder}: {error}", OSError
     layer.group.raise_together(problem, error=kind, stage="checkpoint")
+    layer.router.load_state_dict({}, strict=False)  # as after each load_state_dict, the router resets its counts
 
 
 def save_folder(folder: str | Path, source: str | Path, layers: Mapping[str, MoE]) -> None:
     """Writes a folder like `source`, file by file, with the weights of these layers in place of those of `source`.
 
-    folder: a new one. source: a folder with a model of the same config, whose other weights and files are copied.
+    folder: a new one. source: a folder with a model of the same config, whose other weights and files are copied, but
+    not its subfolders.
     layers: by name of the block, as "model.layers.3.mlp"; all of one EP group, of which the first rank writes. Weights
     are written in the dtype of the layer. A collective of that group; with several of them, call it on one. No more
     than one file is held in memory.
@@ -129,6 +132,8 @@ def _tensors_in(path: Path) -> Any:
 
 def _parts(layer: MoE, block: str, names: set[str]) -> dict[str, _Part]:
     """Returns what each of the names of a block in the folder is in the layer."""
+    if any(hasattr(parameter, "placements") for parameter in layer.parameters()):
+        raise ValueError(f"FSDP shards the weights of the layer for {block}; read them before fully_shard")
     quantized = sorted(filter(_QUANTIZED.fullmatch, names))
     if quantized:
         raise ValueError(

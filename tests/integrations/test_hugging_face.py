@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -196,6 +198,28 @@ def test_a_damaged_file(tmp_path: Path) -> None:
         load_layer(tmp_path, "model.layers.1.mlp", layer)
     with pytest.raises(ValueError, match=str(tmp_path)):
         save_folder(tmp_path / "end", tmp_path, {"model.layers.1.mlp": layer})
+
+
+def test_counts_for_the_bias_start_anew(tmp_path: Path) -> None:
+    model = saved("deepseek_v3", tmp_path)
+    layer = layer_for("deepseek_v3", model).train()
+    layer(torch.randn(20, model.config.hidden_size))
+    assert layer.router._counts_since_update_E.any()
+    load_layer(tmp_path, LAYERS["deepseek_v3"][0], layer)
+    assert not layer.router._counts_since_update_E.any()
+
+
+def sharded(rank: int, path: Path) -> None:
+    layer = layer_for("qwen3_moe", a_model("qwen3_moe"), EPGroup())
+    mesh = init_device_mesh("cpu", (2,))
+    layer.experts.w1 = nn.Parameter(distribute_tensor(layer.experts.w1.detach(), mesh, [Shard(1)]))
+    with pytest.raises(ValueError, match="before fully_shard"):
+        load_layer(path, "model.layers.1.mlp", layer)
+
+
+def test_sharded_experts_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path)
+    ranks(2).run(sharded, tmp_path)
 
 
 def damaged_on_one_rank(rank: int, path: Path) -> None:
