@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model of Hugging Face transformers whose experts sonic_ep computes.
+"""Fine-tune a causal language model of Hugging Face transformers with sonic_ep's experts.
 
     python examples/finetune_transformers.py                   a tiny Qwen3-MoE with random weights
     python examples/finetune_transformers.py --model FOLDER    a model that save_pretrained wrote

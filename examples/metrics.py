@@ -42,7 +42,7 @@ def expert_load(stats: list[RoutingStats], mesh: Mesh) -> list[list[float]]:
 
 
 def loss_record(kind: str, step: int, loss: float, **figures: float) -> dict[str, Any]:
-    """One line of metrics.jsonl of a model whose routing is not ours to report."""
+    """One line of metrics.jsonl without figures of routing."""
     return {"kind": kind, "step": step, "loss": loss, "bits_per_byte": loss * BITS_PER_NAT, **figures}
 
 

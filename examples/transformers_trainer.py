@@ -1,6 +1,6 @@
 """transformers.Trainer on the model, the data and the run folder of examples/finetune_transformers.py.
 
-Trainer takes a model whose experts are ours as it takes any other: nothing here is about experts.
+To Trainer, a model with our experts is one as any other: nothing here is about experts.
 """
 
 from collections.abc import Sequence

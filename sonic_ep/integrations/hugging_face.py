@@ -12,12 +12,13 @@ Source of the names: what save_pretrained of transformers writes.
 Legend: E experts, e local experts, H hidden size, I expert width.
 """
 
+import functools
 import json
 import math
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonic_ep.extras import require_extra
+from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.layer import MoE
 
 require_extra("transformers", "safetensors")
@@ -87,8 +90,8 @@ def save_folder(
 ) -> None:
     """Writes a folder like `source`, file by file, with the weights of these layers in place of those of `source`.
 
-    folder: a new one. source: a folder with a model of the same config, whose other weights and files are copied, but
-    not its subfolders and weights in other formats. layers: by name of the block, as "model.layers.3.mlp"; all of one
+    folder: a new one. source: a folder with a model of the same config. Its other weights and files are copied, but not
+    its subfolders and weights in other formats. layers: by name of the block, as "model.layers.3.mlp"; all of one
     EP group, of which the first rank writes. max_shard_size: bytes of tensors in a file; a larger tensor has a file of
     its own. Default: the files of `source`.
 
@@ -113,23 +116,23 @@ def save_folder(
         problem = f"{source}: {error}"
     digest = zlib.crc32(repr((shards, [*parts])).encode())
     group.raise_together(problem, stage="checkpoint", checksum_of_names=digest)
-    try:
-        if group.rank == 0:
-            _copy_other_files(source, folder)
-    except OSError as error:
-        problem = f"{folder}: {error}"
-    group.raise_together(problem, error=OSError, stage="checkpoint")
-    total_bytes = 0
+    _on_first_rank(group, folder, lambda: _copy_other_files(source, folder))
     for file, names in shards.items():
         ours = {name: _whole(*parts[name]) for name in names if name in parts}
-        try:
-            if group.rank == 0:
-                total_bytes += _write(source, {name: files[name] for name in names}, folder / file, ours)
-                if file == [*shards][-1]:
-                    _write_index(source, folder, shards, total_bytes)
-        except (OSError, SafetensorError) as error:
-            problem = f"{folder / file}: {error}"
-        group.raise_together(problem, error=OSError, stage="checkpoint")
+        of_source, path = {name: files[name] for name in names}, folder / file
+        _on_first_rank(group, path, functools.partial(_write, source, of_source, path, ours))
+    _on_first_rank(group, folder / _INDEX, lambda: _write_index(source, folder, shards))
+
+
+def _on_first_rank(group: EPGroup, path: Path, write: Callable[[], None]) -> None:
+    """Writes on the first rank. Raises OSError, on every rank, if it cannot."""
+    problem = None
+    try:
+        if group.rank == 0:
+            write()
+    except (OSError, SafetensorError) as error:
+        problem = f"{path}: {error}"
+    group.raise_together(problem, error=OSError, stage="checkpoint")
 
 
 def _parts_of_all(layers: Mapping[str, MoE], source: Path, files: Mapping[str, str]) -> dict[str, tuple[MoE, _Part]]:
@@ -275,7 +278,7 @@ def _packed_parts(layer: MoE, alternating: bool) -> dict[str, _Part]:
 
 
 def _is_gated(layer: MoE) -> bool:
-    return layer.experts.w1.shape[1] == 2 * layer.config.n
+    return activation_named(layer.config.activation).gated
 
 
 def _shards(
@@ -362,8 +365,8 @@ def _copy_other_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _write(source: Path, files: Mapping[str, str], path: Path, ours: dict[str, Tensor]) -> int:
-    """Writes a file of tensors of the source, or of `ours`, which it empties. Returns the bytes of all."""
+def _write(source: Path, files: Mapping[str, str], path: Path, ours: dict[str, Tensor]) -> None:
+    """Writes a file of tensors of the source, or of `ours`, which it empties."""
     values, metadata = {}, None
     for file in sorted(set(files.values())):
         with _tensors_in(source / file) as tensors:
@@ -374,7 +377,6 @@ def _write(source: Path, files: Mapping[str, str], path: Path, ours: dict[str, T
                 else:
                     values[name] = tensors.get_tensor(name)
     save_file(values, str(path), metadata)
-    return sum(value.nbytes for value in values.values())
 
 
 def _exactly_in(dtype: torch.dtype, value: Tensor) -> Tensor:
@@ -382,12 +384,13 @@ def _exactly_in(dtype: torch.dtype, value: Tensor) -> Tensor:
     return cast if torch.equal(cast.to(value.dtype), value) else value
 
 
-def _write_index(source: Path, folder: Path, shards: Mapping[str, list[str]], total_bytes: int) -> None:
+def _write_index(source: Path, folder: Path, shards: Mapping[str, list[str]]) -> None:
     if [*shards] == [_SINGLE]:
         return
+    total = sum(sum(_sizes_in(folder / file, set(names)).values()) for file, names in shards.items())
     there = source / _INDEX
     index = json.loads(there.read_text(encoding="utf-8")) if there.exists() else {}
-    index["metadata"] = {**index.get("metadata", {}), "total_size": total_bytes}
+    index["metadata"] = {**index.get("metadata", {}), "total_size": total}
     index["weight_map"] = dict(sorted((name, file) for file, names in shards.items() for name in names))
     (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

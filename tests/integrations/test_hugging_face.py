@@ -218,7 +218,7 @@ def test_one_file_is_in_memory_at_a_time(limit: int | None, tmp_path: Path, monk
     gather = hugging_face._whole
 
     class Counted:
-        """A file that may be opened only while no other is."""
+        """A file that cannot be opened while another one is open."""
 
         def __init__(self, path: str, framework: str) -> None:
             self.file = safe_open(path, framework)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from sonic_ep.integrations.transformers.activation import activation_of
-from sonic_ep.integrations.transformers.experts import problem_with_experts, uses_registry
+from sonic_ep.integrations.transformers.experts import problem_with_experts, registered_experts
 
 NAME = "sonic_ep"
 
@@ -16,12 +16,7 @@ def check(model: nn.Module) -> list[str]:
     Raises ValueError, with value, limit and fix, if there is none, or if any experts cannot be computed. Without this
     call the second case raises in the first forward, while transformers accepts the first case silently.
     """
-    registered = {name: module for name, module in model.named_modules() if uses_registry(module)}
-    if not registered:
-        raise ValueError(
-            f"no experts of {type(model).__name__} ask transformers' registry for an implementation, so "
-            f"experts_implementation={NAME!r} has no effect; docs/transformers.md lists the models whose experts do"
-        )
+    registered: dict[str, Any] = {**registered_experts(model, f"experts_implementation={NAME!r} has no effect")}
     for name, experts in registered.items():
         implementation = getattr(experts.config, "_experts_implementation", None)
         if implementation != NAME and not _has_our_parallelism(experts):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
@@ -83,7 +83,7 @@ def compute_experts(
     else:
         if (problem := _problem_with_rounding(has_sentinels=has_sentinels)) is not None:
             raise ValueError(problem)
-        logits_TE = rounding.take_logits(E)
+        logits_TE = rounding.pop_logits(E)
         if logits_TE is not None and own_slice is not None:
             logits_TE = own_slice(logits_TE)
         routing = rounding.routing(
@@ -110,6 +110,20 @@ def compute_experts(
 def uses_registry(module: Any) -> bool:
     """Returns True for a module of a class that has transformers' decorator `use_experts_implementation`."""
     return all(hasattr(module, name) for name in ("is_concatenated", "is_transposed", "has_gate", "has_bias"))
+
+
+def registered_experts(model: nn.Module, otherwise: str) -> dict[str, nn.Module]:
+    """Returns the modules of a model that ask transformers' registry, by name. Raises ValueError if there are none.
+
+    otherwise: what follows for the caller, for the message.
+    """
+    found = {name: module for name, module in model.named_modules() if uses_registry(module)}
+    if not found:
+        raise ValueError(
+            f"no experts of {type(model).__name__} ask transformers' registry for an implementation, so {otherwise}; "
+            "docs/transformers.md lists the models with experts that do"
+        )
+    return found
 
 
 def problem_with_experts(experts: Any) -> str | None:

@@ -7,7 +7,7 @@ the router gave it; a pair that rounding added has one that the router would hav
 Legend: T tokens on this rank, E experts, K experts per token.
 """
 
-from dataclasses import replace
+import functools
 from typing import Any, NamedTuple, final
 
 import torch
@@ -17,7 +17,7 @@ from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.integrations.rounded_routing import rounded_routing
-from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, uses_registry
+from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
@@ -35,35 +35,29 @@ def round_tokens(model: nn.Module, rounding: RoundingConfig) -> list[str]:
              round_tokens(model, RoundingConfig())
 
     Raises:  ValueError, with value, limit and fix, if there are no experts that sonic_ep could compute, or for a router
-             that limits each token to groups of experts. In the first training steps, on every rank, for a router whose
-             weights are proportional neither to softmax nor to sigmoid of its logits.
+             that limits each token to groups of experts. In the first training steps, on every rank, for weights of a
+             router that are proportional neither to softmax nor to sigmoid of its logits.
     """
-    found: dict[str, tuple[nn.Module, nn.Module]] = {}
-    for name, block in model.named_modules():
-        for child_name, experts in block.named_children():
-            if uses_registry(experts):
-                found[f"{name}.{child_name}".lstrip(".")] = experts, _router_of(name, block)
-    if not found:
-        raise ValueError(
-            f"no experts of {type(model).__name__} ask transformers' registry for an implementation, so there is "
-            "nothing to round; docs/transformers.md lists the models whose experts do"
-        )
-    for experts, router in found.values():
+    found = registered_experts(model, "there is nothing to round")
+    routers = {} if rounding.mode == "off" else {name: _router_next_to(model, name) for name in found}
+    for name, experts in found.items():
         before: TokenRounding | None = getattr(experts, TOKEN_ROUNDING, None)
         if before is not None:
             before.remove()
-        setattr(experts, TOKEN_ROUNDING, None if rounding.mode == "off" else TokenRounding(router, rounding))
+        setattr(experts, TOKEN_ROUNDING, TokenRounding(routers[name], rounding) if routers else None)
     return list(found)
 
 
-def _router_of(name: str, block: nn.Module) -> nn.Module:
+def _router_next_to(model: nn.Module, experts: str) -> nn.Module:
+    name = experts.rpartition(".")[0]
+    block = model.get_submodule(name)
     router = next(
         (getattr(block, each) for each in _ROUTERS if isinstance(getattr(block, each, None), nn.Module)), None
     )
     if router is None:
         raise ValueError(
-            f"{name} ({type(block).__name__}) has no module called {' or '.join(_ROUTERS)}, whose logits rounding "
-            "needs; train this model without round_tokens"
+            f"{name} ({type(block).__name__}) has no module called {' or '.join(_ROUTERS)}, which would give the "
+            "logits that rounding needs; train this model without round_tokens"
         )
     groups = getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1
     if groups > 1:
@@ -93,10 +87,17 @@ class _Rule(NamedTuple):
 
 def _rules(K: int) -> list[_Rule]:
     """Returns the rules that are tried. Renormalized, the only weight of a token is 1 and explains no scores."""
-    configs = [RouterConfig(score=score, renormalize=K > 1) for score in ("softmax", "sigmoid")]
     return [
-        _Rule(config, 1.0) for config in dict.fromkeys((*configs, *(replace(c, renormalize=False) for c in configs)))
+        _Rule(RouterConfig(score=score, renormalize=renormalize), 1.0)
+        for renormalize in ((True, False) if K > 1 else (False,))
+        for score in ("softmax", "sigmoid")
     ]
+
+
+@functools.cache
+def _config(E: int, K: int, router: RouterConfig, rounding: RoundingConfig) -> MoEConfig:
+    """Returns what routing reads. Cached, because it checks all fields, and every step needs it."""
+    return MoEConfig(d=1, n=1, E=E, K=K, router=router, rounding=rounding)
 
 
 @final
@@ -117,7 +118,7 @@ class TokenRounding:
         if router.training:
             self._outputs = output if isinstance(output, tuple) else (output,)
 
-    def take_logits(self, E: int) -> Tensor | None:
+    def pop_logits(self, E: int) -> Tensor | None:
         """Returns the (T, E) logits of the router's last call, and forgets them. None if it returned no such tensor."""
         outputs, self._outputs = self._outputs, ()
         if not outputs:
@@ -156,7 +157,7 @@ class TokenRounding:
         if problem is None and self._rule is None and T:
             rule, problem = self._found_rule(logits_TE, ids_TK, topk_weights_TK)
         scores_TE = rule.scores(logits_TE)
-        config = MoEConfig(d=1, n=1, E=E, K=K, router=rule.config, rounding=self._rounding)
+        config = _config(E, K, rule.config, self._rounding)
         context = RoutingContext(
             config=config, group=group, dtype=dtype, training=True, exchange=exchange, problem=problem
         )

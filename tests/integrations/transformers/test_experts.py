@@ -3,7 +3,6 @@
 import copy
 import logging
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +16,9 @@ pytest.importorskip("transformers")
 from tests.helpers.hugging_face import batches, loss_of, model_of
 from tests.helpers.transformers_families import outputs_and_gradients, tiny_model
 
+pytestmark = pytest.mark.usefixtures("registered")
 E, H, I, T, K = 6, 8, 5, 11, 3  # noqa: E741
 Grads = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    from sonic_ep.integrations.transformers import register
-
-    register()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="transformers")
-        yield
 
 
 def experts_of(

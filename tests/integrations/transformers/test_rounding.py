@@ -1,7 +1,6 @@
 """`round_tokens`: models of transformers round as our own layer with their weights does, in training alone."""
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.helpers.hugging_face import batches, loss_of, model_of
 from tests.helpers.launch import RankPool
 from tests.helpers.transformers_families import FAMILIES, asks_registry, outputs_and_gradients, tiny_model
 
+pytestmark = pytest.mark.usefixtures("registered")
 Ranks = Callable[[int], RankPool]
 ROUNDING = RoundingConfig(t=8, G=16)
 # Weights that are no scaled scores (noise in training, a factor of each expert), or logits of more experts.
@@ -31,16 +31,6 @@ ROUTERS = {
     "gpt_oss": RouterConfig(linear_bias=True),
     "deepseek_v3": RouterConfig(score="sigmoid", scale=2.5, expert_bias=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    from sonic_ep.integrations.transformers import register
-
-    register()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="transformers")
-        yield
 
 
 def a_model(family: str) -> Any:
@@ -238,6 +228,7 @@ def test_errors() -> None:
         round_tokens(nn.Linear(2, 2), ROUNDING)
     with pytest.raises(ValueError, match="some of 4 groups"):
         round_tokens(model_of("deepseek_v3"), ROUNDING)
+    assert round_tokens(model_of("deepseek_v3"), RoundingConfig(mode="off"))
     model = a_model("qwen3_moe")
     block = block_of(model)
     spread(block)
