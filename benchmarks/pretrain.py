@@ -1,7 +1,8 @@
 """Pretraining of a language model with MoE layers that take turns: tokens a second of a GPU, in whole training steps.
 
     torchrun --nproc-per-node 2 benchmarks/pretrain.py --shape sonic_7b --layers 12 --tokens 24576 --out pretrain.json
-    torchrun --nproc-per-node 2 benchmarks/pretrain.py --shape qwen3_30b_a3b --layers 6 --tokens 16384 --ep-size 2
+    torchrun --nproc-per-node 2 benchmarks/pretrain.py --shape qwen3_30b_a3b --layers 10 --tokens 8192 --ep-size 2 \
+        --micro-batches 4
     python benchmarks/pretrain.py --device cpu --shape tiny --layers 2 --tokens 64 --length 32 --only off torch
 
 A decoder-only model of `--layers` layers (default: all) under FSDP2, fp32 weights and fused AdamW, bf16 compute, flash
@@ -12,7 +13,7 @@ from Zipf's distribution; learning them needs no text, and routing is that of a 
 All contestants train the same weights, one after the other, in turns of --seconds. Medians over --rounds, and the
 slowest of all ranks:
 
-    step                 milliseconds of forward, backward and optimizer, back to back
+    step                 milliseconds of --micro-batches times forward and backward, and optimizer, back to back
     host                 of its calls until they return, with what they wait for
     tokens_per_second    of one GPU
     mfu                  pretrain_model.flops_per_token, as a share of the card's dense bf16 peak
@@ -140,9 +141,11 @@ class Trainer:
         return model
 
     def step(self) -> Tensor:
-        """Returns the cross-entropy."""
-        loss, aux_loss = self.model(self.batches[self.steps_done % BATCHES])
-        (loss + aux_loss).backward()
+        """Returns the cross-entropy of the last micro-batch."""
+        n, loss = self.options.micro_batches, torch.zeros(())
+        for i in range(n):
+            loss, aux_loss = self.model(self.batches[(n * self.steps_done + i) % BATCHES])
+            ((loss + aux_loss) / n).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps_done += 1
@@ -174,7 +177,7 @@ class Trainer:
         return {"recorded": layer._recorded.num_recorded} if isinstance(layer, MoE) else {}
 
     def figures(self, times: dict[str, float]) -> dict[str, float]:
-        rate = 1000 * self.options.tokens / times["step"]
+        rate = 1000 * self.options.micro_batches * self.options.tokens / times["step"]
         flops = flops_per_token(self.config, self.dense, self.layers, self.options.length) * rate
         figures = {**times, "tokens_per_second": rate, "tokens_per_day": rate * GPUS * 86_400}
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else ""
@@ -229,7 +232,8 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="sonic_7b", choices=DENSE)
     parser.add_argument("--layers", nargs="+", type=int, help="one model each; default: the whole one")
-    parser.add_argument("--tokens", type=int, default=24_576, help="of each rank in a step")
+    parser.add_argument("--tokens", type=int, default=24_576, help="of each rank in a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=1, help="before each step of the optimizer")
     parser.add_argument("--length", type=int, default=4096, help="of a sequence")
     parser.add_argument("--ep-size", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
@@ -265,7 +269,13 @@ def main() -> None:
 
         tune_in_short()
     results: dict[str, Any] = {"command": sys.argv, "machine": machine(options.device), "ranks": dist.get_world_size()}
-    results |= {"dense": DENSE[options.shape]._asdict(), "tokens": options.tokens, "cases": {}, "errors": {}}
+    results |= {
+        "dense": DENSE[options.shape]._asdict(),
+        "tokens": options.tokens,
+        "micro_batches": options.micro_batches,
+        "cases": {},
+        "errors": {},
+    }
     clock = Clock(EPGroup(), options.device)
     for layers in options.layers:
         try:

@@ -128,7 +128,8 @@ class Head(nn.Module):
             return F.cross_entropy(F.linear(x, self.weight).float(), targets.flatten())
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-        return chunked_linear_cross_entropy(x, self.weight, targets.flatten(), chunk_size=8192, tuned=False)
+        # clone: targets of one sequence are a view with an address that the kernel does not take.
+        return chunked_linear_cross_entropy(x, self.weight, targets.flatten().clone(), chunk_size=8192, tuned=False)
 
 
 class Model(nn.Module):

@@ -247,8 +247,9 @@ def test_one_tensor_of_tokens_by_experts_is_kept() -> None:
 def router_gradients(router: Router, x_TH: Tensor, *, recompute: bool) -> list[Tensor]:
     def block(x_TH: Tensor) -> Tensor:
         routed = router(x_TH, group=EPGroup.alone(), sequence_length=12)
-        token_ids_N = routed.routing.token_ids_N.long()
-        return x_TH.index_add(0, token_ids_N, x_TH[token_ids_N] * routed.routing.weights_N[:, None]) + routed.aux_loss
+        is_pair = routed.routing.token_ids_N >= 0  # spare entries have -1
+        token_ids_N, weights_N = routed.routing.token_ids_N[is_pair].long(), routed.routing.weights_N[is_pair]
+        return x_TH.index_add(0, token_ids_N, x_TH[token_ids_N] * weights_N[:, None]) + routed.aux_loss
 
     x_TH = x_TH.detach().requires_grad_()
     if recompute:
