@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-Activation = Literal["swiglu", "geglu", "reglu", "swiglu_oai", "gelu", "silu", "relu2"]
+Activation = Literal["swiglu", "geglu", "geglu_erf", "reglu", "swiglu_oai", "gelu", "gelu_erf", "silu", "relu", "relu2"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 LinearDtype = Literal["float32", "input"]
 Balance = Literal["none", "sequence", "batch", "global"]
@@ -218,8 +218,9 @@ class MoEConfig:
     E: experts over all ranks.
     K: experts per token.
     name: a label. `load_config` takes the file's name, unless the file sets one.
-    activation: gated are swiglu, geglu (tanh approximation of GELU), reglu and swiglu_oai (gpt-oss: clamped, alpha
-        1.702). Not gated are gelu (tanh approximation), silu and relu2.
+    activation: gated are swiglu, geglu (tanh approximation of GELU), geglu_erf (exact GELU), reglu and swiglu_oai
+        (gpt-oss: clamped, alpha 1.702). Not gated are gelu (tanh approximation: torch's approximate="tanh",
+        transformers' gelu_pytorch_tanh), gelu_erf (exact: torch's F.gelu, transformers' gelu), silu, relu and relu2.
     bias: give both projections of every expert, and of the shared expert, a bias.
     shared_n: intermediate size of a shared expert, which computes on every token; 0 for none.
     shared_gate: multiply the shared expert's output by sigmoid(x @ gate).

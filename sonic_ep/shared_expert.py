@@ -62,11 +62,14 @@ def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
 _GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "geglu_erf": lambda gate, up: F.gelu(gate) * up,
     "reglu": lambda gate, up: F.relu(gate) * up,
     "swiglu_oai": _swiglu_oai,
 }
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda h: F.gelu(h, approximate="tanh"),
+    "gelu_erf": F.gelu,
     "silu": F.silu,
+    "relu": F.relu,
     "relu2": lambda h: F.relu(h).square(),
 }

@@ -44,6 +44,13 @@ def _gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
     return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
 
 
+def _gelu_erf_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    """GELU itself, x Phi(x), with Phi and phi the standard normal distribution and its density (F.gelu's default)."""
+    cdf = 0.5 * (1 + torch.erf(x * 0.5**0.5))
+    density = torch.exp(-0.5 * x * x) / (2 * torch.pi) ** 0.5
+    return x * cdf, cdf + x * density
+
+
 def _relu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
     return F.relu(x), (x > 0).to(x.dtype)
 
@@ -56,9 +63,12 @@ def _relu2_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
 _CURVES = {
     "swiglu": _silu_and_slope,
     "geglu": _gelu_and_slope,
+    "geglu_erf": _gelu_erf_and_slope,
     "reglu": _relu_and_slope,
     "silu": _silu_and_slope,
     "gelu": _gelu_and_slope,
+    "gelu_erf": _gelu_erf_and_slope,
+    "relu": _relu_and_slope,
     "relu2": _relu2_and_slope,
 }
 
@@ -123,10 +133,13 @@ class GptOssSwiGLU(Activation):
 ACTIVATIONS: dict[str, Activation] = {
     "swiglu": Gated("swiglu"),
     "geglu": Gated("geglu"),
+    "geglu_erf": Gated("geglu_erf"),
     "reglu": Gated("reglu"),
     "swiglu_oai": GptOssSwiGLU(),
     "gelu": Plain("gelu"),
+    "gelu_erf": Plain("gelu_erf"),
     "silu": Plain("silu"),
+    "relu": Plain("relu"),
     "relu2": Plain("relu2"),
 }
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from sonic_ep.kernels.combine.gather_sum.triton import gather_sum
 from sonic_ep.kernels.common.compile_process import wait_for
 from sonic_ep.kernels.common.sizes import cdiv
-from sonic_ep.kernels.experts import swiglu_oai
 from sonic_ep.kernels.experts.activations import Activation, interleave_split
+from sonic_ep.kernels.experts.gated_epilogues import EPILOGUES
 from sonic_ep.kernels.experts.quack_compat import (
     EpiMod,
     GemmConfig,
@@ -57,25 +57,28 @@ _QUACK_NAMES = {
     "geglu": "geglu",
     "reglu": "reglu",
     "gelu": "gelu_tanh_approx",
+    "gelu_erf": "gelu_erf",
     "silu": "silu",
+    "relu": "relu",
     "relu2": "relu_sq",
 }
 
-# Activations whose derivative takes more registers than SwiGLU's: see down_backward_heavy in tile_table.py.
-_HEAVY_BACKWARD = frozenset({"geglu", "gelu", swiglu_oai.NAME})
-ACTIVATION_NAMES = frozenset({*_QUACK_NAMES, swiglu_oai.NAME})
+# Activations whose derivative takes more registers than SwiGLU's: see down_backward_heavy in tile_table.py. So does
+# ReLU's, as H of plain activations is not packed in pairs.
+_HEAVY_BACKWARD = frozenset({"geglu", "geglu_erf", "gelu", "gelu_erf", "relu", "swiglu_oai"})
+ACTIVATION_NAMES = frozenset({*_QUACK_NAMES, *EPILOGUES})
 
 
 def _up_mod(activation: Activation, *, bias: bool) -> EpiMod:
-    if activation.name == swiglu_oai.NAME:
-        return swiglu_oai.up(bias=bias)
+    if (own := EPILOGUES.get(activation.name)) is not None:
+        return own.up_with_bias if bias else own.up
     name, gated = _QUACK_NAMES[activation.name], activation.gated
     return linear_act_mod(name, gated=gated, has_c=False, has_rowvec=bias, has_colvec=False)
 
 
 def _down_backward_mod(activation: Activation) -> EpiMod:
-    if activation.name == swiglu_oai.NAME:
-        return swiglu_oai.down_backward
+    if (own := EPILOGUES.get(activation.name)) is not None:
+        return own.down_backward
     mod_of = dgated_mod if activation.gated else dact_mod
     return mod_of(_QUACK_NAMES[activation.name], has_scale=True, has_reduce=True)
 
@@ -176,7 +179,7 @@ def up_projection(
     arguments["A_idx"] = row_of_pair_P
     if b1_eJ is not None:
         arguments["mRowVecBroadcast"] = b1_eJ
-    operation: Operation = "up_clamped" if activation.name == swiglu_oai.NAME and b1_eJ is not None else "up"
+    operation: Operation = "up_clamped" if activation.name == "swiglu_oai" and b1_eJ is not None else "up"
     tile = _tile(operation, J, x_RH.shape[1], x_RH)
     _run(_class_key("up", x_RH, w1_eJH, b1_eJ), mod, tile, x_RH, w1_eJH.mT, **arguments)
     return h_PJ, a_PI

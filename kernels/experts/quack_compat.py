@@ -42,7 +42,7 @@ os.environ.setdefault("QUACK_CACHE_DIR", str(quack_cache_folder()))
 # quack decorates its autotuner and its quantizers, which we do not use.
 with lazy_dynamo():
     from cutlass.experimental import primitives as _primitives
-    from quack.activation import dswiglu_oai, swiglu_oai
+    from quack.activation import dgelu_erf, dswiglu_oai, gelu_erf, swiglu_oai
     from quack.cache import jit_cache
     from quack.copy_utils import partition_D_position_independent
     from quack.cute_dsl_utils import get_device_capacity, torch2cute_dtype_map
@@ -87,7 +87,9 @@ __all__ = [
     "compile_gemm_kernel",
     "dact_mod",
     "dgated_mod",
+    "dgelu_erf",
     "dswiglu_oai",
+    "gelu_erf",
     "gemm_epilogue",
     "gemm_w_idx",
     "get_device_capacity",

@@ -23,7 +23,7 @@ from tests.helpers.launch import RankPool
 TIMEOUT = 60.0
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 3e-4}
 PARTS = ("x", "experts", "router", "shared")
-GATED = ("swiglu", "geglu", "reglu", "swiglu_oai")
+GATED = ("swiglu", "geglu", "geglu_erf", "reglu", "swiglu_oai")
 MODES = ("apportion", "nearest", "up", "down", "stochastic", "pad", "off")
 
 
@@ -87,7 +87,7 @@ def random_config(rng: random.Random, S: int) -> MoEConfig:
         n=rng.choice([1, 3, 6, 8]),
         E=E,
         K=K,
-        activation=rng.choice([*GATED, "gelu", "silu", "relu2"]),  # type: ignore[arg-type]
+        activation=rng.choice([*GATED, "gelu", "gelu_erf", "silu", "relu", "relu2"]),  # type: ignore[arg-type]
         bias=rng.random() < 0.5,
         shared_n=shared_n,
         shared_gate=shared_n > 0 and rng.random() < 0.5,

@@ -33,6 +33,8 @@ def activate(name: str, h: Tensor) -> Tensor:
             return F.silu(gate) * up
         case "geglu":
             return F.gelu(gate, approximate="tanh") * up
+        case "geglu_erf":
+            return F.gelu(gate) * up
         case "reglu":
             return F.relu(gate) * up
         case "swiglu_oai":
@@ -40,6 +42,10 @@ def activate(name: str, h: Tensor) -> Tensor:
             return gate * torch.sigmoid(1.702 * gate) * (up + 1)
         case "gelu":
             return F.gelu(h, approximate="tanh")
+        case "gelu_erf":
+            return F.gelu(h)
+        case "relu":
+            return F.relu(h)
         case "silu":
             return F.silu(h)
         case "relu2":

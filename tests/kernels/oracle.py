@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GATED = ("swiglu", "geglu", "reglu", "swiglu_oai")
-PLAIN = ("gelu", "silu", "relu2")
+GATED = ("swiglu", "geglu", "geglu_erf", "reglu", "swiglu_oai")
+PLAIN = ("gelu", "gelu_erf", "silu", "relu", "relu2")
 SPLIT_GATE_UP = (torch.bfloat16, torch.float16)
 
 
@@ -24,12 +24,15 @@ def _gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
 _OF_GATE_AND_UP: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "geglu_erf": lambda gate, up: F.gelu(gate) * up,
     "reglu": lambda gate, up: F.relu(gate) * up,
     "swiglu_oai": _gpt_oss,
 }
 _OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda h: F.gelu(h, approximate="tanh"),
+    "gelu_erf": F.gelu,
     "silu": F.silu,
+    "relu": F.relu,
     "relu2": lambda h: F.relu(h).square(),
 }
 

@@ -52,8 +52,14 @@ CASES: dict[str, tuple[MoEConfig, str]] = {
     "through-router-kept-rows": (small(THROUGH_ROUTER, save_dispatched=True), "ragged"),
     "through-router-one-rank-empty": (small(THROUGH_ROUTER), "empty"),
     "shared-gate": (small(shared_n=5, shared_gate=True, bias=True, K=3), "ragged"),
-    **{f"act-{name}": (small(activation=name, bias=True), "equal") for name in ("geglu", "reglu", "swiglu_oai")},
-    **{f"act-{name}": (small(activation=name, shared_n=4), "equal") for name in ("gelu", "silu", "relu2")},
+    **{
+        f"act-{name}": (small(activation=name, bias=True), "equal")
+        for name in ("geglu", "geglu_erf", "reglu", "swiglu_oai")
+    },
+    **{
+        f"act-{name}": (small(activation=name, shared_n=4), "equal")
+        for name in ("gelu", "gelu_erf", "silu", "relu", "relu2")
+    },
     "one-rank-empty": (small(bias=True), "empty"),
     "all-on-one-expert": (small(RouterConfig(renormalize=False), K=1), "skewed"),
     "fewer-tokens-than-t": (small(rounding=RoundingConfig(t=16, G=16)), "few"),

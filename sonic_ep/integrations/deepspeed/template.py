@@ -32,7 +32,7 @@ _SUPPORTED = (
     "and fc2(act(fc1(x))) with linear layers named up_proj, down_proj or fc1, fc2 or w1, w2 or dense_h_to_4h, "
     "dense_4h_to_h or nn.Sequential(linear, act, linear); with or without biases, nothing else that has parameters "
     f"or buffers; act * up one of {', '.join(n for n, a in ACTIVATIONS.items() if a.gated)}, act one of "
-    f"{', '.join(n for n, a in ACTIVATIONS.items() if not a.gated)} (gelu by its tanh approximation)"
+    f"{', '.join(n for n, a in ACTIVATIONS.items() if not a.gated)} (gelu, geglu: tanh approximation)"
 )
 _TRIAL_ROWS = 16
 _PERIOD = 1_048_583  # of the random numbers in a trial's weights. Prime, so that no two rows are equal.

@@ -63,11 +63,14 @@ KNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "llama-biases": (lambda: Gated(LLAMA, F.silu, bias=True), "swiglu"),
     "mixtral": (lambda: Gated(MIXTRAL, F.silu), "swiglu"),
     "geglu": (lambda: Gated(LLAMA, tanh_gelu), "geglu"),
+    "exact-geglu": (lambda: Gated(LLAMA, F.gelu), "geglu_erf"),
     "reglu": (lambda: Gated(MIXTRAL, F.relu), "reglu"),
     "gpt-oss": (GptOss, "swiglu_oai"),
     "fc": (lambda: Plain(("fc1", "fc2"), F.silu), "silu"),
     "fc-one-bias": (lambda: Plain(("fc1", "fc2"), F.silu, bias2=False), "silu"),
     "megatron": (lambda: Plain(("dense_h_to_4h", "dense_4h_to_h"), tanh_gelu), "gelu"),
+    "exact-gelu": (lambda: Plain(("fc1", "fc2"), F.gelu), "gelu_erf"),
+    "relu": (lambda: Plain(("fc1", "fc2"), F.relu), "relu"),
     "squared": (lambda: Plain(("up_proj", "down_proj"), lambda x: F.relu(x).square()), "relu2"),
     "sequential": (
         lambda: nn.Sequential(nn.Linear(HIDDEN, WIDTH, bias=False), nn.SiLU(), nn.Linear(WIDTH, HIDDEN, bias=False)),
@@ -137,7 +140,6 @@ class OneBias(Gated):
             lambda: GateAndUpSwapped(LLAMA, F.silu),
             "gate_proj, up_proj, down_proj but computes something else .* swiglu, geglu",
         ),
-        (lambda: Gated(LLAMA, F.gelu), r"computes something else .* \(gelu by its tanh approximation"),
         (lambda: Plain(("fc1", "fc2"), torch.tanh), "fc1, fc2 but computes something else"),
         (
             lambda: nn.Sequential(

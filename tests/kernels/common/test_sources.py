@@ -57,15 +57,15 @@ def test_kernels_of_changed_epilogues_are_kept_by_it() -> None:
 @needs_compilers
 def test_epilogues_of_ours_are_kept_by_what_they_are_and_refer_to() -> None:
     """By quack, in kernels that we do not change, as on Blackwell."""
-    gpt_oss: Any = import_module("sonic_ep.kernels.experts.swiglu_oai")
+    gated: Any = import_module("sonic_ep.kernels.experts.gated_epilogues")
     operations: Any = import_module("sonic_ep.kernels.experts.grouped_gemm")
     gemm_epilogue = import_module("quack.epilogue.frontend").gemm_epilogue
-    ours = [gpt_oss._up, gpt_oss._up_with_bias, gpt_oss.down_backward, operations._bias_epilogue]
+    ours = [mod for epilogues in gated.EPILOGUES.values() for mod in epilogues] + [operations._bias_epilogue]
     assert len({mod.semantic_digest for mod in ours}) == len(ours)
-    again = gemm_epilogue(outputs=("mAuxOut",), mode="acc_pair")
-    assert again(gpt_oss._up.fn).semantic_digest == gpt_oss._up.semantic_digest
-    with patch.object(gpt_oss, "_LIMIT", 8.0):
-        assert again(gpt_oss._up.fn).semantic_digest != gpt_oss._up.semantic_digest
+    again, up = gemm_epilogue(outputs=("mAuxOut",), mode="acc_pair"), gated.EPILOGUES["swiglu_oai"].up
+    assert again(up.fn).semantic_digest == up.semantic_digest
+    with patch.object(gated, "_LIMIT", 8.0):
+        assert again(up.fn).semantic_digest != up.semantic_digest
 
 
 @needs_compilers

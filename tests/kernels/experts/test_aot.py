@@ -22,7 +22,7 @@ pytestmark = [needs_compilers, pytest.mark.slow]
 ARCHITECTURES = {"sm_90a": 2, "sm_100a": 1}
 OPERATIONS, OF_SPLIT_GATE_UP = 10, 4
 # The layers that have the latter.
-GATED_WITHOUT_BIAS = 8
+GATED_WITHOUT_BIAS = 9
 # Published shapes by name; the others as (d, n, activation, bias).
 LAYERS: dict[str, tuple[int, int, str, bool] | None] = {
     "qwen3_30b_a3b": None,
@@ -32,9 +32,13 @@ LAYERS: dict[str, tuple[int, int, str, bool] | None] = {
     "deep": (1536, 8192, "swiglu", True),
     "biased": (2304, 512, "swiglu", True),
     "geglu": (512, 256, "geglu", False),
+    "geglu_erf": (512, 256, "geglu_erf", False),
+    "geglu_erf_biased": (768, 384, "geglu_erf", True),
     "reglu": (512, 256, "reglu", False),
     "gelu": (512, 256, "gelu", False),
+    "gelu_erf": (768, 384, "gelu_erf", True),
     "silu": (512, 256, "silu", False),
+    "relu": (768, 384, "relu", False),
     "relu2": (512, 256, "relu2", True),
     "swiglu_oai": (512, 256, "swiglu_oai", False),
     "gpt_oss_20b": None,

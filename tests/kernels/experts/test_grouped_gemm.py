@@ -53,9 +53,14 @@ CASES = [
     Case((100, 28, 300), 200, 256, 128, activation="swiglu_oai"),
     Case((100, 28, 300), 200, 2880, 256, activation="swiglu_oai", bias=True),
     Case((100, 28, 300), 200, 256, 128, activation="geglu"),
+    Case((100, 28, 300), 200, 256, 128, activation="geglu_erf"),
+    Case((100, 28, 300), 200, 256, 192, activation="geglu_erf", bias=True),
     Case((100, 28, 300), 200, 256, 128, activation="reglu"),
+    Case((100, 28, 300), 200, 256, 128, activation="relu"),
     Case((100, 28, 300), 200, 256, 128, activation="relu2"),
     Case((100, 28, 300), 200, 256, 128, activation="gelu", bias=True),
+    Case((100, 28, 300), 200, 256, 128, activation="gelu_erf"),
+    Case((100, 28, 300), 200, 256, 192, activation="gelu_erf", bias=True),
     Case((100, 28, 300), 200, 256, 128, activation="silu"),
 ]
 of_cases = pytest.mark.parametrize("case", CASES, ids=str)
@@ -122,6 +127,25 @@ def test_up_projection(case: Case, poison: None) -> None:
     half_h = per_expert(o, half, h)
     assert_quack_rule("H", h, exact[0], half_h)
     assert_quack_rule("A", a, exact[1], o.activation.forward(half_h))
+
+
+@pytest.mark.parametrize("name", ["gelu_erf", "geglu_erf"])
+def test_exact_gelu_is_not_its_approximation(name: str, poison: None) -> None:
+    """In fp16, which is fine enough to show the difference, with weights that copy."""
+    activation, R, J = activation_named(name), 256, 128
+    I = J // 2 if activation.gated else J  # noqa: E741
+    x = torch.linspace(-5, 5, R * J, device="cuda").view(R, J).half()
+    w1, w2 = torch.eye(J, device="cuda").half()[None], torch.eye(J, I, device="cuda").half()[None]
+    rows = torch.arange(R, device="cuda", dtype=torch.int32)
+    starts = torch.tensor([0, R], device="cuda", dtype=torch.int32)
+    ones = torch.ones(R, device="cuda")
+    operations = operations_for(x, w2, activation)
+    h, a = operations.up_projection(x, w1, None, rows, starts, activation)
+    dh, _, _ = operations.down_projection_backward(torch.ones_like(x), w2, None, h, ones, rows, starts, activation)
+    exact = h.double()
+    close = {"rtol": 2**-10, "atol": 1e-5}
+    torch.testing.assert_close(a.double(), activation.forward(exact), **close)
+    torch.testing.assert_close(dh.double(), activation.backward(torch.ones_like(a).double(), exact), **close)
 
 
 # Tiles must compute any number of rows, whatever is promised.
