@@ -52,7 +52,8 @@ def moe(
     Shapes:  x_TH (T, H); w1_eJH (e, J, H), w2_eHI (e, H, I), b1_eJ (e, J), b2_eH (e, H) of this rank's e = E / ep_size
              experts, in the dtype of x; result (T, H) in the dtype of x.
     Layout:  for gated activations, the rows of w1 (and b1) alternate between gate and up ("interleaved").
-             "concatenated" takes [gate; up] halves, which costs a copy of w1 per call.
+             "concatenated" takes [gate; up] halves. GPU kernels read them without a copy. With b1, and under
+             torch.compile, each call makes an interleaved copy.
     Split:   with `up_eIH` (e, I, H), w1_eJH is the gate weights alone, (e, I, H), and b1 must be None. GPU kernels read
              both without a copy if up is behind gate in memory, at a distance that is a multiple of 16 bytes. Else, and
              under torch.compile, forward and backward each make an interleaved copy. The two gradients are halves of
@@ -80,14 +81,15 @@ def moe(
         problem = problem_with_up(w1_eJH, up_eIH, gated=act.gated, b1=b1_eJ, accumulates=accumulate_into_main_grad)
     if problem is None and accumulate_into_main_grad and gated and layout == "concatenated":
         problem = (
-            "accumulate_into_main_grad=True with layout='concatenated' would add to a copy's main_grad; "
+            "accumulate_into_main_grad=True does not go with layout='concatenated'; "
             "pass w1 with gate and up interleaved"
         )
     if problem is not None:
         _check(routing)  # first: an error that all ranks raise has precedence, and its check may be a collective
         raise ValueError(problem)
-    if gated and layout == "concatenated":
-        w1_eJH, b1_eJ = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ)
+    halves = gated and layout == "concatenated"
+    if halves and (b1_eJ is not None or torch.compiler.is_compiling()):
+        w1_eJH, b1_eJ, halves = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ), False
     weights_N = routing.weights_N.to(torch.promote_types(routing.weights_N.dtype, torch.float32))
     routing = replace(routing, weights_N=weights_N)
     if torch.compiler.is_compiling():
@@ -110,7 +112,7 @@ def moe(
         )
     if routing.split_sizes is None:  # the router may have run in a compiled graph of its own
         routing = replace(routing, split_sizes=pending_sizes.pop(group.name, routing.counts.pairs_SE))
-    split, bias = up_eIH is not None, b1_eJ is not None
+    split, bias = halves or up_eIH is not None, b1_eJ is not None
     start_compiling(w2_eHI, activation, bias=bias, split_gate_up=split, accumulate=accumulate_into_main_grad)
     plan = plan_for(routing.counts, group.rank)
     key = w1_eJH.data_ptr() if layer_key is None else layer_key
@@ -118,7 +120,7 @@ def moe(
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     with _without_autocast(x_TH):
         return _ExpertParallelMLP.apply(
-            x_TH, weights_N, w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, params
+            x_TH, weights_N, w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, params, halves
         )
 
 
@@ -142,16 +144,17 @@ class _ExpertParallelMLP(torch.autograd.Function):
         plan: RankPlan,
         call: Call,
         params: tuple[Tensor | None, Tensor | None],
+        halves: bool,
     ) -> Tensor:
         x_TH = x_TH.contiguous()
+        weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)
         with routing.status_first():
             prepared = call.transport.prepare(routing, plan, x_TH, call.layer_key)
-            out_TH, saved = forward(x_TH, prepared, ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH), call)
+            out_TH, saved = forward(x_TH, prepared, _expert_weights(*weights, halves=halves), call)
         routing.check()  # after all launches, because it may block
-        weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)
         ctx.save_for_backward(saved.rows, saved.h_PJ, saved.weights_P, *weights, *saved.handle.lists())
         # params are not read from saved_tensors: saved-tensor hooks may return tensors without attributes.
-        ctx.sizes, ctx.call, ctx.params = saved.handle.without_lists(), call, params
+        ctx.sizes, ctx.call, ctx.params, ctx.halves = saved.handle.without_lists(), call, params, halves
         return out_TH
 
     @staticmethod
@@ -162,7 +165,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         saved = SavedForBackward(rows, h_PJ, weights_P, ctx.sizes.with_lists(tuple(lists)))
         del h_PJ, weights_P
-        weights = ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH)
+        weights = _expert_weights(w1, up_eIH, w2_eHI, b1_eJ, b2_eH, halves=ctx.halves)
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
         needs, (param1, param2) = (needs_gate or needs_up, *needs), ctx.params
         into = _main_grad(param1) if needs[0] else None, _main_grad(param2) if needs[1] else None
@@ -173,7 +176,15 @@ class _ExpertParallelMLP(torch.autograd.Function):
         dup = None
         if up_eIH is not None and dw1 is not None:
             dw1, dup = dw1.chunk(2, 1)
-        return dx_TH, dweights_N, dw1, dup, dw2, *dbiases, None, None, None, None
+        return dx_TH, dweights_N, dw1, dup, dw2, *dbiases, None, None, None, None, None
+
+
+def _expert_weights(
+    w1: Tensor, up_eIH: Tensor | None, w2_eHI: Tensor, b1_eJ: Tensor | None, b2_eH: Tensor | None, *, halves: bool
+) -> ExpertWeights:
+    """halves: the rows of w1 are [gate; up]."""
+    gate, up_eIH = w1.chunk(2, 1) if halves else (w1, up_eIH)
+    return ExpertWeights(gate, w2_eHI, b1_eJ, b2_eH, up_eIH)
 
 
 def _without_autocast(like: Tensor) -> AbstractContextManager[object]:

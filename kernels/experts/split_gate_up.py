@@ -1,10 +1,11 @@
 """Split gate/up weights as one interleaved GEMM operand, without a copy.
 
-DeepSpeed's AutoEP holds gate and up in two tensors, (e, I, H) each. Two strides then describe the addresses of the rows
-of the interleaved (e, J, H) operand: H elements from one gate row to the next, and the distance of the two tensors from
-a gate row to its up row. TMA can load with any such strides. `interleaved_view` makes a tensor that carries them, and
-the kernels of a `split_gate_up_mod` read it. quack's `concat_layout` does the same for gate and up in one tensor, where
-the distance follows from the shape.
+DeepSpeed's AutoEP holds gate and up in two tensors, (e, I, H) each. Models of transformers hold them in one, where the
+rows of an expert are [gate; up]. Two strides then describe the addresses of the rows of the interleaved (e, J, H)
+operand: H elements from one gate row to the next, and the distance of up from gate from a gate row to its up row. TMA
+can load with any such strides. `interleaved_view` makes a tensor that carries them, and the kernels of a
+`split_gate_up_mod` read it. quack's `concat_layout` does the same for one tensor, where the distance follows from the
+shape.
 
 Legend: e local experts, I expert width, J pre-activation columns (2I if gated else I), H hidden size.
 """
@@ -23,11 +24,11 @@ _STRIDE_UNIT, _STRIDE_LIMIT = 16, 1 << 40  # bytes: TMA strides are multiples of
 
 
 def interleaved_view(gate_eIH: Tensor, up_eIH: Tensor) -> Tensor | None:
-    """Returns two contiguous tensors of one shape and 16-bit dtype as one (e, J, H) operand, or None.
+    """Returns two tensors of one shape, strides and 16-bit dtype as one (e, J, H) operand, or None.
 
     Only kernels of a `split_gate_up_mod` can read it: the stride of its second dimension is the distance from gate to
-    up. It keeps neither tensor alive. None if TMA cannot load it: up is not behind gate in memory or 2^40 bytes or more
-    behind it, or the address of either is not a multiple of 16 bytes.
+    up. The rows of each expert are contiguous. It keeps neither tensor alive. None if TMA cannot load it: up is not
+    behind gate in memory or 2^40 bytes or more behind it, or the address of either is not a multiple of 16 bytes.
     """
     e, I, H = gate_eIH.shape  # noqa: E741
     start, distance = gate_eIH.data_ptr(), up_eIH.data_ptr() - gate_eIH.data_ptr()
@@ -35,7 +36,7 @@ def interleaved_view(gate_eIH: Tensor, up_eIH: Tensor) -> Tensor | None:
         distance = _STRIDE_UNIT
     if not 0 < distance < _STRIDE_LIMIT or start % _STRIDE_UNIT or distance % _STRIDE_UNIT:
         return None
-    strides = I * H, distance // gate_eIH.element_size(), 1
+    strides = gate_eIH.stride(0), distance // gate_eIH.element_size(), 1
     if gate_eIH.is_meta:
         return torch.empty_strided((e, 2 * I, H), strides, dtype=gate_eIH.dtype, device="meta")
     return torch.as_tensor(_Memory(gate_eIH, (e, 2 * I, H), strides), device=gate_eIH.device).view(gate_eIH.dtype)

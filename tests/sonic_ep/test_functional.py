@@ -160,16 +160,30 @@ def layer_arguments(E: int = 4, n: int = 6) -> dict[str, Any]:
     }
 
 
-def test_both_weight_layouts_give_one_result() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_both_weight_layouts_give_one_result(bias: bool) -> None:
     arguments = layer_arguments()
-    biases = {"b1_eJ": torch.randn(4, 12), "b2_eH": torch.randn(4, D)}
-    wanted = moe(**arguments, **biases)
-    arguments["w1_eJH"] = concatenate(arguments["w1_eJH"]).requires_grad_(True)
-    biases["b1_eJ"] = concatenate(biases["b1_eJ"])
-    got = moe(**arguments, **biases, layout="concatenated")
+    if bias:
+        arguments |= {"b1_eJ": torch.randn(4, 12), "b2_eH": torch.randn(4, D)}
+    w1, x = (arguments[name].requires_grad_(True) for name in ("w1_eJH", "x_TH"))
+    halves = concatenate(w1.detach()).requires_grad_(True)
+    concatenated = {**arguments, "w1_eJH": halves, "layout": "concatenated"}
+    if bias:
+        concatenated["b1_eJ"] = concatenate(arguments["b1_eJ"])
+    wanted, got = moe(**arguments), moe(**concatenated)
     assert torch.equal(got, wanted)
-    got.sum().backward()
-    assert arguments["w1_eJH"].grad.shape == arguments["w1_eJH"].shape
+    dw1, dx = torch.autograd.grad(wanted.square().sum(), [w1, x])
+    dhalves, got_dx = torch.autograd.grad(got.square().sum(), [halves, x])
+    assert torch.equal(dhalves, concatenate(dw1))
+    assert torch.equal(got_dx, dx)
+
+
+def test_concatenated_weights_are_not_copied() -> None:
+    arguments = layer_arguments()
+    w1, w2 = (arguments[name].requires_grad_(True) for name in ("w1_eJH", "w2_eHI"))
+    halves = concatenate(w1.detach()).requires_grad_(True)
+    concatenated = {**arguments, "w1_eJH": halves, "layout": "concatenated"}
+    assert saved_bytes(lambda: moe(**concatenated), [halves, w2]) == saved_bytes(lambda: moe(**arguments), [w1, w2])
 
 
 def test_gate_and_up_apart_give_the_same_and_keep_no_copy() -> None:
@@ -242,7 +256,7 @@ def test_half_precision_weights_of_pairs_count_in_fp32() -> None:
 def test_unknown_layouts_are_refused_and_halves_that_a_copy_would_take_the_gradient_of() -> None:
     with pytest.raises(ValueError, match="layout='concat' is not one of interleaved, concatenated"):
         moe(**layer_arguments(), layout="concat")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="layout='concatenated' would add to a copy's main_grad; pass w1 with gate"):
+    with pytest.raises(ValueError, match="does not go with layout='concatenated'; pass w1 with gate"):
         moe(**layer_arguments(), layout="concatenated", accumulate_into_main_grad=True)
 
 

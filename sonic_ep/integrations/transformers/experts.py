@@ -16,7 +16,7 @@ from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.transformers.activation import activation_of
 from sonic_ep.integrations.transformers.topk_routing import routing_of_topk
-from sonic_ep.integrations.transformers.weights import num_local_experts, weight_dtype, weights_of
+from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weight_dtype, weights_of
 from sonic_ep.transports import GroupTransport
 
 TOKEN_ROUNDING = "_sonic_ep_rounding"  # attribute of a module of experts: rounding.py's TokenRounding, or None
@@ -100,6 +100,7 @@ def compute_experts(
         transport=transport,
         group=group,
         activation=activation,
+        layout=layout_of(experts),
         save_dispatched=save_dispatched,
         # Not the address of the weights, which may be copies.
         layer_key=None if torch.compiler.is_compiling() else id(experts),

@@ -6,12 +6,11 @@ Legend: e local experts, H hidden size, I expert width, J pre-activation columns
 """
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.experts.activations import interleave
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 
 _LOG = logging.getLogger("sonic_ep.integrations.transformers")
@@ -24,27 +23,30 @@ def weights_of(experts: Any, dtype: torch.dtype) -> ExpertWeights:
     In the module:  gate_up_proj (e, J, H), or up_proj without a gate; down_proj (e, H, I); with `has_bias`
                     gate_up_proj_bias (e, J) and down_proj_bias (e, H). With `is_transposed` the weights are (e, H, J)
                     and (e, I, H). With `is_concatenated` the J rows are [gate; up], else they alternate.
-    Returns:        w1 (e, J, H) with alternating rows, w2 (e, H, I), b1 (e, J), b2 (e, H). All are contiguous.
+    Returns:        w1 (e, J, H), w2 (e, H, I), b1 (e, J), b2 (e, H). All are contiguous. The J rows are in the order of
+                    `layout_of`.
     Raises:         ValueError for a weight that is sharded while the experts compute.
     """
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     w1, w2 = _local(experts, name), _local(experts, "down_proj")
     b1 = _local(experts, f"{name}_bias") if experts.has_bias else None
     b2 = _local(experts, "down_proj_bias") if experts.has_bias else None
-    concatenated = experts.has_gate and experts.is_concatenated
     _log_copy(experts)
     if experts.is_transposed:
         w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
-    if concatenated:
-        w1, b1 = interleave(w1), None if b1 is None else interleave(b1)
     return ExpertWeights(*(None if each is None else each.to(dtype).contiguous() for each in (w1, w2, b1, b2)))  # type: ignore[arg-type]
+
+
+def layout_of(experts: Any) -> Literal["interleaved", "concatenated"]:
+    """Returns the `layout` of `moe` for the J rows."""
+    return "concatenated" if experts.has_gate and experts.is_concatenated else "interleaved"
 
 
 def copied(experts: Any) -> str:
     """Returns which weights have a layout that every forward copies: "nothing", "gate_up_proj" or "all"."""
     if experts.is_transposed:
         return "all"
-    return "gate_up_proj" if experts.has_gate and experts.is_concatenated else "nothing"
+    return "gate_up_proj" if layout_of(experts) == "concatenated" and experts.has_bias else "nothing"
 
 
 def weight_dtype(experts: Any) -> torch.dtype:

@@ -240,6 +240,21 @@ def test_gate_and_up_apart_give_the_same_bits(case: Case, place: str, poison: No
         assert torch.equal(split_gate_up, concatenate(operations.weight_grad(o.dh, o.x, *lists)))
 
 
+@of_cases
+def test_halves_of_one_tensor_give_the_same_bits(case: Case, poison: None) -> None:
+    o = Operands(case)
+    if not o.activation.gated or case.bias:
+        pytest.skip("halves are the weights of gated activations without bias")
+    operations = gpu_operations(o)
+    halves, lists = concatenate(o.w1), (o.rows, o.starts)
+    gate, up = halves.chunk(2, 1)
+    assert import_module("sonic_ep.kernels.experts.split_gate_up").interleaved_view(gate, up) is not None
+    wanted = operations.up_projection(o.x, o.w1, None, *lists, o.activation)
+    assert all(map(torch.equal, operations.up_projection(o.x, gate, None, *lists, o.activation, up), wanted))
+    wanted_dx = operations.up_projection_backward(o.dh, o.w1, o.starts)
+    assert torch.equal(operations.up_projection_backward(o.dh, gate, o.starts, up), wanted_dx)
+
+
 def test_what_can_be_read_where_it_lies() -> None:
     view = import_module("sonic_ep.kernels.experts.split_gate_up").interleaved_view
     gate, up = torch.zeros(2, 3, 8, 16, device="cuda", dtype=torch.bfloat16).unbind(0)
