@@ -1,7 +1,7 @@
 """Pretraining of a language model with MoE layers that take turns: tokens a second of a GPU, in whole training steps.
 
     torchrun --nproc-per-node 2 benchmarks/pretrain.py --shape sonic_7b --layers 12 --tokens 24576 --out pretrain.json
-    torchrun --nproc-per-node 2 benchmarks/pretrain.py --shape qwen3_30b_a3b --layers 10 --tokens 8192 --ep-size 2 \
+    torchrun --nproc-per-node 2 benchmarks/pretrain.py --shape qwen3_30b_a3b --layers 7 --tokens 8192 --ep-size 2 \
         --micro-batches 4
     python benchmarks/pretrain.py --device cpu --shape tiny --layers 2 --tokens 64 --length 32 --only off torch
 
@@ -20,7 +20,7 @@ slowest of all ranks:
     peak_gib             the most that torch allocated in a turn
     tokens_per_day       of 64 GPUs at this rate, an extrapolation
     loss                 cross-entropy at the end, in nats
-    recorded             recordings that a layer of ours repeats; 0: its code runs, and the log says why
+    recorded             recordings that a layer of ours has, the most of all; 0: its code runs, and the log says why
 """
 
 import argparse
@@ -61,7 +61,8 @@ OURS_ACROSS_RANKS = (
     "off, all_to_all",
 )
 BATCHES, GPUS = 8, 64
-WARM_UP, UNTIMED = 6, 3  # steps before all turns, and before each
+WARM_UP = 6  # steps before all turns
+UNTIMED, MOST_UNTIMED = 3, 15  # steps before each: so many in which nothing was recorded, so many at most
 BALANCE_COEF = 0.01
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0}  # dense bf16
 
@@ -144,6 +145,9 @@ class Trainer:
         """Returns the cross-entropy of the last micro-batch."""
         n, loss = self.options.micro_batches, torch.zeros(())
         for i in range(n):
+            if n > 1:  # gradients are summed where they are until the last; weights stay gathered
+                self.model.set_requires_gradient_sync(i == n - 1)  # type: ignore[operator]
+                self.model.set_reshard_after_backward(i == n - 1)  # type: ignore[operator]
             loss, aux_loss = self.model(self.batches[(n * self.steps_done + i) % BATCHES])
             ((loss + aux_loss) / n).backward()
         self.optimizer.step()
@@ -153,8 +157,7 @@ class Trainer:
 
     def turn(self, contestant: str, steps: int, clock: Clock) -> dict[str, float]:
         self.model.choose(contestant)
-        for _ in range(UNTIMED):  # memory is arranged anew, and sizes that others have trained to are recorded
-            self.step()
+        self.train_until_recorded(contestant, clock)
         clock.ready()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -170,11 +173,28 @@ class Trainer:
             "loss": float(loss),
         }
 
+    def train_until_recorded(self, contestant: str, clock: Clock) -> None:
+        """Memory is arranged anew, and sizes that others have trained to are recorded, once each."""
+        quiet = 0
+        for _ in range(MOST_UNTIMED):
+            before = self.num_recorded(contestant)
+            self.step()
+            new = sum(self.num_recorded(contestant)) - sum(before)
+            quiet = quiet + 1 if clock.largest({"new": new})["new"] == 0 else 0
+            if quiet == UNTIMED:
+                break
+
+    def num_recorded(self, contestant: str) -> list[int]:
+        """Recordings of each layer of ours; empty for others."""
+        moes = [block.moe for block in self.model.blocks]
+        layers = [
+            moe.layers[contestant] for moe in moes if isinstance(moe, ExchangeableMoE) and contestant in moe.layers
+        ]
+        return [layer._recorded.num_recorded for layer in layers if isinstance(layer, MoE)]
+
     def recorded(self, contestant: str) -> dict[str, float]:
-        moe = self.model.blocks[0].moe
-        assert isinstance(moe, ExchangeableMoE)
-        layer = moe.layers[contestant] if contestant in moe.layers else None
-        return {"recorded": layer._recorded.num_recorded} if isinstance(layer, MoE) else {}
+        """The most of a layer."""
+        return {"recorded": max(numbers)} if (numbers := self.num_recorded(contestant)) else {}
 
     def figures(self, times: dict[str, float]) -> dict[str, float]:
         rate = 1000 * self.options.micro_batches * self.options.tokens / times["step"]

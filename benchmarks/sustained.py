@@ -81,8 +81,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
     parser.add_argument("--only", nargs="+", help="contestants by name")
+    parser.add_argument("--short-tuning", action="store_true", help="tune sonic-moe's GEMMs in fewer launches")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.short_tuning:
+        from short_tuning import tune_in_short
+
+        tune_in_short()
     group = EPGroup.alone()
     if "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,0 +1,289 @@
+"""Training steps of a model of Hugging Face transformers: our expert parallelism beside its own, in turns.
+
+    torchrun --nproc-per-node 2 benchmarks/transformers_step.py --out transformers_step_2_gpus.json
+    torchrun --nproc-per-node 2 benchmarks/transformers_step.py --device cpu --shape tiny --tokens 64 --length 32
+
+The model has random weights and `--layers` layers of a published shape. DistributedConfig shards it by FSDP2 over all
+ranks and divides the experts among them. Each rank has its own sequences of random tokens. Contestants train the same
+weights, one after the other, in turns of --seconds:
+
+    all_to_all, grouped_mm     transformers' own: every (token, expert) pair travels; its fastest experts without a hub
+    sonic_ep                   ours
+    sonic_ep, apportion        ours, with counts rounded by `round_tokens`
+
+Medians over --rounds, and the largest of all ranks, in milliseconds unless said otherwise:
+
+    step, host        forward, backward and fused AdamW, back to back; the calls of it until they return
+    layer, layer_host forward and backward of one MoE block with its router, without FSDP, back to back; its calls
+    layer_tflops      18 T K d n / layer, in TFLOP/s of a rank: what tokens need, without the router
+    kept_mib          what one MoE block keeps from its forward for its backward, without its input and its weights
+    peak_gib          the most that torch allocated in a turn of steps
+    first_loss        of the first rank, before any step: contestants without rounding agree but for bf16
+"""
+
+import argparse
+import copy
+import gc
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from host_time import Clock, machine
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import (  # pyright: ignore[reportMissingImports]  # in 5.23
+    AllToAllEP,
+    EPImplementation,
+    EPImplementationInterface,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
+
+from sonic_ep import EPGroup, RoundingConfig
+from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.integrations.transformers import register, round_tokens
+from sonic_ep.integrations.transformers.expert_parallel import implementation_with
+from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
+
+STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportion"
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_30b_a3b": {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "tiny": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+}
+WARM_UP, UNTIMED = 4, 2
+
+
+class InTurns(EPImplementation):
+    """Transformers' all-to-all and ours on the same module of experts. `chosen` says which of them runs."""
+
+    chosen = STOCK
+
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.stock = AllToAllEP(experts, ep_mesh, tp_mesh)
+        self.ours = implementation_with(SonicEPOptions())(experts, ep_mesh, tp_mesh)
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        return (self.stock if InTurns.chosen == STOCK else self.ours)(*args)
+
+
+class Training:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        register()
+        EPImplementationInterface.register("in_turns", InTurns)
+        config = Qwen3MoeConfig(
+            **SHAPES[options.shape],
+            num_hidden_layers=options.layers,
+            norm_topk_prob=True,
+            max_position_embeddings=options.length,
+            output_router_logits=False,
+        )
+        ranks = dist.get_world_size()
+        self.model: Any = Qwen3MoeForCausalLM.from_pretrained(
+            None,
+            config=config,
+            state_dict={},  # nothing is loaded: random weights
+            dtype=torch.bfloat16,
+            experts_implementation="grouped_mm",
+            attn_implementation="sdpa",
+            distributed_config=DistributedConfig.from_dict(
+                {"fsdp_size": ranks, "ep_size": ranks, "ep_implementation": "in_turns"}
+            ),
+        )
+        self.model.train()
+        self.config = config
+        self.experts = registered_experts(self.model, "there is nothing to measure")
+        round_tokens(self.model, RoundingConfig(mode="apportion"))
+        self.rounding = {name: getattr(module, TOKEN_ROUNDING) for name, module in self.experts.items()}
+        by_mesh: dict[Any, list[Tensor]] = {}  # fused AdamW takes weights of one mesh at a time
+        for parameter in self.model.parameters():
+            by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+        groups = [{"params": parameters} for parameters in by_mesh.values()]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
+        sequences = options.tokens // options.length
+        generator = torch.Generator(options.device).manual_seed(dist.get_rank())
+        size = (sequences, options.length)
+        self.ids = torch.randint(config.vocab_size, size, device=options.device, generator=generator)
+
+    def choose(self, contestant: str) -> None:
+        InTurns.chosen = contestant
+        for name, module in self.experts.items():
+            setattr(module, TOKEN_ROUNDING, self.rounding[name] if contestant == ROUNDED else None)
+
+    def loss_with(self, contestant: str) -> float:
+        self.choose(contestant)
+        with torch.no_grad():
+            return float(self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss)
+
+    def step(self) -> None:
+        self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Block:
+    """One MoE block with this rank's experts, without FSDP, which treats all contestants alike."""
+
+    def __init__(self, config: Any, options: argparse.Namespace) -> None:
+        ranks = dist.get_world_size()
+        grid = init_device_mesh(options.device, (ranks, 1), mesh_dim_names=("ep", "tp"))
+        local = copy.deepcopy(config)
+        local.num_experts, local._experts_implementation = config.num_experts // ranks, "grouped_mm"
+        with torch.device(options.device):
+            self.block: Any = Qwen3MoeSparseMoeBlock(config)
+            self.block.experts = experts = Qwen3MoeExperts(local)
+        experts._is_expert_parallel = True
+        experts.forward = InTurns(experts, grid["ep"], grid["tp"])
+        self.block.bfloat16().train()
+        generator = torch.Generator(options.device).manual_seed(dist.get_rank())
+        for parameter in self.block.parameters():
+            parameter.data.normal_(std=0.02, generator=generator)
+        dist.broadcast(self.block.gate.weight.data, 0)
+        size = (1, options.tokens, config.hidden_size)
+        self.x = torch.randn(size, device=options.device, generator=generator).bfloat16().requires_grad_()
+        self.dout = torch.randn(size, device=options.device, generator=generator).bfloat16()
+        round_tokens(self.block, RoundingConfig(mode="apportion"))
+        self.rounding = getattr(experts, TOKEN_ROUNDING)
+
+    def choose(self, contestant: str) -> None:
+        InTurns.chosen = contestant
+        setattr(self.block.experts, TOKEN_ROUNDING, self.rounding if contestant == ROUNDED else None)
+
+    def step(self) -> None:
+        torch.autograd.grad(self.block(self.x), [self.x, *self.block.parameters()], self.dout)
+
+    def kept_bytes(self) -> int:
+        """What is saved for backward and is neither a weight nor the block's input."""
+        kept: dict[int, int] = {}
+
+        def note(values: Tensor) -> Tensor:
+            storage = values.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return values
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda values: values):
+            out = self.block(self.x)
+        own = {each.untyped_storage().data_ptr() for each in (self.x, *self.block.parameters())}
+        total = sum(size for address, size in kept.items() if address not in own)
+        torch.autograd.grad(out, [self.x], self.dout)
+        return total
+
+
+def timed(call: Callable[[], None], steps: int, clock: Clock, untimed: int) -> tuple[float, float]:
+    """Returns milliseconds of a step and of its calls, back to back."""
+    for _ in range(untimed):
+        call()
+    clock.ready()
+    start = time.perf_counter()
+    for _ in range(steps):
+        call()
+    host = time.perf_counter() - start
+    clock.wait()
+    return 1000 * (time.perf_counter() - start) / steps, 1000 * host / steps
+
+
+def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    names = [name for name in (STOCK, OURS, ROUNDED) if options.only is None or name in options.only]
+    turns: dict[str, list[dict[str, float]]] = {name: [{} for _ in range(options.rounds)] for name in names}
+    on_gpu = options.device == "cuda"
+    first_losses = {name: training.loss_with(name) for name in names}
+    for part, what in (("step", training), ("layer", Block(training.config, options))):
+        steps: dict[str, int] = {}
+        for name in names:
+            what.choose(name)
+            estimate = clock.largest({"ms": timed(what.step, 2, clock, WARM_UP)[0]})["ms"]
+            steps[name] = max(2, round(1000 * options.seconds / estimate))
+            if dist.get_rank() == 0:
+                print(f"{name}: {estimate:.1f} ms a {part}", flush=True)
+        gc.collect()
+        for i in range(options.rounds):
+            for name in names:
+                what.choose(name)
+                if on_gpu:
+                    torch.cuda.reset_peak_memory_stats()
+                turn, host = turns[name][i], "host" if part == "step" else "layer_host"
+                turn[part], turn[host] = timed(what.step, steps[name], clock, UNTIMED)
+                if part == "layer":
+                    turn["kept_mib"] = what.kept_bytes() / 2**20
+                elif on_gpu:
+                    turn["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    medians = {
+        name: {key: statistics.median(turn[key] for turn in each) for key in each[0]} for name, each in turns.items()
+    }
+    results = {name: clock.largest(each) for name, each in medians.items()}
+    c = training.config
+    flops = 18 * options.tokens * c.num_experts_per_tok * c.hidden_size * c.moe_intermediate_size
+    for name, each in results.items():
+        each["first_loss"] = first_losses[name]
+        each["layer_tflops"] = flops / each["layer"] / 1e9
+        each["tokens_per_second"] = 1000 * options.tokens / each["step"]
+    return results
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3_30b_a3b", choices=SHAPES)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=8192, help="of each rank in a step")
+    parser.add_argument("--length", type=int, default=4096, help="of a sequence")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
+    parser.add_argument("--only", nargs="+", help="contestants by name")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.tokens % options.length:
+        parser.error(f"--tokens {options.tokens} must be a multiple of --length {options.length}")
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    warnings.filterwarnings("ignore")  # DTensor and transformers warn of each other
+    logging.basicConfig()
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+    results = race(Training(options), Clock(EPGroup(), options.device), options)
+    if dist.get_rank() == 0:
+        sizes = {key: getattr(options, key) for key in ("shape", "layers", "tokens", "length")}
+        record = {"command": sys.argv, "machine": machine(options.device), "ranks": dist.get_world_size()}
+        if options.out is not None:
+            options.out.write_text(json.dumps({**record, **sizes, "contestants": results}, indent=1) + "\n")
+        for name, each in results.items():
+            print(f"{name:24}", " ".join(f"{key} {value:.4g}" for key, value in each.items()), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
