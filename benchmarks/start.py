@@ -6,8 +6,8 @@
 
 Every run is a process of its own. The caches of sonic_ep, quack, Triton, inductor and the CUDA driver are folders that
 are made for it. Cases, in this order:
-    import             of torch, the layer and all modules that run on the device; nothing is compiled. It also reads
-                       the files from disk that the others find in memory
+    import             of torch, the layer and all modules that run on the device; no kernel is compiled. It also
+                       reads the files from disk that the others find in memory, and writes Python's bytecode
     empty, in turn     empty caches; every kernel is compiled where it is launched (SONIC_EP_COMPILE_PROCESSES=1)
     empty              empty caches
     cached             those that `empty` has filled
@@ -42,6 +42,8 @@ from pathlib import Path
 from typing import Any
 
 SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "sympy", "torch.distributed.fsdp")
+# Python's bytecode is shared by all cases: pip writes it when it installs packages.
+BYTECODE = "bytecode"
 CACHES = ("SONIC_EP_CACHE_DIR", "QUACK_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 # Cases: the name of their caches, and environment variables. Those of an import are not used.
 CASES: dict[str, tuple[str, dict[str, str]]] = {
@@ -144,6 +146,7 @@ def run(case: str, number: int, folder: Path, options: argparse.Namespace) -> di
     """One run of a case in a process of its own."""
     caches, settings = CASES[case]
     environment = os.environ | {name: str(folder / caches / name) for name in CACHES} | settings
+    environment |= {"PYTHONPYCACHEPREFIX": str(folder / BYTECODE), "PYTHONDONTWRITEBYTECODE": ""}
     name = "import" if case == "import" else f"{case} {number}"
     arguments = [f"--{key}={getattr(options, key)}" for key in ("shape", "tokens", "device")]
     with tempfile.NamedTemporaryFile() as result:  # the first rank may delete the folder before the others are here

@@ -16,7 +16,7 @@ Medians over --rounds, and the largest of all ranks, in milliseconds unless said
     step, host        forward, backward and fused AdamW, back to back; the calls of it until they return
     layer, layer_host forward and backward of one MoE block with its router, without FSDP, back to back; its calls
     layer_tflops      18 T K d n / layer, in TFLOP/s of a rank: what tokens need, without the router
-    kept_mib          what one MoE block keeps from its forward for its backward, without its input and its weights
+    saved_mib         what one MoE block keeps from its forward for its backward, without its input and its weights
     peak_gib          the most that torch allocated in a turn of steps
     first_loss        of the first rank, before any step: contestants without rounding agree but for bf16
 """
@@ -181,19 +181,19 @@ class Block:
     def step(self) -> None:
         torch.autograd.grad(self.block(self.x), [self.x, *self.block.parameters()], self.dout)
 
-    def kept_bytes(self) -> int:
+    def saved_bytes(self) -> int:
         """What is saved for backward and is neither a weight nor the block's input."""
-        kept: dict[int, int] = {}
+        saved: dict[int, int] = {}
 
         def note(values: Tensor) -> Tensor:
             storage = values.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
             return values
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda values: values):
             out = self.block(self.x)
         own = {each.untyped_storage().data_ptr() for each in (self.x, *self.block.parameters())}
-        total = sum(size for address, size in kept.items() if address not in own)
+        total = sum(size for address, size in saved.items() if address not in own)
         torch.autograd.grad(out, [self.x], self.dout)
         return total
 
@@ -233,7 +233,7 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
                 turn, host = turns[name][i], "host" if part == "step" else "layer_host"
                 turn[part], turn[host] = timed(what.step, steps[name], clock, UNTIMED)
                 if part == "layer":
-                    turn["kept_mib"] = what.kept_bytes() / 2**20
+                    turn["saved_mib"] = what.saved_bytes() / 2**20
                 elif on_gpu:
                     turn["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     medians = {
