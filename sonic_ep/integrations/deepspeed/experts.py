@@ -1,18 +1,27 @@
-"""`StackedExperts`: the local experts' weights, stacked for the kernels, with DeepSpeed's names in every state dict.
+"""The local experts of a layer: stacked for the kernels, or module by module.
+
+`StackedExperts` has the weights that kernels read, with DeepSpeed's names in every state dict.
 
 DeepSpeed has one module per local expert and writes one file per global expert. Its engine and files identify experts
 by keys of a state dict, `deepspeed_experts.{local}.<name in the template>`. Our module saves and loads these keys. The
 parameters that the optimizer updates are stacked, so that no step copies them.
 
-Legend: e local experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I).
+Legend: T tokens on this rank, e local experts, H hidden size, I expert width, J pre-activation columns (2I if gated
+else I).
 """
 
+import warnings
 from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
 
-from sonic_ep.integrations.deepspeed.template import Template
+from sonic_ep.dispatch.protocol import Transport
+from sonic_ep.functional import moe
+from sonic_ep.groups import EPGroup
+from sonic_ep.integrations.deepspeed.module_experts import ModuleExperts
+from sonic_ep.integrations.deepspeed.template import SUPPORTED, Template, read_template
+from sonic_ep.routing import Routing
 
 # Our names -> the template's, in the order of an MLP of two layers.
 NAMES = {"w1": "w1", "bias1": "b1", "w2": "w2", "bias2": "b2"}
@@ -57,6 +66,37 @@ class StackedExperts(nn.Module):
         super()._apply(fn, recurse)
         self._mark()  # `to_empty` makes new parameters
         return self
+
+    @property
+    def width(self) -> int:
+        """I."""
+        return self.template.width
+
+    def describe(self) -> str:
+        """Returns text that is equal on two ranks if their experts are."""
+        return str(self.template)
+
+    def like(self) -> Tensor:
+        """Returns a parameter, whose dtype and device the rows must have."""
+        return self.w1
+
+    def forward(
+        self, x_TH: Tensor, routing: Routing, *, transport: Transport, group: EPGroup, save_dispatched: bool
+    ) -> Tensor:
+        """Returns `moe` of these experts, (T, H) in the dtype of x. The weights are cast to it. A collective."""
+        weights = {name: value.to(x_TH.dtype) for name, value in self.stacked().items()}
+        return moe(
+            x_TH,
+            routing,
+            weights["w1"],
+            weights["w2"],
+            weights.get("b1"),
+            weights.get("b2"),
+            transport=transport,
+            group=group,
+            activation=self.template.activation,
+            save_dispatched=save_dispatched,
+        )
 
     def stacked(self) -> dict[str, Tensor]:
         """Returns the parameters by the template's names, with experts along dim 0."""
@@ -104,3 +144,24 @@ class StackedExperts(nn.Module):
             unexpected_keys += [
                 key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in entries
             ]
+
+
+def experts_of(
+    expert: nn.Module, hidden_size: int, num_local_experts: int, group_name: str, *, save_dispatched: bool
+) -> StackedExperts | ModuleExperts:
+    """Returns copies of the template: stacked if kernels compute it, else modules, with a warning that says so.
+
+    save_dispatched: the option, which modules ignore. Raises ValueError for a template that is no expert, see
+    `read_template`.
+    """
+    template = read_template(expert, hidden_size)
+    if isinstance(template, Template):
+        return StackedExperts(expert, template, num_local_experts, group_name)
+    ignored = "; they save their rows for backward, so options.save_dispatched has no effect" if save_dispatched else ""
+    warnings.warn(
+        f"no kernel computes expert={type(expert).__name__} ({template.reason}): its experts run module by module, "
+        f"which is slow{ignored}. {SUPPORTED}",
+        UserWarning,
+        stacklevel=3,
+    )
+    return ModuleExperts(expert, hidden_size, num_local_experts, group_name)

@@ -15,15 +15,15 @@ from deepspeed.moe.layer import MoE as StockMoE
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 
 from sonic_ep.checks import problem_with_input
 from sonic_ep.dispatch.protocol import Transport
-from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.deepspeed.experts import StackedExperts
+from sonic_ep.integrations.deepspeed.experts import StackedExperts, experts_of
+from sonic_ep.integrations.deepspeed.module_experts import ModuleExperts
 from sonic_ep.integrations.deepspeed.moe_options import check
 from sonic_ep.integrations.deepspeed.optimizer_states import guard_optimizer_states
-from sonic_ep.integrations.deepspeed.template import Template, read_template
 from sonic_ep.integrations.deepspeed.topk_gate import TopKGate
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.transports import transport_for
@@ -33,8 +33,8 @@ from sonic_ep.transports import transport_for
 class MoE(StockMoE):
     """A MoE layer with the arguments of deepspeed.moe.layer.MoE (table in moe_options.py), and SonicEPOptions.
 
-    Raises ValueError for arguments that cannot be honoured and for a template that is not recognised. Warns once about
-    arguments without effect, such as DeepSpeed's default drop_tokens=True.
+    Raises ValueError for arguments that cannot be honoured. Warns once about arguments without effect, such as
+    DeepSpeed's default drop_tokens=True, and about a template that no kernel computes.
     """
 
     def __init__(
@@ -63,10 +63,16 @@ class MoE(StockMoE):
         self.use_residual, self.enable_expert_tensor_parallelism = use_residual, enable_expert_tensor_parallelism
         self.num_experts, self.ep_size, self.num_local_experts = num_experts, ep_size, num_experts // ep_size
         self.expert_group_name = f"ep_size_{ep_size}"  # DeepSpeed reads the number back
-        options, template = options or SonicEPOptions(), read_template(expert, hidden_size)
-        experts = StackedExperts(expert, template, self.num_local_experts, self.expert_group_name)
+        options = options or SonicEPOptions()
+        experts = experts_of(
+            expert,
+            hidden_size,
+            self.num_local_experts,
+            self.expert_group_name,
+            save_dispatched=options.save_dispatched,
+        )
         jitter = noisy_gate_policy == "Jitter"
-        gate = TopKGate(hidden_size, template.width, num_experts, k, jitter=jitter, rounding=options.rounding)
+        gate = TopKGate(hidden_size, experts.width, num_experts, k, jitter=jitter, rounding=options.rounding)
         self.deepspeed_moe = RoutedExperts(gate, experts, ep_size, options)
         if use_residual:
             self.mlp = expert
@@ -110,7 +116,9 @@ class MoE(StockMoE):
 class RoutedExperts(nn.Module):
     """Gate, experts and their group. The layer's attribute for it, `deepspeed_moe`, is part of every state dict key."""
 
-    def __init__(self, gate: TopKGate, experts: StackedExperts, ep_size: int, options: SonicEPOptions) -> None:
+    def __init__(
+        self, gate: TopKGate, experts: StackedExperts | ModuleExperts, ep_size: int, options: SonicEPOptions
+    ) -> None:
         super().__init__()
         self.gate, self.experts, self.options = gate, experts, options
         self.ep_size = ep_size
@@ -123,53 +131,53 @@ class RoutedExperts(nn.Module):
         """Called by DeepSpeed's layer, any number of times."""
         if self.ep_size > 1 and (self.group is None or self.group.process_group is not ep_group):
             group = EPGroup(ep_group)
-            _check_alike(group, self.gate, self.experts.template, self.options)
+            _check_alike(group, self.gate, self.experts.describe(), self.options)
             self._use_group(group)
 
     def _use_group(self, group: EPGroup) -> None:
         self.group, self.transport = group, transport_for(group, self.options.transport)
 
     def forward(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if isinstance(self.experts, ModuleExperts):
+            return self._outside_graphs(x, used_token)
+        return self._routed(x, used_token)
+
+    @_disable_dynamo  # modules compute on numbers of rows that only the host knows
+    def _outside_graphs(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return self._routed(x, used_token)
+
+    def _routed(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.group is None or self.transport is None:
             raise RuntimeError(
                 f"the layer has no expert-parallel group of ep_size={self.ep_size} yet: call deepspeed.initialize, or "
                 "set_deepspeed_parallelism() on every rank"
             )
-        weights = self._weights()
-        x_TH, problem = self._rows(x, weights["w1"])
+        x_TH, problem = self._rows(x)
         used_T, used_problem = self._used(used_token, x_TH)
         gated = self.gate(x_TH, used_T, group=self.group, problem=problem or used_problem, exchange=self.transport)
-        y_TH = moe(
+        y_TH = self.experts(
             gated.x_TH,
             gated.routing,
-            weights["w1"],
-            weights["w2"],
-            weights.get("b1"),
-            weights.get("b2"),
             transport=self.transport,
             group=self.group,
-            activation=self.experts.template.activation,
             save_dispatched=self.options.save_dispatched,
         )
         return y_TH.view_as(x), gated.l_aux, gated.exp_counts_E
 
-    def _weights(self) -> dict[str, Tensor]:
-        """Returns the parameters, cast to autocast's dtype under autocast."""
-        weights = self.experts.stacked()
-        device_type = weights["w1"].device.type
-        if not torch.is_autocast_enabled(device_type):
-            return weights
-        return {name: value.to(torch.get_autocast_dtype(device_type)) for name, value in weights.items()}
-
-    def _rows(self, x: object, w1: Tensor) -> tuple[Tensor, str | None]:
+    def _rows(self, x: object) -> tuple[Tensor, str | None]:
         """Returns x as (T, H) and None, or no rows and what is wrong with x. The gate sends that to the other ranks."""
+        H = self.gate.wg.config.d
+        like = self.experts.like()
+        like = self.gate.wg.weight if like is None else like
+        dtype, device = like.dtype, like.device
         rows = x.flatten(0, -2) if isinstance(x, Tensor) and x.dim() > 2 else x
-        if isinstance(rows, Tensor) and rows.is_floating_point() and torch.is_autocast_enabled(w1.device.type):
-            rows = rows.to(w1.dtype)
-        problem = problem_with_input(rows, d=w1.shape[2], dtype=w1.dtype, device=w1.device, sequences=False)
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+            rows = rows.to(dtype) if isinstance(rows, Tensor) and rows.is_floating_point() else rows
+        problem = problem_with_input(rows, d=H, dtype=dtype, device=device, sequences=False)
         if problem is None and isinstance(rows, Tensor):
             return rows, None
-        return w1.new_empty(0, w1.shape[2]), problem
+        return torch.empty(0, H, dtype=dtype, device=device), problem
 
     def _used(self, used_token: Tensor | None, x_TH: Tensor) -> tuple[Tensor | None, str | None]:
         """Returns (T,) bool or None, and what is wrong with it or None. As in DeepSpeed, only k = 1 reads it."""
@@ -180,9 +188,9 @@ class RoutedExperts(nn.Module):
         return used_token.reshape(-1).to(x_TH.device) != 0, None
 
 
-def _check_alike(group: EPGroup, gate: TopKGate, template: Template, options: SonicEPOptions) -> None:
+def _check_alike(group: EPGroup, gate: TopKGate, experts: str, options: SonicEPOptions) -> None:
     """Raises ValueError, on every rank, if the layer differs between ranks: they could deadlock or mix up experts."""
-    described = group.all_gather_object(f"{gate.wg.config}, {template}, {options}", stage="construction")
+    described = group.all_gather_object(f"{gate.wg.config}, {experts}, {options}", stage="construction")
     if len(set(described)) > 1:
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(described))
         raise ValueError(

@@ -28,7 +28,7 @@ class Option:
 
 OPTIONS: tuple[Option, ...] = (
     Option("hidden_size", "honoured", "d"),
-    Option("expert", "honoured", "a template whose linear layers and activation are recognised; anything else raises"),
+    Option("expert", "honoured", "a template that kernels compute; any other runs module by module, with a warning"),
     Option("num_experts", "honoured", f"E, 1 to {MAX_E}, a multiple of ep_size"),
     Option("ep_size", "honoured", "DeepSpeed's expert-parallel group of that size"),
     Option("k", "honoured", f"experts a token, 1 to {MAX_K}"),

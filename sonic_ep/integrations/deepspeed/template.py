@@ -2,14 +2,14 @@
 
 Linear layers are found by their names. The activation is found by a trial: a copy of the template with random weights
 is run in float64 on the CPU, and its output is compared with that of each of our activations. So the module's code
-decides, not the names in it.
+decides, not the names in it. Any other template is Unrecognised, and runs module by module (module_experts.py).
 
 Legend: H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,13 @@ _NAMES = (
     ("dense_h_to_4h", "dense_4h_to_h"),
     ("0", "2"),
 )
-_SUPPORTED = (
-    "supported are down(act(gate(x)) * up(x)) with linear layers named gate_proj, up_proj, down_proj or w1, w3, w2, "
+SUPPORTED = (
+    "Kernels compute down(act(gate(x)) * up(x)) with linear layers named gate_proj, up_proj, down_proj or w1, w3, w2, "
     "and fc2(act(fc1(x))) with linear layers named up_proj, down_proj or fc1, fc2 or w1, w2 or dense_h_to_4h, "
     "dense_4h_to_h or nn.Sequential(linear, act, linear); with or without biases, nothing else that has parameters "
     f"or buffers; act * up one of {', '.join(n for n, a in ACTIVATIONS.items() if a.gated)}, act one of "
-    f"{', '.join(n for n, a in ACTIVATIONS.items() if not a.gated)} (gelu, geglu: tanh approximation)"
+    f"{', '.join(n for n, a in ACTIVATIONS.items() if not a.gated)} (gelu, geglu: GELU's tanh approximation, with _erf "
+    "exact)"
 )
 _TRIAL_ROWS = 16
 _PERIOD = 1_048_583  # of the random numbers in a trial's weights. Prime, so that no two rows are equal.
@@ -85,24 +86,41 @@ class Template:
         return entries
 
 
-def read_template(expert: nn.Module, hidden_size: int) -> Template:
-    """Returns the Template of a module. Raises ValueError, with what is supported, if it is not recognised."""
-    names = _linear_names(expert)
-    if names is None:
-        raise ValueError(f"expert={_name(expert)} is not an MLP that this layer can compute: {_SUPPORTED}")
-    *first, down = (expert.get_submodule(name) for name in names)
-    width, hidden = _tensor(first[0].weight).shape
-    problem = _problem_with_shapes(first, down, width, hidden_size)
-    if problem is not None:
-        raise ValueError(f"expert={_name(expert)}: {problem}")
-    biases = [each.bias is not None for each in first]
-    found = Template(tuple(names[:-1]), names[-1], "", biases[0], down.bias is not None, width)
-    activation = _tried_activation(expert, found, hidden)
-    if activation is None:
+@dataclass(frozen=True, slots=True)
+class Unrecognised:
+    """A template that no kernel computes. reason: why, for a warning."""
+
+    reason: str
+
+
+def read_template(expert: nn.Module, hidden_size: int) -> Template | Unrecognised:
+    """Returns the Template of a module, or why there is none.
+
+    Raises ValueError for what cannot be an expert: a module that returns something else than (rows, hidden_size), or
+    that cannot be called on such rows because its linear layers have other sizes.
+    """
+    trial, names = _Trial.of(expert, hidden_size), _linear_names(expert)
+    if trial.error is None and trial.shape != (_TRIAL_ROWS, hidden_size):
         raise ValueError(
-            f"expert={_name(expert)} has linear layers {', '.join(names)} but computes something else with them; "
-            f"{_SUPPORTED}"
+            f"expert={_name(expert)} returns {trial.shape} for rows of shape {(_TRIAL_ROWS, hidden_size)}; an expert "
+            f"maps each row of hidden_size={hidden_size} to one of that size"
         )
+    if names is None:
+        return Unrecognised(trial.error or "it is none of the MLPs below")
+    *first, down = (expert.get_submodule(name) for name in names)
+    width = _tensor(first[0].weight).shape[0]
+    wrong_size = _problem_with_sizes(first, down, width, hidden_size)
+    if trial.error is not None:
+        if wrong_size is not None:
+            raise ValueError(f"expert={_name(expert)}: {wrong_size}")
+        return Unrecognised(trial.error)
+    problem = wrong_size or _problem_with_parameters(first)
+    if problem is not None:
+        return Unrecognised(problem)
+    found = Template(tuple(names[:-1]), names[-1], "", first[0].bias is not None, down.bias is not None, width)
+    activation = trial.activation(found)
+    if activation is None:
+        return Unrecognised(f"it computes something else with its linear layers {', '.join(names)}")
     return Template(found.first, found.down, activation, found.bias1, found.bias2, width)
 
 
@@ -125,7 +143,7 @@ def _is_linear(module: nn.Module | None) -> bool:
     return isinstance(weight, Tensor) and weight.dim() == 2 and hasattr(module, "bias")
 
 
-def _problem_with_shapes(first: list[nn.Module], down: nn.Module, width: int, hidden_size: int) -> str | None:
+def _problem_with_sizes(first: list[nn.Module], down: nn.Module, width: int, hidden_size: int) -> str | None:
     for each in first:
         shape = tuple(_tensor(each.weight).shape)
         if shape != (width, hidden_size):
@@ -133,44 +151,69 @@ def _problem_with_shapes(first: list[nn.Module], down: nn.Module, width: int, hi
     shape = tuple(_tensor(down.weight).shape)
     if shape != (hidden_size, width):
         return f"the last linear layer has weight {shape}, wanted {(hidden_size, width)}"
+    return None
+
+
+def _problem_with_parameters(first: list[nn.Module]) -> str | None:
     if len({each.bias is None for each in first}) > 1:
-        return "of gate and up only one has a bias; give both one or none"
+        return "of gate and up only one has a bias"
     for kind in ("weight", "bias"):
         if len({getattr(getattr(each, kind), "requires_grad", None) for each in first}) > 1:
-            return f"of gate and up only one has a frozen {kind}, and they are one parameter here; freeze both or none"
+            return f"of gate and up only one has a frozen {kind}, and a kernel reads them as one parameter"
     return None
 
 
-@torch.no_grad()
-def _tried_activation(expert: nn.Module, found: Template, hidden: int) -> str | None:
-    """Returns the activation with which our MLP has the same output as the module, or None."""
-    exact: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
-    numbers = torch.randn(_PERIOD, **exact)
-    trials: dict[int, Any] = {}  # the parameters of the copy, by id of the original
-    for parameter in expert.parameters():
-        # Pre-activations have magnitudes of a few units, so that clamps and tails of activations show.
-        spread = 4 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1.0
-        values = (numbers * spread).repeat(-(-parameter.numel() // _PERIOD))[: parameter.numel()]
-        trials[id(parameter)] = nn.Parameter(values.view(parameter.shape), requires_grad=False)
-        numbers = numbers.roll(1)
-    trial = copy.deepcopy(expert, trials).train()  # so that dropout changes the output
-    x = torch.randn(_TRIAL_ROWS, hidden, **exact)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            out = trial(x)
-    except Exception as error:
-        raise ValueError(
-            f"expert={_name(expert)} cannot be called on (rows, {hidden}): {error}; {_SUPPORTED}"
-        ) from error
-    out = out[0] if isinstance(out, tuple) else out  # as DeepSpeed does
-    values = found.values(trial)
-    for name, activation in ACTIVATIONS.items():
-        if activation.gated == found.gated:
-            h = activation.forward(F.linear(x, values["w1"], values.get("b1")))
-            y = F.linear(h, values["w2"], values.get("b2"))
-            if out.shape == y.shape and torch.allclose(out, y, rtol=1e-7, atol=1e-7):
-                return name
-    return None
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A copy of the template with random weights, in float64 on the CPU, and what it returned for random rows.
+
+    out: its output, None with an `error`. error: why it could not be called, or None.
+    """
+
+    copied: nn.Module | None
+    x: Tensor
+    out: Any
+    error: str | None
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, expert: nn.Module, hidden_size: int) -> Self:
+        exact: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
+        numbers = torch.randn(_PERIOD, **exact)
+        trials: dict[int, Any] = {}  # the parameters of the copy, by id of the original
+        for parameter in expert.parameters():
+            # Pre-activations have magnitudes of a few units, so that clamps and tails of activations show.
+            spread = 4 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1.0
+            values = (numbers * spread).repeat(-(-parameter.numel() // _PERIOD))[: parameter.numel()]
+            trials[id(parameter)] = nn.Parameter(values.view(parameter.shape), requires_grad=False)
+            numbers = numbers.roll(1)
+        x, copied = torch.randn(_TRIAL_ROWS, hidden_size, **exact), None
+        try:
+            copied = copy.deepcopy(expert, trials).train()  # so that dropout changes the output
+            with torch.random.fork_rng(devices=[]):
+                out = copied(x)
+        except Exception as error:  # noqa: BLE001  # any code of the user's
+            return cls(
+                copied, x, None, f"it could not be tried on ({_TRIAL_ROWS}, {hidden_size}) float64 rows: {error}"
+            )
+        return cls(copied, x, out[0] if isinstance(out, tuple) else out, None)  # as DeepSpeed does
+
+    @property
+    def shape(self) -> tuple[int, ...] | str:
+        return tuple(self.out.shape) if isinstance(self.out, Tensor) else type(self.out).__name__
+
+    @torch.no_grad()
+    def activation(self, found: Template) -> str | None:
+        """Returns the activation with which our MLP has the same output as the module, or None."""
+        assert self.copied is not None
+        values = found.values(self.copied)
+        for name, activation in ACTIVATIONS.items():
+            if activation.gated == found.gated:
+                h = activation.forward(F.linear(self.x, values["w1"], values.get("b1")))
+                y = F.linear(h, values["w2"], values.get("b2"))
+                if torch.allclose(self.out, y, rtol=1e-7, atol=1e-7):
+                    return name
+        return None
 
 
 def _in_turn(parts: list[Tensor]) -> Tensor:

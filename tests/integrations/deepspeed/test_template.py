@@ -1,5 +1,6 @@
-"""Templates: recognised by what they compute, or refused with what is supported."""
+"""Templates: recognised by what they compute, unrecognised with the reason, or no experts at all."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("deepspeed")
 
-from sonic_ep.integrations.deepspeed.template import read_template
+from sonic_ep.integrations.deepspeed.template import Template, Unrecognised, read_template
 from sonic_ep.kernels.experts.activations import activation_named
 
 HIDDEN, WIDTH = 12, 20
@@ -79,11 +80,17 @@ KNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+def recognised(expert: nn.Module) -> Template:
+    template = read_template(expert, HIDDEN)
+    assert isinstance(template, Template), template
+    return template
+
+
 @pytest.mark.parametrize(("make", "activation"), KNOWN.values(), ids=list(KNOWN))
 def test_weights_and_activation_are_found(make: Callable[[], nn.Module], activation: str) -> None:
     expert = make()
     before = {key: value.clone() for key, value in expert.state_dict().items()}
-    template = read_template(expert, HIDDEN)
+    template = recognised(expert)
     assert template.activation == activation
     values = template.values(expert)
     x = torch.randn(9, HIDDEN)
@@ -97,13 +104,13 @@ def test_weights_and_activation_are_found(make: Callable[[], nn.Module], activat
 def test_zero_weights_hide_nothing() -> None:
     expert = Gated(LLAMA, F.silu)
     nn.init.zeros_(expert.down_proj.weight)
-    assert read_template(expert, HIDDEN).activation == "swiglu"
+    assert recognised(expert).activation == "swiglu"
 
 
 def test_weights_without_data_are_enough() -> None:
     with torch.device("meta"):
         expert = Gated(LLAMA, tanh_gelu)
-    assert read_template(expert, HIDDEN).activation == "geglu"
+    assert recognised(expert).activation == "geglu"
 
 
 class WithNorm(Gated):
@@ -130,34 +137,67 @@ class OneBias(Gated):
         self.gate_proj = nn.Linear(HIDDEN, WIDTH)
 
 
+class OnOtherDevices(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("this kernel needs a GPU")
+
+
+def frozen_gate() -> nn.Module:
+    expert = Gated(LLAMA, F.silu)
+    expert.gate_proj.requires_grad_(False)
+    return expert
+
+
+class OfTwoWidths(Gated):
+    def __init__(self) -> None:
+        super().__init__(LLAMA, F.silu)
+        self.gate_proj = nn.Linear(HIDDEN, WIDTH - 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.pad(F.silu(self.gate_proj(x)), (0, 1)) * self.up_proj(x))
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "reason"),
     [
-        (lambda: nn.Linear(HIDDEN, HIDDEN), "expert=Linear is not an MLP .* supported are"),
-        (WithNorm, "expert=WithNorm is not an MLP"),
-        (WithBuffer, "expert=WithBuffer is not an MLP"),
-        (
-            lambda: GateAndUpSwapped(LLAMA, F.silu),
-            "gate_proj, up_proj, down_proj but computes something else .* swiglu, geglu",
-        ),
-        (lambda: Plain(("fc1", "fc2"), torch.tanh), "fc1, fc2 but computes something else"),
+        (lambda: nn.Linear(HIDDEN, HIDDEN), "none of the MLPs below"),
+        (lambda: nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)), "none of the MLPs below"),
+        (WithNorm, "none of the MLPs below"),
+        (WithBuffer, "none of the MLPs below"),
+        (lambda: GateAndUpSwapped(LLAMA, F.silu), "computes something else with .* gate_proj, up_proj, down_proj"),
+        (lambda: Plain(("fc1", "fc2"), torch.tanh), "computes something else with .* fc1, fc2"),
         (
             lambda: nn.Sequential(
                 nn.Linear(HIDDEN, WIDTH), nn.Sequential(nn.SiLU(), nn.Dropout(0.1)), nn.Linear(WIDTH, HIDDEN)
             ),
-            "0, 2 but computes something else",
+            "computes something else with .* 0, 2",
         ),
         (OneBias, "of gate and up only one has a bias"),
+        (frozen_gate, "of gate and up only one has a frozen weight"),
+        (OfTwoWidths, r"first linear layer has weight \(20, 12\)"),
+        (lambda: OnOtherDevices(LLAMA, F.silu), r"not be tried on \(16, 12\) .* rows: this kernel needs a GPU"),
+    ],
+)
+def test_what_no_kernel_computes_says_why(make: Callable[[], nn.Module], reason: str) -> None:
+    unrecognised = read_template(make(), HIDDEN)
+    assert isinstance(unrecognised, Unrecognised)
+    assert re.search(reason, unrecognised.reason), unrecognised.reason
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
         (
             lambda: nn.Sequential(nn.Linear(HIDDEN + 1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, HIDDEN)),
             r"weight \(20, 13\), wanted \(width, hidden_size=12\)",
         ),
         (
             lambda: nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.SiLU(), nn.Linear(WIDTH, HIDDEN + 1)),
-            r"the last linear layer has weight \(13, 20\), wanted \(12, 20\)",
+            r"Sequential returns \(16, 13\) for rows of shape \(16, 12\)",
         ),
+        (lambda: nn.Linear(HIDDEN, 1), r"Linear returns \(16, 1\) for rows"),
     ],
 )
-def test_anything_else_is_refused(make: Callable[[], nn.Module], message: str) -> None:
+def test_what_maps_no_row_to_a_row_is_refused(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_template(make(), HIDDEN)
