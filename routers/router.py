@@ -55,13 +55,15 @@ def route(
     context: RoutingContext,
     *,
     sequence_length: int,
+    topk: TopK | None = None,
 ) -> Routed:
     """Routes from the logits, outside compiled graphs. A collective; see `decide_pairs`.
 
     x_TH: the rows that the experts read. expert_bias_E, counter_E: (E,) or None. sequence_length: see `Router.forward`.
+    topk: the experts of each token, if the caller has chosen them, with the scores of these logits.
     """
     config = context.config
-    topk = compute_topk(logits_TE, expert_bias_E, config.K, config.router)
+    topk = compute_topk(logits_TE, expert_bias_E, config.K, config.router) if topk is None else topk
     routed_pairs = decide_pairs(router, topk, counter_E, context)
     if routed_pairs.topk_ids_TK is not topk.topk_ids_TK:  # replayed
         topk = dataclasses.replace(topk, topk_ids_TK=routed_pairs.topk_ids_TK, plain_counts_E=None)

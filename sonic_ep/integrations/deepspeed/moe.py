@@ -71,8 +71,7 @@ class MoE(StockMoE):
             self.expert_group_name,
             save_dispatched=options.save_dispatched,
         )
-        jitter = noisy_gate_policy == "Jitter"
-        gate = TopKGate(hidden_size, experts.width, num_experts, k, jitter=jitter, rounding=options.rounding)
+        gate = TopKGate(hidden_size, experts.width, num_experts, k, policy=noisy_gate_policy, rounding=options.rounding)
         self.deepspeed_moe = RoutedExperts(gate, experts, ep_size, options)
         if use_residual:
             self.mlp = expert
@@ -190,7 +189,8 @@ class RoutedExperts(nn.Module):
 
 def _check_alike(group: EPGroup, gate: TopKGate, experts: str, options: SonicEPOptions) -> None:
     """Raises ValueError, on every rank, if the layer differs between ranks: they could deadlock or mix up experts."""
-    described = group.all_gather_object(f"{gate.wg.config}, {experts}, {options}", stage="construction")
+    own = f"{gate.wg.config}, samples={gate.samples}, {experts}, {options}"
+    described = group.all_gather_object(own, stage="construction")
     if len(set(described)) > 1:
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(described))
         raise ValueError(

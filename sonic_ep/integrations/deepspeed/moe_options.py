@@ -1,4 +1,4 @@
-"""How our layer treats every argument of deepspeed.moe.layer.MoE: honoured, without effect (warned), or refused.
+"""How our layer treats every argument of deepspeed.moe.layer.MoE: honoured, or without effect (warned).
 
 docs/deepspeed.md shows this table.
 """
@@ -13,6 +13,7 @@ from deepspeed.moe.layer import MoE as StockMoE
 
 from sonic_ep.config import MAX_E, MAX_K
 
+_POLICIES = (None, "None", "Jitter", "RSample")
 _DROPS_NOTHING = "nothing is dropped, so there is no capacity to set"
 
 
@@ -21,7 +22,7 @@ class Option:
     """One argument. neutral: the value that causes no warning; None: DeepSpeed's default."""
 
     name: str
-    effect: Literal["honoured", "warned", "refused"]
+    effect: Literal["honoured", "warned"]
     how: str
     neutral: Any = None
 
@@ -38,9 +39,17 @@ OPTIONS: tuple[Option, ...] = (
     Option("min_capacity", "warned", _DROPS_NOTHING),
     Option("use_rts", "warned", "nothing is dropped, at random or otherwise"),
     Option("use_residual", "honoured", "residual MoE: the template itself is the dense MLP"),
-    Option("noisy_gate_policy", "honoured", "None and 'Jitter'; 'RSample', which chooses at random, is refused"),
+    Option(
+        "noisy_gate_policy",
+        "honoured",
+        "None, 'Jitter' and 'RSample', which DeepSpeed reads for k=1 alone",
+    ),
     Option("use_tutel", "warned", "the layer has kernels of its own"),
-    Option("enable_expert_tensor_parallelism", "refused", "True: experts are dealt to ranks whole"),
+    Option(
+        "enable_expert_tensor_parallelism",
+        "honoured",
+        "it has an effect only with tensor parallelism, with which the layer is refused, see below",
+    ),
     Option(
         "top2_2nd_expert_sampling",
         "warned",
@@ -73,6 +82,8 @@ def check(arguments: Mapping[str, Any]) -> None:
             continue  # DeepSpeed reads it only for k=2
         if option.effect == "warned" and value != neutral:
             ignored.append(f"{option.name}={value!r} ({option.how})")
+    if arguments["noisy_gate_policy"] == "RSample" and arguments["k"] > 1:
+        ignored.append(f"noisy_gate_policy='RSample' (DeepSpeed reads it only for k=1, k={arguments['k']} here)")
     if ignored:
         warnings.warn(f"without effect in sonic_ep's MoE: {'; '.join(ignored)}", UserWarning, stacklevel=3)
 
@@ -91,12 +102,6 @@ def _problem(arguments: Mapping[str, Any]) -> str | None:
     if k > experts:
         return f"k={k} experts a token exceed num_experts={experts}; lower k"
     policy = arguments["noisy_gate_policy"]
-    if policy not in (None, "None", "Jitter"):
-        why = "'RSample' chooses experts at random" if policy == "RSample" else "there is no such policy"
-        return f"noisy_gate_policy={policy!r} is not supported ({why}); set 'Jitter' or None"
-    if arguments["enable_expert_tensor_parallelism"]:
-        return (
-            "enable_expert_tensor_parallelism=True is not supported (experts are dealt to ranks whole); set it to "
-            "False and raise ep_size to spread experts"
-        )
+    if policy not in _POLICIES:
+        return f"noisy_gate_policy={policy!r} is none of DeepSpeed's; set one of {', '.join(map(str, _POLICIES))}"
     return None

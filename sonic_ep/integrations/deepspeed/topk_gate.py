@@ -6,8 +6,9 @@ top2_2nd_expert_sampling=False. The loss is, over this rank's tokens before roun
 
     l_aux = E * sum_e mean_t(probability of e) * (share of the tokens' experts that are e)
 
-where for k = 2 only the first expert of each token counts, otherwise all k. Source: top1gating, top2gating, topkgating
-in deepspeed 0.19.8, moe/sharded_moe.py.
+where for k = 2 only the first expert of each token counts, otherwise all k. With the policy RSample and k = 1, training
+takes the expert with the largest logit plus Gumbel noise; the weight stays the probability without noise. Source:
+top1gating, top2gating, topkgating in deepspeed 0.19.8, moe/sharded_moe.py.
 
 Legend: T tokens on this rank, H hidden size, E experts, K experts per token, N pairs this rank sends. k is DeepSpeed's
 name of K.
@@ -18,11 +19,15 @@ from dataclasses import dataclass, replace
 from typing import final
 
 import torch
+from deepspeed.moe.sharded_moe import gumbel_rsample
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.routers.router import Routed, Router
+from sonic_ep.routers.route import RoutingContext
+from sonic_ep.routers.router import Routed, Router, route
+from sonic_ep.routers.topk import compute_topk
 from sonic_ep.routing import Routing
 
 _JITTER = 1e-2
@@ -45,16 +50,19 @@ class GateOutput:
 
 @final
 class TopKGate(nn.Module):
-    """The parameter is wg.weight (E, H). jitter: multiply the input by noise in training. rounding: None for none."""
+    """The parameter is wg.weight (E, H). policy: DeepSpeed's noisy_gate_policy. rounding: None for none."""
 
-    def __init__(self, hidden_size: int, width: int, E: int, k: int, *, jitter: bool, rounding: RoundingConfig | None):
+    def __init__(
+        self, hidden_size: int, width: int, E: int, k: int, *, policy: str | None, rounding: RoundingConfig | None
+    ) -> None:
         super().__init__()
         self.k = k
+        self.samples = policy == "RSample" and k == 1
         router = RouterConfig(
             renormalize=k > 1,
             balance="none" if k == 2 else "batch",
             balance_coef=0.0 if k == 2 else 1.0,
-            jitter=_JITTER if jitter else 0.0,
+            jitter=_JITTER if policy == "Jitter" else 0.0,
         )
         self.wg = Router(MoEConfig(d=hidden_size, n=width, E=E, K=k, router=router, rounding=rounding or _OFF))
         nn.init.kaiming_uniform_(self.wg.weight, a=math.sqrt(5))  # as nn.Linear, which DeepSpeed uses
@@ -74,7 +82,10 @@ class TopKGate(nn.Module):
         with weight zero, so that the host need not know the number of unused tokens.
         problem, exchange: see `Router.forward`, also for errors.
         """
-        routed = self.wg(x_TH, group=group, sequence_length=x_TH.shape[0], problem=problem, exchange=exchange)
+        if self.samples and self.training:
+            routed = self._sampled(x_TH, group=group, problem=problem, exchange=exchange)
+        else:
+            routed = self.wg(x_TH, group=group, sequence_length=x_TH.shape[0], problem=problem, exchange=exchange)
         routing, l_aux, counts_E = routed.routing, routed.aux_loss, routed.topk.counts_E()
         if used_T is not None:
             routing = _of_used(routing, used_T)
@@ -82,6 +93,19 @@ class TopKGate(nn.Module):
         if used_T is not None or self.k == 2:
             l_aux = _loss(routed, _first_experts(routed, used_T))
         return GateOutput(routing, l_aux, counts_E, routed.x_TH)
+
+    @_disable_dynamo  # graphs choose by the logits alone
+    def _sampled(self, x_TH: Tensor, *, group: EPGroup, problem: str | None, exchange: Exchange | None) -> Routed:
+        """`Router.forward` with a sampled expert. The noise is DeepSpeed's, from torch's generator of the device."""
+        config = self.wg.config
+        logits_TE, x_TH = self.wg.logits(x_TH)
+        noisy_TE = logits_TE.detach() + gumbel_rsample(logits_TE.shape, logits_TE.device)
+        topk = compute_topk(logits_TE, None, 1, config.router)
+        topk = replace(topk, topk_ids_TK=noisy_TE.argmax(1, keepdim=True), plain_counts_E=None)
+        context = RoutingContext(
+            config=config, group=group, dtype=x_TH.dtype, training=True, problem=problem, exchange=exchange
+        )
+        return route(self.wg, x_TH, logits_TE, None, None, context, sequence_length=x_TH.shape[0], topk=topk)
 
 
 def _of_used(routing: Routing, used_T: Tensor) -> Routing:

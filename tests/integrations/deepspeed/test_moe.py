@@ -213,9 +213,9 @@ def wrong_input(rank: int, fault: str) -> str:
     from tests.helpers.deepspeed_cpu import deepspeed_world
 
     with deepspeed_world():
-        layer = layer_of(True, rank, 2, k=1)
+        layer = layer_of(True, rank, 2, k=1, noisy_gate_policy="RSample" if fault == "sampled" else None)
         x, used = torch.randn(6, 16), torch.ones(6)
-        if rank == 1 and fault == "width":
+        if rank == 1 and fault in ("width", "sampled"):
             x = torch.randn(6, 12)
         if rank == 1 and fault == "dtype":
             x = x.double()
@@ -237,6 +237,7 @@ def wrong_input(rank: int, fault: str) -> str:
         ("dtype", "rank 1: x has dtype torch.float64"),
         ("used", "rank 1: used_token has shape (5,)"),
         ("mode", "disagree about input dtype or training mode"),
+        ("sampled", "rank 1: x has hidden size 12"),
     ],
 )
 def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks, fault: str, message: str) -> None:
@@ -335,6 +336,37 @@ def test_jitter_is_deepspeeds(ranks: Ranks) -> None:
     for ours, stock in ranks(2).run(jitter):
         torch.testing.assert_close(ours, stock)
         assert ours[0] != ours[1]
+
+
+def sampled(rank: int, rounded: bool) -> Any:
+    """Two outcomes in training and the loss in evaluation, of our layer and DeepSpeed's, from one seed."""
+    from sonic_ep import RoundingConfig
+    from sonic_ep.integrations.deepspeed import SonicEPOptions
+    from tests.helpers.deepspeed_cpu import deepspeed_world
+
+    results = []
+    with deepspeed_world():
+        for ours in (True, False):
+            options = {"options": SonicEPOptions(rounding=RoundingConfig())} if ours and rounded else {}
+            # Without use_rts: it takes random numbers, too.
+            layer = layer_of(ours, rank, 2, k=1, noisy_gate_policy="RSample", use_rts=False, **options)
+            x = torch.randn(40, 16, generator=torch.Generator().manual_seed(rank))
+            torch.manual_seed(rank)
+            results.append((outcome(layer, x), outcome(layer, x), layer.eval()(x)[1].detach()))
+    return results
+
+
+def test_rsample_is_deepspeeds(ranks: Ranks) -> None:
+    for ours, stock in ranks(2).run(sampled, False):
+        torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+        assert not torch.equal(ours[0]["counts"], ours[1]["counts"])
+
+
+def test_rsample_under_rounding_counts_what_was_sampled(ranks: Ranks) -> None:
+    for ours, stock in ranks(2).run(sampled, True):
+        assert torch.equal(ours[0]["counts"], stock[0]["counts"])
+        torch.testing.assert_close(ours[0]["l_aux"], stock[0]["l_aux"])
+        assert all(value.isfinite().all() for value in ours[0].values())
 
 
 def test_it_is_a_module_of_its_own() -> None:

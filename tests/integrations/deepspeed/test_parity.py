@@ -81,6 +81,7 @@ CASES = {
     "2-zero0-two-linears": Case(2, 0, (1, 2), {"k": 3, "expert": two_linears}, UNCLIPPED),
     "2-zero1-relu": Case(2, 1, (1, 2), {"k": 2, "expert": relu_mlp}),
     "2-zero2-exact-gelu": Case(2, 2, (1, 2), {"k": 1, "expert": exact_gelu_mlp}),
+    "2-zero2-rsample": Case(2, 2, (1, 2), {"k": 1, "noisy_gate_policy": "RSample", "use_rts": False}),
     "4-zero1-linear": Case(4, 1, (1, 2, 4), {"k": 2, "expert": linear}),
     "4-zero0-k1": Case(4, 0, (1, 2, 4), {"k": 1}, UNCLIPPED),
     "4-zero1-k3": Case(4, 1, (1, 2), {"k": 3}),
@@ -102,6 +103,7 @@ def curve(rank: int, case: Case, ours: bool, ep_size: int) -> Curve:
         )
         scatter_experts(model, ep_rank)
         run = engine(model, zero=case.zero, **case.config)
+        torch.manual_seed(rank)
         assert groups._get_expert_parallel_rank(f"ep_size_{ep_size}") == ep_rank
         accumulated = case.config.get("gradient_accumulation_steps", 1)
         return [tuple(step) for step in train(run, batches(rank, STEPS * accumulated), loss_of)]
@@ -115,7 +117,7 @@ def curves(rank: int, case: Case) -> list[Curve]:
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_our_layer_trains_as_deepspeeds(ranks: Ranks, case: Case) -> None:
     stock, *ours = ranks(case.ranks).run(curves, case, timeout=600)[0]
-    assert stock[-1][0] < stock[0][0]
+    assert sum(loss for loss, _ in stock[-5:]) < sum(loss for loss, _ in stock[:5])
     for each in ours:
         for step, wanted in zip(each, stock, strict=True):
             assert step == pytest.approx(wanted, abs=1e-5)
