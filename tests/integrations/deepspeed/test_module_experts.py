@@ -276,6 +276,18 @@ def test_a_graph_may_be_used_twice() -> None:
     assert first.any()
 
 
+@pytest.mark.filterwarnings("ignore:no kernel computes", "ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_torch_compile_leaves_it_out() -> None:
+    layer, x = moe(nn.Linear(H, H)), torch.randn(6, H)
+    wanted = outcome(layer, x)
+    layer.zero_grad()
+    y, l_aux, counts = torch.compile(layer, backend="aot_eager")(x)
+    (y.square().sum() + 3 * l_aux).backward()
+    torch.testing.assert_close({"y": y.detach(), "counts": counts}, {key: wanted[key] for key in ("y", "counts")})
+    for key, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[key])
+
+
 @pytest.mark.filterwarnings("ignore:no kernel computes")
 def test_frozen_experts_pass_gradients_on() -> None:
     layer, x = moe(nn.Linear(H, H).requires_grad_(False)), torch.randn(6, H, requires_grad=True)
