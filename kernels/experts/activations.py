@@ -15,6 +15,7 @@ from torch import Tensor
 
 _GPT_OSS_ALPHA = 1.702
 _GPT_OSS_LIMIT = 7.0
+_SWIGLU_LIMIT = 10.0  # of DeepSeek-V4's experts, and of all others that clamp SwiGLU
 
 
 class Activation(ABC):
@@ -106,6 +107,34 @@ class Gated(Activation):
         return torch.stack([da_PI * h_PJ[:, 1::2] * slope, da_PI * value], dim=-1).flatten(1)
 
 
+def _clamped(h_PJ: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Returns gate, cut from above, and up, cut on both sides."""
+    return h_PJ[:, ::2].clamp(max=limit), h_PJ[:, 1::2].clamp(-limit, limit)
+
+
+def _cut(dgate_PI: Tensor, dup_PI: Tensor, h_PJ: Tensor, limit: float) -> Tensor:
+    """Returns dH (P, J), given the gradients of `_clamped` values: nothing flows back through a cut value."""
+    inside_gate, inside_up = h_PJ[:, ::2] <= limit, h_PJ[:, 1::2].abs() <= limit
+    return torch.stack([dgate_PI * inside_gate, dup_PI * inside_up], dim=-1).flatten(1)
+
+
+@final
+class ClampedSwiGLU(Activation):
+    """A = silu(g) * u with g = min(gate, 10), u = clamp(up, -10, 10): DeepSeek-V4's experts."""
+
+    gated = True
+    name = "swiglu_clamped"
+
+    def forward(self, h_PJ: Tensor) -> Tensor:
+        gate, up = _clamped(h_PJ, _SWIGLU_LIMIT)
+        return _silu_and_slope(gate)[0] * up
+
+    def backward(self, da_PI: Tensor, h_PJ: Tensor) -> Tensor:
+        gate, up = _clamped(h_PJ, _SWIGLU_LIMIT)
+        value, slope = _silu_and_slope(gate)
+        return _cut(da_PI * up * slope, da_PI * value, h_PJ, _SWIGLU_LIMIT)
+
+
 @final
 class GptOssSwiGLU(Activation):
     """A = g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7), u = clamp(up, -7, 7): gpt-oss's experts."""
@@ -114,24 +143,19 @@ class GptOssSwiGLU(Activation):
     name = "swiglu_oai"
 
     def forward(self, h_PJ: Tensor) -> Tensor:
-        gate, up = self._clamped(h_PJ)
+        gate, up = _clamped(h_PJ, _GPT_OSS_LIMIT)
         return gate * torch.sigmoid(_GPT_OSS_ALPHA * gate) * (up + 1)
 
     def backward(self, da_PI: Tensor, h_PJ: Tensor) -> Tensor:
-        gate, up = self._clamped(h_PJ)
+        gate, up = _clamped(h_PJ, _GPT_OSS_LIMIT)
         s = torch.sigmoid(_GPT_OSS_ALPHA * gate)
         dgate = da_PI * (up + 1) * s * (1 + _GPT_OSS_ALPHA * gate * (1 - s))
-        dup = da_PI * gate * s
-        inside_gate = h_PJ[:, ::2] <= _GPT_OSS_LIMIT
-        inside_up = h_PJ[:, 1::2].abs() <= _GPT_OSS_LIMIT
-        return torch.stack([dgate * inside_gate, dup * inside_up], dim=-1).flatten(1)
-
-    def _clamped(self, h_PJ: Tensor) -> tuple[Tensor, Tensor]:
-        return h_PJ[:, ::2].clamp(max=_GPT_OSS_LIMIT), h_PJ[:, 1::2].clamp(-_GPT_OSS_LIMIT, _GPT_OSS_LIMIT)
+        return _cut(dgate, da_PI * gate * s, h_PJ, _GPT_OSS_LIMIT)
 
 
 ACTIVATIONS: dict[str, Activation] = {
     "swiglu": Gated("swiglu"),
+    "swiglu_clamped": ClampedSwiGLU(),
     "geglu": Gated("geglu"),
     "geglu_erf": Gated("geglu_erf"),
     "reglu": Gated("reglu"),

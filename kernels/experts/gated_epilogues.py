@@ -1,6 +1,6 @@
-"""Epilogues of gated activations that quack's library has not: gpt-oss's, with its clamp, and GEGLU with exact GELU.
+"""Epilogues of gated activations that quack's library has not: two with clamps, and GEGLU with exact GELU.
 
-quack has the arithmetic of both: `swiglu_oai`, and `gelu_erf`, which calls CUDA's erff.
+quack has their arithmetic: `swiglu_oai`, `swiglu` and its clamps, and `gelu_erf`, which calls CUDA's erff.
 
 Operands have the names of those in quack's epilogues of the other activations, so all activations launch alike.
 """
@@ -14,15 +14,23 @@ from sonic_ep.kernels.experts.quack_compat import (
     EpiMod,
     RowVecLoad,
     dgelu_erf,
+    dswiglu,
     dswiglu_oai,
     gelu_erf,
     gemm_epilogue,
+    max_with,
+    min_with,
     pack,
+    swiglu,
     swiglu_oai,
     unpack,
+    where_abs_le,
+    where_le,
 )
 
-_LIMIT = 7.0  # clamp of gpt-oss's experts, as _GPT_OSS_LIMIT in activations.py
+# As in activations.py.
+_GPT_OSS_LIMIT = 7.0
+_SWIGLU_LIMIT = 10.0
 
 
 class GatedEpilogues(NamedTuple):
@@ -65,11 +73,24 @@ def _epilogues(act: Callable[..., Any], dact: Callable[..., Any]) -> GatedEpilog
 
 
 def _gpt_oss(gate: Any, up: Any) -> Any:
-    return swiglu_oai(gate, up, limit=_LIMIT)
+    return swiglu_oai(gate, up, limit=_GPT_OSS_LIMIT)
 
 
 def _gpt_oss_backward(gate: Any, up: Any, da: Any) -> Any:
-    return dswiglu_oai(gate, up, da, limit=_LIMIT)
+    return dswiglu_oai(gate, up, da, limit=_GPT_OSS_LIMIT)
+
+
+def _clamped(gate: Any, up: Any) -> tuple[Any, Any]:
+    return min_with(gate, _SWIGLU_LIMIT), max_with(min_with(up, _SWIGLU_LIMIT), -_SWIGLU_LIMIT)
+
+
+def _swiglu_clamped(gate: Any, up: Any) -> Any:
+    return swiglu(*_clamped(gate, up))
+
+
+def _swiglu_clamped_backward(gate: Any, up: Any, da: Any) -> Any:
+    dgate, dup, out = dswiglu(*_clamped(gate, up), da)
+    return where_le(dgate, gate, _SWIGLU_LIMIT), where_abs_le(dup, up, _SWIGLU_LIMIT), out
 
 
 def _geglu_erf(gate: Any, up: Any) -> Any:
@@ -84,5 +105,6 @@ def _geglu_erf_backward(gate: Any, up: Any, da: Any) -> Any:
 # By the names of activations.py.
 EPILOGUES = {
     "geglu_erf": _epilogues(_geglu_erf, _geglu_erf_backward),
+    "swiglu_clamped": _epilogues(_swiglu_clamped, _swiglu_clamped_backward),
     "swiglu_oai": _epilogues(_gpt_oss, _gpt_oss_backward),
 }

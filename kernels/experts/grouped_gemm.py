@@ -65,7 +65,9 @@ _QUACK_NAMES = {
 
 # Activations whose derivative takes more registers than SwiGLU's: see down_backward_heavy in tile_table.py. So does
 # ReLU's, as H of plain activations is not packed in pairs.
-_HEAVY_BACKWARD = frozenset({"geglu", "geglu_erf", "gelu", "gelu_erf", "relu", "swiglu_oai"})
+_HEAVY_BACKWARD = frozenset({"geglu", "geglu_erf", "gelu", "gelu_erf", "relu", "swiglu_clamped", "swiglu_oai"})
+# Activations of which the epilogue with a bias takes more registers: see up_heavy in tile_table.py.
+_HEAVY_UP = frozenset({"gelu_erf", "swiglu_clamped", "swiglu_oai"})
 ACTIVATION_NAMES = frozenset({*_QUACK_NAMES, *EPILOGUES})
 
 
@@ -179,7 +181,7 @@ def up_projection(
     arguments["A_idx"] = row_of_pair_P
     if b1_eJ is not None:
         arguments["mRowVecBroadcast"] = b1_eJ
-    operation: Operation = "up_clamped" if activation.name == "swiglu_oai" and b1_eJ is not None else "up"
+    operation: Operation = "up_heavy" if activation.name in _HEAVY_UP and b1_eJ is not None else "up"
     tile = _tile(operation, J, x_RH.shape[1], x_RH)
     _run(_class_key("up", x_RH, w1_eJH, b1_eJ), mod, tile, x_RH, w1_eJH.mT, **arguments)
     return h_PJ, a_PI

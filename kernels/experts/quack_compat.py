@@ -42,7 +42,11 @@ os.environ.setdefault("QUACK_CACHE_DIR", str(quack_cache_folder()))
 # quack decorates its autotuner and its quantizers, which we do not use.
 with lazy_dynamo():
     from cutlass.experimental import primitives as _primitives
-    from quack.activation import dgelu_erf, dswiglu_oai, gelu_erf, swiglu_oai
+    from quack.activation import _maxnumf as max_with
+    from quack.activation import _minnumf as min_with
+    from quack.activation import _where_abs_le as where_abs_le
+    from quack.activation import _where_le as where_le
+    from quack.activation import dgelu_erf, dswiglu, dswiglu_oai, gelu_erf, swiglu, swiglu_oai
     from quack.cache import jit_cache
     from quack.copy_utils import partition_D_position_independent
     from quack.cute_dsl_utils import get_device_capacity, torch2cute_dtype_map
@@ -88,6 +92,7 @@ __all__ = [
     "dact_mod",
     "dgated_mod",
     "dgelu_erf",
+    "dswiglu",
     "dswiglu_oai",
     "gelu_erf",
     "gemm_epilogue",
@@ -104,14 +109,19 @@ __all__ = [
     "make_scheduler_args",
     "make_varlen_args",
     "max_active_clusters",
+    "max_with",
+    "min_with",
     "pack",
     "partition_D_position_independent",
     "problem_with_overrides",
     "require_known_methods",
     "require_no_dropped_hooks",
+    "swiglu",
     "swiglu_oai",
     "torch2cute_dtype_map",
     "unpack",
+    "where_abs_le",
+    "where_le",
     "without_launches",
 ]
 

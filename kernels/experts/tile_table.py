@@ -20,10 +20,10 @@ from sonic_ep.kernels.common.sizes import cdiv
 # M of docs/design.md: the rows of one grouped-GEMM tile. Row counts are aligned to it.
 TILE_ROWS = 128
 
-# up_clamped: "up" with a bias and gpt-oss's clamp. Its epilogue takes so many registers that ping-pong tiles spill.
+# up_heavy: "up" with a bias and a clamp or exact GELU. Its epilogue takes so many registers that ping-pong tiles spill.
 # down_backward_heavy: "down_backward" of activations whose derivative takes more registers than SwiGLU's.
 Operation = Literal[
-    "up", "up_clamped", "down", "down_backward", "down_backward_heavy", "up_backward", "weight_up", "weight_down"
+    "up", "up_heavy", "down", "down_backward", "down_backward_heavy", "up_backward", "weight_up", "weight_down"
 ]
 
 
@@ -101,7 +101,7 @@ def _hopper_tile(operation: Operation, N: int, other_size: int, *, tile_aligned:
             return _PINGPONG_128
         case "up":
             return _PINGPONG_192 if divides else _WIDE
-        case "up_clamped":  # not timed; of "up", _WIDE costs 1 % with ragged experts and 10 % with equal ones
+        case "up_heavy":  # not timed; of "up", _WIDE costs 1 % with ragged experts and 10 % with equal ones
             return _WIDE
         case "down" | "up_backward":
             if not (tile_aligned or divides):

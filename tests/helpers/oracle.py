@@ -31,6 +31,8 @@ def activate(name: str, h: Tensor) -> Tensor:
     match name:
         case "swiglu":
             return F.silu(gate) * up
+        case "swiglu_clamped":
+            return F.silu(torch.clamp(gate, max=10.0)) * torch.clamp(up, -10.0, 10.0)
         case "geglu":
             return F.gelu(gate, approximate="tanh") * up
         case "geglu_erf":

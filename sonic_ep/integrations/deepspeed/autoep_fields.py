@@ -49,7 +49,7 @@ FIELDS: tuple[Field, ...] = (
     *honoured("the K scores divided by their sum", "route_norm"),
     *honoured("factor on every combine weight", "route_scale", "routed_scaling_factor"),
     *honoured("groups scored by their two best experts", "num_expert_groups", "num_limited_groups"),
-    *honoured("swiglu, geglu_tanh, swiglu_oai (alpha 1.702, limit 7); swiglu_clamped is refused", "expert_activation"),
+    *honoured("swiglu, geglu_tanh, swiglu_clamped (limit 10), swiglu_oai (alpha 1.702, limit 7)", "expert_activation"),
     Field(
         "score_apply",
         "refused",
@@ -85,7 +85,12 @@ FIELDS: tuple[Field, ...] = (
     *_without_effect("of expert and tensor parallelism together", validate_folding_routing=False),
 )
 
-_ACTIVATIONS = {"swiglu": "swiglu", "geglu_tanh": "geglu", "swiglu_oai": "swiglu_oai"}
+_ACTIVATIONS = {
+    "swiglu": "swiglu",
+    "geglu_tanh": "geglu",
+    "swiglu_clamped": "swiglu_clamped",
+    "swiglu_oai": "swiglu_oai",
+}
 
 
 def table() -> list[str]:
@@ -127,12 +132,12 @@ def check(spec: MoELayerSpec, config: AutoEPConfig) -> None:
 
 def activation_of(spec: MoELayerSpec) -> str:
     """Returns the name of the experts' activation here. Raises ValueError if there is none."""
-    name = spec.expert_activation
-    numbers = (spec.expert_activation_alpha, spec.expert_activation_limit)
-    if name not in _ACTIVATIONS or (name == "swiglu_oai" and numbers != (1.702, 7.0)):
+    name, alpha, limit = spec.expert_activation, spec.expert_activation_alpha, spec.expert_activation_limit
+    wrong = (name == "swiglu_clamped" and limit != 10) or (name == "swiglu_oai" and (alpha, limit) != (1.702, 7))
+    if wrong or name not in _ACTIVATIONS:
         raise ValueError(
-            f"expert_activation={name!r} with alpha {numbers[0]}, limit {numbers[1]} has no kernel here; supported are "
-            f"{', '.join(_ACTIVATIONS)}, the last with alpha 1.702 and limit 7"
+            f"expert_activation={name!r} with alpha {alpha}, limit {limit} has no kernel here; supported are "
+            f"{', '.join(_ACTIVATIONS)}, with limit 10 for swiglu_clamped, alpha 1.702 and limit 7 for swiglu_oai"
         )
     return _ACTIVATIONS[name]
 

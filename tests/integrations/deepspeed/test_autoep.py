@@ -240,6 +240,24 @@ def test_tensor_parallelism_is_refused() -> None:
         layer.set_deepspeed_parallelism(folding_group_handles=SimpleNamespace(spec=SimpleNamespace(tp_size=2)))
 
 
+@pytest.mark.parametrize(
+    ("name", "alpha", "limit"),
+    [("geglu_tanh", 0.0, 0.0), ("swiglu_clamped", 0.0, 10.0), ("swiglu_oai", 1.702, 7.0)],
+)
+def test_activations_are_those_of_deepspeed(name: str, alpha: float, limit: float) -> None:
+    from deepspeed.moe.ep_experts import apply_expert_activation
+
+    from sonic_ep.integrations.deepspeed.autoep_fields import activation_of
+    from sonic_ep.kernels.experts.activations import activation_named
+
+    spec = dataclasses.replace(
+        spec_of(), expert_activation=name, expert_activation_alpha=alpha, expert_activation_limit=limit
+    )
+    h = 20 * torch.randn(50, 2)
+    wanted = apply_expert_activation(h[:, :1], h[:, 1:], name, alpha, limit, fused=False)
+    torch.testing.assert_close(activation_named(activation_of(spec)).forward(h), wanted)
+
+
 def test_group_scores_of_deepseek_v2_are_refused() -> None:
     from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 

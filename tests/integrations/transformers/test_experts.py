@@ -251,10 +251,20 @@ def a_clamp(experts: Any, rows: Tensor) -> Tensor:
     return nn.functional.silu(gate.clamp(max=experts.limit)) * up.clamp(-experts.limit, experts.limit)
 
 
-def test_an_activation_that_we_lack() -> None:
+def test_a_clamp_at_10() -> None:
     experts = experts_of(apply_gate=a_clamp)
     experts.limit = 10.0
-    with pytest.raises(ValueError, match=r"act_fn=SiLU, limit=10\.0\) that sonic_ep does not have.*'grouped_mm'"):
+    with torch.no_grad():
+        experts.gate_up_proj.mul_(5)  # pre-activations beyond the limit
+    x, ids, weights = a_batch()
+    assert (x @ experts.gate_up_proj.mT).abs().max() > 10
+    assert_as_eager(experts, x, ids, weights)
+
+
+def test_an_activation_that_we_lack() -> None:
+    experts = experts_of(apply_gate=a_clamp)
+    experts.limit = 8.0
+    with pytest.raises(ValueError, match=r"act_fn=SiLU, limit=8\.0\) that sonic_ep does not have.*'grouped_mm'"):
         experts(*a_batch())
     with pytest.raises(ValueError, match="act_fn=Tanh"):
         experts_of(act_fn=nn.Tanh())(*a_batch())
@@ -284,7 +294,8 @@ def test_check_names_the_modules_or_the_reason() -> None:
         check(nn.Linear(1, 1))
     model = tiny_model("deepseek_v4", uses_registry)
     model.set_experts_implementation("sonic_ep")
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts: DeepseekV4Experts .*limit=10\.0"):
+    next(filter(uses_registry, model.modules())).limit = 8.0  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts: DeepseekV4Experts .*limit=8\.0"):
         check(model)
 
 

@@ -11,7 +11,7 @@ from tests.kernels import oracle
 NAMES = [*oracle.GATED, *oracle.PLAIN]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # Kinks and clamps exactly, next to them, and far beyond them.
-SPECIAL = [0.0, 1e-3, 1.0, 6.999, 7.0, 7.001, 9.0, 30.0, 1e3]
+SPECIAL = [0.0, 1e-3, 1.0, 6.999, 7.0, 7.001, 9.0, 9.999, 10.0, 10.001, 30.0, 1e3]
 
 
 def pre_activations(P: int, I: int, *, gated: bool) -> Tensor:  # noqa: E741
@@ -68,6 +68,16 @@ def test_gpt_oss_beyond_the_clamp_by_hand() -> None:
     torch.testing.assert_close(activation.forward(h), expected, rtol=1e-6, atol=1e-12)
     passes = activation.backward(torch.ones(5, 1, dtype=torch.float64), h) != 0
     assert passes.tolist() == [[False, True], [False, False], [True, False], [True, True], [False, True]]
+
+
+def test_deepseek_v4_beyond_the_clamp_by_hand() -> None:
+    """gate is cut at 10 from above only, up on both sides; nothing flows back through a cut value."""
+    activation = activation_named("swiglu_clamped")
+    h = torch.tensor([[11.0, 2.0], [11.0, 30.0], [1.0, -30.0], [-30.0, 2.0]], dtype=torch.float64)
+    ten, one, low = (x / (1 + torch.tensor(-x, dtype=torch.float64).exp()) for x in (10.0, 1.0, -30.0))
+    torch.testing.assert_close(activation.forward(h)[:, 0], torch.stack([2 * ten, 10 * ten, -10 * one, 2 * low]))
+    passes = activation.backward(torch.ones(4, 1, dtype=torch.float64), h) != 0
+    assert passes.tolist() == [[False, True], [False, False], [True, False], [True, True]]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,7 +22,7 @@ pytestmark = [needs_compilers, pytest.mark.slow]
 ARCHITECTURES = {"sm_90a": 2, "sm_100a": 1}
 OPERATIONS, OF_SPLIT_GATE_UP = 10, 4
 # The layers that have the latter.
-GATED_WITHOUT_BIAS = 9
+GATED_WITHOUT_BIAS = 10
 # Published shapes by name; the others as (d, n, activation, bias).
 LAYERS: dict[str, tuple[int, int, str, bool] | None] = {
     "qwen3_30b_a3b": None,
@@ -31,6 +31,8 @@ LAYERS: dict[str, tuple[int, int, str, bool] | None] = {
     "wide": (7168, 256, "swiglu", False),
     "deep": (1536, 8192, "swiglu", True),
     "biased": (2304, 512, "swiglu", True),
+    "swiglu_clamped": (512, 256, "swiglu_clamped", False),
+    "swiglu_clamped_biased": (768, 384, "swiglu_clamped", True),
     "geglu": (512, 256, "geglu", False),
     "geglu_erf": (512, 256, "geglu_erf", False),
     "geglu_erf_biased": (768, 384, "geglu_erf", True),
