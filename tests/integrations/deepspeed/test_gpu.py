@@ -28,6 +28,19 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.GELU(approximate="tanh"), nn.Linear(WIDTH, HIDDEN))
 
 
+def relu() -> nn.Module:
+    return nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.ReLU(), nn.Linear(WIDTH, HIDDEN))
+
+
+def exact_gelu() -> nn.Module:
+    return nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.GELU(), nn.Linear(WIDTH, HIDDEN))
+
+
+def two_linears() -> nn.Module:
+    """Experts that run module by module."""
+    return nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN))
+
+
 def gated_with_biases() -> nn.Module:
     return gated(bias=True)
 
@@ -38,6 +51,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "k4-residual": {"k": 4, "use_residual": True},
     "biases": {"k": 3, "expert": gated_with_biases},
     "plain": {"k": 2, "expert": plain},
+    "relu": {"k": 2, "expert": relu},
+    "exact-gelu": {"k": 1, "expert": exact_gelu},
+    "modules": {"k": 2, "expert": two_linears},
 }
 
 
