@@ -76,9 +76,9 @@ class StackedExperts(nn.Module):
         """Returns text that is equal on two ranks if their experts are."""
         return str(self.template)
 
-    def like(self) -> Tensor:
-        """Returns a parameter, whose dtype and device the rows must have."""
-        return self.w1
+    def dtypes(self) -> list[torch.dtype]:
+        """Returns the one that the rows must have."""
+        return [self.w1.dtype]
 
     def forward(
         self, x_TH: Tensor, routing: Routing, *, transport: Transport, group: EPGroup, save_dispatched: bool

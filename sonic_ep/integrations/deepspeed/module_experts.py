@@ -50,13 +50,14 @@ class ModuleExperts(StockExperts):
         return self.hidden_size
 
     def describe(self) -> str:
-        """Returns text that is equal on two ranks if their experts compute and store alike, as far as names show."""
-        first = self.deepspeed_experts[0]
-        return f"{first!r}, {[(name, tuple(value.shape)) for name, value in first.state_dict().items()]}"
+        """Returns text that is equal on two ranks if their modules and weights are, by type and shape."""
+        expert = self.deepspeed_experts[0]
+        kinds = [(name, type(module).__name__) for name, module in expert.named_modules()]
+        return f"{kinds}, {[(name, tuple(value.shape)) for name, value in expert.state_dict().items()]}"
 
-    def like(self) -> Tensor | None:
-        """Returns a parameter, whose dtype and device the rows must have, or None if the template has none."""
-        return next((each for each in self.parameters() if each.is_floating_point()), None)
+    def dtypes(self) -> list[torch.dtype]:
+        """Returns those of the template's parameters; rows must have one of them. Empty if it has none."""
+        return list(dict.fromkeys(each.dtype for each in self.parameters() if each.is_floating_point()))
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x_TH: Tensor, routing: Routing, *, transport: Transport, group: EPGroup, save_dispatched: bool

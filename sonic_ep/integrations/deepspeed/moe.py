@@ -165,10 +165,9 @@ class RoutedExperts(nn.Module):
 
     def _rows(self, x: object) -> tuple[Tensor, str | None]:
         """Returns x as (T, H) and None, or no rows and what is wrong with x. The gate sends that to the other ranks."""
-        H = self.gate.wg.config.d
-        like = self.experts.like()
-        like = self.gate.wg.weight if like is None else like
-        dtype, device = like.dtype, like.device
+        H, device, dtypes = self.gate.wg.config.d, self.gate.wg.weight.device, self.experts.dtypes()
+        own = x.dtype if isinstance(x, Tensor) and x.is_floating_point() else self.gate.wg.weight.dtype
+        dtype = own if own in dtypes or not dtypes else dtypes[0]
         rows = x.flatten(0, -2) if isinstance(x, Tensor) and x.dim() > 2 else x
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)

@@ -258,6 +258,28 @@ def test_experts_are_marked_also_once_they_have_memory() -> None:
     assert all(is_moe_param(parameter) for parameter in experts.parameters())
 
 
+class InHalfAndFull(nn.Module):
+    """A norm in fp32 before a bf16 linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(H), nn.Linear(H, H, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x.float()).bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:no kernel computes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_have_any_dtype_of_the_template(dtype: torch.dtype) -> None:
+    layer = moe(InHalfAndFull())
+    y, _, _ = layer(torch.randn(6, H, dtype=dtype))
+    assert y.dtype == dtype
+    y.float().sum().backward()
+    with pytest.raises(ValueError, match=r"x has dtype torch\.float16, the experts compute in torch\.float32"):
+        layer(torch.randn(6, H, dtype=torch.float16))
+
+
 @pytest.mark.filterwarnings("ignore:no kernel computes")
 def test_second_derivatives_are_refused() -> None:
     x = torch.randn(6, H, requires_grad=True)
