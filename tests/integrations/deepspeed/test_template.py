@@ -54,6 +54,15 @@ class GptOss(Gated):
         return self.down_proj((up + 1) * gate * torch.sigmoid(1.702 * gate))
 
 
+class Clamped(Gated):
+    def __init__(self) -> None:
+        super().__init__(LLAMA, F.silu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x).clamp(max=10.0), self.up_proj(x).clamp(-10.0, 10.0)
+        return self.down_proj(F.silu(gate) * up)
+
+
 def tanh_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
@@ -66,6 +75,7 @@ KNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "geglu": (lambda: Gated(LLAMA, tanh_gelu), "geglu"),
     "exact-geglu": (lambda: Gated(LLAMA, F.gelu), "geglu_erf"),
     "reglu": (lambda: Gated(MIXTRAL, F.relu), "reglu"),
+    "clamped": (Clamped, "swiglu_clamped"),
     "gpt-oss": (GptOss, "swiglu_oai"),
     "fc": (lambda: Plain(("fc1", "fc2"), F.silu), "silu"),
     "fc-one-bias": (lambda: Plain(("fc1", "fc2"), F.silu, bias2=False), "silu"),
