@@ -55,14 +55,15 @@ def layer_of(ours: bool, rank: int, ep_size: int, name: str, **arguments: Any) -
     return layer
 
 
-def outcome(layer: Any, x: Tensor) -> dict[str, Tensor]:
+def outcome(layer: Any, x: Tensor, of: Any = None) -> dict[str, Tensor]:
+    """of: the layer with the parameters, if `layer` calls another."""
     from tests.helpers.deepspeed_moe import gradients
 
     x = x.clone().requires_grad_()
     y, l_aux, counts = layer(x)
     (y.float().square().sum() + 3 * l_aux).backward()
     assert x.grad is not None
-    return {"y": y.detach(), "l_aux": l_aux.detach(), "counts": counts, "dx": x.grad, **gradients(layer)}
+    return {"y": y.detach(), "l_aux": l_aux.detach(), "counts": counts, "dx": x.grad, **gradients(of or layer)}
 
 
 def against_deepspeeds(rank: int, name: str, k: int, ep_size: int, residual: bool) -> Any:
@@ -159,6 +160,23 @@ def test_spare_capacity_of_the_lists_changes_nothing(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(LocalTransport, "prepare", spacious)
     torch.testing.assert_close(outcome(layer, x), wanted, rtol=0, atol=0)
+
+
+def recomputed(rank: int, reentrant: bool) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    from tests.helpers.deepspeed_cpu import deepspeed_world
+
+    with deepspeed_world():
+        layers = [layer_of(True, rank, 2, "norm, two paths", k=2) for _ in range(2)]
+        x = torch.randn(20 + rank, H, generator=torch.Generator().manual_seed(rank))
+        return outcome(layers[0], x), outcome(lambda x: checkpoint(layers[1], x, use_reentrant=reentrant), x, layers[1])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation(ranks: Ranks, reentrant: bool) -> None:
+    for wanted, got in ranks(2).run(recomputed, reentrant):
+        torch.testing.assert_close(got, wanted, atol=0, rtol=0)
 
 
 def autocast(rank: int) -> Any:
