@@ -50,6 +50,7 @@ lint: $(STAMP)
 	$(RUN) -m ruff check .
 	$(RUN) -m basedpyright --pythonpath $(RUN)
 	$(VENV)/bin/codespell
+	$(VENV)/bin/shellcheck .ci/run examples/cluster/*.sh examples/cluster/*.sbatch
 
 format: $(STAMP)
 	$(RUN) -m ruff format .
