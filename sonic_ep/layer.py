@@ -251,8 +251,7 @@ class MoE(nn.Module):
                 return f"{name} is on {weight.device}, experts.w1 on {w1.device}; move one of them"
             if weight.dtype != w1.dtype and not cast and not name.startswith("router."):
                 return f"{name} is {weight.dtype}, experts.w1 {w1.dtype}; cast one of them"
-            # Of shape (0,) it is a shard of a wrapper, which gathers it before use.
-            if weight.shape not in ((0,), self._shapes.get(name, weight.shape)):
+            if weight.shape != self._shapes.get(name, weight.shape) and not _is_gathered_later(weight):
                 return f"{name} has shape {tuple(weight.shape)}, wanted {tuple(self._shapes[name])}; load it again"
             if name.startswith("experts.") and (problem := problem_with_memory(name, weight)) is not None:
                 return problem
@@ -263,6 +262,11 @@ class MoE(nn.Module):
         if device_type == "meta":  # autocast does not support it
             return None
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _is_gathered_later(weight: Tensor) -> bool:
+    """Returns True for a shard of DeepSpeed's ZeRO 3 or torch's first FSDP, which gather it before it is used."""
+    return weight.shape == (0,) and (hasattr(weight, "ds_id") or hasattr(weight, "_fsdp_flattened"))
 
 
 def _rows_of(x: Tensor) -> Tensor:

@@ -57,8 +57,9 @@ def save(
 ) -> None:
     """Writes model, optimizer and `extra` to `folder`. A collective of the default process group, if there is one.
 
-    folder: the same on every rank. extra: tensors, numbers, strings, and lists, tuples and dicts of them. What has one
-    name on several ranks is equal on them. Dense weights may be DTensors, as with FSDP2.
+    folder: the same on every rank. A checkpoint that it holds is overwritten; if that is cut short, `load` refuses what
+    is left, so save to a new folder and rename it. extra: tensors, numbers, strings, and lists, tuples and dicts of
+    them. What has one name on several ranks is equal on them. Dense weights may be DTensors, as with FSDP2.
 
     Raises ValueError, on every rank, for expert weights that torch's FSDP shards, because the EP group shards them
     already; for optimizer state of experts that is neither a scalar nor has one row per local expert; for an optimizer

@@ -99,6 +99,7 @@ def _input(change: Callable[[Tensor], Any]) -> Action:
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "fewer": lambda w: w[:-1].clone(),
     "more": lambda w: torch.cat([w, w]),
+    "empty": lambda w: w.new_empty(0),
     "flat": lambda w: w.flatten(),
     "narrow": lambda w: w[..., :-1].clone(),
     "strides": lambda w: w.transpose(0, -1).contiguous().transpose(0, -1),
@@ -119,8 +120,6 @@ def _weights(change: Callable[[Tensor], Tensor]) -> Action:
         holders = _holders(setting.layer)
         holder, name, value = holders[random.Random(setting.seed).choice([*holders])]
         changed = change(value.data)
-        if changed.shape == (0,):  # not to be told from the shard of a wrapper, such as ZeRO 3
-            changed = changed.new_zeros(7, 7)
         if isinstance(value, torch.nn.Parameter):
             changed = torch.nn.Parameter(changed)
             changed.allreduce = getattr(value, "allreduce", True)  # type: ignore[attr-defined]
