@@ -60,16 +60,12 @@ class AllToAllTransport:
         arriving_sizes.wait(self.group)
         sizes = arriving_sizes.read()
         pairs_out, pairs_in = sizes.pairs_SQ[rank], sizes.pairs_in(rank)
-        num_pairs = sum(pairs_out)
+        splits, num_pairs = (pairs_out, pairs_in), sum(pairs_out)
         sent = sent_rows(routing.token_ids_N[:num_pairs], plan.pair_starts_Q, routing.num_tokens)
         received = self._exchange(
-            "lists",
-            pack_pairs(sent.row_of_pair_N, routing.weights_N[:num_pairs]),
-            pairs_out,
-            pairs_in,
-            self.group.layer,
+            "lists", _pack(sent.row_of_pair_N, routing.weights_N[:num_pairs]), *splits, self.group.layer
         )
-        row_in_source_V, weights_V = unpack_pairs(received, routing.weights_N.dtype)
+        row_in_source_V, weights_V = _unpack(received, routing.weights_N.dtype)
         chunks = plan.chunks(sizes.num_rows(rank), sum(pairs_in))
         row_starts_S = row_starts(chunks, row_in_source_V)
         starts = self.group.to_host(torch.stack([sent.row_starts_Q, row_starts_S]), stage="lists")
@@ -81,7 +77,7 @@ class AllToAllTransport:
             buffer,
             chunks.expert_starts_e,
             (tokens.token_of_sent_U, tokens.sent_by_token_U, tokens.sent_starts_T),
-            (Splits(tuple(rows_out), tuple(rows_in), pairs_out, pairs_in),),
+            Splits(tuple(rows_out), tuple(rows_in), *splits),
             num_tokens=routing.num_tokens,
             num_rows=num_rows,
             num_listed=routing.token_ids_N.shape[0],
@@ -90,20 +86,20 @@ class AllToAllTransport:
         return PreparedDispatch(handle, buffer.weights_P)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        (token_of_sent_U, _, _), (splits,) = handle.transport_lists, handle.splits
+        (token_of_sent_U, _, _), splits = handle.transport_lists, handle.splits
         packed_UH = x_TH.index_select(0, token_of_sent_U)
         return Pending.done(self._exchange("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.layer))
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
     ) -> Pending:
-        (_, sent_by_token_U, sent_starts_T), (splits,) = handle.transport_lists, handle.splits
+        (_, sent_by_token_U, sent_starts_T), splits = handle.transport_lists, handle.splits
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
         back_UH = self._exchange("combine", sums_RH, splits.rows_in, splits.rows_out, handle.layer)
         return Pending.done(gather_sum(back_UH, sent_by_token_U, sent_starts_T))
 
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        num_pairs, (splits,) = handle.slot_V.shape[0], handle.splits
+        num_pairs, splits = handle.slot_V.shape[0], handle.splits
         values_V = values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], num_pairs)
         values_N = self._exchange("combine_scalars", values_V, splits.pairs_in, splits.pairs_out, handle.layer)
         spare = handle.num_listed - values_N.shape[0]
@@ -115,14 +111,14 @@ class AllToAllTransport:
         return self.group.all_to_all(rows, send, receive, stage=kind, layer=layer)
 
 
-def pack_pairs(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:
+def _pack(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:
     """Returns (N, units): row index and weight of each pair side by side, so that one exchange sends both."""
     parts, unit = (row_ids_N, weights_N), _unit(weights_N.dtype)
     return torch.cat([part[:, None].contiguous().view(unit) for part in parts], dim=1)
 
 
-def unpack_pairs(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the row indices (V,) and the weights (V,), of `dtype`, that `pack_pairs` joined."""
+def _unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the row indices (V,) and the weights (V,), of `dtype`, that `_pack` joined."""
 
     def column(first: int, last: int, kind: torch.dtype) -> Tensor:
         # clone: a view with another item size needs an aligned start.

@@ -56,7 +56,7 @@ class LocalTransport:
             buffer,
             plan.expert_starts_e,
             (),
-            (Splits((T,), (T,), (V,), (V,)),),
+            Splits((T,), (T,), (V,), (V,)),
             num_tokens=T,
             num_rows=T,
             num_listed=N,

@@ -30,7 +30,7 @@ from sonic_ep.routing import Routing
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Rows and pairs that this rank sends to and receives from each rank in one exchange: host integers, in rank order.
+    """Rows and pairs that this rank sends to and receives from each rank: host integers, in rank order.
 
     All are zero with symmetric memory, which needs no split sizes.
     """
@@ -57,8 +57,8 @@ class DispatchHandle:
     slot_V: (V,) pair-buffer row of each received pair, in arrival order.
     expert_starts_e: (e + 1,) exclusive prefix sums of the number of pair-buffer rows of each local expert.
     transport_lists: private to the transport that made the handle.
-    splits: of each exchange that a row takes part in, see Splits and the transport. num_tokens: T. num_rows: R.
-    num_listed: N. layer: `EPGroup.layer` when the handle was made, for errors of the backward.
+    splits: see Splits. num_tokens: T. num_rows: R. num_listed: N. layer: `EPGroup.layer` when the handle was made, for
+    errors of the backward.
 
     Lists of a step with static buffers, or without a wait for its sizes, have spare capacity: P and V are then upper
     bounds. The prefix sums do not count spare entries. They are zero, except in pairs_by_row_V, where nothing reads
@@ -71,7 +71,7 @@ class DispatchHandle:
     slot_V: Tensor
     expert_starts_e: Tensor
     transport_lists: tuple[Tensor, ...]
-    splits: tuple[Splits, ...]
+    splits: Splits
     num_tokens: int
     num_rows: int
     num_listed: int
@@ -83,7 +83,7 @@ class DispatchHandle:
         lists: PairBuffer,
         expert_starts_e: Tensor,
         transport_lists: tuple[Tensor, ...],
-        splits: tuple[Splits, ...],
+        splits: Splits,
         *,
         num_tokens: int,
         num_rows: int,
@@ -108,12 +108,7 @@ class DispatchHandle:
     @property
     def rows_are_reused(self) -> bool:
         """True if later dispatches overwrite the received rows: with symmetric memory, which needs no split sizes."""
-        return self.has_peers and not any(self.splits[-1].rows_in)
-
-    @property
-    def has_peers(self) -> bool:
-        """True if there are other ranks."""
-        return len(self.splits[-1].rows_out) > 1
+        return len(self.splits.rows_in) > 1 and not any(self.splits.rows_in)
 
     def lists(self) -> tuple[Tensor, ...]:
         """Returns all tensors, to be saved for backward. `HandleSizes.with_lists` puts them back."""
@@ -128,7 +123,7 @@ class DispatchHandle:
 class HandleSizes:
     """The host-side part of a DispatchHandle."""
 
-    splits: tuple[Splits, ...]
+    splits: Splits
     num_tokens: int
     num_rows: int
     num_listed: int

@@ -240,7 +240,7 @@ class SymmetricTransport:
             buffer,
             plan.expert_starts_e,
             (in_rank, routing.counts.tokens_S, pairs_SQ),
-            (Splits.none(S),),
+            Splits.none(S),
             num_tokens=routing.num_tokens,
             num_rows=S * sizes.stride,
             num_listed=token_ids_N.shape[0],

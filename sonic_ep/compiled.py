@@ -106,12 +106,7 @@ def _prepare_dispatch(
     with routing.status_first():
         prepared = existing_transport(group, transport).prepare(routing, plan_for(decided, group.rank), x_TH)
     _rows_in_flight.put(group_name, prepared.handle.expert_starts_e, InFlightRows(prepared.rows_RH, routing))
-    splits, *more = prepared.handle.splits
-    if more:
-        raise ValueError(
-            "rows that take two hops (transport.kind='two_hop', or 'auto' on several hosts) are not supported under "
-            "torch.compile; set transport.kind='all_to_all', or leave the layer out of compiled code"
-        )
+    splits = prepared.handle.splits
     numbers = [splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in]
     splits_4S = torch.tensor(numbers, device="cpu")
     # Casts what is no list of this step but a view of the counts: an operation may not return its inputs.
@@ -149,7 +144,7 @@ def _(
 
 def _handle_of(lists: list[Tensor], splits_4S: Tensor, num_tokens: int, num_listed: int) -> DispatchHandle:
     splits = Splits(*map(tuple, splits_4S.tolist()))
-    sizes = HandleSizes((splits,), num_tokens, lists[_PAIR_STARTS].shape[0] - 1, num_listed)
+    sizes = HandleSizes(splits, num_tokens, lists[_PAIR_STARTS].shape[0] - 1, num_listed)
     return sizes.with_lists(lists)
 
 

@@ -18,7 +18,7 @@ Activation = Literal[
 ScoreFunction = Literal["softmax", "sigmoid"]
 LinearDtype = Literal["float32", "input"]
 Balance = Literal["none", "sequence", "batch", "global"]
-TransportKind = Literal["auto", "symmetric", "all_to_all", "two_hop"]
+TransportKind = Literal["auto", "symmetric", "all_to_all"]
 Buffers = Literal["exact", "static"]
 Dispatch = Literal["auto", "push", "copy"]
 RoundingMode = Literal["apportion", "nearest", "up", "down", "stochastic", "pad", "off"]
@@ -174,24 +174,20 @@ class RoundingConfig:
 class TransportConfig:
     """How rows are sent between ranks (docs/transports.md). With one rank, nothing is sent.
 
-    kind: "symmetric" writes into the other GPUs' memory over NVLink. "all_to_all" uses torch.distributed. So does
-        "two_hop", with which a row crosses the network once for each host that needs it. "auto" uses "two_hop" if the
-        ranks are on several hosts, consecutive ones with equally many of them and more than one each; "symmetric" if
-        every rank can write to every other; else "all_to_all". It logs which.
+    kind: "symmetric" writes into the other GPUs' memory over NVLink. "all_to_all" uses torch.distributed. "auto" uses
+        "symmetric" if every rank can write to every other, else "all_to_all", and logs which.
     buffers: "exact": the host reads the sizes once per forward. "static": the host reads no sizes in training, so a
         CUDA graph can be captured. This needs rounding.capacity_factor, and the same number of tokens on every rank and
         in every training step.
     dispatch: for "symmetric" only. "push": a kernel sends each row to the ranks that need it. "copy": copy engines send
         every row to every rank, while SMs compute. "auto": copies where the rows are needed later, that is for x and dX
         in backward, and pushes elsewhere.
-    ranks_per_host: for "two_hop" and "auto": how many consecutive ranks share a host. None: the ranks find out.
     timeout: seconds to wait for a rank that does not come, before every other rank raises an error that names it.
     """
 
     kind: TransportKind = "auto"
     buffers: Buffers = "exact"
     dispatch: Dispatch = "auto"
-    ranks_per_host: int | None = None
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
@@ -201,14 +197,7 @@ class TransportConfig:
         _check_non_negative(**{"transport.timeout": self.timeout})
         if self.timeout == 0:
             raise ValueError("transport.timeout=0 would give up on every rank; give it seconds")
-        if self.ranks_per_host is not None:
-            _check_int("transport.ranks_per_host", self.ranks_per_host, 1)
-            if self.kind not in ("auto", "two_hop"):
-                raise ValueError(
-                    f"transport.ranks_per_host={self.ranks_per_host} has no effect on kind={self.kind!r}; set "
-                    "kind='two_hop', or leave it out"
-                )
-        if self.kind in ("all_to_all", "two_hop"):
+        if self.kind == "all_to_all":
             for name, value, other in (("buffers", self.buffers, "exact"), ("dispatch", self.dispatch, "auto")):
                 if value != other:
                     raise ValueError(

@@ -134,7 +134,7 @@ def backward(
         scaled_a_PI = held_a_PI.pop()
         return mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
 
-    has_peers = handle.has_peers
+    has_peers = len(handle.splits.rows_out) > 1
     dw2, dweights_N = None, None
     if not has_peers:
         returning = transport.combine_scalars(held_ds_PZ.pop(), handle, overlap=needs_w2)

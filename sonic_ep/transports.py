@@ -15,24 +15,22 @@ from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch
 from sonic_ep.dispatch.symmetric import SymmetricTransport
-from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.extras import missing_extra
 from sonic_ep.groups import EPGroup, exchange_named, register_exchange
-from sonic_ep.groups.hosts import hosts_of, ranks_per_host
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.routing import Routing
 from sonic_ep.symmetric_memory import problem_with_peers, symmetric_memory
 
 _LOG = logging.getLogger("sonic_ep.transports")
-ChosenTransport = AllToAllTransport | SymmetricTransport | TwoHopTransport
 
 
 @final
 class GroupTransport:
-    """The transport of several ranks. Passes every call on to the one that it has chosen.
+    """The transport of several ranks. Passes every call on to a SymmetricTransport or an AllToAllTransport.
 
-    It chooses at the first use for a device type, which is then a collective: as `config.kind` says, see
-    TransportConfig. Raises ValueError, on every rank, if the ranks do not support what `config` names.
+    It chooses one of them at the first use for a device type, which is then a collective: the one that `config` names,
+    or with "auto" the first if every rank can write to every other, else the second. Raises ValueError, on every rank,
+    if the ranks do not support what `config` names.
 
     text: `config` as a string, by which an operation of a compiled graph finds this transport. name: for
     `exchange_named`.
@@ -45,7 +43,7 @@ class GroupTransport:
         self.config = config
         self.text = _text_of(config)
         self.name = _name_of(group, self.text)
-        self._chosen: dict[str, ChosenTransport] = {}
+        self._chosen: dict[str, AllToAllTransport | SymmetricTransport] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Returns self: a copy of a layer uses the same ranks and buffers."""
@@ -80,7 +78,7 @@ class GroupTransport:
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         return self.on(parts_PZ).combine_scalars(parts_PZ, handle, overlap=overlap)
 
-    def on(self, values: Tensor) -> ChosenTransport:
+    def on(self, values: Tensor) -> AllToAllTransport | SymmetricTransport:
         """Returns the transport for the device type of `values`. A collective at its first use."""
         kind = values.device.type
         if kind not in self._chosen:
@@ -148,13 +146,9 @@ def _name_of(group: EPGroup, text: str) -> str:
     return f"{group.name} {text}"
 
 
-def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> ChosenTransport:
+def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> AllToAllTransport | SymmetricTransport:
     if config.kind == "all_to_all":
         return AllToAllTransport(group)
-    on_a_host = _ranks_on_a_host(group, config)
-    if on_a_host is not None:
-        _LOG.info("rows travel in two hops over %s: %d ranks a host", group.backend, on_a_host)
-        return TwoHopTransport(group, on_a_host)
     if device.type == "cuda":
         problem = problem_with_peers(group, device, missing_extra("cuda", "triton"))
     else:
@@ -171,34 +165,3 @@ def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> Ch
         )
     _LOG.info("rows travel by all-to-all over %s: %s", group.backend, problem)
     return AllToAllTransport(group)
-
-
-def _ranks_on_a_host(group: EPGroup, config: TransportConfig) -> int | None:
-    """Returns the number of ranks of a host if rows shall take two hops, else None. A collective unless it is given.
-
-    Raises ValueError, on every rank, if kind="two_hop" cannot be had.
-    """
-    if config.kind == "symmetric" or config.buffers == "static" or config.dispatch != "auto":
-        return None
-    hosts: list[str] = [] if config.ranks_per_host is not None else hosts_of(group)
-    number = config.ranks_per_host or ranks_per_host(hosts)
-    if number is not None and group.size % number == 0:
-        if not (1 < number < group.size or config.kind == "two_hop"):
-            return None
-        group.set_hosts([host.split()[0] for host in hosts] or [f"{rank // number}" for rank in range(group.size)])
-        return number
-    if number is not None:
-        raise ValueError(
-            f"transport.ranks_per_host={number} does not divide ep_size={group.size}; set it to a divisor, or leave it "
-            "out"
-        )
-    spread = ", ".join(
-        f"{host.split()[0]} {[r for r, h in enumerate(hosts) if h == host]}" for host in sorted({*hosts})
-    )
-    problem = f"the ranks are not spread evenly over the hosts: {spread}"
-    if config.kind == "two_hop":
-        raise ValueError(
-            f"{problem}; give each host equally many consecutive ranks, or set transport.kind='all_to_all'"
-        )
-    _LOG.info("rows do not travel in two hops: %s", problem)
-    return None

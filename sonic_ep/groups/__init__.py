@@ -11,7 +11,7 @@ import functools
 import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, Self, final
+from typing import Any, Protocol, Self, final
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
@@ -55,17 +55,8 @@ class Exchange(Protocol):
 
 _PROCESS_GROUPS: "WeakValueDictionary[str, dist.ProcessGroup]" = WeakValueDictionary()
 _EXCHANGES: "WeakValueDictionary[str, Exchange]" = WeakValueDictionary()
-
-
-class _Shared(NamedTuple):
-    """What the EPGroups of one process group share. backends: names, by type of device. parts: of `EPGroup.part`."""
-
-    watch: PeerWatch
-    backends: dict[str, str]
-    parts: "dict[tuple[int, ...], EPGroup]"
-
-
-_SHARED: "WeakKeyDictionary[dist.ProcessGroup, _Shared]" = WeakKeyDictionary()
+# What the EPGroups of one process group share: the watch, and the name of the backend by type of device.
+_SHARED: "WeakKeyDictionary[dist.ProcessGroup, tuple[PeerWatch, dict[str, str]]]" = WeakKeyDictionary()
 _TIMEOUT = TransportConfig().timeout
 
 
@@ -113,9 +104,8 @@ class EPGroup:
         self.timeout = _TIMEOUT
         if members not in _SHARED:
             backends = dict(pair.split(":") for pair in dist.get_backend_config(members).split(","))
-            watch = PeerWatch(self.rank, self.size, functools.partial(_store_of, ref(members)))
-            _SHARED[members] = _Shared(watch, backends, {})
-        self._watch, self._backends, self._parts = _SHARED[members]
+            _SHARED[members] = PeerWatch(self.rank, self.size, functools.partial(_store_of, ref(members))), backends
+        self._watch, self._backends = _SHARED[members]
         _PROCESS_GROUPS[self.name] = members
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -147,29 +137,6 @@ class EPGroup:
         """
         return cls(_PROCESS_GROUPS[name]) if name else cls.alone()
 
-    def part(self, ranks: Sequence[int]) -> "EPGroup":
-        """Returns the group of some ranks of this one, in this order. A collective of these ranks in the first call.
-
-        Its ranks count from 0. Its collectives are counted with those of this group: an error names the ranks as this
-        group does, and every rank of this group raises it. So all ranks of this group must call the collectives of
-        their parts in one order.
-        """
-        if len(ranks) == 1:
-            return EPGroup.alone()
-        assert self.process_group is not None
-        if (key := tuple(ranks)) not in self._parts:
-            members = dist.new_group(
-                [dist.get_global_rank(self.process_group, rank) for rank in ranks],
-                backend=dist.get_backend_config(self.process_group),
-                use_local_synchronization=True,  # other ranks of the world make other groups, at other times
-            )
-            assert isinstance(members, dist.ProcessGroup)
-            _SHARED[members] = _Shared(self._watch, self._backends, {})
-            self._parts[key] = EPGroup(members)
-        part = self._parts[key]
-        part.timeout = self.timeout
-        return part
-
     @property
     def backend(self) -> str:
         """The name of the torch.distributed backend; "none" for `alone()`."""
@@ -184,10 +151,6 @@ class EPGroup:
         """Sets `layer`, of all groups of these ranks."""
         if self.size > 1:
             self._watch.layer = number
-
-    def set_hosts(self, hosts: Sequence[str]) -> None:
-        """Sets the host of each rank, which errors then name."""
-        self._watch.hosts = tuple(hosts)
 
     def all_gather(
         self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, stage: str = "counts"
@@ -222,19 +185,15 @@ class EPGroup:
         *,
         stage: str = "an all-to-all",
         layer: int | None = None,
-        into: Tensor | None = None,
     ) -> Tensor:
         """Sends `send[q]` consecutive rows to each rank q. Returns the received rows, `receive[s]` from each rank s.
 
         rows: (sum(send), ...) in order of destination rank. Result: (sum(receive), ...) in order of source rank, in the
-        dtype of `rows`; with one rank, `rows` itself. layer: its number, if it is not `self.layer`. into: a contiguous
-        tensor for the result.
+        dtype of `rows`; with one rank, `rows` itself. layer: its number, if it is not `self.layer`.
         """
         if self.size == 1:
-            return rows if into is None else into.copy_(rows)
-        received, send, receive = into, list(send), list(receive)
-        if received is None:
-            received = rows.new_empty((sum(receive), *rows.shape[1:]))
+            return rows
+        received, send, receive = rows.new_empty((sum(receive), *rows.shape[1:])), list(send), list(receive)
         self._start(
             lambda g: g.alltoall_base(received, rows.contiguous(), receive, send, self._limited(AllToAllOptions())),
             lambda: dist.all_to_all_single(received, rows.contiguous(), receive, send, group=self.process_group),

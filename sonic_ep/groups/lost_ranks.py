@@ -9,7 +9,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NamedTuple, NoReturn, Protocol, Self, final
 
@@ -71,13 +71,11 @@ class PeerWatch:
     """The collectives of one process group on this rank.
 
     layer: the number of the MoE layer that runs its forward, as it was built; 0 for none.
-    hosts: the host of each rank, for messages; empty if all ranks share one, or nobody has asked.
     store: returns the store of the group.
     """
 
     def __init__(self, rank: int, size: int, store: Callable[[], _Store]) -> None:
         self.layer = 0
-        self.hosts: Sequence[str] = ()
         self._rank, self._size, self._store = rank, size, store
         self._number = 0
         self._message: str | None = None  # of the error, once a rank is lost
@@ -130,9 +128,7 @@ class PeerWatch:
         reports, grace = {self._rank: own}, min(timeout, _GRACE)
         if self._store_answers:
             self._store_answers = _within(grace + 2 * _STORE_LIMIT, lambda: self._gather(reports, grace))
-        self._message = message_of(
-            {**reports}, self._size, timeout, reason, store_answers=self._store_answers, hosts=self.hosts
-        )
+        self._message = message_of({**reports}, self._size, timeout, reason, store_answers=self._store_answers)
         raise LostRankError(self._message) from None
 
     def _gather(self, reports: dict[int, _Report], grace: float) -> None:
@@ -156,19 +152,10 @@ class PeerWatch:
             time.sleep(_POLL)
 
 
-def message_of(
-    reports: dict[int, _Report],
-    size: int,
-    timeout: float,
-    reason: str,
-    *,
-    store_answers: bool,
-    hosts: Sequence[str] = (),
-) -> str:
+def message_of(reports: dict[int, _Report], size: int, timeout: float, reason: str, *, store_answers: bool) -> str:
     """Returns the error message, of at most five lines.
 
-    reports: by rank. reason: torch's words. store_answers: False if the store broke, or its host has stopped. hosts:
-    see PeerWatch.
+    reports: by rank. reason: torch's words. store_answers: False if the store broke, or its host has stopped.
     """
     missing = [rank for rank in range(size) if rank not in reports]
     first = min(report.collective for report in reports.values())
@@ -178,7 +165,7 @@ def message_of(
     waiting = [f"{_ranks(ranks)} waited in {place} (collective {place.number})" for place, ranks in _by_place(reports)]
     fix = "this process group is of no more use: start all ranks again"
     if missing:
-        who = f"{_ranks(missing)}{_on_hosts(missing, hosts)}" if is_known else "a rank"
+        who = _ranks(missing) if is_known else "a rank"
         ended = "its process" if len(missing) == 1 or not is_known else "one of their processes"
         cause = f"within {timeout:g} s: it died, it is stuck, or it is slower than that"
         cause = cause if timed_out else f"because {ended} has ended"
@@ -219,10 +206,6 @@ def _by_place(reports: dict[int, _Report]) -> list[tuple[Collective, list[int]]]
 def _ranks(ranks: Iterable[int]) -> str:
     *most, last = map(str, sorted(ranks))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
-def _on_hosts(ranks: Iterable[int], hosts: Sequence[str]) -> str:
-    return f" on host {', '.join(dict.fromkeys(hosts[rank] for rank in ranks))}" if hosts else ""
 
 
 def _within(seconds: float, action: Callable[[], object]) -> bool:

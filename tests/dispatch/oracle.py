@@ -183,7 +183,7 @@ def use(transport: Transport, rank: int, case: Case, dtype: torch.dtype, pair_we
         rows=rows,
         lists=handle_lists(handle),
         transport_lists=handle.transport_lists,
-        splits=handle.splits[-1],
+        splits=handle.splits,
         num_tokens=handle.num_tokens,
         num_rows=handle.num_rows,
         weights_P=prepared.weights_P,

@@ -74,7 +74,7 @@ def test_wire_bytes_by_hand(ranks: Ranks) -> None:
 def one_row_to_many_experts(rank: int, case: Case) -> tuple[int, int]:
     """Worker: rows and pairs that this rank sent."""
     transport = AllToAllTransport(EPGroup())
-    (splits,) = transport.prepare(case.routing(rank), case.plan().of_rank(rank)).handle.splits
+    splits = transport.prepare(case.routing(rank), case.plan().of_rank(rank)).handle.splits
     return sum(splits.rows_out), sum(splits.pairs_out)
 
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from sonic_ep import EPGroup, MoE, MoEConfig, TransportConfig
-from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.groups import LostRankError
 from sonic_ep.groups.lost_ranks import Collective, _Report, message_of
 from sonic_ep.transports import GroupTransport
@@ -29,13 +28,12 @@ STEP = 2
 
 class Fault(NamedTuple):
     """action: what happens to the victim. stage: of its second layer, before it; "user" is between two steps.
-    backward: of the backward. on_a_host: ranks of a host, for two hops; 0 for all-to-all."""
+    backward: of the backward."""
 
     action: str
     victim: int
     stage: str
     backward: bool = False
-    on_a_host: int = 0
 
 
 def _strike(fault: Fault, folder: Path) -> None:
@@ -62,10 +60,7 @@ def _struck_in(method: str, fault: Fault, folder: Path) -> Any:
 
 
 def _steps(rank: int, fault: Fault, folder: Path) -> None:
-    kind = TransportConfig(timeout=START)
-    if fault.on_a_host:
-        kind = TransportConfig(timeout=START, kind="two_hop", ranks_per_host=fault.on_a_host)
-    config = MoEConfig(d=8, n=4, E=8, K=2, transport=kind)
+    config = MoEConfig(d=8, n=4, E=8, K=2, transport=TransportConfig(timeout=START))
     is_victim, group = rank == fault.victim, EPGroup()
     if is_victim and fault.stage == "construction":
         _struck_in("all_gather_object", fault, folder).start()
@@ -74,10 +69,7 @@ def _steps(rank: int, fault: Fault, folder: Path) -> None:
         if step == STEP:
             dist.barrier()
             assert isinstance(transport := layers[0].transport, GroupTransport)
-            chosen = transport.on(torch.zeros(1))
-            parts = [chosen._within, chosen._across] if isinstance(chosen, TwoHopTransport) else []
-            for each in (transport.group, group, *parts):
-                each.timeout = TIMEOUT
+            transport.group.timeout = group.timeout = TIMEOUT
         if is_victim and step == STEP:
             for method in ("all_gather", "all_to_all"):
                 _struck_in(method, fault, folder).start()
@@ -165,29 +157,6 @@ def test_the_others_name_the_rank_and_where(size: int, fault: Fault, wanted: str
     for text in run(size, fault, tmp_path).values():
         assert text.startswith(f"rank {fault.victim} of the EP group did not come to {wanted}")
         assert f"look at the log of rank {fault.victim} first, or raise transport.timeout" in text
-
-
-@pytest.mark.parametrize(
-    ("fault", "wanted"),
-    [
-        (Fault("kill", 3, "dispatch across hosts", on_a_host=2), f"dispatch across hosts of layer 2 {BROKEN}"),
-        (Fault("stop", 2, "lists within the host", on_a_host=2), f"lists within the host of layer 2 {IN_TIME}"),
-        (
-            Fault("kill", 1, "combine within the host", backward=True, on_a_host=2),
-            f"combine within the host of layer 2 in backward {BROKEN}",
-        ),
-        (
-            Fault("stop", 3, "combine across hosts", backward=True, on_a_host=2),
-            f"combine across hosts of layer 2 in backward {IN_TIME}",
-        ),
-    ],
-    ids=str,
-)
-def test_two_hops_name_rank_and_host(fault: Fault, wanted: str, tmp_path: Path) -> None:
-    """Also to ranks that exchange nothing with the one that is lost."""
-    for text in run(4, fault, tmp_path).values():
-        where = f"rank {fault.victim} on host {fault.victim // 2} of the EP group"
-        assert text.startswith(f"{where} did not come to {wanted}")
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
