@@ -15,29 +15,30 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
+from sonic_ep.dispatch.row_exchange import RowExchange
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists, values_of_pairs
+from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
-from sonic_ep.routing import INDEX_DTYPE, Routing
+from sonic_ep.routing import Routing
 
 
 @final
 class AllToAllTransport:
-    """Variable-size all-to-all over `group`.
-
-    wire_bytes: bytes that this rank has sent to other ranks, by kind: "lists", "dispatch", "combine",
-    "combine_scalars".
-    """
+    """Variable-size all-to-all over `group`."""
 
     def __init__(self, group: EPGroup) -> None:
         self.group = group
         self.name = f"{group.name} all-to-all"
-        self.wire_bytes: Counter[str] = Counter()
+        self._exchange = RowExchange(group)
+
+    @property
+    def wire_bytes(self) -> Counter[str]:
+        """Bytes that this rank has sent to other ranks, by kind, see RowExchange."""
+        return self._exchange.wire_bytes
 
     def problem_with(self, num_tokens: int) -> str | None:
         return None
@@ -59,13 +60,9 @@ class AllToAllTransport:
         arriving_sizes, rank = split_sizes_async(routing), self.group.rank
         arriving_sizes.wait(self.group)
         sizes = arriving_sizes.read()
-        pairs_out, pairs_in = sizes.pairs_SQ[rank], sizes.pairs_in(rank)
-        splits, num_pairs = (pairs_out, pairs_in), sum(pairs_out)
-        sent = sent_rows(routing.token_ids_N[:num_pairs], plan.pair_starts_Q, routing.num_tokens)
-        received = self._exchange(
-            "lists", _pack(sent.row_of_pair_N, routing.weights_N[:num_pairs]), *splits, self.group.layer
-        )
-        row_in_source_V, weights_V = _unpack(received, routing.weights_N.dtype)
+        splits = pairs_out, pairs_in = sizes.pairs_SQ[rank], sizes.pairs_in(rank)
+        sent = sent_rows(routing.token_ids_N[: sum(pairs_out)], plan.pair_starts_Q, routing.num_tokens)
+        row_in_source_V, weights_V = self._exchange.lists(routing, sent.row_of_pair_N, *splits)
         chunks = plan.chunks(sizes.num_rows(rank), sum(pairs_in))
         row_starts_S = row_starts(chunks, row_in_source_V)
         starts = self.group.to_host(torch.stack([sent.row_starts_Q, row_starts_S]), stage="lists")
@@ -88,46 +85,15 @@ class AllToAllTransport:
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         (token_of_sent_U, _, _), splits = handle.transport_lists, handle.splits
         packed_UH = x_TH.index_select(0, token_of_sent_U)
-        return Pending.done(self._exchange("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.layer))
+        return Pending.done(self._exchange.rows("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.layer))
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
     ) -> Pending:
         (_, sent_by_token_U, sent_starts_T), splits = handle.transport_lists, handle.splits
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-        back_UH = self._exchange("combine", sums_RH, splits.rows_in, splits.rows_out, handle.layer)
+        back_UH = self._exchange.rows("combine", sums_RH, splits.rows_in, splits.rows_out, handle.layer)
         return Pending.done(gather_sum(back_UH, sent_by_token_U, sent_starts_T))
 
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        num_pairs, splits = handle.slot_V.shape[0], handle.splits
-        values_V = values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], num_pairs)
-        values_N = self._exchange("combine_scalars", values_V, splits.pairs_in, splits.pairs_out, handle.layer)
-        spare = handle.num_listed - values_N.shape[0]
-        return Pending.done(pad(values_N, (0, spare)) if spare else values_N)
-
-    def _exchange(self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], layer: int) -> Tensor:
-        row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
-        self.wire_bytes[kind] += (sum(send) - send[self.group.rank]) * row_bytes
-        return self.group.all_to_all(rows, send, receive, stage=kind, layer=layer)
-
-
-def _pack(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:
-    """Returns (N, units): row index and weight of each pair side by side, so that one exchange sends both."""
-    parts, unit = (row_ids_N, weights_N), _unit(weights_N.dtype)
-    return torch.cat([part[:, None].contiguous().view(unit) for part in parts], dim=1)
-
-
-def _unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the row indices (V,) and the weights (V,), of `dtype`, that `_pack` joined."""
-
-    def column(first: int, last: int, kind: torch.dtype) -> Tensor:
-        # clone: a view with another item size needs an aligned start.
-        return message[:, first:last].clone(memory_format=torch.contiguous_format).view(kind).flatten()
-
-    index_units = INDEX_DTYPE.itemsize // message.element_size()
-    return column(0, index_units, INDEX_DTYPE), column(index_units, message.shape[1], dtype)
-
-
-def _unit(dtype: torch.dtype) -> torch.dtype:
-    """Returns the widest integer dtype that divides an index and a weight, of those that every backend can send."""
-    return torch.int32 if dtype.itemsize % INDEX_DTYPE.itemsize == 0 else torch.uint8
+        return Pending.done(self._exchange.scalars(parts_PZ, handle))

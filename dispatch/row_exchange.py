@@ -1,0 +1,89 @@
+"""Exchanges by all-to-all over a group, with the bytes they send: rows, index lists, and one value a pair.
+
+Index lists and values of pairs go from the source rank to the destination rank directly, with every transport that uses
+torch.distributed: a pair has one destination rank, so no way is shorter.
+
+Legend: N pairs this rank sends, V pairs this rank receives, P rows of the pair buffer.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sonic_ep.dispatch.protocol import DispatchHandle
+from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.backend import values_of_pairs
+from sonic_ep.routing import INDEX_DTYPE, Routing
+
+
+@final
+class RowExchange:
+    """Variable-size all-to-all over `group`.
+
+    ranks_per_host: how many consecutive ranks of the group share a host; by default all.
+    wire_bytes: bytes that this rank has sent to other ranks, by kind: "lists", "dispatch", "combine",
+    "combine_scalars". bytes_across_hosts: those of them that went to other hosts.
+    """
+
+    def __init__(self, group: EPGroup, ranks_per_host: int | None = None) -> None:
+        self.group = group
+        self.wire_bytes: Counter[str] = Counter()
+        self.bytes_across_hosts: Counter[str] = Counter()
+        per_host = ranks_per_host or group.size
+        first = group.rank - group.rank % per_host
+        self._own_host = slice(first, first + per_host)
+
+    def rows(
+        self, kind: str, rows: Tensor, send: Sequence[int], receive: Sequence[int], layer: int, hop: str = ""
+    ) -> Tensor:
+        """Returns the received rows, `receive[s]` from each rank s, in order of s.
+
+        rows: (sum(send), ...), `send[q]` for each rank q, in order of q. kind: see `wire_bytes`. layer: its number.
+        hop: follows the kind in errors.
+        """
+        row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
+        self.wire_bytes[kind] += (sum(send) - send[self.group.rank]) * row_bytes
+        self.bytes_across_hosts[kind] += (sum(send) - sum(send[self._own_host])) * row_bytes
+        return self.group.all_to_all(rows, send, receive, stage=f"{kind}{hop}", layer=layer)
+
+    def lists(
+        self, routing: Routing, row_of_pair_N: Tensor, pairs_out: Sequence[int], pairs_in: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Sends row index and weight of each pair. Returns those of the received pairs, both (V,), in arrival order."""
+        weights_N = routing.weights_N[: row_of_pair_N.shape[0]]
+        received = self.rows("lists", _pack(row_of_pair_N, weights_N), pairs_out, pairs_in, self.group.layer)
+        return _unpack(received, weights_N.dtype)
+
+    def scalars(self, parts_PZ: Tensor, handle: DispatchHandle) -> Tensor:
+        """Returns what `Transport.combine_scalars` results in."""
+        num_pairs, splits = handle.slot_V.shape[0], handle.splits
+        values_V = values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], num_pairs)
+        values_N = self.rows("combine_scalars", values_V, splits.pairs_in, splits.pairs_out, handle.layer)
+        spare = handle.num_listed - values_N.shape[0]
+        return pad(values_N, (0, spare)) if spare else values_N
+
+
+def _pack(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:
+    """Returns (N, units): row index and weight of each pair side by side, so that one exchange sends both."""
+    parts, unit = (row_ids_N, weights_N), _unit(weights_N.dtype)
+    return torch.cat([part[:, None].contiguous().view(unit) for part in parts], dim=1)
+
+
+def _unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the row indices (V,) and the weights (V,), of `dtype`, that `_pack` joined."""
+
+    def column(first: int, last: int, kind: torch.dtype) -> Tensor:
+        # clone: a view with another item size needs an aligned start.
+        return message[:, first:last].clone(memory_format=torch.contiguous_format).view(kind).flatten()
+
+    index_units = INDEX_DTYPE.itemsize // message.element_size()
+    return column(0, index_units, INDEX_DTYPE), column(index_units, message.shape[1], dtype)
+
+
+def _unit(dtype: torch.dtype) -> torch.dtype:
+    """Returns the widest integer dtype that divides an index and a weight, of those that every backend can send."""
+    return torch.int32 if dtype.itemsize % INDEX_DTYPE.itemsize == 0 else torch.uint8
