@@ -32,13 +32,19 @@ from sonic_ep.routing import Routing
 class Splits:
     """Rows and pairs that this rank sends to and receives from each rank: host integers, in rank order.
 
-    All are zero with symmetric memory, which needs no split sizes.
+    Rows are distinct (token, destination rank) rows, by source and destination rank, whatever their way. With two_hop,
+    crossing_out and crossing_in are the rows of the hop between hosts, and forwarded_out and forwarded_in those of the
+    hop within a host; else the four are empty, or zero. All are zero with symmetric memory, which needs no split sizes.
     """
 
     rows_out: tuple[int, ...]
     rows_in: tuple[int, ...]
     pairs_out: tuple[int, ...]
     pairs_in: tuple[int, ...]
+    crossing_out: tuple[int, ...] = ()
+    crossing_in: tuple[int, ...] = ()
+    forwarded_out: tuple[int, ...] = ()
+    forwarded_in: tuple[int, ...] = ()
 
     @classmethod
     def none(cls, size: int) -> Self:
@@ -243,9 +249,9 @@ class Transport(Exchange, Protocol):
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         """Sends each row of x to every destination rank that needs it. The result is the received rows (R, H).
 
-        Received rows are ordered by source rank, then token; with symmetric memory there are gaps of undefined content
-        between them. They are valid until the second dispatch after this one or the next `prepare`, see
-        `DispatchHandle.rows_are_reused`.
+        Received rows are ordered by source rank, then token. With two_hop the source ranks are ordered by their number
+        on their host, then by host. With symmetric memory there are gaps of undefined content between rows. They are
+        valid until the second dispatch after this one or the next `prepare`, see `DispatchHandle.rows_are_reused`.
         x_TH is (T, H), any dtype, and must not change before the call of `result`.
         """
         ...

@@ -5,12 +5,12 @@ the sizes of what `prepare_dispatch` returns are symbols. The output sizes of th
 docs/torch_compile.md describes the graph.
 
 Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, R rows this rank
-receives, V pairs this rank receives, P rows of the pair buffer, S ranks of the EP group, E experts, e local experts, I
-expert width, J pre-activation columns (2I if gated else I).
+receives, V pairs this rank receives, P rows of the pair buffer, S ranks of the EP group, F fields of a table, E
+experts, e local experts, I expert width, J pre-activation columns (2I if gated else I).
 """
 
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import astuple, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from sonic_ep.routing import INDEX_DTYPE, GroupCounts, Routing
 from sonic_ep.transports import existing_transport
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
+_NUM_SPLITS = len(fields(Splits))
 _LISTS = [field.name for field in fields(DispatchHandle)]
 _PAIR_STARTS, _EXPERT_STARTS = _LISTS.index("pair_starts_R"), _LISTS.index("expert_starts_e")
 
@@ -98,7 +99,7 @@ def _prepare_dispatch(
     ep_size: int,
     transport: str,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Returns weights_P and the DispatchHandle: its lists, and its splits as one (4, S) tensor on the CPU."""
+    """Returns weights_P and the DispatchHandle: its lists, and its splits as one (8, S) tensor on the CPU."""
     group = EPGroup.named(group_name)
     decided = GroupCounts(*counts)
     split_sizes = pending_sizes.pop(group_name, decided.pairs_SE)
@@ -106,12 +107,11 @@ def _prepare_dispatch(
     with routing.status_first():
         prepared = existing_transport(group, transport).prepare(routing, plan_for(decided, group.rank), x_TH)
     _rows_in_flight.put(group_name, prepared.handle.expert_starts_e, InFlightRows(prepared.rows_RH, routing))
-    splits = prepared.handle.splits
-    numbers = [splits.rows_out, splits.rows_in, splits.pairs_out, splits.pairs_in]
-    splits_4S = torch.tensor(numbers, device="cpu")
+    numbers = [values or (0,) * ep_size for values in astuple(prepared.handle.splits)]
+    splits_FS = torch.tensor(numbers, device="cpu")
     # Casts what is no list of this step but a view of the counts: an operation may not return its inputs.
     lists = [values.to(INDEX_DTYPE) for values in prepared.handle.lists()]
-    return prepared.weights_P, lists, splits_4S
+    return prepared.weights_P, lists, splits_FS
 
 
 @_prepare_dispatch.register_fake
@@ -138,12 +138,12 @@ def _(
     return (
         weights_N.new_empty(P),
         [weights_N.new_empty(size, dtype=INDEX_DTYPE) for size in sizes],
-        torch.empty(4, ep_size, dtype=torch.int64, device="cpu"),
+        torch.empty(_NUM_SPLITS, ep_size, dtype=torch.int64, device="cpu"),
     )
 
 
-def _handle_of(lists: list[Tensor], splits_4S: Tensor, num_tokens: int, num_listed: int) -> DispatchHandle:
-    splits = Splits(*map(tuple, splits_4S.tolist()))
+def _handle_of(lists: list[Tensor], splits_FS: Tensor, num_tokens: int, num_listed: int) -> DispatchHandle:
+    splits = Splits(*map(tuple, splits_FS.tolist()))
     sizes = HandleSizes(splits, num_tokens, lists[_PAIR_STARTS].shape[0] - 1, num_listed)
     return sizes.with_lists(lists)
 
@@ -159,7 +159,7 @@ def _forward(
     weights_N: Tensor,
     weights_P: Tensor,
     lists: list[Tensor],
-    splits_4S: Tensor,
+    splits_FS: Tensor,
     w1_eJH: Tensor,
     w2_eHI: Tensor,
     b1_eJ: Tensor | None,
@@ -177,7 +177,7 @@ def _forward(
     """
     sent = _rows_in_flight.pop(group_name, lists[_EXPERT_STARTS])
     rows_RH = None if sent is None else sent.rows_RH
-    prepared = PreparedDispatch(_handle_of(lists, splits_4S, x_TH.shape[0], weights_N.shape[0]), weights_P, rows_RH)
+    prepared = PreparedDispatch(_handle_of(lists, splits_FS, x_TH.shape[0], weights_N.shape[0]), weights_P, rows_RH)
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
     start_compiling(w2_eHI, activation, bias=b1_eJ is not None)
     call = _call(group_name, transport, activation, save_dispatched, tile_aligned)
@@ -194,7 +194,7 @@ def _(
     weights_N: Tensor,
     weights_P: Tensor,
     lists: list[Tensor],
-    splits_4S: Tensor,
+    splits_FS: Tensor,
     w1_eJH: Tensor,
     w2_eHI: Tensor,
     b1_eJ: Tensor | None,
@@ -221,7 +221,7 @@ def _backward(
     h_PJ: Tensor,
     weights_P: Tensor,
     lists: list[Tensor],
-    splits_4S: Tensor,
+    splits_FS: Tensor,
     w1_eJH: Tensor,
     w2_eHI: Tensor,
     b1_eJ: Tensor | None,
@@ -237,7 +237,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns dx_TH, dweights_N and the gradients of the weights; those that are not needed are empty."""
     saved = SavedForBackward(
-        rows.contiguous(), h_PJ, weights_P, _handle_of(lists, splits_4S, dout_TH.shape[0], num_pairs)
+        rows.contiguous(), h_PJ, weights_P, _handle_of(lists, splits_FS, dout_TH.shape[0], num_pairs)
     )
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
     call = _call(group_name, transport, activation, save_dispatched, tile_aligned)
@@ -253,7 +253,7 @@ def _(
     h_PJ: Tensor,
     weights_P: Tensor,
     lists: list[Tensor],
-    splits_4S: Tensor,
+    splits_FS: Tensor,
     w1_eJH: Tensor,
     w2_eHI: Tensor,
     b1_eJ: Tensor | None,
@@ -273,20 +273,20 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x_TH, weights_N, weights_P, lists, splits_4S, w1, w2, b1, b2, *constants = inputs
+    x_TH, weights_N, weights_P, lists, splits_FS, w1, w2, b1, b2, *constants = inputs
     *_, save_dispatched, _tile_aligned = constants
     _, rows, h_PJ = output
-    ctx.save_for_backward(rows if save_dispatched else x_TH, h_PJ, weights_P, splits_4S, w1, w2, b1, b2, *lists)
+    ctx.save_for_backward(rows if save_dispatched else x_TH, h_PJ, weights_P, splits_FS, w1, w2, b1, b2, *lists)
     ctx.mark_non_differentiable(rows, h_PJ)
     ctx.set_materialize_grads(False)
     ctx.constants = (weights_N.shape[0], *constants)
 
 
 def _differentiate(ctx: Any, dout_TH: Tensor, *_: None) -> tuple[Any, ...]:
-    rows, h_PJ, weights_P, splits_4S, w1, w2, b1, b2, *lists = ctx.saved_tensors
+    rows, h_PJ, weights_P, splits_FS, w1, w2, b1, b2, *lists = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[5:9])
     dx_TH, dweights_N, *grads = torch.ops.sonic_ep.expert_parallel_mlp_backward(
-        dout_TH, rows, h_PJ, weights_P, lists, splits_4S, w1, w2, b1, b2, *ctx.constants, needs
+        dout_TH, rows, h_PJ, weights_P, lists, splits_FS, w1, w2, b1, b2, *ctx.constants, needs
     )
     grads = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
     return dx_TH, dweights_N, None, [None] * len(lists), None, *grads, None, None, None, None, None, None

@@ -18,7 +18,7 @@ Activation = Literal[
 ScoreFunction = Literal["softmax", "sigmoid"]
 LinearDtype = Literal["float32", "input"]
 Balance = Literal["none", "sequence", "batch", "global"]
-TransportKind = Literal["auto", "symmetric", "all_to_all"]
+TransportKind = Literal["auto", "symmetric", "all_to_all", "two_hop"]
 Buffers = Literal["exact", "static"]
 Dispatch = Literal["auto", "push", "copy"]
 RoundingMode = Literal["apportion", "nearest", "up", "down", "stochastic", "pad", "off"]
@@ -174,8 +174,10 @@ class RoundingConfig:
 class TransportConfig:
     """How rows are sent between ranks (docs/transports.md). With one rank, nothing is sent.
 
-    kind: "symmetric" writes into the other GPUs' memory over NVLink. "all_to_all" uses torch.distributed. "auto" uses
-        "symmetric" if every rank can write to every other, else "all_to_all", and logs which.
+    kind: "symmetric" writes into the other GPUs' memory over NVLink. "all_to_all" uses torch.distributed. "two_hop"
+        does too, and sends a row once to each host that needs it instead of once to each rank. "auto" uses "symmetric"
+        if every rank can write to every other, "two_hop" if the ranks are on several hosts with several ranks each,
+        else "all_to_all", and logs which.
     buffers: "exact": the host reads the sizes once per forward. "static": the host reads no sizes in training, so a
         CUDA graph can be captured. This needs rounding.capacity_factor, and the same number of tokens on every rank and
         in every training step.
@@ -183,12 +185,15 @@ class TransportConfig:
         every row to every rank, while SMs compute. "auto": copies where the rows are needed later, that is for x and dX
         in backward, and pushes elsewhere.
     timeout: seconds to wait for a rank that does not come, before every other rank raises an error that names it.
+    ranks_per_host: for "auto" and "two_hop". Take every so many consecutive ranks of the EP group for a host. None: the
+        ranks tell each other where they are.
     """
 
     kind: TransportKind = "auto"
     buffers: Buffers = "exact"
     dispatch: Dispatch = "auto"
     timeout: float = 600.0
+    ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
         _check_one_of("transport.kind", self.kind, get_args(TransportKind))
@@ -197,7 +202,14 @@ class TransportConfig:
         _check_non_negative(**{"transport.timeout": self.timeout})
         if self.timeout == 0:
             raise ValueError("transport.timeout=0 would give up on every rank; give it seconds")
-        if self.kind == "all_to_all":
+        if self.ranks_per_host is not None:
+            _check_int("transport.ranks_per_host", self.ranks_per_host, 1)
+            if self.kind not in ("auto", "two_hop"):
+                raise ValueError(
+                    f"transport.ranks_per_host={self.ranks_per_host} has no effect on transport.kind={self.kind!r}; "
+                    "set transport.kind='two_hop', or leave it out"
+                )
+        if self.kind in ("all_to_all", "two_hop"):
             for name, value, other in (("buffers", self.buffers, "exact"), ("dispatch", self.dispatch, "auto")):
                 if value != other:
                     raise ValueError(

@@ -3,10 +3,8 @@
 NVLink multicast is not used.
 """
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonic_ep.groups import EPGroup
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # containers of several hosts may share a name
+from sonic_ep.groups.hosts import host_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ def symmetric_memory(group: EPGroup, device: torch.device, num_bytes: int) -> Pe
 class RankLocation(NamedTuple):
     """The location of a rank.
 
-    host: name and boot id. gpu: its UUID, None without one. unreachable: the visible GPUs without peer access from that
+    host: see `host_name`. gpu: its UUID, None without one. unreachable: the visible GPUs without peer access from that
     GPU. problem: another reason why peers cannot write to its memory, or None.
     """
 
@@ -82,8 +79,7 @@ class RankLocation(NamedTuple):
 
     @classmethod
     def here(cls, device: torch.device, problem: str | None) -> "RankLocation":
-        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-        host = f"{socket.gethostname()} {boot}".strip()
+        host = host_name()
         if device.type != "cuda":
             return cls(host, None, frozenset(), problem)
         gpus = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]

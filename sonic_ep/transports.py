@@ -15,22 +15,26 @@ from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch
 from sonic_ep.dispatch.symmetric import SymmetricTransport
+from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.extras import missing_extra
-from sonic_ep.groups import EPGroup, exchange_named, register_exchange
+from sonic_ep.groups import EPGroup, HostLayout, exchange_named, register_exchange
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.routing import Routing
 from sonic_ep.symmetric_memory import problem_with_peers, symmetric_memory
 
 _LOG = logging.getLogger("sonic_ep.transports")
 
+_Chosen = AllToAllTransport | SymmetricTransport | TwoHopTransport
+
 
 @final
 class GroupTransport:
-    """The transport of several ranks. Passes every call on to a SymmetricTransport or an AllToAllTransport.
+    """The transport of several ranks. Passes every call on to a Symmetric-, TwoHop- or AllToAllTransport.
 
     It chooses one of them at the first use for a device type, which is then a collective: the one that `config` names,
-    or with "auto" the first if every rank can write to every other, else the second. Raises ValueError, on every rank,
-    if the ranks do not support what `config` names.
+    or with "auto" the first if every rank can write to every other, the second if the ranks are on several hosts with
+    several ranks each, else the third. Raises ValueError, on every rank, if the ranks do not support what `config`
+    names.
 
     text: `config` as a string, by which an operation of a compiled graph finds this transport. name: for
     `exchange_named`.
@@ -43,7 +47,7 @@ class GroupTransport:
         self.config = config
         self.text = _text_of(config)
         self.name = _name_of(group, self.text)
-        self._chosen: dict[str, AllToAllTransport | SymmetricTransport] = {}
+        self._chosen: dict[str, _Chosen] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Returns self: a copy of a layer uses the same ranks and buffers."""
@@ -78,7 +82,7 @@ class GroupTransport:
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         return self.on(parts_PZ).combine_scalars(parts_PZ, handle, overlap=overlap)
 
-    def on(self, values: Tensor) -> AllToAllTransport | SymmetricTransport:
+    def on(self, values: Tensor) -> _Chosen:
         """Returns the transport for the device type of `values`. A collective at its first use."""
         kind = values.device.type
         if kind not in self._chosen:
@@ -95,11 +99,13 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
     """Returns the transport of a group. All layers with the same ranks and config share one object and its buffers.
 
     It lives as long as any EPGroup that it was returned for, because new buffers take tens of milliseconds. A
-    collective at the first call for an EPGroup and a config.
+    collective at the first call for an EPGroup and a config. Raises ValueError of `HostLayout.imitated`.
     """
     config = config or TransportConfig()
     if group.size == 1:
         return LocalTransport()
+    if config.ranks_per_host is not None:
+        HostLayout.imitated(group.size, config.ranks_per_host)  # raises now what the first use would
     text = _text_of(config)
     name = _name_of(group, text)
     group.timeout = config.timeout
@@ -146,10 +152,17 @@ def _name_of(group: EPGroup, text: str) -> str:
     return f"{group.name} {text}"
 
 
-def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> AllToAllTransport | SymmetricTransport:
+def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> _Chosen:
     if config.kind == "all_to_all":
         return AllToAllTransport(group)
-    if device.type == "cuda":
+    hosts = group.hosts(config.ranks_per_host)
+    if config.kind == "two_hop" and hosts.problem is not None:
+        raise ValueError(f"transport.kind='two_hop' cannot be had: {hosts.problem}, or set transport.kind='all_to_all'")
+    if config.kind == "two_hop":
+        return _two_hop(group, hosts)
+    if hosts.num_hosts > 1:
+        problem = f"the ranks of the group are on several hosts: {', '.join(sorted(hosts.names))}"
+    elif device.type == "cuda":
         problem = problem_with_peers(group, device, missing_extra("cuda", "triton"))
     else:
         problem = f"the rows are on a {device.type} device"
@@ -163,5 +176,13 @@ def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> Al
         raise ValueError(
             f"transport.kind={config.kind!r} with {config.buffers} buffers{dispatch} cannot be had: {problem}"
         )
-    _LOG.info("rows travel by all-to-all over %s: %s", group.backend, problem)
+    if hosts.num_hosts > 1 and hosts.problem is None and hosts.ranks_per_host > 1:
+        return _two_hop(group, hosts)
+    _LOG.info("rows travel by all-to-all over %s: %s", group.backend, hosts.problem or problem)
     return AllToAllTransport(group)
+
+
+def _two_hop(group: EPGroup, hosts: HostLayout) -> TwoHopTransport:
+    where = f"{hosts.num_hosts} hosts of {hosts.ranks_per_host} ranks"
+    _LOG.info("rows travel in two hops over %s: %s", group.backend, where)
+    return TwoHopTransport(group, hosts.ranks_per_host)

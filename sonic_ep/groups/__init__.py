@@ -23,9 +23,10 @@ from torch.nn.functional import pad
 
 from sonic_ep.async_d2h import AsyncD2H, host_may_wait
 from sonic_ep.config import TransportConfig
+from sonic_ep.groups.hosts import HostLayout, host_name
 from sonic_ep.groups.lost_ranks import LostRankError, PeerWatch, polled, work_has_ended
 
-__all__ = ["EPGroup", "Exchange", "LostRankError", "exchange_named", "register_exchange"]
+__all__ = ["EPGroup", "Exchange", "HostLayout", "LostRankError", "exchange_named", "register_exchange"]
 
 
 class Exchange(Protocol):
@@ -151,6 +152,18 @@ class EPGroup:
         """Sets `layer`, of all groups of these ranks."""
         if self.size > 1:
             self._watch.layer = number
+
+    def hosts(self, ranks_per_host: int | None = None) -> HostLayout:
+        """Returns which ranks share a host. A collective unless ranks_per_host is set. Later errors name the hosts.
+
+        ranks_per_host: imitates hosts of that many consecutive ranks, see `HostLayout.imitated`.
+        """
+        if ranks_per_host is None:
+            layout = HostLayout(tuple(self.all_gather_object(host_name(), stage="the choice of a transport")))
+        else:
+            layout = HostLayout.imitated(self.size, ranks_per_host)
+        self._watch.hosts = layout
+        return layout
 
     def all_gather(
         self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, stage: str = "counts"

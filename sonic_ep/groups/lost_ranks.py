@@ -16,6 +16,8 @@ from typing import NamedTuple, NoReturn, Protocol, Self, final
 import torch
 import torch.distributed as dist
 
+from sonic_ep.groups.hosts import HostLayout
+
 _SLICE = 1.0  # seconds between two looks into the store
 _GRACE = 10.0  # the most seconds in which the others may write where they are: some compute, and come later
 _POLL = 0.05  # seconds between two reads of what they wrote
@@ -71,11 +73,13 @@ class PeerWatch:
     """The collectives of one process group on this rank.
 
     layer: the number of the MoE layer that runs its forward, as it was built; 0 for none.
+    hosts: where the ranks are, for errors; None if no transport has asked.
     store: returns the store of the group.
     """
 
     def __init__(self, rank: int, size: int, store: Callable[[], _Store]) -> None:
         self.layer = 0
+        self.hosts: HostLayout | None = None
         self._rank, self._size, self._store = rank, size, store
         self._number = 0
         self._message: str | None = None  # of the error, once a rank is lost
@@ -128,7 +132,8 @@ class PeerWatch:
         reports, grace = {self._rank: own}, min(timeout, _GRACE)
         if self._store_answers:
             self._store_answers = _within(grace + 2 * _STORE_LIMIT, lambda: self._gather(reports, grace))
-        self._message = message_of({**reports}, self._size, timeout, reason, store_answers=self._store_answers)
+        hosts = self.hosts or HostLayout(("",) * self._size)
+        self._message = message_of({**reports}, hosts, timeout, reason, store_answers=self._store_answers)
         raise LostRankError(self._message) from None
 
     def _gather(self, reports: dict[int, _Report], grace: float) -> None:
@@ -152,12 +157,15 @@ class PeerWatch:
             time.sleep(_POLL)
 
 
-def message_of(reports: dict[int, _Report], size: int, timeout: float, reason: str, *, store_answers: bool) -> str:
+def message_of(
+    reports: dict[int, _Report], hosts: HostLayout, timeout: float, reason: str, *, store_answers: bool
+) -> str:
     """Returns the error message, of at most five lines.
 
-    reports: by rank. reason: torch's words. store_answers: False if the store broke, or its host has stopped.
+    reports: by rank. hosts: of all ranks. reason: torch's words. store_answers: False if the store broke, or its host
+    has stopped.
     """
-    missing = [rank for rank in range(size) if rank not in reports]
+    missing = [rank for rank in range(len(hosts.hosts_S)) if rank not in reports]
     first = min(report.collective for report in reports.values())
     timed_out = any(report.cause == "timeout" for report in reports.values())
     # The rank that hosts the store may raise and end before the others, but not before it has reported.
@@ -166,14 +174,18 @@ def message_of(reports: dict[int, _Report], size: int, timeout: float, reason: s
     fix = "this process group is of no more use: start all ranks again"
     if missing:
         who = _ranks(missing) if is_known else "a rank"
+        place = hosts.place_of(missing)
         ended = "its process" if len(missing) == 1 or not is_known else "one of their processes"
         cause = f"within {timeout:g} s: it died, it is stuck, or it is slower than that"
         cause = cause if timed_out else f"because {ended} has ended"
-        lines = [f"{who} of the EP group did not come to {first} {cause}", "; ".join(waiting)]
+        lines = [
+            f"{who} of the EP group{place if is_known else ''} did not come to {first} {cause}",
+            "; ".join(waiting),
+        ]
         if not is_known:
             lines[1] = (
-                f"the store of the process group does not answer, so it may be any of {_ranks(missing)}: most likely "
-                "the one that hosts the store, usually rank 0"
+                f"the store of the process group does not answer, so it may be any of {_ranks(missing)}{place}: most "
+                "likely the one that hosts the store, usually rank 0"
             )
         fix = f"look at the log of {_ranks(missing)} first, or raise transport.timeout; {fix}"
     elif len(waiting) > 1:

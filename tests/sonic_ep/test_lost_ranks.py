@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from sonic_ep import EPGroup, MoE, MoEConfig, TransportConfig
 from sonic_ep.groups import LostRankError
+from sonic_ep.groups.hosts import HostLayout
 from sonic_ep.groups.lost_ranks import Collective, _Report, message_of
 from sonic_ep.transports import GroupTransport
 
@@ -217,7 +218,7 @@ def test_the_message(reports: dict[int, Any], store_answers: bool, wanted: str) 
         rank: _Report(Collective(number, stage, 1, False), waited, cause)
         for rank, (number, stage, waited, cause) in reports.items()
     }
-    text = message_of(of_ranks, 4, TIMEOUT, "so", store_answers=store_answers)
+    text = message_of(of_ranks, HostLayout(("",) * 4), TIMEOUT, "so", store_answers=store_answers)
     assert text.startswith(wanted)
     assert len(text.splitlines()) <= 5
 
