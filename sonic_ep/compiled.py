@@ -29,7 +29,6 @@ from sonic_ep.routing import INDEX_DTYPE, GroupCounts, Routing
 from sonic_ep.transports import existing_transport
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
-_NUM_SPLITS = len(fields(Splits))
 _LISTS = [field.name for field in fields(DispatchHandle)]
 _PAIR_STARTS, _EXPERT_STARTS = _LISTS.index("pair_starts_R"), _LISTS.index("expert_starts_e")
 
@@ -99,7 +98,7 @@ def _prepare_dispatch(
     ep_size: int,
     transport: str,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Returns weights_P and the DispatchHandle: its lists, and its splits as one (8, S) tensor on the CPU."""
+    """Returns weights_P and the DispatchHandle: its lists, and its splits as one (F, S) tensor on the CPU."""
     group = EPGroup.named(group_name)
     decided = GroupCounts(*counts)
     split_sizes = pending_sizes.pop(group_name, decided.pairs_SE)
@@ -107,8 +106,8 @@ def _prepare_dispatch(
     with routing.status_first():
         prepared = existing_transport(group, transport).prepare(routing, plan_for(decided, group.rank), x_TH)
     _rows_in_flight.put(group_name, prepared.handle.expert_starts_e, InFlightRows(prepared.rows_RH, routing))
-    numbers = [values or (0,) * ep_size for values in astuple(prepared.handle.splits)]
-    splits_FS = torch.tensor(numbers, device="cpu")
+    numbers = astuple(prepared.handle.splits)[: _num_splits(ep_size)]
+    splits_FS = torch.tensor([values or (0,) * ep_size for values in numbers], device="cpu")
     # Casts what is no list of this step but a view of the counts: an operation may not return its inputs.
     lists = [values.to(INDEX_DTYPE) for values in prepared.handle.lists()]
     return prepared.weights_P, lists, splits_FS
@@ -138,8 +137,13 @@ def _(
     return (
         weights_N.new_empty(P),
         [weights_N.new_empty(size, dtype=INDEX_DTYPE) for size in sizes],
-        torch.empty(_NUM_SPLITS, ep_size, dtype=torch.int64, device="cpu"),
+        torch.empty(_num_splits(ep_size), ep_size, dtype=torch.int64, device="cpu"),
     )
+
+
+def _num_splits(ep_size: int) -> int:
+    """Returns F: how many fields of Splits a transport may have. One rank has no hops."""
+    return 4 if ep_size == 1 else len(fields(Splits))
 
 
 def _handle_of(lists: list[Tensor], splits_FS: Tensor, num_tokens: int, num_listed: int) -> DispatchHandle:

@@ -76,6 +76,28 @@ def test_limits_of_rounding(arguments: dict[str, Any], message: str) -> None:
         RoundingConfig(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "two_hops"}, "transport.kind='two_hops' is not one of auto, symmetric, all_to_all, two_hop"),
+        (
+            {"kind": "two_hop", "buffers": "static"},
+            "transport.buffers='static' is the symmetric transport's; set transport.kind='symmetric', or buffers",
+        ),
+        ({"kind": "two_hop", "dispatch": "copy"}, "transport.dispatch='copy' is the symmetric transport's"),
+        ({"kind": "two_hop", "ranks_per_host": 0}, "transport.ranks_per_host=0 must be >= 1"),
+        ({"ranks_per_host": 2.0}, "transport.ranks_per_host=2.0 must be an integer >= 1"),
+        (
+            {"kind": "all_to_all", "ranks_per_host": 2},
+            "transport.ranks_per_host=2 has no effect on transport.kind='all_to_all'; set transport.kind='two_hop', or",
+        ),
+    ],
+)
+def test_limits_of_the_transport(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TransportConfig(**arguments)
+
+
 def test_static_buffers_need_a_bound() -> None:
     static = TransportConfig(buffers="static")
     MoEConfig(**SIZES, transport=static, rounding=RoundingConfig(capacity_factor=1.25))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.routers.replay import replay_contexts
 from sonic_ep.routing import RoutedPairs
@@ -172,6 +172,27 @@ def errors_against_oracle(rank: int, config: MoEConfig, kind: str, device: str =
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients_match_the_dense_oracle(ranks: Ranks, case: str, ep_size: int) -> None:
     for rank, errors in enumerate(ranks(ep_size).run(errors_against_oracle, *CASES[case])):
+        wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
+        assert not wrong, f"rank {rank}: {wrong}"
+        assert {"y", "dx", "dw1", "dw2"} <= errors.keys()
+
+
+# Every rounding mode; T = 0 on a rank; other numbers of tokens and experts a token; rows kept for backward.
+TWO_HOP_CASES = [name for name in CASES if name.startswith("mode-")]
+TWO_HOP_CASES += ["one-rank-empty", "shared-gate", "kept-rows", "capacity", "all-on-one-expert"]
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "ranks_per_host", "case"),
+    [
+        *((4, 2, case) for case in TWO_HOP_CASES),
+        *((8, per_host, case) for per_host in (2, 4) for case in ("mode-apportion", "one-rank-empty")),
+    ],
+)
+def test_two_hops_match_the_dense_oracle(ranks: Ranks, case: str, ep_size: int, ranks_per_host: int) -> None:
+    config, kind = CASES[case]
+    config = config.replace(transport=TransportConfig(kind="two_hop", ranks_per_host=ranks_per_host))
+    for rank, errors in enumerate(ranks(ep_size).run(errors_against_oracle, config, kind)):
         wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
         assert not wrong, f"rank {rank}: {wrong}"
         assert {"y", "dx", "dw1", "dw2"} <= errors.keys()

@@ -29,12 +29,13 @@ STEP = 2
 
 class Fault(NamedTuple):
     """action: what happens to the victim. stage: of its second layer, before it; "user" is between two steps.
-    backward: of the backward."""
+    backward: of the backward. ranks_per_host: of the two-hop transport, if the ranks have it."""
 
     action: str
     victim: int
     stage: str
     backward: bool = False
+    ranks_per_host: int | None = None
 
 
 def _strike(fault: Fault, folder: Path) -> None:
@@ -61,7 +62,9 @@ def _struck_in(method: str, fault: Fault, folder: Path) -> Any:
 
 
 def _steps(rank: int, fault: Fault, folder: Path) -> None:
-    config = MoEConfig(d=8, n=4, E=8, K=2, transport=TransportConfig(timeout=START))
+    kind = "auto" if fault.ranks_per_host is None else "two_hop"
+    transport = TransportConfig(kind=kind, timeout=START, ranks_per_host=fault.ranks_per_host)
+    config = MoEConfig(d=8, n=4, E=8, K=2, transport=transport)
     is_victim, group = rank == fault.victim, EPGroup()
     if is_victim and fault.stage == "construction":
         _struck_in("all_gather_object", fault, folder).start()
@@ -158,6 +161,34 @@ def test_the_others_name_the_rank_and_where(size: int, fault: Fault, wanted: str
     for text in run(size, fault, tmp_path).values():
         assert text.startswith(f"rank {fault.victim} of the EP group did not come to {wanted}")
         assert f"look at the log of rank {fault.victim} first, or raise transport.timeout" in text
+
+
+@pytest.mark.parametrize(
+    ("size", "fault", "wanted"),
+    [
+        (4, Fault("kill", 3, "dispatch across hosts", ranks_per_host=2), f"dispatch across hosts of layer 2 {BROKEN}"),
+        (
+            4,
+            Fault("stop", 2, "dispatch within a host", ranks_per_host=2),
+            f"dispatch within a host of layer 2 {IN_TIME}",
+        ),
+        (2, Fault("stop", 1, "lists across hosts", ranks_per_host=1), f"lists across hosts of layer 2 {IN_TIME}"),
+        (
+            4,
+            Fault("stop", 3, "combine across hosts", backward=True, ranks_per_host=2),
+            f"combine across hosts of layer 2 in backward {IN_TIME}",
+        ),
+        (
+            4,
+            Fault("kill", 2, "combine within a host", backward=True, ranks_per_host=2),
+            f"combine within a host of layer 2 in backward {BROKEN}",
+        ),
+    ],
+    ids=str,
+)
+def test_in_two_hops_the_host_is_named_as_well(size: int, fault: Fault, wanted: str, tmp_path: Path) -> None:
+    for text in run(size, fault, tmp_path).values():
+        assert text.startswith(f"rank {fault.victim} of the EP group on host 1 did not come to {wanted}")
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])

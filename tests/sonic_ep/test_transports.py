@@ -3,12 +3,13 @@
 import gc
 import weakref
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from sonic_ep import EPGroup, TransportConfig
+from sonic_ep import EPGroup, TransportConfig, groups
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.transports import GroupTransport, transport_for, transport_type
@@ -67,6 +68,69 @@ def chosen_by_config(rank: int) -> None:
     assert isinstance(symmetric, GroupTransport)
     with pytest.raises(ValueError, match="kind='symmetric' with exact buffers cannot be had: the rows are on a cpu"):
         symmetric.on(rows)
+
+
+def chosen_on(rank: int, hosts: list[str], config: TransportConfig) -> str:
+    """The name of the type of a transport of ranks on these hosts, or what is raised."""
+    group = EPGroup()
+    with patch.object(groups, "host_name", lambda: hosts[rank]):
+        transport = transport_for(group, config)
+        assert isinstance(transport, GroupTransport)
+        try:
+            return type(transport.on(torch.zeros(1))).__name__
+        except ValueError as error:
+            return str(error)
+
+
+AUTO, TWO_HOP = TransportConfig(), TransportConfig(kind="two_hop")
+STATIC = TransportConfig(buffers="static")
+UNEVEN = (
+    "transport.kind='two_hop' cannot be had: the hosts have different numbers of ranks (3 on a, 1 on b); start as many "
+    "processes on each, or make EP groups with as many ranks of each, or set transport.kind='all_to_all'"
+)
+MIXED = (
+    "transport.kind='two_hop' cannot be had: the ranks of a host are not consecutive (1 on a, 1 on b, 1 on a, 1 on b); "
+    "make EP groups of consecutive ranks, or set transport.kind='all_to_all'"
+)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "config", "wanted"),
+    [
+        ("aaaa", AUTO, "AllToAllTransport"),
+        ("aabb", AUTO, "TwoHopTransport"),
+        ("abcd", AUTO, "AllToAllTransport"),
+        ("aaab", AUTO, "AllToAllTransport"),
+        ("abab", AUTO, "AllToAllTransport"),
+        ("aaaa", TransportConfig(ranks_per_host=2), "TwoHopTransport"),
+        ("aabb", TransportConfig(ranks_per_host=8), "AllToAllTransport"),
+        ("aabb", TransportConfig(kind="all_to_all"), "AllToAllTransport"),
+        ("aaaa", TWO_HOP, "TwoHopTransport"),
+        ("abcd", TWO_HOP, "TwoHopTransport"),
+        ("aaab", TWO_HOP, UNEVEN),
+        ("abab", TWO_HOP, MIXED),
+        (
+            "aabb",
+            STATIC,
+            "transport.kind='auto' with static buffers cannot be had: the ranks of the group are on several hosts: "
+            "a, b",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) == 4 else "",
+)
+def test_hosts_decide(ranks: Callable[[int], RankPool], hosts: str, config: TransportConfig, wanted: str) -> None:
+    assert ranks(4).run(chosen_on, [*hosts], config) == [wanted] * 4
+
+
+def imitated_unevenly(rank: int) -> str:
+    with pytest.raises(ValueError, match=r"^transport.ranks_per_host") as caught:
+        transport_for(EPGroup(), TransportConfig(kind="two_hop", ranks_per_host=3))
+    return str(caught.value)
+
+
+def test_imitated_hosts_must_be_of_equal_size(ranks: Callable[[int], RankPool]) -> None:
+    wanted = "transport.ranks_per_host=3 does not divide ep_size=4: give a divisor of 4, or 4 and more for one host"
+    assert ranks(4).run(imitated_unevenly) == [wanted] * 4
 
 
 def test_its_life(ranks: Callable[[int], RankPool]) -> None:
