@@ -1,6 +1,7 @@
 """`SonicEPOptions`: options that the frameworks' own configs have no fields for."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from sonic_ep.config import RoundingConfig, TransportConfig
 
@@ -13,6 +14,8 @@ class SonicEPOptions:
     save_dispatched: save the R received rows for backward, instead of dispatching x a second time. With bf16 this takes
         2*R*d bytes more per layer.
     transport: see TransportConfig.
+    quantised: what to do with a Megatron config in fp8 or fp4, of which the experts stay in params_dtype: "warn" once
+        and train, or "refuse" it.
 
     Raises ValueError for static buffers without rounding that has a capacity_factor.
     """
@@ -20,6 +23,7 @@ class SonicEPOptions:
     rounding: RoundingConfig | None = None
     save_dispatched: bool = False
     transport: TransportConfig = field(default_factory=TransportConfig)
+    quantised: Literal["warn", "refuse"] = "warn"
 
     def __post_init__(self) -> None:
         self.transport.check_bound(self.rounding)

@@ -1,4 +1,4 @@
-"""Stock Megatron-Core 0.16.1 on a machine without a GPU, over gloo: what stands in its way, put aside for a while.
+"""Stock Megatron-Core 0.19.2 on a machine without a GPU, over gloo: what stands in its way, put aside for a while.
 
     with megatron_on_cpu():
         ...  # build, train, save: Megatron believes that it has one CUDA device, which is the CPU
@@ -41,7 +41,10 @@ def megatron_on_cpu() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         # What torch 2.13 has renewed: names of collectives, and the sharded tensors that checkpoints are made of.
         warnings.filterwarnings("ignore", "`torch.distributed|Please use DTensor", FutureWarning)
-        _define_missing_name()
+        # Megatron has each rank read its own part of a checkpoint, which torch takes for a mistake.
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is disabled, unavail|The argument order of load", UserWarning
+        )
         if torch.cuda.is_available():
             # Of what torch.compile makes of Megatron's small functions, and of the shared experts' own stream.
             warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor|The AccumulateGrad node", UserWarning)
@@ -52,14 +55,6 @@ def megatron_on_cpu() -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # its jit_fuser is torch.compile
         stack.enter_context(_quiet_generator())
         yield
-
-
-def _define_missing_name() -> None:
-    """0.16.1 forgets this name where Transformer Engine is missing, on GPUs too."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def _shims() -> Iterator[tuple[Any, str, Any]]:
@@ -96,6 +91,10 @@ def _shims() -> Iterator[tuple[Any, str, Any]]:
     # The all-to-all dispatcher wants its split sizes as numpy, and gets them so only from a GPU tensor.
     yield moe_utils, "maybe_move_tensor_to_cpu", _moved
     yield _module("megatron.core.transformer.moe.token_dispatcher"), "maybe_move_tensor_to_cpu", _moved
+
+    # With expert tensor parallelism ranks exchange parts of different sizes, which gloo does not take.
+    for name, stand_in in (("all_gather", _all_gather), ("reduce_scatter", _reduce_scatter)):
+        yield torch.distributed, name, _for_megatron(stand_in, getattr(torch.distributed, name))
 
     # Checkpoints are written by processes, which a rank of tests.helpers.launch may not start: by threads, then.
     yield _module("megatron.core.dist_checkpointing.strategies.filesystem_async").mp, "get_context", lambda _: dummy
@@ -175,6 +174,20 @@ def _moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _all_gather(outputs: list[Tensor], value: Tensor, group: Any = None, **_: object) -> None:
+    ranks = torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD)
+    for rank, output in zip(ranks, outputs, strict=True):
+        if rank == torch.distributed.get_rank():
+            output.copy_(value)
+        torch.distributed.broadcast(output, rank, group=group)
+
+
+def _reduce_scatter(output: Tensor, parts: list[Tensor], group: Any = None, **_: object) -> None:
+    summed = torch.cat(parts)
+    torch.distributed.all_reduce(summed, group=group)
+    output.copy_(summed.split([len(part) for part in parts])[torch.distributed.get_rank(group)])
+
+
 def _norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> nn.Module:
     norm = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization](hidden_size, eps=eps)
     for parameter in norm.parameters():
@@ -205,9 +218,10 @@ class GroupStepAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
-        if not adam_w_mode:
-            raise ValueError("GroupStepAdam only decays weights as AdamW does: set decoupled_weight_decay=True")
+        if not adam_w_mode or capturable:
+            raise ValueError("GroupStepAdam decays weights as AdamW alone, and is in no graph")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -1,13 +1,12 @@
 """Experts of each kind, ours and Megatron's, whole models of them, and their weights in one order.
 
-Kinds: "ours", "sequential" (SequentialMLP), "grouped" (GroupedMLP: building and saving it needs no GPU, running it
-would) and "te_grouped" (TEGroupedMLP over a stand-in for Transformer Engine's linear: its checkpoints alone).
+Kinds: "ours", "sequential" (SequentialMLP) and "te_grouped" (TEGroupedMLP over a stand-in for Transformer Engine's
+linear: its checkpoints alone).
 
 Legend: E experts, e local experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
 
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from sonic_ep.kernels.experts.activations import concatenate, interleave
 
 EXPERTS = 8
-KINDS = ("ours", "sequential", "grouped", "te_grouped")
+KINDS = ("ours", "sequential", "te_grouped")
 VARIANTS: dict[str, dict[str, Any]] = {
     "gated": {},
     "biases": {"add_bias_linear": True},
@@ -37,19 +36,17 @@ def metadata(singleton: bool, sharding: str = "fully_reshardable") -> dict[str, 
 def run_with(kind: str, *, seed: int | None = 0, distributed: bool = False, **config: Any) -> Any:
     """A Run whose experts are of `kind` (not "te_grouped"); inside parallel_state."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.moe import grouped_gemm_util
 
     from sonic_ep.integrations.megatron import use_sonic_ep
     from tests.helpers.megatron_training import Run, gpt_config
 
-    is_grouped = kind == "grouped"
-    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, normalization="RMSNorm", moe_grouped_gemm=is_grouped)
-    with patch.object(grouped_gemm_util, "assert_grouped_gemm_is_available"):
-        settings = gpt_config(**config)
-        settings.moe_grouped_gemm = is_grouped
-        return Run(
-            settings, use_sonic_ep(spec) if kind == "ours" else spec, seed=seed, distributed_optimizer=distributed
-        )
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, normalization="RMSNorm")
+    return Run(
+        gpt_config(**config),
+        use_sonic_ep(spec) if kind == "ours" else spec,
+        seed=seed,
+        distributed_optimizer=distributed,
+    )
 
 
 def module_of(run: Any) -> Any:
@@ -61,8 +58,7 @@ def bare_experts(kind: str, config: Any) -> Any:
     """This rank's experts of `kind`, as built; inside parallel_state."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe import grouped_gemm_util
-    from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+    from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     from sonic_ep.integrations.megatron import SonicEPOptions
@@ -74,10 +70,7 @@ def bare_experts(kind: str, config: Any) -> Any:
     if kind == "sequential":
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         return SequentialMLP(count, config, linears, groups)
-    if kind == "te_grouped":
-        return _te_grouped_mlp(count, config, groups)
-    with patch.object(grouped_gemm_util, "assert_grouped_gemm_is_available"):
-        return GroupedMLP(count, config, groups)
+    return _te_grouped_mlp(count, config, groups)
 
 
 def weights(kind: str, experts: Any) -> dict[str, Tensor]:
@@ -87,8 +80,6 @@ def weights(kind: str, experts: Any) -> dict[str, Tensor]:
         found = {name: getattr(experts, own) for name, own in OURS.items() if getattr(experts, own) is not None}
         stacked = {name: each.data if each.dim() > 1 else each.data.view(count, -1) for name, each in found.items()}
         return {name: concatenate(each) if name in pairs else each for name, each in stacked.items()}
-    if kind == "grouped":
-        return {name: view.transpose(1, 2) for name, view in _grouped_blocks(experts).items()}
     return {
         name: torch.stack([each.data for each in each_expert])
         for name, each_expert in _split_rows(kind, experts).items()
@@ -103,19 +94,10 @@ def set_weights(kind: str, experts: Any, values: dict[str, Tensor]) -> None:
             pairs = experts.config.gated_linear_unit and name in ("fc1", "b1")
             parameter = getattr(experts, OURS[name])
             parameter.copy_((interleave(value) if pairs else value).view(parameter.shape))
-    elif kind == "grouped":
-        for name, view in _grouped_blocks(experts).items():
-            view.copy_(values[name].transpose(1, 2))
     else:
         for name, parameters in _split_rows(kind, experts).items():
             for parameter, value in zip(parameters, values[name], strict=True):
                 parameter.copy_(value)
-
-
-def _grouped_blocks(experts: Any) -> dict[str, Tensor]:
-    """GroupedMLP's memory as it multiplies by it: fc1 (e, H, J), fc2 (e, I, H)."""
-    count, H = experts.num_local_experts, experts.config.hidden_size
-    return {"fc1": experts.weight1.data.view(count, H, -1), "fc2": experts.weight2.data.view(count, -1, H)}
 
 
 def _split_rows(kind: str, experts: Any) -> dict[str, list[nn.Parameter]]:
@@ -129,7 +111,7 @@ def _split_rows(kind: str, experts: Any) -> dict[str, list[nn.Parameter]]:
 
 class TEGroupedLinear(nn.Module):
     """Weights and checkpoints of Transformer Engine's grouped linear, as TEGroupedLinear in
-    megatron/core/extensions/transformer_engine.py of 0.16.1 has them (_sharded_state_dict_grouped)."""
+    megatron/core/extensions/transformer_engine.py of 0.19.2 has them (_sharded_state_dict_grouped)."""
 
     def __init__(self, count: int, shape: tuple[int, int], has_bias: bool, pg_collection: Any, tp_axis: int) -> None:
         super().__init__()

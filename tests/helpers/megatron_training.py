@@ -48,15 +48,16 @@ def parallel_state(
     virtual_pipeline: int | None = None,
     context: int = 1,
     expert: int = 1,
+    expert_tensor: int = 1,
     seed: int = 1234,
 ) -> Iterator[None]:
     """Megatron's process groups and generators over all ranks of the default group; the rest is data parallel.
 
-    Expert-tensor parallelism is 1. Everything is put back at the end, so that one process can hold one after another.
+    Everything is put back at the end, so that one process can hold one after another.
     """
     from megatron.core import parallel_state as state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
-    from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     with megatron_on_cpu(), _own_groups():
         state.initialize_model_parallel(
@@ -65,15 +66,14 @@ def parallel_state(
             virtual_pipeline_model_parallel_size=virtual_pipeline,
             context_parallel_size=context,
             expert_model_parallel_size=expert,
-            expert_tensor_parallel_size=1,
+            expert_tensor_parallel_size=expert_tensor,
         )
         initialize_rng_tracker(force_reset=True)
         model_parallel_cuda_manual_seed(seed)
         try:
             yield
         finally:
-            clear_aux_losses_tracker()
-            get_moe_layer_wise_logging_tracker().clear()
+            destroy_moe_metrics_tracker()
             state.destroy_model_parallel()
 
 
@@ -132,7 +132,7 @@ def gpt_config(**changes: Any) -> Any:
         "virtual_pipeline_model_parallel_size": state.get_virtual_pipeline_model_parallel_world_size(),
         "context_parallel_size": state.get_context_parallel_world_size(),
         "expert_model_parallel_size": state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": state.get_expert_tensor_parallel_world_size(),
         "pipeline_dtype": torch.float32,
         "batch_p2p_comm": False,
     }
@@ -294,17 +294,13 @@ class Run:
         return float(total) / (state.get_data_parallel_world_size() * state.get_tensor_model_parallel_world_size())
 
     def _aux_losses(self) -> dict[str, float]:
-        from megatron.core.transformer.moe.moe_utils import (
-            clear_aux_losses_tracker,
-            get_moe_layer_wise_logging_tracker,
-            reduce_aux_losses_tracker_across_ranks,
-        )
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        reduce_aux_losses_tracker_across_ranks()
-        tracker = get_moe_layer_wise_logging_tracker()
+        tracker = get_moe_metrics_tracker()
+        tracker._sync_metrics(list(tracker.metrics))
         terms = self.config.num_layers * self.microbatches  # Megatron sums over both
-        means = {name: float(each["values"].sum()) / terms for name, each in tracker.items()}
-        clear_aux_losses_tracker()
+        means = {name: float(each.values.sum()) / terms for name, each in tracker.metrics.items()}
+        tracker.clear()
         return means
 
 

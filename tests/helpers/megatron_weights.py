@@ -26,7 +26,8 @@ def fill_weights(model: Any, seed: int) -> None:
         if ".local_experts." in name:
             prefix, _, rest = name.partition("local_experts.")
             local, _, matrix = rest.partition(".")
-            parameter.copy_(_values(f"{prefix}{_first_expert(model) + int(local)}.{matrix}", parameter.shape, seed))
+            name = f"{prefix}{_first_expert(model) + int(local)}.{matrix}"
+            parameter.copy_(_tensor_share(name, parameter, seed, gated=model.config.gated_linear_unit, expert=True))
         elif stacked and parameter.dim() == (3 if stacked[2] == "weight" else 1):
             for local, weight in enumerate(parameter.view(_num_local_experts(model), -1, *parameter.shape[2:])):
                 key = f"{stacked[1]}{_first_expert(model) + local}.linear_fc{stacked[3]}.{stacked[2]}"
@@ -43,14 +44,18 @@ def fill_weights(model: Any, seed: int) -> None:
             parameter.copy_(1 + _values(name, parameter.shape, seed))
 
 
+def _moe_layer(model: Any) -> Any:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    return next(module for module in model.modules() if isinstance(module, MoELayer))
+
+
 def _num_local_experts(model: Any) -> int:
-    return model.config.num_moe_experts // model.config.expert_model_parallel_size
+    return _moe_layer(model).num_local_experts
 
 
 def _first_expert(model: Any) -> int:
-    from megatron.core import parallel_state as state
-
-    return state.get_expert_model_parallel_rank() * _num_local_experts(model)
+    return _moe_layer(model).local_expert_indices[0]
 
 
 def _values(key: str, shape: torch.Size, seed: int) -> Tensor:
@@ -58,17 +63,19 @@ def _values(key: str, shape: torch.Size, seed: int) -> Tensor:
     return 0.1 * torch.randn(shape, generator=generator)
 
 
-def _tensor_share(name: str, parameter: nn.Parameter, seed: int) -> Tensor:
+def _tensor_share(name: str, parameter: nn.Parameter, seed: int, *, gated: bool = True, expert: bool = False) -> Tensor:
     """What a tensor-parallel rank holds of the whole weight. fc1 of a gated unit divides gate and up rows each."""
     from megatron.core import parallel_state as state
 
     rank, size = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+    if expert:
+        rank, size = state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return _values(name, parameter.shape, seed)
-    dim = parameter.partition_dim  # type: ignore[attr-defined]
+    dim: int = parameter.partition_dim  # type: ignore[attr-defined, assignment]
     shape = list(parameter.shape)
     shape[dim] *= size
     whole = _values(name, torch.Size(shape), seed)
-    if "linear_fc1" in name:
+    if "linear_fc1" in name and gated:
         return torch.cat([half.chunk(size, dim)[rank] for half in whole.chunk(2, dim)], dim)
     return whole.chunk(size, dim)[rank]

@@ -1,6 +1,6 @@
 """sonic_ep in Megatron-Core: `use_sonic_ep(spec)` replaces the MoE in a layer or block spec by ours, and nothing else.
 
-docs/megatron.md says what every MoE field of TransformerConfig does here. Tested with megatron-core 0.16.1.
+docs/megatron.md says what every MoE field of TransformerConfig does here. Tested with megatron-core 0.19.2.
 """
 
 from sonic_ep.extras import require_extra

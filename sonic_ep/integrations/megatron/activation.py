@@ -7,11 +7,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 # (activation_func, gated_linear_unit, activation_func_clamp_value, glu_linear_offset)
 _NAMES = {
     (F.silu, True, None, 0.0): "swiglu",
+    (F.gelu, True, None, 0.0): "geglu_erf",
     (fast_gelu, True, None, 0.0): "geglu",
     (F.relu, True, None, 0.0): "reglu",
     (quick_gelu, True, 7.0, 1.0): "swiglu_oai",
     (F.silu, False, None, 0.0): "silu",
+    (F.gelu, False, None, 0.0): "gelu_erf",
     (fast_gelu, False, None, 0.0): "gelu",
+    (F.relu, False, None, 0.0): "relu",
     (squared_relu, False, None, 0.0): "relu2",
 }
 
@@ -33,5 +36,5 @@ def activation_of(config: TransformerConfig) -> str:
         f"activation_func={function} with gated_linear_unit={config.gated_linear_unit}, "
         f"activation_func_clamp_value={config.activation_func_clamp_value}, "
         f"glu_linear_offset={config.glu_linear_offset} has no kernel here; set one of (activation_func, "
-        f"gated_linear_unit): {known}. F.gelu is exact; fast_gelu of megatron.core.activations approximates it by tanh"
+        f"gated_linear_unit): {known}"
     )

@@ -1,8 +1,8 @@
 """Our experts in Megatron-Core's checkpoints: reads and writes the keys and shapes of Megatron's own experts.
 
-Distributed checkpoints. SequentialMLP, GroupedMLP and TEGroupedMLP write one layout: tensors of all E experts, in which
-gate and up rows of a gated unit are two shards. A checkpoint of any of them loads here and the reverse, also at another
-EP size, model and optimizer state alike:
+Distributed checkpoints. SequentialMLP and TEGroupedMLP, and GroupedMLP of older versions, write one layout: tensors of
+all E experts, in which gate and up rows of a gated unit are two shards. A checkpoint of any of them loads here and the
+reverse, also at another EP size, model and optimizer state alike:
 
     <prefix>experts.linear_fc1.weight  (E, J, H)  gate rows, then up rows       ...linear_fc1.bias  (E, J)
     <prefix>experts.linear_fc2.weight  (E, H, I)                                ...linear_fc2.bias  (E, H)
@@ -12,11 +12,11 @@ With metadata["singleton_local_shards"] each expert g has tensors of its own ins
 layouts every expert also has a Transformer Engine state of each of its linear layers, `_extra_state`. Ours is None.
 
 Plain state dicts hold only the local experts, under names that differ by module: `to_layout` lists those of Megatron's
-three. Our biases are flat there, (e * J,) and (e * H,), as in memory.
+two. Our biases are flat there, (e * J,) and (e * H,), as in memory.
 
 Legend: e local experts, E experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I). In
 memory a gated fc1 has gate and up rows in turn (see experts.py); in files, gate rows first.
-Source: sharded_state_dict of SequentialMLP, GroupedMLP and TEGroupedMLP in megatron-core 0.16.1,
+Source: sharded_state_dict of SequentialMLP and TEGroupedMLP in megatron-core 0.19.2,
 megatron/core/transformer/moe/experts.py.
 """
 
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from sonic_ep.kernels.experts.activations import concatenate, interleave
 
-Layout = Literal["sequential", "grouped", "te_grouped"]
+Layout = Literal["sequential", "te_grouped"]
 Offsets = tuple[tuple[int, int, int], ...]
 
 LINEAR = {
@@ -188,7 +188,7 @@ def _refuse_flattened(flattened_range: slice | None) -> None:
 
 
 def load_any_layout(experts: nn.Module, gated: bool) -> None:
-    """Makes `experts.load_state_dict` accept plain state dicts of SequentialMLP, GroupedMLP and TEGroupedMLP too.
+    """Makes `experts.load_state_dict` accept plain state dicts of SequentialMLP and TEGroupedMLP too.
 
     `_extra_state` entries are dropped.
     """
@@ -212,20 +212,6 @@ def _translate(experts: Any, state_dict: dict[str, Any], prefix: str, *_: Any, g
                 stacked = torch.stack([state_dict.pop(key) for key in keys])
                 stacked = interleave(stacked) if gated and module == "linear_fc1" else stacked
                 state_dict[prefix + name] = stacked.flatten() if ours.dim() == 1 else stacked
-        value = state_dict.get(prefix + name)
-        if value is not None and value.dim() == 2 and kind == "weight" and value.numel() == ours.numel():
-            state_dict[prefix + name] = _from_grouped(value, module, count, gated)
-
-
-def _from_grouped(value: Tensor, module: str, count: int, gated: bool) -> Tensor:
-    """Returns GroupedMLP's weight1 (H, e * J) or weight2 (e * I, H) in our layout.
-
-    Both are e consecutive blocks in memory, of shape (H, J) or (I, H).
-    """
-    if module == "linear_fc1":
-        stacked = value.reshape(count, value.shape[0], -1).transpose(1, 2)
-        return interleave(stacked) if gated else stacked.contiguous()
-    return value.view(count, -1, value.shape[1]).transpose(1, 2).contiguous()
 
 
 def to_layout(state_dict: Mapping[str, Any], layout: Layout, *, gated: bool = True) -> dict[str, Any]:
@@ -234,13 +220,12 @@ def to_layout(state_dict: Mapping[str, Any], layout: Layout, *, gated: bool = Tr
     For each MoE layer, under its `experts.`, for local experts i < e:
         "sequential"  local_experts.{i}.linear_fc1.weight (J, H), local_experts.{i}.linear_fc2.weight (H, I)
         "te_grouped"  linear_fc1.weight{i} (J, H), linear_fc2.weight{i} (H, I)
-        "grouped"     weight1 (H, e * J), weight2 (e * I, H): e consecutive blocks (H, J), (I, H) in memory
-    Biases likewise (GroupedMLP has none), and an `_extra_state` of None where those modules have one. Other entries are
-    unchanged. gated: the model's gated_linear_unit.
-    Raises ValueError for another layout, or biases in "grouped".
+    Biases likewise, and an `_extra_state` of None where those modules have one. Other entries are unchanged. gated: the
+    model's gated_linear_unit.
+    Raises ValueError for another layout.
     """
-    if layout not in ("sequential", "grouped", "te_grouped"):
-        raise ValueError(f"layout={layout!r} is none of 'sequential', 'grouped', 'te_grouped'")
+    if layout not in ("sequential", "te_grouped"):
+        raise ValueError(f"layout={layout!r} is neither 'sequential' nor 'te_grouped'")
     result: dict[str, Any] = {}
     for key, value in state_dict.items():
         prefix, _, name = key.rpartition(".")
@@ -259,12 +244,5 @@ def _in_layout(prefix: str, module: str, kind: str, stacked: Tensor, layout: Lay
         experts = [f"{prefix}local_experts.{local}.{module}." for local in range(len(stacked))]
         entries: dict[str, Any] = {expert + kind: value for expert, value in zip(experts, stacked, strict=True)}
         return entries | {f"{expert}_extra_state": None for expert in experts}
-    if layout == "te_grouped":
-        entries = {f"{prefix}{module}.{kind}{local}": value for local, value in enumerate(stacked)}
-        return entries | {f"{prefix}{module}._extra_state": None}
-    if kind == "bias":
-        raise ValueError(f"{prefix}{module} has a bias, and GroupedMLP has none: take 'sequential' or 'te_grouped'")
-    blocks = stacked.transpose(1, 2).contiguous()
-    if module == "linear_fc1":
-        return {f"{prefix}weight1": blocks.view(blocks.shape[1], -1)}
-    return {f"{prefix}weight2": blocks.flatten(0, 1)}
+    entries = {f"{prefix}{module}.{kind}{local}": value for local, value in enumerate(stacked)}
+    return entries | {f"{prefix}{module}._extra_state": None}

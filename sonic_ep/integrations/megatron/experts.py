@@ -48,8 +48,10 @@ class SonicEPExperts(MegatronModule):
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
         options: SonicEPOptions,
+        name: str | None = None,
     ) -> None:
         super().__init__(config=config)
+        self.name = name
         self.num_local_experts = num_local_experts
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         self.group = EPGroup(self.ep_group) if self.ep_group.size() > 1 else EPGroup.alone()
@@ -57,7 +59,7 @@ class SonicEPExperts(MegatronModule):
         self.activation = activation_of(config)
         self.gated = activation_named(self.activation).gated
         self.save_dispatched = options.save_dispatched
-        H, I = config.hidden_size, config.moe_ffn_hidden_size  # noqa: E741
+        H, I = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size  # noqa: E741
         assert I is not None  # TransformerConfig fills it in
         J = 2 * I if self.gated else I
         e = num_local_experts
@@ -83,7 +85,12 @@ class SonicEPExperts(MegatronModule):
 
     def _is_data_parallel(self) -> bool:
         """Returns True if the ranks with these experts are the ranks with the same dense weights."""
-        return self.config.expert_model_parallel_size == 1 and self.config.tensor_model_parallel_size == 1
+        config = self.config
+        return (
+            config.expert_model_parallel_size == 1
+            and config.tensor_model_parallel_size == 1
+            and config.expert_tensor_parallel_size == 1
+        )
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -122,6 +129,9 @@ class SonicEPExperts(MegatronModule):
             save_dispatched=self.save_dispatched,
             accumulate_into_main_grad=self.config.gradient_accumulation_fusion,
         )
+
+    def backward_dw(self) -> None:
+        """Does nothing: the weights' gradients are complete when those of the input are (delay_wgrad_compute)."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None

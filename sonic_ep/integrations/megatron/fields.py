@@ -5,11 +5,13 @@ tests/integrations/megatron/test_fields.py.
 """
 
 import dataclasses
+import functools
 import itertools
+import logging
 from typing import Any
 
 import torch
-from megatron.core.transformer.enums import CudaGraphScope
+from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from sonic_ep.config import MAX_E, MAX_K
@@ -17,8 +19,9 @@ from sonic_ep.integrations.fields import Field, honoured
 from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.options import SonicEPOptions
 
-_GRAPHED = {CudaGraphScope.moe, CudaGraphScope.moe_router, CudaGraphScope.moe_preprocess, CudaGraphScope.full_iteration}
-_OFFLOADED = {"expert_fc1", "moe_act"}
+_LOG = logging.getLogger("sonic_ep.integrations.megatron")
+
+_OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
 
 def _without_effect(how: str, *names: str) -> tuple[Field, ...]:
@@ -33,8 +36,13 @@ def _refused(name: str, default: Any, why: str) -> Field:
 _ROUTER = "Megatron's router"
 _SHARED = "Megatron's shared expert"
 _GEMM = "which grouped GEMM Megatron would run"
-_ACTIVATION = "swiglu, geglu and gelu (fast_gelu), reglu, silu, relu2 (squared_relu), gpt-oss's (quick_gelu, 7, 1)"
-_QUANTISED = "the experts compute in params_dtype"
+_ACTIVATION = "silu, gelu, fast_gelu and relu, gated or not, squared_relu, and gpt-oss's (quick_gelu, 7, 1)"
+_QUANTISED = "the rest of the model; the experts compute in params_dtype, with a warning, see SonicEPOptions"
+_TRANSPORT = "the layer brings its own transport"
+_FLEX = "read by the flex dispatcher, which this layer replaces"
+
+# What makes the rest of a model compute in fp8 or fp4.
+QUANTISED = ("fp8", "fp4", "quant_recipe", "use_kitchen", "activation_func_fp8_input_store")
 
 FIELDS: tuple[Field, ...] = (
     Field(
@@ -49,22 +57,27 @@ FIELDS: tuple[Field, ...] = (
     *honoured("by the block spec: use_sonic_ep leaves dense layers alone", "moe_layer_freq"),
     *honoured("a multi-token-prediction block takes the layer spec", "mtp_num_layers"),
     *honoured("the EP group of pg_collection; TP ranks fold into it", "expert_model_parallel_size"),
-    Field(
-        "expert_tensor_parallel_size",
-        "honoured",
-        "1: experts are dealt to ranks whole",
-        lambda value: value == 1,
-        "expert_tensor_parallel_size=1 and expert_model_parallel_size to spread experts",
-    ),
+    *honoured("its ranks fold into the EP group: they hold whole experts, not parts", "expert_tensor_parallel_size"),
+    _refused("expert_gtp_weight_remat_size", 1, "experts are dealt to ranks whole"),
+    *honoured("see expert_gtp_weight_remat_size", "expert_tensor_parallel_num_weight_shards"),
     *honoured("in training with sequence_parallel, as Megatron wants it", "tensor_model_parallel_size"),
     *honoured("every TP rank routes its slice of the sequence", "sequence_parallel"),
     *honoured("the layer keeps nothing between calls", "pipeline_model_parallel_size", "context_parallel_size"),
-    _refused("moe_extended_tp", False, "expert tensor parallelism"),
-    _refused("overlap_moe_expert_parallel_comm", False, "wants a layer in seven steps of Megatron's dispatcher"),
-    _refused("ep_overlap_early_attn_memory_release", False, "part of overlap_moe_expert_parallel_comm"),
-    _refused("delay_wgrad_compute", False, "part of overlap_moe_expert_parallel_comm"),
-    *honoured(_SHARED, "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "use_te_activation_func"),
-    *honoured("on its stream beside routing, dispatch and experts", "moe_shared_expert_overlap"),
+    *honoured("the layer enters the schedule whole, as its expert step", "overlap_moe_expert_parallel_comm"),
+    *honoured("by the schedule", "ep_overlap_early_attn_memory_release", "high_priority_a2a_comm_stream"),
+    *honoured("of the rest of the model; the experts' come with their backward", "delay_wgrad_compute"),
+    *_without_effect(
+        "weight gradients come with the experts' backward", "overlap_dispatch_backward_with_experts_wgrad"
+    ),
+    *honoured(
+        _SHARED,
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_gate",
+        "use_te_activation_func",
+        "use_grouped_gemm_for_shared_expert",
+        "moe_shared_expert_glu_interleave_size",
+    ),
+    *honoured("on its stream beside dispatch and experts", "moe_shared_expert_overlap"),
     *honoured(
         _ROUTER,
         "moe_router_load_balancing_type",
@@ -79,11 +92,14 @@ FIELDS: tuple[Field, ...] = (
         "moe_router_topk_limited_devices",
         "moe_router_enable_expert_bias",
         "moe_router_bias_update_rate",
+        "moe_router_quantile_balancing_ema",
         "moe_router_force_load_balancing",
+        "moe_router_force_biased",
         "moe_router_fusion",
         "moe_enable_routing_replay",
         "moe_per_layer_logging",
         "calculate_per_token_loss",
+        "moe_grad_scale_func",
     ),
     Field("moe_router_topk", "honoured", "K", lambda value: 1 <= value <= MAX_K, f"1 to {MAX_K}"),
     *honoured(f"{_ROUTER}; weights of pairs are fp32 at least", "moe_router_dtype"),
@@ -99,29 +115,48 @@ FIELDS: tuple[Field, ...] = (
         "moe_router_padding_for_quantization",
         "moe_router_padding_for_fp8",
     ),
-    Field(
-        "moe_token_dispatcher_type",
-        "no effect",
-        "the layer brings its own transport",
-        lambda value: value in ("alltoall", "allgather"),
-        "moe_token_dispatcher_type='alltoall'",
-    ),
-    _refused("moe_enable_deepep", False, "the layer brings its own transport"),
+    *_without_effect(_TRANSPORT, "moe_token_dispatcher_type", "moe_enable_deepep"),
     *_without_effect(
-        "read by the flex dispatcher alone", "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"
+        _FLEX,
+        "moe_flex_dispatcher_backend",
+        "moe_flex_dispatcher_num_sms",
+        "moe_deepep_num_sms",
+        "moe_hybridep_num_sms",
+        "moe_permute_fusion_into_hybridep",
+        "moe_hybridep_pad_uneven_dispatch_inputs",
+        "moe_hybridep_num_blocks_permute",
+        "moe_hybridep_num_blocks_unpermute",
+        "moe_hybridep_num_sms_preprocessing",
+        "moe_ncclep_static_shape",
+        "moe_ncclep_zero_copy",
     ),
-    *_without_effect(_GEMM, "moe_grouped_gemm", "moe_use_legacy_grouped_gemm"),
+    _refused(
+        "moe_expert_rank_capacity_factor",
+        None,
+        "drops pairs by order of arrival; RoundingConfig.capacity_factor bounds a rank's load and drops the least",
+    ),
+    _refused("moe_paged_stash", False, "part of moe_expert_rank_capacity_factor"),
+    *_without_effect(
+        "read with moe_paged_stash",
+        "moe_paged_stash_page_size",
+        "moe_paged_stash_buffer_size_factor_cuda",
+        "moe_paged_stash_buffer_size_factor_cpu",
+    ),
+    *_without_effect(
+        _GEMM,
+        "moe_grouped_gemm",
+        "moe_single_grouped_weight",
+        "moe_single_grouped_bias",
+        "use_transformer_engine_op_fuser",
+    ),
+    _refused("moe_mlp_glu_interleave_size", None, "another order of gate and up rows in checkpoints"),
     *_without_effect("the layer permutes no rows", "moe_permute_fusion"),
     _refused("moe_apply_probs_on_input", False, "weights act on the experts' output"),
-    _refused("moe_latent_size", None, "experts work at the hidden size"),
+    *honoured("Megatron's projections around dispatch and experts; need Transformer Engine", "moe_latent_size"),
     *honoured(_ACTIVATION, "activation_func", "gated_linear_unit", "activation_func_clamp_value", "glu_linear_offset"),
     *honoured("b1 and b2 of every expert", "add_bias_linear"),
     *_without_effect("always fused", "bias_activation_fusion", "use_fused_weighted_squared_relu"),
-    _refused("activation_func_fp8_input_store", False, _QUANTISED),
-    _refused("fp8", None, _QUANTISED),
-    _refused("fp4", None, _QUANTISED),
-    _refused("quant_recipe", None, _QUANTISED),
-    _refused("use_kitchen", False, _QUANTISED),
+    *honoured(_QUANTISED, *QUANTISED),
     Field(
         "params_dtype",
         "honoured",
@@ -146,21 +181,17 @@ FIELDS: tuple[Field, ...] = (
     *honoured("by the transformer block", "recompute_granularity", "recompute_method", "recompute_num_layers"),
     *honoured("moe, shared_experts; moe_act for nothing: activations are never kept", "recompute_modules"),
     *honoured("the same as recompute_modules=['moe']", "moe_layer_recompute"),
-    Field("cuda_graph_impl", "honoured", "for graphs that leave the MoE out; see cuda_graph_scope"),
-    Field(
-        "cuda_graph_scope",
-        "refused",
-        "row counts are read on the host: no graph of moe, moe_router, moe_preprocess, whole layers or iterations",
+    *honoured(
+        "of moe_router and moe_preprocess, not of moe or whole layers; see cuda_graph_modules", "cuda_graph_impl"
     ),
-    _refused("enable_cuda_graph", False, "a graph of whole layers"),
-    _refused("external_cuda_graph", False, "a graph of whole layers"),
-    Field(
-        "offload_modules",
-        "honoured",
-        "all but expert_fc1 and moe_act, which the layer does not keep",
-        lambda value: not _OFFLOADED & set(value or ()),
-        "offload_modules without expert_fc1 and moe_act",
+    *honoured(
+        "all but moe and whole layers, in which row counts are read on the host; with rounding, not moe_router either",
+        "cuda_graph_modules",
     ),
+    *honoured("Megatron converts it to cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
+    *honoured("Megatron converts it to cuda_graph_modules", "cuda_graph_scope"),
+    *honoured("Megatron's router pads in evaluation", "moe_pad_experts_for_cuda_graph_inference"),
+    *honoured("expert_fc1's input and moe_act's stay on the GPU; what they name elsewhere moves", "offload_modules"),
     *honoured("see offload_modules", "fine_grained_activation_offloading"),
     _refused("cpu_offloading", False, "its hooks would part the weights from their main_grad"),
     Field(
@@ -172,7 +203,14 @@ FIELDS: tuple[Field, ...] = (
     ),
     _refused("use_inference_optimized_layers", False, "for training"),
     _refused("inference_fuse_tp_communication", False, "for training"),
-    *honoured("the layer is called for each chunk", "mlp_chunks_for_prefill"),
+    *_without_effect(
+        "read with transformer_impl='inference_optimized'",
+        "inference_moe_disable_fused_quant_kernels",
+        "inference_moe_token_dispatcher_type",
+        "inference_grouped_gemm_backend",
+    ),
+    *_without_effect("read by Megatron's inference engine", "inference_cuda_graph_scope"),
+    *honoured("the layer is called for each chunk", "mlp_chunks_for_prefill", "mlp_chunks_for_training"),
 )
 
 
@@ -193,16 +231,28 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
         if field.accepts is not None and hasattr(config, field.name) and not field.accepts(value):
             raise ValueError(f"{field.name}={value!r} is not supported ({field.how}); set {field.set}")
     activation_of(config)
-    _check_graphs(config)
+    _check_graphs(config, options)
+    quantised = {name: getattr(config, name) for name in QUANTISED if getattr(config, name)}
+    if quantised and options.quantised == "refuse":
+        name, value = next(iter(quantised.items()))
+        raise ValueError(
+            f"{name}={value!r} is not of the experts, which compute in {config.params_dtype}, and "
+            f"options.quantised='refuse'; set {name} to None or options.quantised to 'warn'"
+        )
     if config.moe_expert_capacity_factor is not None and options.rounding is not None:
         raise ValueError(
             f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} drops tokens that rounding counts on; set "
             "it to None and RoundingConfig.capacity_factor, or options.rounding to None"
         )
-    if config.moe_router_load_balancing_type == "sinkhorn" and options.rounding is not None:
+    if config.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing") and options.rounding is not None:
         raise ValueError(
-            "moe_router_load_balancing_type='sinkhorn' chooses by no score that rounding could go on with; set "
-            "'aux_loss' or options.rounding to None"
+            f"moe_router_load_balancing_type={config.moe_router_load_balancing_type!r} chooses by no score that "
+            "rounding could go on with; set 'aux_loss' or options.rounding to None"
+        )
+    if config.moe_router_score_function == "sqrtsoftplus" and options.rounding is not None:
+        raise ValueError(
+            "moe_router_score_function='sqrtsoftplus' is no score of rounding's added pairs; set 'softmax' or "
+            "'sigmoid' or options.rounding to None"
         )
     known = {field.name for field in FIELDS}
     for new in dataclasses.fields(config):
@@ -211,14 +261,40 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
             raise ValueError(f"{new.name}={value!r} is not known to this version of sonic_ep; set {new.default!r}")
 
 
-def _check_graphs(config: TransformerConfig) -> None:
+def _check_graphs(config: TransformerConfig, options: SonicEPOptions) -> None:
     if config.cuda_graph_impl == "none":
         return
-    scopes: Any = config.cuda_graph_scope or ()  # TransformerConfig converts it to a list
-    scope = set(scopes)
-    if not scope or scope & _GRAPHED:
+    modules: Any = config.cuda_graph_modules or ()  # TransformerConfig converts it to a list
+    names = sorted(each.name for each in modules)
+    shown = f"cuda_graph_modules={names} with cuda_graph_impl={config.cuda_graph_impl!r}"
+    if not modules or CudaGraphModule.moe in modules:
         raise ValueError(
-            f"cuda_graph_scope={sorted(each.name for each in scope)} with cuda_graph_impl={config.cuda_graph_impl!r} "
-            "would capture the MoE layer, which reads row counts on the host; set cuda_graph_scope=['attn'] or "
-            "cuda_graph_impl='none'"
+            f"{shown} would capture the whole MoE layer, which reads row counts on the host; set "
+            "cuda_graph_modules=['attn', 'moe_router', 'moe_preprocess'] or cuda_graph_impl='none'"
         )
+    if options.rounding is not None and CudaGraphModule.moe_router in modules:
+        raise ValueError(
+            f"{shown} would capture the router, of which rounding reads the logits; set cuda_graph_modules=['attn'] "
+            "or options.rounding to None"
+        )
+
+
+def log_replaced(config: TransformerConfig, options: SonicEPOptions, experts: Any) -> None:
+    """Says once in a process what runs in place of what the config names: transport, precision, offloading."""
+    used = f"{type(experts.transport).__name__} over {experts.group.size} ranks"
+    if config.moe_token_dispatcher_type == "flex":
+        _once(f"moe_token_dispatcher_type='flex' ({config.moe_flex_dispatcher_backend}) has no effect; used: {used}")
+    quantised = [name for name in QUANTISED if getattr(config, name)]
+    if quantised:
+        _once(
+            f"{', '.join(quantised)}: the experts compute in {config.params_dtype}; "
+            "SonicEPOptions(quantised='refuse') refuses such a config"
+        )
+    kept = sorted(_OFFLOADED & set(config.offload_modules or ())) if config.fine_grained_activation_offloading else []
+    if kept:
+        _once(f"offload_modules={kept} of the experts stay on the GPU; expert activations are computed again")
+
+
+@functools.cache
+def _once(message: str) -> None:
+    _LOG.warning(message)

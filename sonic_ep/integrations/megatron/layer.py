@@ -1,27 +1,29 @@
 """`SonicEPMoELayer`: Megatron's MoELayer with our dispatch, experts and combine.
 
 Router and shared experts are Megatron's own. So are the auxiliary losses and their tracker, the z-loss, expert bias,
-group limits, jitter, Sinkhorn and dropping. The layer has no state between calls, so any number of microbatches may be
-in flight.
+group limits, jitter, Sinkhorn, quantile balancing and dropping. The forward is MoELayer's too, in its steps: route,
+preprocess, dispatch, routed experts, combine, postprocess. Ours do all their work in the fourth, and dispatch starts a
+shared expert that overlaps. So whatever enters a layer half way does it here as there: partial CUDA graphs, and
+batches that overlap.
 
-Legend: H hidden size, T tokens on this rank, E experts. s, b, h are Megatron's: sequence length and microbatch on this
-rank, hidden size.
+Legend: T tokens on this rank, E experts, N pairs this rank sends. s, b, h are Megatron's: sequence length and
+microbatch on this rank, hidden size.
 """
 
-from types import SimpleNamespace
+import dataclasses
 from typing import Any, final
 
-from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore, get_default_pg_collection
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from sonic_ep.integrations.megatron.dispatcher import NoDispatcher
 from sonic_ep.integrations.megatron.experts import SonicEPExperts
-from sonic_ep.integrations.megatron.fields import check
+from sonic_ep.integrations.megatron.fields import check, log_replaced
+from sonic_ep.integrations.megatron.groups import with_folded_tensor_ranks
+from sonic_ep.integrations.megatron.latent import latent_projections
 from sonic_ep.integrations.megatron.rounding import RoundedRouter
 from sonic_ep.integrations.megatron.routing_map import routing_of_map
 from sonic_ep.integrations.options import SonicEPOptions
@@ -30,13 +32,12 @@ from sonic_ep.routing import Routing
 
 @final
 class SonicEPMoELayer(MoELayer):
-    """A subclass of MoELayer, because Megatron asks isinstance, for recomputation and more. Has no token dispatcher.
+    """A subclass of MoELayer, because Megatron asks isinstance, for recomputation and more.
 
-    submodules: its `experts` are not used. options: see SonicEPOptions. pg_collection: default: Megatron's global
-    groups.
+    submodules: its `experts` are not used. is_mtp_layer, name: as Megatron's TransformerLayer passes them. options: see
+    SonicEPOptions. pg_collection: default: Megatron's global groups.
 
-    Raises ValueError for a config that the layer cannot honour, see fields.py; RuntimeError if Megatron's router cannot
-    run.
+    Raises ValueError for a config that the layer cannot honour, see fields.py.
     """
 
     def __init__(
@@ -45,37 +46,51 @@ class SonicEPMoELayer(MoELayer):
         submodules: MoESubmodules | None = None,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+        *,
         options: SonicEPOptions | None = None,
     ) -> None:
-        submodules, options = submodules or MoESubmodules(), options or SonicEPOptions()
+        submodules, options = submodules or MoESubmodules(experts=_unused), options or SonicEPOptions()
         check(config, options)
-        if not hasattr(moe_utils, "te_general_gemm"):
-            raise RuntimeError(
-                "without Transformer Engine, megatron-core 0.16.1 leaves a name undefined that its router looks up; "
-                "set megatron.core.transformer.moe.moe_utils.te_general_gemm = None first"
-            )
-        pg_collection = pg_collection or get_default_pg_collection()
-        BaseMoELayer.__init__(self, config=config, layer_number=layer_number, pg_collection=pg_collection)
+        given = pg_collection or get_default_pg_collection()
+        groups = with_folded_tensor_ranks(given, config)
+        BaseMoELayer.__init__(
+            self, config=config, layer_number=layer_number, pg_collection=groups, is_mtp_layer=is_mtp_layer
+        )
         self.submodules, self.options = submodules, options
-        self.tp_group = pg_collection.tp  # otherwise sharded_state_dict uses Megatron's global group
-        # Inference sets drop_and_pad in every layer's dispatcher. The router reads the config's instead.
-        self.token_dispatcher: Any = SimpleNamespace(drop_and_pad=False)
+        self.tp_group = given.tp  # otherwise sharded_state_dict uses Megatron's global group
         selective = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
-        self.moe_layer_recompute = "moe" in selective
+        # Megatron's own graphs of parts of a layer recompute in MoETransformerLayer instead.
+        self.moe_layer_recompute = "moe" in selective and config.cuda_graph_impl != "local"
         self.shared_experts_recompute = "shared_experts" in selective
-        self.cudagraph_tensor_store = MoECudaGraphTensorStore()  # always empty; `route` reads it
-        self.router = submodules.router(config=config, pg_collection=pg_collection)
-        self.experts = SonicEPExperts(self.num_local_experts, config, pg_collection, options)
+        self.cudagraph_tensor_store = MoECudaGraphTensorStore()
+        self.fwd_execution_map = ["route", "expert_compute", "postprocess"]
+        self.router: Any = submodules.router(config=config, pg_collection=given, is_mtp_layer=is_mtp_layer)
+        if config.moe_latent_size:
+            self.fc1_latent_proj, self.fc2_latent_proj = latent_projections(config, name)
+        self.token_dispatcher: Any = NoDispatcher()
+        self.experts: Any = SonicEPExperts(
+            self.num_local_experts, config, groups, options, name=_named(name, "experts")
+        )
+        log_replaced(config, options, self.experts)
         self.rounded_router = None
         if options.rounding is not None:
             self.rounded_router = RoundedRouter(self.router, config, options.rounding, self.experts.group)
         if self.use_shared_expert:
-            self.shared_experts = build_module(
-                submodules.shared_experts,
+            if submodules.shared_experts is None:
+                raise ValueError(
+                    f"moe_shared_expert_intermediate_size={config.moe_shared_expert_intermediate_size}, and the spec "
+                    "has no shared experts; set MoESubmodules.shared_experts"
+                )
+            self.shared_experts: Any = submodules.shared_experts(
                 config=config,
-                pg_collection=pg_collection,
+                pg_collection=given,
                 gate=config.moe_shared_expert_gate,
+                name=_named(name, "shared_experts"),
             )
+            if self.shared_expert_overlap:
+                self.token_dispatcher.set_shared_experts(self.shared_experts)
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
@@ -85,49 +100,58 @@ class SonicEPMoELayer(MoELayer):
         Shapes:  hidden_states (s, b, h) in the parameters' dtype; with sequence parallelism this rank's slice of the
                  sequence. padding_mask (b, s) bool or None: True for padding, which losses and counts exclude.
                  Returns the output, like hidden_states, and None for the bias, which the output includes.
+                 intermediate_tensors: as MoELayer's, for a part of the forward.
         Raises:  ValueError in training with tensor parallelism but no sequence parallelism, as Megatron's layer does.
-                 NotImplementedError for intermediate_tensors, which only partial CUDA graphs and overlapped batches
-                 pass.
         """
-        if intermediate_tensors is not None:
-            raise NotImplementedError("intermediate_tensors: the layer cannot be entered half way")
         if self.training and self.attn_tp_group.size() > 1 and not self.config.sequence_parallel:
             raise ValueError(
                 f"tensor_model_parallel_size={self.attn_tp_group.size()} without sequence_parallel: every tensor "
                 "parallel rank would route the same tokens; set sequence_parallel=True"
             )
-        if padding_mask is not None:
-            padding_mask = padding_mask.transpose(0, 1).bool()
-        if self.moe_layer_recompute:
-            return tensor_parallel.checkpoint(self._forward, False, hidden_states, padding_mask), None
-        return self._forward(hidden_states, padding_mask), None
+        return super().forward(hidden_states, intermediate_tensors, padding_mask)
 
-    def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
-        shared = self.shared_experts_compute(hidden_states)  # None without one, or if it overlaps
-        overlapped: Any = self.shared_experts if self.shared_expert_overlap else None
-        if overlapped is not None:
-            overlapped.pre_forward_comm(hidden_states)
-            overlapped.linear_fc1_forward_and_act()
-            overlapped.linear_fc2_forward()
-            overlapped.post_forward_comm()
-        routing = self._routing(hidden_states, padding_mask)
-        output = self.experts(hidden_states.reshape(-1, hidden_states.shape[-1]), routing).view_as(hidden_states)
-        if overlapped is not None:
-            shared = overlapped.get_output()
-        return output if shared is None else output + shared
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what dispatch gets: hidden states, in the latent size if there is one, and weights of pairs.
 
-    def _routing(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Routing:
-        probs_TE, routing_map_TE = self.route(hidden_states, padding_mask)
-        transport = self.experts.transport
-        if self.rounded_router is not None and self.training:
-            return self.rounded_router.routing(probs_TE, routing_map_TE, hidden_states.dtype, transport)
+        The weights are probs_TE, or (N,) with rounding, which has to read the router's logits here: a batch that
+        overlaps cuts autograd's graph after this step.
+        """
+        hidden_states, probs = super().preprocess(hidden_states, probs, routing_map)
+        if self.rounded_router is None or not self.training:
+            return hidden_states, probs
+        routing = self.rounded_router.routing(probs, routing_map, hidden_states.dtype, self.experts.transport)
+        self.token_dispatcher.routing = routing
+        return hidden_states, routing.weights_N
+
+    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Starts a shared expert that overlaps. Returns its arguments."""
+        return self.token_dispatcher.token_dispatch(hidden_states, probs)
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Returns the routed experts' output, like hidden_states, combined already, and None for the bias."""
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routing = self._routing(x_TH, probs)
+        return self.experts(x_TH, routing).view_as(hidden_states), None
+
+    def _routing(self, x_TH: Tensor, probs: Tensor) -> Routing:
+        routing, routing_map_TE = self.token_dispatcher.take()
+        if routing is not None:
+            return dataclasses.replace(routing, weights_N=probs)
         drops = self.config.moe_expert_capacity_factor is not None
         return routing_of_map(
-            probs_TE,
+            probs,
             routing_map_TE,
             group=self.experts.group,
-            exchange=transport,
-            dtype=hidden_states.dtype,
+            exchange=self.experts.transport,
+            dtype=x_TH.dtype,
             training=self.training,
             K=None if drops else self.config.moe_router_topk,
         )
+
+
+def _named(name: str | None, part: str) -> str | None:
+    return None if name is None else f"{name}.{part}"
+
+
+def _unused(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("SonicEPMoELayer builds its experts itself")

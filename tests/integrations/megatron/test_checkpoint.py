@@ -31,18 +31,13 @@ Ranks = Callable[[int], RankPool]
 Held = dict[tuple[str, str], Any]  # experts by (kind, form): each form has its own, that one load may fill them all
 
 
-def kinds_of(variant: str) -> list[str]:
-    """GroupedMLP has no biases."""
-    return [kind for kind in KINDS if not (kind == "grouped" and variant == "biases")]
-
-
 def exchange(rank: int, folder: Path, variant: str) -> list[str]:
     """Save each kind at each EP size (of the lesser variants, at one), load each into each; what came out different."""
     from megatron.core import dist_checkpointing
 
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
-    kinds = kinds_of(variant)
+    kinds = list(KINDS)
     H, I = 6, 4  # noqa: E741
     J = I if variant == "not-gated" else 2 * I
     shapes = {"fc1": (J, H), "fc2": (H, I)} | ({"b1": (J,), "b2": (H,)} if variant == "biases" else {})
@@ -116,7 +111,7 @@ def layouts(rank: int, form: str, variant: str) -> dict[str, set[tuple[Any, ...]
 
     found = {}
     with parallel_state(expert=2):
-        for kind in kinds_of(variant):
+        for kind in KINDS:
             if kind == "te_grouped":
                 continue
             model = module_of(run_with(kind, seed=None, **VARIANTS[variant]))

@@ -53,8 +53,8 @@ JOURNEYS = {
     "EP2-distributed": Journey(OURS[2], [SEQUENTIAL[2], SEQUENTIAL[4], OURS[4]], distributed=True, singleton=True),
     "biases": Journey(OURS[2], [SEQUENTIAL[2], OURS[4]], config={"add_bias_linear": True}),
     "biases-distributed": Journey(SEQUENTIAL[2], [OURS[2]], distributed=True, config={"add_bias_linear": True}),
-    "EP4": Journey(OURS[4], [SEQUENTIAL[2], SEQUENTIAL[4], RankLocation("grouped", 2)]),
-    "SequentialMLP-EP1-distributed": Journey(SEQUENTIAL[1], [OURS[1], RankLocation("grouped", 1)], distributed=True),
+    "EP4": Journey(OURS[4], [SEQUENTIAL[2], SEQUENTIAL[4]]),
+    "SequentialMLP-EP1-distributed": Journey(SEQUENTIAL[1], [OURS[1], SEQUENTIAL[1]], distributed=True),
     "SequentialMLP-EP2": Journey(SEQUENTIAL[2], [OURS[2], OURS[4]], singleton=True),
     "SequentialMLP-EP4-distributed": Journey(SEQUENTIAL[4], [OURS[2], OURS[4]], distributed=True),
     # Each rank's buffer as it is: for the same experts on the same ranks, of other data-parallel ones.

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 pytest.importorskip("megatron.core")
 
 from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
-from megatron.core.transformer.enums import CudaGraphScope
+from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from sonic_ep import RoundingConfig
@@ -20,12 +20,12 @@ from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.megatron.fields import FIELDS, check
 from sonic_ep.integrations.options import SonicEPOptions
 
-# Fields of 0.16.1 that a MoE layer never meets: attention, embedding, norms, pipeline schedule, Mamba, dense layers.
+# Fields of 0.19.2 that a MoE layer never meets: attention, embedding, norms, pipeline schedule, Mamba, dense layers.
 OTHERS = """
 pipeline_model_parallel_comm_backend virtual_pipeline_model_parallel_size hierarchical_context_parallel_sizes
 max_seqlen_per_dp_cp_rank hybrid_context_parallel timers finalize_model_grads_func grad_scale_func no_sync_func
 grad_sync_func param_sync_func autocast_dtype num_microbatches_with_partial_activation_checkpoints
-async_tensor_model_parallel_allreduce use_te_rng_tracker tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad
+use_te_rng_tracker tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad
 tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs
 tp_comm_atomic_rs cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap_disable_qkv
 tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend pipeline_dtype variable_seq_lengths overlap_p2p_comm
@@ -53,34 +53,31 @@ clone_scatter_output_in_embedding disable_parameter_transpose_cache config_logge
 inference_rng_tracker inference_sampling_seed symmetric_ar_type mrope_section is_hybrid_model mamba_state_dim
 mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path heterogeneous_block_specs
 hetereogenous_dist_checkpoint min_offloaded_tensor_size
+tensor_parallel_num_weight_shards gtp_weight_remat_size mtp_grad_scale_func cpu_offloading_retain_pinned_cpu_buffers
+mtp_use_repeated_layer mtp_detach_heads mtp_hybrid_override_pattern flash_attention_version
+experimental_attention_variant_loss_scale_func dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_kernel_backend
+dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon
+dsa_indexer_k_norm_fp32 use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult
+mup_base_head_dim mup_attn_scale_power fused_residual_rmsnorm fp8_output_proj use_grouped_gemm_for_dense_mlp
+nccl_all_reduce_for_prefill inference_disable_triton_nvls_kernels mamba_training_ssm_states_dtype
+delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks activation_offload_fraction
+fine_grained_offloading_max_inflight_offloads
 """.split()
 
 # A value that the layer refuses, for every field that has one.
 REFUSED: dict[str, Any] = {
     "num_moe_experts": 4097,
-    "expert_tensor_parallel_size": 2,
-    "moe_extended_tp": True,
-    "overlap_moe_expert_parallel_comm": True,
-    "ep_overlap_early_attn_memory_release": True,
-    "delay_wgrad_compute": True,
+    "expert_gtp_weight_remat_size": 2,
     "moe_router_topk": 17,
     "moe_token_dropping": True,
-    "moe_token_dispatcher_type": "flex",
-    "moe_enable_deepep": True,
+    "moe_expert_rank_capacity_factor": 1.5,
+    "moe_paged_stash": True,
+    "moe_mlp_glu_interleave_size": 32,
     "moe_apply_probs_on_input": True,
-    "moe_latent_size": 16,
-    "activation_func_fp8_input_store": True,
-    "fp8": "hybrid",
-    "fp4": "e2m1",
-    "quant_recipe": SimpleNamespace(),
-    "use_kitchen": True,
     "params_dtype": torch.float64,
     "enable_autocast": True,
     "init_model_with_meta_device": True,
     "batch_invariant_mode": True,
-    "enable_cuda_graph": True,
-    "external_cuda_graph": True,
-    "offload_modules": ["core_attn", "moe_act"],
     "cpu_offloading": True,
     "transformer_impl": "inference_optimized",
     "use_inference_optimized_layers": True,
@@ -136,27 +133,62 @@ def test_what_is_refused_names_field_value_and_fix(config: TransformerConfig, na
     assert "; set " in str(caught.value)
 
 
+ROUTER = [CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
+
+
 @pytest.mark.parametrize(
-    ("impl", "scope", "passes"),
+    ("impl", "modules", "passes", "passes_rounded"),
     [
-        ("none", [], True),
-        ("local", [CudaGraphScope.attn], True),
-        ("transformer_engine", [CudaGraphScope.attn, CudaGraphScope.mlp], True),
-        ("local", [], False),
-        ("local", [CudaGraphScope.full_iteration], False),
-        ("transformer_engine", [CudaGraphScope.attn, CudaGraphScope.moe_router], False),
-        ("transformer_engine", [CudaGraphScope.moe], False),
+        ("none", [], True, True),
+        ("local", [CudaGraphModule.attn], True, True),
+        ("transformer_engine", [CudaGraphModule.attn, CudaGraphModule.mlp], True, True),
+        ("transformer_engine", [CudaGraphModule.attn, *ROUTER], True, False),
+        ("transformer_engine", ROUTER[:1], True, False),
+        ("local", ROUTER, True, False),
+        ("local", [], False, False),
+        ("full_iteration", [], False, False),
+        ("transformer_engine", [CudaGraphModule.moe], False, False),
     ],
 )
-def test_graphs_may_not_capture_the_layer(
-    config: TransformerConfig, impl: str, scope: list[CudaGraphScope], passes: bool
+def test_graphs_may_capture_the_router_and_not_the_layer(
+    config: TransformerConfig, impl: str, modules: list[CudaGraphModule], passes: bool, passes_rounded: bool
 ) -> None:
-    changed = with_values(config, cuda_graph_impl=impl, cuda_graph_scope=scope)
-    if passes:
-        check(changed, SonicEPOptions())
-    else:
-        with pytest.raises(ValueError, match=r"^cuda_graph_scope=\[.*; set cuda_graph_scope=\['attn'\]"):
-            check(changed, SonicEPOptions())
+    changed = with_values(config, cuda_graph_impl=impl, cuda_graph_modules=modules)
+    for options, is_fine in ((SonicEPOptions(), passes), (SonicEPOptions(rounding=RoundingConfig()), passes_rounded)):
+        if is_fine:
+            check(changed, options)
+        else:
+            with pytest.raises(ValueError, match=r"^cuda_graph_modules=\[.*; set cuda_graph_modules=\['attn'"):
+                check(changed, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("fp8", "hybrid"), ("fp4", "e2m1"), ("quant_recipe", SimpleNamespace()), ("use_kitchen", True)],
+)
+def test_quantised_models_keep_their_experts_in_bf16_or_are_refused(
+    config: TransformerConfig, name: str, value: Any
+) -> None:
+    changed = with_values(config, **{name: value})
+    check(changed, SonicEPOptions())
+    with pytest.raises(ValueError, match=rf"^{name}=.*; set {name} to None or options.quantised to 'warn'"):
+        check(changed, SonicEPOptions(quantised="refuse"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"moe_router_load_balancing_type": "sinkhorn"},
+        {"moe_router_load_balancing_type": "quantile_balancing"},
+        {"moe_router_score_function": "sqrtsoftplus"},
+    ],
+    ids=str,
+)
+def test_routers_that_rounding_does_not_know(config: TransformerConfig, values: dict[str, str]) -> None:
+    changed = with_values(config, **values)
+    check(changed, SonicEPOptions())
+    with pytest.raises(ValueError, match=rf"^{next(iter(values))}=.*; set .* options.rounding to None"):
+        check(changed, SonicEPOptions(rounding=RoundingConfig()))
 
 
 def test_rounding_and_dropping_exclude_each_other(config: TransformerConfig) -> None:
@@ -184,7 +216,9 @@ def test_a_new_moe_field_is_refused_unless_it_has_its_default(config: Transforme
         (F.silu, False, None, 0.0, "silu"),
         (fast_gelu, False, 3.0, 0.0, "gelu"),
         (squared_relu, False, None, 0.0, "relu2"),
-        (F.gelu, True, None, 0.0, None),
+        (F.gelu, True, None, 0.0, "geglu_erf"),
+        (F.gelu, False, None, 0.0, "gelu_erf"),
+        (F.relu, False, None, 0.0, "relu"),
         (F.silu, True, 7.0, 0.0, None),
         (quick_gelu, True, 7.0, 0.0, None),
     ],

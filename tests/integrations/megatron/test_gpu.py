@@ -45,17 +45,16 @@ def layers(config: Any, rounding: RoundingConfig | None = None) -> tuple[Any, An
     """Stock and ours, from one seed."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
-    from megatron.core.transformer.spec_utils import build_module
 
     from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
 
-    stock_spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
+    stock_spec: Any = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
     built: list[Any] = []
     for spec in (stock_spec, use_sonic_ep(stock_spec, SonicEPOptions(rounding=rounding))):
         torch.manual_seed(5)
         initialize_rng_tracker(force_reset=True)
         model_parallel_cuda_manual_seed(7)
-        layer: Any = build_module(spec, config=config)
+        layer: Any = spec(config=config)
         layer.set_layer_number(1)
         built.append(layer.cuda())
     return built[0], built[1]

@@ -41,15 +41,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def layers(config: Any, options: Any = None) -> tuple[Any, Any]:
     """Stock and ours of one config, from one seed."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.spec_utils import build_module
 
     from sonic_ep.integrations.megatron import use_sonic_ep
 
-    stock_spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
+    stock_spec: Any = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
     built: list[Any] = []
     for spec in (stock_spec, use_sonic_ep(stock_spec, options)):
         torch.manual_seed(5)
-        layer: Any = build_module(spec, config=config)
+        layer: Any = spec(config=config)
         layer.set_layer_number(1)
         for bias in (parameter for name, parameter in layer.named_parameters() if "bias" in name):
             torch.nn.init.normal_(bias, std=0.1, generator=torch.Generator().manual_seed(bias.numel()))
@@ -141,16 +140,13 @@ def attributes(rank: int, groups: dict[str, int]) -> list[list[list[Any]]]:
         return [[[getattr(parameter, name) for name in names] for parameter in pair] for pair in pairs]
 
 
-@pytest.mark.parametrize("groups", [{"expert": 1}, {"expert": 2}, {"expert": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "groups", [{"expert": 1}, {"expert": 2}, {"expert": 1, "tensor": 2}, {"expert": 2, "tensor": 2}], ids=str
+)
 def test_parameters_carry_megatrons_attributes(ranks: Ranks, groups: dict[str, int]) -> None:
     for (stock, ours), dim in zip(ranks(2).run(attributes, groups)[0], (0, 1), strict=True):
         assert ours == stock
         assert ours[2] == dim
-
-
-def test_with_tp_alone_experts_are_reduced_over_all_their_ranks(ranks: Ranks) -> None:
-    for stock, ours in ranks(2).run(attributes, {"expert": 1, "tensor": 2})[0]:
-        assert (stock[0], ours[0]) == (True, False)
 
 
 def with_groups_of_its_own(rank: int) -> tuple[list[str], list[str]]:
@@ -158,7 +154,6 @@ def with_groups_of_its_own(rank: int) -> tuple[list[str], list[str]]:
     import torch.distributed as dist
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.spec_utils import build_module
 
     from sonic_ep.integrations.megatron import use_sonic_ep
     from tests.helpers.megatron_cpu import megatron_on_cpu
@@ -170,14 +165,11 @@ def with_groups_of_its_own(rank: int) -> tuple[list[str], list[str]]:
     groups: Any = ProcessGroupCollection()
     groups.tp = groups.expt_tp = groups.cp = groups.tp_cp = groups.expt_dp = alone
     groups.ep = groups.tp_ep = groups.tp_dp_cp = groups.dp = groups.dp_cp = world
-    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
+    spec: Any = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
     found = []
     with megatron_on_cpu():
-        built: list[Any] = [
-            build_module(spec, config=config, pg_collection=groups),
-            build_module(use_sonic_ep(spec, pg_collection=groups), config=config),
-        ]
-        for layer in built:
+        for each in (spec, use_sonic_ep(spec)):
+            layer = each(config=config, pg_collection=groups)
             layer.set_layer_number(1)
             layer(torch.randn(S, B, config.hidden_size))[0].sum().backward()
             found.append(sorted(layer.sharded_state_dict("mlp.", (), {"dp_cp_group": world})))
@@ -227,11 +219,12 @@ def misuses(rank: int) -> list[str]:
         x = torch.randn(S, B, ours.config.hidden_size)
         calls = (
             lambda: ours(x),
-            lambda: ours(x, intermediate_tensors=()),
-            lambda: SonicEPMoELayer(gpt_config(moe_token_dispatcher_type="flex")),
+            lambda: SonicEPMoELayer(gpt_config(moe_router_topk=17, num_moe_experts=32)),
+            lambda: SonicEPMoELayer(gpt_config(moe_shared_expert_intermediate_size=8)),
+            lambda: SonicEPMoELayer(gpt_config(moe_latent_size=16)),
         )
         for call in calls:
-            with pytest.raises((ValueError, NotImplementedError)) as caught:
+            with pytest.raises(ValueError, match="; (set|install) ") as caught:
                 call()
             messages.append(str(caught.value))
         ours.eval()  # every TP rank has all tokens then, and computes them
@@ -241,30 +234,11 @@ def misuses(rank: int) -> list[str]:
 
 
 def test_misuse_is_refused(ranks: Ranks) -> None:
-    no_sequence, half_way, flex = ranks(2).run(misuses)[0]
+    no_sequence, topk, shared, latent = ranks(2).run(misuses)[0]
     assert "set sequence_parallel=True" in no_sequence
-    assert "half way" in half_way
-    assert "moe_token_dispatcher_type='flex'" in flex
-
-
-def test_a_router_that_cannot_run_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from sonic_ep.integrations.megatron.layer import SonicEPMoELayer
-
-    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_moe_experts=8,
-        moe_ffn_hidden_size=16,
-        activation_func=squared_relu,
-        expert_tensor_parallel_size=1,
-    )
-    with pytest.raises(RuntimeError, match="set megatron.core.transformer.moe.moe_utils.te_general_gemm = None"):
-        SonicEPMoELayer(config)
+    assert "moe_router_topk=17" in topk
+    assert "set MoESubmodules.shared_experts" in shared
+    assert "moe_latent_size=16 needs Transformer Engine" in latent
 
 
 def fused_and_plain(rank: int, overlap: bool) -> tuple[list[Any], list[Any], bool]:

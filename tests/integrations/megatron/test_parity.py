@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.helpers.launch import RankPool
 
@@ -52,8 +53,11 @@ CASES = {
     "TP2-PP2-EP2": Case(
         4, {"tensor": 2, "pipeline": 2, "expert": 2}, SELECTIVE | {"recompute_modules": ["moe"]}, {"batch": 2}
     ),
-    # With one rank an expert, Megatron's own layer leaves TP ranks' experts to part; one rank a model does not.
-    "TP2-EP1": Case(2, {"tensor": 2, "expert": 1}, run=DISTRIBUTED, stock_groups={}),
+    "TP2-EP1": Case(2, {"tensor": 2, "expert": 1}, run=DISTRIBUTED),
+    # Stock cuts an expert's width over the tensor-parallel ranks, ours deals experts to them.
+    "TP2-ETP2-EP1": Case(2, {"tensor": 2, "expert_tensor": 2, "expert": 1}, run=DISTRIBUTED),
+    "TP2-ETP2-EP2": Case(4, {"tensor": 2, "expert_tensor": 2, "expert": 2}, SHARED, {"overlap": True, "batch": 4}),
+    "ETP2-EP2": Case(4, {"expert_tensor": 2, "expert": 2}, run=DISTRIBUTED),
     # Megatron decays no bias, and no expert's either.
     "biases": Case(2, {"expert": 2}, BIASES, DECAY),
     # Of stock experts' biases only one counts in the norm of the second TP rank.
@@ -76,6 +80,12 @@ CASES = {
         },
     ),
     "sinkhorn": Case(2, {"expert": 2}, {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}),
+    "quantile-balancing": Case(
+        2, {"expert": 2}, {"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.0}
+    ),
+    "sqrtsoftplus": Case(2, {"expert": 2}, {"moe_router_score_function": "sqrtsoftplus"}),
+    "exact-gelu": Case(2, {"expert": 2}, {"activation_func": F.gelu, "gated_linear_unit": False}),
+    "exact-geglu": Case(2, {"expert": 2}, {"activation_func": F.gelu}),
     "none": Case(2, {"expert": 2}, {"moe_router_load_balancing_type": "none"} | SIGMOID),
     "dropping": Case(2, {"expert": 2}, {"moe_expert_capacity_factor": 1.0}),
     "dense-and-moe": Case(2, {"expert": 2}, {"moe_layer_freq": [0, 1, 0], "num_layers": 3}, mixed=True),

@@ -38,13 +38,12 @@ NO_LOSS = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
 
 
 def layer_of(config: Any, rounding: RoundingConfig | None) -> Any:
-    from megatron.core.transformer.spec_utils import build_module
 
     from sonic_ep.integrations.megatron import SonicEPOptions, get_sonic_ep_moe_spec
 
     torch.manual_seed(3)
     spec = get_sonic_ep_moe_spec(config.num_moe_experts, options=SonicEPOptions(rounding=rounding))
-    layer: Any = build_module(spec, config=config)
+    layer: Any = spec(config=config)
     layer.set_layer_number(1)
     layer.router.weight.data *= 20  # far from uniform
     return layer
@@ -131,7 +130,7 @@ def test_what_the_router_chose_is_in_the_groups_that_rounding_keeps_to(ranks: Ra
 
 def plain_parts(rank: int) -> dict[str, list[Any]]:
     """What must not change with rounding on; without it first."""
-    from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
@@ -144,10 +143,10 @@ def plain_parts(rank: int) -> dict[str, list[Any]]:
         for rounding in (None, ROUNDING):
             layer = layer_of(config, rounding)
             parts.setdefault("training", []).append(layer(x)[0].detach())
-            tracker = get_moe_layer_wise_logging_tracker()
-            parts.setdefault("losses", []).append({name: each["values"].clone() for name, each in tracker.items()})
+            tracker = get_moe_metrics_tracker()
+            parts.setdefault("losses", []).append({name: each.values.clone() for name, each in tracker.metrics.items()})
             parts.setdefault("counts", []).append(layer.router.local_tokens_per_expert.clone())
-            clear_aux_losses_tracker()
+            tracker.clear()
             layer.eval()
             parts.setdefault("eval", []).append(layer(x)[0].detach())
     return parts

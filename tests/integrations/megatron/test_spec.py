@@ -29,23 +29,28 @@ def layer_spec(num_experts: int | None = None) -> Any:
     return get_gpt_layer_local_spec(num_experts=num_experts)
 
 
+def parts(mlp: Any) -> tuple[Any, ...]:
+    """What a builder calls, and with what, for comparison."""
+    return (mlp.func, mlp.args, mlp.keywords) if isinstance(mlp, functools.partial) else (mlp,)
+
+
 def test_a_layer_spec_keeps_all_but_its_moe() -> None:
     stock = layer_spec(8)
     ours = use_sonic_ep(stock, OPTIONS)
-    assert ours.submodules.mlp.module is SonicEPMoELayer
-    assert ours.submodules.mlp.params == {"options": OPTIONS}
-    assert ours.submodules.mlp.submodules == stock.submodules.mlp.submodules
-    back = dataclasses.replace(ours.submodules.mlp, module=MoELayer, params={})
-    assert dataclasses.replace(ours, submodules=dataclasses.replace(ours.submodules, mlp=back)) == stock
-    assert stock.submodules.mlp.module is MoELayer
+    mlp, stock_mlp = ours.submodules.mlp, stock.submodules.mlp
+    assert parts(mlp) == (SonicEPMoELayer, (), {**stock_mlp.keywords, "options": OPTIONS})
+    back = dataclasses.replace(ours.submodules, mlp=stock_mlp)
+    assert dataclasses.replace(ours, submodules=back) == stock
+    assert stock_mlp.func is MoELayer
 
 
 def test_dense_layers_stay() -> None:
     dense, moe = layer_spec(), layer_spec(8)
     block: Any = use_sonic_ep(TransformerBlockSubmodules(layer_specs=[dense, moe, dense], layer_norm=MLP))
-    assert [spec.submodules.mlp.module for spec in block.layer_specs] == [MLP, SonicEPMoELayer, MLP]
-    assert (block.layer_specs[0], block.layer_norm) == (dense, MLP)
-    assert use_sonic_ep(dense) == dense
+    first, second, third = (spec.submodules.mlp for spec in block.layer_specs)
+    assert second.func is SonicEPMoELayer
+    assert parts(first) == parts(third) == parts(dense.submodules.mlp)
+    assert block.layer_norm is MLP
 
 
 def test_multi_token_prediction_blocks_take_it() -> None:
@@ -55,7 +60,7 @@ def test_multi_token_prediction_blocks_take_it() -> None:
     assert "SonicEPMoELayer" not in repr(block)
 
 
-def test_the_partial_form_of_newer_versions() -> None:
+def test_builders_inside_builders_are_found() -> None:
     submodules = MoESubmodules(experts=MLP)
     layer: Any = ModuleSpec(module=MLP, submodules=[functools.partial(MoELayer, submodules=submodules)])
     (partial,) = use_sonic_ep(layer, OPTIONS).submodules
@@ -65,12 +70,21 @@ def test_the_partial_form_of_newer_versions() -> None:
     assert use_sonic_ep(other).keywords["submodules"].func is SonicEPMoELayer
 
 
-def test_process_groups_and_later_options_reach_the_layer() -> None:
-    groups: Any = object()
-    once = use_sonic_ep(layer_spec(8), pg_collection=groups)
-    assert once.submodules.mlp.params == {"options": SonicEPOptions(), "pg_collection": groups}
-    assert use_sonic_ep(once, OPTIONS).submodules.mlp.params == {"options": OPTIONS, "pg_collection": groups}
+def test_a_module_spec_of_a_moe_is_replaced_too() -> None:
+    submodules = MoESubmodules(experts=MLP)
+    spec = use_sonic_ep(ModuleSpec(module=MoELayer, submodules=submodules, params={"layer_number": 3}), OPTIONS)
+    assert spec.module is SonicEPMoELayer
+    assert spec.submodules is submodules
+    assert spec.params == {"layer_number": 3, "options": OPTIONS}
+
+
+def test_later_options_win() -> None:
+    once = use_sonic_ep(layer_spec(8))
+    assert once.submodules.mlp.keywords["options"] == SonicEPOptions()
+    assert use_sonic_ep(once, OPTIONS).submodules.mlp.keywords["options"] == OPTIONS
 
 
 def test_the_moe_spec_alone() -> None:
-    assert get_sonic_ep_moe_spec(8, options=OPTIONS) == use_sonic_ep(layer_spec(8), OPTIONS).submodules.mlp
+    alone = get_sonic_ep_moe_spec(8, options=OPTIONS)
+    assert alone.func is SonicEPMoELayer
+    assert alone.keywords["options"] == OPTIONS

@@ -21,7 +21,6 @@ STATIC = TransportConfig(kind="symmetric", buffers="static")
 
 
 def layer_of(transport: TransportConfig, rounding: RoundingConfig | None = None) -> Any:
-    from megatron.core.transformer.spec_utils import build_module
 
     from sonic_ep.integrations.megatron import SonicEPOptions, get_sonic_ep_moe_spec
     from tests.helpers.megatron_training import gpt_config
@@ -30,7 +29,7 @@ def layer_of(transport: TransportConfig, rounding: RoundingConfig | None = None)
     # A loss that goes backward outside of Megatron's schedules leaves a scale behind that these do not take.
     config = gpt_config(moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
     options = SonicEPOptions(rounding=rounding, transport=transport)
-    layer: Any = build_module(get_sonic_ep_moe_spec(config.num_moe_experts, options=options), config=config)
+    layer: Any = get_sonic_ep_moe_spec(config.num_moe_experts, options=options)(config=config)
     layer.set_layer_number(1)
     return layer
 

@@ -1,0 +1,68 @@
+"""`NoDispatcher` stands where Megatron's code expects a layer's token dispatcher, and moves no row.
+
+Our dispatch is inside the experts' computation. What is left is what others read and set here: the routing map, which a
+CUDA graph of the router hands on, the shared expert that overlaps, and marks of inference.
+
+Legend: T tokens on this rank, E experts, H hidden size.
+"""
+
+from types import SimpleNamespace
+from typing import Any, final
+
+from torch import Tensor
+
+from sonic_ep.routing import Routing
+
+
+@final
+class NoDispatcher:
+    """Carries a routing from the step after the router to the experts.
+
+    shared_experts: a SharedExpertMLP that overlaps, or None. drop_and_pad: inference sets it in every layer's
+    dispatcher; the router reads the config's instead.
+    """
+
+    def __init__(self) -> None:
+        self.shared_experts: Any = None
+        self.drop_and_pad = False
+        # A graph of router and preprocessing gives the map back, and a replay sets it.
+        self.cudagraph_attrs = ["routing_map"]
+        self.valid_cudagraph_attrs: list[str] | None = None
+        self.routing_map: Tensor | None = None
+        self.routing: Routing | None = None
+        # Overlapped batches set probabilities here, for DeepEP's and HybridEP's buffers.
+        self._comm_manager = SimpleNamespace(get_number_of_tokens_per_expert=lambda: None)
+
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """Registers a shared expert, to be started by `token_dispatch`."""
+        self.shared_experts = shared_experts
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps the map, (T, E) bool. Returns hidden_states and probs."""
+        self.routing_map = routing_map
+        return hidden_states, probs
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Starts the shared expert on its stream. Returns hidden_states, (s, b, H), and probs."""
+        shared = self.shared_experts
+        if shared is not None:
+            shared.pre_forward_comm(hidden_states)
+            shared.linear_fc1_forward_and_act()
+            shared.linear_fc2_forward()
+            shared.post_forward_comm()
+        return hidden_states, probs
+
+    def take(self) -> tuple[Routing | None, Tensor]:
+        """Returns the kept routing, if there is one, and the map, and forgets both."""
+        routing, routing_map = self.routing, self.routing_map
+        self.routing = self.routing_map = None
+        assert routing_map is not None  # dispatch_preprocess or a graph has set it
+        return routing, routing_map
+
+    def token_combine(self, output: Tensor) -> Tensor:
+        """Returns the output, which the experts have combined."""
+        return output
+
+    def combine_postprocess(self, output: Tensor) -> Tensor:
+        """Returns the output plus that of a shared expert that overlapped."""
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()

@@ -1,0 +1,39 @@
+"""The two projections around experts of a latent size (`moe_latent_size`): Transformer Engine's, as in MoELayer."""
+
+from typing import Any
+
+from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def latent_projections(config: TransformerConfig, name: str | None) -> tuple[Any, Any]:
+    """Returns the projections from hidden to latent size and back, whole on every tensor-parallel rank.
+
+    Raises ValueError without Transformer Engine, which Megatron's layer needs too.
+    """
+    linear: Any = moe_layer.TELinear
+    if linear is None:
+        raise ValueError(
+            f"moe_latent_size={config.moe_latent_size} needs Transformer Engine for its projections, in Megatron's own "
+            "layer too; install transformer-engine[pytorch] or set moe_latent_size=None"
+        )
+    sizes = config.hidden_size, config.moe_latent_size
+    ends = (
+        ("fc1_latent_proj", sizes, config.init_method),
+        ("fc2_latent_proj", sizes[::-1], config.output_layer_init_method),
+    )
+    to_latent, back = (
+        linear(
+            *in_and_out,
+            parallel_mode="duplicated",
+            config=config,
+            init_method=init_method,
+            bias=config.add_bias_linear,
+            skip_bias_add=False,
+            skip_weight_param_allocation=False,
+            is_expert=False,
+            name=None if name is None else f"{name}.{part}",
+        )
+        for part, in_and_out, init_method in ends
+    )
+    return to_latent, back
