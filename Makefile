@@ -74,8 +74,9 @@ $(STAMP):
 	$(RUN) -m pip --quiet show triton >/dev/null 2>&1 || $(PIP) --quiet 'triton==3.6.0; sys_platform == "linux"'
 	$(PIP) --quiet hatchling setuptools wheel
 	$(PIP) --quiet --no-build-isolation --editable '.[dev,train]'
-	$(RUN) -c 'import sys; sys.exit(sys.version_info >= (3, 12) or sys.platform != "linux")' && \
+	$(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 12) and sys.platform == "linux")' || { \
+		$(RUN) -m pip --quiet uninstall --yes megatron-core && \
 		$(PIP) --quiet --no-deps --ignore-requires-python --only-binary=:all: --python-version 3.12 --upgrade \
-		--target "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" megatron-core || true
+			--target "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" megatron-core; }
 	@rm -f $(VENV)/.installed-*
 	@touch $@

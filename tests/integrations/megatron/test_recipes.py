@@ -1,0 +1,128 @@
+"""Published recipes build our layer as they are, or are refused for a reason that docs/megatron.md gives."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.helpers.launch import RankPool
+
+pytest.importorskip("megatron.core")
+
+from tests.helpers.megatron_recipes import RECIPES, Recipe
+
+# What TransformerConfig takes only where Transformer Engine is installed, or in the dtype of a whole run.
+LATER = (
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "fp8",
+    "fp8_recipe",
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
+    "use_transformer_engine_op_fuser",
+    "moe_paged_stash",
+    "moe_router_padding_for_quantization",
+    "moe_expert_rank_capacity_factor",
+    "activation_func_fp8_input_store",
+    "fine_grained_activation_offloading",
+    "cuda_graph_impl",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "recompute_modules",
+)
+SMALL = {"hidden_size": 64, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 24}
+
+
+class Group:
+    """The size and rank of a process group that one process cannot make."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._size - 1
+
+
+def config_of(recipe: Recipe) -> Any:
+    """The recipe's config with small layers."""
+    from megatron.core.transformer import TransformerConfig
+
+    from tests.helpers.megatron_cpu import CPU_CONFIG
+
+    small = {name: value for name, value in SMALL.items() if name in recipe.fields}
+    fields = {
+        "num_layers": 2,
+        "num_attention_heads": 8,
+        "add_bias_linear": False,
+        **CPU_CONFIG,
+        **recipe.fields,
+        **small,
+    }
+    config = TransformerConfig(**{name: value for name, value in fields.items() if name not in LATER})
+    for name in LATER:
+        if name in fields:
+            setattr(config, name, fields[name])
+    return config
+
+
+def build(rank: int, names: list[str]) -> dict[str, str]:
+    """How many experts, or what is said instead, by recipe."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    from sonic_ep.groups import EPGroup
+    from sonic_ep.integrations.megatron import experts, use_sonic_ep
+    from tests.helpers.megatron_training import parallel_state
+
+    found = {}
+    with parallel_state(), patch.object(experts, "EPGroup", EPGroupOfOne(EPGroup)):
+        for recipe in (each for each in RECIPES if each.source in names):
+            config = config_of(recipe)
+            groups: Any = copy.copy(get_default_pg_collection())
+            ep, width = config.expert_model_parallel_size, config.expert_tensor_parallel_size
+            groups.ep, groups.expt_tp, groups.tp_ep = Group(ep), Group(width), Group(ep * width)
+            spec: Any = use_sonic_ep(get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts))
+            try:
+                layer = spec(config=config, pg_collection=groups, is_mtp_layer=False, name="decoder.layers.0.mlp")
+            except ValueError as error:
+                found[recipe.source] = str(error)
+                continue
+            shape = (layer.num_local_experts, (1 + config.gated_linear_unit) * config.moe_ffn_hidden_size)
+            assert layer.experts.weight1.shape[:2] == shape
+            found[recipe.source] = f"{layer.num_local_experts * ep * width} experts"
+    return found
+
+
+class EPGroupOfOne:
+    """Stands for the class EPGroup, and makes a group of this process alone."""
+
+    def __init__(self, real: Any) -> None:
+        self.alone = real.alone
+
+    def __call__(self, group: object) -> Any:
+        return self.alone()
+
+
+@pytest.fixture(scope="module")
+def built(ranks: Callable[[int], RankPool]) -> dict[str, str]:
+    return ranks(1).run(build, [each.source for each in RECIPES], timeout=300)[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[each.source for each in RECIPES])
+def test_a_recipe_builds_or_says_which_field_it_does_not(built: dict[str, str], recipe: Recipe) -> None:
+    said = built[recipe.source]
+    if recipe.refused:
+        assert recipe.refused in said
+        assert "; set " in said
+    else:
+        assert said == f"{recipe.fields['num_moe_experts']} experts"
+
+
+def test_few_are_refused() -> None:
+    assert len({each.source for each in RECIPES}) == len(RECIPES) > 50
+    assert len([each for each in RECIPES if each.refused]) <= 4
