@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from multiprocessing import dummy
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -50,11 +51,34 @@ def megatron_on_cpu() -> Iterator[None]:
             warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor|The AccumulateGrad node", UserWarning)
             yield
             return
+        if sys.version_info < (3, 12):
+            module = _index_of_samples()
+            stack.enter_context(patch.dict(sys.modules, {module.__name__: module}))
         for dst, name, value in _shims():
             stack.enter_context(patch.object(dst, name, value))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # its jit_fuser is torch.compile
         stack.enter_context(_quiet_generator())
         yield
+
+
+def _index_of_samples() -> ModuleType:
+    """What GPTDataset wants of Megatron-Core's compiled module, which the wheel has for Python 3.12 alone."""
+    import numpy
+
+    def build_sample_idx(
+        sizes: Any, documents: Any, length: int, epochs: int, tokens: int, drop_last: bool = True, extra: bool = True
+    ) -> Any:
+        """(document, offset) where each sample of `length` tokens begins, and the last one ends."""
+        samples = epochs * tokens - extra
+        ends = numpy.cumsum(sizes[documents], dtype=numpy.int64)
+        starts = numpy.arange((samples if drop_last else samples + length - 1) // length + 1) * length
+        starts = numpy.minimum(starts, ends[-1] - 1)
+        document = numpy.searchsorted(ends, starts, side="right")
+        return numpy.stack([document, starts - (ends - sizes[documents])[document]], axis=1).astype(documents.dtype)
+
+    module = ModuleType("megatron.core.datasets.helpers_cpp")
+    module.build_sample_idx_int32 = module.build_sample_idx_int64 = build_sample_idx  # type: ignore[attr-defined]
+    return module
 
 
 def _shims() -> Iterator[tuple[Any, str, Any]]:

@@ -267,3 +267,122 @@ def test_gradient_accumulation_fusion_changes_no_gradient(ranks: Ranks, overlap:
     assert was_used
     for step, wanted in zip(fused, plain, strict=True):
         assert step[:2] == pytest.approx(wanted[:2], abs=1e-6)
+
+
+def in_steps(layer: Any, x: Tensor) -> list[Tensor]:
+    """Output and gradients of a layer entered as overlapped batches do: each step's graph is cut from the next."""
+    x = x.clone().requires_grad_()
+    tokens, probs = layer.preprocess(x, *layer.route(x))
+    shared = layer.shared_experts_compute(x)
+    cut = [each.detach().requires_grad_() for each in (tokens, probs)]
+    dispatched = layer.dispatch(*cut)
+    cut_again = [each.detach().requires_grad_() for each in dispatched]
+    output, _ = layer.routed_experts_compute(*cut_again)
+    last = output.detach().requires_grad_()
+    result = layer.postprocess(layer.combine(last), None if shared is None else shared.detach())
+    result.square().sum().backward()
+    output.backward(last.grad)
+    torch.autograd.backward(dispatched, [each.grad for each in cut_again])
+    layer.backward_dw()
+    steps = [tokens, probs], [each.grad for each in cut]
+    if shared is not None:
+        steps[0].append(shared)
+        steps[1].append(2 * result.detach())
+    torch.autograd.backward(*steps)
+    return [result.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def whole(layer: Any, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    result, _ = layer(x)
+    result.square().sum().backward()
+    return [result.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def stepped_and_whole(rank: int, rounded: bool) -> tuple[list[bool], list[bool]]:
+    from sonic_ep import RoundingConfig
+    from sonic_ep.integrations.megatron import SonicEPOptions
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    options = SonicEPOptions(rounding=RoundingConfig(t=4, G=8) if rounded else None)
+    with parallel_state(expert=2):
+        config = gpt_config(moe_shared_expert_intermediate_size=40)
+        x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
+        found = []
+        for run in (whole, in_steps):
+            layer = layers(config, options)[1]
+            found.append(run(layer, x))
+            assert layer.token_dispatcher.routing_map is None
+    return [is_close(a, b) for a, b in zip(*found, strict=True)], [float(a.norm()) > 0 for a in found[0]]
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["top-k", "rounded"])
+def test_a_layer_entered_step_by_step_computes_the_same(ranks: Ranks, rounded: bool) -> None:
+    for close, nonzero in ranks(2).run(stepped_and_whole, rounded):
+        assert all(close)
+        assert all(nonzero)
+
+
+def graphed_router(rank: int) -> list[bool]:
+    """The three parts that Megatron's own graphs divide a layer into, with what a replay hands on."""
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    with parallel_state(expert=2):
+        config = gpt_config(moe_shared_expert_intermediate_size=40)
+        x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
+        _, layer = layers(config)
+        wanted, _ = layer(x)
+        layer.fwd_execution_map = "route"
+        tokens, probs, shared = layer(x, intermediate_tensors=())
+        handed = {name: getattr(layer.token_dispatcher, name) for name in layer.token_dispatcher.cudagraph_attrs}
+        layer.token_dispatcher.routing_map = None
+        for name, value in handed.items():
+            setattr(layer.token_dispatcher, name, value)
+        layer.fwd_execution_map = "expert_compute"
+        output, bias = layer(None, intermediate_tensors=(tokens, probs))
+        layer.fwd_execution_map = "postprocess"
+        return [bias is None, torch.equal(layer(None, intermediate_tensors=(output, shared)), wanted)]
+
+
+def test_the_router_may_be_in_a_graph_of_its_own(ranks: Ranks) -> None:
+    assert ranks(2).run(graphed_router) == [[True, True]] * 2
+
+
+class Linear(torch.nn.Linear):
+    """What stands for Transformer Engine's linear layer."""
+
+    def __init__(self, *sizes: int, bias: bool, name: str | None, **_: object) -> None:
+        super().__init__(*sizes, bias=bias)
+        self.name = name
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), None
+
+
+def latent(rank: int) -> tuple[list[bool], list[bool]]:
+    """Our layer of a latent size against stock's, whose experts are SequentialMLP."""
+    from unittest.mock import patch
+
+    from megatron.core.transformer.moe import moe_layer
+
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    with (
+        parallel_state(expert=2),
+        patch.object(moe_layer, "TELinear", Linear),
+        patch.object(moe_layer, "HAVE_TE", True),
+    ):
+        config = gpt_config(moe_latent_size=16, moe_shared_expert_intermediate_size=40)
+        x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
+        stock, ours = layers(config)
+        for name in ("fc1_latent_proj", "fc2_latent_proj", "router", "shared_experts"):
+            getattr(ours, name).load_state_dict(getattr(stock, name).state_dict())
+        assert ours.experts.weight2.shape[1] == 16
+        wanted, got = run_layer(stock, x, None), run_layer(ours, x, None)
+        return [is_close(got[name], value) for name, value in wanted.items()], [ours.fc1_latent_proj.name is None]
+
+
+def test_experts_of_a_latent_size_are_megatrons(ranks: Ranks) -> None:
+    for close, named in ranks(2).run(latent):
+        assert all(close)
+        assert all(named)
