@@ -173,10 +173,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.moe import moe_utils
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # megatron-core 0.16.1 without Transformer Engine
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1
     )

@@ -69,7 +69,7 @@ class SonicEPExperts(MegatronModule):
         set_tensor_model_parallel_attributes(self.weight1, True, 0, 2 if self.gated else 1)
         set_tensor_model_parallel_attributes(self.weight2, True, 1, 1)
         for bias in (self.bias1, self.bias2):
-            if bias is not None:  # otherwise only the first TP rank would include it in the gradient norm
+            if bias is not None:  # otherwise only the first expert-TP rank would include it in the gradient norm
                 set_tensor_model_parallel_attributes(bias, True, 0, 1)
         if config.perform_initialization:
             self._initialize()

@@ -60,7 +60,7 @@ CASES = {
     "ETP2-EP2": Case(4, {"expert_tensor": 2, "expert": 2}, run=DISTRIBUTED),
     # Megatron decays no bias, and no expert's either.
     "biases": Case(2, {"expert": 2}, BIASES, DECAY),
-    # Of stock experts' biases only one counts in the norm of the second TP rank.
+    # Stock sums the gradients of its experts' second biases over TP ranks, which hold different experts.
     "TP2-biases": Case(2, {"tensor": 2, "expert": 2}, BIASES, DECAY, stock_groups={"expert": 2}),
     "moe-layer-recompute": Case(2, {"expert": 2}, SELECTIVE | {"moe_layer_recompute": True} | SIGMOID),
     "shared-recompute": Case(2, {"expert": 2}, SELECTIVE | SHARED | {"recompute_modules": ["shared_experts", "moe"]}),
