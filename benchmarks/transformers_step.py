@@ -160,7 +160,8 @@ class Block:
         local.num_experts, local._experts_implementation = config.num_experts // ranks, "grouped_mm"
         with torch.device(options.device):
             self.block: Any = Qwen3MoeSparseMoeBlock(config)
-            self.block.experts = experts = Qwen3MoeExperts(local)
+            experts: Any = Qwen3MoeExperts(local)
+        self.block.experts = experts
         experts._is_expert_parallel = True
         experts.forward = InTurns(experts, grid["ep"], grid["tp"])
         self.block.bfloat16().train()
@@ -216,7 +217,8 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
     turns: dict[str, list[dict[str, float]]] = {name: [{} for _ in range(options.rounds)] for name in names}
     on_gpu = options.device == "cuda"
     first_losses = {name: training.loss_with(name) for name in names}
-    for part, what in (("step", training), ("layer", Block(training.config, options))):
+    block = Block(training.config, options)
+    for part, what in (("step", training), ("layer", block)):
         steps: dict[str, int] = {}
         for name in names:
             what.choose(name)
@@ -233,7 +235,7 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
                 turn, host = turns[name][i], "host" if part == "step" else "layer_host"
                 turn[part], turn[host] = timed(what.step, steps[name], clock, UNTIMED)
                 if part == "layer":
-                    turn["saved_mib"] = what.saved_bytes() / 2**20
+                    turn["saved_mib"] = block.saved_bytes() / 2**20
                 elif on_gpu:
                     turn["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     medians = {

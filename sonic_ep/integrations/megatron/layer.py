@@ -66,7 +66,8 @@ class SonicEPMoELayer(MoELayer):
         self.shared_experts_recompute = "shared_experts" in selective
         self.cudagraph_tensor_store = MoECudaGraphTensorStore()
         self.fwd_execution_map = ["route", "expert_compute", "postprocess"]
-        self.router: Any = submodules.router(config=config, pg_collection=given, is_mtp_layer=is_mtp_layer)
+        build_router: Any = submodules.router  # TopKRouter by default, of which the type is that of its first version
+        self.router: Any = build_router(config=config, pg_collection=given, is_mtp_layer=is_mtp_layer)
         if config.moe_latent_size:
             self.fc1_latent_proj, self.fc2_latent_proj = latent_projections(config, name)
         self.token_dispatcher: Any = NoDispatcher()
@@ -94,7 +95,7 @@ class SonicEPMoELayer(MoELayer):
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Applies the layer. A collective of the EP group.
 
         Shapes:  hidden_states (s, b, h) in the parameters' dtype; with sequence parallelism this rank's slice of the
