@@ -2,7 +2,7 @@
 
 import re
 import zlib
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,13 +67,11 @@ def _tensor_share(name: str, parameter: nn.Parameter, seed: int, *, gated: bool 
     """What a tensor-parallel rank holds of the whole weight. fc1 of a gated unit divides gate and up rows each."""
     from megatron.core import parallel_state as state
 
-    rank: Any = state.get_tensor_model_parallel_rank()
-    size: Any = state.get_tensor_model_parallel_world_size()
-    if expert:
-        rank, size = state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()
+    group: Any = state.get_expert_tensor_parallel_group() if expert else state.get_tensor_model_parallel_group()
+    rank, size = group.rank(), group.size()
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return _values(name, parameter.shape, seed)
-    dim: Any = parameter.partition_dim  # type: ignore[attr-defined]
+    dim = cast(int, parameter.partition_dim)  # type: ignore[attr-defined]
     shape = list(parameter.shape)
     shape[dim] *= size
     whole = _values(name, torch.Size(shape), seed)

@@ -290,9 +290,9 @@ def log_replaced(config: TransformerConfig, options: SonicEPOptions, experts: An
             f"{', '.join(quantised)}: the experts compute in {config.params_dtype}; "
             "SonicEPOptions(quantised='refuse') refuses such a config"
         )
-    kept = sorted(_OFFLOADED & set(config.offload_modules or ())) if config.fine_grained_activation_offloading else []
-    if kept:
-        _once(f"offload_modules={kept} of the experts stay on the GPU; expert activations are computed again")
+    left = sorted(_OFFLOADED & set(config.offload_modules or ())) if config.fine_grained_activation_offloading else []
+    if left:
+        _once(f"offload_modules={left} of the experts stay on the GPU; expert activations are computed again")
 
 
 @functools.cache

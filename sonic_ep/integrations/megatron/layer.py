@@ -66,8 +66,8 @@ class SonicEPMoELayer(MoELayer):
         self.shared_experts_recompute = "shared_experts" in selective
         self.cudagraph_tensor_store = MoECudaGraphTensorStore()
         self.fwd_execution_map = ["route", "expert_compute", "postprocess"]
-        build_router: Any = submodules.router  # TopKRouter by default, of which the type is that of its first version
-        self.router: Any = build_router(config=config, pg_collection=given, is_mtp_layer=is_mtp_layer)
+        router: Any = submodules.router  # its protocol lacks is_mtp_layer, which Megatron passes
+        self.router: Any = router(config=config, pg_collection=given, is_mtp_layer=is_mtp_layer)
         if config.moe_latent_size:
             self.fc1_latent_proj, self.fc2_latent_proj = latent_projections(config, name)
         self.token_dispatcher: Any = NoDispatcher()

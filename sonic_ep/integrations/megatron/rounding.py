@@ -32,8 +32,8 @@ class RoundedRouter:
         assert E is not None
         assert n is not None
         self.router, self.config, self.group = router, config, group
-        score: Any = config.moe_router_score_function  # fields.py refuses rounding with another than ours
-        K = config.moe_router_topk
+        score, K = config.moe_router_score_function, config.moe_router_topk
+        assert score != "sqrtsoftplus"  # refused by fields.py
         router_config = RouterConfig(score=score, renormalize=score == "sigmoid" and K > 1)  # for added pairs
         self.moe_config = MoEConfig(d=config.hidden_size, n=n, E=E, K=K, router=router_config, rounding=rounding)
         self._logits: Tensor | None = None

@@ -269,7 +269,7 @@ def test_gradient_accumulation_fusion_changes_no_gradient(ranks: Ranks, overlap:
         assert step[:2] == pytest.approx(wanted[:2], abs=1e-6)
 
 
-def in_steps(layer: Any, x: Tensor) -> list[Tensor | None]:
+def in_steps(layer: Any, x: Tensor) -> list[Any]:
     """Output and gradients of a layer entered as overlapped batches do: each step's graph is cut from the next."""
     x = x.clone().requires_grad_()
     tokens, probs = layer.preprocess(x, *layer.route(x))
@@ -292,7 +292,7 @@ def in_steps(layer: Any, x: Tensor) -> list[Tensor | None]:
     return [result.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-def whole(layer: Any, x: Tensor) -> list[Tensor | None]:
+def whole(layer: Any, x: Tensor) -> list[Any]:
     x = x.clone().requires_grad_()
     result, _ = layer(x)
     result.square().sum().backward()
