@@ -2,6 +2,7 @@
 # make test    run the tests, but for those marked slow            make test ARGS="tests/kernels -k silu"
 # make test-all    run all tests: the slow ones compile every kernel and train models for minutes
 # make fuzz    random configurations, misuse and faults            make fuzz SECONDS=600 ARGS="--ranks 2 4 --seed 7"
+# make cluster-test    two hosts, imitated by network namespaces or else on the loopback interface
 # make lint    what CI checks: format, rules, types, spelling      make format repairs the first two
 # make clean   remove .venv and caches (runs/ stays)
 #
@@ -25,7 +26,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --constraint constraint
 # One thread a process: NPROC of them share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all fuzz lint format clean
+.PHONY: train test test-all fuzz cluster-test lint format clean
 
 # The first command finds mistakes in ARGS alone, so that they are not printed by every process and the launcher.
 train: $(STAMP)
@@ -44,6 +45,11 @@ test-all: test
 
 fuzz: $(STAMP)
 	$(RUN) -m tests.fuzz --seconds $(SECONDS) $(ARGS)
+
+# The first line of output says how the hosts are imitated.
+cluster-test: $(STAMP)
+	@$(RUN) -m tests.cluster.imitated_hosts
+	$(RUN) -m pytest tests/cluster $(ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff format --check .

@@ -23,6 +23,7 @@ from sonic_ep.dispatch.protocol import DispatchHandle, Pending, Transport
 from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.functional import moe
 from sonic_ep.kernels.combine.gather_sum.reference import gather_sum
+from sonic_ep.kernels.dispatch.send_index.reference import sent_rows
 from sonic_ep.routing import Routing
 from tests.dispatch import oracle
 from tests.dispatch.oracle import Case, Outcome
@@ -65,8 +66,12 @@ def check(
         assert torch.equal(outcome.rows.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
         check_lists(oracle.recv_lists(case, rank, pair_weights), outcome, [new_row[key] for key in received])
         check_way_back(case, rank, outcome, dtype, pair_weights)
-        assert outcome.splits.rows_out == tuple(len(case.tokens_needed(rank, q)) for q in range(case.size))
-        assert outcome.splits.rows_in == tuple(len(case.tokens_needed(s, rank)) for s in range(case.size))
+        splits = outcome.splits
+        X, Y, f = (sum(rows) for rows in (splits.crossing_out, splits.crossing_in, splits.forwarded_out))
+        lists = 8 * X + 8 * f + 4 * (case.tokens[rank] + 1) + 4 * (Y + 1)  # docs/memory.md
+        assert sum(values.nbytes for values in outcome.transport_lists) == lists
+        assert splits.rows_out == tuple(len(case.tokens_needed(rank, q)) for q in range(case.size))
+        assert splits.rows_in == tuple(len(case.tokens_needed(s, rank)) for s in range(case.size))
     assert sum(outcome.received_dot for outcome in seen) == sum(outcome.sent_dot for outcome in seen)
 
 
@@ -315,6 +320,19 @@ def test_bytes_within_and_across_hosts(ranks: Ranks, size: int, per_host: int, d
     for case in (EIGHT if size == 8 else FOUR)[:2]:
         for rank, found in enumerate(ranks(size).run(bytes_of_one_call, case, per_host, dtype)):
             assert found == wanted_bytes(case, rank, per_host, dtype.itemsize), rank
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 8)), unique=True), st.integers(9, 12))
+def test_marked_cells_are_numbered_as_those_of_pairs(pairs: list[tuple[int, int]], T: int) -> None:
+    """Kernels make their lists from either."""
+    pairs = sorted(pairs)
+    starts_Q = torch.tensor([sum(dst < q for dst, _ in pairs) for q in range(5)], dtype=torch.int32)
+    sent = sent_rows(torch.tensor([token for _, token in pairs], dtype=torch.int32), starts_Q, T)
+    marked = two_hop._marked(sent.sent_before.diff().view(4, T).to(torch.uint8))
+    for name in ("sent_before", "copies_T", "row_starts_Q"):
+        wanted, got = getattr(sent, name), getattr(marked, name)
+        assert (got.dtype, got.tolist()) == (wanted.dtype, wanted.tolist())
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
