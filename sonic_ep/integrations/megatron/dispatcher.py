@@ -52,7 +52,7 @@ class NoDispatcher:
             shared.post_forward_comm()
         return hidden_states, probs
 
-    def take(self) -> tuple[Routing | None, Tensor]:
+    def pop_routing(self) -> tuple[Routing | None, Tensor]:
         """Returns the kept routing, if there is one, and the map, and forgets both."""
         routing, routing_map = self.routing, self.routing_map
         self.routing = self.routing_map = None

@@ -135,7 +135,7 @@ class SonicEPMoELayer(MoELayer):
         return self.experts(x_TH, routing).view_as(hidden_states), None
 
     def _routing(self, x_TH: Tensor, probs: Tensor) -> Routing:
-        routing, routing_map_TE = self.token_dispatcher.take()
+        routing, routing_map_TE = self.token_dispatcher.pop_routing()
         if routing is not None:
             return dataclasses.replace(routing, weights_N=probs)
         drops = self.config.moe_expert_capacity_factor is not None
