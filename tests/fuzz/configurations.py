@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, replay_contexts
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig, replay_contexts
 from sonic_ep.routing import RoutedPairs
 from tests.fuzz.routing_oracle import Routes, route
 from tests.helpers import oracle
@@ -95,7 +95,14 @@ def random_config(rng: random.Random, S: int) -> MoEConfig:
         save_dispatched=rng.random() < 0.5,
         router=random_router(rng, E, K),
         rounding=rounding,
+        transport=random_transport(rng, S),
     )
+
+
+def random_transport(rng: random.Random, S: int) -> TransportConfig:
+    """The one that a CPU's ranks take, or two hops over imitated hosts."""
+    per_host = rng.choice([None, None, *(size for size in range(1, S + 1) if S % size == 0)])
+    return TransportConfig() if per_host is None else TransportConfig(kind="two_hop", ranks_per_host=per_host)
 
 
 def random_case(seed: int, S: int, number: int) -> Case:
