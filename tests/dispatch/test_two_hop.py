@@ -4,7 +4,7 @@ Bits are compared with the all-to-all where sums are exact. With any values they
 combine adds by host first, as two hops must.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, get_args
 from unittest.mock import patch
@@ -40,6 +40,21 @@ FOUR = [
 ]
 EIGHT = [Case((13, 1, 0, 22, 9, 8, 17, 5), 5, 16, multiple=4), Case((3, 0, 0, 7, 0, 1, 0, 2), 4, 8, "all")]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module")
+def ranks(ranks: Ranks) -> Iterator[Ranks]:
+    """As everywhere, but eight ranks end with this module: gloo's idle threads would slow all later tests."""
+    eight: list[RankPool] = []
+
+    def pool(size: int) -> RankPool:
+        if size == 8 and not eight:
+            eight.append(RankPool(8))
+        return eight[0] if size == 8 else ranks(size)
+
+    yield pool
+    for each in eight:
+        each.close()
 
 
 def arrival(size: int, per_host: int) -> list[int]:
