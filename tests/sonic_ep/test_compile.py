@@ -175,6 +175,7 @@ def test_layers_of_one_config_share_a_graph() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_without_fullgraph_the_graph_breaks_and_the_result_stays() -> None:
+    torch._dynamo.utils.counters.clear()  # of other tests of this process
     layer, eager = (MoE(small(LOSSES), seed=0) for _ in range(2))
     compiled = torch.compile(layer, backend="aot_eager")
     x = torch.randn(50, 12)

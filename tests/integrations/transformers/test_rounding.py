@@ -58,9 +58,11 @@ def router_of(block: Any) -> Any:
 
 def own_layer(block: Any, router: RouterConfig) -> MoE:
     from sonic_ep.integrations.transformers.activation import activation_of
-    from sonic_ep.integrations.transformers.weights import weights_of
+    from sonic_ep.integrations.transformers.weights import layout_of, weights_of
+    from sonic_ep.kernels.experts.activations import interleave
 
     weights = weights_of(block.experts, torch.float32)
+    has_halves = layout_of(block.experts) == "concatenated"
     (E, d, n), K = weights.w2_eHI.shape, router_of(block).top_k
     activation: Any = activation_of(block.experts)
     layer = MoE(
@@ -70,9 +72,9 @@ def own_layer(block: Any, router: RouterConfig) -> MoE:
     )
     ours, theirs = layer.state_dict(), router_of(block)
     for name, value in (
-        ("experts.w1", weights.w1),
+        ("experts.w1", interleave(weights.w1) if has_halves else weights.w1),
         ("experts.w2", weights.w2_eHI),
-        ("experts.b1", weights.b1_eJ),
+        ("experts.b1", interleave(weights.b1_eJ) if has_halves and weights.b1_eJ is not None else weights.b1_eJ),
         ("experts.b2", weights.b2_eH),
         ("router.weight", theirs.weight),
         ("router.bias", getattr(theirs, "bias", None)),
