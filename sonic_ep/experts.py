@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup
-from sonic_ep.initialization import fill, fill_normal, rng_for
+from sonic_ep.initialization import draw, drawn_in_threads, fill, rng_for
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 
@@ -162,10 +162,14 @@ class Experts(nn.Module):
         weights = self.w1, self.w2
         # A DTensor is filled as a whole, because a single expert of it cannot be written to.
         wholes = [torch.empty(w.shape, device="cpu") if hasattr(w, "placements") else w for w in weights]
-        for local in range(self.num_local):
+
+        def draw_expert(local: int) -> list[Tensor]:
             generator = rng_for(seed, self.first + local)
-            for whole in wholes:
-                fill_normal(whole[local], std, generator)
+            return [draw(whole.shape[1:], generator) for whole in wholes]
+
+        for local, drawn in enumerate(drawn_in_threads(draw_expert, self.num_local)):
+            for whole, values in zip(wholes, drawn, strict=True):
+                whole[local].copy_(values * std)
         for weight, whole in zip(weights, wholes, strict=True):
             if whole is not weight:
                 fill(weight, whole)
