@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 from host_time import Clock, machine
 from layer_contestants import CAPACITY, sonic_moe_layer, torch_layer, torch_layer_across_ranks
-from pretrain_model import DENSE, ExchangeableMoE, Layer, Model, flops_per_token
+from pretrain_model import DENSE, ExchangeableMoE, Layer, Model, flops_per_token, groups_by_mesh
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -91,10 +91,7 @@ class Trainer:
         router = dataclasses.replace(config.router, balance="batch", balance_coef=BALANCE_COEF)
         self.config = config.replace(activation="swiglu", bias=False, shared_n=0, router=router)
         self.model = self._model(grid)
-        by_mesh: dict[Any, list[Tensor]] = {}  # fused AdamW takes weights of one mesh at a time
-        for parameter in self.model.parameters():
-            by_mesh.setdefault(parameter.device_mesh, []).append(parameter)  # type: ignore[attr-defined]
-        groups = [{"params": parameters} for parameters in by_mesh.values()]
+        groups = groups_by_mesh(self.model.parameters())
         self.optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         B, L = options.tokens // options.length, options.length
         generator = torch.Generator(self.device).manual_seed(dist.get_rank())

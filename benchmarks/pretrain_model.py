@@ -4,8 +4,8 @@ A block holds the weights of its experts and router once. Whoever computes with 
 contestants train one model in turns.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -176,6 +176,14 @@ class Model(nn.Module):
                 x, aux_loss = block(x, cos, sin)
             aux_losses.append(aux_loss)
         return self.head(x, tokens[:, 1:]), torch.stack(aux_losses).sum()
+
+
+def groups_by_mesh(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Parameter groups of one device mesh each: fused AdamW takes weights of one mesh at a time."""
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(parameter.device_mesh, []).append(parameter)  # type: ignore[attr-defined]
+    return [{"params": each} for each in by_mesh.values()]
 
 
 def flops_per_token(config: MoEConfig, dense: Dense, layers: int, length: int) -> int:

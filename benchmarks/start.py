@@ -42,8 +42,6 @@ from pathlib import Path
 from typing import Any
 
 SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "sympy", "torch.distributed.fsdp")
-# Python's bytecode is shared by all cases: pip writes it when it installs packages.
-BYTECODE = "bytecode"
 CACHES = ("SONIC_EP_CACHE_DIR", "QUACK_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 # Cases: the name of their caches, and environment variables. Those of an import are not used.
 CASES: dict[str, tuple[str, dict[str, str]]] = {
@@ -146,7 +144,8 @@ def run(case: str, number: int, folder: Path, options: argparse.Namespace) -> di
     """One run of a case in a process of its own."""
     caches, settings = CASES[case]
     environment = os.environ | {name: str(folder / caches / name) for name in CACHES} | settings
-    environment |= {"PYTHONPYCACHEPREFIX": str(folder / BYTECODE), "PYTHONDONTWRITEBYTECODE": ""}
+    # All cases share Python's bytecode: pip writes it when it installs packages.
+    environment |= {"PYTHONPYCACHEPREFIX": str(folder / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
     name = "import" if case == "import" else f"{case} {number}"
     arguments = [f"--{key}={getattr(options, key)}" for key in ("shape", "tokens", "device")]
     with tempfile.NamedTemporaryFile() as result:  # the first rank may delete the folder before the others are here

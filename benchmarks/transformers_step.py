@@ -1,4 +1,4 @@
-"""Training steps of a model of Hugging Face transformers: our expert parallelism beside its own, in turns.
+"""Training steps of a model of Hugging Face transformers: our expert parallelism and its own, in turns.
 
     torchrun --nproc-per-node 2 benchmarks/transformers_step.py --out transformers_step_2_gpus.json
     torchrun --nproc-per-node 2 benchmarks/transformers_step.py --device cpu --shape tiny --tokens 64 --length 32
@@ -16,7 +16,7 @@ Medians over --rounds, and the largest of all ranks, in milliseconds unless said
     step, host        forward, backward and fused AdamW, back to back; the calls of it until they return
     layer, layer_host forward and backward of one MoE block with its router, without FSDP, back to back; its calls
     layer_tflops      18 T K d n / layer, in TFLOP/s of a rank: what tokens need, without the router
-    saved_mib         what one MoE block keeps from its forward for its backward, without its input and its weights
+    saved_mib         what one MoE block saves in its forward for its backward, without its input and its weights
     peak_gib          the most that torch allocated in a turn of steps
     first_loss        of the first rank, before any step: contestants without rounding agree but for bf16
 """
@@ -38,6 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from host_time import Clock, machine
+from pretrain_model import DENSE, groups_by_mesh
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -49,35 +50,14 @@ from transformers.distributed.expert_parallel import (  # pyright: ignore[report
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
-from sonic_ep import EPGroup, RoundingConfig
+from sonic_ep import EPGroup, RoundingConfig, load_config
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.transformers import register, round_tokens
 from sonic_ep.integrations.transformers.expert_parallel import implementation_with
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
 
 STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportion"
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3_30b_a3b": {
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-    "tiny": {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-    },
-}
+SHAPES = ("qwen3_30b_a3b", "tiny")
 WARM_UP, UNTIMED = 4, 2
 
 
@@ -100,10 +80,18 @@ class Training:
         self.options = options
         register()
         EPImplementationInterface.register("in_turns", InTurns)
+        moe, dense = load_config(options.shape), DENSE[options.shape]
         config = Qwen3MoeConfig(
-            **SHAPES[options.shape],
+            vocab_size=dense.vocabulary,
+            hidden_size=moe.d,
+            num_attention_heads=dense.heads,
+            num_key_value_heads=dense.kv_heads,
+            head_dim=dense.head_dim,  # pyright: ignore[reportCallIssue]  # in 5.23
+            num_experts=moe.E,
+            num_experts_per_tok=moe.K,
+            moe_intermediate_size=moe.n,
             num_hidden_layers=options.layers,
-            norm_topk_prob=True,
+            norm_topk_prob=moe.router.renormalize,
             max_position_embeddings=options.length,
             output_router_logits=False,
         )
@@ -124,10 +112,7 @@ class Training:
         self.experts = registered_experts(self.model, "there is nothing to measure")
         round_tokens(self.model, RoundingConfig(mode="apportion"))
         self.rounding = {name: getattr(module, TOKEN_ROUNDING) for name, module in self.experts.items()}
-        by_mesh: dict[Any, list[Tensor]] = {}  # fused AdamW takes weights of one mesh at a time
-        for parameter in self.model.parameters():
-            by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
-        groups = [{"params": parameters} for parameters in by_mesh.values()]
+        groups = groups_by_mesh(self.model.parameters())
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
         sequences = options.tokens // options.length
         generator = torch.Generator(options.device).manual_seed(dist.get_rank())

@@ -16,8 +16,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from sonic_ep.async_d2h import host_may_wait
-from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.row_exchange import RowExchange
 from sonic_ep.groups import EPGroup
@@ -52,14 +50,7 @@ class AllToAllTransport:
     def prepare(
         self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
     ) -> PreparedDispatch:
-        if not host_may_wait(plan.pairs_SQ):
-            raise RuntimeError(
-                f"the all-to-all of ep_size={self.group.size} needs its sizes on the host, which a CUDA graph cannot "
-                "capture; leave the layer out of the graph, or use ep_size=1"
-            )
-        arriving_sizes, rank = split_sizes_async(routing), self.group.rank
-        arriving_sizes.wait(self.group)
-        sizes = arriving_sizes.read()
+        sizes, rank = self._exchange.sizes(routing, plan, "the all-to-all"), self.group.rank
         splits = pairs_out, pairs_in = sizes.pairs_SQ[rank], sizes.pairs_in(rank)
         sent = sent_rows(routing.token_ids_N[: sum(pairs_out)], plan.pair_starts_Q, routing.num_tokens)
         row_in_source_V, weights_V = self._exchange.lists(routing, sent.row_of_pair_N, *splits)

@@ -1,5 +1,7 @@
 """Exchanges by all-to-all over a group, with the bytes they send: rows, index lists, and one value a pair.
 
+The host must know their sizes.
+
 Index lists and values of pairs go from the source rank to the destination rank directly, with every transport that uses
 torch.distributed: a pair has one destination rank, so no way is shorter.
 
@@ -14,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sonic_ep.async_d2h import host_may_wait
+from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import values_of_pairs
-from sonic_ep.routing import INDEX_DTYPE, Routing
+from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
+from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
 
 
 @final
@@ -37,6 +42,20 @@ class RowExchange:
         first = group.rank - group.rank % per_host
         self._own_host = slice(first, first + per_host)
 
+    def sizes(self, routing: Routing, plan: RankPlan, transport: str) -> SplitSizes:
+        """Returns the split sizes of a routing. Blocks the host until they arrive.
+
+        transport: what needs them, for the error: RuntimeError while a CUDA graph is captured.
+        """
+        if not host_may_wait(plan.pairs_SQ):
+            raise RuntimeError(
+                f"{transport} of ep_size={self.group.size} needs its sizes on the host, which a CUDA graph cannot "
+                "capture; leave the layer out of the graph, or use ep_size=1"
+            )
+        arriving = split_sizes_async(routing)
+        arriving.wait(self.group)
+        return arriving.read()
+
     def rows(
         self, kind: str, rows: Tensor, send: Sequence[int], receive: Sequence[int], layer: int, hop: str = ""
     ) -> Tensor:
@@ -46,8 +65,9 @@ class RowExchange:
         hop: follows the kind in errors.
         """
         row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
-        self.wire_bytes[kind] += (sum(send) - send[self.group.rank]) * row_bytes
-        self.bytes_across_hosts[kind] += (sum(send) - sum(send[self._own_host])) * row_bytes
+        total = sum(send)
+        self.wire_bytes[kind] += (total - send[self.group.rank]) * row_bytes
+        self.bytes_across_hosts[kind] += (total - sum(send[self._own_host])) * row_bytes
         return self.group.all_to_all(rows, send, receive, stage=f"{kind}{hop}", layer=layer)
 
     def lists(

@@ -29,8 +29,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sonic_ep.async_d2h import host_may_wait
-from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.row_exchange import RowExchange
 from sonic_ep.groups import EPGroup
@@ -135,14 +133,7 @@ class TwoHopTransport:
     def prepare(
         self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
     ) -> PreparedDispatch:
-        if not host_may_wait(plan.pairs_SQ):
-            raise RuntimeError(
-                f"the two-hop transport of ep_size={self.group.size} needs its sizes on the host, which a CUDA graph "
-                "cannot capture; leave the layer out of the graph"
-            )
-        arriving_sizes, ranks = split_sizes_async(routing), self._ranks
-        arriving_sizes.wait(self.group)
-        sizes = arriving_sizes.read()
+        sizes, ranks = self._exchange.sizes(routing, plan, "the two-hop transport"), self._ranks
         pairs = pairs_out, pairs_in = sizes.pairs_SQ[ranks.rank], sizes.pairs_in(ranks.rank)
         sent = sent_rows(routing.token_ids_N[: sum(pairs_out)], plan.pair_starts_Q, routing.num_tokens)
         row_in_source_V, weights_V = self._exchange.lists(routing, sent.row_of_pair_N, *pairs)

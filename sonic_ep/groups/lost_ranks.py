@@ -73,13 +73,13 @@ class PeerWatch:
     """The collectives of one process group on this rank.
 
     layer: the number of the MoE layer that runs its forward, as it was built; 0 for none.
-    hosts: where the ranks are, for errors; None if no transport has asked.
+    hosts: where the ranks are, for errors; one host, until a transport has asked.
     store: returns the store of the group.
     """
 
     def __init__(self, rank: int, size: int, store: Callable[[], _Store]) -> None:
         self.layer = 0
-        self.hosts: HostLayout | None = None
+        self.hosts = HostLayout(("",) * size)
         self._rank, self._size, self._store = rank, size, store
         self._number = 0
         self._message: str | None = None  # of the error, once a rank is lost
@@ -132,8 +132,7 @@ class PeerWatch:
         reports, grace = {self._rank: own}, min(timeout, _GRACE)
         if self._store_answers:
             self._store_answers = _within(grace + 2 * _STORE_LIMIT, lambda: self._gather(reports, grace))
-        hosts = self.hosts or HostLayout(("",) * self._size)
-        self._message = message_of({**reports}, hosts, timeout, reason, store_answers=self._store_answers)
+        self._message = message_of({**reports}, self.hosts, timeout, reason, store_answers=self._store_answers)
         raise LostRankError(self._message) from None
 
     def _gather(self, reports: dict[int, _Report], grace: float) -> None:

@@ -2,19 +2,20 @@
 
 `imitated_hosts` makes them and removes them. `run_on` starts one torchrun agent in each (`--nnodes 2`, c10d
 rendezvous), as on two machines. In namespaces the traffic between hosts, and no other, goes through the veth pair, so
-its counters say what crosses, and it can be cut. On the loopback interface nothing tells the hosts apart, and nothing
-can be cut: transport.ranks_per_host says which ranks are on a host.
+its counters say what crosses, and it can be cut. On the loopback interface the hosts look like one, and nothing can
+be cut: transport.ranks_per_host says which ranks are on a host.
 """
 
 import contextlib
 import itertools
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.helpers.free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS_PER_HOST = 2
@@ -87,7 +88,7 @@ def _ip(*arguments: str) -> None:
 
 def run_on(hosts: Hosts, *script: str) -> list[subprocess.Popen[str]]:
     """Starts an agent with RANKS_PER_HOST ranks of a script on each host. What they print is in `stdout`."""
-    port = _free_port()
+    port = free_port()
     agents = []
     for host, (address, interface) in enumerate(zip(hosts.addresses, hosts.interfaces, strict=True)):
         torchrun = [
@@ -120,12 +121,6 @@ def bytes_sent_by(interface: str) -> int:
         if name.strip() == interface:
             return int(counters.split()[8])
     raise ValueError(f"there is no interface {interface} here")
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 if __name__ == "__main__":

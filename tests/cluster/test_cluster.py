@@ -144,7 +144,7 @@ def raised_by(ranks: tuple[int, ...], folder: Path, since: float) -> list[str]:
 
 @contextlib.contextmanager
 def in_mid_step(hosts: Hosts, folder: Path) -> Iterator[Callable[[int], None]]:
-    """Two hosts whose ranks take steps, and what kills one of them."""
+    """Two hosts with ranks in mid-step, and a function that kills a host."""
     agents = dict(enumerate(run_on(hosts, RANKS, "steps", str(folder))))
 
     def kill_host(host: int) -> None:

@@ -1,7 +1,7 @@
 """Two hops against the all-to-all and against loops over tokens: rows, lists, sums, gradients, and bytes by host.
 
-Bits are compared with the all-to-all where sums are exact. With any values they are compared with an all-to-all whose
-combine adds by host first, as two hops must.
+Bits are compared with the all-to-all where sums are exact. With any values they are compared with an all-to-all that
+adds by host first in combine, as two hops must.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig
 from sonic_ep.config import RoundingMode
-from sonic_ep.dispatch import two_hop
+from sonic_ep.dispatch import row_exchange, two_hop
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, Transport
 from sonic_ep.dispatch.two_hop import TwoHopTransport
@@ -159,7 +159,7 @@ def test_any_routing(ranks: Ranks, data: st.DataObject) -> None:
 
 
 class SumsByHost:
-    """An all-to-all whose combine adds the ranks of a host first, rounds, and then adds the hosts."""
+    """An all-to-all. In combine it adds the ranks of a host first, rounds, and then adds the hosts."""
 
     def __init__(self, group: EPGroup, per_host: int) -> None:
         self.group, self.per_host, self.plain = group, per_host, AllToAllTransport(group)
@@ -355,7 +355,7 @@ def test_marked_cells_are_numbered_as_those_of_pairs(pairs: list[tuple[int, int]
 
 def while_a_graph_is_captured(rank: int, case: Case) -> str:
     transport = TwoHopTransport(EPGroup(), 1)
-    with patch.object(two_hop, "host_may_wait", lambda values: False), pytest.raises(RuntimeError) as caught:
+    with patch.object(row_exchange, "host_may_wait", lambda values: False), pytest.raises(RuntimeError) as caught:
         transport.prepare(case.routing(rank), case.plan().of_rank(rank))
     return str(caught.value)
 

@@ -1,7 +1,6 @@
 """The files of examples/cluster: checked, and started as on two hosts, on this one. `make lint` reads the scripts."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from run_folder import read_metrics
 from tests.examples.conftest import EXAMPLES
+from tests.helpers.free_port import free_port
 
 CLUSTER = EXAMPLES / "cluster"
 TINY = ["--steps", "4", "--batch", "8", "--seq", "16", "--layers", "2", "--save-every", "2", "--eval-every", "4"]
@@ -47,12 +47,6 @@ def start(run: Path, *arguments: str, port: int) -> None:
     for host in hosts:
         _, errors = host.communicate(timeout=240)
         assert host.returncode == 0, errors
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from sonic_ep.groups import LostRankError
 from sonic_ep.groups.hosts import HostLayout
 from sonic_ep.groups.lost_ranks import Collective, _Report, message_of
 from sonic_ep.transports import GroupTransport
+from tests.helpers.free_port import free_port
 
 TIMEOUT = 3.0
 # Seconds until all have raised: the limit, the time for reports and their reading, and what a busy machine needs.
@@ -101,17 +101,11 @@ def live(rank: int, size: int, port: int, fault: Fault, folder: Path) -> None:
     (folder / f"raised-{rank}").write_text(json.dumps([*raised, time.time()]))
 
 
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
 def run(size: int, fault: Fault, folder: Path) -> dict[int, str]:
     """Returns the messages of the ranks that are left, after checks of time, of kind and of the end of processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
-    port = _free_port()
+    port = free_port()
     processes = [context.Process(target=live, args=(rank, size, port, fault, folder)) for rank in range(size)]
     for process in processes:
         process.start()
@@ -273,7 +267,7 @@ def waits_for_what_never_comes(rank: int, size: int, port: int, folder: Path) ->
 
 
 def test_a_host_that_polls_gives_up_and_the_group_stays_lost(tmp_path: Path) -> None:
-    context, port = multiprocessing.get_context("forkserver"), _free_port()
+    context, port = multiprocessing.get_context("forkserver"), free_port()
     processes = [context.Process(target=waits_for_what_never_comes, args=(r, 2, port, tmp_path)) for r in range(2)]
     for process in processes:
         process.start()

@@ -38,7 +38,7 @@ class NoDispatcher:
         self.shared_experts = shared_experts
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps the map, (T, E) bool. Returns hidden_states and probs."""
+        """Notes the map, (T, E) bool. Returns hidden_states and probs."""
         self.routing_map = routing_map
         return hidden_states, probs
 
@@ -53,7 +53,7 @@ class NoDispatcher:
         return hidden_states, probs
 
     def pop_routing(self) -> tuple[Routing | None, Tensor]:
-        """Returns the kept routing, if there is one, and the map, and forgets both."""
+        """Returns the routing that was noted, if there is one, and the map, and forgets both."""
         routing, routing_map = self.routing, self.routing_map
         self.routing = self.routing_map = None
         assert routing_map is not None  # dispatch_preprocess or a graph has set it

@@ -77,7 +77,7 @@ FIELDS: tuple[Field, ...] = (
         "use_grouped_gemm_for_shared_expert",
         "moe_shared_expert_glu_interleave_size",
     ),
-    *honoured("on its stream beside dispatch and experts", "moe_shared_expert_overlap"),
+    *honoured("on its own stream, at the same time as dispatch and experts", "moe_shared_expert_overlap"),
     *honoured(
         _ROUTER,
         "moe_router_load_balancing_type",

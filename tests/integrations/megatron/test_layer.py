@@ -360,7 +360,7 @@ class Linear(torch.nn.Linear):
 
 
 def latent(rank: int) -> tuple[list[bool], list[bool]]:
-    """Our layer of a latent size against stock's, whose experts are SequentialMLP."""
+    """Our layer of a latent size against stock's with SequentialMLP as experts."""
     from unittest.mock import patch
 
     from megatron.core.transformer.moe import moe_layer
