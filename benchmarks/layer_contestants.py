@@ -19,6 +19,7 @@ from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
 from sonic_ep.config import Buffers, RoundingMode, TransportKind
 
 CAPACITY = 1.25  # of static buffers
+HOSTS = 2  # that "two_hop" takes the ranks for
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class Problem:
                 add(mode)
                 add(mode, record=False)
             return makers
-        kinds: tuple[TransportKind, ...] = ("symmetric", "all_to_all") if self.device == "cuda" else ("all_to_all",)
+        kinds: tuple[TransportKind, ...] = ("all_to_all", "two_hop")
+        kinds = ("symmetric", *kinds) if self.device == "cuda" else kinds
         modes: tuple[RoundingMode, ...] = ("off", "nearest", "apportion")
         for kind in kinds:
             for mode in modes:
@@ -174,7 +176,8 @@ class Problem:
     def sonic_ep(self, mode: RoundingMode, kind: TransportKind, buffers: Buffers, *, record: bool) -> Contestant:
         c, static = self.config, buffers == "static"
         rounding = RoundingConfig(mode=mode, capacity_factor=CAPACITY if static else None)
-        transport = TransportConfig(kind=kind, buffers=buffers)
+        per_host = self.group.size // HOSTS if kind == "two_hop" else None
+        transport = TransportConfig(kind=kind, buffers=buffers, ranks_per_host=per_host)
         layer = self._layer(
             MoEConfig(
                 d=c.d,

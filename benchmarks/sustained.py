@@ -10,6 +10,8 @@ weights and take turns. Times are medians over rounds, in milliseconds a step, a
     step        of the host or the device, whichever is slower
     host        of calls until they return, the device idle before
     tflops      18 T K d n / step, in TFLOP/s of a rank: what tokens need, without the router
+    wire_mib    MiB that a rank sends to other ranks in a step, and across_mib those to the other host: of the
+                transports over torch.distributed, where "two_hop" takes the ranks for two hosts
 """
 
 import argparse
@@ -24,9 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from host_time import Clock, attempt, machine, race, warm
-from layer_contestants import Problem
+from layer_contestants import Contestant, Problem
 
 from sonic_ep import EPGroup, MoEConfig, load_config
+from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.dispatch.two_hop import TwoHopTransport
+from sonic_ep.transports import GroupTransport
 
 CASES = {
     1: ["sonic_7b:24576", "qwen3_30b_a3b:16384", "qwen3_30b_a3b:16384:E=256,K=4,n=1024"],
@@ -69,8 +74,23 @@ def measure(case: str, group: EPGroup, options: argparse.Namespace, errors: dict
         layer = contestants[name].layer
         if layer is not None:
             record["recorded"] = layer._recorded.num_recorded
+            record |= clock.largest(mib_of_a_step(contestants[name]))
     sizes = {"T": T, "E": config.E, "K": config.K, "d": config.d, "n": config.n}
     return {"sizes": sizes, "contestants": times}
+
+
+def mib_of_a_step(contestant: Contestant) -> dict[str, float]:
+    assert contestant.layer is not None
+    transport = contestant.layer.transport
+    chosen = transport.on(contestant.dout) if isinstance(transport, GroupTransport) else transport
+    if isinstance(chosen, AllToAllTransport | TwoHopTransport):
+        counters = {"wire_mib": chosen.wire_bytes}
+        if isinstance(chosen, TwoHopTransport):
+            counters["across_mib"] = chosen.bytes_across_hosts
+        before = {name: counter.total() for name, counter in counters.items()}
+        contestant.step()
+        return {name: (counter.total() - before[name]) / 2**20 for name, counter in counters.items()}
+    return {}
 
 
 def main() -> None:

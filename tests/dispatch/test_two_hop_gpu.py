@@ -1,0 +1,118 @@
+"""Two GPUs as two hosts: two hops over NCCL, also with nothing but its network path between them.
+
+With one rank a host a token has at most two destination ranks, so that two hops give the bits of the all-to-all.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
+from sonic_ep.config import RoundingMode, TransportKind
+from sonic_ep.dispatch.two_hop import TwoHopTransport
+from tests.helpers.changing_routing import leaning_tokens
+from tests.helpers.launch import RankPool
+
+pytestmark = pytest.mark.gpu
+Gpus = Callable[[int], RankPool]
+D, STEPS = 256, 100
+TOKENS = (700, 513, 0, 64, 1)
+TIMEOUT = 5
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[RankPool]:
+    """Two ranks that NCCL joins as if they were on two hosts: over its network path alone."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 CUDA devices, there are {torch.cuda.device_count()}")
+    with pytest.MonkeyPatch.context() as patch, RankPool(2, "cpu:gloo,cuda:nccl") as pool:
+        for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+            patch.setenv(name, "1")
+        patch.setenv("NCCL_SOCKET_IFNAME", "lo")
+        yield pool
+
+
+def layer_of(kind: TransportKind, mode: RoundingMode, timeout: float = 60) -> MoE:
+    rounding = RoundingConfig(mode=mode) if mode == "off" else RoundingConfig(mode=mode, t=64)
+    hosts = 1 if kind == "two_hop" else None
+    transport = TransportConfig(kind=kind, ranks_per_host=hosts, timeout=timeout)
+    config = MoEConfig(d=D, n=128, E=16, K=4, rounding=rounding, transport=transport)
+    return MoE(config, EPGroup(), seed=0, device="cuda", dtype=torch.bfloat16)
+
+
+def run(layer: MoE, x: Tensor) -> list[Tensor]:
+    torch.full((20_000_000,), float("nan"), device="cuda")
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    out = layer(x)
+    ((out.y * out.y).sum() + out.aux_loss).backward()
+    return [out.y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]  # pyright: ignore[reportReturnType]
+
+
+def changing_steps(rank: int, mode: RoundingMode, other: TransportKind, rotate: bool) -> list[int]:
+    """Steps of changing routing and token numbers in which two hops differ from the other transport."""
+    layers, differing = [layer_of(kind, mode) for kind in ("two_hop", other)], []
+    x = torch.empty(0, device="cuda")
+    for step in range(STEPS):
+        x = leaning_tokens(2 * step + rank, 700, D, "cuda", torch.bfloat16)
+        x = x[: TOKENS[(step + rank) % len(TOKENS)] if rotate else 700]
+        ours, theirs = (run(layer, x) for layer in layers)
+        if not all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(ours, theirs, strict=True)):
+            differing.append(step)
+    assert isinstance(layers[0].transport.on(x), TwoHopTransport)  # pyright: ignore[reportAttributeAccessIssue]
+    return differing
+
+
+@pytest.mark.parametrize("mode", ["off", "apportion"])
+@pytest.mark.parametrize("other", ["all_to_all", "symmetric"])
+def test_the_bits_of_one_host(gpus: Gpus, mode: RoundingMode, other: TransportKind) -> None:
+    assert gpus(2).run(changing_steps, mode, other, True) == [[], []]
+
+
+@pytest.mark.parametrize("mode", ["off", "apportion"])
+def test_the_bits_of_one_host_over_the_network_path(hosts: RankPool, mode: RoundingMode) -> None:
+    assert hosts.run(changing_steps, mode, "all_to_all", True) == [[], []]
+
+
+def while_a_graph_is_captured(rank: int) -> str:
+    layer, x = layer_of("two_hop", "off"), torch.randn(64, D, device="cuda", dtype=torch.bfloat16)
+    run(layer, x)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed"):
+        layer(x)
+    return str(caught.value)
+
+
+def test_a_cuda_graph_is_refused(gpus: Gpus) -> None:
+    for message in gpus(2).run(while_a_graph_is_captured):
+        assert message.startswith("the two-hop transport of ep_size=2 needs its sizes on the host")
+
+
+def one_rank_stays_away(rank: int) -> str:
+    x = torch.randn(64, D, device="cuda", dtype=torch.bfloat16)
+    run(layer_of("two_hop", "off"), x)  # compiles kernels, which may take longer than the limit
+    layer = layer_of("two_hop", "off", TIMEOUT)
+    run(layer, x)
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(2 * TIMEOUT + 2)
+        return ""
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        run(layer, x)  # it waits for sizes
+    assert time.monotonic() - start < 2 * TIMEOUT
+    return str(caught.value)
+
+
+def test_a_host_that_stays_away_is_named() -> None:
+    """In ranks of its own: a communicator that has timed out is of no use to later tests."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 CUDA devices, there are {torch.cuda.device_count()}")
+    with RankPool(2, "cpu:gloo,cuda:nccl") as pool:
+        message = pool.run(one_rank_stays_away)[0]
+    assert re.search(r"rank 1 .*did not come to", message), message
+    assert "host" in message
