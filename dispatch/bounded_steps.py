@@ -29,7 +29,7 @@ from sonic_ep.dispatch.speculation import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.launch_sequence.mailbox import Mailbox
-from sonic_ep.kernels.launch_sequence.recorded_layer import Steps, has_saved_tensor_hooks
+from sonic_ep.kernels.launch_sequence.recorded_calls import Steps, has_saved_tensor_hooks
 from sonic_ep.kernels.route.status.reference import HEADER
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 

@@ -8,7 +8,9 @@ Legend: S ranks of the EP group, E experts, F fields of a table.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +29,7 @@ from sonic_ep.kernels.backend import (
 from sonic_ep.kernels.route.select.reference import MAX_TOKENS
 from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, LAYER, NO_UPDATES, SEED, STATUS, TOKENS
 from sonic_ep.routers.rounding import leaves_sizes_open, round_counts
-from sonic_ep.routing import AsyncSplitSizes, GroupCounts
+from sonic_ep.routing import AsyncSplitSizes, GroupCounts, SplitSizes
 
 # Of x: what a status word can name.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -76,6 +78,19 @@ class GroupDecision(NamedTuple):
     by_score_SE: Tensor | None
 
 
+_DECIDED: ContextVar[tuple[GroupCounts, SplitSizes] | None] = ContextVar("sonic_ep_decided_counts", default=None)
+
+
+@contextmanager
+def decided_counts(counts: GroupCounts, sizes: SplitSizes) -> Generator[None]:
+    """A context in which `gather_counts` returns these without a collective: a step's that is computed anew."""
+    token = _DECIDED.set((counts, sizes))
+    try:
+        yield
+    finally:
+        _DECIDED.reset(token)
+
+
 def gather_counts(
     status: RankStatus,
     rounding: RoundingConfig,
@@ -95,6 +110,12 @@ def gather_counts(
              backward or number of bias updates that differs between ranks; RuntimeError for a lost peer. While a CUDA
              graph is captured nothing is checked: eager steps before the capture must have passed.
     """
+    decided = _DECIDED.get()
+    if decided is not None:
+        if meanwhile is not None:
+            meanwhile()
+        counts, sizes = decided
+        return GroupDecision(counts, AsyncSplitSizes(counts.rows_SE, group.size, known=sizes), None)
     problem = status.problem
     if problem is None and status.num_tokens >= MAX_TOKENS:
         problem = f"T={status.num_tokens} tokens on one rank exceed the limit of {MAX_TOKENS - 1}; split the batch"

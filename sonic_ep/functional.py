@@ -171,8 +171,8 @@ class _ExpertParallelMLP(torch.autograd.Function):
         into = _main_grad(param1) if needs[0] else None, _main_grad(param2) if needs[1] else None
         with _without_autocast(w1):
             dx_TH, dweights_N, dw1, dw2, *dbiases = backward(grad_outputs[0], saved, weights, ctx.call, needs, into)
-        dw1 = dw1 if into[0] is None else _placeholder(param1)
-        dw2 = dw2 if into[1] is None else _placeholder(param2)
+        dw1 = dw1 if into[0] is None else gradient_placeholder(param1)
+        dw2 = dw2 if into[1] is None else gradient_placeholder(param2)
         dup = None
         if up_eIH is not None and dw1 is not None:
             dw1, dup = dw1.chunk(2, 1)
@@ -202,7 +202,7 @@ def _main_grad(weight: Tensor | None) -> Tensor | None:
     return main_grad if usable and (main_grad.dtype != torch.float64 or weight.dtype == torch.float64) else None
 
 
-def _placeholder(weight: Any) -> Tensor:
+def gradient_placeholder(weight: Any) -> Tensor:
     """Returns the gradient for autograd after main_grad was updated: Megatron's DDP hooks expect a tensor."""
     weight.grad_added_to_main_grad = True
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

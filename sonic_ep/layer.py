@@ -25,7 +25,8 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import rng_for
 from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.mlp import ExpertWeights
-from sonic_ep.kernels.launch_sequence.recorded_layer import LayerCode, RecordedLayer, Steps
+from sonic_ep.kernels.launch_sequence.recorded_calls import Code, Steps
+from sonic_ep.kernels.launch_sequence.recorded_layer import RecordedLayer
 from sonic_ep.kernels.route.status.reference import MAX_LAYER
 from sonic_ep.routers.count_exchange import DTYPES, raise_problems
 from sonic_ep.routers.replay import in_region, repeated_pairs
@@ -284,7 +285,8 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _flat_outputs(layer: MoE, x: Tensor) -> list[Tensor]:
+def _flat_outputs(layer: MoE, inputs: list[Tensor]) -> list[Tensor]:
+    (x,) = inputs
     (y, aux_loss, stats), pairs = layer._compute(x)
     lists = [pairs.topk_ids_TK, pairs.expert_ids_N, pairs.chosen_N, *(pairs.balance_counts or ())]
     return [y, aux_loss, stats.entropy_T, stats.token_ids_N, *stats.counts, *lists]
@@ -295,8 +297,9 @@ def _output_of(outputs: list[Tensor]) -> MoEOutput:
     return MoEOutput(y, aux_loss, RoutingStats(entropy_T, token_ids_N, GroupCounts(*counts)))
 
 
-def _again(layer: MoE, x: Tensor, outputs: list[Tensor], sizes: SplitSizes) -> list[Tensor]:
+def _again(layer: MoE, inputs: list[Tensor], outputs: list[Tensor], sizes: SplitSizes) -> list[Tensor]:
     """Computes with the pairs of these outputs, which were launched with buffers that are too small."""
+    x = inputs[0]
     c, S, T = layer.config, layer.group.size, x.numel() // layer.config.d
     stats = _output_of(outputs).stats
     topk_ids_TK, expert_ids_N, chosen_N, *balance_counts = outputs[_NUM_OUTPUTS:]
@@ -312,7 +315,7 @@ def _again(layer: MoE, x: Tensor, outputs: list[Tensor], sizes: SplitSizes) -> l
         BalanceCounts(*balance_counts) if balance_counts else None,
     )
     with repeated_pairs(layer.router, pairs):
-        return _flat_outputs(layer, x)
+        return _flat_outputs(layer, [x])
 
 
 def _state(layer: MoE) -> list[Tensor]:
@@ -323,16 +326,16 @@ def _uncounted(layer: MoE) -> AbstractContextManager[None]:
     return layer.router.uncounted()
 
 
-def _problem_with_recording(layer: MoE, x: Tensor) -> str | None:
+def _problem_with_recording(layer: MoE, inputs: list[Tensor]) -> str | None:
     config = layer.config
     if config.router.check_logits:
         return "router.check_logits=True reads logits on the host"
     if layer.training and (config.rounding.mode == "stochastic" or config.router.jitter):
         return "the layer draws random numbers"
-    return None if x.numel() else "x is empty"
+    return None if inputs[0].numel() else "x is empty"
 
 
-_CODE = LayerCode(_flat_outputs, _state, _uncounted, _problem_with_recording, _again)
+_CODE = Code(_flat_outputs, _state, _uncounted, _problem_with_recording, _again)
 _NUM_OUTPUTS = 4 + len(GroupCounts._fields)  # of the layer; the lists of pairs follow
 
 

@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -240,14 +240,18 @@ class _Allocations:
         return result
 
     def note(self, tensor: Tensor, position: tuple[int, int], *, fixed: bool = False) -> int:
-        """Returns the buffer of a tensor, a new one if it is unknown."""
+        """Returns the buffer of a tensor, a new one if it is unknown.
+
+        fixed: it exists before the run. Such tensors may be parts of one storage, as weights under Megatron's DDP.
+        """
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
         known = self._known.get(reference)
-        if known is not None:
+        if known is not None and not fixed:
             return known
         capture = self._capture
-        index = self._known[reference] = len(capture.starts)
+        index = len(capture.starts)
+        self._known.setdefault(reference, index)
         capture.starts.append(tensor.data_ptr() if fixed else storage.data_ptr())
         capture.sizes.append(tensor.nbytes if fixed else storage.nbytes())
         capture.allocated.append(position)
@@ -336,7 +340,8 @@ def _run(
     first_gradient = len(capture.starts)
     for tensor in (*reserved, *state):
         watch.note(tensor, before, fixed=True)
-    if len(capture.starts) != len(inputs) + len(given) + len(state):
+    ranges = sorted(zip(capture.starts, capture.sizes, strict=True))
+    if any(start + size > behind for (start, size), (behind, _) in pairwise(ranges)):
         raise UnrecordableError("two inputs share memory")
     capture.starts.append(workspace.address)
     capture.sizes.append(workspace.num_bytes)

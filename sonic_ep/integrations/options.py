@@ -16,6 +16,8 @@ class SonicEPOptions:
     transport: see TransportConfig.
     quantised: what to do with a Megatron config in fp8 or fp4, of which the experts stay in params_dtype: "warn" once
         and train, or "refuse" it.
+    record_launches: on GPUs, record the launches of the experts once and repeat them with little host time, where
+        possible; see MoEConfig.
 
     Raises ValueError for static buffers without rounding that has a capacity_factor.
     """
@@ -24,6 +26,7 @@ class SonicEPOptions:
     save_dispatched: bool = False
     transport: TransportConfig = field(default_factory=TransportConfig)
     quantised: Literal["warn", "refuse"] = "warn"
+    record_launches: bool = True
 
     def __post_init__(self) -> None:
         self.transport.check_bound(self.rounding)

@@ -8,6 +8,7 @@ else I).
 """
 
 import contextlib
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -22,7 +23,9 @@ from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.megatron.checkpoint import HeldExperts, by_expert, load_any_layout, sharded_experts
+from sonic_ep.integrations.megatron.routing_map import RoutingMap, routing_of_map
 from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts
 from sonic_ep.kernels.experts.activations import activation_named, interleave
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_for
@@ -59,6 +62,8 @@ class SonicEPExperts(MegatronModule):
         self.activation = activation_of(config)
         self.gated = activation_named(self.activation).gated
         self.save_dispatched = options.save_dispatched
+        self._records = options.record_launches
+        self._recorded = RecordedExperts(self.group, self.transport, config.moe_router_topk)
         H, I = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size  # noqa: E741
         assert I is not None  # TransformerConfig fills it in
         J = 2 * I if self.gated else I
@@ -114,21 +119,30 @@ class SonicEPExperts(MegatronModule):
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, x_TH: Tensor, routing: Routing) -> Tensor:
+    def forward(self, x_TH: Tensor, routed: Routing | RoutingMap) -> Tensor:
         """Returns each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
-        return moe(
-            x_TH,
-            routing,
-            self.weight1,
-            self.weight2,
-            by_expert(self.bias1, self.num_local_experts),
-            by_expert(self.bias2, self.num_local_experts),
-            transport=self.transport,
-            group=self.group,
-            activation=self.activation,
-            save_dispatched=self.save_dispatched,
-            accumulate_into_main_grad=self.config.gradient_accumulation_fusion,
+        e, accumulates = self.num_local_experts, self.config.gradient_accumulation_fusion
+        settings = {
+            "activation": self.activation,
+            "save_dispatched": self.save_dispatched,
+            "accumulate_into_main_grad": accumulates,
+            "layer_key": id(self),
+        }
+        b1, b2 = by_expert(self.bias1, e), by_expert(self.bias2, e)
+        if isinstance(routed, Routing):
+            weights = self.weight1, self.weight2, b1, b2
+            return moe(x_TH, routed, *weights, transport=self.transport, group=self.group, **settings)
+        common = {"group": self.group, "exchange": self.transport, "dtype": x_TH.dtype, "training": self.training}
+        call = ExpertsCall(
+            x_TH=x_TH,
+            routed=[routed.probs_TE, routed.map_TE],
+            weights=(self.weight1, self.weight2, b1, b2),
+            route=partial(routing_of_map, **common, K=routed.K),
+            training=self.training,
+            settings=settings,
+            problem="tokens are dropped" if routed.K is None else None,
         )
+        return self._recorded(call) if self._records else self._recorded.compute(call)
 
     def backward_dw(self) -> None:
         """Does nothing: the weights' gradients are complete when those of the input are (delay_wgrad_compute)."""

@@ -25,9 +25,8 @@ from sonic_ep.integrations.megatron.fields import check, log_replaced
 from sonic_ep.integrations.megatron.groups import with_folded_tensor_ranks
 from sonic_ep.integrations.megatron.latent import latent_projections
 from sonic_ep.integrations.megatron.rounding import RoundedRouter
-from sonic_ep.integrations.megatron.routing_map import routing_of_map
+from sonic_ep.integrations.megatron.routing_map import RoutingMap
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.routing import Routing
 
 
 @final
@@ -131,23 +130,15 @@ class SonicEPMoELayer(MoELayer):
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Returns the routed experts' output, like hidden_states, combined already, and None for the bias."""
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        routing = self._routing(x_TH, probs)
-        return self.experts(x_TH, routing).view_as(hidden_states), None
-
-    def _routing(self, x_TH: Tensor, probs: Tensor) -> Routing:
         routing, routing_map_TE = self.token_dispatcher.pop_routing()
         if routing is not None:
-            return dataclasses.replace(routing, weights_N=probs)
-        drops = self.config.moe_expert_capacity_factor is not None
-        return routing_of_map(
-            probs,
-            routing_map_TE,
-            group=self.experts.group,
-            exchange=self.experts.transport,
-            dtype=x_TH.dtype,
-            training=self.training,
-            K=None if drops else self.config.moe_router_topk,
-        )
+            out_TH = self.experts(x_TH, dataclasses.replace(routing, weights_N=probs))
+        else:
+            drops = self.config.moe_expert_capacity_factor is not None
+            out_TH = self.experts(
+                x_TH, RoutingMap(probs, routing_map_TE, None if drops else self.config.moe_router_topk)
+            )
+        return out_TH.view_as(hidden_states), None
 
 
 def _named(name: str | None, part: str) -> str | None:

@@ -3,6 +3,8 @@
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.kernels.backend import chosen_pairs
 from sonic_ep.kernels.route.select.reference import pairs_of_mask
+from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
@@ -17,8 +20,25 @@ _OFF = RoundingConfig(mode="off")
 
 
 def topk_ids(routing_map_TE: Tensor, K: int) -> Tensor:
-    """Returns (T, K) int64: the K experts of each token."""
-    return routing_map_TE.to(torch.uint8).topk(K, dim=1).indices
+    """Returns (T, K) int64: the K experts of each token, in order.
+
+    By operations that allocate no memory of their own, which a recording could not see.
+    """
+    T, E = routing_map_TE.shape
+    slot_TE = torch.where(routing_map_TE, routing_map_TE.cumsum(1) - 1, K)
+    experts_TE = torch.arange(E, device=slot_TE.device).expand(T, E)
+    return slot_TE.new_zeros(T, K + 1).scatter_(1, slot_TE, experts_TE)[:, :K].contiguous()
+
+
+class RoutingMap(NamedTuple):
+    """What Megatron's router returns: probs_TE (T, E) floating point, map_TE (T, E) bool.
+
+    K: the number of experts of every token; None if tokens were dropped, which costs one more host sync.
+    """
+
+    probs_TE: Tensor
+    map_TE: Tensor
+    K: int | None
 
 
 def routing_of_map(
@@ -35,19 +55,19 @@ def routing_of_map(
 
     The combine weight of a pair is its probability, differentiable in probs.
 
-    Shapes:    probs_TE (T, E) floating point; routing_map_TE (T, E) bool.
-    K:         the number of experts of every token; None if tokens were dropped, which costs one more host sync.
+    probs_TE, routing_map_TE, K: see RoutingMap.
     dtype:     of the experts' input. training: of the layer. Both must be equal on all ranks.
     exchange:  see `gather_counts`.
     """
     T, E = routing_map_TE.shape
-    counts_E = routing_map_TE.sum(0)
+    ids_TK = None if K is None else topk_ids(routing_map_TE, K)
+    counts_E = routing_map_TE.sum(0) if ids_TK is None else times_chosen(ids_TK, E)
     status = RankStatus(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
     counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
-    if K is None:
+    if ids_TK is None:
         token_ids_N, expert_ids_N = pairs_of_mask(routing_map_TE, int(counts.pairs_SE[group.rank].sum()))
     else:
-        token_ids_N, expert_ids_N, _ = chosen_pairs(topk_ids(routing_map_TE, K), counts_E)
+        token_ids_N, expert_ids_N, _ = chosen_pairs(ids_TK, counts_E)
     pairs_N = token_ids_N.long() * E + expert_ids_N
     weights_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
     return Routing(weights_N, token_ids_N.to(INDEX_DTYPE), counts, T, split_sizes=split_sizes)

@@ -53,6 +53,7 @@ class SonicEP(EPImplementation):
             group=self._group,
             transport=self._transport,
             save_dispatched=self.options.save_dispatched,
+            record_launches=self.options.record_launches,
             own_slice=self._own_slice,
         )
         if self.tp_mesh.size() == 1:

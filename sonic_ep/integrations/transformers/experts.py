@@ -6,7 +6,9 @@ Legend: T tokens on this rank, H hidden size, K experts per token.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +16,21 @@ from torch import Tensor, nn
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
+from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts
 from sonic_ep.integrations.transformers.activation import activation_of
 from sonic_ep.integrations.transformers.topk_routing import routing_of_topk
 from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weight_dtype, weights_of
 from sonic_ep.transports import GroupTransport
 
+_RECORDED: WeakKeyDictionary[nn.Module, RecordedExperts] = WeakKeyDictionary()
 TOKEN_ROUNDING = "_sonic_ep_rounding"  # attribute of a module of experts: rounding.py's TokenRounding, or None
 
 
 class LocalExperts:
     """The function for `ExpertsInterface`: the experts that this rank has, on rows that it has."""
 
-    def __init__(self, transport: LocalTransport | GroupTransport) -> None:
-        self._group, self._transport = EPGroup.alone(), transport
+    def __init__(self, transport: LocalTransport | GroupTransport, *, record_launches: bool = True) -> None:
+        self._group, self._transport, self._record_launches = EPGroup.alone(), transport, record_launches
 
     def __call__(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns each token's weighted sum over its experts, (T, H) in the dtype of hidden_states.
@@ -44,6 +48,7 @@ class LocalExperts:
             group=self._group,
             transport=self._transport,
             has_sentinels=is_parallel,
+            record_launches=self._record_launches,
         )
 
 
@@ -57,55 +62,70 @@ def compute_experts(
     transport: LocalTransport | GroupTransport,
     has_sentinels: bool = False,
     save_dispatched: bool = False,
+    record_launches: bool = True,
     own_slice: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Returns each token's weighted sum over its experts, (T, H) in the dtype of x. A collective of `group`.
 
     experts: the module of transformers. topk_ids_TK: global ids. has_sentinels: see `routing_of_topk`. own_slice:
     returns this rank's rows of what the router returned. Rounds in training if `round_tokens` was called.
+    record_launches: see SonicEPOptions.
     Computes in the dtype of autocast, or without it in that of the weights.
     """
     if (problem := problem_with_experts(experts)) is not None:
         raise ValueError(problem)
     activation, dtype = activation_of(experts), _compute_dtype(experts, x_TH)
     E, rounding = num_local_experts(experts) * group.size, getattr(experts, TOKEN_ROUNDING, None)
-    if rounding is None or not experts.training:
-        routing = routing_of_topk(
-            topk_ids_TK,
-            topk_weights_TK,
-            E=E,
-            group=group,
-            exchange=transport,
-            dtype=dtype,
-            training=experts.training,
-            has_sentinels=has_sentinels,
-        )
+    rounding = rounding if experts.training else None
+    routed, common = [topk_ids_TK, topk_weights_TK], {"E": E, "group": group, "exchange": transport, "dtype": dtype}
+    if rounding is None:
+        route = partial(routing_of_topk, **common, training=experts.training, has_sentinels=has_sentinels)
     else:
         if (problem := _problem_with_rounding(has_sentinels=has_sentinels)) is not None:
             raise ValueError(problem)
         logits_TE = rounding.pop_logits(E)
-        if logits_TE is not None and own_slice is not None:
-            logits_TE = own_slice(logits_TE)
-        routing = rounding.routing(
-            experts, logits_TE, topk_ids_TK, topk_weights_TK, E=E, group=group, exchange=transport, dtype=dtype
-        )
-    weights = weights_of(experts, dtype)
-    out_TH = moe(
-        x_TH.to(dtype),
-        routing,
-        weights.w1,
-        weights.w2_eHI,
-        weights.b1_eJ,
-        weights.b2_eH,
-        transport=transport,
-        group=group,
-        activation=activation,
-        layout=layout_of(experts),
-        save_dispatched=save_dispatched,
+        if logits_TE is not None:
+            routed.append(logits_TE if own_slice is None else own_slice(logits_TE))
+        route = partial(rounding.routing, experts, **common)
+    settings = {
+        "activation": activation,
+        "layout": layout_of(experts),
+        "save_dispatched": save_dispatched,
         # Not the address of the weights, which may be copies.
-        layer_key=None if torch.compiler.is_compiling() else id(experts),
-    )
+        "layer_key": None if torch.compiler.is_compiling() else id(experts),
+    }
+    w, x = weights_of(experts, dtype), x_TH.to(dtype)
+    weights = w.w1, w.w2_eHI, w.b1_eJ, w.b2_eH
+    if torch.compiler.is_compiling() or not record_launches:
+        out_TH = moe(x, route(*routed), *weights, transport=transport, group=group, **settings)
+    else:
+        recorded = _recorded(experts, group, transport, topk_ids_TK.shape[1])
+        call = ExpertsCall(
+            x_TH=x,
+            routed=routed,
+            weights=weights,
+            route=route,
+            training=experts.training,
+            settings=settings,
+            problem=_problem_with_recording(rounding, has_sentinels=has_sentinels),
+        )
+        out_TH = recorded(call)
     return out_TH.to(x_TH.dtype)
+
+
+def _recorded(
+    experts: nn.Module, group: EPGroup, transport: LocalTransport | GroupTransport, K: int
+) -> RecordedExperts:
+    recorded = _RECORDED.get(experts)
+    if recorded is None or recorded.transport is not transport:
+        recorded = _RECORDED[experts] = RecordedExperts(group, transport, K)
+    return recorded
+
+
+def _problem_with_recording(rounding: Any, *, has_sentinels: bool) -> str | None:
+    if has_sentinels:
+        return "experts of other ranks are skipped"
+    return None if rounding is None or rounding.knows_weights else "rounding reads the router's weights"
 
 
 def uses_registry(module: Any) -> bool:

@@ -35,7 +35,9 @@ def register(options: SonicEPOptions | None = None) -> None:
             "rounding=None and call round_tokens(model, rounding) once the model is built"
         )
     # Typed as a function of a module that returns a tensor.
-    forward: Any = LocalExperts(transport_for(EPGroup.alone(), options.transport))
+    forward: Any = LocalExperts(
+        transport_for(EPGroup.alone(), options.transport), record_launches=options.record_launches
+    )
     ExpertsInterface.register(NAME, forward)
     if has_parallel_registry():
         from sonic_ep.integrations.transformers.expert_parallel import implementation_with

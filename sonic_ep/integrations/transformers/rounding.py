@@ -110,6 +110,11 @@ class TokenRounding:
         self._rule: _Rule | None = None
         self._hook = router.register_forward_hook(self._note)
 
+    @property
+    def knows_weights(self) -> bool:
+        """True once the rule is known by which the router makes weights of its logits."""
+        return self._rule is not None
+
     def remove(self) -> None:
         """Ends it."""
         self._hook.remove()
@@ -132,9 +137,9 @@ class TokenRounding:
     def routing(
         self,
         experts: nn.Module,
-        logits_TE: Tensor | None,
         topk_ids_TK: Tensor,
         topk_weights_TK: Tensor,
+        logits_TE: Tensor | None = None,
         *,
         E: int,
         group: EPGroup,

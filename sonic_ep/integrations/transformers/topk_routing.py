@@ -8,7 +8,8 @@ from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.kernels.backend import allows_spare_capacity
+from sonic_ep.kernels.backend import allows_spare_capacity, chosen_pairs
+from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
 from sonic_ep.routing import INDEX_DTYPE, Routing, unrounded
 
@@ -35,19 +36,32 @@ def routing_of_topk(
                get gradients of zero. On the CPU the host reads the number of pairs.
     """
     T, K = topk_ids_TK.shape
-    ids_N, order_N = topk_ids_TK.flatten().to(INDEX_DTYPE).sort(stable=True)  # by expert, then token
-    bins_N = ids_N.clamp(max=E).long()
-    counts_E = torch.zeros(E + 1, dtype=torch.int64, device=ids_N.device)
-    counts_E = counts_E.scatter_add_(0, bins_N, torch.ones_like(bins_N))[:E]
+    if has_sentinels or torch.compiler.is_compiling():  # in operations that torch.compile can trace
+        ids_N, order_N = topk_ids_TK.flatten().to(INDEX_DTYPE).sort(stable=True)  # by expert, then token
+        counts_E = times_chosen(ids_N.clamp(max=E).long(), E + 1)[:E]
+    else:
+        topk_ids_TK = topk_ids_TK.long()
+        counts_E = times_chosen(topk_ids_TK, E)
+        order_N = _order_of_pairs(topk_ids_TK, counts_E)
     if group.size == 1:
-        # In operations that torch.compile can trace.
         counts, split_sizes = unrounded(counts_E[None], counts_E.new_full((1,), T)), None
     else:
         status = RankStatus(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
         counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
-    max_rows = T * K if has_sentinels and allows_spare_capacity(ids_N) else None
+    max_rows = T * K if has_sentinels and allows_spare_capacity(topk_ids_TK) else None
     if has_sentinels and max_rows is None:
         order_N = order_N[: int(counts_E.sum())]
     weights_N = topk_weights_TK.flatten().index_select(0, order_N)
     token_ids_N = (order_N // max(K, 1)).to(INDEX_DTYPE)
     return Routing(weights_N, token_ids_N, counts, T, max_rows=max_rows, split_sizes=split_sizes)
+
+
+def _order_of_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+    """Returns where the pairs are in the flattened table, by expert, then token: (N,) int64.
+
+    By a kernel of ours on GPUs. torch's sort there allocates memory that a recording cannot see.
+    """
+    token_ids_N, expert_ids_N, _ = chosen_pairs(topk_ids_TK, counts_E)
+    token_ids_N = token_ids_N.long()
+    slot_N = (topk_ids_TK.index_select(0, token_ids_N) == expert_ids_N[:, None]).to(torch.uint8).argmax(1)
+    return token_ids_N * topk_ids_TK.shape[1] + slot_N

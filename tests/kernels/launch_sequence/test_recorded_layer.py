@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sonic_ep.kernels.launch_sequence import recorded_layer as module
-from sonic_ep.kernels.launch_sequence.recorded_layer import RecordedLayer, Steps, in_backward
+from sonic_ep.kernels.launch_sequence import recorded_calls
+from sonic_ep.kernels.launch_sequence.recorded_calls import Code, RecordedCalls, Steps, in_backward
+from sonic_ep.kernels.launch_sequence.recorded_layer import RecordedLayer
 
 
 def test_the_second_call_with_a_signature_records() -> None:
@@ -44,10 +45,11 @@ def test_a_recomputation_is_within_a_backward(reentrant: bool) -> None:
 
 def test_nothing_is_recorded_within_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[bool] = []
-    monkeypatch.setattr(module, "_problem_with_call", lambda x: None)
-    monkeypatch.setattr(module, "_signature", lambda *_: "a")
-    monkeypatch.setattr(RecordedLayer, "_record", lambda *_: recorded.append(in_backward()))
-    code: Any = None
+    monkeypatch.setattr(recorded_calls, "_problem_with_call", lambda x: None)
+    monkeypatch.setattr(recorded_calls, "_signature", lambda *_: "a")
+    monkeypatch.setattr(RecordedCalls, "_record", lambda *_: recorded.append(in_backward()))
+    unused: Any = None
+    code = Code(unused, unused, unused, unused, unused)
     layer, recordings = nn.Linear(2, 2), RecordedLayer(code, Steps())
 
     def function(x: Tensor) -> Tensor:

@@ -1,0 +1,134 @@
+"""Experts behind a framework's router that repeat recorded launches compute, bit for bit, what their code computes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep import EPGroup, TransportConfig
+from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts
+from sonic_ep.integrations.transformers.topk_routing import routing_of_topk
+from sonic_ep.routers.count_exchange import decided_counts
+from sonic_ep.transports import transport_for
+from tests.helpers.launch import RankPool
+
+Ranks = Callable[[int], RankPool]
+T, D, N, E, K = 700, 256, 128, 16, 4
+LEANS = [0, 0, 0, 0, 3, 0, 3, 3, 0]  # of a step: how much all tokens prefer the same experts
+
+
+class Layer:
+    """Weights of experts, with main_grad if asked for, and what a framework's router returns in a step."""
+
+    def __init__(self, group: EPGroup, device: str, *, main_grad: bool = False, bias: bool = False) -> None:
+        self.group, self.device, self.main_grad = group, device, main_grad
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float64
+        self.transport = transport_for(group, TransportConfig())
+        e, generator = E // group.size, torch.Generator().manual_seed(group.rank)
+
+        def weight(*size: int) -> Tensor:
+            return (torch.randn(size, generator=generator) / size[-1] ** 0.5).to(device, self.dtype)
+
+        sizes = [(e, 2 * N, D), (e, D, N), *([(e, 2 * N), (e, D)] if bias else [])]
+        storage = torch.cat([weight(*size).flatten() for size in sizes])  # one, as under Megatron's DDP
+        parts = storage.split([torch.Size(size).numel() for size in sizes])
+        self.weights = [part.view(size).requires_grad_() for part, size in zip(parts, sizes, strict=True)]
+        self.hooks_called = 0
+        for param in self.weights[: 2 * main_grad]:
+            param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
+            param.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, param: Tensor) -> None:
+        assert param.grad_added_to_main_grad  # type: ignore[attr-defined]
+        self.hooks_called += 1
+        param.grad = None
+
+    def call(self, step: int, lean: float, num_tokens: int = T) -> ExpertsCall:
+        generator = torch.Generator().manual_seed(2 * step + self.group.rank)
+        scores_TE = torch.randn(num_tokens, E, generator=generator) + lean * torch.linspace(0, 2, E)
+        weights_TK, ids_TK = (each.to(self.device) for each in scores_TE.softmax(1).topk(K))
+        x_TH = torch.randn(num_tokens, D, generator=generator).to(self.device, self.dtype)
+        route = partial(
+            routing_of_topk, E=E, group=self.group, exchange=self.transport, dtype=self.dtype, training=True
+        )
+        biases: Any = [*self.weights[2:], None, None][:2]
+        return ExpertsCall(
+            x_TH=x_TH.requires_grad_(),
+            routed=[ids_TK, weights_TK.requires_grad_()],
+            weights=(self.weights[0], self.weights[1], *biases),
+            route=route,
+            training=True,
+            settings={"layer_key": id(self), "accumulate_into_main_grad": self.main_grad},
+        )
+
+    def run(self, compute: Callable[[ExpertsCall], Tensor], call: ExpertsCall) -> list[Tensor]:
+        """Output and all gradients of a step, in memory that was NaN before."""
+        if self.device == "cuda":
+            torch.full((20_000_000,), float("nan"), device="cuda")
+        for weight in self.weights:
+            weight.grad = None
+        y = compute(call)
+        (y * y).sum().backward()
+        found = [y.detach(), call.x_TH.grad, call.routed[1].grad]
+        for index, weight in enumerate(self.weights):
+            added = self.main_grad and index < 2
+            found.append(weight.main_grad if added else weight.grad)  # type: ignore[attr-defined]
+        assert all(each is not None and bool(each.isfinite().all()) for each in found)
+        return [each.clone() for each in found if each is not None]
+
+
+def differing(rank: int, device: str, main_grad: bool, bias: bool) -> tuple[list[str], int]:
+    """Steps in which repeated launches differ from the code, and the number of recordings."""
+    group = EPGroup() if torch.distributed.is_initialized() else EPGroup.alone()
+    layers = [Layer(group, device, main_grad=main_grad, bias=bias) for _ in range(2)]
+    experts = RecordedExperts(group, layers[0].transport, K)
+    wrong = []
+    for step, lean in enumerate(LEANS):
+        recorded = layers[0].run(experts, layers[0].call(step, lean))
+        code = layers[1].run(experts.compute, layers[1].call(step, lean))
+        wrong += [f"{step} {i}" for i, (a, b) in enumerate(zip(recorded, code, strict=True)) if not torch.equal(a, b)]
+    assert [layer.hooks_called for layer in layers] == [2 * len(LEANS) * main_grad] * 2
+    return wrong, experts.num_recorded
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("main_grad", "bias"), [(False, False), (False, True), (True, False)])
+def test_repeated_launches_on_one_gpu(main_grad: bool, bias: bool) -> None:
+    assert differing(0, "cuda", main_grad, bias) == ([], 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("main_grad", "bias"), [(False, False), (False, True), (True, False)])
+def test_repeated_launches_on_two_gpus(gpus: Ranks, main_grad: bool, bias: bool) -> None:
+    for wrong, num_recorded in gpus(2).run(differing, "cuda", main_grad, bias):
+        assert wrong == []
+        assert num_recorded >= 2  # the steps that lean need more
+
+
+@pytest.mark.parametrize(("main_grad", "bias"), [(False, True), (True, False)])
+def test_without_a_gpu_the_code_runs(ranks: Ranks, main_grad: bool, bias: bool) -> None:
+    assert ranks(2).run(differing, "cpu", main_grad, bias) == [([], 0)] * 2
+
+
+def computed_anew(rank: int) -> list[bool]:
+    """A step whose counts are decided already gathers nothing, and gives the same routing."""
+    layer = Layer(EPGroup(), "cpu")
+    call = layer.call(0, 0)
+    routing = call.route(*call.routed)
+    assert routing.split_sizes is not None
+    sizes, seen = routing.split_sizes.read(), []
+    with decided_counts(routing.counts, sizes), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EPGroup, "all_gather", lambda *_, **__: seen.append(1))
+        again = call.route(*call.routed)
+    assert not seen
+    assert again.split_sizes is not None
+    assert again.split_sizes.read() == sizes
+    pairs = [(again.weights_N, routing.weights_N), (again.token_ids_N, routing.token_ids_N)]
+    return [torch.equal(a, b) for a, b in (*pairs, *zip(again.counts, routing.counts, strict=True))]
+
+
+def test_counts_that_are_decided(ranks: Ranks) -> None:
+    assert all(all(equal) for equal in ranks(2).run(computed_anew))
