@@ -1,0 +1,290 @@
+"""Training steps of Megatron-Core with Qwen3-30B-A3B's layers: its MoE layer and ours, in turns of one run.
+
+    torchrun --nproc-per-node 2 benchmarks/megatron_step.py --layers 6 --out megatron_step_2_gpus.json
+    torchrun --nproc-per-node 2 benchmarks/megatron_step.py --device cpu --shape tiny --layers 2 --tokens 64 --length 32
+
+A GPT with EP over all ranks, Megatron's DDP with distributed optimizer, overlapped gradient reduction and parameter
+gather, bf16, flash attention, fp32 router, and the same weights for all. Where Transformer Engine is installed, all but
+the MoE layers is its kernels for every contestant, and stock routers and permutation are fused (megatron_model.py).
+Contestants:
+
+    MoELayer, TEGroupedMLP     stock: all-to-all, Transformer Engine's grouped GEMMs; needs Transformer Engine
+    MoELayer, SequentialMLP    stock: the experts of Megatron-Core that train without it, one after the other
+    sonic_ep                   ours
+    sonic_ep, apportion        ours, with token rounding
+    sonic_ep, graphs           ours, with Megatron's CUDA graphs of router and preprocessing; its rounds come last
+
+A round builds one model after the other, each in the memory of the last, and its contestants take their turns of
+--seconds. Medians over --rounds, and the largest of all ranks, in milliseconds unless said otherwise:
+
+    step, host            forward, backward and optimizer, back to back; its calls until they return
+    tokens_per_second     of one GPU
+    mfu                   pretrain_model.flops_per_token, as a share of the card's dense bf16 peak
+    peak_gib              the most that torch allocated in a turn of steps
+    layer, layer_host     forward and backward of the first MoE layer, back to back, as in a microbatch that is not the
+                          last: gradients of weights go to main_grad; its calls until they return
+    layer_tflops          18 T K d n / layer, in TFLOP/s of a rank: what tokens need, without the router
+    layer_device          the same, launched while the device is busy: forward and backward, each from when all devices
+                          are free until this one is done. The stock dispatcher is given its row counts, for which it
+                          would wait
+    saved_mib             what one MoE layer holds between forward and backward, without input and output
+    first_loss            of the first rank before any step: contestants without rounding agree but for bf16
+
+With graphs the layer is not called alone. What fails is in `errors`, and the others go on.
+"""
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from host_time import Clock, machine
+from megatron_model import FAMILIES, GRAPHED, TE_GROUPED, Model, has_te, known_sizes, megatron, release_memory
+from pretrain_model import DENSE, flops_per_token
+from torch import Tensor
+
+from sonic_ep import EPGroup, load_config
+from sonic_ep.kernels.common.versions import installed_version
+
+WARM_UP, UNTIMED = 3, 2  # steps of a new model's first turn, and of its others
+SHARE_OF_LAYER = 0.3  # of a turn's seconds
+HIDDEN = 4  # samples of layer_device in a turn
+BUSY = 60_000_000  # cycles, some 35 ms: longer than the launches of a stock layer's forward or backward
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0}  # dense bf16
+LAST_LINES = 6  # of an error
+VERSIONS = ("megatron-core", "transformer-engine", "flash-attn")
+
+
+class LayerAlone:
+    """The first MoE layer of a model on random rows."""
+
+    def __init__(self, layer: Any, options: argparse.Namespace) -> None:
+        self.layer, parameter = layer, layer.experts.parameters()
+        d, B = layer.config.hidden_size, options.tokens // options.length
+        like: dict[str, Any] = {"device": options.device, "dtype": next(parameter).dtype}
+        torch.manual_seed(dist.get_rank())
+        self.x = torch.randn(options.length, B, d, **like).requires_grad_()
+        self.dout = torch.randn(options.length, B, d, **like)
+
+    def forward(self) -> Tensor:
+        self.x.grad = None
+        return self.layer(self.x)[0]
+
+    def step(self) -> None:
+        self.forward().backward(self.dout)
+
+    def saved_bytes(self) -> int:
+        self.x.grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = self.forward()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+        out.backward(self.dout)
+        return held
+
+    def device_ms(self) -> float:
+        """Median milliseconds of forward and backward whose launches are hidden."""
+        with known_sizes(self.layer):
+            self.step()
+            times = []
+            for _ in range(HIDDEN):
+                self.x.grad = None
+                forward, out = _behind_work(lambda: self.layer(self.x)[0])
+                times.append(forward + _behind_work(lambda out=out: out.backward(self.dout))[0])
+        return statistics.median(times)
+
+
+def _behind_work(call: Callable[[], Any]) -> tuple[float, Any]:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    dist.barrier()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BUSY)
+    dist.all_reduce(torch.zeros(1, device="cuda"))  # devices do not sleep equally long
+    start.record()
+    result = call()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop), result
+
+
+class Race:
+    def __init__(self, options: argparse.Namespace, clock: Clock) -> None:
+        self.options, self.clock, self.on_gpu = options, clock, options.device == "cuda"
+        self.turns: dict[str, list[dict[str, float]]] = {}
+        self.steps: dict[str, int] = {}
+        self.first_losses: dict[str, float] = {}
+        self.errors: dict[str, str] = {}
+        if not has_te():
+            self.errors[TE_GROUPED] = "Transformer Engine is not installed, or there is no GPU"
+        if not has_te() and self.on_gpu:
+            self.errors[GRAPHED] = "Megatron's graphs need Transformer Engine"
+
+    def run(self) -> None:
+        families = [family for family in FAMILIES if GRAPHED not in family]
+        for number in range(self.options.rounds):
+            for family in families:
+                self.round(family)
+            self.report(f"round {number + 1}")
+        if self.on_gpu:
+            for number in range(self.options.rounds):
+                self.round((GRAPHED,))
+                self.report(f"graphs, round {number + 1}")
+
+    def round(self, family: tuple[str, ...]) -> None:
+        """Builds the model of a family, lets its contestants take their turns, and frees it."""
+        only = self.options.only
+        names = [name for name in family if name not in self.errors and (only is None or name in only)]
+        if not names:
+            return
+        start, built = time.perf_counter(), []
+        self.attempt(names[0], lambda: built.append(Model(family, self.options)))
+        say(f"{names[0]}: built after {time.perf_counter() - start:.1f} s")
+        for part in (self.first_loss, self.turn):
+            for name in names:
+                if built and name not in self.errors:
+                    self.attempt(name, lambda part=part, name=name: part(name, built[0]))
+        if built:
+            self.attempt(f"{names[0]}: free", built.pop().free)
+        release_memory()
+
+    def attempt(self, name: str, call: Callable[[], Any]) -> None:
+        """Calls it. If it fails on any rank, `errors` says how on all."""
+        problem = ""
+        try:
+            call()
+        except Exception:  # noqa: BLE001
+            problem = "\n".join(traceback.format_exc().splitlines()[-LAST_LINES:])
+        problems = [each for each in self.clock.group.all_gather_object(problem) if each]
+        if problems:
+            self.errors[name] = problems[0]
+            say(f"{name} failed:\n{problems[0]}")
+
+    def first_loss(self, name: str, model: Model) -> None:
+        if name not in self.first_losses:
+            model.choose(name)
+            self.first_losses[name] = model.loss()
+
+    def turn(self, name: str, model: Model) -> None:
+        model.choose(name)
+        is_first, start = name not in self.steps, time.perf_counter()
+        self.timed(model.step, WARM_UP if is_first or name == GRAPHED else UNTIMED)
+        if name == GRAPHED:
+            model.capture()
+            self.timed(model.step, WARM_UP)
+        if is_first:
+            estimate = self.clock.largest({"ms": self.timed(model.step, 2)[0]})["ms"]
+            self.steps[name] = max(2, round(1000 * self.options.seconds / estimate))
+            say(f"{name}: warm after {time.perf_counter() - start:.1f} s, {estimate:.1f} ms a step")
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        times: dict[str, float] = {}
+        times["step"], times["host"] = self.timed(model.step, self.steps[name])
+        if self.on_gpu:
+            times["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if name != GRAPHED:
+            with model.outside_steps():
+                times |= self.layer_times(LayerAlone(model.layers[0], self.options))
+        self.turns.setdefault(name, []).append(times)
+
+    def layer_times(self, alone: LayerAlone) -> dict[str, float]:
+        self.timed(alone.step, WARM_UP)
+        estimate = self.clock.largest({"ms": self.timed(alone.step, 2)[0]})["ms"]
+        steps = max(2, round(1000 * SHARE_OF_LAYER * self.options.seconds / estimate))
+        times: dict[str, float] = {}
+        times["layer"], times["layer_host"] = self.timed(alone.step, steps)
+        if self.on_gpu:
+            times["saved_mib"] = alone.saved_bytes() / 2**20
+            times["layer_device"] = alone.device_ms()
+        return times
+
+    def timed(self, call: Callable[[], object], steps: int) -> tuple[float, float]:
+        """Returns milliseconds of a step and of its calls, back to back."""
+        self.clock.ready()
+        start = time.perf_counter()
+        for _ in range(steps):
+            call()
+        host = time.perf_counter() - start
+        self.clock.wait()
+        return 1000 * (time.perf_counter() - start) / steps, 1000 * host / steps
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Returns medians by contestant, the largest of all ranks."""
+        options, moe, dense = self.options, load_config(self.options.shape), DENSE[self.options.shape]
+        results = {}
+        for name, turns in self.turns.items():
+            times = self.clock.largest({key: statistics.median(turn[key] for turn in turns) for key in turns[0]})
+            rate = 1000 * options.tokens / times["step"]
+            times |= {"turns": len(turns), "tokens_per_second": rate, "first_loss": self.first_losses[name]}
+            if "layer" in times:
+                times["layer_tflops"] = 18 * options.tokens * moe.K * moe.d * moe.n / times["layer"] / 1e9
+            card = torch.cuda.get_device_name() if self.on_gpu else ""
+            for each, peak in PEAK_TFLOPS.items():
+                if each in card:
+                    times["mfu"] = flops_per_token(moe, dense, options.layers, options.length) * rate / peak / 1e12
+            results[name] = times
+        return results
+
+    def report(self, when: str) -> None:
+        """Prints and writes what is known so far."""
+        figures = self.figures()
+        if dist.get_rank() != 0:
+            return
+        sizes = {key: getattr(self.options, key) for key in ("shape", "layers", "tokens", "length", "attention")}
+        record = {"command": sys.argv, "machine": machine(self.options.device), "ranks": dist.get_world_size()}
+        record["machine"]["packages"] |= {name: installed_version(name) for name in VERSIONS}
+        record |= {**sizes, "contestants": figures, "errors": self.errors}
+        if self.options.out is not None:
+            self.options.out.write_text(json.dumps(record, indent=1) + "\n")
+        for name, each in figures.items():
+            print(f"{when}  {name:24}", " ".join(f"{key} {value:.4g}" for key, value in each.items()), flush=True)
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3_30b_a3b", choices=DENSE)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=8192, help="of each rank in a step")
+    parser.add_argument("--length", type=int, default=4096, help="of a sequence")
+    parser.add_argument("--attention", choices=("te", "torch"), default="te", help="te: where it is installed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a turn")
+    parser.add_argument("--only", nargs="+", help="contestants by name")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.tokens % options.length:
+        parser.error(f"--tokens {options.tokens} must be a multiple of --length {options.length}")
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    warnings.filterwarnings("ignore")
+    logging.basicConfig()
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+    with megatron(options):
+        Race(options, Clock(EPGroup(), options.device)).run()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""benchmarks/megatron_step.py on the CPU: contestants that run there take turns on equal weights and report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+ROOT = Path(__file__).parents[2]
+OURS, ROUNDED, SEQUENTIAL = "sonic_ep", "sonic_ep, apportion", "MoELayer, SequentialMLP"
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("megatron_step") / "out.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/megatron_step.py"]
+    tiny = [
+        "--device",
+        "cpu",
+        "--shape",
+        "tiny",
+        "--layers",
+        "2",
+        "--tokens",
+        "512",
+        "--length",
+        "128",
+        "--rounds",
+        "2",
+    ]
+    command = [sys.executable, *launcher, *tiny, "--seconds", "0.1", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.slow
+def test_contestants_take_turns_on_equal_weights(record: dict[str, Any]) -> None:
+    found = record["contestants"]
+    assert list(found) == [OURS, ROUNDED, SEQUENTIAL]
+    assert list(record["errors"]) == ["MoELayer, TEGroupedMLP"]
+    assert found[OURS]["first_loss"] == pytest.approx(found[SEQUENTIAL]["first_loss"], abs=1e-5)
+    assert found[ROUNDED]["first_loss"] == pytest.approx(found[OURS]["first_loss"], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_figures_are_of_every_round(record: dict[str, Any]) -> None:
+    for figures in record["contestants"].values():
+        assert figures["turns"] == 2
+        assert figures["tokens_per_second"] == pytest.approx(512_000 / figures["step"])
+        assert 0 < figures["layer"] < figures["step"]
+        assert 0 < figures["host"] <= figures["step"]
