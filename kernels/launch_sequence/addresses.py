@@ -73,6 +73,10 @@ class Launches:
         """
         return bool(self._library.sequence_may_be_padding(self.handle, node, word * _WORD))
 
+    def may_be_address(self, node: int, word: int) -> bool:
+        """Returns False if no parameter has all bytes of a word, so that smaller values are there."""
+        return bool(self._library.sequence_may_be_address(self.handle, node, word * _WORD))
+
     def name(self, node: int) -> str:
         """Returns the name of a node's kernel."""
         return self._library.sequence_name(self.handle, node).decode()
@@ -184,7 +188,7 @@ def _place_of(
 ) -> tuple[int, int] | None:
     """Returns the only (buffer, offset) that explains a word's values in all runs, or None if it is a constant."""
     is_equal = len(set(values)) == 1
-    if is_equal and abs(_signed(values[0])) < _NO_ADDRESS:
+    if (is_equal and abs(_signed(values[0])) < _NO_ADDRESS) or not launches.may_be_address(node, word):
         return None
     is_known = launches.is_known_memory(set(values))
     is_number, in_struct = is_equal and not is_known, launches.may_be_padding(node, word)

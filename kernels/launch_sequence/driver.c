@@ -517,6 +517,16 @@ int sequence_may_be_padding(const Sequence *sequence, int node, uint32_t offset)
     return 0;
 }
 
+/* 0 if no parameter has all 8 bytes of a word of a node's block: then it holds smaller values, and perhaps what was in
+   memory between them and in empty structs, as torch's kernels have. */
+int sequence_may_be_address(const Sequence *sequence, int node, uint32_t offset) {
+    const Node *n = &sequence->nodes[node];
+    for (uint32_t k = 0; k < n->num_parameters; k++)
+        if (n->offsets[k] <= offset && offset + 8 <= n->offsets[k] + n->sizes[k])
+            return 1;
+    return n->num_parameters == 0;
+}
+
 /* The block of a node, and its length in bytes. */
 unsigned char *sequence_block(const Sequence *sequence, int node, uint32_t *num_bytes) {
     *num_bytes = sequence->nodes[node].num_bytes;

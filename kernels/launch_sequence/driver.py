@@ -83,6 +83,7 @@ def library() -> Any:
         ("sequence_num_lanes", integer, [pointer]),
         ("sequence_name", ctypes.c_char_p, [pointer, integer]),
         ("sequence_may_be_padding", integer, [pointer, integer, ctypes.c_uint32]),
+        ("sequence_may_be_address", integer, [pointer, integer, ctypes.c_uint32]),
         ("sequence_block", pointer, [pointer, integer, ctypes.POINTER(ctypes.c_uint32)]),
         ("sequence_equal_but_for_blocks", integer, [pointer, pointer]),
         ("sequence_relocate", integer, [pointer, integer, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_int64]),

@@ -99,12 +99,12 @@ def one_rank_stays_away(rank: int) -> str:
     run(layer, x)
     torch.cuda.synchronize()
     if rank == 1:
-        time.sleep(2 * TIMEOUT + 2)
+        time.sleep(4 * TIMEOUT)
         return ""
     start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         run(layer, x)  # it waits for sizes
-    assert time.monotonic() - start < 2 * TIMEOUT
+    assert time.monotonic() - start < 3 * TIMEOUT  # the limit, and the time for reports of the others
     return str(caught.value)
 
 

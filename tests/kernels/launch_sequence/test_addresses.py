@@ -68,6 +68,13 @@ def test_addresses_within_tensors(graph: FakeGraph) -> None:
     assert addresses(*runs(graph, *blocks)) == [Address(0, 1, 1, 16), Address(0, 2, 0, 8), Address(0, 3, 2, 0)]
 
 
+def test_a_word_of_smaller_parameters_is_no_address(graph: FakeGraph) -> None:
+    """Of two of 4 bytes, or of one and what memory held behind it: torch's kernels have empty structs there."""
+    blocks = [words(first + 16, KNOWN) for _, first, _ in STARTS]
+    assert addresses(*runs(graph, *blocks, struct_size=4)) == []
+    assert addresses(*runs(graph, *blocks)) == [Address(0, 0, 1, 16), Address(0, 1, 0, 0)]
+
+
 def test_the_end_of_one_tensor_is_the_start_of_the_next(graph: FakeGraph) -> None:
     starts = [(KNOWN, KNOWN + n * 10_000, KNOWN + n * 10_000 + 1000) for n in (1, 2, 5)]
     made = [run(graph, each, SIZES, [words(each[2])]) for each in starts]
