@@ -319,7 +319,8 @@ def gathered_bias_grad(do_RH: Tensor, weights_P: Tensor, row_of_pair_P: Tensor, 
     e, R = expert_starts_e.shape[0] - 1, do_RH.shape[0]
     table_eR = torch.zeros(e, R, dtype=torch.float32, device=do_RH.device)
     expert_P = _expert_of_pair(expert_starts_e, weights_P.shape[0])
-    table_eR.index_put_((expert_P, row_of_pair_P.long()), weights_P.float(), accumulate=True)
+    # A pair has a place of its own, and padding adds zeros, so that the order of atomics changes no bit.
+    table_eR.view(-1).scatter_add_(0, expert_P * R + row_of_pair_P, weights_P.float())
     # Rows that no pair reads are uninitialised and may hold inf or NaN, and 0 * inf is NaN.
     unused_R = (table_eR == 0).all(0)
     return (table_eR @ do_RH.to(torch.float32, copy=True).masked_fill_(unused_R[:, None], 0)).to(do_RH.dtype)

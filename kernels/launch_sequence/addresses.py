@@ -197,6 +197,9 @@ def _place_of(
     places = _held_in_all_runs(values, living)
     if len(places) > 1:  # the end of one tensor can be the start of the next
         places = {(index, offset) for index, offset in places if offset < one.sizes[index]}
+        # What lies at an input's address in every run is the input.
+        inputs = {(index, offset) for index, offset in places if index < one.num_fixed}
+        places = inputs if len(inputs) == 1 and len({offset for _, offset in places}) == 1 else places
     if not places and in_struct and (is_number or not is_equal):  # TMA's descriptors are structs
         places = set.intersection(*(buffers.in_front_of(value) for buffers, value in zip(living, values, strict=True)))
     if len(places) == 1:

@@ -24,10 +24,9 @@ def topk_ids(routing_map_TE: Tensor, K: int) -> Tensor:
 
     By operations that allocate no memory of their own, which a recording could not see.
     """
-    T, E = routing_map_TE.shape
-    slot_TE = torch.where(routing_map_TE, routing_map_TE.cumsum(1) - 1, K)
-    experts_TE = torch.arange(E, device=slot_TE.device).expand(T, E)
-    return slot_TE.new_zeros(T, K + 1).scatter_(1, slot_TE, experts_TE)[:, :K].contiguous()
+    number_TE = routing_map_TE.cumsum(1) * routing_map_TE  # 1 for the first expert of a token, 0 for no expert
+    numbers_K = torch.arange(1, K + 1, device=number_TE.device)
+    return (number_TE[:, None] == numbers_K[:, None]).to(torch.uint8).argmax(2)
 
 
 class RoutingMap(NamedTuple):
