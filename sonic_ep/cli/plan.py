@@ -86,66 +86,82 @@ def _columns(config: MoEConfig) -> int:
     return 2 * config.n if activation_named(config.activation).gated else config.n
 
 
+def check_sizes(config: MoEConfig, options: dict[str, int]) -> None:
+    """Raises ValueError for an option below 1, and for "ranks" that do not divide the experts."""
+    for name, value in options.items():
+        if value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    S = options["ranks"]
+    if config.E % S:
+        raise ValueError(f"E={config.E} experts cannot be divided over {S} ranks; use a divisor of {config.E}")
+
+
 def print_plan(config_name: str, T: int, S: int, layers: int, dtype: str, memory_gib: float | None) -> None:
     """Prints the plan. Raises FileNotFoundError for an unknown config, ValueError for sizes that cannot be."""
     config, item_bytes = load_config(config_name), getattr(torch, dtype).itemsize
-    for name, value in (("tokens", T), ("ranks", S), ("layers", layers)):
-        if value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    if config.E % S:
-        raise ValueError(f"E={config.E} experts cannot be divided over {S} ranks; use a divisor of {config.E}")
+    check_sizes(config, {"tokens": T, "ranks": S, "layers": layers})
     sizes = balanced_sizes(config, T, S)
     lines = [f"{config.name}: d={config.d}, n={config.n}, E={config.E}, K={config.K}, {config.activation}; {dtype}"]
     lines += [f"tokens a rank: {T}; ranks: {S}; experts a rank: {config.E // S}; balanced routing", ""]
-    lines += [*_rounding(config, sizes), ""]
-    lines += [_line("pairs a rank computes", f"{sizes.P:,}"), _line("rows a rank sends", f"{sizes.U:,}")]
+    lines += [*rounding_lines(config, T, S), ""]
+    lines += [line("pairs a rank computes", f"{sizes.P:,}"), line("rows a rank sends", f"{sizes.U:,}")]
     if S > 1:
         sent = wire_bytes(config, sizes, item_bytes)
-        lines += [_line(f"to other ranks, {name}", _mib(value)) for name, value in sent.items()]
+        lines += [line(f"to other ranks, {name}", mib(value)) for name, value in sent.items()]
     lines += ["", *_memory(config, sizes, item_bytes, layers, memory_gib)]
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _rounding(config: MoEConfig, sizes: Sizes) -> list[str]:
-    rounding, S = config.rounding, sizes.S
-    rule, pairs = rule_of(rounding, S, config.E), S * sizes.T * config.K
+def rounding_lines(config: MoEConfig, T: int, S: int) -> list[str]:
+    """Returns what a training step of T tokens a rank is rounded to."""
+    rounding = config.rounding
+    rule, pairs = rule_of(rounding, S, config.E), S * T * config.K
     t = next((t for least, t in sorted(rule.thresholds, reverse=True) if pairs >= least), rule.t)
-    mean = sizes.T * config.K / config.E
-    found = [_line("tokens of a rank for an expert", f"{mean:,.1f}")]
+    mean = T * config.K / config.E
+    found = [line("tokens of a rank for an expert", f"{mean:,.1f}")]
     if pairs < rule.pads_below:
-        return [*found, _line("rounding", f"none, padded to {t}" if t > 1 else "none")]
-    found.append(_line("rounding", f"{rounding.mode}, t={t}, G={rounding.G}"))
+        return [*found, line("rounding", f"none, padded to {t}" if t > 1 else "none")]
+    found.append(line("rounding", f"{rounding.mode}, t={t}, G={rounding.G}"))
     if rounding.mode == "apportion":
         share = predicted_change(mean / 128, t, rounding.G, S)
-        found.append(_line("assignments changed, predicted", f"{share:.1%}"))
+        found.append(line("assignments changed, predicted", f"{share:.1%}"))
     return found
+
+
+def memory_parts(
+    config: MoEConfig, sizes: Sizes, item_bytes: int, layers: int, kind: TransportKind, saved: dict[str, int]
+) -> dict[str, int]:
+    """Returns the bytes of all layers of a rank, by what they are. saved: see `saved_bytes`."""
+    parameters = expert_parameters(config, sizes.S)
+    return {
+        "experts, weights and gradients": 2 * item_bytes * parameters * layers,
+        "experts, Adam in fp32": _OPTIMIZER_BYTES * parameters * layers,
+        "saved for backward": (sum(saved.values()) + 4 * sizes.T * config.E) * layers,
+        "buffers over symmetric memory": symmetric_buffers(config, sizes, item_bytes) if kind == "symmetric" else 0,
+    }
 
 
 def _memory(config: MoEConfig, sizes: Sizes, item_bytes: int, layers: int, memory_gib: float | None) -> list[str]:
     kind: TransportKind = "symmetric" if sizes.S > 1 else "all_to_all"
     saved = saved_bytes(config, sizes, item_bytes, kind)
-    parameters = expert_parameters(config, sizes.S)
-    parts = {
-        "experts, weights and gradients": 2 * item_bytes * parameters * layers,
-        "experts, Adam in fp32": _OPTIMIZER_BYTES * parameters * layers,
-        "saved for backward": (sum(saved.values()) + 4 * sizes.T * config.E) * layers,
-        "buffers over symmetric memory": symmetric_buffers(config, sizes, item_bytes) if sizes.S > 1 else 0,
-    }
-    found = [_line(f"a layer saves, {name}", _mib(value)) for name, value in saved.items()]
-    found += [_line("a layer saves, logits", _mib(4 * sizes.T * config.E)), "", f"layers: {layers}"]
-    found += [_line(name, _mib(value)) for name, value in parts.items() if value]
+    parts = memory_parts(config, sizes, item_bytes, layers, kind, saved)
+    found = [line(f"a layer saves, {name}", mib(value)) for name, value in saved.items()]
+    found += [line("a layer saves, logits", mib(4 * sizes.T * config.E)), "", f"layers: {layers}"]
+    found += [line(name, mib(value)) for name, value in parts.items() if value]
     total = sum(parts.values())
-    found.append(_line("in all", _mib(total)))
+    found.append(line("in all", mib(total)))
     if memory_gib is not None:
         rest = memory_gib * 2**30 - total
-        text = f"{_mib(round(rest))} of {memory_gib:g} GiB" if rest >= 0 else f"{_mib(round(-rest))} too little"
-        found.append(_line("left for the rest of the model", text))
+        text = f"{mib(round(rest))} of {memory_gib:g} GiB" if rest >= 0 else f"{mib(round(-rest))} too little"
+        found.append(line("left for the rest of the model", text))
     return found
 
 
-def _line(name: str, value: str) -> str:
+def line(name: str, value: str) -> str:
+    """Returns a line of what is printed."""
     return f"  {name:34} {value:>16}"
 
 
-def _mib(num_bytes: int) -> str:
+def mib(num_bytes: int) -> str:
+    """Returns the bytes as text, in MiB."""
     return f"{num_bytes / _MIB:,.1f} MiB"

@@ -1,0 +1,281 @@
+"""`sonic-ep plan --hosts`: modelled times of a layer by transport on several hosts, its bytes and memory; the fastest.
+
+Times are those of time_model.py, on the slowest rank of a skewed routing (load.py). A stage's time is what others wait
+for. Bytes and memory are those of uniform routing. "pairs" is an all-to-all with a row for each pair, to compare with.
+
+Legend: S ranks of the EP group, D ranks of a host, T tokens on this rank, K experts per token, U rows this rank sends,
+X rows this rank sends in hop 1.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from sonic_ep.cli.expected_rows import RowsPerToken, rows_per_token
+from sonic_ep.cli.load import DrawnRoutes, Load, slowest_gpu
+from sonic_ep.cli.plan import Sizes, check_sizes, line, memory_parts, mib, rounding_lines, saved_bytes
+from sonic_ep.cli.time_constants import CONSTANTS
+from sonic_ep.cli.time_model import ITEM_BYTES, Kind, Layout, Stages, host_ms, rounding_tile, stages
+from sonic_ep.config import MoEConfig, TransportKind, load_config
+
+_COLUMN = 12
+_ORDER = (
+    *("router", "host waits", "dispatch of dO", "dispatch of x", "dispatch", "shared expert", "down_backward"),
+    *("up_backward", "up", "down", "sum", "weight_up", "weight_down", "combine", "launches"),
+)
+_WORTH = 0.99  # of the time: more memory is taken for less than this
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """hosts x gpus_per_host GPUs, in EP groups of `ranks` consecutive ones. link: GB/s of a GPU to other hosts."""
+
+    hosts: int
+    gpus_per_host: int
+    ranks: int
+    link: float
+
+    @property
+    def num_gpus(self) -> int:
+        return self.hosts * self.gpus_per_host
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.ranks, min(self.ranks, self.gpus_per_host), self.link)
+
+    def check(self, config: MoEConfig) -> None:
+        """Raises ValueError for a cluster that cannot be, with the option to change."""
+        counts = {"hosts": self.hosts, "gpus-per-host": self.gpus_per_host, "ranks": self.ranks}
+        check_sizes(config, counts)
+        if self.ranks == 1:
+            raise ValueError("--ranks 1: a rank alone sends nothing; leave out --hosts")
+        larger, smaller = sorted((self.ranks, self.gpus_per_host), reverse=True)
+        if larger % smaller or self.num_gpus % self.ranks:
+            raise ValueError(
+                f"--ranks {self.ranks} does not fit {self.hosts} hosts of {self.gpus_per_host} GPUs: give a divisor of "
+                f"{self.num_gpus} that divides {self.gpus_per_host} or that it divides"
+            )
+        if self.layout.num_hosts > 1 and not 0 < self.link < float("inf"):
+            raise ValueError(
+                f"--link {self.link:g} must be the GB/s that a GPU sends to other hosts, above 0: some 45 at 400 Gb/s"
+            )
+
+
+class Option(NamedTuple):
+    """A transport with or without save_dispatched. step_ms: of the device, or the host if that takes longer."""
+
+    kind: Kind
+    save_dispatched: bool
+    stages: Stages
+    step_ms: float
+    memory_bytes: int
+
+    @property
+    def exists(self) -> bool:
+        return self.kind != "pairs"
+
+
+def transports_on(layout: Layout) -> tuple[Kind, ...]:
+    """Returns the transports that these ranks can have, and "pairs"."""
+    if layout.num_hosts == 1:
+        return "symmetric", "all_to_all", "pairs"
+    return ("all_to_all", "pairs") if layout.D == 1 else ("two_hop", "all_to_all", "pairs")
+
+
+def load_of(config: MoEConfig, T: int, cluster: Cluster, skew: float, seed: int = 0) -> Load:
+    """Returns the load of the slowest rank of an EP group, and of the slowest GPU of all."""
+    gpu = slowest_gpu(cluster.num_gpus, CONSTANTS["GPU"].values[0], seed)
+    return DrawnRoutes(config, T * cluster.ranks, skew, seed).load(cluster.ranks, cluster.layout.D, gpu)
+
+
+def sent_bytes(config: MoEConfig, T: int, layout: Layout, kind: Kind) -> dict[str, tuple[int, int]]:
+    """Returns the bytes that a rank sends in forward and backward, to ranks of its host and to other hosts, by kind."""
+    rows, pair = rows_per_token(config, layout.S, layout.D), config.d * ITEM_BYTES
+    sent = {
+        "pairs": (rows.local_pairs, rows.remote_pairs),
+        "two_hop": (rows.ranks * (layout.D - 1) / layout.D, rows.remote_hosts),
+    }.get(kind, (rows.local_ranks, rows.remote_ranks))
+    dispatches = 2 if config.save_dispatched else 3
+    needed = T * layout.D * (layout.num_hosts - 1) if kind == "two_hop" else 0
+    pairs = T * rows.local_pairs, T * rows.remote_pairs
+    return {
+        "lists": (round(8 * pairs[0]), round(8 * pairs[1]) + needed),
+        "dispatch": (round(dispatches * T * sent[0] * pair), round(dispatches * T * sent[1] * pair)),
+        "combine": (round(2 * T * sent[0] * pair), round(2 * T * sent[1] * pair)),
+        "combine_scalars": (round(4 * pairs[0]), round(4 * pairs[1])),
+    }
+
+
+def memory_of(config: MoEConfig, T: int, layout: Layout, kind: Kind, layers: int) -> dict[str, int]:
+    """Returns the bytes of all layers of a rank, by what they are."""
+    rows, pairs = rows_per_token(config, layout.S, layout.D), T * config.K
+    U = round(T * rows.ranks)
+    sizes = Sizes(T, layout.S, U, T if layout.S == 1 else U, pairs, pairs)
+    saved_as: TransportKind = "symmetric" if kind == "symmetric" else "all_to_all"
+    saved = saved_bytes(config, sizes, ITEM_BYTES, saved_as)
+    if kind == "two_hop":
+        X = round(T * rows.hosts)  # as many rows are received in hop 1; hop 2 forwards as many as all_to_all sends
+        saved["lists"] += 8 * X + 4 * (X + 1)
+    return memory_parts(config, sizes, ITEM_BYTES, layers, saved_as, saved)
+
+
+def options_of(config: MoEConfig, T: int, cluster: Cluster, load: Load, layers: int = 1) -> list[Option]:
+    """Returns every transport of these ranks with and without save_dispatched."""
+    found = []
+    for kind in transports_on(cluster.layout):
+        for saves in (False, True):
+            each = config.replace(save_dispatched=saves)
+            modelled = stages(each, T, cluster.layout, kind, load=load)
+            step_ms = max(modelled.step_ms, host_ms(kind))
+            memory = sum(memory_of(each, T, cluster.layout, kind, layers).values())
+            found.append(Option(kind, saves, modelled, step_ms, memory))
+    return found
+
+
+def best_of(options: list[Option], memory_gib: float | None) -> Option | None:
+    """Returns the fastest option that fits, or one of less memory that is within a percent of it. None if none fits."""
+    fits = [each for each in options if each.exists and (memory_gib is None or each.memory_bytes <= memory_gib * 2**30)]
+    least = min((each.step_ms for each in fits), default=0)
+    fast = [each for each in fits if each.step_ms * _WORTH <= least]
+    return min(fast, key=lambda each: (each.memory_bytes, each.step_ms), default=None)
+
+
+def described(
+    config: MoEConfig, T: int, cluster: Cluster, layers: int, memory_gib: float | None, skew: float
+) -> dict[str, Any]:
+    """Returns the plan as JSON has it."""
+    layout, load = cluster.layout, load_of(config, T, cluster, skew)
+    options, balanced = (options_of(config, T, cluster, each, layers) for each in (load, Load()))
+    best = best_of(options, memory_gib)
+    shown = []
+    for option, even in zip(options, balanced, strict=True):
+        each = config.replace(save_dispatched=option.save_dispatched)
+        shown.append(
+            {
+                "transport": option.kind,
+                "save_dispatched": option.save_dispatched,
+                "forward_ms": option.stages.forward,
+                "backward_ms": option.stages.backward,
+                "device_ms": option.stages.step_ms,
+                "host_ms": host_ms(option.kind),
+                "step_ms": option.step_ms,
+                "balanced_step_ms": even.step_ms,
+                "sent_bytes": sent_bytes(each, T, layout, option.kind),
+                "memory_bytes": memory_of(each, T, layout, option.kind, layers),
+            }
+        )
+    return {
+        "config": config.name,
+        "tokens": T,
+        "hosts": cluster.hosts,
+        "gpus_per_host": cluster.gpus_per_host,
+        "ranks": cluster.ranks,
+        "link_gb_s": cluster.link if layout.num_hosts > 1 else None,
+        "layers": layers,
+        "skew": skew,
+        "load": load._asdict(),
+        "rows_per_token": rows_per_token(config, layout.S, layout.D)._asdict(),
+        "rounding": {"mode": config.rounding.mode, "t": rounding_tile(config, T, layout.S)},
+        "options": shown,
+        "best": None if best is None else {"transport": best.kind, "save_dispatched": best.save_dispatched},
+    }
+
+
+def print_hosts_plan(
+    config_name: str,
+    T: int,
+    cluster: Cluster,
+    layers: int,
+    dtype: str,
+    memory_gib: float | None,
+    skew: float,
+    *,
+    as_json: bool,
+) -> None:
+    """Prints the plan. Raises FileNotFoundError for an unknown config, ValueError for sizes that cannot be."""
+    config = load_config(config_name)
+    if getattr(torch, dtype).itemsize != ITEM_BYTES:
+        raise ValueError(
+            f"--dtype {dtype}: times are known for bfloat16 and float16; leave out --hosts for memory alone"
+        )
+    if not skew >= 0:
+        raise ValueError(f"--skew {skew:g} must be at least 0: the popularity's standard deviation over its mean")
+    cluster.check(config)
+    check_sizes(config, {"tokens": T, "layers": layers, "ranks": cluster.ranks})
+    plan = described(config, T, cluster, layers, memory_gib, skew)
+    text = json.dumps(plan, indent=1) if as_json else "\n".join(_lines(config, T, cluster, plan, dtype))
+    sys.stdout.write(text + "\n")
+
+
+def _lines(config: MoEConfig, T: int, cluster: Cluster, plan: dict[str, Any], dtype: str) -> list[str]:
+    layout, rows, load = cluster.layout, RowsPerToken(**plan["rows_per_token"]), Load(**plan["load"])
+    shown = [option for option in plan["options"] if option["save_dispatched"] == config.save_dispatched]
+    where = f"{cluster.hosts} hosts of {cluster.gpus_per_host} GPUs"
+    lines = [f"{config.name}: d={config.d}, n={config.n}, E={config.E}, K={config.K}, {config.activation}; {dtype}"]
+    lines += [f"tokens a rank: {T}; {where}; EP groups of {layout.S} ranks on {layout.num_hosts} hosts"]
+    if layout.num_hosts > 1:
+        lines.append(f"between hosts: {cluster.link:g} GB/s a GPU")
+    lines += ["", *rounding_lines(config, T, layout.S), ""]
+    lines += [
+        line("rows a token sends to its host's ranks", f"{rows.local_ranks:.2f}"),
+        line("to ranks of other hosts", f"{rows.remote_ranks:.2f}"),
+        line("to other hosts, once each", f"{rows.remote_hosts:.2f}"),
+        line("busiest rank's pairs over the mean", f"{load.pairs:.2f}"),
+        line("slowest GPU's time over the mean", f"{load.gpu:.2f}"),
+    ]
+    lines += ["", "modelled, ms a layer", _row("", [option["transport"] for option in shown])]
+    for way in ("forward", "backward"):
+        names = sorted({name for option in shown for name in option[f"{way}_ms"]}, key=_place)
+        lines += [_row(way, [f"{sum(option[f'{way}_ms'].values()):.3f}" for option in shown])]
+        lines += [
+            _row(f"  {name}", [_ms(option[f"{way}_ms"].get(name)) for option in shown])
+            for name in names
+            if any(option[f"{way}_ms"].get(name) for option in shown)
+        ]
+    return [*lines, *_totals(shown), "", *_memory_lines(plan), "", _verdict(plan)]
+
+
+def _place(stage: str) -> tuple[int, str]:
+    return next(place for place, name in enumerate(_ORDER) if stage.startswith(name)), stage
+
+
+def _totals(shown: list[dict[str, Any]]) -> list[str]:
+    found = [_row("step on the device", [f"{option['device_ms']:.3f}" for option in shown])]
+    found += [_row("launches of an eager step", [f"{option['host_ms']:.3f}" for option in shown])]
+    found += [_row("step, the slower of the two", [f"{option['step_ms']:.3f}" for option in shown])]
+    found += [_row("the same, balanced routing", [f"{option['balanced_step_ms']:.3f}" for option in shown])]
+    for number, name in enumerate(("sent within the host, MiB", "sent to other hosts, MiB")):
+        totals = (sum(pair[number] for pair in option["sent_bytes"].values()) for option in shown)
+        found.append(_row(name, [f"{total / 2**20:,.1f}" for total in totals]))
+    return found
+
+
+def _memory_lines(plan: dict[str, Any]) -> list[str]:
+    found = [f"memory, layers: {plan['layers']}"]
+    for option in plan["options"]:
+        if option["transport"] != "pairs":
+            name = option["transport"] + (", save_dispatched" if option["save_dispatched"] else "")
+            found.append(line(name, mib(sum(option["memory_bytes"].values()))))
+    return found
+
+
+def _verdict(plan: dict[str, Any]) -> str:
+    best = plan["best"]
+    if best is None:
+        return "no transport fits the memory"
+    tile = plan["rounding"]["t"]
+    return (
+        f"best: {best['transport']}, save_dispatched={best['save_dispatched']}, "
+        f"{'no rounding' if tile is None else f't={tile}'}"
+    )
+
+
+def _row(name: str, cells: list[str]) -> str:
+    return f"  {name:34}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
