@@ -53,7 +53,9 @@ class DrawnRoutes:
         left, parts = min(num_tokens, MAX_TOKENS), []
         while left:
             count = min(left, _CHUNK)
-            noise_TE = -torch.empty(count, config.E).exponential_(generator=generator).log()
+            # Of uniform values, which are the same bits on every machine. Tensor.exponential_ is not.
+            uniform_TE = torch.rand(count, config.E, dtype=torch.float64, generator=generator)
+            noise_TE = -(-uniform_TE.log()).log()
             # Scores are positive, and as ordered as the logits: the two best of a group add up.
             ranking_TE = (noise_TE + log_popularity_E).sigmoid()
             grouped = config.router.num_groups > 1
@@ -93,10 +95,10 @@ def slowest_gpu(num_gpus: int, deviation: float, seed: int = 0, draws: int = 200
 
 def _log_popularity(E: int, skew: float, seed: int) -> Tensor:
     if skew == 0:
-        return torch.zeros(E)
+        return torch.zeros(E, dtype=torch.float64)
     rng = random.Random(seed)
     drawn = [max(rng.gammavariate(1 / skew**2, 1.0), sys.float_info.min) for _ in range(E)]
-    return (torch.tensor(drawn, dtype=torch.float64) / sum(drawn)).log().float()
+    return (torch.tensor(drawn, dtype=torch.float64) / sum(drawn)).log()
 
 
 def _max_over_mean(counts: Tensor) -> float:

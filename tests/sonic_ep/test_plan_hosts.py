@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +115,14 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rounding apportion, t=128, G=128" in words
     assert words[-1] == "best: two_hop, save_dispatched=True, t=128"
     assert printed(capsys, "--gpu-memory", "0.1").endswith("no transport fits the memory\n")
+
+
+def test_the_lines_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    shown = text.partition("$ sonic-ep plan")[2].partition("\n\n")[0].splitlines()[1:]
+    lines = printed(capsys).splitlines()
+    assert len(shown) > 8
+    assert [line for line in shown if line.removeprefix("    ") not in ("...", *lines)] == []
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ Not modelled: Hybrid-EP with 4 SMs, and its times through torch, which include c
 low-latency kernels on 8 and 16 ranks, which are faster than the card.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -98,3 +99,20 @@ def test_a_row_a_pair(ranks: int, dispatch_us: float, combine_us: float) -> None
     too."""
     for row_bytes, published in ((FP8, dispatch_us), (BF16, combine_us)):
         assert 128 * 8 * row_bytes / LINK / 1e3 == pytest.approx(published, rel=0.25)
+
+
+def rows_of_table() -> list[str]:
+    """Returns the table of docs/scaling.md."""
+    names = {V1: "DeepEP V1, H800", V2: "DeepEP V2, SM90", HYBRID: "Hybrid-EP, H100"}
+    dtypes = {FP8: "fp8", BF16: "bf16"}
+    return [
+        f"| {names[each.source]} | {each.ranks} | {dtypes[each.row_bytes]} | {each.gb_s:g} | "
+        f"{each.gb_s / modelled_over_published(each):.0f} |"
+        for each in FIGURES
+    ]
+
+
+def test_the_table_of_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    assert "\n".join(rows_of_table()) in text
+    assert all(source in text for source in (V1, V2, HYBRID))
