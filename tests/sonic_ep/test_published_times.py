@@ -3,11 +3,12 @@
 They publish the bytes of distinct (token, destination host) rows, those of the own host included, over the time.
 Their kernels overlap the two hops, so the time is that of the slower hop (`overlapped_us`).
 
-The one number taken from them: a 400 Gb/s card moves 45 GB/s. DeepEP V2 has 90 GB/s on two hosts, half of it crosses.
-A rank's NVLink moves what our push kernel does, but on H800s, which have less of it, what DeepEP says of one host.
+Taken from them: a 400 Gb/s card moves 45 GB/s, because DeepEP V2 has 90 GB/s on two hosts, half of it crosses; and what
+an H800 sends to its host, which is what DeepEP V1 has there. An H100 sends what our push kernel does.
 
-Not modelled: Hybrid-EP with 4 SMs, and its times through torch, which include copies and preprocessing; DeepEP's
-low-latency kernels on 8 and 16 ranks, which are faster than the card.
+Not met: Hybrid-EP on 16 ranks with the slower of 8 and 16 SMs, 30 % off. Not modelled: Hybrid-EP with 4 SMs, and its
+times through torch, which include copies and preprocessing; DeepEP's low-latency kernels on 8 and 16 ranks, which are
+faster than the card.
 """
 
 from pathlib import Path
