@@ -18,7 +18,7 @@ from sonic_ep.kernels.backend import router_operations
 from sonic_ep.kernels.route.interface import Losses, LossGradient, PairGradients, RouterOperations
 from sonic_ep.kernels.route.weights_and_losses.reference import balance_loss, weights_of_pairs, z_loss
 from sonic_ep.routers.topk import TopK
-from sonic_ep.routing import BalanceCounts, RoutedPairs
+from sonic_ep.routing import BalanceCounts, PairLists, RoutedPairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,44 +26,46 @@ class _Call:
     """The arguments of `_WeightsAndLosses` that have no gradient."""
 
     scores_TE: Tensor
-    routed_pairs: RoutedPairs
+    pairs: PairLists
+    balance_counts: BalanceCounts
     sequence_length: int
     config: RouterConfig
     operations: RouterOperations
 
 
 def weights_and_losses(
-    logits_TE: Tensor, topk: TopK, routed_pairs: RoutedPairs, sequence_length: int, config: RouterConfig
+    logits_TE: Tensor,
+    topk: TopK,
+    pairs: PairLists,
+    sequence_length: int,
+    config: RouterConfig,
+    balance_counts: BalanceCounts | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (N,) combine weights of the routed pairs, and the () weighted sum of balance loss and z-loss.
+    """Returns (N,) combine weights of the pairs, and the () weighted sum of balance loss and z-loss.
 
     kernels/route/weights_and_losses/reference.py defines them. topk: of these logits, with the experts of
-    `routed_pairs.topk_ids_TK`.
+    `pairs.topk_ids_TK`. balance_counts: default are those of `pairs`, which is a RoutedPairs then.
     """
-    operations = router_operations(logits_TE, routed_pairs.topk_ids_TK.shape[1])
+    balance_counts = _balance_counts(pairs) if balance_counts is None else balance_counts
+    operations = router_operations(logits_TE, pairs.topk_ids_TK.shape[1])
     if operations is None or logits_TE.shape[0] == 0:
-        weights_N = weights_of_pairs(
-            topk.scores_TE,
-            topk.topk_ids_TK,
-            routed_pairs.token_ids_N,
-            routed_pairs.expert_ids_N,
-            routed_pairs.chosen_N,
-            config,
-        )
-        balance = balance_loss(topk.scores_TE, _balance_counts(routed_pairs), sequence_length, config)
+        lists = pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N, pairs.chosen_N
+        weights_N = weights_of_pairs(topk.scores_TE, *lists, config)
+        balance = balance_loss(topk.scores_TE, balance_counts, sequence_length, config)
         return weights_N, balance + z_loss(logits_TE, config)
-    call = _Call(topk.scores_TE.detach(), routed_pairs, sequence_length, config, operations)
+    call = _Call(topk.scores_TE.detach(), pairs, balance_counts, sequence_length, config, operations)
     return _WeightsAndLosses.apply(logits_TE, call)
 
 
-def _balance_counts(routed_pairs: RoutedPairs) -> BalanceCounts:
-    return routed_pairs.balance_counts or BalanceCounts(routed_pairs.topk_ids_TK, routed_pairs.counts.chosen_SE)
+def _balance_counts(pairs: PairLists) -> BalanceCounts:
+    assert isinstance(pairs, RoutedPairs)
+    return pairs.balance_counts or BalanceCounts(pairs.topk_ids_TK, pairs.counts.chosen_SE)
 
 
 class _WeightsAndLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        chosen, config = call.routed_pairs, call.config
+        chosen, config = call.pairs, call.config
         weights_N = call.operations.weights_of_pairs(
             call.scores_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, config
         )
@@ -84,8 +86,8 @@ class _WeightsAndLosses(torch.autograd.Function):
 
 
 def _losses(logits_TE: Tensor, call: _Call) -> Losses:
-    config, balance_counts, T = call.config, _balance_counts(call.routed_pairs), logits_TE.shape[0]
+    config, T = call.config, logits_TE.shape[0]
     if config.balance == "none" and config.z_loss_coef == 0:
         return Losses(logits_TE.new_zeros(()), None)
     B = T // call.sequence_length if config.balance == "sequence" else 1
-    return call.operations.losses(logits_TE, *balance_counts, B, config)
+    return call.operations.losses(logits_TE, *call.balance_counts, B, config)

@@ -177,19 +177,27 @@ class BalanceCounts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RoutedPairs:
-    """The integers of one routing on this rank. Replaying them reproduces the routing exactly.
+class PairLists:
+    """Pairs of this rank, and the plain top-K that they come from.
 
     topk_ids_TK: int64, plain top-K. token_ids_N: int32 token of each pair, by expert, then token; -1 in spare entries,
-    see Routing. expert_ids_N: int64 expert of each pair. chosen_N: bool, False for pairs that rounding added. counts:
-    see GroupCounts. max_rows, max_received, split_sizes: see Routing. balance_counts: the counts of the balance loss;
-    None if they are topk_ids_TK and counts.chosen_SE.
+    see Routing. expert_ids_N: int64 expert of each pair. chosen_N: bool, False for pairs that rounding added.
     """
 
     topk_ids_TK: Tensor
     token_ids_N: Tensor
     expert_ids_N: Tensor
     chosen_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPairs(PairLists):
+    """The integers of one routing on this rank. Replaying them reproduces the routing exactly.
+
+    counts: see GroupCounts. max_rows, max_received, split_sizes: see Routing. balance_counts: the counts of the balance
+    loss; None if they are topk_ids_TK and counts.chosen_SE.
+    """
+
     counts: GroupCounts
     max_rows: int | None
     max_received: int | None = None
