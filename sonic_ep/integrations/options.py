@@ -18,8 +18,10 @@ class SonicEPOptions:
         and train, or "refuse" it.
     record_launches: on GPUs, record the launches of the experts once and repeat them with little host time, where
         possible; see MoEConfig.
+    router: of a Megatron model: "megatron" for its own, "fused" for ours with the same numbers, which refuses what it
+        cannot compute. Other frameworks' integrations do not read it.
 
-    Raises ValueError for static buffers without rounding that has a capacity_factor.
+    Raises ValueError for static buffers without rounding that has a capacity_factor, and for another router.
     """
 
     rounding: RoundingConfig | None = None
@@ -27,6 +29,9 @@ class SonicEPOptions:
     transport: TransportConfig = field(default_factory=TransportConfig)
     quantised: Literal["warn", "refuse"] = "warn"
     record_launches: bool = True
+    router: Literal["megatron", "fused"] = "megatron"
 
     def __post_init__(self) -> None:
         self.transport.check_bound(self.rounding)
+        if self.router not in ("megatron", "fused"):
+            raise ValueError(f"router={self.router!r} is not known; set 'megatron' or 'fused'")

@@ -1,9 +1,10 @@
 """`NoDispatcher` stands where Megatron's code expects a layer's token dispatcher, and moves no row.
 
-Our dispatch is inside the experts' computation. What is left is what others read and set here: the routing map, which a
-CUDA graph of the router hands on, the shared expert that overlaps, and marks of inference.
+Our dispatch is inside the experts' computation. What is left is what others read and set here: the routing map, or the
+pairs of a FusedRouter, which a CUDA graph of the router hands on, the shared expert that overlaps, and marks of
+inference.
 
-Legend: T tokens on this rank, E experts, H hidden size.
+Legend: T tokens on this rank, E experts, H hidden size, N pairs this rank sends.
 """
 
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from sonic_ep.integrations.megatron.fused_router import PlainPairs
 from sonic_ep.routing import Routing
 
 
@@ -25,10 +27,12 @@ class NoDispatcher:
     def __init__(self) -> None:
         self.shared_experts: Any = None
         self.drop_and_pad = False
-        # A graph of router and preprocessing gives the map back, and a replay sets it.
-        self.cudagraph_attrs = ["routing_map"]
+        # A graph of router and preprocessing gives those that are tensors back, and a replay sets them.
+        self.cudagraph_attrs = ["routing_map", "token_ids_N", "counts_E"]
         self.valid_cudagraph_attrs: list[str] | None = None
         self.routing_map: Tensor | None = None
+        self.token_ids_N: Tensor | None = None
+        self.counts_E: Tensor | None = None
         self.routing: Routing | None = None
         # Overlapped batches set probabilities here, for DeepEP's and HybridEP's buffers.
         self._comm_manager = SimpleNamespace(get_number_of_tokens_per_expert=lambda: None)
@@ -37,9 +41,14 @@ class NoDispatcher:
         """Registers a shared expert, to be started by `token_dispatch`."""
         self.shared_experts = shared_experts
 
-    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Notes the map, (T, E) bool. Returns hidden_states and probs."""
-        self.routing_map = routing_map
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor | PlainPairs, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Notes the map, (T, E) bool, or the pairs. Returns hidden_states and probs."""
+        if isinstance(routing_map, PlainPairs):
+            self.token_ids_N, self.counts_E = routing_map
+        else:
+            self.routing_map = routing_map
         return hidden_states, probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,12 +61,16 @@ class NoDispatcher:
             shared.post_forward_comm()
         return hidden_states, probs
 
-    def pop_routing(self) -> tuple[Routing | None, Tensor]:
-        """Returns the routing that was noted, if there is one, and the map, and forgets both."""
-        routing, routing_map = self.routing, self.routing_map
-        self.routing = self.routing_map = None
+    def pop_routing(self) -> Routing | PlainPairs | Tensor:
+        """Returns what was noted, and forgets it: a routing, else the pairs, else the map."""
+        routing, routing_map, token_ids_N, counts_E = self.routing, self.routing_map, self.token_ids_N, self.counts_E
+        self.routing = self.routing_map = self.token_ids_N = self.counts_E = None
+        if routing is not None:
+            return routing
+        if token_ids_N is not None and counts_E is not None:
+            return PlainPairs(token_ids_N, counts_E)
         assert routing_map is not None  # dispatch_preprocess or a graph has set it
-        return routing, routing_map
+        return routing_map
 
     def token_combine(self, output: Tensor) -> Tensor:
         """Returns the output, which the experts have combined."""

@@ -23,7 +23,7 @@ from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.megatron.checkpoint import HeldExperts, by_expert, load_any_layout, sharded_experts
-from sonic_ep.integrations.megatron.routing_map import RoutingMap, routing_of_map
+from sonic_ep.integrations.megatron.routing_map import RouterOutput
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts
 from sonic_ep.kernels.experts.activations import activation_named, interleave
@@ -119,7 +119,7 @@ class SonicEPExperts(MegatronModule):
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, x_TH: Tensor, routed: Routing | RoutingMap) -> Tensor:
+    def forward(self, x_TH: Tensor, routed: Routing | RouterOutput) -> Tensor:
         """Returns each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
         e, accumulates = self.num_local_experts, self.config.gradient_accumulation_fusion
         settings = {
@@ -135,12 +135,12 @@ class SonicEPExperts(MegatronModule):
         common = {"group": self.group, "exchange": self.transport, "dtype": x_TH.dtype, "training": self.training}
         call = ExpertsCall(
             x_TH=x_TH,
-            routed=[routed.probs_TE, routed.map_TE],
+            routed=routed.tensors,
             weights=(self.weight1, self.weight2, b1, b2),
-            route=partial(routing_of_map, **common, K=routed.K),
+            route=partial(routed.route, **common),
             training=self.training,
             settings=settings,
-            problem="tokens are dropped" if routed.K is None else None,
+            problem=routed.problem,
         )
         return self._recorded(call) if self._records else self._recorded.compute(call)
 

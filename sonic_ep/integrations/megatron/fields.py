@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from sonic_ep.config import MAX_E, MAX_K
 from sonic_ep.integrations.fields import Field, honoured
 from sonic_ep.integrations.megatron.activation import activation_of
+from sonic_ep.integrations.megatron.fused_router import check_fused
 from sonic_ep.integrations.options import SonicEPOptions
 
 _LOG = logging.getLogger("sonic_ep.integrations.megatron")
@@ -232,6 +233,8 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
             raise ValueError(f"{field.name}={value!r} is not supported ({field.how}); set {field.set}")
     activation_of(config)
     _check_graphs(config, options)
+    if options.router == "fused":
+        check_fused(config)
     quantised = {name: getattr(config, name) for name in QUANTISED if getattr(config, name)}
     if quantised and options.quantised == "refuse":
         name, value = next(iter(quantised.items()))

@@ -1,7 +1,8 @@
 """`SonicEPMoELayer`: Megatron's MoELayer with our dispatch, experts and combine.
 
 Router and shared experts are Megatron's own. So are the auxiliary losses and their tracker, the z-loss, expert bias,
-group limits, jitter, Sinkhorn, quantile balancing and dropping. The forward is MoELayer's too, in its steps: route,
+group limits, jitter, Sinkhorn, quantile balancing and dropping. With `SonicEPOptions(router="fused")` the router
+computes with our kernels (fused_router.py). The forward is MoELayer's too, in its steps: route,
 preprocess, dispatch, routed experts, combine, postprocess. Ours do all their work in the fourth, and dispatch starts a
 shared expert that overlaps. So whatever enters a layer half way does it here as there: partial CUDA graphs, and
 batches that overlap.
@@ -11,22 +12,26 @@ microbatch on this rank, hidden size.
 """
 
 import dataclasses
+import functools
 from typing import Any, final
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore, get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from sonic_ep.integrations.megatron.dispatcher import NoDispatcher
 from sonic_ep.integrations.megatron.experts import SonicEPExperts
 from sonic_ep.integrations.megatron.fields import check, log_replaced
+from sonic_ep.integrations.megatron.fused_router import FusedRouter, PlainPairs, RoundedFusedRouter
 from sonic_ep.integrations.megatron.groups import with_folded_tensor_ranks
 from sonic_ep.integrations.megatron.latent import latent_projections
 from sonic_ep.integrations.megatron.rounding import RoundedRouter
-from sonic_ep.integrations.megatron.routing_map import RoutingMap
+from sonic_ep.integrations.megatron.routing_map import RouterOutput, routing_of_map, routing_of_pairs
 from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.routing import Routing
 
 
 @final
@@ -65,7 +70,7 @@ class SonicEPMoELayer(MoELayer):
         self.shared_experts_recompute = "shared_experts" in selective
         self.cudagraph_tensor_store = MoECudaGraphTensorStore()
         self.fwd_execution_map = ["route", "expert_compute", "postprocess"]
-        router: Any = submodules.router  # its protocol lacks is_mtp_layer, which Megatron passes
+        router = _router_builder(submodules, options)
         self.router: Any = router(config=config, pg_collection=given, is_mtp_layer=is_mtp_layer)
         if config.moe_latent_size:
             self.fc1_latent_proj, self.fc2_latent_proj = latent_projections(config, name)
@@ -74,9 +79,12 @@ class SonicEPMoELayer(MoELayer):
             self.num_local_experts, config, groups, options, name=_named(name, "experts")
         )
         log_replaced(config, options, self.experts)
-        self.rounded_router = None
+        self.rounded_router: RoundedRouter | RoundedFusedRouter | None = None
         if options.rounding is not None:
-            self.rounded_router = RoundedRouter(self.router, config, options.rounding, self.experts.group)
+            group = self.experts.group
+            is_fused = isinstance(self.router, FusedRouter)
+            rounded = RoundedFusedRouter(self.router, group) if is_fused else None
+            self.rounded_router = rounded or RoundedRouter(self.router, config, options.rounding, group)
         if self.use_shared_expert:
             if submodules.shared_experts is None:
                 raise ValueError(
@@ -113,8 +121,8 @@ class SonicEPMoELayer(MoELayer):
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what dispatch gets: hidden states, in the latent size if there is one, and weights of pairs.
 
-        The weights are probs_TE, or (N,) with rounding, which has to read the router's logits here: a batch that
-        overlaps cuts autograd's graph after this step.
+        The weights are probs_TE, or (N,) of a FusedRouter, and with rounding, which has to read the router's logits
+        here: a batch that overlaps cuts autograd's graph after this step.
         """
         hidden_states, probs = super().preprocess(hidden_states, probs, routing_map)
         if self.rounded_router is None or not self.training:
@@ -130,15 +138,29 @@ class SonicEPMoELayer(MoELayer):
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Returns the routed experts' output, like hidden_states, combined already, and None for the bias."""
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        routing, routing_map_TE = self.token_dispatcher.pop_routing()
-        if routing is not None:
-            out_TH = self.experts(x_TH, dataclasses.replace(routing, weights_N=probs))
-        else:
-            drops = self.config.moe_expert_capacity_factor is not None
-            out_TH = self.experts(
-                x_TH, RoutingMap(probs, routing_map_TE, None if drops else self.config.moe_router_topk)
-            )
-        return out_TH.view_as(hidden_states), None
+        return self.experts(x_TH, self._routed(x_TH, probs)).view_as(hidden_states), None
+
+    def _routed(self, x_TH: Tensor, probs: Tensor) -> Routing | RouterOutput:
+        noted = self.token_dispatcher.pop_routing()
+        if isinstance(noted, Routing):
+            return dataclasses.replace(noted, weights_N=probs)
+        if isinstance(noted, PlainPairs):
+            return RouterOutput([probs, *noted], functools.partial(routing_of_pairs, num_tokens=x_TH.shape[0]))
+        if self.config.moe_expert_capacity_factor is not None:
+            return RouterOutput([probs, noted], functools.partial(routing_of_map, K=None), "tokens are dropped")
+        return RouterOutput([probs, noted], functools.partial(routing_of_map, K=self.config.moe_router_topk))
+
+
+def _router_builder(submodules: MoESubmodules, options: SonicEPOptions) -> Any:
+    """Returns what builds the router. Raises ValueError for a router of the spec's own that "fused" would replace."""
+    if options.router == "megatron":
+        return submodules.router  # its protocol lacks is_mtp_layer, which Megatron passes
+    if submodules.router is not TopKRouter:
+        raise ValueError(
+            f"MoESubmodules.router={submodules.router!r} with options.router='fused', which computes what TopKRouter "
+            "does; set options.router to 'megatron'"
+        )
+    return functools.partial(FusedRouter, rounding=options.rounding)
 
 
 def _named(name: str | None, part: str) -> str | None:

@@ -1,8 +1,9 @@
-"""Converts Megatron's (probs, routing_map) to a `Routing`.
+"""Converts Megatron's (probs, routing_map), or the pairs of a FusedRouter, to a `Routing`.
 
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,15 +30,16 @@ def topk_ids(routing_map_TE: Tensor, K: int) -> Tensor:
     return (number_TE[:, None] == numbers_K[:, None]).to(torch.uint8).argmax(2)
 
 
-class RoutingMap(NamedTuple):
-    """What Megatron's router returns: probs_TE (T, E) floating point, map_TE (T, E) bool.
+class RouterOutput(NamedTuple):
+    """What a router returns, and how a routing is made of it.
 
-    K: the number of experts of every token; None if tokens were dropped, which costs one more host sync.
+    route: `routing_of_map` or `routing_of_pairs`, without the arguments that both need. problem: why launches of the
+    experts cannot be recorded, or None.
     """
 
-    probs_TE: Tensor
-    map_TE: Tensor
-    K: int | None
+    tensors: list[Tensor]
+    route: Callable[..., Routing]
+    problem: str | None = None
 
 
 def routing_of_map(
@@ -54,7 +56,8 @@ def routing_of_map(
 
     The combine weight of a pair is its probability, differentiable in probs.
 
-    probs_TE, routing_map_TE, K: see RoutingMap.
+    Shapes:    probs_TE (T, E) floating point; routing_map_TE (T, E) bool.
+    K:         the number of experts of every token; None if tokens were dropped, which costs one more host sync.
     dtype:     of the experts' input. training: of the layer. Both must be equal on all ranks.
     exchange:  see `gather_counts`.
     """
@@ -70,3 +73,23 @@ def routing_of_map(
     pairs_N = token_ids_N.long() * E + expert_ids_N
     weights_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
     return Routing(weights_N, token_ids_N.to(INDEX_DTYPE), counts, T, split_sizes=split_sizes)
+
+
+def routing_of_pairs(
+    weights_N: Tensor,
+    token_ids_N: Tensor,
+    counts_E: Tensor,
+    *,
+    num_tokens: int,
+    group: EPGroup,
+    exchange: Exchange,
+    dtype: torch.dtype,
+    training: bool,
+) -> Routing:
+    """Returns the routing of a FusedRouter's pairs. A collective: one all-gather of counts.
+
+    weights_N: (N,) fp32. token_ids_N, counts_E: see PlainPairs. num_tokens: T. The others as for `routing_of_map`.
+    """
+    status = RankStatus(counts_E=counts_E, num_tokens=num_tokens, dtype=dtype, training=training)
+    counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
+    return Routing(weights_N, token_ids_N, counts, num_tokens, split_sizes=split_sizes)

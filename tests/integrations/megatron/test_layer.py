@@ -1,7 +1,7 @@
 """One layer beside Megatron's own: initial weights, outputs, every gradient, and what DDP and optimizer look at."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
 Ranks = Callable[[int], RankPool]
+Router = Literal["megatron", "fused"]
+# What a graph of router and preprocessing hands on, by router.
+GRAPHED: dict[Router, list[str]] = {"megatron": ["routing_map"], "fused": ["token_ids_N", "counts_E"]}
 S, B = 6, 3  # sequence length on a rank, microbatch
 VARIANTS: dict[str, dict[str, Any]] = {
     "swiglu": {},
@@ -299,12 +302,12 @@ def whole(layer: Any, x: Tensor) -> list[Any]:
     return [result.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-def stepped_and_whole(rank: int, rounded: bool) -> tuple[list[bool], list[bool]]:
+def stepped_and_whole(rank: int, rounded: bool, router: Router) -> tuple[list[bool], list[bool]]:
     from sonic_ep import RoundingConfig
     from sonic_ep.integrations.megatron import SonicEPOptions
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
-    options = SonicEPOptions(rounding=RoundingConfig(t=4, G=8) if rounded else None)
+    options = SonicEPOptions(rounding=RoundingConfig(t=4, G=8) if rounded else None, router=router)
     with parallel_state(expert=2):
         config = gpt_config(moe_shared_expert_intermediate_size=40)
         x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
@@ -312,30 +315,34 @@ def stepped_and_whole(rank: int, rounded: bool) -> tuple[list[bool], list[bool]]
         for run in (whole, in_steps):
             layer = layers(config, options)[1]
             found.append(run(layer, x))
-            assert layer.token_dispatcher.routing_map is None
+            names = ["routing", *layer.token_dispatcher.cudagraph_attrs]
+            assert all(getattr(layer.token_dispatcher, name) is None for name in names)
     return [is_close(a, b) for a, b in zip(*found, strict=True)], [float(a.norm()) > 0 for a in found[0]]
 
 
+@pytest.mark.parametrize("router", ["megatron", "fused"])
 @pytest.mark.parametrize("rounded", [False, True], ids=["top-k", "rounded"])
-def test_a_layer_entered_step_by_step_computes_the_same(ranks: Ranks, rounded: bool) -> None:
-    for close, nonzero in ranks(2).run(stepped_and_whole, rounded):
+def test_a_layer_entered_step_by_step_computes_the_same(ranks: Ranks, rounded: bool, router: Router) -> None:
+    for close, nonzero in ranks(2).run(stepped_and_whole, rounded, router):
         assert all(close)
         assert all(nonzero)
 
 
-def graphed_router(rank: int) -> list[bool]:
+def graphed_router(rank: int, router: Router) -> list[bool]:
     """The three parts that Megatron's own graphs divide a layer into, with what a replay hands on."""
+    from sonic_ep.integrations.megatron import SonicEPOptions
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
     with parallel_state(expert=2):
         config = gpt_config(moe_shared_expert_intermediate_size=40)
         x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
-        _, layer = layers(config)
+        _, layer = layers(config, SonicEPOptions(router=router))
         wanted, _ = layer(x)
         layer.fwd_execution_map = "route"
         tokens, probs, shared = layer(x, intermediate_tensors=())
         handed = {name: getattr(layer.token_dispatcher, name) for name in layer.token_dispatcher.cudagraph_attrs}
-        layer.token_dispatcher.routing_map = None
+        layer.token_dispatcher.pop_routing()
+        assert [name for name, value in handed.items() if value is not None] == GRAPHED[router]
         for name, value in handed.items():
             setattr(layer.token_dispatcher, name, value)
         layer.fwd_execution_map = "expert_compute"
@@ -344,8 +351,9 @@ def graphed_router(rank: int) -> list[bool]:
         return [bias is None, torch.equal(layer(None, intermediate_tensors=(output, shared)), wanted)]
 
 
-def test_the_router_may_be_in_a_graph_of_its_own(ranks: Ranks) -> None:
-    assert ranks(2).run(graphed_router) == [[True, True]] * 2
+@pytest.mark.parametrize("router", ["megatron", "fused"])
+def test_the_router_may_be_in_a_graph_of_its_own(ranks: Ranks, router: Router) -> None:
+    assert ranks(2).run(graphed_router, router) == [[True, True]] * 2
 
 
 class Linear(torch.nn.Linear):

@@ -6,7 +6,7 @@ the work is the point, two where a feature is.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -24,7 +24,8 @@ Curve = list[tuple[Any, ...]]
 @dataclass(frozen=True)
 class Case:
     """groups: of the parallel state; config: fields of TransformerConfig; run: arguments of Run. stock_groups: of the
-    stock run, where they differ. mixed: dense and MoE layers by moe_layer_freq."""
+    stock run, where they differ. mixed: dense and MoE layers by moe_layer_freq. router: of our run, see SonicEPOptions.
+    """
 
     ranks: int
     groups: dict[str, int] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class Case:
     run: dict[str, Any] = field(default_factory=dict)
     stock_groups: dict[str, int] | None = None
     mixed: bool = False
+    router: Literal["megatron", "fused"] = "megatron"
 
 
 DISTRIBUTED = {"distributed_optimizer": True, "overlap": True}
@@ -88,6 +90,19 @@ CASES = {
     "exact-geglu": Case(2, {"expert": 2}, {"activation_func": F.gelu}),
     "none": Case(2, {"expert": 2}, {"moe_router_load_balancing_type": "none"} | SIGMOID),
     "dropping": Case(2, {"expert": 2}, {"moe_expert_capacity_factor": 1.0}),
+    "fused-router": Case(
+        2, {"expert": 2}, {"moe_z_loss_coeff": 0.1, "moe_router_dtype": "fp32"}, DISTRIBUTED, router="fused"
+    ),
+    "fused-router-recomputed": Case(
+        2, {"expert": 2}, FULL | SIGMOID | GROUP_LIMITED | {"calculate_per_token_loss": True}, router="fused"
+    ),
+    "fused-router-TP2": Case(
+        4,
+        {"tensor": 2, "expert": 2},
+        {"moe_router_load_balancing_type": "global_aux_loss", "calculate_per_token_loss": True} | SIGMOID,
+        {"batch": 4},
+        router="fused",
+    ),
     "dense-and-moe": Case(2, {"expert": 2}, {"moe_layer_freq": [0, 1, 0], "num_layers": 3}, mixed=True),
 }
 
@@ -95,7 +110,7 @@ CASES = {
 def curve(case: Case, groups: dict[str, int], ours: bool) -> Curve:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
-    from sonic_ep.integrations.megatron import use_sonic_ep
+    from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
     from tests.helpers.megatron_training import Run, gpt_config, parallel_state
 
     with parallel_state(**groups):
@@ -106,7 +121,8 @@ def curve(case: Case, groups: dict[str, int], ours: bool) -> Curve:
             spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
         # Gentle steps: 20 of them must not blow up what the order of a sum may change.
         settings = {"batch": case.ranks, **case.run, "optimizer": {"lr": 3e-3, **case.run.get("optimizer", {})}}
-        run = Run(config, use_sonic_ep(spec) if ours else spec, **settings)
+        spec = use_sonic_ep(spec, SonicEPOptions(router=case.router)) if ours else spec
+        run = Run(config, spec, **settings)
         return [tuple(step) for step in run.train(STEPS)]
 
 
