@@ -23,9 +23,9 @@ from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.experts.activations import interleave
 
 TE_GROUPED, SEQUENTIAL = "MoELayer, TEGroupedMLP", "MoELayer, SequentialMLP"
-OURS, ROUNDED, GRAPHED = "sonic_ep", "sonic_ep, apportion", "sonic_ep, graphs"
+OURS, ROUNDED, FUSED, GRAPHED = "sonic_ep", "sonic_ep, apportion", "sonic_ep, fused router", "sonic_ep, graphs"
 # Contestants of one model. Graphs come last: a capture that fails may leave the device useless.
-FAMILIES = ((TE_GROUPED,), (OURS, ROUNDED), (SEQUENTIAL,), (GRAPHED,))
+FAMILIES = ((TE_GROUPED,), (OURS, ROUNDED), (FUSED,), (SEQUENTIAL,), (GRAPHED,))
 
 STD, BALANCE_COEF = 0.02, 0.001
 
@@ -259,7 +259,7 @@ def _spec(family: tuple[str, ...], config: Any, options: Any) -> Any:
     if family[0] in (TE_GROUPED, SEQUENTIAL):
         return spec
     rounding = RoundingConfig(mode="apportion") if ROUNDED in family else None
-    return use_sonic_ep(spec, SonicEPOptions(rounding=rounding))
+    return use_sonic_ep(spec, SonicEPOptions(rounding=rounding, router="fused" if FUSED in family else "megatron"))
 
 
 @contextmanager
@@ -327,6 +327,10 @@ def _fill_experts(experts: Any, count: int, d: int, n: int, generator: torch.Gen
 def megatron(options: Any) -> Iterator[None]:
     """Megatron's process groups and generators, EP over all ranks, on the CPU with what stock Megatron needs there."""
     from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import (
+        destroy_num_microbatches_calculator,
+        init_num_microbatches_calculator,
+    )
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     on_cpu: Any = nullcontext()
@@ -339,7 +343,11 @@ def megatron(options: Any) -> Iterator[None]:
             expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1
         )
         model_parallel_cuda_manual_seed(1, te_rng_tracker=has_te())
+        batch, world = options.tokens // options.length, dist.get_world_size()
+        # Megatron's graphs read it.
+        init_num_microbatches_calculator(dist.get_rank(), None, batch * world, batch, world)
         yield
+        destroy_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()
 
 

@@ -12,6 +12,7 @@ Contestants:
     MoELayer, SequentialMLP    stock: the experts of Megatron-Core that train without it, one after the other
     sonic_ep                   ours
     sonic_ep, apportion        ours, with token rounding
+    sonic_ep, fused router     ours, with our router: SonicEPOptions(router="fused")
     sonic_ep, graphs           ours, with Megatron's CUDA graphs of router and preprocessing; its rounds come last
 
 A round builds one model after the other, each in the memory of the last, and its contestants take their turns of
@@ -56,7 +57,7 @@ from torch import Tensor
 from sonic_ep import EPGroup, load_config
 from sonic_ep.kernels.common.versions import installed_version
 
-WARM_UP, UNTIMED = 3, 2  # steps of a new model's first turn, and of its others
+WARM_UP = 5  # steps before a turn: a new model records its launches
 SHARE_OF_LAYER = 0.3  # of a turn's seconds
 HIDDEN = 4  # samples of layer_device in a turn
 BUSY = 60_000_000  # cycles, some 35 ms: longer than the launches of a stock layer's forward or backward
@@ -178,7 +179,7 @@ class Race:
     def turn(self, name: str, model: Model) -> None:
         model.choose(name)
         is_first, start = name not in self.steps, time.perf_counter()
-        self.timed(model.step, WARM_UP if is_first or name == GRAPHED else UNTIMED)
+        self.timed(model.step, WARM_UP)
         if name == GRAPHED:
             model.capture()
             self.timed(model.step, WARM_UP)

@@ -58,7 +58,7 @@ from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registere
 
 STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportion"
 SHAPES = ("qwen3_30b_a3b", "tiny")
-WARM_UP, UNTIMED = 4, 2
+WARM_UP, UNTIMED = 8, 2
 
 
 class InTurns(EPImplementation):

@@ -25,7 +25,8 @@ def topk_ids(routing_map_TE: Tensor, K: int) -> Tensor:
 
     By operations that allocate no memory of their own, which a recording could not see.
     """
-    number_TE = routing_map_TE.cumsum(1) * routing_map_TE  # 1 for the first expert of a token, 0 for no expert
+    chosen_TE = routing_map_TE.long()
+    number_TE = chosen_TE.cumsum(1) * chosen_TE  # 1 for the first expert of a token, 0 for no expert
     numbers_K = torch.arange(1, K + 1, device=number_TE.device)
     return (number_TE[:, None] == numbers_K[:, None]).to(torch.uint8).argmax(2)
 
