@@ -201,6 +201,20 @@ def values_of_pairs(
     ...
 
 
+@op("lora")
+def add_update(h_PJ: Tensor, update_PJ: Tensor, activation: Activation) -> Tensor:
+    """Adds a low-rank update to pre-activations in place, and returns the activations."""
+    ...
+
+
+@op("lora")
+def add_hidden_grads(
+    dh_PJ: Tensor, ds_PZ: Tensor, h_PJ: Tensor, da_PI: Tensor, weights_P: Tensor, activation: Activation
+) -> None:
+    """Adds to dH and dS what a low-rank update of W2 gives, in place."""
+    ...
+
+
 def router_operations(logits_TE: Tensor, K: int) -> RouterOperations | None:
     """Returns the router's fused kernels, or None where the plain torch twins of kernels/route/ run under autograd.
 

@@ -106,6 +106,26 @@ def problem_with_up(gate: Tensor, up: Tensor, *, gated: bool, b1: Tensor | None,
     return problem_with_memory("up", up)
 
 
+def problem_with_low_rank(x_TH: Tensor, J: int, w2_shape: torch.Size, lora: tuple[Tensor | None, ...]) -> str | None:
+    """Checks A1, B1, A2 and B2 of low-rank updates, for rows x (T, H) and weights w1 (e, J, H) and w2 (e, H, I)."""
+    e, H, width = w2_shape
+    for number, (a, b), (rows, columns) in zip("12", (lora[:2], lora[2:]), ((J, H), (H, width)), strict=True):
+        if (a is None) != (b is None):
+            return f"lora has one of A{number} and B{number}; pass both, or none for no update of w{number}"
+        if a is None or b is None:
+            continue
+        r = a.shape[1] if a.dim() > 1 else 0
+        for name, tensor, shape in ((f"A{number}", a, (e, r, columns)), (f"B{number}", b, (e, rows, r))):
+            if tuple(tensor.shape) != shape or r == 0:
+                return f"lora's {name} has shape {tuple(tensor.shape)}, wanted {shape} with a rank of at least 1"
+            if tensor.dtype != x_TH.dtype or tensor.device != x_TH.device:
+                return (
+                    f"lora's {name} is {tensor.dtype} on {tensor.device}, x is {x_TH.dtype} on {x_TH.device}; they "
+                    "must agree"
+                )
+    return None
+
+
 def problem_with_memory(name: str, weight: Tensor) -> str | None:
     """Checks that a weight is contiguous and, on a GPU outside torch.compile, aligned."""
     if not weight.is_contiguous():

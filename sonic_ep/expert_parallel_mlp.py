@@ -23,6 +23,7 @@ from sonic_ep.kernels.backend import operations_for
 from sonic_ep.kernels.experts import mlp
 from sonic_ep.kernels.experts.activations import Activation
 from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
+from sonic_ep.kernels.lora import low_rank
 
 _MIN_FILL = 15 / 16  # If P fills less of the speculative H, we clone the P rows, to free the spare capacity.
 
@@ -107,10 +108,12 @@ def backward(
     needs: Sequence[bool],
     into: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, ...]:
-    """Returns dx_TH, dweights_N, dw1, dw2, db1, db2; the last four are None unless `needs` asks for them. A collective.
+    """Returns dx_TH, dweights_N, dw1, dw2, db1, db2 and those of `weights.lora`, if it is there. A collective.
+
+    All but the first two are None unless `needs` asks for them.
 
     saved: loses its H and weights of pairs.
-    needs: whether dw1, dw2, db1, db2 are needed.
+    needs: whether dw1, dw2, db1, db2 are needed, and with `weights.lora` those of W1's and of W2's update.
     into: buffers to which dw1 and dw2 are added, and which are returned instead; None for a new tensor.
 
     dw1 is (e, J, H) in the layout of w1; with split gate/up weights its rows are [dgate; dup].
@@ -121,17 +124,22 @@ def backward(
     """
     transport, handle, pairs = call.transport, saved.handle, _pair_lists(saved.handle, call)
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
-    needs_w1, needs_w2, needs_b1, needs_b2 = needs
+    needs_w1, needs_w2, needs_b1, needs_b2, *needs_lora = needs
+    lora = weights.lora
+    lora_grads: list[Tensor | None] = [] if lora is None else [None, None, None, None]  # of A1, B1, A2 and B2
     do_RH = transport.dispatch(dout_TH.contiguous(), handle).result()
     rows = Pending.done(saved.rows) if call.save_dispatched else transport.dispatch(saved.rows, handle, overlap=True)
     h_PJ, weights_P = saved.pop()
     grads = mlp.backward_hidden(ops, do_RH, h_PJ, weights_P, weights, pairs, call.activation)
     weights_P = weights_P if needs_b1 or needs_b2 else None
     dh_PJ, held_ds_PZ, held_a_PI = grads.dh_PJ, [grads.ds_PZ], [grads.scaled_a_PI]
+    u_Pr, v_Pr = grads.u_Pr, grads.v_Pr
     del grads, h_PJ
 
     def down_weights() -> Tensor | None:
         scaled_a_PI = held_a_PI.pop()
+        if lora is not None and u_Pr is not None and needs_lora[1]:
+            lora_grads[2:] = low_rank.backward_down(ops, do_RH, scaled_a_PI, u_Pr, lora, pairs)
         return mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
 
     has_peers = len(handle.splits.rows_out) > 1
@@ -143,7 +151,7 @@ def backward(
         del returning
     # With one rank, only dW1 is left to overlap.
     overlap = needs_w1 or (has_peers and needs_w2)
-    pending = transport.combine(mlp.backward_pairs(ops, dh_PJ, weights, pairs), None, handle, overlap=overlap)
+    pending = transport.combine(mlp.backward_pairs(ops, dh_PJ, weights, pairs, v_Pr), None, handle, overlap=overlap)
     if has_peers:
         dweights_N = transport.combine_scalars(held_ds_PZ.pop(), handle).result()
         dw2 = down_weights()
@@ -154,11 +162,13 @@ def backward(
         dw1 = mlp.backward_up_weights(
             ops, rows_RH, dh_PJ, pairs, into[0], split_gate_up=split_gate_up, reserve_sms=pending.reserve_sms
         )
+    if lora is not None and v_Pr is not None and needs_lora[0]:
+        lora_grads[:2] = low_rank.backward_up(ops, rows_RH, dh_PJ, v_Pr, lora, pairs)
     dx_TH = pending.result()
     db1, db2 = None, None
     if weights_P is not None:
         db1, db2 = mlp.backward_biases(ops, do_RH, weights_P, dh_PJ, pairs)
-    return dx_TH, dweights_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None
+    return dx_TH, dweights_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None, *lora_grads
 
 
 def _pair_lists(handle: DispatchHandle, call: Call) -> PairLists:

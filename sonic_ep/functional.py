@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 
-from sonic_ep.checks import ROW_ALIGNMENT, problem_with_rows, problem_with_up, problem_with_weights
+from sonic_ep.checks import (
+    ROW_ALIGNMENT,
+    problem_with_low_rank,
+    problem_with_rows,
+    problem_with_up,
+    problem_with_weights,
+)
 from sonic_ep.compiled import moe_in_graph
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
@@ -23,9 +29,13 @@ from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.kernels.experts.activations import activation_named, interleave, interleave_split
 from sonic_ep.kernels.experts.mlp import ExpertWeights
+from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routers.compiled import pending_sizes
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_type
+
+_NO_LORA = ExpertsLoRA()
+_NUM_WEIGHTS = 9  # of the arguments of _ExpertParallelMLP: w1, up, w2, two biases, A and B of two updates
 
 
 def moe(
@@ -37,6 +47,7 @@ def moe(
     b2_eH: Tensor | None = None,
     *,
     up_eIH: Tensor | None = None,
+    lora: ExpertsLoRA | None = None,
     transport: Transport,
     group: EPGroup,
     activation: str = "swiglu",
@@ -58,6 +69,9 @@ def moe(
              both without a copy if up is behind gate in memory, at a distance that is a multiple of 16 bytes. Else, and
              under torch.compile, forward and backward each make an interleaved copy. The two gradients are halves of
              one tensor.
+    LoRA:    with `lora` the weights are W1 + B1 A1 and W2 + B2 A2, which are never made: the thin products are added to
+             those of W1 and W2. Nothing more is saved for backward than A and B. The rows of B1 are ordered as those of
+             w1, or with `up_eIH` as with "concatenated". Not under torch.compile.
     Saves:   x_TH for backward, or with `save_dispatched` the received rows, which saves one dispatch in backward.
     Adds:    with `accumulate_into_main_grad`, backward adds dW1 and dW2 to `w.main_grad` of each weight (a leaf) that
              has one, and sets `w.grad_added_to_main_grad = True`, as Megatron-Core's layers do. main_grad may have any
@@ -79,6 +93,9 @@ def moe(
         problem = problem_with_weights(x_TH, w1_eJH, w2_eHI, b1_eJ, b2_eH, gated=gated, local_experts=local_experts)
     if problem is None and up_eIH is not None:
         problem = problem_with_up(w1_eJH, up_eIH, gated=act.gated, b1=b1_eJ, accumulates=accumulate_into_main_grad)
+    if problem is None and lora is not None:
+        J = w1_eJH.shape[1] * (1 if up_eIH is None else 2)
+        problem = problem_with_low_rank(x_TH, J, w2_eHI.shape, lora.tensors())
     if problem is None and accumulate_into_main_grad and gated and layout == "concatenated":
         problem = (
             "accumulate_into_main_grad=True does not go with layout='concatenated'; "
@@ -92,7 +109,14 @@ def moe(
         w1_eJH, b1_eJ, halves = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ), False
     weights_N = routing.weights_N.to(torch.promote_types(routing.weights_N.dtype, torch.float32))
     routing = replace(routing, weights_N=weights_N)
+    if lora is not None:
+        b1_eJr = lora.b1_eJr
+        if b1_eJr is not None and ((gated and layout == "concatenated") or up_eIH is not None):
+            b1_eJr = interleave(b1_eJr)
+        lora = replace(lora, b1_eJr=b1_eJr).padded()
     if torch.compiler.is_compiling():
+        if lora is not None:
+            raise ValueError("lora is not supported under torch.compile; add B A to the weights, or do not compile")
         if accumulate_into_main_grad:
             raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
         if not isinstance(transport, transport_type(group)):
@@ -120,7 +144,19 @@ def moe(
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     with _without_autocast(x_TH):
         return _ExpertParallelMLP.apply(
-            x_TH, weights_N, w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, routing, plan, call, params, halves
+            x_TH,
+            weights_N,
+            w1_eJH,
+            up_eIH,
+            w2_eHI,
+            b1_eJ,
+            b2_eH,
+            *(lora or _NO_LORA).tensors(),
+            routing,
+            plan,
+            call,
+            params,
+            halves,
         )
 
 
@@ -140,6 +176,10 @@ class _ExpertParallelMLP(torch.autograd.Function):
         w2_eHI: Tensor,
         b1_eJ: Tensor | None,
         b2_eH: Tensor | None,
+        lora_a1: Tensor | None,
+        lora_b1: Tensor | None,
+        lora_a2: Tensor | None,
+        lora_b2: Tensor | None,
         routing: Routing,
         plan: RankPlan,
         call: Call,
@@ -147,7 +187,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         halves: bool,
     ) -> Tensor:
         x_TH = x_TH.contiguous()
-        weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH)
+        weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH, lora_a1, lora_b1, lora_a2, lora_b2)
         with routing.status_first():
             prepared = call.transport.prepare(routing, plan, x_TH, call.layer_key)
             out_TH, saved = forward(x_TH, prepared, _expert_weights(*weights, halves=halves), call)
@@ -160,31 +200,41 @@ class _ExpertParallelMLP(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows, h_PJ, weights_P, w1, up_eIH, w2_eHI, b1_eJ, b2_eH, *lists = ctx.saved_tensors
+        rows, h_PJ, weights_P, *tensors = ctx.saved_tensors
+        (w1, up_eIH, *_), lists = tensors[:_NUM_WEIGHTS], tensors[_NUM_WEIGHTS:]
         # So that `saved` alone refers to H and the weights of pairs. Has no effect if the graph is retained.
         ctx.maybe_clear_saved_tensors()
         saved = SavedForBackward(rows, h_PJ, weights_P, ctx.sizes.with_lists(tuple(lists)))
         del h_PJ, weights_P
-        weights = _expert_weights(w1, up_eIH, w2_eHI, b1_eJ, b2_eH, halves=ctx.halves)
+        weights = _expert_weights(*tensors[:_NUM_WEIGHTS], halves=ctx.halves)
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
-        needs, (param1, param2) = (needs_gate or needs_up, *needs), ctx.params
+        needs_lora = (any(ctx.needs_input_grad[7:9]), any(ctx.needs_input_grad[9:11]))
+        needs, (param1, param2) = (needs_gate or needs_up, *needs, *needs_lora), ctx.params
         into = _main_grad(param1) if needs[0] else None, _main_grad(param2) if needs[1] else None
         with _without_autocast(w1):
-            dx_TH, dweights_N, dw1, dw2, *dbiases = backward(grad_outputs[0], saved, weights, ctx.call, needs, into)
+            grads = backward(grad_outputs[0], saved, weights, ctx.call, needs, into)
+        dx_TH, dweights_N, dw1, dw2, *others = grads if weights.lora is not None else (*grads, *_NO_LORA.tensors())
         dw1 = dw1 if into[0] is None else gradient_placeholder(param1)
         dw2 = dw2 if into[1] is None else gradient_placeholder(param2)
         dup = None
         if up_eIH is not None and dw1 is not None:
             dw1, dup = dw1.chunk(2, 1)
-        return dx_TH, dweights_N, dw1, dup, dw2, *dbiases, None, None, None, None, None
+        return dx_TH, dweights_N, dw1, dup, dw2, *others, None, None, None, None, None
 
 
 def _expert_weights(
-    w1: Tensor, up_eIH: Tensor | None, w2_eHI: Tensor, b1_eJ: Tensor | None, b2_eH: Tensor | None, *, halves: bool
+    w1: Tensor,
+    up_eIH: Tensor | None,
+    w2_eHI: Tensor,
+    b1_eJ: Tensor | None,
+    b2_eH: Tensor | None,
+    *lora: Tensor | None,
+    halves: bool,
 ) -> ExpertWeights:
-    """halves: the rows of w1 are [gate; up]."""
+    """halves: the rows of w1 are [gate; up]. lora: A1, B1, A2 and B2."""
     gate, up_eIH = w1.chunk(2, 1) if halves else (w1, up_eIH)
-    return ExpertWeights(gate, w2_eHI, b1_eJ, b2_eH, up_eIH)
+    updates = None if all(each is None for each in lora) else ExpertsLoRA(*lora)
+    return ExpertWeights(gate, w2_eHI, b1_eJ, b2_eH, up_eIH, updates)
 
 
 def _without_autocast(like: Tensor) -> AbstractContextManager[object]:

@@ -7,7 +7,7 @@ are freed after use, Y is freed once it is summed, and gathered rows exist only 
 Source: SonicMoE, arXiv 2512.14080, algorithms 1 to 3.
 
 Legend: R rows this rank receives, H hidden size, P rows of the pair buffer, e local experts, I expert width, J
-pre-activation columns (2I if gated else I).
+pre-activation columns (2I if gated else I), r rank of a low-rank update.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,23 @@ from torch import Tensor
 
 from sonic_ep.kernels.backend import Operations
 from sonic_ep.kernels.experts.activations import Activation
+from sonic_ep.kernels.lora import low_rank
+from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Weights of the local experts. w1: (e, J, H), or with `up_eIH` the gate weights alone, (e, I, H)."""
+    """Weights of the local experts. w1: (e, J, H), or with `up_eIH` the gate weights alone, (e, I, H).
+
+    lora: low-rank updates that are added to the products with w1 and w2; the rows of its B1 are interleaved.
+    """
 
     w1: Tensor
     w2_eHI: Tensor
     b1_eJ: Tensor | None = None
     b2_eH: Tensor | None = None
     up_eIH: Tensor | None = None
+    lora: ExpertsLoRA | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +55,28 @@ def forward(
     """Returns y_PH, the expert output of each pair before weighting and summation, and h_PJ, which backward needs."""
     rows, starts, tile_aligned = lists.row_of_pair_P, lists.expert_starts_e, lists.tile_aligned
     h_PJ, a_PI = ops.up_projection(x_RH, weights.w1, weights.b1_eJ, rows, starts, activation, weights.up_eIH)
-    return ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, starts, tile_aligned=tile_aligned), h_PJ
+    lora = weights.lora
+    if lora is not None and lora.a1_erH is not None:
+        a_PI = low_rank.add_up_projection(ops, x_RH, h_PJ, lora, lists, activation)
+    y_PH = ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, starts, tile_aligned=tile_aligned)
+    if lora is not None:
+        low_rank.add_down_projection(ops, a_PI, y_PH, lora, lists)
+    return y_PH, h_PJ
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenGrads:
     """The results of `backward_hidden`.
 
-    dh_PJ: dH, for dX, dW1 and db1. scaled_a_PI: A', for dW2. ds_PZ: Z partial sums of the dS of each pair.
+    dh_PJ: dH, for dX, dW1 and db1. scaled_a_PI: A', for dW2. ds_PZ: Z partial sums of the dS of each pair. u_Pr and
+    v_Pr: dO B2 and dH B1, for the gradients of low-rank updates; None without them.
     """
 
     dh_PJ: Tensor
     scaled_a_PI: Tensor
     ds_PZ: Tensor
+    u_Pr: Tensor | None = None
+    v_Pr: Tensor | None = None
 
 
 def backward_hidden(
@@ -77,13 +92,22 @@ def backward_hidden(
     grads = ops.down_projection_backward(
         do_RH, weights.w2_eHI, weights.b2_eH, h_PJ, weights_P, lists.row_of_pair_P, lists.expert_starts_e, activation
     )
-    return HiddenGrads(*grads)
+    lora = weights.lora
+    if lora is None:
+        return HiddenGrads(*grads)
+    u_Pr = low_rank.add_backward_hidden(ops, do_RH, h_PJ, weights_P, grads, lora, lists, activation)
+    return HiddenGrads(*grads, u_Pr, low_rank.backward_hidden_up(ops, grads[0], lora, lists))
 
 
-def backward_pairs(ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists: PairLists) -> Tensor:
+def backward_pairs(
+    ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists: PairLists, v_Pr: Tensor | None = None
+) -> Tensor:
     """Returns dx_PH, the gradient of the row of each pair, before the pairs of a received row are summed."""
     starts, tile_aligned = lists.expert_starts_e, lists.tile_aligned
-    return ops.up_projection_backward(dh_PJ, weights.w1, starts, weights.up_eIH, tile_aligned=tile_aligned)
+    dx_PH = ops.up_projection_backward(dh_PJ, weights.w1, starts, weights.up_eIH, tile_aligned=tile_aligned)
+    if weights.lora is not None and v_Pr is not None:
+        low_rank.add_backward_pairs(ops, v_Pr, dx_PH, weights.lora, lists)
+    return dx_PH
 
 
 def backward_down_weights(

@@ -88,6 +88,35 @@ KERNELS = [
         )
         for parts, columns, block, overlapped in ((2, 2, 256, True), (75, 128, 32, True), (1, 1, 256, False))
     ),
+    *(
+        TritonKernel(
+            "lora.triton",
+            function,
+            arguments,
+            {
+                "WIDTH": 768,
+                "EACH": 1 + gated,
+                "CURVE": curve,
+                "ALPHA": 1.702 if limit else 1.0,
+                "LIMIT": limit,
+                "OFFSET": 1.0 if limit else 0.0,
+                "BLOCK": 1024,
+                "ACCUMULATOR": "tl.float32",
+            },
+        )
+        for function, arguments in (
+            ("_add_update", "*bf16 *bf16 *bf16"),
+            ("_add_hidden_grads", "*bf16 *fp32 *bf16 *bf16 *fp32 i32"),
+        )
+        for curve, gated, limit in (
+            ("silu", True, 0.0),
+            ("silu", True, 7.0),
+            ("gelu", True, 0.0),
+            ("gelu_erf", False, 0.0),
+            ("relu", False, 0.0),
+            ("relu2", False, 0.0),
+        )
+    ),
     TritonKernel(
         "dispatch.recv_index.triton",
         "_row_starts",

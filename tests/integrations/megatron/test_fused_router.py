@@ -193,7 +193,9 @@ def rounded(rank: int) -> dict[str, list[str]]:
                 layer.set_layer_number(1)
                 layer.router.weight.data *= 20
                 counts: list[Tensor] = []
-                layer.experts.register_forward_pre_hook(lambda _, a, counts=counts: counts.append(a[1].counts.rows_SE))
+                note = layer.experts.register_forward_pre_hook(
+                    lambda _, a, counts=counts: counts.append(a[1].counts.rows_SE)
+                )
                 x = torch.randn(S, 8, config.hidden_size, generator=torch.Generator().manual_seed(rank))
                 y, _ = layer(x.requires_grad_())
                 y.square().sum().backward()
@@ -202,6 +204,7 @@ def rounded(rank: int) -> dict[str, list[str]]:
                 tracker = get_moe_metrics_tracker()
                 results |= {f"log {name}": each.values.clone() for name, each in tracker.metrics.items()}
                 tracker.clear()
+                note.remove()  # without rounding the routing is made later
                 layer.eval()
                 results["evaluation"] = layer(x)[0].detach()
                 assert bool((results["counts"].sum(0) % 16 == 0).all())

@@ -1,0 +1,150 @@
+"""Low-rank updates of the experts' weights, W + B A, as grouped GEMMs over the same row lists. W + B A is never made.
+
+A product with r columns is small next to one with W, so each is a GEMM of its own, and its result is added to the
+product with W:
+
+    forward     H = X W1^T + (X A1^T) B1^T             Y = A W2^T + (A A2^T) B2^T
+    backward    u = dO B2, dA' = dO W2 + u A2          v = dH B1, dX = dH W1 + v A1
+                dA2 = u^T A', dB2 = dO^T (A' A2^T)     dA1 = v^T X, dB1 = dH^T (X A1^T)
+
+Nothing is saved for backward: X A1^T is computed again, and A' A2^T of A', which backward has.
+
+Source: LoRA, Hu et al., arXiv 2106.09685, section 4.1; the names of backward are those of SonicMoE (mlp.py).
+
+Legend: R rows this rank receives, H hidden size, P rows of the pair buffer, e local experts, I expert width, J
+pre-activation columns (2I if gated else I), r rank of a low-rank update, Z partial sums of one value.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sonic_ep.kernels.backend import COLUMN_MULTIPLE, Operations, add_hidden_grads, add_update
+from sonic_ep.kernels.experts.activations import Activation, activation_named
+
+if TYPE_CHECKING:
+    from sonic_ep.kernels.experts.mlp import PairLists
+
+_ANY = activation_named("relu")  # of a product that nobody reads the activation of
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsLoRA:
+    """Low-rank updates of the local experts' weights: W1 + B1 A1 and W2 + B2 A2. A pair may be None: no update.
+
+    a1_erH (e, r, H) and b1_eJr (e, J, r); a2_erI (e, r, I) and b2_eHr (e, H, r). Both pairs have a rank of their own.
+    B includes the usual factor alpha / r. Several updates of one weight are one: concatenate along r.
+    """
+
+    a1_erH: Tensor | None = None
+    b1_eJr: Tensor | None = None
+    a2_erI: Tensor | None = None
+    b2_eHr: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Returns A1, B1, A2 and B2."""
+        return self.a1_erH, self.b1_eJr, self.a2_erI, self.b2_eHr
+
+    def padded(self) -> "ExpertsLoRA":
+        """Returns contiguous tensors whose r is a multiple of COLUMN_MULTIPLE, filled with zeros. Differentiable."""
+
+        def pad(values: Tensor | None, dim: int) -> Tensor | None:
+            if values is None:
+                return None
+            missing = -values.shape[dim] % COLUMN_MULTIPLE
+            if missing:
+                values = F.pad(values, (0, missing) if dim == 2 else (0, 0, 0, missing))
+            return values.contiguous()
+
+        return ExpertsLoRA(*(pad(values, dim) for values, dim in zip(self.tensors(), (1, 2, 1, 2), strict=True)))
+
+
+def _gathered(ops: Operations, x_RH: Tensor, weights_erH: Tensor, lists: "PairLists") -> Tensor:
+    """Returns X[row_of_pair] weights^T, (P, r)."""
+    return ops.up_projection(x_RH, weights_erH, None, lists.row_of_pair_P, lists.expert_starts_e, _ANY)[0]
+
+
+def _product(ops: Operations, rows: Tensor, weights: Tensor, lists: "PairLists") -> Tensor:
+    """Returns rows weights^T of each row's expert, for rows of the pair buffer."""
+    return ops.down_projection(rows, weights, None, lists.expert_starts_e, tile_aligned=lists.tile_aligned)
+
+
+def _transposed(weights: Tensor) -> Tensor:
+    return weights.transpose(1, 2).contiguous()
+
+
+def add_up_projection(
+    ops: Operations, x_RH: Tensor, h_PJ: Tensor, lora: ExpertsLoRA, lists: "PairLists", activation: Activation
+) -> Tensor:
+    """Adds (X A1^T) B1^T to H in place and returns A = act(H)."""
+    assert lora.a1_erH is not None
+    assert lora.b1_eJr is not None
+    update_PJ = _product(ops, _gathered(ops, x_RH, lora.a1_erH, lists), lora.b1_eJr, lists)
+    return add_update(h_PJ, update_PJ, activation)
+
+
+def add_down_projection(ops: Operations, a_PI: Tensor, y_PH: Tensor, lora: ExpertsLoRA, lists: "PairLists") -> None:
+    """Adds (A A2^T) B2^T to Y in place, if W2 has an update."""
+    if lora.a2_erI is not None and lora.b2_eHr is not None:
+        y_PH += _product(ops, _product(ops, a_PI, lora.a2_erI, lists), lora.b2_eHr, lists)
+
+
+def add_backward_hidden(
+    ops: Operations,
+    do_RH: Tensor,
+    h_PJ: Tensor,
+    weights_P: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    lora: ExpertsLoRA,
+    lists: "PairLists",
+    activation: Activation,
+) -> Tensor | None:
+    """Adds to dH and dS, of `grads` dh_PJ, scaled_a_PI and ds_PZ, what W2's update gives. Returns u_Pr, or None."""
+    if lora.a2_erI is None or lora.b2_eHr is None:
+        return None
+    u_Pr = _gathered(ops, do_RH, _transposed(lora.b2_eHr), lists)
+    dh_PJ, _, ds_PZ = grads
+    da_PI = _product(ops, u_Pr, _transposed(lora.a2_erI), lists)
+    add_hidden_grads(dh_PJ, ds_PZ, h_PJ, da_PI, weights_P, activation)
+    return u_Pr
+
+
+def backward_down(
+    ops: Operations, do_RH: Tensor, scaled_a_PI: Tensor, u_Pr: Tensor, lora: ExpertsLoRA, lists: "PairLists"
+) -> tuple[Tensor, Tensor]:
+    """Returns dA2 (e, r, I) and dB2 (e, H, r). u_Pr: what `add_backward_hidden` returned."""
+    assert lora.a2_erI is not None
+    rows, starts = lists.row_of_pair_P, lists.expert_starts_e
+    da2 = ops.weight_grad(u_Pr, scaled_a_PI, _own_rows(scaled_a_PI), starts)
+    scaled_Pr = _product(ops, scaled_a_PI, lora.a2_erI, lists)
+    return da2, ops.weight_grad(scaled_Pr, do_RH, rows, starts, transposed=True)
+
+
+def backward_hidden_up(ops: Operations, dh_PJ: Tensor, lora: ExpertsLoRA, lists: "PairLists") -> Tensor | None:
+    """Returns v_Pr, or None if W1 has no update."""
+    return None if lora.b1_eJr is None else _product(ops, dh_PJ, _transposed(lora.b1_eJr), lists)
+
+
+def add_backward_pairs(ops: Operations, v_Pr: Tensor, dx_PH: Tensor, lora: ExpertsLoRA, lists: "PairLists") -> None:
+    """Adds v A1 to dX in place. v_Pr: what `backward_hidden_up` returned."""
+    assert lora.a1_erH is not None
+    dx_PH += _product(ops, v_Pr, _transposed(lora.a1_erH), lists)
+
+
+def backward_up(
+    ops: Operations, x_RH: Tensor, dh_PJ: Tensor, v_Pr: Tensor, lora: ExpertsLoRA, lists: "PairLists"
+) -> tuple[Tensor, Tensor]:
+    """Returns dA1 (e, r, H) and dB1 (e, J, r). v_Pr: what `backward_hidden_up` returned."""
+    assert lora.a1_erH is not None
+    rows, starts = lists.row_of_pair_P, lists.expert_starts_e
+    da1 = ops.weight_grad(v_Pr, x_RH, rows, starts)
+    t_Pr = _gathered(ops, x_RH, lora.a1_erH, lists)
+    return da1, ops.weight_grad(t_Pr, dh_PJ, _own_rows(dh_PJ), starts, transposed=True)
+
+
+def _own_rows(values: Tensor) -> Tensor:
+    """Returns the row list of a gather that moves nothing."""
+    return torch.arange(values.shape[0], dtype=torch.int32, device=values.device)
