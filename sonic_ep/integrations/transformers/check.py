@@ -18,8 +18,8 @@ def check(model: nn.Module) -> list[str]:
     """
     registered: dict[str, Any] = {**registered_experts(model, f"experts_implementation={NAME!r} has no effect")}
     for name, experts in registered.items():
-        implementation = getattr(experts.config, "_experts_implementation", None)
-        if implementation != NAME and not _has_our_parallelism(experts):
+        if not computed_here(experts):
+            implementation = getattr(experts.config, "_experts_implementation", None)
             raise ValueError(
                 f"{name} has experts_implementation={implementation!r}; give experts_implementation={NAME!r} to "
                 f"from_pretrained or from_config, or call model.set_experts_implementation({NAME!r})"
@@ -33,6 +33,9 @@ def check(model: nn.Module) -> list[str]:
     return list(registered)
 
 
-def _has_our_parallelism(experts: Any) -> bool:
+def computed_here(experts: Any) -> bool:
+    """Returns True if a module that asks transformers' registries gets sonic_ep from one of them."""
+    if getattr(experts.config, "_experts_implementation", None) == NAME:
+        return True
     config = getattr(experts.config, "distributed_config", None)
     return getattr(config, "ep_implementation", None) == NAME and getattr(config, "ep_size", 1) > 1

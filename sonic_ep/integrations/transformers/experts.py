@@ -22,6 +22,8 @@ from sonic_ep.integrations.transformers.topk_routing import routing_of_topk
 from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weight_dtype, weights_of
 from sonic_ep.transports import GroupTransport
 
+# Attributes of a module of experts. LORA: lora.py's Adapters during a forward with them, or None.
+LORA = "_sonic_ep_lora"
 _RECORDED: WeakKeyDictionary[nn.Module, RecordedExperts] = WeakKeyDictionary()
 TOKEN_ROUNDING = "_sonic_ep_rounding"  # attribute of a module of experts: rounding.py's TokenRounding, or None
 
@@ -94,6 +96,8 @@ def compute_experts(
         # Not the address of the weights, which may be copies.
         "layer_key": None if torch.compiler.is_compiling() else id(experts),
     }
+    if (adapters := getattr(experts, LORA, None)) is not None:
+        settings["lora"] = adapters.of_rank(group, num_local_experts(experts), dtype)
     w, x = weights_of(experts, dtype), x_TH.to(dtype)
     weights = w.w1, w.w2_eHI, w.b1_eJ, w.b2_eH
     if torch.compiler.is_compiling() or not record_launches:
@@ -107,7 +111,7 @@ def compute_experts(
             route=route,
             training=experts.training,
             settings=settings,
-            problem=_problem_with_recording(rounding, has_sentinels=has_sentinels),
+            problem=_problem_with_recording(rounding, adapters, has_sentinels=has_sentinels),
         )
         out_TH = recorded(call)
     return out_TH.to(x_TH.dtype)
@@ -122,9 +126,9 @@ def _recorded(
     return recorded
 
 
-def _problem_with_recording(rounding: Any, *, has_sentinels: bool) -> str | None:
-    if has_sentinels:
-        return "experts of other ranks are skipped"
+def _problem_with_recording(rounding: Any, adapters: Any, *, has_sentinels: bool) -> str | None:
+    if has_sentinels or adapters is not None:
+        return "experts of other ranks are skipped" if has_sentinels else "the experts have adapters"
     return None if rounding is None or rounding.knows_weights else "rounding reads the router's weights"
 
 
