@@ -3,7 +3,7 @@
     python examples/finetune_transformers.py                   a tiny Qwen3-MoE with random weights
     python examples/finetune_transformers.py --model FOLDER    a model that save_pretrained wrote
     python examples/finetune_transformers.py --trainer         transformers.Trainer instead of our loop
-    python examples/finetune_transformers.py --lora            LoRA on experts and attention, through PEFT
+    python examples/finetune_transformers.py --lora            LoRA on experts and attention, through PEFT (fuse_lora)
     python examples/finetune_transformers.py --rounding nearest    experts get multiples of a tile's tokens
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/finetune_transformers.py --ep-size 2
     python examples/finetune_transformers.py --resume runs/2026-01-31-120000
@@ -35,7 +35,16 @@ from run_folder import RunFolder, checkpoints_to_resume, save_checkpoint
 from sonic_ep.config import RoundingConfig, RoundingMode
 from sonic_ep.extras import require_extra
 from train import learning_rate, resumed, say, stop_requests
-from transformers_model import add_lora, build, by_mesh, clip_gradients, loss_of, save, write_tiny_model
+from transformers_model import (
+    add_lora,
+    average_adapters,
+    build,
+    by_mesh,
+    clip_gradients,
+    loss_of,
+    save,
+    write_tiny_model,
+)
 from transformers_trainer import newest_checkpoint, train_with_trainer
 
 FIRST_PARALLEL = "5.23"  # the version of transformers that brought its registry for expert parallelism
@@ -47,7 +56,7 @@ class Options:
 
     model: str | None = flag(None, "folder of a model (default: a tiny Qwen3-MoE with random weights)", kind=str)
     trainer: bool = flag(False, "train with transformers.Trainer")
-    lora: bool = flag(False, "train low-rank adapters of experts and attention alone; one process")
+    lora: bool = flag(False, "train low-rank adapters of experts and attention alone; with --trainer in one process")
     lora_rank: int = flag(8, "rank of the adapters")
     ep_size: int | None = flag(None, "processes that divide the experts (default: all)", kind=int)
     rounding: str = flag("off", "token rounding mode in training", choices=get_args(RoundingMode))
@@ -118,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             finished = train(run, options, mesh, model, corpus, checkpoints)
         if finished:
-            save(model, folder, mesh)
+            save(model, path, folder, mesh)
             say(mesh, f"written to {folder}: metrics, plot, TensorBoard events, checkpoint, model/")
     if mesh.is_main:
         plot_run(folder)
@@ -183,8 +192,8 @@ def check_parallel(options: Options) -> None:
             f"transformers {transformers.__version__} has no registry for expert parallelism, which several processes "
             f"need; pip install 'transformers>={FIRST_PARALLEL}', or start one process"
         )
-    if options.lora:
-        raise ValueError("--lora trains in one process: PEFT adds adapters to whole weights, not to shards of them")
+    if options.lora and options.trainer:
+        raise ValueError("--lora with --trainer trains in one process: Trainer does not average adapters over several")
 
 
 def train(
@@ -205,6 +214,7 @@ def train(
             windows = corpus.training_windows(step, seed=options.seed, batch=options.batch, seq=options.seq)
             loss = loss_of(model, mesh.own_rows(windows))
             loss.backward()
+            average_adapters(model, mesh)
             norm = clip_gradients(model, options.clip)
             lr = learning_rate(step, peak=options.lr, warmup=options.warmup, steps=options.steps)
             for group in optimizer.param_groups:

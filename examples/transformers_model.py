@@ -76,8 +76,10 @@ def write_tiny_model(path: Path, mesh: Mesh, seed: int) -> Path:
 
 
 def add_lora(model: Any, rank: int, seed: int) -> Any:
-    """The model with adapters of experts and attention, which alone are trained."""
+    """The model with adapters of experts and attention, which alone are trained. Every process holds all of them."""
     from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]  # not among our extras
+
+    from sonic_ep.integrations.transformers import fuse_lora
 
     torch.manual_seed(seed)
     config = LoraConfig(
@@ -87,7 +89,24 @@ def add_lora(model: Any, rank: int, seed: int) -> Any:
         target_parameters=[name for name, _ in model.named_parameters() if name.endswith(EXPERTS)],
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)
+    model = get_peft_model(model, config)
+    fuse_lora(model)
+    return model
+
+
+@torch.no_grad()
+def average_adapters(model: nn.Module, mesh: Mesh) -> None:
+    """Turn the gradients of adapters into those of the mean loss over the global batch. A collective.
+
+    A process has gradients for its own experts, from tokens of all. FSDP2 averages those of the weights that it shards.
+    """
+    adapters = [each for each in model.parameters() if each.requires_grad and not hasattr(each, "placements")]
+    if mesh.world.size == 1 or not adapters:
+        return
+    given = [torch.zeros_like(each) if each.grad is None else each.grad for each in adapters]
+    mean = mesh.mean(torch.cat([gradient.flatten() for gradient in given]))
+    for adapter, part in zip(adapters, mean.split([each.numel() for each in adapters]), strict=True):
+        adapter.grad = part.view_as(adapter)
 
 
 def loss_of(model: Any, windows: Tensor) -> Tensor:
@@ -115,13 +134,25 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     return float(norm)
 
 
-def save(model: Any, run: Path, mesh: Mesh) -> None:
+def save(model: Any, path: str | Path, run: Path, mesh: Mesh) -> None:
     """Write `model/`, which transformers loads without us, and of LoRA `adapter/` too, merged in the model.
 
-    A collective. LoRA's model is of no use afterwards.
+    path: the folder from which `build` took the model. A collective. LoRA's model is of no use afterwards.
     """
-    if hasattr(model, "merge_and_unload"):
-        model.save_pretrained(run / "adapter")
-        model = model.merge_and_unload()
-    model.save_pretrained(run / "model")
+    if not hasattr(model, "merge_and_unload"):
+        model.save_pretrained(run / "model")
+    elif mesh.is_main:
+        # Without the others, of which PEFT would gather all shards.
+        adapters = {name: each for name, each in model.state_dict().items() if "lora_" in name}
+        model.save_pretrained(run / "adapter", state_dict=adapters)
+        merged = model if mesh.world.size == 1 else whole_model(path, run / "adapter")
+        merged.merge_and_unload().save_pretrained(run / "model")
     mesh.wait()
+
+
+def whole_model(path: str | Path, adapter: Path) -> Any:
+    """The model of a folder with an adapter, in this process alone and on the CPU: PEFT merges no shards."""
+    from peft import PeftModel  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM
+
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), adapter)

@@ -192,6 +192,22 @@ def test_lora(text: Path, tmp_path: Path) -> None:
 
 
 @needs_peft
+@needs_registry
+@pytest.mark.parametrize("ep_size", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_lora_in_two_processes_learns_what_it_does_in_one(ep_size: int, text: Path, tmp_path: Path) -> None:
+    alone, run, launcher = tmp_path / "alone", tmp_path / "run", torchrun(2)
+    finetune(alone, text, "--lora", "--lr", "0.01")
+    finetune(run, text, "--lora", "--lr", "0.01", "--ep-size", str(ep_size), launcher=launcher)
+    for ours, wanted in zip(read_metrics(run), read_metrics(alone), strict=True):
+        assert ours["loss"] == pytest.approx(wanted["loss"], abs=1e-4)
+        assert ours.get("grad_norm", 0.0) == pytest.approx(wanted.get("grad_norm", 0.0), rel=1e-3)
+    assert_loads_without_us(run, text, tmp_path)
+    copy = killed_at_step_3(run, tmp_path / "copy", "checkpoints/step_000006")
+    assert any(line.endswith("steps 4 to 6") for line in resume(copy, launcher=launcher))
+    assert timeless(copy) == timeless(run)
+
+
+@needs_peft
 @needs_accelerate
 def test_lora_under_trainer(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -255,12 +271,12 @@ def test_several_processes_need_the_registry(monkeypatch: pytest.MonkeyPatch) ->
         finetune_transformers.main([])
 
 
-def test_lora_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lora_under_trainer_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(REGISTER, "has_parallel_registry", lambda: True)
     monkeypatch.setattr(finetune_transformers, "require_package", lambda *_: None)
-    with pytest.raises(SystemExit, match="--lora trains in one process"):
-        finetune_transformers.main(["--lora"])
+    with pytest.raises(SystemExit, match="--lora with --trainer trains in one process"):
+        finetune_transformers.main(["--lora", "--trainer"])
 
 
 @pytest.mark.parametrize(("flag", "package"), [("--lora", "peft"), ("--trainer", "accelerate")])
