@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonic_ep import EPGroup
+from sonic_ep import EPGroup, TransportConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +89,14 @@ class Mesh:
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that prints and writes."""
         return self.world.rank == 0
+
+    def set_limits(self, transport: TransportConfig) -> None:
+        """Wait for a lost rank as long as the MoE layers do, and name its host. A collective."""
+        for group in (self.world, self.ep, self.expert_data):
+            group.timeout = transport.timeout
+        per_host = transport.ranks_per_host
+        if self.world.size > 1:
+            self.world.hosts(None if per_host is None or self.world.size % per_host else per_host)
 
     def own_rows(self, batch: Tensor) -> Tensor:
         """This rank's rows of the global batch, on its device."""

@@ -141,7 +141,10 @@ def save_checkpoint(path: Path, mesh: Mesh, model: nn.Module, optimizer: torch.o
     """
     folder = path / "checkpoints" / f"step_{step:06d}"
     partial = folder.with_suffix(".partial")
-    checkpoint.save(partial, model, optimizer, extra={"step": step, **_random_states(mesh)})
+    if mesh.is_main:
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that ended while it wrote, maybe with more ranks
+    extra = {"step": step, **_random_states(mesh)}
+    checkpoint.save(partial, model, optimizer, extra, timeout=mesh.world.timeout)
     if mesh.is_main:
         about = {"step": step, "world_size": mesh.world.size, "device": mesh.device.type}
         (partial / "about.json").write_text(json.dumps(about) + "\n")
@@ -178,7 +181,9 @@ def load_checkpoint(folder: Path, mesh: Mesh, model: nn.Module, optimizer: torch
     """
     about = json.loads((folder / "about.json").read_text())
     same_ranks = about["world_size"] == mesh.world.size and about["device"] == mesh.device.type
-    extra = checkpoint.load(folder, model, optimizer, extra=_random_states(mesh) if same_ranks else None)
+    extra = checkpoint.load(
+        folder, model, optimizer, extra=_random_states(mesh) if same_ranks else None, timeout=mesh.world.timeout
+    )
     if same_ranks:
         torch.set_rng_state(extra[f"rng_cpu_{mesh.world.rank}"])
         if mesh.device.type == "cuda":

@@ -110,6 +110,7 @@ def train(options: Options, mesh: Mesh, corpus: Corpus, folder: Path, checkpoint
 def train_in(run: RunFolder, options: Options, mesh: Mesh, corpus: Corpus, checkpoints: Sequence[Path]) -> None:
     """The run in its folder, which is locked."""
     folder, config = run.path, model_config(options)
+    mesh.set_limits(config.moe.transport)
     torch.manual_seed(1_000_003 * options.seed + mesh.world.rank)  # jitter is drawn from it, on each rank its own
     model = LanguageModel(
         config,

@@ -9,17 +9,12 @@ Reading a checkpoint executes nothing of it (files.py).
 """
 
 import os
-import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,17 +28,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from sonic_ep.checkpoint.files import (
-    SafePlanner,
-    SafeReader,
     UnsafeError,
     problem_with_files,
     problem_with_value,
     read_metadata,
     write_checksums,
 )
+from sonic_ep.checkpoint.sharded import StepError, read_sharded, write_sharded
 from sonic_ep.groups import EPGroup
 from sonic_ep.layer import MoE
 
+_TIMEOUT = default_pg_timeout.total_seconds()  # of torch's own checkpoints: a rank may write for long
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _MODELS_DIFFER = "give the same model and optimizer on every rank"
 _SHOWN = 4  # names in a message
@@ -54,29 +49,34 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Any] | None = None,
+    *,
+    timeout: float = _TIMEOUT,
 ) -> None:
     """Writes model, optimizer and `extra` to `folder`. A collective of the default process group, if there is one.
 
     folder: the same on every rank. A checkpoint that it holds is overwritten; if that is cut short, `load` refuses what
     is left, so save to a new folder and rename it. extra: tensors, numbers, strings, and lists, tuples and dicts of
     them. What has one name on several ranks is equal on them. Dense weights may be DTensors, as with FSDP2.
+    timeout: seconds to wait for a rank. Ranks that have written wait for those that write longer.
 
     Raises ValueError, on every rank, for expert weights that torch's FSDP shards, because the EP group shards them
     already; for optimizer state of experts that is neither a scalar nor has one row per local expert; for an optimizer
     of other parameters; for other values in `extra`; and for a folder or model that differs between ranks. TypeError,
-    on every rank, for an argument of another type. OSError, on every rank, if a file cannot be written.
+    on every rank, for an argument of another type. OSError, on every rank, if a file cannot be written. LostRankError,
+    on every other rank, if one does not come.
     """
-    group = _group()
-    group.raise_together(_problem_with_types(folder, model, optimizer, extra), error=TypeError, stage="checkpoint")
+    group = _group(timeout)
+    group.raise_together(
+        _problem_with_types(folder, model, optimizer, extra, timeout), error=TypeError, stage="checkpoint"
+    )
     problems = (problem_with_value(name, value) for name, value in (extra or {}).items())
     problem = next((problem for problem in problems if problem is not None), None)
     state, _, _ = _state_or_error(group, model, optimizer, extra, problem, folder=str(folder))
     try:
-        with _quiet():
-            dcp.save(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
-    except CheckpointException as error:
+        write_sharded(Path(folder), state, group)
+    except StepError as error:
         # Who plans what each rank writes raises ValueError, where the ranks' weights do not fit together.
-        planned = not any(isinstance(reason, ValueError) for reason, _ in error.failures.values())
+        planned = not any(isinstance(reason, ValueError) for reason in error.failures.values())
         kind, fix = (OSError, "free some space or give another folder") if planned else (ValueError, _MODELS_DIFFER)
         raise kind(f"{folder} could not be written, and holds no checkpoint now ({_failures(error)}); {fix}") from None
     write_checksums(Path(folder), group)
@@ -87,17 +87,21 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Any] | None = None,
+    *,
+    timeout: float = _TIMEOUT,
 ) -> dict[str, Any]:
     """Reads a checkpoint of `save`, of any ep_size, into model and optimizer. Returns `extra` with the values read.
 
-    extra: the keys to read; a tensor gives the shape and dtype to read. A collective like `save`.
+    extra: the keys to read; a tensor gives the shape and dtype to read. timeout: see `save`. A collective like it.
 
     Raises ValueError, on every rank, if there is no checkpoint; if a file is damaged or refers to code; if the
     checkpoint lacks weights, optimizer state or extra values, has weights or optimizer state that model and optimizer
     lack, or has them in another shape; and as `save` does.
     """
-    group = _group()
-    group.raise_together(_problem_with_types(folder, model, optimizer, extra), error=TypeError, stage="checkpoint")
+    group = _group(timeout)
+    group.raise_together(
+        _problem_with_types(folder, model, optimizer, extra, timeout), error=TypeError, stage="checkpoint"
+    )
     path = Path(folder)
     state, shown, unsaved = _state_or_error(group, model, optimizer, extra)
     try:
@@ -106,10 +110,9 @@ def load(
         problem = str(error)
     group.raise_together(problem, stage="checkpoint")
     try:
-        with _quiet():
-            dcp.load(state, storage_reader=SafeReader(path), planner=SafePlanner(), no_dist=not dist.is_initialized())
-    except CheckpointException as error:
-        for rank, (reason, _) in error.failures.items():
+        read_sharded(path, state, group)
+    except StepError as error:
+        for rank, reason in error.failures.items():
             if isinstance(reason, UnsafeError):
                 raise ValueError(f"{path} on rank {rank}: {reason}") from None
         raise ValueError(f"{path} could not be read ({_failures(error)}); use another checkpoint") from None
@@ -120,14 +123,18 @@ def load(
     return state["extra"]
 
 
-def _group() -> EPGroup:
+def _group(timeout: float) -> EPGroup:
     group = EPGroup() if dist.is_initialized() else EPGroup.alone()
-    group.timeout = default_pg_timeout.total_seconds()  # as of torch's own exchanges: a rank may write for long
+    group.timeout = timeout if _is_time(timeout) else _TIMEOUT
     group.enter_layer(0)
     return group
 
 
-def _problem_with_types(folder: object, model: object, optimizer: object, extra: object) -> str | None:
+def _is_time(timeout: object) -> bool:
+    return isinstance(timeout, int | float) and 0 < timeout < float("inf")
+
+
+def _problem_with_types(folder: object, model: object, optimizer: object, extra: object, timeout: object) -> str | None:
     wanted = {
         "folder": (folder, str | os.PathLike, "a str or a Path"),
         "model": (model, nn.Module, "a torch.nn.Module"),
@@ -137,7 +144,7 @@ def _problem_with_types(folder: object, model: object, optimizer: object, extra:
     for name, (value, kind, text) in wanted.items():
         if not isinstance(value, kind):
             return f"{name} is a {type(value).__name__}, wanted {text}"
-    return None
+    return None if _is_time(timeout) else f"timeout={timeout!r}, wanted a finite number of seconds above 0"
 
 
 def _state_or_error(
@@ -162,10 +169,10 @@ def _state_or_error(
     return state
 
 
-def _failures(error: CheckpointException) -> str:
+def _failures(error: StepError) -> str:
     return "; ".join(
         f"rank {rank}: {type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
-        for rank, (reason, _) in error.failures.items()
+        for rank, reason in error.failures.items()
     )
 
 
@@ -194,14 +201,6 @@ def _problem_with_names(folder: Path, state: dict[str, dict[str, Any]]) -> str |
 def _listed(names: set[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(sorted(names)[:_SHOWN]) + more
-
-
-@contextmanager
-def _quiet() -> Generator[None, None, None]:
-    """A context without torch's warning, at every call, that torch.distributed is not initialised."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
 
 
 def _state(

@@ -232,13 +232,31 @@ class EPGroup:
         """Returns every rank's picklable `value`, in rank order. Slow: only for construction and errors."""
         if self.size == 1:
             return [value]
-        device = torch.device("cpu") if "cpu" in self._backends else torch.device(next(iter(self._backends)))
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-        length = torch.tensor([data.shape[0]], device=device)
+        data = _pickled(value).to(self._object_device)
+        length = torch.tensor([data.shape[0]], device=data.device)
         lengths = self.to_host(self.all_gather(length, stage=stage), stage=stage).flatten().tolist()
         padded = pad(data, (0, max(lengths) - data.shape[0]))
         gathered = self.to_host(self.all_gather(padded, stage=stage), stage=stage)
         return [pickle.loads(each[:size].numpy().tobytes()) for each, size in zip(gathered, lengths, strict=True)]
+
+    def all_to_all_object(self, values: Sequence[Any], *, stage: str) -> list[Any]:
+        """Sends the picklable `values[q]` to each rank q. Returns what each rank sent to this one, in rank order.
+
+        Slow: only for checkpoints.
+        """
+        if self.size == 1:
+            return [*values]
+        parts, ones = [_pickled(value) for value in values], [1] * self.size
+        send = [part.shape[0] for part in parts]
+        lengths = self.all_to_all(torch.tensor(send, device=self._object_device), ones, ones, stage=stage)
+        receive = self.to_host(lengths, stage=stage).tolist()
+        received = self.all_to_all(torch.cat(parts).to(self._object_device), send, receive, stage=stage)
+        return [pickle.loads(part.numpy().tobytes()) for part in self.to_host(received, stage=stage).split(receive)]
+
+    @property
+    def _object_device(self) -> torch.device:
+        """The device of pickled objects: the CPU, if a backend of the group is for it."""
+        return torch.device("cpu" if "cpu" in self._backends else next(iter(self._backends)))
 
     def _limited(self, options: Any) -> Any:
         """Returns gloo's options with a limit of its own: threads that still wait would keep a process from ending."""
@@ -296,6 +314,10 @@ class EPGroup:
             if any(value != values[0] for value in values):
                 shown = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
                 raise ValueError(f"the ranks of the EP group disagree about {name}: {shown}")
+
+
+def _pickled(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def _store_of(process_group: "ref[dist.ProcessGroup]") -> dist.Store:

@@ -100,7 +100,11 @@ def run_on(hosts: Hosts, *script: str) -> list[subprocess.Popen[str]]:
                 f"--node-rank={host}",
             ),
         ]
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface, "PYTHONPATH": str(ROOT)}
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": interface,
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
+        }
         agents.append(
             subprocess.Popen(
                 hosts.command(host, [*torchrun, *script]),

@@ -1,20 +1,24 @@
-"""What a rank does on imitated hosts, started by torchrun: `ranks.py bytes FOLDER`, or `ranks.py steps FOLDER`.
+"""What ranks do: on imitated hosts, started by torchrun, and in a pool on one host, to compare with.
 
-bytes: writes what each rank sent to the other host in dispatches and combines, by the transport's own count or by its
-split sizes, and what the interface counted meanwhile. steps: trains a layer until an error comes, and writes that.
+`ranks.py FOLDER`: each rank writes what it sent to the other host in dispatches and combines, by the transport's own
+count or by its split sizes, and what the interface counted meanwhile.
 """
 
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sonic_ep import EPGroup, MoE, MoEConfig, TransportConfig
+import train
+from corpus import load_corpus
+from options import parse_options
+from parallel import form_groups
+from run_folder import checkpoints_to_resume
+from sonic_ep import EPGroup
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.two_hop import TwoHopTransport
@@ -22,7 +26,6 @@ from sonic_ep.routing import Routing
 from tests.cluster.imitated_hosts import RANKS_PER_HOST, bytes_sent_by
 
 T, H, E, K, REPEATS = 256, 512, 16, 6, 10
-TIMEOUT = 5.0
 
 
 def routing_of(rank: int, group: EPGroup) -> Routing:
@@ -64,24 +67,16 @@ def write_bytes(rank: int, folder: Path) -> None:
     (folder / f"bytes-{rank}").write_text(json.dumps(found))
 
 
-def take_steps(rank: int, folder: Path) -> None:
-    """Until an error comes: for minutes, unless the test cuts the link or kills a host."""
-    transport = TransportConfig(kind="two_hop", ranks_per_host=RANKS_PER_HOST, timeout=60)
-    layer = MoE(MoEConfig(d=16, n=8, E=8, K=2, transport=transport), EPGroup(), seed=0)
-    layer(torch.randn(20, 16)).y.sum().backward()
-    layer.group.timeout = layer.transport.group.timeout = TIMEOUT  # type: ignore[union-attr]
-    (folder / f"ready-{rank}").write_text(str(os.getpid()))
-    try:
-        for _ in range(10**6):
-            layer(torch.randn(20, 16)).y.sum().backward()
-    except RuntimeError as error:
-        (folder / f"raised-{rank}").write_text(json.dumps([type(error).__name__, str(error), time.time()]))
+def train_on_this_rank(rank: int, size: int, flags: tuple[str, ...], run: Path) -> None:
+    """What train.main does once torch.distributed stands. A worker of a pool of `size` ranks."""
+    options = parse_options(flags)
+    checkpoints = checkpoints_to_resume(run, options.steps) if options.resume else ()
+    mesh, corpus = form_groups(torch.device("cpu"), size), load_corpus(options.text, seq=options.seq)
+    train.train(options, mesh, corpus, run, checkpoints)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    action, where = sys.argv[1:]
-    {"bytes": write_bytes, "steps": take_steps}[action](dist.get_rank(), Path(where))
-    if action == "bytes":
-        dist.destroy_process_group()
+    write_bytes(dist.get_rank(), Path(sys.argv[1]))
+    dist.destroy_process_group()

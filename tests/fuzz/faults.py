@@ -170,14 +170,13 @@ def strike_one(size: int, fault: Fault, folder: Path) -> None:
 def _check_raised(rank: int, fault: Fault, folder: Path) -> None:
     kind, text, when = json.loads((folder / f"raised-{rank}").read_text())
     after = when - float((folder / "struck").read_text())
-    wanted = (
-        ("MemoryError",) if rank == fault.victim else ("LostRankError", "RuntimeError", "OSError", "DistBackendError")
-    )
-    if fault.action != "save" and rank != fault.victim:
-        assert kind == "LostRankError", f"rank {rank} raised {kind}: {text}"
-        assert text.startswith(f"rank {fault.victim} of the EP group did not come to "), f"rank {rank}: {text}"
-        assert " of layer 1" in text, f"rank {rank}: {text}"
+    # A checkpoint may be complete when its last file is closed, and the others may have ended.
+    wanted = ("MemoryError",) if rank == fault.victim else ("LostRankError",)
     assert kind in wanted or (fault.action == "save" and kind == "nothing"), f"rank {rank} raised {kind}: {text}"
+    if kind == "LostRankError":
+        place = "checkpoint" if fault.action == "save" else ""
+        assert text.startswith(f"rank {fault.victim} of the EP group did not come to {place}"), f"rank {rank}: {text}"
+        assert fault.action == "save" or " of layer 1" in text, f"rank {rank}: {text}"
     assert after < TIME_TO_RAISE, f"rank {rank} raised after {after:.0f} s: {kind}: {text}"
 
 

@@ -6,6 +6,7 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -129,6 +130,27 @@ def test_a_full_disk_raises_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
         load(tmp_path / "saved")
 
 
+class NeedsTwoError(ValueError):
+    """Cannot be unpickled, which calls it with one argument."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+def saved_with_strange_error(rank: int, folder: str) -> tuple[str, str]:
+    def write_data(*_: object) -> None:
+        raise NeedsTwoError("strange ", "error")
+
+    with patch.object(dcp.FileSystemWriter, "write_data", write_data if rank == 1 else dcp.FileSystemWriter.write_data):
+        return error_of(lambda: checkpoint.save(folder, MoE(CONFIG, EPGroup(), seed=1)))
+
+
+def test_an_error_that_cannot_be_sent_raises_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for kind, message in ranks(2).run(saved_with_strange_error, str(tmp_path)):
+        assert kind == "OSError"
+        assert "(rank 1: RuntimeError: NeedsTwoError: strange error)" in message
+
+
 def saved_without_checksums(rank: int, folder: str) -> tuple[str, str]:
     (Path(folder) / CHECKSUMS).mkdir(parents=True, exist_ok=True)  # where no file can be written then
     dist.barrier()
@@ -158,6 +180,11 @@ def _of_others() -> torch.optim.Optimizer:
 
 
 MISTAKES: dict[str, tuple[Callable[[str, MoE], object], str, str]] = {
+    "timeout": (
+        lambda f, m: checkpoint.save(f, m, timeout=0.0),
+        "TypeError",
+        "rank 1: timeout=0.0, wanted a finite number of seconds above 0",
+    ),
     "folder": (lambda f, m: checkpoint.save(3.5, m), "TypeError", "rank 1: folder is a float, wanted a str or a Path"),  # type: ignore[arg-type]
     "model": (
         lambda f, m: checkpoint.save(f, None),

@@ -21,6 +21,9 @@ def collectives(rank: int) -> None:
     assert group.all_gather(torch.tensor([rank]), lambda: done.append(rank)).tolist() == [[0], [1], [2], [3]]
     assert done == [rank]
     assert group.all_gather_object({"rank": rank}) == [{"rank": r} for r in range(4)]
+    sent = [{"from": rank, "text": "x" * 100 * q} for q in range(4)]
+    wanted = [{"from": r, "text": "x" * 100 * rank} for r in range(4)]
+    assert group.all_to_all_object(sent, stage="a test") == wanted
     assert group.all_reduce(torch.tensor([rank])).item() == 6
     # rank r sends r rows to every rank: (r, destination)
     rows = torch.tensor([[rank, q] for q in range(4) for _ in range(rank)], dtype=torch.int64).view(-1, 2)
@@ -100,6 +103,7 @@ def test_one_rank_alone_takes_no_collective(monkeypatch: pytest.MonkeyPatch) -> 
     assert group.all_gather(torch.tensor([1]), lambda: done.append(1)).tolist() == [[1]]
     assert done == [1]
     assert group.all_gather_object(3) == [3]
+    assert group.all_to_all_object([3], stage="a test") == [3]
     assert group.all_reduce(torch.tensor(4)).item() == 4
     group.raise_together(None)
     with pytest.raises(ValueError, match="^odd$"):
