@@ -21,7 +21,7 @@ from sonic_ep.routers.balance import updated_bias
 from sonic_ep.routers.compiled import constant_config_of, decide_pairs_in_graph, text_of
 from sonic_ep.routers.linear import linear
 from sonic_ep.routers.route import RoutingContext, decide_pairs
-from sonic_ep.routers.stats import RoutingStats
+from sonic_ep.routers.stats import RoutingStats, Traffic
 from sonic_ep.routers.topk import TopK, compute_topk
 from sonic_ep.routers.weights_and_losses import weights_and_losses
 from sonic_ep.routing import RoutedPairs, Routing
@@ -189,6 +189,20 @@ class Router(nn.Module):
             )
             return _routed(x_TH, logits_TE, topk, routed_pairs, config, sequence_length)
         return route(self, x_TH, logits_TE, expert_bias_E, counter_E, context, sequence_length=sequence_length)
+
+    @torch.no_grad()
+    def traffic(self, x_TH: Tensor, group: EPGroup, *, group_limits: bool = True) -> Traffic:
+        """Returns which rows plain top-K of these tokens sends, with or without the group limits of the config.
+
+        Both together tell what the limits save. Without jitter. No collective. group: the layer's, see
+        `EPGroup.host_layout`.
+        """
+        config = self.config.router
+        if not group_limits:
+            config = dataclasses.replace(config, num_groups=1, groups_per_token=1)
+        logits_TE, _ = linear(x_TH, self.weight, self.bias, config.linear_dtype)
+        topk = compute_topk(logits_TE, self.expert_bias, self.config.K, config)
+        return Traffic.of_topk(topk.topk_ids_TK, self.config.E, group)
 
     def _counter(self) -> Tensor:
         """Returns the counts on the weight's device. load_state_dict and FSDP can move the weight without `_apply`."""

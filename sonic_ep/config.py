@@ -73,6 +73,9 @@ class RouterConfig:
     num_groups, groups_per_token: group-limited routing. A token's experts come from its best `groups_per_token` of
         `num_groups` groups. The score of a group is the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437,
         2.1.2).
+    hosts_per_token: the most hosts on which plain top-K may give a token experts (node-limited routing, ibid.). It
+        changes no choice: a layer raises an error when it is built if the group limits do not see to that on the hosts
+        of its EP group. None: any number.
     expert_bias: auxiliary-loss-free balancing (arXiv 2408.15664): a bias per expert, added to its scores when pairs are
         selected. Combine weights do not include it.
     expert_bias_rate: how much `MoE.update_expert_bias` changes the bias of an expert.
@@ -92,6 +95,7 @@ class RouterConfig:
     linear_dtype: LinearDtype = "float32"
     num_groups: int = 1
     groups_per_token: int = 1
+    hosts_per_token: int | None = None
     expert_bias: bool = False
     expert_bias_rate: float = 0.001
     balance: Balance = "none"
@@ -118,6 +122,8 @@ class RouterConfig:
         )
         _check_int("router.num_groups", self.num_groups, 1)
         _check_int("router.groups_per_token", self.groups_per_token, 1, self.num_groups)
+        if self.hosts_per_token is not None:
+            _check_int("router.hosts_per_token", self.hosts_per_token, 1)
         if self.jitter >= 1:
             raise ValueError(
                 f"router.jitter={self.jitter} must be below 1: the noise is uniform(1 - jitter, 1 + jitter)"
@@ -308,6 +314,30 @@ class MoEConfig:
                 f"K={self.K} exceeds the {reachable} experts in router.groups_per_token={per_token} groups of "
                 f"{self.E // groups}; raise groups_per_token or lower K"
             )
+
+    def problem_with_hosts(self, num_hosts: int) -> str | None:
+        """Returns why a token's experts may be on more than router.hosts_per_token of the hosts, or None.
+
+        Hosts have equal numbers of consecutive experts. Groups of experts lie on one host each if their number is a
+        multiple of that of the hosts, and else on as many as a group has.
+        """
+        router, limit = self.router, self.router.hosts_per_token
+        most, groups, per_token = min(num_hosts, self.K), router.num_groups, router.groups_per_token
+        if limit is None or most <= limit:
+            return None
+        set_to = f"router.hosts_per_token={limit} on {num_hosts} hosts"
+        if groups % num_hosts and num_hosts % groups:
+            return (
+                f"{set_to}: router.num_groups={groups} groups do not lie on whole hosts; set num_groups to a multiple "
+                f"of {num_hosts}, or use as many hosts as divide {groups}"
+            )
+        reached = min(most, per_token * max(1, num_hosts // groups))
+        if reached <= limit:
+            return None
+        return (
+            f"{set_to}: router.groups_per_token={per_token} of num_groups={groups} reach {reached} hosts; set "
+            f"num_groups to a multiple of {num_hosts} and groups_per_token to {limit} at most, or raise hosts_per_token"
+        )
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some fields changed, validated again."""

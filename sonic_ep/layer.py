@@ -72,7 +72,8 @@ class MoE(nn.Module):
 
     In training mode the layer rounds counts as config.rounding says. In eval mode it is plain top-K.
 
-    Raises ValueError, on every rank, if E is not a multiple of ep_size, if config, seed or dtype differ between ranks,
+    Raises ValueError, on every rank, if E is not a multiple of ep_size, if the router may give a token experts on more
+    than router.hosts_per_token hosts, if config, seed or dtype differ between ranks,
     or if a rank does not have the device or support the dtype; TypeError, on every rank, for a config, seed, device or
     dtype of another type. TypeError for another group. LostRankError if a rank does not come. Sets group.timeout.
     """
@@ -99,6 +100,7 @@ class MoE(nn.Module):
         problem = _problem_with_device(device) or _problem_with_dtype(dtype)
         self.group.raise_together(problem, stage="construction")
         seed, self._number = _agreed_seed_and_number(config, self.group, seed, dtype)
+        _check_hosts(config, self.group)
         self.router = Router(config, device=device)
         self.experts = Experts(config, self.group, device=device, dtype=dtype)
         start_compiling(self.experts.w2, config.activation, bias=config.bias)
@@ -354,6 +356,18 @@ def _steps_of(group: EPGroup, config: MoEConfig, transport: LocalTransport | Gro
         return Steps()
     check = partial(raise_problems, problem=None, group=group, exchange=transport)
     return BoundedSteps(group, config.K, check, _layer_transport)
+
+
+def _check_hosts(config: MoEConfig, group: EPGroup) -> None:
+    """Raises ValueError, on every rank, if tokens may have experts on too many hosts."""
+    if config.router.hosts_per_token is None or group.size == 1:
+        return
+    hosts = group.hosts(config.transport.ranks_per_host)
+    if hosts.problem is not None:
+        raise ValueError(f"router.hosts_per_token={config.router.hosts_per_token} needs equal hosts: {hosts.problem}")
+    problem = config.problem_with_hosts(hosts.num_hosts)
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _problem_with_types(config: object, seed: object, device: object, dtype: object) -> str | None:

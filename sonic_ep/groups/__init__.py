@@ -165,6 +165,14 @@ class EPGroup:
         self._watch.hosts = layout
         return layout
 
+    @property
+    def host_layout(self) -> HostLayout:
+        """What `hosts` returned last, on any EPGroup of these ranks; before, and for one rank, all are on one host.
+
+        A transport calls `hosts` when it is chosen, except with transport.kind="all_to_all".
+        """
+        return self._watch.hosts if self.size > 1 else HostLayout(("",))
+
     def all_gather(
         self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, stage: str = "counts"
     ) -> Tensor:

@@ -4,16 +4,19 @@ Legend: S ranks of the EP group, T tokens on this rank, E experts, K experts per
 """
 
 import math
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sonic_ep.config import RoundingConfig, RouterConfig
+from sonic_ep.config import RoundingConfig, RouterConfig, load_config
+from sonic_ep.groups import HostLayout
 from sonic_ep.routers.rounding import round_counts
 from sonic_ep.routers.route import select
-from sonic_ep.routers.stats import RoutingStats
+from sonic_ep.routers.stats import RoutingStats, Traffic
 from sonic_ep.routers.topk import TopK, compute_topk
 from sonic_ep.routing import GroupCounts, RoutedPairs
 
@@ -39,6 +42,61 @@ def pairs_of(topk: TopK) -> set[tuple[int, int]]:
 
 def selected(routed_pairs: RoutedPairs) -> set[tuple[int, int]]:
     return set(zip(routed_pairs.token_ids_N.tolist(), routed_pairs.expert_ids_N.tolist(), strict=True))
+
+
+class Place(NamedTuple):
+    """What `traffic` reads of an EPGroup."""
+
+    rank: int
+    size: int
+    host_layout: HostLayout
+
+
+@given(
+    hosts=st.sampled_from(["a", "aa", "ab", "aabb", "abab", "aab", "abcd", "aabbcc"]),
+    T=st.integers(0, 30),
+    K=st.integers(1, 4),
+    mode=st.sampled_from(MODES),
+    seed=st.integers(0, 99),
+)
+def test_traffic_is_that_of_sets_of_rows(hosts: str, T: int, K: int, mode: str, seed: int) -> None:
+    S, e = len(hosts), 2
+    rounding = RoundingConfig(mode=mode, t=4, G=8)  # type: ignore[arg-type]
+    topks, recorded_pairs, _ = route([T] * S, S * e, min(K, S * e), rounding, seed)
+    for rank, (topk, routed_pairs) in enumerate(zip(topks, recorded_pairs, strict=True)):
+        # Spare entries, as on a GPU.
+        token_ids_N = torch.cat([routed_pairs.token_ids_N, torch.full((3,), -1, dtype=torch.int32)])
+        group: Any = Place(rank, S, HostLayout(tuple(hosts)))
+        stats = RoutingStats(topk.entropy_T(), token_ids_N, routed_pairs.counts)
+        assert_traffic(stats.traffic(group), selected(routed_pairs), rank, hosts, e)
+        assert_traffic(Traffic.of_topk(topk.topk_ids_TK, S * e, group), pairs_of(topk), rank, hosts, e)
+
+
+def test_rows_a_token_of_deepseek_v3() -> None:
+    """The table of docs/transports.md."""
+    config, T = load_config("deepseek_v3"), 8192
+    logits_TE, free = torch.randn(T, config.E), replace(config.router, num_groups=1, groups_per_token=1)
+    wanted = {2: (2.85, 0.99, 3.25, 1.00), 4: (5.13, 2.35, 5.45, 2.72), 8: (6.54, 3.47, 6.71, 4.64)}
+    for num_hosts, rows in wanted.items():
+        group: Any = Place(0, 8 * num_hosts, HostLayout.imitated(8 * num_hosts, 8))
+        found = []
+        for router in (config.router, free):
+            topk_ids_TK = compute_topk(logits_TE, None, config.K, router).topk_ids_TK
+            traffic = Traffic.of_topk(topk_ids_TK, config.E, group)
+            found += [int(traffic.to_remote_ranks) / T, int(traffic.to_remote_hosts) / T]
+        assert found == pytest.approx(rows, abs=0.005)
+
+
+def assert_traffic(traffic: Traffic, pairs: set[tuple[int, int]], rank: int, hosts: str, e: int) -> None:
+    rows = {(token, expert // e) for token, expert in pairs}
+    by_host = {(token, hosts[dst]) for token, dst in rows}
+    per_token = [sum(token == other for other, _ in by_host) for token, _ in by_host]
+    assert [int(value) for value in traffic] == [
+        sum(dst != rank for _, dst in rows),
+        sum(hosts[dst] != hosts[rank] for _, dst in rows),
+        sum(host != hosts[rank] for _, host in by_host),
+        max(per_token, default=0),
+    ]
 
 
 @given(

@@ -179,7 +179,7 @@ def test_output_and_gradients_match_the_dense_oracle(ranks: Ranks, case: str, ep
 
 # Every rounding mode; T = 0 on a rank; other numbers of tokens and experts a token; rows kept for backward.
 TWO_HOP_CASES = [name for name in CASES if name.startswith("mode-")]
-TWO_HOP_CASES += ["one-rank-empty", "shared-gate", "kept-rows", "capacity", "all-on-one-expert"]
+TWO_HOP_CASES += ["one-rank-empty", "shared-gate", "kept-rows", "capacity", "all-on-one-expert", "groups-bias"]
 
 
 @pytest.mark.parametrize(
