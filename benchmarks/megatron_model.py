@@ -23,9 +23,11 @@ from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.experts.activations import interleave
 
 TE_GROUPED, SEQUENTIAL = "MoELayer, TEGroupedMLP", "MoELayer, SequentialMLP"
-OURS, ROUNDED, FUSED, GRAPHED = "sonic_ep", "sonic_ep, apportion", "sonic_ep, fused router", "sonic_ep, graphs"
+OURS, ROUNDED, GRAPHED = "sonic_ep", "sonic_ep, apportion", "sonic_ep, graphs"
+FUSED, FUSED_ROUNDED = "sonic_ep, fused router", "sonic_ep, fused router, apportion"
 # Contestants of one model. Graphs come last: a capture that fails may leave the device useless.
-FAMILIES = ((TE_GROUPED,), (OURS, ROUNDED), (FUSED,), (SEQUENTIAL,), (GRAPHED,))
+FAMILIES = ((TE_GROUPED,), (OURS, ROUNDED), (FUSED, FUSED_ROUNDED), (SEQUENTIAL,), (GRAPHED,))
+ROUNDING = RoundingConfig(mode="apportion")
 
 STD, BALANCE_COEF = 0.02, 0.001
 
@@ -74,9 +76,10 @@ class Model:
         model = model.cuda() if on_gpu else model
         self.layers: list[Any] = [layer.mlp for layer in model.decoder.layers]
         fill(model, self.layers, moe.n)
-        self._rounded = (
-            [(layer.rounded_router, layer.router.routing) for layer in self.layers] if ROUNDED in family else []
-        )
+        # Both contestants of our families train one model: rounding is switched.
+        self._switched = [
+            (layer, layer.rounded_router, layer.router.routing) for layer in self.layers if len(family) > 1
+        ]
         overlap: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_param_gather": True}
         ddp = DistributedDataParallelConfig(**overlap, overlap_grad_reduce=True, grad_reduce_in_fp32=True)
         self.model: Any = DistributedDataParallel(
@@ -104,11 +107,15 @@ class Model:
         return optimizer
 
     def choose(self, contestant: str) -> None:
-        for layer, (rounded, routing) in zip(self.layers, self._rounded, strict=False):
-            layer.rounded_router = rounded if contestant == ROUNDED else None
-            vars(layer.router).pop("routing", None)
-            if contestant == ROUNDED:
-                layer.router.routing = routing
+        rounds = contestant in (ROUNDED, FUSED_ROUNDED)
+        for layer, rounded, routing in self._switched:
+            layer.rounded_router = rounded if rounds else None
+            if contestant in (FUSED, FUSED_ROUNDED):
+                layer.router.rounding = ROUNDING if rounds else None
+            elif rounds:
+                layer.router.routing = routing  # it hands the logits to rounding
+            else:
+                vars(layer.router).pop("routing", None)
 
     def step(self) -> None:
         self.model.zero_grad_buffer()
@@ -258,8 +265,8 @@ def _spec(family: tuple[str, ...], config: Any, options: Any) -> Any:
             parts.mlp = partial(MoELayer, submodules=submodules)
     if family[0] in (TE_GROUPED, SEQUENTIAL):
         return spec
-    rounding = RoundingConfig(mode="apportion") if ROUNDED in family else None
-    return use_sonic_ep(spec, SonicEPOptions(rounding=rounding, router="fused" if FUSED in family else "megatron"))
+    router = "fused" if FUSED in family else "megatron"
+    return use_sonic_ep(spec, SonicEPOptions(rounding=ROUNDING if len(family) > 1 else None, router=router))
 
 
 @contextmanager

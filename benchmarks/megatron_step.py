@@ -12,7 +12,7 @@ Contestants:
     MoELayer, SequentialMLP    stock: the experts of Megatron-Core that train without it, one after the other
     sonic_ep                   ours
     sonic_ep, apportion        ours, with token rounding
-    sonic_ep, fused router     ours, with our router: SonicEPOptions(router="fused")
+    sonic_ep, fused router     ours, with our router's kernels in place of Megatron's router; with rounding, too
     sonic_ep, graphs           ours, with Megatron's CUDA graphs of router and preprocessing; its rounds come last
 
 A round builds one model after the other, each in the memory of the last, and its contestants take their turns of
@@ -248,7 +248,7 @@ class Race:
         if self.options.out is not None:
             self.options.out.write_text(json.dumps(record, indent=1) + "\n")
         for name, each in figures.items():
-            print(f"{when}  {name:24}", " ".join(f"{key} {value:.4g}" for key, value in each.items()), flush=True)
+            print(f"{when}  {name:34}", " ".join(f"{key} {value:.4g}" for key, value in each.items()), flush=True)
 
 
 def say(text: str) -> None:

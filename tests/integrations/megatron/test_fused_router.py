@@ -1,8 +1,11 @@
 """`SonicEPOptions(router="fused")` computes what TopKRouter does: probabilities, losses, counts, logs, replay."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ from torch import Tensor
 
 from sonic_ep import RoundingConfig
 from sonic_ep.integrations.options import SonicEPOptions
+from tests.helpers.implementations import interpreted
 from tests.helpers.launch import RankPool
+from tests.helpers.triton_interpreter import quicken_interpreter
 
 pytest.importorskip("megatron.core")
 
@@ -105,8 +110,20 @@ def results_of(router: Any, batch: int, masked: bool, rank: int) -> dict[str, An
     return found
 
 
-def compare(rank: int, groups: dict[str, int], batch: int, masked: bool) -> dict[str, list[str]]:
-    """What differs, by variant."""
+@contextmanager
+def by_kernels() -> Iterator[None]:
+    """The router's choices between plain torch and a kernel, made for interpreted kernels."""
+    quicken_interpreter()
+    fused = import_module("sonic_ep.kernels.route.fused")
+    with ExitStack() as stack:
+        for name in ("routers.topk.router_operations", "routers.weights_and_losses.router_operations"):
+            stack.enter_context(patch(f"sonic_ep.{name}", lambda *_: fused))
+        stack.enter_context(patch("sonic_ep.kernels.backend.runs_triton", lambda _: True))
+        yield
+
+
+def compare(rank: int, groups: dict[str, int], batch: int, masked: bool, kernels: bool = False) -> dict[str, list[str]]:
+    """What differs, by variant. kernels: ours is computed by kernels."""
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
     different: dict[str, list[str]] = {}
@@ -115,7 +132,9 @@ def compare(rank: int, groups: dict[str, int], batch: int, masked: bool) -> dict
             if masked and "moe_router_enable_expert_bias" in changes:
                 continue  # stock cannot count with a mask
             stock, fused = routers(gpt_config(**changes))
-            wanted, got = (results_of(router, batch, masked, rank) for router in (stock, fused))
+            wanted = results_of(stock, batch, masked, rank)
+            with by_kernels() if kernels else nullcontext():
+                got = results_of(fused, batch, masked, rank)
             assert wanted.keys() == got.keys(), (variant, wanted.keys() ^ got.keys())
             different[variant] = [
                 name
@@ -135,6 +154,35 @@ def test_it_computes_what_megatrons_router_does(ranks: Ranks, groups: dict[str, 
     for different in ranks(4).run(compare, groups, batch, masked, timeout=600):
         assert len(different) >= len(VARIANTS) - 3
         assert different == dict.fromkeys(different, [])
+
+
+@interpreted
+def test_its_kernels_compute_it_too(ranks: Ranks) -> None:
+    for different in ranks(2).run(compare, {"tensor": 2}, 1, False, True, timeout=600):
+        assert different == dict.fromkeys(VARIANTS, [])
+
+
+def padded_counts(rank: int) -> list[list[float]]:
+    """Tokens by expert, with and without a mask of the second half."""
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    counts = []
+    with parallel_state():
+        _, router = routers(gpt_config(**SIGMOID))
+        x = torch.randn(S, 1, router.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        mask = torch.arange(S)[:, None] >= S // 2
+        for rows, each in ((x, mask), (x[: S // 2], None)):
+            router(rows, each)
+            counts.append(router.local_tokens_per_expert.tolist())
+            router.local_tokens_per_expert.zero_()
+    return counts
+
+
+def test_padding_is_not_counted(ranks: Ranks) -> None:
+    """Stock's count fails with a mask."""
+    ((masked, without),) = ranks(1).run(padded_counts)
+    assert masked == without
+    assert sum(masked) == S // 2 * 2
 
 
 def replays(rank: int) -> list[list[Tensor]]:
