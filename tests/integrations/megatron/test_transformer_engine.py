@@ -1,9 +1,11 @@
 """Where Transformer Engine is installed: our layer among its norms and linears, and beside its grouped experts."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.launch import run_ranks
 
@@ -67,3 +69,58 @@ def layouts(rank: int, singleton: bool) -> list[set[tuple[Any, ...]]]:
 def test_keys_and_shapes_are_those_of_its_grouped_experts(singleton: bool) -> None:
     grouped, ours = run_ranks(layouts, 1, singleton, backend="cpu:gloo,cuda:nccl", timeout=600)[0]
     assert ours == grouped
+
+
+def exchanged(rank: int, folder: Path) -> list[str]:
+    """What differs after a checkpoint of its grouped experts was loaded by ours, and one of ours by them."""
+    from multiprocessing import dummy
+    from unittest.mock import patch
+
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from sonic_ep.integrations.megatron import use_sonic_ep
+    from sonic_ep.integrations.megatron.checkpoint import to_layout
+    from tests.helpers.megatron_experts import metadata, module_of, weights
+    from tests.helpers.megatron_training import Run, gpt_config, parallel_state
+
+    faults: list[str] = []
+    specs = {"te_grouped": te_spec(grouped=True), "ours": use_sonic_ep(te_spec(grouped=False))}
+    # The writer's processes become threads: a rank of the tests may start no process.
+    with parallel_state(), patch.object(filesystem_async.mp, "get_context", lambda _: dummy):
+        models = {
+            kind: module_of(Run(gpt_config(moe_grouped_gemm=True), spec, seed=None)) for kind, spec in specs.items()
+        }
+        layers = {kind: model.decoder.layers[1].mlp.experts for kind, model in models.items()}
+
+        def forget(kind: str) -> None:
+            with torch.no_grad():
+                for parameter in models[kind].parameters():
+                    parameter.fill_(float("nan"))
+
+        def compare(source: str, kind: str, how: str) -> None:
+            found = weights(kind, layers[kind])
+            faults.extend(
+                f"{source} -> {kind}, {how}: {name}"
+                for name, value in weights(source, layers[source]).items()
+                if not torch.equal(found[name], value)
+            )
+
+        for source, kind in (("te_grouped", "ours"), ("ours", "te_grouped")):
+            for singleton in (False, True):
+                path = folder / f"{source}-{singleton}"
+                path.mkdir()
+                dist_checkpointing.save(models[source].sharded_state_dict(metadata=metadata(singleton)), str(path))
+                forget(kind)
+                wanted = models[kind].sharded_state_dict(metadata=metadata(singleton))
+                models[kind].load_state_dict(dist_checkpointing.load(wanted, str(path)))
+                compare(source, kind, f"distributed, {singleton}")
+            plain = models[source].state_dict()
+            forget(kind)
+            models[kind].load_state_dict(to_layout(plain, "te_grouped") if source == "ours" else plain)
+            compare(source, kind, "plain")
+    return faults
+
+
+def test_checkpoints_go_both_ways_between_its_grouped_experts_and_ours(tmp_path: Path) -> None:
+    assert run_ranks(exchanged, 1, tmp_path, backend="cpu:gloo,cuda:nccl", timeout=600) == [[]]
