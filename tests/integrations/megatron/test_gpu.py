@@ -31,6 +31,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "padded-to-capacity": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
     "moe-recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
+# With SonicEPOptions(router="fused").
+FUSED: dict[str, dict[str, Any]] = {
+    "softmax": {"moe_router_dtype": "fp32", "moe_z_loss_coeff": 0.1},
+    "sigmoid-bias-groups": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 1,
+    },
+}
 
 
 def config_of(**changes: Any) -> Any:
@@ -41,7 +53,7 @@ def config_of(**changes: Any) -> Any:
     return gpt_config(**{**sizes, **dtypes, **changes})
 
 
-def layers(config: Any, rounding: RoundingConfig | None = None) -> tuple[Any, Any]:
+def layers(config: Any, rounding: RoundingConfig | None = None, router: Any = "megatron") -> tuple[Any, Any]:
     """Stock and ours, from one seed."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
@@ -50,7 +62,7 @@ def layers(config: Any, rounding: RoundingConfig | None = None) -> tuple[Any, An
 
     stock_spec: Any = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
     built: list[Any] = []
-    for spec in (stock_spec, use_sonic_ep(stock_spec, SonicEPOptions(rounding=rounding))):
+    for spec in (stock_spec, use_sonic_ep(stock_spec, SonicEPOptions(rounding=rounding, router=router))):
         torch.manual_seed(5)
         initialize_rng_tracker(force_reset=True)
         model_parallel_cuda_manual_seed(7)
@@ -89,12 +101,12 @@ def distances(got: list[Tensor], wanted: list[Tensor]) -> list[float]:
     return [float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-20)) for a, b in pairs]
 
 
-def against_stock(rank: int, variant: str, ep_size: int) -> tuple[bool, list[float]]:
+def against_stock(rank: int, changes: dict[str, Any], ep_size: int, router: str) -> tuple[bool, list[float]]:
     from tests.helpers.megatron_training import parallel_state
 
     with parallel_state(expert=ep_size):
-        config = config_of(**VARIANTS[variant])
-        stock, ours = layers(config)
+        config = config_of(**changes)
+        stock, ours = layers(config, router=router)
         starts = [expert_values(each, lambda parameter: parameter.data) for each in (stock, ours)]
         same_start = all(map(torch.equal, *starts))
         x = hidden_states(rank, config)
@@ -104,7 +116,15 @@ def against_stock(rank: int, variant: str, ep_size: int) -> tuple[bool, list[flo
 @pytest.mark.parametrize("ep_size", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_is_close_to_megatrons(gpus: Ranks, variant: str, ep_size: int) -> None:
-    for same_start, far in gpus(ep_size).run(against_stock, variant, ep_size, timeout=600):
+    for same_start, far in gpus(ep_size).run(against_stock, VARIANTS[variant], ep_size, "megatron", timeout=600):
+        assert same_start
+        assert max(far) < 2e-2, far
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("variant", FUSED)
+def test_the_fused_router_is_close_to_megatrons(gpus: Ranks, variant: str, ep_size: int) -> None:
+    for same_start, far in gpus(ep_size).run(against_stock, FUSED[variant], ep_size, "fused", timeout=600):
         assert same_start
         assert max(far) < 2e-2, far
 
