@@ -155,7 +155,7 @@ class RecordedCalls:
         step = self._steps.begin(layer)
         if step is None:
             return None
-        problem = problem or _problem_with_call(inputs[0]) or self._steps.problem_with_call(step, num_tokens)
+        problem = problem or problem_with_x(inputs[0]) or self._steps.problem_with_call(step, num_tokens)
         signature = None if problem is not None else _signature(layer, inputs, step.key)
         known = signature in self._replays or len(self._replays) == _MAX_SIGNATURES
         if self._steps.is_time(step, signature, known=known) and not in_backward():
@@ -259,9 +259,12 @@ def _same_bits(one: Tensor | None, two: Tensor | None) -> bool:
     return torch.equal(one.detach().view(bits), two.detach().view(bits))
 
 
-def _problem_with_call(x: Tensor) -> str | None:
-    """Returns why a call cannot repeat launches: x is of another kind, or something follows what the code does."""
-    if type(x) is not Tensor or not x.is_cuda or not x.is_contiguous():
+def problem_with_x(x: Tensor) -> str | None:
+    """Returns why a call cannot repeat launches: x is of another kind, or something follows what the code does.
+
+    x: anything that a user passed; a nested tensor, for one, has no shape.
+    """
+    if type(x) is not Tensor or x.is_nested or not x.is_cuda or not x.is_contiguous():
         return "x is no contiguous tensor on a GPU"
     if x.device.index != torch.cuda.current_device():
         return "x is not on the current device"

@@ -6,7 +6,7 @@ from typing import Any, Self, final
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from sonic_ep.kernels.launch_sequence.recorded_calls import Code, RecordedCalls, Steps
+from sonic_ep.kernels.launch_sequence.recorded_calls import Code, RecordedCalls, Steps, problem_with_x
 
 
 class _Parts:
@@ -58,8 +58,7 @@ class RecordedLayer:
         """Returns the outputs of the layer's code, or None: see `RecordedCalls.outputs`."""
         problem = self._problem_with_parts(layer)
         assert self._parts is not None
-        if problem is None and type(x) is not Tensor:
-            problem = f"x is a {type(x).__name__}"
+        problem = problem or problem_with_x(x)
         if problem is not None:
             return self._calls.outputs(layer, [], 0, problem)
         return self._calls.outputs(layer, [x, *self._parts.parameters()], x.shape[:-1].numel(), None)

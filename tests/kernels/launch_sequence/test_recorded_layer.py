@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sonic_ep.kernels.launch_sequence import recorded_calls
+from sonic_ep.kernels.launch_sequence import recorded_calls, recorded_layer
 from sonic_ep.kernels.launch_sequence.recorded_calls import Code, RecordedCalls, Steps, in_backward
 from sonic_ep.kernels.launch_sequence.recorded_layer import RecordedLayer
 
@@ -45,7 +45,8 @@ def test_a_recomputation_is_within_a_backward(reentrant: bool) -> None:
 
 def test_nothing_is_recorded_within_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[bool] = []
-    monkeypatch.setattr(recorded_calls, "_problem_with_call", lambda x: None)
+    for module in (recorded_calls, recorded_layer):
+        monkeypatch.setattr(module, "problem_with_x", lambda x: None)
     monkeypatch.setattr(recorded_calls, "_signature", lambda *_: "a")
     monkeypatch.setattr(RecordedCalls, "_record", lambda *_: recorded.append(in_backward()))
     unused: Any = None
