@@ -5,9 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from options import Options, moe_config
-from run_folder import RunFolder, checkpoints_to_resume, read_metrics
+from parallel import form_groups
+from run_folder import RunFolder, checkpoints_to_resume, read_metrics, save_checkpoint
 
 
 def add_checkpoints(run: Path, *names: str) -> None:
@@ -32,6 +34,17 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
     add_checkpoints(tmp_path, "step_000020")
     with pytest.raises(ValueError, match="at step 20 of 20: nothing is left to do; give more --steps"):
         checkpoints_to_resume(tmp_path, 20)
+
+
+def test_files_of_a_checkpoint_that_was_cut_short_do_not_stay(tmp_path: Path) -> None:
+    """They may be of ranks that there no longer are."""
+    add_checkpoints(tmp_path, "step_000003.partial")
+    (tmp_path / "checkpoints" / "step_000003.partial" / "__2_0.distcp").write_text("of rank 2")
+    model = torch.nn.Linear(2, 2)
+    save_checkpoint(tmp_path, form_groups(torch.device("cpu"), 1), model, torch.optim.SGD(model.parameters()), 3)
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    assert folder.name == "step_000003"
+    assert sorted(path.name for path in folder.glob("*.distcp")) == ["__0_0.distcp"]
 
 
 def test_reopening_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
