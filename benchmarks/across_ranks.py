@@ -14,7 +14,7 @@ from torch import Tensor
 from sonic_ep import EPGroup, Routing
 
 _MIB = 2**20
-_BACKLOG = 10_000_000  # cycles, some milliseconds
+BACKLOG = 10_000_000  # cycles, some milliseconds
 
 
 def measure_layer(
@@ -23,7 +23,7 @@ def measure_layer(
     x: Tensor,
     dout: Tensor,
     *,
-    backlog: bool = False,
+    backlog: int = 0,
 ) -> dict[str, float]:
     """One forward and backward, and what is kept between the two beside the output."""
     inputs = [x, *(parameter for parameter in parameters if parameter.requires_grad)]
@@ -51,16 +51,16 @@ def summary(samples: list[dict[str, float]]) -> dict[str, float]:
     return dict(zip(names, values.tolist(), strict=True))
 
 
-def timed(call: Callable[[], Any], *, backlog: bool = False) -> tuple[float, Any]:
+def timed(call: Callable[[], Any], *, backlog: int = 0) -> tuple[float, Any]:
     """Milliseconds from when all ranks are ready to when this one's device is done, and the result.
 
-    backlog: the devices are busy for some milliseconds first, so that the host is ahead, as in the middle of a model.
+    backlog: cycles for which the devices are busy first, so that launches are hidden, as in the middle of a model.
     """
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     dist.barrier()
     torch.cuda.synchronize()
     if backlog:
-        torch.cuda._sleep(_BACKLOG)
+        torch.cuda._sleep(backlog)
         dist.all_reduce(torch.zeros(1, device="cuda"))  # devices do not sleep equally long
     start.record()
     result = call()

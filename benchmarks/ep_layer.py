@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from across_ranks import captured, measure_layer, summary, timed, topk_routing
+from across_ranks import BACKLOG, captured, measure_layer, summary, timed, topk_routing
 from random_layer import layer_without_experts
 from torch import Tensor
 
@@ -92,7 +92,7 @@ def measure(
         for name, transport in transports.items():
             layer = problem.layer(transport)
             sample[name] = measure_layer(layer, weights, problem.x, problem.dout)
-            behind = measure_layer(layer, weights, problem.x, problem.dout, backlog=True)
+            behind = measure_layer(layer, weights, problem.x, problem.dout, backlog=BACKLOG)
             sample[f"{name}, behind a backlog"] = behind
         for name, model in models.items():
             sample[name] = measure_layer(
@@ -101,9 +101,9 @@ def measure(
                 model.parameters(),
                 problem.x,
                 problem.dout,
-                backlog=True,
+                backlog=BACKLOG,
             )
-        for name, backlog in (("symmetric, graph", False), ("symmetric, graph, behind a backlog", True)):
+        for name, backlog in (("symmetric, graph", 0), ("symmetric, graph, behind a backlog", BACKLOG)):
             forward_ms, both_ms = (timed(graph, backlog=backlog)[0] for graph in (forward, both))
             sample[name] = {"forward_ms": forward_ms, "backward_ms": both_ms - forward_ms}
         if number >= WARM_UP:

@@ -84,6 +84,18 @@ class Clock:
             self.wait()
         return 1000 * (time.perf_counter() - start) / times
 
+    def back_to_back(self, call: Callable[[], object], times: int, *, untimed: int = 0) -> tuple[float, float]:
+        """Returns milliseconds a call until all are done, and until the calls return. untimed: calls before these."""
+        for _ in range(untimed):
+            call()
+        self.ready()
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        host = time.perf_counter() - start
+        self.wait()
+        return 1000 * (time.perf_counter() - start) / times, 1000 * host / times
+
 
 def host_times(contestant: Contestant, clock: Clock) -> dict[str, float]:
     """Medians over steps, each of which finds the device idle."""

@@ -37,21 +37,21 @@ With graphs the layer is not called alone. What fails is in `errors`, and the ot
 import argparse
 import json
 import logging
-import os
 import statistics
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from across_ranks import timed
 from host_time import Clock, machine
 from megatron_model import FAMILIES, GRAPHED, TE_GROUPED, Model, has_te, known_sizes, megatron, release_memory
 from pretrain_model import DENSE, flops_per_token
+from step_options import parsed_options, start_rank, step_parser
 from torch import Tensor
 
 from sonic_ep import EPGroup, load_config
@@ -95,28 +95,15 @@ class LayerAlone:
         return held
 
     def device_ms(self) -> float:
-        """Median milliseconds of forward and backward whose launches are hidden."""
+        """Returns median milliseconds of forward and backward with their launches hidden."""
         with known_sizes(self.layer):
             self.step()
             times = []
             for _ in range(HIDDEN):
                 self.x.grad = None
-                forward, out = _behind_work(lambda: self.layer(self.x)[0])
-                times.append(forward + _behind_work(lambda out=out: out.backward(self.dout))[0])
+                forward, out = timed(lambda: self.layer(self.x)[0], backlog=BUSY)
+                times.append(forward + timed(lambda out=out: out.backward(self.dout), backlog=BUSY)[0])
         return statistics.median(times)
-
-
-def _behind_work(call: Callable[[], Any]) -> tuple[float, Any]:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    dist.barrier()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(BUSY)
-    dist.all_reduce(torch.zeros(1, device="cuda"))  # devices do not sleep equally long
-    start.record()
-    result = call()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop), result
 
 
 class Race:
@@ -179,18 +166,18 @@ class Race:
     def turn(self, name: str, model: Model) -> None:
         model.choose(name)
         is_first, start = name not in self.steps, time.perf_counter()
-        self.timed(model.step, WARM_UP)
+        self.clock.back_to_back(model.step, WARM_UP)
         if name == GRAPHED:
             model.capture()
-            self.timed(model.step, WARM_UP)
+            self.clock.back_to_back(model.step, WARM_UP)
         if is_first:
-            estimate = self.clock.largest({"ms": self.timed(model.step, 2)[0]})["ms"]
+            estimate = self.clock.largest({"ms": self.clock.back_to_back(model.step, 2)[0]})["ms"]
             self.steps[name] = max(2, round(1000 * self.options.seconds / estimate))
             say(f"{name}: warm after {time.perf_counter() - start:.1f} s, {estimate:.1f} ms a step")
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         times: dict[str, float] = {}
-        times["step"], times["host"] = self.timed(model.step, self.steps[name])
+        times["step"], times["host"] = self.clock.back_to_back(model.step, self.steps[name])
         if self.on_gpu:
             times["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         if name != GRAPHED:
@@ -199,25 +186,15 @@ class Race:
         self.turns.setdefault(name, []).append(times)
 
     def layer_times(self, alone: LayerAlone) -> dict[str, float]:
-        self.timed(alone.step, WARM_UP)
-        estimate = self.clock.largest({"ms": self.timed(alone.step, 2)[0]})["ms"]
+        self.clock.back_to_back(alone.step, WARM_UP)
+        estimate = self.clock.largest({"ms": self.clock.back_to_back(alone.step, 2)[0]})["ms"]
         steps = max(2, round(1000 * SHARE_OF_LAYER * self.options.seconds / estimate))
         times: dict[str, float] = {}
-        times["layer"], times["layer_host"] = self.timed(alone.step, steps)
+        times["layer"], times["layer_host"] = self.clock.back_to_back(alone.step, steps)
         if self.on_gpu:
             times["saved_mib"] = alone.saved_bytes() / 2**20
             times["layer_device"] = alone.device_ms()
         return times
-
-    def timed(self, call: Callable[[], object], steps: int) -> tuple[float, float]:
-        """Returns milliseconds of a step and of its calls, back to back."""
-        self.clock.ready()
-        start = time.perf_counter()
-        for _ in range(steps):
-            call()
-        host = time.perf_counter() - start
-        self.clock.wait()
-        return 1000 * (time.perf_counter() - start) / steps, 1000 * host / steps
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Returns medians by contestant, the largest of all ranks."""
@@ -257,21 +234,10 @@ def say(text: str) -> None:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3_30b_a3b", choices=DENSE)
+    parser = step_parser(__doc__, shape="qwen3_30b_a3b", shapes=DENSE, tokens=8192, seconds=1.5)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=8192, help="of each rank in a step")
-    parser.add_argument("--length", type=int, default=4096, help="of a sequence")
     parser.add_argument("--attention", choices=("te", "torch"), default="te", help="te: where it is installed")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of a turn")
-    parser.add_argument("--only", nargs="+", help="contestants by name")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.tokens % options.length:
-        parser.error(f"--tokens {options.tokens} must be a multiple of --length {options.length}")
-    return options
+    return parsed_options(parser)
 
 
 def main() -> None:
@@ -279,9 +245,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.basicConfig()
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+    start_rank(options.device)
     with megatron(options):
         Race(options, Clock(EPGroup(), options.device)).run()
     dist.destroy_process_group()

@@ -44,6 +44,7 @@ import torch.distributed as dist
 from host_time import Clock, machine
 from layer_contestants import CAPACITY, sonic_moe_layer, torch_layer, torch_layer_across_ranks
 from pretrain_model import DENSE, ExchangeableMoE, Layer, Model, flops_per_token, groups_by_mesh
+from step_options import parsed_options, start_rank, step_parser
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -246,25 +247,15 @@ def race(trainer: Trainer, clock: Clock) -> Iterator[dict[str, dict[str, float]]
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="sonic_7b", choices=DENSE)
+    parser = step_parser(__doc__, shape="sonic_7b", shapes=DENSE, tokens=24_576, seconds=3.0)
     parser.add_argument("--layers", nargs="+", type=int, help="one model each; default: the whole one")
-    parser.add_argument("--tokens", type=int, default=24_576, help="of each rank in a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=1, help="before each step of the optimizer")
-    parser.add_argument("--length", type=int, default=4096, help="of a sequence")
     parser.add_argument("--ep-size", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing of whole blocks")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="attention runs eagerly")
     parser.add_argument("--short-tuning", action="store_true", help="tune sonic-moe's GEMMs in fewer launches")
     parser.add_argument("--tuning", type=Path, help="what sonic-moe's tuning found, read and added to")
-    parser.add_argument("--only", nargs="+", help="contestants by name")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.tokens % options.length:
-        parser.error(f"--tokens {options.tokens} must be a multiple of --length {options.length}")
+    options = parsed_options(parser)
     options.layers = options.layers or [DENSE[options.shape].layers]
     return options
 
@@ -276,9 +267,7 @@ def main() -> None:
     if options.tuning is not None:
         restore(options.tuning)
     if "LOCAL_RANK" in os.environ:
-        if options.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+        start_rank(options.device)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if options.short_tuning:

@@ -26,19 +26,16 @@ import copy
 import gc
 import json
 import logging
-import os
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from host_time import Clock, machine
 from pretrain_model import DENSE, groups_by_mesh
+from step_options import parsed_options, start_rank, step_parser
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -184,19 +181,6 @@ class Block:
         return total
 
 
-def timed(call: Callable[[], None], steps: int, clock: Clock, untimed: int) -> tuple[float, float]:
-    """Returns milliseconds of a step and of its calls, back to back."""
-    for _ in range(untimed):
-        call()
-    clock.ready()
-    start = time.perf_counter()
-    for _ in range(steps):
-        call()
-    host = time.perf_counter() - start
-    clock.wait()
-    return 1000 * (time.perf_counter() - start) / steps, 1000 * host / steps
-
-
 def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     names = [name for name in (STOCK, OURS, ROUNDED) if options.only is None or name in options.only]
     turns: dict[str, list[dict[str, float]]] = {name: [{} for _ in range(options.rounds)] for name in names}
@@ -207,7 +191,7 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
         steps: dict[str, int] = {}
         for name in names:
             what.choose(name)
-            estimate = clock.largest({"ms": timed(what.step, 2, clock, WARM_UP)[0]})["ms"]
+            estimate = clock.largest({"ms": clock.back_to_back(what.step, 2, untimed=WARM_UP)[0]})["ms"]
             steps[name] = max(2, round(1000 * options.seconds / estimate))
             if dist.get_rank() == 0:
                 print(f"{name}: {estimate:.1f} ms a {part}", flush=True)
@@ -218,7 +202,7 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
                 turn, host = turns[name][i], "host" if part == "step" else "layer_host"
-                turn[part], turn[host] = timed(what.step, steps[name], clock, UNTIMED)
+                turn[part], turn[host] = clock.back_to_back(what.step, steps[name], untimed=UNTIMED)
                 if part == "layer":
                     turn["saved_mib"] = block.saved_bytes() / 2**20
                 elif on_gpu:
@@ -237,20 +221,9 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3_30b_a3b", choices=SHAPES)
+    parser = step_parser(__doc__, shape="qwen3_30b_a3b", shapes=SHAPES, tokens=8192, seconds=2.0)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=8192, help="of each rank in a step")
-    parser.add_argument("--length", type=int, default=4096, help="of a sequence")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
-    parser.add_argument("--only", nargs="+", help="contestants by name")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.tokens % options.length:
-        parser.error(f"--tokens {options.tokens} must be a multiple of --length {options.length}")
-    return options
+    return parsed_options(parser)
 
 
 def main() -> None:
@@ -258,9 +231,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # DTensor and transformers warn of each other
     logging.basicConfig()
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+    start_rank(options.device)
     results = race(Training(options), Clock(EPGroup(), options.device), options)
     if dist.get_rank() == 0:
         sizes = {key: getattr(options, key) for key in ("shape", "layers", "tokens", "length")}

@@ -7,7 +7,6 @@ import json
 import operator
 from collections import Counter
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -16,26 +15,24 @@ from torch import Tensor, nn
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.checks import problem_with_input, problem_with_memory
 from sonic_ep.config import MoEConfig
-from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport
-from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.dispatch.symmetric import SymmetricTransport
+from sonic_ep.dispatch.bounded_steps import LayerTransport
 from sonic_ep.experts import Experts
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import rng_for
 from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.mlp import ExpertWeights
-from sonic_ep.kernels.launch_sequence.recorded_calls import Code, Steps
+from sonic_ep.kernels.launch_sequence.recorded_calls import Code
 from sonic_ep.kernels.launch_sequence.recorded_layer import RecordedLayer
 from sonic_ep.kernels.route.status.reference import MAX_LAYER
-from sonic_ep.routers.count_exchange import DTYPES, raise_problems
+from sonic_ep.routers.count_exchange import DTYPES
 from sonic_ep.routers.replay import in_region, repeated_pairs
 from sonic_ep.routers.rounding import max_received, max_rows
 from sonic_ep.routers.router import Router
 from sonic_ep.routers.stats import RoutingStats
 from sonic_ep.routing import AsyncSplitSizes, BalanceCounts, GroupCounts, RoutedPairs, SplitSizes
 from sonic_ep.shared_expert import SharedExpert
-from sonic_ep.transports import GroupTransport, transport_for
+from sonic_ep.transports import bounded_transport, steps_of, transport_for
 
 _ROUTER_RNG, _SHARED_RNG = -1, -2
 _unsafe_view = torch.ops.aten._unsafe_view
@@ -73,9 +70,9 @@ class MoE(nn.Module):
     In training mode the layer rounds counts as config.rounding says. In eval mode it is plain top-K.
 
     Raises ValueError, on every rank, if E is not a multiple of ep_size, if the router may give a token experts on more
-    than router.hosts_per_token hosts, if config, seed or dtype differ between ranks,
-    or if a rank does not have the device or support the dtype; TypeError, on every rank, for a config, seed, device or
-    dtype of another type. TypeError for another group. LostRankError if a rank does not come. Sets group.timeout.
+    than router.hosts_per_token hosts, if config, seed or dtype differ between ranks, or if a rank does not have the
+    device or support the dtype; TypeError, on every rank, for a config, seed, device or dtype of another type.
+    TypeError for another group. LostRankError if a rank does not come. Sets group.timeout.
     """
 
     def __init__(
@@ -106,7 +103,7 @@ class MoE(nn.Module):
         start_compiling(self.experts.w2, config.activation, bias=config.bias)
         self.shared = SharedExpert(config, device=device, dtype=dtype) if config.shared_n else None
         self.transport = transport_for(self.group, config.transport)
-        self._recorded = RecordedLayer(_CODE, _steps_of(self.group, config, self.transport))
+        self._recorded = RecordedLayer(_CODE, steps_of(self.group, self.transport, config.K, _layer_transport))
         self._shapes = {name: weight.shape for name, weight in (*self.named_parameters(), *self.named_buffers())}
         self.initialize(seed)
 
@@ -342,20 +339,10 @@ _NUM_OUTPUTS = 4 + len(GroupCounts._fields)  # of the layer; the lists of pairs 
 
 
 def _layer_transport(layer: MoE) -> LayerTransport | None:
-    w1, config, transport = layer.experts.w1, layer.config, layer.transport
-    chosen = transport.on(w1) if isinstance(transport, GroupTransport) else None
-    if not isinstance(chosen, SymmetricTransport) or not chosen.can_be_bounded:
-        return None
+    w1, config = layer.experts.w1, layer.config
     row_bytes = config.d * (layer._autocast_dtype() or w1.dtype).itemsize
-    is_static = chosen.is_static and layer.training and config.rounding.capacity_factor is not None
-    return LayerTransport(chosen, row_bytes, w1.device, is_static)
-
-
-def _steps_of(group: EPGroup, config: MoEConfig, transport: LocalTransport | GroupTransport) -> Steps:
-    if group.size == 1:
-        return Steps()
-    check = partial(raise_problems, problem=None, group=group, exchange=transport)
-    return BoundedSteps(group, config.K, check, _layer_transport)
+    may_be_static = layer.training and config.rounding.capacity_factor is not None
+    return bounded_transport(layer.transport, w1, row_bytes, may_be_static=may_be_static)
 
 
 def _check_hosts(config: MoEConfig, group: EPGroup) -> None:

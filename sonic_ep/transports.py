@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sonic_ep.config import TransportConfig
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch
 from sonic_ep.dispatch.symmetric import SymmetricTransport
@@ -19,6 +20,8 @@ from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.extras import missing_extra
 from sonic_ep.groups import EPGroup, HostLayout, exchange_named, register_exchange
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
+from sonic_ep.kernels.launch_sequence.recorded_calls import Steps
+from sonic_ep.routers.count_exchange import raise_problems
 from sonic_ep.routing import Routing
 from sonic_ep.symmetric_memory import problem_with_peers, symmetric_memory
 
@@ -119,6 +122,32 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
             register_exchange(transport)
         group.held[name] = transport
     return transport
+
+
+def steps_of(
+    group: EPGroup,
+    transport: LocalTransport | GroupTransport,
+    K: int,
+    transport_of: Callable[[Any], LayerTransport | None],
+) -> Steps:
+    """Returns the steps of a layer that records its launches. transport_of: see BoundedSteps."""
+    if group.size == 1:
+        return Steps()
+    check = functools.partial(raise_problems, problem=None, group=group, exchange=transport)
+    return BoundedSteps(group, K, check, transport_of)
+
+
+def bounded_transport(
+    transport: LocalTransport | GroupTransport, like: Tensor, row_bytes: int, *, may_be_static: bool = False
+) -> LayerTransport | None:
+    """Returns how rows of `row_bytes` on the device of `like` travel if their number can be bounded, or None.
+
+    may_be_static: whether these steps have a capacity factor. A collective at the first use for a device type.
+    """
+    chosen = transport.on(like) if isinstance(transport, GroupTransport) else None
+    if not isinstance(chosen, SymmetricTransport) or not chosen.can_be_bounded:
+        return None
+    return LayerTransport(chosen, row_bytes, like.device, chosen.is_static and may_be_static)
 
 
 def existing_transport(group: EPGroup, text: str) -> LocalTransport | GroupTransport:

@@ -28,7 +28,7 @@ from sonic_ep.kernels.experts.activations import Activation, activation_named
 if TYPE_CHECKING:
     from sonic_ep.kernels.experts.mlp import PairLists
 
-_ANY = activation_named("relu")  # of a product that nobody reads the activation of
+_ANY = activation_named("relu")  # of products of which only H is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ExpertsLoRA:
         return self.a1_erH, self.b1_eJr, self.a2_erI, self.b2_eHr
 
     def padded(self) -> "ExpertsLoRA":
-        """Returns contiguous tensors whose r is a multiple of COLUMN_MULTIPLE, filled with zeros. Differentiable."""
+        """Returns contiguous tensors with r padded to a multiple of COLUMN_MULTIPLE by zeros. Differentiable."""
 
         def pad(values: Tensor | None, dim: int) -> Tensor | None:
             if values is None:

@@ -9,23 +9,21 @@ Legend: T tokens on this rank, H hidden size, K experts per token.
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 
 from sonic_ep.async_d2h import host_may_wait
-from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport
+from sonic_ep.dispatch.bounded_steps import LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import gradient_placeholder, moe
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.launch_sequence.recorded_calls import Code, RecordedCalls, Steps
-from sonic_ep.routers.count_exchange import decided_counts, raise_problems
+from sonic_ep.kernels.launch_sequence.recorded_calls import Code, RecordedCalls
+from sonic_ep.routers.count_exchange import decided_counts
 from sonic_ep.routers.replay import in_region
 from sonic_ep.routing import GroupCounts, Routing, SplitSizes
-from sonic_ep.transports import GroupTransport
+from sonic_ep.transports import GroupTransport, bounded_transport, steps_of
 
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -80,7 +78,7 @@ class RecordedExperts:
     def __init__(self, group: EPGroup, transport: LocalTransport | GroupTransport, K: int) -> None:
         self.training = False  # of the present call
         self._group, self.transport, self._K = group, transport, K
-        self._calls = RecordedCalls(_CODE, _steps_of(group, transport, K))
+        self._calls = RecordedCalls(_CODE, steps_of(group, transport, K, _transport_of))
         self._call: ExpertsCall | None = None
         # The main_grad of both weights, if backward adds to it; while a recording is made, memory that stands for it.
         self._params: list[Tensor] = []
@@ -155,22 +153,25 @@ class RecordedExperts:
         """Returns the tensors that backward adds gradients of weights to."""
         return self._stand_in or [param.main_grad for param in self._params]  # type: ignore[attr-defined]
 
-    def problem_with_recording(self, x_TH: Tensor) -> str | None:
-        """Returns why no recording can be made, or None. Allocates what stands for main_grad."""
-        if not x_TH.numel():
+    def problem_with_recording(self, tensors: list[Tensor]) -> str | None:
+        """Returns why no recording of these tensors can be made, or None. Allocates what stands for main_grad."""
+        if not tensors[0].numel():
             return "x is empty"
         try:
-            # Twice, because a recording also has a copy of it.
-            _, self._stand_in = ([torch.empty_like(each) for each in self.main_grads()] for _ in range(2))
+            self._stand_in = self._like_main_grads()
+            self._like_main_grads()  # there must be memory for the recording's copy of it, too
         except torch.OutOfMemoryError:
-            return "there is no memory for a second main_grad"
+            return "there is no memory for two more main_grads"
         return None
+
+    def _like_main_grads(self) -> list[Tensor]:
+        return [torch.empty_like(main_grad) for main_grad in self.main_grads()]
 
     @contextmanager
     def undone(self) -> Generator[None]:
         """A context in which backward adds to memory of its own, which is zero at the start."""
         if not self._stand_in:  # another rank records what this one has recorded
-            self._stand_in = [torch.empty_like(main_grad) for main_grad in self.main_grads()]
+            self._stand_in = self._like_main_grads()
         for each in self._stand_in:
             each.zero_()
         yield
@@ -189,34 +190,22 @@ class _AddedToMainGrad(torch.autograd.Function):
         return grad_outputs[0], *(gradient_placeholder(param) for param in ctx.params)
 
 
-def _outputs_of(experts: RecordedExperts, tensors: list[Tensor]) -> list[Tensor]:
-    return experts.outputs_of(tensors)
-
-
 def _again(experts: RecordedExperts, tensors: list[Tensor], outputs: list[Tensor], sizes: SplitSizes) -> list[Tensor]:
     """Computes with the counts of these outputs, which were launched with buffers that are too small."""
     with decided_counts(GroupCounts(*outputs[1:]), sizes):
         return experts.outputs_of(tensors)
 
 
-def _problem_with_recording(experts: RecordedExperts, tensors: list[Tensor]) -> str | None:
-    return experts.problem_with_recording(tensors[0])
-
-
-_CODE = Code(_outputs_of, RecordedExperts.main_grads, RecordedExperts.undone, _problem_with_recording, _again)
+_CODE = Code(
+    RecordedExperts.outputs_of,
+    RecordedExperts.main_grads,
+    RecordedExperts.undone,
+    RecordedExperts.problem_with_recording,
+    _again,
+)
 
 
 def _transport_of(experts: RecordedExperts) -> LayerTransport | None:
-    call, transport = experts._call, experts.transport
-    assert call is not None
-    chosen = transport.on(call.x_TH) if isinstance(transport, GroupTransport) else None
-    if not isinstance(chosen, SymmetricTransport) or not chosen.can_be_bounded:
-        return None
-    return LayerTransport(chosen, call.x_TH.shape[1] * call.x_TH.element_size(), call.x_TH.device, is_static=False)
-
-
-def _steps_of(group: EPGroup, transport: LocalTransport | GroupTransport, K: int) -> Steps:
-    if group.size == 1:
-        return Steps()
-    check = partial(raise_problems, problem=None, group=group, exchange=transport)
-    return BoundedSteps(group, K, check, _transport_of)
+    assert experts._call is not None
+    x_TH = experts._call.x_TH
+    return bounded_transport(experts.transport, x_TH, x_TH.shape[1] * x_TH.element_size())

@@ -1,4 +1,4 @@
-"""A host that is cut off or killed while examples/train.py runs on two: who is told what, and how training goes on.
+"""A host is cut off or killed while examples/train.py runs on two: what each rank raises, and how training goes on.
 
 Each fault strikes in forward, in backward, and while a checkpoint is written. Then the run goes on at half the ranks.
 """

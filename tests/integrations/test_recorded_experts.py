@@ -114,7 +114,7 @@ def test_without_a_gpu_the_code_runs(ranks: Ranks, main_grad: bool, bias: bool) 
 
 
 def computed_anew(rank: int) -> list[bool]:
-    """A step whose counts are decided already gathers nothing, and gives the same routing."""
+    """A step with decided counts gathers nothing, and gives the same routing."""
     layer = Layer(EPGroup(), "cpu")
     call = layer.call(0, 0)
     routing = call.route(*call.routed)

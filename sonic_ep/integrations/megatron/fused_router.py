@@ -209,7 +209,7 @@ class FusedRouter(TopKRouter):
         return self.training and torch.is_grad_enabled()
 
     def _fused_loss(self, b: int) -> str | None:
-        """Returns the first auxiliary loss that our kernels know, for b sequences, whose rows alternate."""
+        """Returns the first auxiliary loss that our kernels know for b sequences, or None. Their rows alternate."""
         for name in _LOSSES:
             if self.get_aux_loss_coeff(name) > 0 and (name != "seq_aux_loss" or b == 1):
                 return name
