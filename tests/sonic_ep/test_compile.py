@@ -113,9 +113,11 @@ def assert_same_step(ours: Step, theirs: Step, tolerance: float) -> None:
     for mine, other in zip(ours[1], theirs[1], strict=True):
         for name in FIGURES:
             torch.testing.assert_close(getattr(mine, name), getattr(other, name), msg=name)
+        group = EPGroup() if len(mine.counts.pairs_SE) > 1 else EPGroup.alone()
+        torch.testing.assert_close(mine.traffic(group), other.traffic(group), msg="traffic")
 
 
-FIGURES = [name for name in vars(RoutingStats) if not name.startswith("_") and name != "counts"]
+FIGURES = [name for name in vars(RoutingStats) if not name.startswith("_") and name not in ("counts", "traffic")]
 
 
 def counters(model: Model) -> list[list[int]]:
