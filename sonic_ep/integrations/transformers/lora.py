@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.transformers.check import computed_here
@@ -34,7 +35,7 @@ def fuse_lora(model: nn.Module) -> list[str]:
 
     Call it once adapters are there: after get_peft_model or PeftModel.from_pretrained, or on `trainer.model`. Adapters
     may be added, switched, disabled, merged and saved as before. Where something else than products of experts that
-    sonic_ep computes is adapted, or under torch.compile, PEFT adds to the weights as before, which is logged once.
+    sonic_ep computes is adapted, PEFT adds to the weights as before, which is logged once.
 
     Example: model = get_peft_model(model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj"]))
              fuse_lora(model)
@@ -58,11 +59,12 @@ def fuse_lora(model: nn.Module) -> list[str]:
     return list(found)
 
 
+@_disable_dynamo
 def _forward(wrapper: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of an outermost wrapper."""
+    """The forward of an outermost wrapper. torch.compile breaks its graph here, as it does in PEFT's own forward."""
     experts, wrappers = wrapper.get_base_layer(), _chain(wrapper)
     plain = wrapper.disable_adapters or any(each.merged for each in wrappers) or "adapter_names" in kwargs
-    if plain or torch.compiler.is_compiling():
+    if plain:
         return type(wrapper).forward(wrapper, *args, **kwargs)
     if (problem := _problem(experts, wrappers)) is not None:
         _log(experts, problem)

@@ -153,6 +153,18 @@ def test_gradient_checkpointing_deepcopy_and_autocast(made: list[str]) -> None:
         made.clear()
 
 
+def test_under_compile_the_graph_breaks_at_adapted_experts(made: list[str]) -> None:
+    block = adapted("sonic_ep").base_model.model.model.layers[0].mlp
+    x = torch.randn(1, 10, 32)
+    wanted = block(x)
+    adapters = [each for each in block.parameters() if each.requires_grad]
+    compiled = torch.compile(block, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), wanted)
+    grads = [torch.autograd.grad(run(x).square().sum(), adapters) for run in (compiled, block)]
+    torch.testing.assert_close(grads[0], grads[1])
+    assert made == []
+
+
 def test_biases_are_adapted_as_before_and_it_is_said_once(caplog: pytest.LogCaptureFixture, made: list[str]) -> None:
     from sonic_ep.integrations.transformers.experts import uses_registry
 
