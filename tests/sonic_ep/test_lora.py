@@ -18,7 +18,7 @@ from tests.helpers.launch import RankPool
 from tests.sonic_ep.test_functional import saved_bytes
 
 Ranks = Callable[[int], RankPool]
-T, H, I, E, K = 29, 16, 12, 4, 2  # noqa: E741
+T, H, I, E, K = 29, 16, 24, 4, 2  # noqa: E741
 NAMES = ("a1_erH", "b1_eJr", "a2_erI", "b2_eHr")
 
 
@@ -34,16 +34,17 @@ def problem(
     """Arguments of `moe` without lora, and the tensors of lora."""
     generator = torch.Generator().manual_seed(group.rank)
     J, e, dtype = (2 * I if ACTIVATIONS[activation].gated else I), E // group.size, own.get("dtype", torch.float64)
+    device = own.get("device", "cpu")
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return values.to(device, dtype).requires_grad_()
 
-    ids = torch.rand(T, E, generator=generator).topk(K).indices
+    ids = torch.rand(T, E, generator=generator).topk(K).indices.to(device)
     experts, order = ids.flatten().sort(stable=True)
-    pair_weights = torch.rand(T * K, generator=generator, dtype=torch.float64).to(
-        torch.promote_types(dtype, torch.float32)
-    )
-    routing = Routing.from_pairs(order // K, experts, pair_weights.requires_grad_(), num_tokens=T, E=E, group=group)
+    pair_weights = torch.rand(T * K, generator=generator, dtype=torch.float64)
+    pair_weights = pair_weights.to(device, torch.promote_types(dtype, torch.float32)).requires_grad_()
+    routing = Routing.from_pairs(order // K, experts, pair_weights, num_tokens=T, E=E, group=group)
     arguments: dict[str, Any] = {
         "x_TH": drawn(T, H),
         "routing": routing,
@@ -79,7 +80,7 @@ def outputs(arguments: dict[str, Any], lora: dict[str, Tensor], *, fused: bool) 
     leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     leaves["pair_weights"] = arguments["routing"].weights_N
     y = moe(**arguments, lora=ExpertsLoRA(**lora)) if fused else moe(**materialized(arguments, lora))
-    dout = torch.linspace(-1, 1, H, dtype=torch.float64).to(y.dtype)
+    dout = torch.linspace(-1, 1, H, dtype=torch.float64).to(y.device, y.dtype)
     return {
         "y": y.detach(),
         **dict(zip(leaves, torch.autograd.grad((y * dout).sum(), [*leaves.values()]), strict=True)),
@@ -150,8 +151,8 @@ def test_an_expert_without_tokens_and_no_tokens_at_all() -> None:
         assert not got["a1_erH"][1].any()
 
 
-def test_bfloat16_is_close_to_float64() -> None:
-    arguments, lora = problem(EPGroup.alone(), dtype=torch.bfloat16)
+def assert_bfloat16_is_close_to_float64(**options: Any) -> None:
+    arguments, lora = problem(EPGroup.alone(), dtype=torch.bfloat16, **options)
     got = outputs(arguments, lora, fused=True)
     exact = {name: each.detach().double().requires_grad_() for name, each in lora.items()}
     wide = {
@@ -163,6 +164,18 @@ def test_bfloat16_is_close_to_float64() -> None:
     for name, wanted in outputs(wide, exact, fused=False).items():
         error = (got[name].double() - wanted).norm() / wanted.norm()
         assert error < 0.01, name
+
+
+def test_bfloat16_is_close_to_float64() -> None:
+    assert_bfloat16_is_close_to_float64()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("r1", "r2"), [(3, 8), (16, 64), (None, 8), (8, None)])
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai", "geglu_erf", "relu2"])
+def test_gpu_kernels_are_close_to_float64(activation: str, r1: int | None, r2: int | None, bias: bool) -> None:
+    assert_bfloat16_is_close_to_float64(device="cuda", activation=activation, r1=r1, r2=r2, bias=bias)
 
 
 def frozen(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -227,10 +240,10 @@ def test_no_tensor_has_the_shape_of_weights(fused: bool) -> None:
         ({"b1_eJr": None}, "lora has one of A1 and B1; pass both"),
         ({"a2_erI": None}, "lora has one of A2 and B2; pass both"),
         ({"a1_erH": torch.zeros(4, 3, 15, dtype=torch.float64)}, r"A1 has shape \(4, 3, 15\), wanted \(4, 3, 16\)"),
-        ({"b1_eJr": torch.zeros(4, 24, 4, dtype=torch.float64)}, r"B1 has shape \(4, 24, 4\), wanted \(4, 24, 3\)"),
+        ({"b1_eJr": torch.zeros(4, 48, 4, dtype=torch.float64)}, r"B1 has shape \(4, 48, 4\), wanted \(4, 48, 3\)"),
         ({"b2_eHr": torch.zeros(3, 16, 8, dtype=torch.float64)}, r"B2 has shape \(3, 16, 8\), wanted \(4, 16, 8\)"),
-        ({"a2_erI": torch.zeros(4, 8, 12)}, "A2 is torch.float32 on cpu, x is torch.float64"),
-        ({"a2_erI": torch.zeros(4, 0, 12, dtype=torch.float64)}, "with a rank of at least 1"),
+        ({"a2_erI": torch.zeros(4, 8, 24)}, "A2 is torch.float32 on cpu, x is torch.float64"),
+        ({"a2_erI": torch.zeros(4, 0, 24, dtype=torch.float64)}, "with a rank of at least 1"),
         ({"a2_erI": torch.zeros(8, dtype=torch.float64)}, "with a rank of at least 1"),
     ],
 )
