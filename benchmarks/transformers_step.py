@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/transformers_step.py --out transformers_step_2_gpus.json
     torchrun --nproc-per-node 2 benchmarks/transformers_step.py --device cpu --shape tiny --tokens 64 --length 32
+    torchrun --nproc-per-node 1 benchmarks/transformers_step.py --lora 16 --out transformers_lora_step.json
 
 The model has random weights and `--layers` layers of a published shape. DistributedConfig shards it by FSDP2 over all
 ranks and divides the experts among them. Each rank has its own sequences of random tokens. Contestants train the same
@@ -10,6 +11,12 @@ weights, one after the other, in turns of --seconds:
     all_to_all, grouped_mm     transformers' own: every (token, expert) pair travels; its fastest experts without a hub
     sonic_ep                   ours
     sonic_ep, apportion        ours, with counts rounded by `round_tokens`
+
+With --lora R each rank trains adapters of rank R, of experts and attention, on a whole model of its own: PEFT cannot
+add to experts that are divided among ranks. Contestants, without the layer's lines:
+
+    PEFT, grouped_mm           PEFT makes W + B A, transformers' experts compute with it
+    sonic_ep, fuse_lora        ours
 
 Medians over --rounds, and the largest of all ranks, in milliseconds unless said otherwise:
 
@@ -49,11 +56,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 from sonic_ep import EPGroup, RoundingConfig, load_config
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.integrations.transformers import register, round_tokens
+from sonic_ep.integrations.transformers import fuse_lora, register, round_tokens
 from sonic_ep.integrations.transformers.expert_parallel import implementation_with
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
 
 STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportion"
+PEFT_LORA, OUR_LORA = "PEFT, grouped_mm", "sonic_ep, fuse_lora"
 SHAPES = ("qwen3_30b_a3b", "tiny")
 WARM_UP, UNTIMED = 8, 2
 
@@ -72,26 +80,38 @@ class InTurns(EPImplementation):
         return (self.stock if InTurns.chosen == STOCK else self.ours)(*args)
 
 
+def model_config(options: argparse.Namespace) -> Qwen3MoeConfig:
+    moe, dense = load_config(options.shape), DENSE[options.shape]
+    return Qwen3MoeConfig(
+        vocab_size=dense.vocabulary,
+        hidden_size=moe.d,
+        num_attention_heads=dense.heads,
+        num_key_value_heads=dense.kv_heads,
+        head_dim=dense.head_dim,  # pyright: ignore[reportCallIssue]  # in 5.23
+        num_experts=moe.E,
+        num_experts_per_tok=moe.K,
+        moe_intermediate_size=moe.n,
+        num_hidden_layers=options.layers,
+        norm_topk_prob=moe.router.renormalize,
+        max_position_embeddings=options.length,
+        output_router_logits=False,
+    )
+
+
+def own_sequences(config: Any, options: argparse.Namespace) -> Tensor:
+    generator = torch.Generator(options.device).manual_seed(dist.get_rank())
+    size = (options.tokens // options.length, options.length)
+    return torch.randint(config.vocab_size, size, device=options.device, generator=generator)
+
+
 class Training:
+    contestants = (STOCK, OURS, ROUNDED)
+
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         register()
         EPImplementationInterface.register("in_turns", InTurns)
-        moe, dense = load_config(options.shape), DENSE[options.shape]
-        config = Qwen3MoeConfig(
-            vocab_size=dense.vocabulary,
-            hidden_size=moe.d,
-            num_attention_heads=dense.heads,
-            num_key_value_heads=dense.kv_heads,
-            head_dim=dense.head_dim,  # pyright: ignore[reportCallIssue]  # in 5.23
-            num_experts=moe.E,
-            num_experts_per_tok=moe.K,
-            moe_intermediate_size=moe.n,
-            num_hidden_layers=options.layers,
-            norm_topk_prob=moe.router.renormalize,
-            max_position_embeddings=options.length,
-            output_router_logits=False,
-        )
+        config = model_config(options)
         ranks = dist.get_world_size()
         self.model: Any = Qwen3MoeForCausalLM.from_pretrained(
             None,
@@ -111,10 +131,7 @@ class Training:
         self.rounding = {name: getattr(module, TOKEN_ROUNDING) for name, module in self.experts.items()}
         groups = groups_by_mesh(self.model.parameters())
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
-        sequences = options.tokens // options.length
-        generator = torch.Generator(options.device).manual_seed(dist.get_rank())
-        size = (sequences, options.length)
-        self.ids = torch.randint(config.vocab_size, size, device=options.device, generator=generator)
+        self.ids = own_sequences(config, options)
 
     def choose(self, contestant: str) -> None:
         InTurns.chosen = contestant
@@ -130,6 +147,35 @@ class Training:
         self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+class LoRATraining(Training):
+    contestants = (PEFT_LORA, OUR_LORA)
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]  # not among our extras
+
+        register()
+        self.config = model_config(options)
+        with torch.device(options.device):
+            model: Any = Qwen3MoeForCausalLM._from_config(
+                self.config, dtype=torch.bfloat16, experts_implementation="grouped_mm", attn_implementation="sdpa"
+            )
+        adapters = LoraConfig(
+            r=options.lora,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            init_lora_weights=False,  # B of zero would have no work for A
+        )
+        self.model = get_peft_model(model, adapters).train()
+        fuse_lora(self.model)  # where sonic_ep computes the experts; else its wrappers are PEFT's own
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        self.ids = own_sequences(self.config, options)
+
+    def choose(self, contestant: str) -> None:
+        implementation = "sonic_ep" if contestant == OUR_LORA else "grouped_mm"
+        self.model.get_base_model().set_experts_implementation(implementation)
 
 
 class Block:
@@ -182,12 +228,14 @@ class Block:
 
 
 def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    names = [name for name in (STOCK, OURS, ROUNDED) if options.only is None or name in options.only]
+    names = [name for name in training.contestants if options.only is None or name in options.only]
     turns: dict[str, list[dict[str, float]]] = {name: [{} for _ in range(options.rounds)] for name in names}
     on_gpu = options.device == "cuda"
     first_losses = {name: training.loss_with(name) for name in names}
-    block = Block(training.config, options)
-    for part, what in (("step", training), ("layer", block)):
+    parts: list[tuple[str, Any]] = [("step", training)]
+    if not options.lora:
+        parts.append(("layer", Block(training.config, options)))
+    for part, what in parts:
         steps: dict[str, int] = {}
         for name in names:
             what.choose(name)
@@ -204,7 +252,7 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
                 turn, host = turns[name][i], "host" if part == "step" else "layer_host"
                 turn[part], turn[host] = clock.back_to_back(what.step, steps[name], untimed=UNTIMED)
                 if part == "layer":
-                    turn["saved_mib"] = block.saved_bytes() / 2**20
+                    turn["saved_mib"] = what.saved_bytes() / 2**20
                 elif on_gpu:
                     turn["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     medians = {
@@ -215,7 +263,8 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
     flops = 18 * options.tokens * c.num_experts_per_tok * c.hidden_size * c.moe_intermediate_size
     for name, each in results.items():
         each["first_loss"] = first_losses[name]
-        each["layer_tflops"] = flops / each["layer"] / 1e9
+        if "layer" in each:
+            each["layer_tflops"] = flops / each["layer"] / 1e9
         each["tokens_per_second"] = 1000 * options.tokens / each["step"]
     return results
 
@@ -223,6 +272,7 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
 def parsed() -> argparse.Namespace:
     parser = step_parser(__doc__, shape="qwen3_30b_a3b", shapes=SHAPES, tokens=8192, seconds=2.0)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--lora", type=int, default=0, metavar="R", help="rank of adapters, instead of all weights")
     return parsed_options(parser)
 
 
@@ -232,9 +282,10 @@ def main() -> None:
     logging.basicConfig()
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     start_rank(options.device)
-    results = race(Training(options), Clock(EPGroup(), options.device), options)
+    training = LoRATraining(options) if options.lora else Training(options)
+    results = race(training, Clock(EPGroup(), options.device), options)
     if dist.get_rank() == 0:
-        sizes = {key: getattr(options, key) for key in ("shape", "layers", "tokens", "length")}
+        sizes = {key: getattr(options, key) for key in ("shape", "layers", "tokens", "length", "lora")}
         record = {"command": sys.argv, "machine": machine(options.device), "ranks": dist.get_world_size()}
         if options.out is not None:
             options.out.write_text(json.dumps({**record, **sizes, "contestants": results}, indent=1) + "\n")
