@@ -127,12 +127,15 @@ def asks_registry(family: str) -> bool:
     return any(_DECORATOR.search(path.read_text(encoding="utf-8")) for path in _modeling_files(folder / family))
 
 
-def tiny_model(family: str, is_wanted: Any) -> nn.Module:
-    """The first causal language model, text model or other model of the family that has a module `is_wanted`."""
+def tiny_model(family: str, is_wanted: Any, **fields: Any) -> nn.Module:
+    """The first causal language model, text model or other model of the family that has a module `is_wanted`.
+
+    fields: of the config, where it has them.
+    """
     tried = []
     for cls in _candidates(family):
         try:
-            config = _tiny_config(cls.config_class, family)
+            config = _tiny_config(cls.config_class, family, fields)
             with torch.device("meta"):
                 shape_only: nn.Module = cls(config)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
@@ -163,10 +166,10 @@ def _candidates(family: str) -> list[Any]:
     return list(dict.fromkeys(cls for kind in by_kind for cls in kind))
 
 
-def _tiny_config(cls: Any, family: str) -> Any:
+def _tiny_config(cls: Any, family: str, fields: dict[str, Any]) -> Any:
     names = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", {})}
     own = _OWN.get(family, {})
-    config = cls(**{name: value for name, value in {**_TINY, **own}.items() if name in names})
+    config = cls(**{name: value for name, value in {**_TINY, **own, **fields}.items() if name in names})
     config._attn_implementation = "eager"
     return config
 

@@ -1,4 +1,4 @@
-"""`DistributedConfig(ep_implementation="sonic_ep")`: models train over 2 and 4 gloo ranks as with stock all-to-all."""
+"""`DistributedConfig(ep_implementation="sonic_ep")` beyond the grid of test_grid.py: unequal batches, files, errors."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -75,7 +75,8 @@ def train(model: Any, rank: int, steps: int, *, lengths: tuple[int, ...] = (12,)
     for ids in own[:steps]:
         loss = loss_of(model, ids)
         loss.backward()
-        local = [getattr(each.grad, "to_local", lambda each=each: each.grad)() for each in model.parameters()]
+        grads: list[Any] = [each.grad for each in model.parameters() if each.grad is not None]
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in grads]
         norms.append(float(torch.stack([grad.norm() for grad in local]).norm()))
         optimizer.step()
         optimizer.zero_grad()
@@ -103,29 +104,6 @@ def assert_alike(results: list[Any]) -> None:
         torch.testing.assert_close(ours.logits, stock.logits, rtol=1e-4, atol=1e-4)
 
 
-# By number of ranks: layouts and their steps.
-LAYOUTS = {
-    2: [(Layout(2, 1, 2), 10), (Layout(1, 2, 2), 10)],
-    4: [(Layout(4, 1, 4), 10), (Layout(4, 1, 2), 3), (Layout(2, 2, 4), 3), (Layout(2, 2, 2), 3)],
-}
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_steps_equal_stock(size: int, ranks: Ranks, tmp_path: Path) -> None:
-    """One call for all layouts: DTensor caches meshes, and with them groups, which live as long as a call."""
-    model_of("qwen3_moe", num_key_value_heads=2).save_pretrained(tmp_path)  # type: ignore[operator]
-    for results in zip(*ranks(size).run(all_layouts, tmp_path, size, timeout=300), strict=True):
-        assert_alike([*results])
-
-
-def all_layouts(rank: int, path: Path, size: int) -> list[Any]:
-    with quiet():
-        return [
-            [train(load(path, layout, name), rank // layout.tp_size, steps) for name in ("sonic_ep", "all_to_all")]
-            for layout, steps in LAYOUTS[size]
-        ]
-
-
 @pytest.mark.parametrize("implementation", ["all_to_all", "all_reduce"])
 def test_our_experts_under_dispatch_of_stock(implementation: str, ranks: Ranks, tmp_path: Path) -> None:
     model_of("qwen3_moe", num_key_value_heads=2).save_pretrained(tmp_path)  # type: ignore[operator]
@@ -136,14 +114,6 @@ def stock_dispatch(rank: int, path: Path, implementation: str) -> list[Any]:
     with quiet():
         layout = Layout(tp_size=2, ep_size=2)
         return [train(load(path, layout, implementation, experts), 0, 2) for experts in ("sonic_ep", "eager")]
-
-
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h"])
-def test_other_families(family: str, ranks: Ranks, tmp_path: Path) -> None:
-    from sonic_ep.integrations.transformers.experts import uses_registry
-
-    tiny_model(family, uses_registry).save_pretrained(tmp_path)  # type: ignore[operator]
-    assert_alike(ranks(2).run(both, tmp_path, Layout(fsdp_size=2, ep_size=2), 3, (12,), False))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
