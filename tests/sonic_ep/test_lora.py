@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,11 +12,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonic_ep import EPGroup, Routing
+from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import ExpertsLoRA, moe
 from sonic_ep.kernels.experts import reference
 from sonic_ep.kernels.experts.activations import ACTIVATIONS
+from sonic_ep.routing import AsyncSplitSizes
 from sonic_ep.transports import transport_for
 from tests.helpers.launch import RankPool
+from tests.helpers.poison import poisoned_empty
+from tests.helpers.shared_files import shared_files
+from tests.helpers.static_buffers import lists_with_spare
+from tests.helpers.triton_device import triton_device
 from tests.sonic_ep.test_functional import saved_bytes
 
 Ranks = Callable[[int], RankPool]
@@ -259,3 +267,33 @@ def test_not_under_compile() -> None:
     arguments["routing"] = replace(routing, weights_N=routing.weights_N.detach())
     with pytest.raises(Exception, match="lora is not supported under torch.compile"):
         torch.compile(lambda: moe(**arguments, lora=ExpertsLoRA(**lora)), backend="eager", fullgraph=True)()
+
+
+def with_spare_capacity(rank: int, folder: str) -> None:
+    """Over symmetric memory lists have rows behind the last pair, with NaN in all that nobody writes."""
+    group = EPGroup()
+    arguments, lora = problem(group, dtype=torch.float32)
+    wanted = outputs(arguments, lora, fused=True)
+    transport = SymmetricTransport(group, shared_files(group, folder), timeout=60)
+    rows: list[int] = []
+    down_projection = reference.down_projection
+
+    def noted(a_PI: Tensor, *args: Any, **options: Any) -> Tensor:
+        rows.append(a_PI.shape[0])
+        return down_projection(a_PI, *args, **options)
+
+    for _ in range(2):  # the second time the experts are launched before sizes are known
+        late, noting_rows = (
+            patch.object(AsyncSplitSizes, "is_ready", False),
+            patch.object(reference, "down_projection", noted),
+        )
+        with lists_with_spare(), poisoned_empty(), late, noting_rows:
+            got = outputs({**arguments, "transport": transport}, lora, fused=True)
+        for name, value in wanted.items():
+            torch.testing.assert_close(got[name], value, msg=name)
+    assert len(set(rows)) > 1  # more rows than pairs at first
+
+
+@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
+def test_spare_rows_reach_no_result(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(with_spare_capacity, str(tmp_path))
