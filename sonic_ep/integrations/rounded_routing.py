@@ -5,7 +5,6 @@ Source: SonicMoE, arXiv 2512.14080, section 5; docs/token_rounding.md.
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
-import torch
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
@@ -27,4 +26,5 @@ def rounded_routing(
     weights_N = given_TE.reshape(-1).index_select(0, pairs_N).to(scores_TE.dtype)
     lists = pairs.token_ids_N, pairs.expert_ids_N, pairs.chosen_N
     added_N = scale * weights_of_pairs(scores_TE, pairs.topk_ids_TK, *lists, config)
-    return Routing.of(pairs, weights_N + torch.where(pairs.chosen_N, 0, added_N), T)
+    # torch.where with a number would allocate where no recording of launches sees it.
+    return Routing.of(pairs, weights_N + added_N.masked_fill(pairs.chosen_N, 0), T)
