@@ -131,11 +131,12 @@ class Model:
     def _pass(self, *, forward_only: bool) -> Tensor:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        count = 1 if forward_only else self.options.micro_batches
         losses: Any = get_forward_backward_func()(
             forward_step_func=self._forward_step,
-            data_iterator=iter([self.batch]),
+            data_iterator=iter([self.batch] * count),
             model=[self.model],
-            num_microbatches=1,
+            num_microbatches=count,
             seq_length=self.options.length,
             micro_batch_size=self.options.tokens // self.options.length,
             forward_only=forward_only,
@@ -352,7 +353,7 @@ def megatron(options: Any) -> Iterator[None]:
         model_parallel_cuda_manual_seed(1, te_rng_tracker=has_te())
         batch, world = options.tokens // options.length, dist.get_world_size()
         # Megatron's graphs read it.
-        init_num_microbatches_calculator(dist.get_rank(), None, batch * world, batch, world)
+        init_num_microbatches_calculator(dist.get_rank(), None, batch * world * options.micro_batches, batch, world)
         yield
         destroy_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()

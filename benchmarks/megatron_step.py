@@ -18,7 +18,8 @@ Contestants:
 A round builds one model after the other, each in the memory of the last, and its contestants take their turns of
 --seconds. Medians over --rounds, and the largest of all ranks, in milliseconds unless said otherwise:
 
-    step, host            forward, backward and optimizer, back to back; its calls until they return
+    step, host            forward and backward of --micro-batches, and optimizer, back to back; its calls until they
+                          return
     tokens_per_second     of one GPU
     mfu                   pretrain_model.flops_per_token, as a share of the card's dense bf16 peak
     peak_gib              the most that torch allocated in a turn of steps
@@ -202,7 +203,7 @@ class Race:
         results = {}
         for name, turns in self.turns.items():
             times = self.clock.largest({key: statistics.median(turn[key] for turn in turns) for key in turns[0]})
-            rate = 1000 * options.tokens / times["step"]
+            rate = 1000 * options.micro_batches * options.tokens / times["step"]
             times |= {"turns": len(turns), "tokens_per_second": rate, "first_loss": self.first_losses[name]}
             if "layer" in times:
                 times["layer_tflops"] = 18 * options.tokens * moe.K * moe.d * moe.n / times["layer"] / 1e9
@@ -218,7 +219,8 @@ class Race:
         figures = self.figures()
         if dist.get_rank() != 0:
             return
-        sizes = {key: getattr(self.options, key) for key in ("shape", "layers", "tokens", "length", "attention")}
+        names = ("shape", "layers", "micro_batches", "tokens", "length", "attention")
+        sizes = {key: getattr(self.options, key) for key in names}
         record = {"command": sys.argv, "machine": machine(self.options.device), "ranks": dist.get_world_size()}
         record["machine"]["packages"] |= {name: installed_version(name) for name in VERSIONS}
         record |= {**sizes, "contestants": figures, "errors": self.errors}
@@ -236,6 +238,7 @@ def say(text: str) -> None:
 def parsed() -> argparse.Namespace:
     parser = step_parser(__doc__, shape="qwen3_30b_a3b", shapes=DENSE, tokens=8192, seconds=1.5)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of --tokens each, before the optimizer's step")
     parser.add_argument("--attention", choices=("te", "torch"), default="te", help="te: where it is installed")
     return parsed_options(parser)
 

@@ -31,6 +31,8 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "512",
         "--length",
         "128",
+        "--micro-batches",
+        "2",
         "--rounds",
         "2",
     ]
@@ -56,6 +58,6 @@ def test_contestants_take_turns_on_equal_weights(record: dict[str, Any]) -> None
 def test_figures_are_of_every_round(record: dict[str, Any]) -> None:
     for figures in record["contestants"].values():
         assert figures["turns"] == 2
-        assert figures["tokens_per_second"] == pytest.approx(512_000 / figures["step"])
+        assert figures["tokens_per_second"] == pytest.approx(2 * 512_000 / figures["step"])
         assert 0 < figures["layer"] < figures["step"]
         assert 0 < figures["host"] <= figures["step"]
