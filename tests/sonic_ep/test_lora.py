@@ -161,6 +161,8 @@ def test_an_expert_without_tokens_and_no_tokens_at_all() -> None:
 
 def assert_bfloat16_is_close_to_float64(**options: Any) -> None:
     arguments, lora = problem(EPGroup.alone(), dtype=torch.bfloat16, **options)
+    # Below every activation's limit, where rounding may switch a derivative between 0 and 1.
+    arguments["x_TH"] = (arguments["x_TH"].detach() / (8 * H**0.5)).requires_grad_()
     got = outputs(arguments, lora, fused=True)
     exact = {name: each.detach().double().requires_grad_() for name, each in lora.items()}
     wide = {
@@ -294,6 +296,7 @@ def with_spare_capacity(rank: int, folder: str) -> None:
     assert len(set(rows)) > 1  # more rows than pairs at first
 
 
-@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
 def test_spare_rows_reach_no_result(ranks: Ranks, tmp_path: Path) -> None:
+    if triton_device() != "cpu":
+        pytest.skip("interprets its kernels")
     ranks(2).run(with_spare_capacity, str(tmp_path))
