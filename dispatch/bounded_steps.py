@@ -36,7 +36,7 @@ from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 _LOG = logging.getLogger("sonic_ep.launches")
 _MARGIN = 33 / 32  # bound / what the last step needed
 _DECAY = 511 / 512  # by which the bound shrinks in a step, at most
-_LEVELS = 8  # below a balanced step, and in each doubling above it
+_LEVELS = 16  # below a balanced step, and in each doubling above it
 _MIN_UNIT = 128  # rows
 _EVERY_CALL = 3  # the ranks may record in the first three calls with a bound, then in the 4th, 8th, 16th, ...
 
@@ -179,7 +179,7 @@ class BoundedSteps(Steps):
 
 
 def _rounded_up(size: int, balanced: int) -> int:
-    """Returns the level that holds so many rows. balanced: those of a balanced step. (8193, 8192) gives 9216."""
+    """Returns the level that holds so many rows. balanced: those of a balanced step. (8193, 8192) gives 8704."""
     below = max(balanced, 1)
     while 2 * below <= size:
         below *= 2

@@ -24,7 +24,7 @@ from sonic_ep.kernels.launch_sequence.replay import Replay
 
 _LOG = logging.getLogger("sonic_ep.launches")
 
-_MAX_SIGNATURES = 16  # of one layer; with more, as where lengths change in every step, the code runs
+_MAX_SIGNATURES = 32  # of one layer; with more, as where lengths change in every step, the code runs
 _MAX_COUNTED = 1024  # signatures that were called once
 
 

@@ -20,6 +20,7 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import gradient_placeholder, moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.launch_sequence.recorded_calls import Code, RecordedCalls
+from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routers.count_exchange import decided_counts
 from sonic_ep.routers.replay import in_region
 from sonic_ep.routing import GroupCounts, Routing, SplitSizes
@@ -32,8 +33,8 @@ Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 class ExpertsCall:
     """One call of a layer's experts.
 
-    x_TH: rows. routed: what the framework's router returned. weights: of this rank's experts, as `moe` takes them: w1,
-    w2, b1, b2. All may require gradients.
+    x_TH: rows. routed: what the framework's router returned. weights, lora: of this rank's experts, as `moe` takes
+    them: w1, w2, b1, b2, and updates of w1 and w2. All may require gradients.
     route: returns the routing of `routed`, by operations that depend on nothing else. A collective.
     training: of the layer. settings: arguments of `moe`, the same in every call of a layer.
     problem: why the launches depend on more than these tensors, or None.
@@ -44,6 +45,7 @@ class ExpertsCall:
     weights: Weights
     route: Callable[..., Routing]
     training: bool
+    lora: ExpertsLoRA | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
 
@@ -52,16 +54,22 @@ class ExpertsCall:
         return self.settings.get("accumulate_into_main_grad", False)
 
     def tensors(self) -> list[Tensor]:
-        """Returns all tensors: x, `routed`, and the weights that exist."""
+        """Returns all tensors: x, `routed`, and the weights and updates that exist."""
         weights = [weight for weight in self.weights if weight is not None]
-        return [self.x_TH, *(each.contiguous() for each in self.routed), *weights]
+        updates = [] if self.lora is None else [each.contiguous() for each in self.lora.tensors() if each is not None]
+        return [self.x_TH, *(each.contiguous() for each in self.routed), *weights, *updates]
 
     def on(self, tensors: Sequence[Tensor]) -> Self:
         """Returns the call with other tensors in these places."""
         x_TH, *rest = tensors
-        w1, w2, *biases = rest[len(self.routed) :]
-        b1, b2 = (None if old is None else biases.pop(0) for old in self.weights[2:])
-        return replace(self, x_TH=x_TH, routed=rest[: len(self.routed)], weights=(w1, w2, b1, b2))
+        w1, w2, *others = rest[len(self.routed) :]
+
+        def instead_of(*old: Tensor | None) -> list[Tensor | None]:
+            return [None if each is None else others.pop(0) for each in old]
+
+        b1, b2 = instead_of(*self.weights[2:])
+        lora = None if self.lora is None else ExpertsLoRA(*instead_of(*self.lora.tensors()))
+        return replace(self, x_TH=x_TH, routed=rest[: len(self.routed)], weights=(w1, w2, b1, b2), lora=lora)
 
     def with_weights(self, w1: Tensor, w2: Tensor) -> Self:
         """Returns the call with these weights and the same biases."""
@@ -135,7 +143,7 @@ class RecordedExperts:
 
     def _compute(self, call: ExpertsCall) -> tuple[Tensor, Routing]:
         routing, where = call.route(*call.routed), {"transport": self.transport, "group": self._group}
-        return moe(call.x_TH, routing, *call.weights, **where, **call.settings), routing
+        return moe(call.x_TH, routing, *call.weights, lora=call.lora, **where, **call.settings), routing
 
     def outputs_of(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns the output and the counts, by the code of the present call on these tensors."""

@@ -26,5 +26,5 @@ def rounded_routing(
     weights_N = given_TE.reshape(-1).index_select(0, pairs_N).to(scores_TE.dtype)
     lists = pairs.token_ids_N, pairs.expert_ids_N, pairs.chosen_N
     added_N = scale * weights_of_pairs(scores_TE, pairs.topk_ids_TK, *lists, config)
-    # torch.where with a number would allocate where no recording of launches sees it.
+    # Not torch.where, which allocates where no recording of launches sees it.
     return Routing.of(pairs, weights_N + added_N.masked_fill(pairs.chosen_N, 0), T)

@@ -11,19 +11,28 @@ from torch import Tensor
 from sonic_ep import EPGroup, TransportConfig
 from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts
 from sonic_ep.integrations.transformers.topk_routing import routing_of_topk
+from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routers.count_exchange import decided_counts
 from sonic_ep.transports import transport_for
 from tests.helpers.launch import RankPool
 
 Ranks = Callable[[int], RankPool]
-T, D, N, E, K = 700, 256, 128, 16, 4
+T, D, N, E, K, R = 700, 256, 128, 16, 4, 8
+OPTIONS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "main_grad": {"main_grad": True},
+    "lora": {"lora": True},
+}
 LEANS = [0, 0, 0, 0, 3, 0, 3, 3, 0]  # of a step: how much all tokens prefer the same experts
 
 
 class Layer:
     """Weights of experts, with main_grad if asked for, and what a framework's router returns in a step."""
 
-    def __init__(self, group: EPGroup, device: str, *, main_grad: bool = False, bias: bool = False) -> None:
+    def __init__(
+        self, group: EPGroup, device: str, *, main_grad: bool = False, bias: bool = False, lora: bool = False
+    ) -> None:
         self.group, self.device, self.main_grad = group, device, main_grad
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float64
         self.transport = transport_for(group, TransportConfig())
@@ -36,6 +45,8 @@ class Layer:
         storage = torch.cat([weight(*size).flatten() for size in sizes])  # one, as under Megatron's DDP
         parts = storage.split([torch.Size(size).numel() for size in sizes])
         self.weights = [part.view(size).requires_grad_() for part, size in zip(parts, sizes, strict=True)]
+        shapes = [(e, R, D), (e, 2 * N, R), (e, R, N), (e, D, R)] if lora else []
+        self.updates = [weight(*shape).requires_grad_() for shape in shapes]
         self.hooks_called = 0
         for param in self.weights[: 2 * main_grad]:
             param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
@@ -61,6 +72,7 @@ class Layer:
             weights=(self.weights[0], self.weights[1], *biases),
             route=route,
             training=True,
+            lora=ExpertsLoRA(*self.updates) if self.updates else None,
             settings={"layer_key": id(self), "accumulate_into_main_grad": self.main_grad},
         )
 
@@ -68,7 +80,7 @@ class Layer:
         """Output and all gradients of a step, in memory that was NaN before."""
         if self.device == "cuda":
             torch.full((20_000_000,), float("nan"), device="cuda")
-        for weight in self.weights:
+        for weight in (*self.weights, *self.updates):
             weight.grad = None
         y = compute(call)
         (y * y).sum().backward()
@@ -76,41 +88,42 @@ class Layer:
         for index, weight in enumerate(self.weights):
             added = self.main_grad and index < 2
             found.append(weight.main_grad if added else weight.grad)  # type: ignore[attr-defined]
+        found += [update.grad for update in self.updates]
         assert all(each is not None and bool(each.isfinite().all()) for each in found)
         return [each.clone() for each in found if each is not None]
 
 
-def differing(rank: int, device: str, main_grad: bool, bias: bool) -> tuple[list[str], int]:
+def differing(rank: int, device: str, options: dict[str, bool]) -> tuple[list[str], int]:
     """Steps in which repeated launches differ from the code, and the number of recordings."""
     group = EPGroup() if torch.distributed.is_initialized() else EPGroup.alone()
-    layers = [Layer(group, device, main_grad=main_grad, bias=bias) for _ in range(2)]
+    layers = [Layer(group, device, **options) for _ in range(2)]
     experts = RecordedExperts(group, layers[0].transport, K)
     wrong = []
     for step, lean in enumerate(LEANS):
         recorded = layers[0].run(experts, layers[0].call(step, lean))
         code = layers[1].run(experts.compute, layers[1].call(step, lean))
         wrong += [f"{step} {i}" for i, (a, b) in enumerate(zip(recorded, code, strict=True)) if not torch.equal(a, b)]
-    assert [layer.hooks_called for layer in layers] == [2 * len(LEANS) * main_grad] * 2
+    assert [layer.hooks_called for layer in layers] == [2 * len(LEANS) * layers[0].main_grad] * 2
     return wrong, experts.num_recorded
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("main_grad", "bias"), [(False, False), (False, True), (True, False)])
-def test_repeated_launches_on_one_gpu(main_grad: bool, bias: bool) -> None:
-    assert differing(0, "cuda", main_grad, bias) == ([], 1)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_repeated_launches_on_one_gpu(option: str) -> None:
+    assert differing(0, "cuda", OPTIONS[option]) == ([], 1)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("main_grad", "bias"), [(False, False), (False, True), (True, False)])
-def test_repeated_launches_on_two_gpus(gpus: Ranks, main_grad: bool, bias: bool) -> None:
-    for wrong, num_recorded in gpus(2).run(differing, "cuda", main_grad, bias):
+@pytest.mark.parametrize("option", OPTIONS)
+def test_repeated_launches_on_two_gpus(gpus: Ranks, option: str) -> None:
+    for wrong, num_recorded in gpus(2).run(differing, "cuda", OPTIONS[option]):
         assert wrong == []
         assert num_recorded >= 2  # the steps that lean need more
 
 
-@pytest.mark.parametrize(("main_grad", "bias"), [(False, True), (True, False)])
-def test_without_a_gpu_the_code_runs(ranks: Ranks, main_grad: bool, bias: bool) -> None:
-    assert ranks(2).run(differing, "cpu", main_grad, bias) == [([], 0)] * 2
+@pytest.mark.parametrize("option", OPTIONS)
+def test_without_a_gpu_the_code_runs(ranks: Ranks, option: str) -> None:
+    assert ranks(2).run(differing, "cpu", OPTIONS[option]) == [([], 0)] * 2
 
 
 def computed_anew(rank: int) -> list[bool]:

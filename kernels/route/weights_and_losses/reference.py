@@ -6,7 +6,6 @@ Legend: B sequences, L tokens of a sequence, T tokens on this rank, E experts, K
 sends, S ranks of the EP group.
 """
 
-import torch
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
@@ -50,7 +49,10 @@ def weights_of_pairs(
         sums_T1 = scores_TE.gather(1, topk_ids_TK).sum(1, keepdim=True) + 1e-20
         # We divide before the gather: pairs are distinct, so its backward never adds two gradients atomically.
         divided_N = (scores_TE / sums_T1).reshape(-1).index_select(0, pairs_N)
-        weights_N = divided_N if config.score == "sigmoid" else torch.where(chosen_N, divided_N, weights_N)
+        if config.score == "softmax":
+            # Not torch.where: its backward allocates where no recording of launches sees it.
+            divided_N = divided_N.masked_fill(~chosen_N, 0) + weights_N.masked_fill(chosen_N, 0)
+        weights_N = divided_N
     return weights_N * config.scale if config.scale != 1 else weights_N
 
 

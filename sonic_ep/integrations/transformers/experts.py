@@ -96,12 +96,12 @@ def compute_experts(
         # Not the address of the weights, which may be copies.
         "layer_key": None if torch.compiler.is_compiling() else id(experts),
     }
-    if (adapters := getattr(experts, LORA, None)) is not None:
-        settings["lora"] = adapters.of_rank(group, num_local_experts(experts), dtype)
+    adapters = getattr(experts, LORA, None)
+    lora = None if adapters is None else adapters.of_rank(group, num_local_experts(experts), dtype)
     w, x = weights_of(experts, dtype), x_TH.to(dtype)
     weights = w.w1, w.w2_eHI, w.b1_eJ, w.b2_eH
     if torch.compiler.is_compiling() or not record_launches:
-        out_TH = moe(x, route(*routed), *weights, transport=transport, group=group, **settings)
+        out_TH = moe(x, route(*routed), *weights, lora=lora, transport=transport, group=group, **settings)
     else:
         recorded = _recorded(experts, group, transport, topk_ids_TK.shape[1])
         call = ExpertsCall(
@@ -110,8 +110,9 @@ def compute_experts(
             weights=weights,
             route=route,
             training=experts.training,
+            lora=lora,
             settings=settings,
-            problem=_problem_with_recording(rounding, adapters, has_sentinels=has_sentinels),
+            problem=_problem_with_recording(rounding, has_sentinels=has_sentinels),
         )
         out_TH = recorded(call)
     return out_TH.to(x_TH.dtype)
@@ -126,9 +127,9 @@ def _recorded(
     return recorded
 
 
-def _problem_with_recording(rounding: Any, adapters: Any, *, has_sentinels: bool) -> str | None:
-    if has_sentinels or adapters is not None:
-        return "experts of other ranks are skipped" if has_sentinels else "the experts have adapters"
+def _problem_with_recording(rounding: Any, *, has_sentinels: bool) -> str | None:
+    if has_sentinels:
+        return "experts of other ranks are skipped"
     return None if rounding is None or rounding.knows_weights else "rounding reads the router's weights"
 
 
