@@ -117,6 +117,10 @@ class Model:
             else:
                 vars(layer.router).pop("routing", None)
 
+    def num_recorded(self) -> int:
+        ours = [layer.experts._recorded for layer in self.layers if hasattr(layer.experts, "_recorded")]
+        return sum(each.num_recorded for each in ours)
+
     def step(self) -> None:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -16,7 +16,8 @@ Contestants:
     sonic_ep, graphs           ours, with Megatron's CUDA graphs of router and preprocessing; its rounds come last
 
 A round builds one model after the other, each in the memory of the last, and its contestants take their turns of
---seconds. Medians over --rounds, and the largest of all ranks, in milliseconds unless said otherwise:
+--seconds. A turn begins once its contestant has no launches left to record. Medians over --rounds, and the largest of
+all ranks, in milliseconds unless said otherwise:
 
     step, host            forward and backward of --micro-batches, and optimizer, back to back; its calls until they
                           return
@@ -52,13 +53,13 @@ from across_ranks import timed
 from host_time import Clock, machine
 from megatron_model import FAMILIES, GRAPHED, TE_GROUPED, Model, has_te, known_sizes, megatron, release_memory
 from pretrain_model import DENSE, flops_per_token
-from step_options import parsed_options, start_rank, step_parser
+from step_options import parsed_options, start_rank, step_parser, train_until_recorded
 from torch import Tensor
 
 from sonic_ep import EPGroup, load_config
 from sonic_ep.kernels.common.versions import installed_version
 
-WARM_UP = 5  # steps before a turn: a new model records its launches
+WARM_UP = 5  # steps of a new model, or calls of a layer alone, which records its launches in them
 SHARE_OF_LAYER = 0.3  # of a turn's seconds
 HIDDEN = 4  # samples of layer_device in a turn
 BUSY = 60_000_000  # cycles, some 35 ms: longer than the launches of a stock layer's forward or backward
@@ -168,6 +169,7 @@ class Race:
         model.choose(name)
         is_first, start = name not in self.steps, time.perf_counter()
         self.clock.back_to_back(model.step, WARM_UP)
+        train_until_recorded(model.step, model.num_recorded, self.clock)
         if name == GRAPHED:
             model.capture()
             self.clock.back_to_back(model.step, WARM_UP)

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from host_time import Clock, machine
 from layer_contestants import CAPACITY, sonic_moe_layer, torch_layer, torch_layer_across_ranks
 from pretrain_model import DENSE, ExchangeableMoE, Layer, Model, flops_per_token, groups_by_mesh
-from step_options import parsed_options, start_rank, step_parser
+from step_options import parsed_options, start_rank, step_parser, train_until_recorded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -63,7 +63,6 @@ OURS_ACROSS_RANKS = (
 )
 BATCHES, GPUS = 8, 64
 WARM_UP = 6  # steps before all turns
-UNTIMED, MOST_UNTIMED = 3, 15  # steps before each: so many in which nothing was recorded, so many at most
 BALANCE_COEF = 0.01
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0}  # dense bf16
 
@@ -155,7 +154,7 @@ class Trainer:
 
     def turn(self, contestant: str, steps: int, clock: Clock) -> dict[str, float]:
         self.model.choose(contestant)
-        self.train_until_recorded(contestant, clock)
+        train_until_recorded(self.step, lambda: sum(self.num_recorded(contestant)), clock)
         clock.ready()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -170,17 +169,6 @@ class Trainer:
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0,
             "loss": float(loss),
         }
-
-    def train_until_recorded(self, contestant: str, clock: Clock) -> None:
-        """Memory is arranged anew, and sizes that others have trained to are recorded, once each."""
-        quiet = 0
-        for _ in range(MOST_UNTIMED):
-            before = self.num_recorded(contestant)
-            self.step()
-            new = sum(self.num_recorded(contestant)) - sum(before)
-            quiet = quiet + 1 if clock.largest({"new": new})["new"] == 0 else 0
-            if quiet == UNTIMED:
-                break
 
     def num_recorded(self, contestant: str) -> list[int]:
         """Recordings of each layer of ours; empty for others."""

@@ -1,12 +1,15 @@
-"""What the benchmarks of whole training steps have in common: options of the command line, and the ranks' start."""
+"""What the benchmarks of whole training steps have in common: options, the ranks' start, and steps before a turn."""
 
 import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from host_time import Clock
+
+QUIET, MOST = 3, 20  # steps before a turn
 
 
 def step_parser(
@@ -37,3 +40,19 @@ def start_rank(device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+
+
+def train_until_recorded(step: Callable[[], object], num_recorded: Callable[[], int], clock: Clock) -> None:
+    """Trains until QUIET steps behind each other have recorded no launches on any rank, but at most MOST steps.
+
+    num_recorded: returns how many recordings there are. Memory is arranged anew, and sizes that other contestants have
+    trained to are recorded, once each, as kernels are compiled once.
+    """
+    quiet = 0
+    for _ in range(MOST):
+        before = num_recorded()
+        step()
+        new = clock.largest({"new": num_recorded() - before})["new"]
+        quiet = quiet + 1 if new == 0 else 0
+        if quiet == QUIET:
+            break

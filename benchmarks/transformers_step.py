@@ -6,7 +6,7 @@
 
 The model has random weights and `--layers` layers of a published shape. DistributedConfig shards it by FSDP2 over all
 ranks and divides the experts among them. Each rank has its own sequences of random tokens. Contestants train the same
-weights, one after the other, in turns of --seconds:
+weights, one after the other, in turns of --seconds, which begin once there are no launches left to record:
 
     all_to_all, grouped_mm     transformers' own: every (token, expert) pair travels; its fastest experts without a hub
     sonic_ep                   ours
@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from host_time import Clock, machine
 from pretrain_model import DENSE, groups_by_mesh
-from step_options import parsed_options, start_rank, step_parser
+from step_options import parsed_options, start_rank, step_parser, train_until_recorded
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -58,7 +58,7 @@ from sonic_ep import EPGroup, RoundingConfig, load_config
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.transformers import fuse_lora, register, round_tokens
 from sonic_ep.integrations.transformers.expert_parallel import implementation_with
-from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
+from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, num_recorded, registered_experts
 
 STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportion"
 PEFT_LORA, OUR_LORA = "PEFT, grouped_mm", "sonic_ep, fuse_lora"
@@ -138,6 +138,9 @@ class Training:
         for name, module in self.experts.items():
             setattr(module, TOKEN_ROUNDING, self.rounding[name] if contestant == ROUNDED else None)
 
+    def num_recorded(self) -> int:
+        return sum(num_recorded(module) for module in self.experts.values())
+
     def loss_with(self, contestant: str) -> float:
         self.choose(contestant)
         with torch.no_grad():
@@ -167,6 +170,7 @@ class LoRATraining(Training):
             target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
             init_lora_weights=False,  # B of zero would have no work for A
         )
+        self.experts = registered_experts(model, "there is nothing to measure")
         self.model = get_peft_model(model, adapters).train()
         fuse_lora(self.model)  # where sonic_ep computes the experts; else its wrappers are PEFT's own
         trained = [each for each in self.model.parameters() if each.requires_grad]
@@ -210,6 +214,9 @@ class Block:
     def step(self) -> None:
         torch.autograd.grad(self.block(self.x), [self.x, *self.block.parameters()], self.dout)
 
+    def num_recorded(self) -> int:
+        return num_recorded(self.block.experts)
+
     def saved_bytes(self) -> int:
         """What is saved for backward and is neither a weight nor the block's input."""
         saved: dict[int, int] = {}
@@ -247,6 +254,7 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
         for i in range(options.rounds):
             for name in names:
                 what.choose(name)
+                train_until_recorded(what.step, what.num_recorded, clock)
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
                 turn, host = turns[name][i], "host" if part == "step" else "layer_host"

@@ -127,6 +127,12 @@ def _recorded(
     return recorded
 
 
+def num_recorded(experts: nn.Module) -> int:
+    """Returns how many recordings of launches there are for a module of experts."""
+    recorded = _RECORDED.get(experts)
+    return 0 if recorded is None else recorded.num_recorded
+
+
 def _problem_with_recording(rounding: Any, *, has_sentinels: bool) -> str | None:
     if has_sentinels:
         return "experts of other ranks are skipped"

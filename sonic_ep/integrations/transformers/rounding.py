@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.integrations.rounded_routing import rounded_routing
+from sonic_ep.integrations.rounded_routing import rounded_routing, softmax
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK
@@ -82,7 +82,7 @@ class _Rule(NamedTuple):
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Returns (T, E) scores in fp32 or fp64."""
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        return logits_TE.softmax(1) if self.config.score == "softmax" else logits_TE.sigmoid()
+        return softmax(logits_TE) if self.config.score == "softmax" else logits_TE.sigmoid()
 
 
 def _rules(K: int) -> list[_Rule]:
