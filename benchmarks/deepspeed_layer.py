@@ -1,67 +1,91 @@
-"""Qwen3-30B-A3B's MoE layer under DeepSpeed: its MoE layer, its AutoEP layer and ours for both, in one run.
+"""Training steps of DeepSpeed with Qwen3-30B-A3B's layers: its MoE layer, its AutoEP layer and ours for both, in turns.
 
-    torchrun --nproc-per-node 8 benchmarks/deepspeed_layer.py --out results.json
+    torchrun --nproc-per-node 2 benchmarks/deepspeed_layer.py --out deepspeed_step_2_gpus.json
+    torchrun --nproc-per-node 2 benchmarks/deepspeed_layer.py --device cpu --shape tiny --tokens 64 --length 32
 
-EP = all ranks, ZeRO 1, bf16, AdamW of torch. A model is LAYERS blocks x + moe(norm(x)). *Layer*: forward and
-backward of the first block's MoE on random rows, and what it keeps between the two beside its output. *Step*: a whole
-training step of the engine, and the most memory that it allocates. Contestants take turns; times are medians of the
-slowest rank. DeepSpeed's MoE layer runs with drop_tokens=False, as it also computes every token then; `_rounded` is
-our layer with token rounding. TFLOP/s count 18 operations per token, expert, d and n.
+A Qwen3MoeForCausalLM of transformers with `--layers` layers, in DeepSpeed's engine: EP over all ranks, ZeRO 1, bf16,
+torch's fused AdamW, and the same initial weights for all. AutoEP replaces the model's MoE blocks itself; the MoE layer
+takes their place, and its l_aux joins the loss. The learning rate is small, so that routing stays as at the start
+and contestants compute on alike routings. Contestants:
+
+    MoE                         stock, with drop_tokens=False: only then it computes every token
+    sonic_ep MoE                ours in its place
+    sonic_ep MoE, apportion     ours, with token rounding
+    AutoEP                      stock, as it is by default
+    AutoEP, fused               stock, with its fused combine, one GEMM for gate and up, and its asynchronous read of
+                                sizes
+    sonic_ep AutoEP             ours, by AutoEP.install()
+    sonic_ep AutoEP, apportion  ours, with token rounding
+
+A round builds one model after the other, each in the memory of the last, and each takes its turn of --seconds. Medians
+over --rounds, and the largest of all ranks, in milliseconds unless said otherwise:
+
+    step, host            forward, backward and engine.step, back to back; its calls until they return
+    tokens_per_second     of one GPU
+    mfu                   pretrain_model.flops_per_token, as a share of the card's dense bf16 peak
+    peak_gib              the most that torch allocated in a turn of steps
+    layer, layer_host     forward and backward of the first MoE layer on random rows, with its router, back to back; its
+                          calls until they return
+    layer_tflops          18 T K d n / layer, in TFLOP/s of a rank: what tokens need, without the router
+    layer_device          the same, launched while the device is busy: forward and backward, each from when all devices
+                          are free until this one is done. Stock layers read sizes on the host, so that launches behind
+                          the read cannot be hidden; here they are given those of the call before, and AutoEP then does
+                          not exchange its counts
+    saved_mib             what one MoE layer holds between forward and backward, without input and output
+    recorded              recordings of the first MoE layer of ours; 0: its code runs, and the log says why
+    first_loss            of the first rank before any step, without l_aux: contestants without rounding agree but for
+                          bf16
+    turns                 the number of turns
+
+What fails is in `errors`, and the others go on.
 """
 
 import argparse
-import json
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from across_ranks import measure_layer, measure_step, summary
+from host_time import Clock
+from qwen3_moe import SHAPES, model_config, own_sequences
+from step_options import parsed_options, start_rank, step_parser
+from step_race import LayerAlone, Race, release_memory
 from torch import Tensor, nn
+from transformers import Qwen3MoeForCausalLM
 
-from sonic_ep import RoundingConfig, load_config
+from sonic_ep import EPGroup, RoundingConfig
+from sonic_ep.kernels.common.replaced import replaced
 
-SHAPE, LAYERS, SEQ, BATCH = "qwen3_30b_a3b", 2, 2048, 4
 AUX_WEIGHT = 0.001
+LEARNING_RATE = 1e-5
 ROUNDING = RoundingConfig(mode="apportion")
+VERSIONS = ("deepspeed", "transformers")
 
 
-class Model(nn.Module):
-    """Blocks named as in Hugging Face's models, where AutoEP looks for `model.layers.{i}.mlp`."""
+class Kind(NamedTuple):
+    """section: fields of `expert_parallel` for AutoEP, None for the MoE layer. ours, rounding: of the layers."""
 
-    def __init__(self, make: Callable[[], nn.Module], config: Any = None) -> None:
-        super().__init__()
-        self.config = config
-        self.model: Any = nn.Module()
-        self.model.layers = nn.ModuleList(Block(make()) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x.new_zeros((), dtype=torch.float32)
-        for block in self.model.layers:
-            x, aux_loss = block(x)
-            total = total + aux_loss
-        return x.float().square().mean() + total
+    section: dict[str, Any] | None
+    ours: bool = False
+    rounding: RoundingConfig | None = None
 
 
-class Block(nn.Module):
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.RMSNorm(load_config(SHAPE).d), mlp
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        out = self.mlp(self.norm(x))
-        y, l_aux = (out[0], AUX_WEIGHT * out[1]) if isinstance(out, tuple) and len(out) == 3 else (first(out), 0.0)
-        return x + y, torch.as_tensor(l_aux, device=x.device)
-
-
-def first(out: Any) -> Tensor:
-    return out[0] if isinstance(out, tuple) else out
+FUSED: dict[str, Any] = {"combine_impl": "fused_weighted_sum", "gate_up_impl": "fused", "async_split_plan": True}
+CONTESTANTS = {
+    "MoE": Kind(None),
+    "sonic_ep MoE": Kind(None, ours=True),
+    "sonic_ep MoE, apportion": Kind(None, ours=True, rounding=ROUNDING),
+    "AutoEP": Kind({}),
+    "AutoEP, fused": Kind(FUSED),
+    "sonic_ep AutoEP": Kind({}, ours=True),
+    "sonic_ep AutoEP, apportion": Kind({}, ours=True, rounding=ROUNDING),
+}
 
 
 class GatedMLP(nn.Module):
@@ -77,137 +101,216 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def moe_model(kind: Callable[..., nn.Module], **more: Any) -> Any:
-    """An engine around blocks of DeepSpeed's MoE layer, or of ours."""
-    moe = load_config(SHAPE)
+class Block(nn.Module):
+    """A layer like DeepSpeed's MoE as a MoE block of transformers, with that block's weights."""
 
-    def make() -> nn.Module:
-        return kind(
-            moe.d,
-            GatedMLP(moe.d, moe.n),
-            num_experts=moe.E,
-            ep_size=dist.get_world_size(),
-            k=moe.K,
-            drop_tokens=False,
-            top2_2nd_expert_sampling=False,
-            **more,
+    def __init__(self, kind: Kind, config: Any, block: Any) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE as StockMoE
+
+        from sonic_ep.integrations.deepspeed import MoE, SonicEPOptions
+
+        make: Any = partial(MoE, options=SonicEPOptions(rounding=kind.rounding)) if kind.ours else StockMoE
+        weight, ranks = block.gate.weight, dist.get_world_size()
+        with weight.device:
+            self.moe: Any = make(
+                config.hidden_size,
+                GatedMLP(config.hidden_size, config.moe_intermediate_size),
+                num_experts=config.num_experts,
+                ep_size=ranks,
+                k=config.num_experts_per_tok,
+                drop_tokens=False,
+                top2_2nd_expert_sampling=False,
+            )
+        self.moe.to(weight.dtype).load_state_dict(entries_of(block, config.num_experts // ranks))
+        self.l_aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, self.l_aux, _ = self.moe(x)
+        return y
+
+
+def entries_of(block: Any, num_local_experts: int) -> dict[str, Tensor]:
+    """Returns the weights of a block of transformers, with this rank's experts, by the keys of DeepSpeed's MoE."""
+    entries = {"deepspeed_moe.gate.wg.weight": block.gate.weight}
+    for local in range(num_local_experts):
+        number = dist.get_rank() * num_local_experts + local
+        gate, up = block.experts.gate_up_proj[number].chunk(2)
+        values = {"gate_proj": gate, "up_proj": up, "down_proj": block.experts.down_proj[number]}
+        prefix = f"deepspeed_moe.experts.deepspeed_experts.{local}"
+        entries |= {f"{prefix}.{name}.weight": value for name, value in values.items()}
+    return entries
+
+
+class Model:
+    """A contestant's model in its engine."""
+
+    def __init__(self, family: tuple[str, ...], options: argparse.Namespace) -> None:
+        self.kind, self.options = CONTESTANTS[family[0]], options
+        config = model_config(options)
+        self.ids = own_sequences(config, options)
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+        with torch.device(options.device):
+            model: Any = Qwen3MoeForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa")
+        if self.kind.section is None:
+            for layer in model.model.layers:
+                layer.mlp = Block(self.kind, config, layer.mlp)
+            self.run = engine(model, options)
+        else:
+            section = {"enabled": True, "autoep_size": dist.get_world_size(), "preset_model": "qwen3_moe"}
+            with autoep_of(self.kind):
+                self.run = engine(model, options, expert_parallel=section | self.kind.section)
+        self.blocks = [layer.mlp for layer in self.run.module.model.layers]
+
+    def choose(self, name: str) -> None:
+        """Does nothing: every contestant has a model of its own."""
+
+    def loss(self) -> float:
+        with torch.no_grad():
+            return float(self.run.module(input_ids=self.ids, labels=self.ids, use_cache=False).loss)
+
+    def step(self) -> None:
+        loss = self.run(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+        if self.kind.section is None:
+            loss = loss + AUX_WEIGHT * torch.stack([block.l_aux for block in self.blocks]).sum()
+        self.run.backward(loss)
+        self.run.step()
+
+    @contextmanager
+    def layer_alone(self) -> Generator[LayerAlone]:
+        block, parameters = self.blocks[0], [each for each in self.blocks[0].parameters() if each.requires_grad]
+        generator = torch.Generator(self.options.device).manual_seed(dist.get_rank())
+        size = (*self.ids.shape, self.run.module.config.hidden_size)
+        x, dout = (
+            torch.randn(size, device=self.options.device, generator=generator).to(parameters[0].dtype) for _ in range(2)
+        )
+        x.requires_grad_()
+        yield LayerAlone(
+            forward=lambda: block(x),
+            backward=lambda out: torch.autograd.grad(out, [x, *parameters], dout, allow_unused=True),
+            known_sizes=nullcontext if self.kind.ours else partial(known_sizes, block),
         )
 
-    return engine(Model(make), {})
+    def free(self) -> None:
+        """Gives memory back, whoever still refers to the model: autograd's nodes do."""
+        run = self.run
+        tensors = [*run.module.parameters(), *run.module.buffers(), *tensors_in(vars(run.optimizer))]
+        tensors += tensors_in([run.optimizer.optimizer.state, run.optimizer.optimizer.param_groups])
+        parts = [*run.module.parameters(), *run.module.modules(), run.optimizer, run]
+        for tensor in tensors:
+            tensor.grad = None
+            tensor.untyped_storage().resize_(0)
+        for part in [*parts, self]:
+            vars(part).clear()
+        release_memory()
 
 
-def autoep_model() -> Any:
-    """An engine around blocks of Hugging Face that AutoEP replaces, by its own layers or by ours."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    moe = load_config(SHAPE)
-    shape: dict[str, Any] = {
-        "hidden_size": moe.d,
-        "moe_intermediate_size": moe.n,
-        "num_experts": moe.E,
-        "num_experts_per_tok": moe.K,
-        "norm_topk_prob": True,
-        "num_hidden_layers": LAYERS,
-    }
-    config = Qwen3MoeConfig(**shape)
-
-    def make() -> nn.Module:
-        block = Qwen3MoeSparseMoeBlock(config)
-        for parameter in block.parameters():  # some of Hugging Face's are made empty
-            parameter.data.copy_(0.02 * torch.randn(parameter.shape, device="cuda"))
-        return block
-
-    section = {"enabled": True, "autoep_size": dist.get_world_size(), "preset_model": "qwen3_moe"}
-    return engine(Model(make, config), {"expert_parallel": section})
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)
 
 
-def engine(model: nn.Module, more: dict[str, Any]) -> Any:
+@contextmanager
+def autoep_of(kind: Kind) -> Generator[None]:
+    """A context in which AutoEP builds the layers of a contestant."""
+    from sonic_ep.integrations.deepspeed import AutoEP, SonicEPOptions
+
+    if kind.ours:
+        AutoEP.install(SonicEPOptions(rounding=kind.rounding))
+    try:
+        yield
+    finally:
+        AutoEP.uninstall()
+
+
+def engine(model: nn.Module, options: argparse.Namespace, **more: Any) -> Any:
     import deepspeed
 
+    adam = {"lr": LEARNING_RATE, "torch_adam": True, "fused": True}
     settings = {
-        "train_micro_batch_size_per_gpu": BATCH,
+        "train_micro_batch_size_per_gpu": options.tokens // options.length,
         "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "bf16": {"enabled": options.device == "cuda"},
+        "optimizer": {"type": "AdamW", "params": adam},
         "steps_per_print": 10**9,
         **more,
     }
     return deepspeed.initialize(model=model, config=settings)[0]
 
 
-def contestants() -> dict[str, Any]:
-    from deepspeed.moe.layer import MoE as StockMoE
+@contextmanager
+def known_sizes(block: Any) -> Generator[None]:
+    """A context in which a stock layer does not wait for sizes.
 
-    from sonic_ep.integrations.deepspeed import AutoEP, MoE, SonicEPOptions
+    It takes those of the call before, so launches can be hidden as in ours. The input has to be the same.
+    """
+    from deepspeed.module_inject import auto_ep_layer
 
-    tile_aligned = SonicEPOptions(rounding=ROUNDING)
-    built = {
-        "deepspeed_moe": moe_model(StockMoE),
-        "sonic_ep_moe": moe_model(MoE),
-        "sonic_ep_moe_rounded": moe_model(MoE, options=tile_aligned),
-        "autoep": autoep_model(),
-    }
-    for name, options in (("sonic_ep_autoep", SonicEPOptions()), ("sonic_ep_autoep_rounded", tile_aligned)):
-        AutoEP.install(options)
-        built[name] = autoep_model()
-    return built
+    known: list[Any] = []
+    with ExitStack() as stack:
+        if isinstance(block, Block):
+            gate = block.moe.deepspeed_moe.gate
+            gated = gate.forward
 
+            def with_known_capacity(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+                l_aux, capacity, *rest = gated(*args, **kwargs)
+                known[:] = known or [int(capacity)]
+                return l_aux, known[0], *rest
 
-def rows_of(layer: Any, x: Tensor) -> Tensor:
-    return first(layer(x))
+            stack.enter_context(replaced(gate, forward=with_known_capacity))
+        else:
+            compute = auto_ep_layer.compute_split_plan
 
+            def known_plan(*args: Any, **kwargs: Any) -> Any:
+                known[:] = known or [compute(*args, **kwargs)]
+                return known[0]
 
-def training_step(run: Any, x: Tensor) -> None:
-    run.backward(run(x))
-    run.step()
-
-
-def race(rounds: int) -> dict[str, dict[str, float]]:
-    moe, models = load_config(SHAPE), contestants()
-    torch.manual_seed(dist.get_rank())
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in models}
-    for number in range(rounds + 2):
-        x = torch.randn(BATCH, SEQ, moe.d, device="cuda").bfloat16().requires_grad_()
-        dout = torch.randn(BATCH, SEQ, moe.d, device="cuda").bfloat16()
-        for name, run in models.items():
-            mlp = run.module.model.layers[0].mlp
-            sample = measure_layer(partial(rows_of, mlp), mlp.parameters(), x, dout)
-            sample |= measure_step(partial(training_step, run, x.detach()))
-            if number >= 2:  # the first rounds compile and allocate
-                samples[name].append(sample)
-    operations = 18 * BATCH * SEQ * moe.K * moe.d * moe.n
-    figures = {name: summary(each) for name, each in samples.items()}
-    for each in figures.values():
-        each["layer_tflops"] = operations / (each["forward_ms"] + each["backward_ms"]) / 1e9
-    return figures
+            stack.enter_context(replaced(auto_ep_layer, compute_split_plan=known_plan))
+            stack.enter_context(replaced(block, async_split_plan=False))
+        yield
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+@contextmanager
+def deepspeed_of(device: str) -> Generator[None]:
+    """DeepSpeed on the ranks of this run, on the CPU with what it needs there."""
+    if device == "cpu":
+        from tests.helpers.deepspeed_cpu import deepspeed_world
+
+        with deepspeed_world():
+            yield
+        return
     import deepspeed
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
-    deepspeed.init_distributed("nccl", verbose=False)
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "ranks": dist.get_world_size(),
-        "shape": {"config": SHAPE, "layers": LAYERS, "sequence": SEQ, "batch": BATCH},
-        "contestants": race(options.rounds),
-    }
-    if dist.get_rank() == 0:
-        for name, figures in results["contestants"].items():
-            print(name, {key: round(value, 3) for key, value in figures.items()}, flush=True)
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
-    deepspeed.comm.destroy_process_group()
+    deepspeed.init_distributed("nccl", auto_mpi_discovery=False, verbose=False)
+    yield
+
+
+def parsed() -> argparse.Namespace:
+    parser = step_parser(__doc__, shape="qwen3_30b_a3b", shapes=SHAPES, tokens=8192, seconds=2.0)
+    parser.add_argument("--layers", type=int, default=4)
+    return parsed_options(parser)
+
+
+def main() -> None:
+    options = parsed()
+    warnings.filterwarnings("ignore")
+    logging.basicConfig()
+    logging.getLogger("sonic_ep.launches").setLevel(logging.INFO)
+    if options.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    start_rank(options.device)
+    families = [(name,) for name in CONTESTANTS]
+    build: Callable[..., Model] = partial(Model, options=options)
+    with deepspeed_of(options.device):
+        Race(families, build, Clock(EPGroup(), options.device), options, versions=VERSIONS).run()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,55 @@
+"""benchmarks/deepspeed_layer.py on the CPU: contestants take turns on equal weights, and one that fails is reported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+PLAIN = ("MoE", "sonic_ep MoE", "AutoEP", "sonic_ep AutoEP")
+ROUNDED = ("sonic_ep MoE, apportion", "sonic_ep AutoEP, apportion")
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("deepspeed_layer") / "out.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/deepspeed_layer.py"]
+    tiny = "--device cpu --shape tiny --layers 2 --tokens 1024 --length 128 --rounds 2 --seconds 0.1".split()
+    command = [sys.executable, *launcher, *tiny, "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.slow
+def test_contestants_take_turns_on_equal_weights(record: dict[str, Any]) -> None:
+    found = record["contestants"]
+    assert set(found) == {*PLAIN, *ROUNDED}
+    losses = {name: each["first_loss"] for name, each in found.items()}
+    for name in PLAIN:
+        assert losses[name] == pytest.approx(losses["MoE"], abs=1e-5)
+    for name in ROUNDED:
+        assert losses[name] == pytest.approx(losses["MoE"], abs=1e-3)
+        assert losses[name] != pytest.approx(losses["MoE"], abs=1e-5)  # it rounds
+
+
+@pytest.mark.slow
+def test_one_that_fails_is_reported(record: dict[str, Any]) -> None:
+    assert list(record["errors"]) == ["AutoEP, fused"]
+    assert "RuntimeError" in record["errors"]["AutoEP, fused"]
+
+
+@pytest.mark.slow
+def test_figures_are_of_every_round(record: dict[str, Any]) -> None:
+    for figures in record["contestants"].values():
+        assert figures["turns"] == 2
+        assert figures["tokens_per_second"] == pytest.approx(1_024_000 / figures["step"])
+        assert 0 < figures["layer"] < figures["step"]
+        assert 0 < figures["host"] <= figures["step"]
