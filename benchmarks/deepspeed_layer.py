@@ -177,6 +177,12 @@ class Model:
         self.run.backward(loss)
         self.run.step()
 
+    def num_recorded(self) -> int:
+        return sum(getattr(block, "num_recorded", 0) for block in self.blocks)
+
+    def warmed_up(self) -> None:
+        """Does nothing."""
+
     @contextmanager
     def layer_alone(self) -> Generator[LayerAlone]:
         block, parameters = self.blocks[0], [each for each in self.blocks[0].parameters() if each.requires_grad]

@@ -5,7 +5,6 @@ routers and permutation use its fused ones. Without it they are Megatron's own m
 """
 
 import dataclasses
-import gc
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pretrain_model import DENSE
+from step_race import LayerAlone, release_memory
 from torch import Tensor, nn
 
 from sonic_ep import RoundingConfig, load_config
@@ -62,7 +62,7 @@ class Model:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.transformer.module import Float16Module
 
-        self.options, self.config = options, gpt_config(family, options)
+        self.options, self.family, self.config = options, family, gpt_config(family, options)
         moe, dense, on_gpu = load_config(options.shape), DENSE[options.shape], options.device == "cuda"
         with _fused_gradients_without_apex(self.config):
             model = GPTModel(
@@ -106,11 +106,11 @@ class Model:
         self.config.finalize_model_grads_func = finalize_model_grads
         return optimizer
 
-    def choose(self, contestant: str) -> None:
-        rounds = contestant in (ROUNDED, FUSED_ROUNDED)
+    def choose(self, name: str) -> None:
+        rounds = name in (ROUNDED, FUSED_ROUNDED)
         for layer, rounded, routing in self._switched:
             layer.rounded_router = rounded if rounds else None
-            if contestant in (FUSED, FUSED_ROUNDED):
+            if name in (FUSED, FUSED_ROUNDED):
                 layer.router.rounding = ROUNDING if rounds else None
             elif rounds:
                 layer.router.routing = routing  # it hands the logits to rounding
@@ -156,8 +156,8 @@ class Model:
 
         return model(tokens, self.positions, None, labels=labels), mean_loss
 
-    def capture(self) -> None:
-        """Captures Megatron's graphs of router and preprocessing, as its training loop does after some steps."""
+    def _capture(self) -> None:
+        """Captures Megatron's graphs of router and preprocessing."""
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
         sequences = self.options.tokens // self.options.length
@@ -166,6 +166,30 @@ class Model:
         helper.create_cudagraphs()
         self.model.enable_forward_pre_hook()
         helper.cuda_graph_set_manual_hooks()
+
+    def warmed_up(self) -> None:
+        """Captures what Megatron's training loop captures after some steps."""
+        if GRAPHED in self.family:
+            self._capture()
+
+    @contextmanager
+    def layer_alone(self) -> Iterator[LayerAlone | None]:
+        """The first MoE layer on random rows. None with graphs."""
+        if GRAPHED in self.family:
+            yield None
+            return
+        layer, d, B = self.layers[0], self.config.hidden_size, self.options.tokens // self.options.length
+        like: dict[str, Any] = {"device": self.options.device, "dtype": next(layer.experts.parameters()).dtype}
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(self.options.length, B, d, **like).requires_grad_()
+        dout = torch.randn(self.options.length, B, d, **like)
+
+        def forward() -> Tensor:
+            x.grad = None
+            return layer(x)[0]
+
+        with self.outside_steps():
+            yield LayerAlone(forward, lambda out: out.backward(dout), lambda: known_sizes(layer))
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
@@ -191,12 +215,6 @@ class Model:
             tensor.untyped_storage().resize_(0)
         vars(self).clear()
         release_memory()
-
-
-def release_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def gpt_config(family: tuple[str, ...], options: Any) -> Any:

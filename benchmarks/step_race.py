@@ -1,8 +1,8 @@
 """The race of benchmarks that build a model for each family of contestants: megatron_step.py and deepspeed_layer.py.
 
 A round builds one model after the other, each in the memory of the last, and its contestants take their turns of
---seconds: whole steps back to back, then the first MoE layer alone. Results are written after each round. A contestant
-that fails is in `errors`, and the others go on.
+--seconds: whole steps back to back, once there are no launches left to record, then the first MoE layer alone. Results
+are written after each round. A contestant that fails is in `errors`, and the others go on.
 """
 
 import argparse
@@ -22,12 +22,13 @@ import torch.distributed as dist
 from across_ranks import timed
 from host_time import Clock, machine
 from pretrain_model import DENSE, flops_per_token
+from step_options import train_until_recorded
 from torch import Tensor
 
 from sonic_ep import load_config
 from sonic_ep.kernels.common.versions import installed_version
 
-WARM_UP = 5  # steps before a turn: a new model records its launches
+WARM_UP = 5  # steps of a new model, or calls of a layer alone, which records its launches in them
 SHARE_OF_LAYER = 0.3  # of a turn's seconds
 HIDDEN = 4  # samples of layer_device in a turn
 BUSY = 60_000_000  # cycles, some 35 ms: longer than the launches of a stock layer's forward or backward
@@ -74,17 +75,27 @@ class LayerAlone:
 
 
 class StepModel(Protocol):
-    """The model of a family. `choose` says which of its contestants trains it."""
+    """The model of a family. `choose` says which of its contestants trains it.
+
+    num_recorded: recordings of all layers of ours. warmed_up: is called when a turn's steps have been recorded.
+    layer_alone: a context with the first MoE layer, None if it is not to be called alone.
+    """
 
     def choose(self, name: str) -> None: ...
     def loss(self) -> float: ...
     def step(self) -> None: ...
-    def layer_alone(self) -> AbstractContextManager[LayerAlone]: ...
+    def num_recorded(self) -> int: ...
+    def warmed_up(self) -> None: ...
+    def layer_alone(self) -> AbstractContextManager[LayerAlone | None]: ...
     def free(self) -> None: ...
 
 
 class Race:
-    """errors: by contestant, the last lines. `build` makes the model of a family. versions: packages to report."""
+    """errors: by contestant, the last lines.
+
+    build: makes the model of a family. sizes, versions: options and packages to report. forwards: of --tokens each, in
+    a step.
+    """
 
     def __init__(
         self,
@@ -95,9 +106,11 @@ class Race:
         *,
         sizes: Iterable[str] = ("shape", "layers", "tokens", "length"),
         versions: Iterable[str] = (),
+        forwards: int = 1,
     ) -> None:
         self.families, self.build, self.clock, self.options = [*families], build, clock, options
         self.sizes, self.versions, self.on_gpu = [*sizes], [*versions], options.device == "cuda"
+        self.tokens_of_step = forwards * options.tokens
         self.turns: dict[str, list[dict[str, float]]] = {}
         self.steps: dict[str, int] = {}
         self.first_losses: dict[str, float] = {}
@@ -143,13 +156,12 @@ class Race:
             model.choose(name)
             self.first_losses[name] = model.loss()
 
-    def warm_up(self, name: str, model: StepModel) -> None:
-        self.clock.back_to_back(model.step, WARM_UP)
-
     def turn(self, name: str, model: StepModel) -> None:
         model.choose(name)
         start = time.perf_counter()
-        self.warm_up(name, model)
+        self.clock.back_to_back(model.step, WARM_UP)
+        train_until_recorded(model.step, model.num_recorded, self.clock)
+        model.warmed_up()
         if name not in self.steps:
             estimate = self.clock.largest({"ms": self.clock.back_to_back(model.step, 2)[0]})["ms"]
             self.steps[name] = max(2, round(1000 * self.options.seconds / estimate))
@@ -166,6 +178,8 @@ class Race:
     def layer_times(self, name: str, model: StepModel) -> dict[str, float]:
         times: dict[str, float] = {}
         with model.layer_alone() as alone:
+            if alone is None:
+                return times
             self.clock.back_to_back(alone.step, WARM_UP)
             estimate = self.clock.largest({"ms": self.clock.back_to_back(alone.step, 2)[0]})["ms"]
             steps = max(2, round(1000 * SHARE_OF_LAYER * self.options.seconds / estimate))
@@ -183,7 +197,7 @@ class Race:
         results = {}
         for name, turns in self.turns.items():
             times = self.clock.largest({key: statistics.median(turn[key] for turn in turns) for key in turns[0]})
-            rate = 1000 * options.tokens / times["step"]
+            rate = 1000 * self.tokens_of_step / times["step"]
             times |= {"turns": len(turns), "tokens_per_second": rate, "first_loss": self.first_losses[name]}
             if "layer" in times:
                 times["layer_tflops"] = 18 * options.tokens * moe.K * moe.d * moe.n / times["layer"] / 1e9

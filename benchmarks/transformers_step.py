@@ -41,11 +41,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from host_time import Clock, machine
-from pretrain_model import DENSE, groups_by_mesh
+from pretrain_model import groups_by_mesh
+from qwen3_moe import SHAPES, model_config, own_sequences
 from step_options import parsed_options, start_rank, step_parser, train_until_recorded
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import (  # pyright: ignore[reportMissingImports]  # in 5.23
     AllToAllEP,
@@ -54,7 +55,7 @@ from transformers.distributed.expert_parallel import (  # pyright: ignore[report
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
-from sonic_ep import EPGroup, RoundingConfig, load_config
+from sonic_ep import EPGroup, RoundingConfig
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.transformers import fuse_lora, register, round_tokens
 from sonic_ep.integrations.transformers.expert_parallel import implementation_with
@@ -62,7 +63,6 @@ from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, num_recor
 
 STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportion"
 PEFT_LORA, OUR_LORA = "PEFT, grouped_mm", "sonic_ep, fuse_lora"
-SHAPES = ("qwen3_30b_a3b", "tiny")
 WARM_UP, UNTIMED = 8, 2
 
 
@@ -78,30 +78,6 @@ class InTurns(EPImplementation):
 
     def __call__(self, *args: Tensor) -> Tensor:
         return (self.stock if InTurns.chosen == STOCK else self.ours)(*args)
-
-
-def model_config(options: argparse.Namespace) -> Qwen3MoeConfig:
-    moe, dense = load_config(options.shape), DENSE[options.shape]
-    return Qwen3MoeConfig(
-        vocab_size=dense.vocabulary,
-        hidden_size=moe.d,
-        num_attention_heads=dense.heads,
-        num_key_value_heads=dense.kv_heads,
-        head_dim=dense.head_dim,  # pyright: ignore[reportCallIssue]  # in 5.23
-        num_experts=moe.E,
-        num_experts_per_tok=moe.K,
-        moe_intermediate_size=moe.n,
-        num_hidden_layers=options.layers,
-        norm_topk_prob=moe.router.renormalize,
-        max_position_embeddings=options.length,
-        output_router_logits=False,
-    )
-
-
-def own_sequences(config: Any, options: argparse.Namespace) -> Tensor:
-    generator = torch.Generator(options.device).manual_seed(dist.get_rank())
-    size = (options.tokens // options.length, options.length)
-    return torch.randint(config.vocab_size, size, device=options.device, generator=generator)
 
 
 class Training:
