@@ -63,10 +63,12 @@ def bare_experts(kind: str, config: Any) -> Any:
 
     from sonic_ep.integrations.megatron import SonicEPOptions
     from sonic_ep.integrations.megatron.experts import SonicEPExperts
+    from sonic_ep.integrations.megatron.groups import divide_experts
 
     groups, count = get_default_pg_collection(), EXPERTS // config.expert_model_parallel_size
     if kind == "ours":
-        return SonicEPExperts(count, config, groups, SonicEPOptions())
+        options = SonicEPOptions()
+        return SonicEPExperts(count, config, divide_experts(groups, config, options), options)
     if kind == "sequential":
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         return SequentialMLP(count, config, linears, groups)

@@ -2,7 +2,7 @@
 
 import re
 import zlib
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,9 @@ def fill_weights(model: Any, seed: int) -> None:
         elif stacked and parameter.dim() == (3 if stacked[2] == "weight" else 1):
             for local, weight in enumerate(parameter.view(_num_local_experts(model), -1, *parameter.shape[2:])):
                 key = f"{stacked[1]}{_first_expert(model) + local}.linear_fc{stacked[3]}.{stacked[2]}"
-                values = _values(key, weight.shape, seed)
+                experts, dim = _moe_layer(model).experts, 0 if stacked[3] == "1" else weight.dim() - 1
+                cut = _Cut(dim, experts.parts, experts.part, experts.gated and stacked[3] == "1")
+                values = _share(key, weight.shape, seed, cut)
                 if stacked[3] == "1" and model.config.gated_linear_unit:
                     # The halves one after the other, gate first, become pairs of rows.
                     values = values.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
@@ -63,6 +65,15 @@ def _values(key: str, shape: torch.Size, seed: int) -> Tensor:
     return 0.1 * torch.randn(shape, generator=generator)
 
 
+class _Cut(NamedTuple):
+    """The `part` of `parts` along `dim`. halves: of each of the two halves."""
+
+    dim: int
+    parts: int
+    part: int
+    halves: bool
+
+
 def _tensor_share(name: str, parameter: nn.Parameter, seed: int, *, gated: bool = True, expert: bool = False) -> Tensor:
     """What a tensor-parallel rank holds of the whole weight. fc1 of a gated unit divides gate and up rows each."""
     from megatron.core import parallel_state as state
@@ -72,9 +83,12 @@ def _tensor_share(name: str, parameter: nn.Parameter, seed: int, *, gated: bool 
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return _values(name, parameter.shape, seed)
     dim = cast(int, parameter.partition_dim)  # type: ignore[attr-defined]
-    shape = list(parameter.shape)
-    shape[dim] *= size
-    whole = _values(name, torch.Size(shape), seed)
-    if "linear_fc1" in name and gated:
-        return torch.cat([half.chunk(size, dim)[rank] for half in whole.chunk(2, dim)], dim)
-    return whole.chunk(size, dim)[rank]
+    return _share(name, parameter.shape, seed, _Cut(dim, size, rank, "linear_fc1" in name and gated))
+
+
+def _share(name: str, shape: torch.Size, seed: int, cut: _Cut) -> Tensor:
+    """What remains of the whole weight, of this shape, after the cut."""
+    whole = list(shape)
+    whole[cut.dim] *= cut.parts
+    runs = _values(name, torch.Size(whole), seed).chunk(2 if cut.halves else 1, cut.dim)
+    return torch.cat([run.chunk(cut.parts, cut.dim)[cut.part] for run in runs], cut.dim)

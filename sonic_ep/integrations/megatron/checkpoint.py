@@ -49,7 +49,7 @@ def by_expert(parameter: Tensor | None, count: int) -> Any:
 
 
 class HeldExperts(NamedTuple):
-    """Which experts a module holds: share `ep_rank` of `ep_size` equal ones.
+    """Which experts a module holds: share `ep_rank` of `ep_size` equal ones, and of their width part `part` of `parts`.
 
     copy: the index of this replica of them. gated: whether the activation is.
     """
@@ -58,6 +58,12 @@ class HeldExperts(NamedTuple):
     ep_size: int
     copy: int
     gated: bool
+    part: int = 0
+    parts: int = 1
+
+    def cut(self, axis: int, run: int = 0, runs: int = 1) -> Offsets:
+        """Returns the offset of this part along `axis`, which has `runs` equal runs of rows; () for all of it."""
+        return ((axis, run * self.parts + self.part, runs * self.parts),) if self.parts * runs > 1 else ()
 
 
 def sharded_experts(
@@ -88,6 +94,7 @@ def sharded_experts(
                 held=held,
                 offsets=sharded_offsets,
                 at=prefix,
+                cut_axis=1 if name == "weight1" else 2,
             ),
             partial(_merge_singletons if singleton else _merge, gated=gated, flat=parameter.dim() == 1),
             (0, 0, held.copy),
@@ -97,7 +104,10 @@ def sharded_experts(
             one = f"{expert}." if singleton else ""
             axis = () if singleton else ((len(sharded_offsets), expert, num_local * held.ep_size),)
             sharded[f"{prefix}expert{expert}.{linear}._extra_state"] = make_sharded_object_for_checkpoint(
-                None, f"{prefix}experts.{one}{linear}._extra_state", (*sharded_offsets, *axis), (0, 0, held.copy)
+                None,
+                f"{prefix}experts.{one}{linear}._extra_state",
+                (*sharded_offsets, *axis),
+                (0, held.part, held.copy),
             )
     return sharded
 
@@ -114,6 +124,7 @@ def _build(
     held: HeldExperts,
     offsets: Offsets,
     at: str,
+    cut_axis: int,
 ) -> Any:
     """Returns this rank's shard of one tensor of all experts; for a gated fc1 two shards, [gate, up]."""
     _refuse_flattened(flattened_range)
@@ -124,8 +135,9 @@ def _build(
         return ShardedTensor.from_rank_offsets(key, part, *where, replica_id=replica_id, prepend_axis_num=axes)
 
     if not gated:
-        return shard(stacked)
-    return [shard(half.contiguous(), (axes + 1, number, 2)) for number, half in enumerate(_gate_and_up(stacked))]
+        return shard(stacked, *held.cut(axes + cut_axis))
+    halves = enumerate(_gate_and_up(stacked))
+    return [shard(half.contiguous(), *held.cut(axes + cut_axis, number, 2)) for number, half in halves]
 
 
 @torch.no_grad()
@@ -140,10 +152,11 @@ def _build_singletons(
     held: HeldExperts,
     offsets: Offsets,
     at: str,
+    cut_axis: int,
 ) -> Any:
     """Returns a tensor for each local expert; for a gated fc1 two, [[gate, ...], [up, ...]]."""
     _refuse_flattened(flattened_range)
-    stacked, first = by_expert(stored, num_local), held.ep_rank * num_local
+    stacked, first, axes = by_expert(stored, num_local), held.ep_rank * num_local, len(offsets)
 
     def singletons(part: Tensor, suffix: str = "") -> list[ShardedTensor]:
         return [
@@ -151,8 +164,9 @@ def _build_singletons(
                 key.replace(f"{at}experts.", f"{at}experts.{first + local}.") + suffix,
                 expert.contiguous(),
                 *offsets,
+                *held.cut(axes + cut_axis - 1),
                 replica_id=replica_id,
-                prepend_axis_num=len(offsets),
+                prepend_axis_num=axes,
             )
             for local, expert in enumerate(part)
         ]

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
@@ -23,6 +22,7 @@ from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.megatron.checkpoint import HeldExperts, by_expert, load_any_layout, sharded_experts
+from sonic_ep.integrations.megatron.groups import ExpertDivision
 from sonic_ep.integrations.megatron.routing_map import RouterOutput
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts
@@ -35,7 +35,8 @@ from sonic_ep.transports import transport_for
 class SonicEPExperts(MegatronModule):
     """The parameters of this rank's experts, r * e to (r + 1) * e - 1 on rank r of the EP group.
 
-    weight1: (e, J, H), interleaved gate and up rows if gated. weight2: (e, H, I).
+    weight1: (e, J, H), interleaved gate and up rows if gated. weight2: (e, H, I). With experts cut in `parts`, I is the
+    width of one part.
     bias1: (e * J,), bias2: (e * H,), with add_bias_linear. They are flat because Megatron applies no weight decay to
     parameters of one dimension, and the biases of its own experts have one.
 
@@ -49,44 +50,55 @@ class SonicEPExperts(MegatronModule):
         self,
         num_local_experts: int,
         config: TransformerConfig,
-        pg_collection: ProcessGroupCollection,
+        division: ExpertDivision,
         options: SonicEPOptions,
         name: str | None = None,
     ) -> None:
         super().__init__(config=config)
         self.name = name
         self.num_local_experts = num_local_experts
-        self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
-        self.group = EPGroup(self.ep_group) if self.ep_group.size() > 1 else EPGroup.alone()
+        groups, dispatch, self.parts, self.part = division
+        self.ep_group, self.tp_group, self.dp_group = groups.ep, groups.expt_tp, groups.expt_dp
+        self.group = EPGroup(dispatch) if dispatch.size() > 1 else EPGroup.alone()
         self.transport = transport_for(self.group, options.transport)
         self.activation = activation_of(config)
         self.gated = activation_named(self.activation).gated
         self.save_dispatched = options.save_dispatched
         self._records = options.record_launches
-        self._recorded = RecordedExperts(self.group, self.transport, config.moe_router_topk)
-        H, I = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size  # noqa: E741
-        assert I is not None  # TransformerConfig fills it in
+        self._recorded = RecordedExperts(self.group, self.transport, config.moe_router_topk * self.parts)
+        assert config.moe_ffn_hidden_size is not None  # TransformerConfig fills it in
+        H, I = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size // self.parts  # noqa: E741
         J = 2 * I if self.gated else I
         e = num_local_experts
         self.weight1, self.weight2 = self._parameter(e, J, H), self._parameter(e, H, I)
         self.bias1 = self._parameter(e * J) if config.add_bias_linear else None
         self.bias2 = self._parameter(e * H) if config.add_bias_linear else None
-        set_tensor_model_parallel_attributes(self.weight1, True, 0, 2 if self.gated else 1)
-        set_tensor_model_parallel_attributes(self.weight2, True, 1, 1)
-        for bias in (self.bias1, self.bias2):
-            if bias is not None:  # otherwise only the first expert-TP rank would include it in the gradient norm
-                set_tensor_model_parallel_attributes(bias, True, 0, 1)
-        if config.perform_initialization:
-            self._initialize()
+        if self.weight1.is_meta:
+            self._mark_parameters()
+        else:
+            self.reset_parameters()
         load_any_layout(self, self.gated)
 
     def _parameter(self, *shape: int) -> nn.Parameter:
         config = self.config
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        value = nn.Parameter(torch.empty(shape, device=device, dtype=config.params_dtype))
-        # False: Megatron averages the gradient over the ranks with the same experts, not over all data parallel ranks.
-        value.allreduce = self._is_data_parallel()  # type: ignore[attr-defined]
-        return value
+        if config.use_cpu_initialization:
+            device: Any = "cpu"
+        else:
+            device = "meta" if config.init_model_with_meta_device else torch.cuda.current_device()
+        return nn.Parameter(torch.empty(shape, device=device, dtype=config.params_dtype))
+
+    def _mark_parameters(self) -> None:
+        """Sets the attributes by which Megatron's DDP and optimizer know a parameter."""
+        for parameter in self.parameters():
+            # False: Megatron averages the gradient over the ranks with the same experts, not over all data parallel
+            # ranks.
+            parameter.allreduce = self._is_data_parallel()  # type: ignore[attr-defined]
+            if hasattr(parameter, "tensor_model_parallel"):
+                continue
+            # Of biases too: otherwise only the first expert-TP rank would include them in the gradient norm.
+            dim = 1 if parameter is self.weight2 else 0
+            stride = 2 if self.gated and parameter is self.weight1 else 1
+            set_tensor_model_parallel_attributes(parameter, True, dim, stride)
 
     def _is_data_parallel(self) -> bool:
         """Returns True if the ranks with these experts are the ranks with the same dense weights."""
@@ -98,8 +110,14 @@ class SonicEPExperts(MegatronModule):
         )
 
     @torch.no_grad()
-    def _initialize(self) -> None:
-        """Draws as SequentialMLP does: expert by expert, fc1 (gate rows first) before fc2. Biases are zero."""
+    def reset_parameters(self) -> None:
+        """Draws as SequentialMLP does: expert by expert, fc1 (gate rows first) before fc2. Biases are zero.
+
+        With init_model_with_meta_device, Megatron-FSDP calls it once it has given the parameters memory.
+        """
+        self._mark_parameters()
+        if not self.config.perform_initialization:
+            return
         on_cpu = self.config.use_cpu_initialization
         tracker: Any = get_cuda_rng_tracker()
         drawing = contextlib.nullcontext() if on_cpu else tracker.fork(get_expert_parallel_rng_tracker_name())
@@ -108,11 +126,15 @@ class SonicEPExperts(MegatronModule):
         assert init_fc2 is not None
         with drawing:
             for weight1, weight2 in zip(self.weight1, self.weight2, strict=True):
-                # Megatron draws in fp32 on the CPU, in the parameters' own dtype on the GPU.
+                # Megatron draws whole weights in fp32 on the CPU, this rank's part in its own dtype on the GPU.
                 like: dict[str, Any] = {"dtype": torch.float32 if on_cpu else weight1.dtype, "device": weight1.device}
-                fc1, fc2 = torch.empty(weight1.shape, **like), torch.empty(weight2.shape, **like)
+                (J, H), whole = weight1.shape, self.parts if on_cpu else 1
+                fc1, fc2 = torch.empty(J * whole, H, **like), torch.empty(H, weight2.shape[1] * whole, **like)
                 init_fc1(fc1)
                 init_fc2(fc2)
+                if whole > 1:
+                    halves = [half.chunk(whole)[self.part] for half in fc1.chunk(2 if self.gated else 1)]
+                    fc1, fc2 = torch.cat(halves), fc2.chunk(whole, dim=1)[self.part]
                 weight1.copy_(interleave(fc1, dim=0) if self.gated else fc1)
                 weight2.copy_(fc2)
         for bias in (self.bias1, self.bias2):
@@ -151,7 +173,8 @@ class SonicEPExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Returns the experts for Megatron's distributed checkpoints, in Megatron's own layout: see checkpoint.py."""
-        held = HeldExperts(self.ep_group.rank(), self.ep_group.size(), self.dp_group.rank(), self.gated)
+        ep, copy = self.ep_group, self.dp_group.rank()
+        held = HeldExperts(ep.rank(), ep.size(), copy, self.gated, self.part, self.parts)
         return sharded_experts(
             dict(self.named_parameters()),
             held,

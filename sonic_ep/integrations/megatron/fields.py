@@ -102,7 +102,7 @@ FIELDS: tuple[Field, ...] = (
         "calculate_per_token_loss",
         "moe_grad_scale_func",
     ),
-    Field("moe_router_topk", "honoured", "K", lambda value: 1 <= value <= MAX_K, f"1 to {MAX_K}"),
+    *honoured(f"K, at most {MAX_K} with token rounding or the fused router", "moe_router_topk"),
     *honoured(f"{_ROUTER}; weights of pairs are fp32 at least", "moe_router_dtype"),
     *honoured(
         f"{_ROUTER} drops, the experts see what is left; not together with token rounding",
@@ -152,7 +152,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     _refused("moe_mlp_glu_interleave_size", None, "another order of gate and up rows in checkpoints"),
     *_without_effect("the layer permutes no rows", "moe_permute_fusion"),
-    _refused("moe_apply_probs_on_input", False, "weights act on the experts' output"),
+    *honoured("with K = 1, and not together with token rounding or the fused router", "moe_apply_probs_on_input"),
     *honoured("Megatron's projections around dispatch and experts; need Transformer Engine", "moe_latent_size"),
     *honoured(_ACTIVATION, "activation_func", "gated_linear_unit", "activation_func_clamp_value", "glu_linear_offset"),
     *honoured("b1 and b2 of every expert", "add_bias_linear"),
@@ -175,7 +175,7 @@ FIELDS: tuple[Field, ...] = (
         "perform_initialization",
         "use_cpu_initialization",
     ),
-    _refused("init_model_with_meta_device", False, "weights are made where they stay"),
+    *honoured("the experts have a reset_parameters", "init_model_with_meta_device"),
     *honoured("weight gradients accumulate in main_grad inside the GEMM", "gradient_accumulation_fusion"),
     *honoured("the layer is deterministic", "deterministic_mode"),
     _refused("batch_invariant_mode", False, "a token's bits may depend on the batch"),
@@ -233,6 +233,7 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
             raise ValueError(f"{field.name}={value!r} is not supported ({field.how}); set {field.set}")
     activation_of(config)
     _check_graphs(config, options)
+    _check_topk(config, options)
     if options.router == "fused":
         check_fused(config)
     quantised = {name: getattr(config, name) for name in QUANTISED if getattr(config, name)}
@@ -262,6 +263,18 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
         value = getattr(config, new.name)
         if new.name.startswith("moe_") and new.name not in known and value != new.default:
             raise ValueError(f"{new.name}={value!r} is not known to this version of sonic_ep; set {new.default!r}")
+
+
+def _check_topk(config: TransformerConfig, options: SonicEPOptions) -> None:
+    K, of_whole_tokens = config.moe_router_topk, options.rounding is not None or options.router == "fused"
+    instead = "options.rounding to None and options.router to 'megatron'"
+    if K > MAX_K and of_whole_tokens:
+        raise ValueError(f"moe_router_topk={K} with token rounding or a fused router; set 1 to {MAX_K}, or {instead}")
+    if config.moe_apply_probs_on_input and (K > 1 or of_whole_tokens):
+        raise ValueError(
+            f"moe_apply_probs_on_input=True with moe_router_topk={K} is of one expert a token, without token rounding "
+            f"or a fused router; set False, or moe_router_topk=1 and {instead}"
+        )
 
 
 def _check_graphs(config: TransformerConfig, options: SonicEPOptions) -> None:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 from typing import Any, final
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore, get_default_pg_collection
@@ -26,10 +27,10 @@ from sonic_ep.integrations.megatron.dispatcher import NoDispatcher
 from sonic_ep.integrations.megatron.experts import SonicEPExperts
 from sonic_ep.integrations.megatron.fields import check, log_replaced
 from sonic_ep.integrations.megatron.fused_router import FusedRouter, PlainPairs, RoundedFusedRouter
-from sonic_ep.integrations.megatron.groups import with_folded_tensor_ranks
+from sonic_ep.integrations.megatron.groups import divide_experts
 from sonic_ep.integrations.megatron.latent import latent_projections
 from sonic_ep.integrations.megatron.rounding import RoundedRouter
-from sonic_ep.integrations.megatron.routing_map import RouterOutput, routing_of_map, routing_of_pairs
+from sonic_ep.integrations.megatron.routing_map import RouterOutput, in_parts, routing_of_map, routing_of_pairs
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.routing import Routing
 
@@ -58,9 +59,9 @@ class SonicEPMoELayer(MoELayer):
         submodules, options = submodules or MoESubmodules(experts=_unused), options or SonicEPOptions()
         check(config, options)
         given = pg_collection or get_default_pg_collection()
-        groups = with_folded_tensor_ranks(given, config)
+        division = divide_experts(given, config, options)
         BaseMoELayer.__init__(
-            self, config=config, layer_number=layer_number, pg_collection=groups, is_mtp_layer=is_mtp_layer
+            self, config=config, layer_number=layer_number, pg_collection=division.groups, is_mtp_layer=is_mtp_layer
         )
         self.submodules, self.options = submodules, options
         self.tp_group = given.tp  # otherwise sharded_state_dict uses Megatron's global group
@@ -76,7 +77,7 @@ class SonicEPMoELayer(MoELayer):
             self.fc1_latent_proj, self.fc2_latent_proj = latent_projections(config, name)
         self.token_dispatcher: Any = NoDispatcher()
         self.experts: Any = SonicEPExperts(
-            self.num_local_experts, config, groups, options, name=_named(name, "experts")
+            self.num_local_experts, config, division, options, name=_named(name, "experts")
         )
         log_replaced(config, options, self.experts)
         self.rounded_router: RoundedRouter | RoundedFusedRouter | None = None
@@ -138,6 +139,9 @@ class SonicEPMoELayer(MoELayer):
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Returns the routed experts' output, like hidden_states, combined already, and None for the bias."""
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if self.config.moe_apply_probs_on_input:
+            x_TH = (x_TH * probs.sum(1, keepdim=True)).to(x_TH.dtype)
+            probs = torch.ones_like(probs)
         return self.experts(x_TH, self._routed(x_TH, probs)).view_as(hidden_states), None
 
     def _routed(self, x_TH: Tensor, probs: Tensor) -> Routing | RouterOutput:
@@ -146,9 +150,12 @@ class SonicEPMoELayer(MoELayer):
             return dataclasses.replace(noted, weights_N=probs)
         if isinstance(noted, PlainPairs):
             return RouterOutput([probs, *noted], functools.partial(routing_of_pairs, num_tokens=x_TH.shape[0]))
+        parts = self.experts.parts
+        if parts > 1:
+            probs, noted = (in_parts(each_TE, self.num_local_experts, parts) for each_TE in (probs, noted))
         if self.config.moe_expert_capacity_factor is not None:
             return RouterOutput([probs, noted], functools.partial(routing_of_map, K=None), "tokens are dropped")
-        return RouterOutput([probs, noted], functools.partial(routing_of_map, K=self.config.moe_router_topk))
+        return RouterOutput([probs, noted], functools.partial(routing_of_map, K=self.config.moe_router_topk * parts))
 
 
 def _router_builder(submodules: MoESubmodules, options: SonicEPOptions) -> Any:

@@ -1,6 +1,6 @@
 """Converts Megatron's (probs, routing_map), or the pairs of a FusedRouter, to a `Routing`.
 
-Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
+Legend: T tokens on this rank, E experts, e local experts, K experts per token, N pairs this rank sends.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,16 @@ def topk_ids(routing_map_TE: Tensor, K: int) -> Tensor:
     number_TE = chosen_TE.cumsum(1) * chosen_TE  # 1 for the first expert of a token, 0 for no expert
     numbers_K = torch.arange(1, K + 1, device=number_TE.device)
     return (number_TE[:, None] == numbers_K[:, None]).to(torch.uint8).argmax(2)
+
+
+def in_parts(values_TE: Tensor, e: int, parts: int) -> Tensor:
+    """Returns (T, parts * E) of a value for each pair: the same for every part of an expert.
+
+    The columns are in the order of the ranks that hold them: for every EP rank the first part of its e experts, then
+    their second, and so on.
+    """
+    T = values_TE.shape[0]
+    return values_TE.reshape(T, -1, 1, e).expand(-1, -1, parts, -1).reshape(T, -1)
 
 
 class RouterOutput(NamedTuple):

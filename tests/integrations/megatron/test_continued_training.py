@@ -28,10 +28,15 @@ BEFORE, AFTER = 2, 3  # steps
 
 
 class RankLocation(NamedTuple):
-    """Whose experts, and over how many ranks."""
+    """Whose experts, and over how many ranks: EP and expert-TP size."""
 
     kind: str
     ep: int
+    etp: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"expert": self.ep, "expert_tensor": self.etp}
 
 
 class Journey(NamedTuple):
@@ -48,6 +53,9 @@ class Journey(NamedTuple):
 
 OURS = {ep: RankLocation("ours", ep) for ep in (1, 2, 4)}
 SEQUENTIAL = {ep: RankLocation("sequential", ep) for ep in (1, 2, 4)}
+# Two experts over four ranks: the width of each is cut in two.
+CUT = {kind: RankLocation(kind, 2, 2) for kind in ("ours", "sequential")}
+TWO_EXPERTS = {"num_moe_experts": 2}
 JOURNEYS = {
     "EP1": Journey(OURS[1], [SEQUENTIAL[1]], singleton=True),
     "EP2-distributed": Journey(OURS[2], [SEQUENTIAL[2], SEQUENTIAL[4], OURS[4]], distributed=True, singleton=True),
@@ -57,6 +65,10 @@ JOURNEYS = {
     "SequentialMLP-EP1-distributed": Journey(SEQUENTIAL[1], [OURS[1], SEQUENTIAL[1]], distributed=True),
     "SequentialMLP-EP2": Journey(SEQUENTIAL[2], [OURS[2], OURS[4]], singleton=True),
     "SequentialMLP-EP4-distributed": Journey(SEQUENTIAL[4], [OURS[2], OURS[4]], distributed=True),
+    "cut-distributed": Journey(
+        CUT["ours"], [CUT["sequential"], OURS[2], SEQUENTIAL[2]], distributed=True, config=TWO_EXPERTS
+    ),
+    "cut": Journey(CUT["sequential"], [CUT["ours"], OURS[2]], singleton=True, config=TWO_EXPERTS),
     # Each rank's buffer as it is: for the same experts on the same ranks, of other data-parallel ones.
     "dp-reshardable": Journey(OURS[2], [OURS[2]], distributed=True, sharding="dp_reshardable"),
 }
@@ -66,17 +78,17 @@ def travel(rank: int, folder: Path, journey: Journey) -> tuple[Curve, dict[RankL
     """(the curve of going on at the start, the same after each stop)."""
     from tests.helpers.megatron_training import parallel_state
 
-    with parallel_state(expert=journey.start.ep):
+    with parallel_state(**journey.start.sizes):
         run = run_with(journey.start.kind, distributed=journey.distributed, **journey.config)
         train(run, BEFORE)
         save(run, folder / "start", journey)
         stayed = train(run, AFTER)
     for place in journey.stops:
-        with parallel_state(expert=place.ep):
+        with parallel_state(**place.sizes):
             run = run_with(place.kind, seed=1, distributed=journey.distributed, **journey.config)
             load(run, folder / "start", journey)
             save(run, folder_of(folder, place), journey)
-    with parallel_state(expert=journey.start.ep):
+    with parallel_state(**journey.start.sizes):
         return stayed, {place: resume(journey, journey.start, folder_of(folder, place)) for place in journey.stops}
 
 
@@ -93,7 +105,7 @@ def train(run: Any, steps: int) -> Curve:
 
 
 def folder_of(folder: Path, place: RankLocation) -> Path:
-    return folder / f"{place.kind}-{place.ep}"
+    return folder / f"{place.kind}-{place.ep}-{place.etp}"
 
 
 def save(run: Any, folder: Path, journey: Journey) -> None:
@@ -131,22 +143,26 @@ def change_over(rank: int, folder: Path, journey: Journey) -> tuple[Curve, dict[
     """(the curve of going on at the start, what each stop makes of the same checkpoint)."""
     from tests.helpers.megatron_training import parallel_state
 
-    with parallel_state(expert=journey.start.ep):
+    with parallel_state(**journey.start.sizes):
         run = run_with(journey.start.kind, distributed=journey.distributed, **journey.config)
         train(run, BEFORE)
         save(run, folder / "start", journey)
         stayed = train(run, AFTER)
     resumed = {}
     for place in journey.stops:
-        with parallel_state(expert=place.ep):
+        with parallel_state(**place.sizes):
             resumed[place] = resume(journey, place, folder / "start")
     return stayed, resumed
 
 
 @pytest.mark.parametrize(
     "journey",
-    [Journey(SEQUENTIAL[2], [OURS[4]], distributed=True), Journey(OURS[4], [SEQUENTIAL[2]])],
-    ids=["to ours", "from ours"],
+    [
+        Journey(SEQUENTIAL[2], [OURS[4]], distributed=True),
+        Journey(OURS[4], [SEQUENTIAL[2]]),
+        Journey(CUT["ours"], [CUT["sequential"]], distributed=True, config=TWO_EXPERTS),
+    ],
+    ids=["to ours", "from ours", "from ours, cut"],
 )
 def test_training_goes_on_in_the_other_implementation(ranks: Ranks, tmp_path: Path, journey: Journey) -> None:
     for stayed, resumed in ranks(4).run(change_over, tmp_path, journey):

@@ -68,15 +68,12 @@ fine_grained_offloading_max_inflight_offloads
 REFUSED: dict[str, Any] = {
     "num_moe_experts": 4097,
     "expert_gtp_weight_remat_size": 2,
-    "moe_router_topk": 17,
     "moe_token_dropping": True,
     "moe_expert_rank_capacity_factor": 1.5,
     "moe_paged_stash": True,
     "moe_mlp_glu_interleave_size": 32,
-    "moe_apply_probs_on_input": True,
     "params_dtype": torch.float64,
     "enable_autocast": True,
-    "init_model_with_meta_device": True,
     "batch_invariant_mode": True,
     "cpu_offloading": True,
     "transformer_impl": "inference_optimized",
@@ -189,6 +186,25 @@ def test_routers_that_rounding_does_not_know(config: TransformerConfig, values: 
     check(changed, SonicEPOptions())
     with pytest.raises(ValueError, match=rf"^{next(iter(values))}=.*; set .* options.rounding to None"):
         check(changed, SonicEPOptions(rounding=RoundingConfig()))
+
+
+@pytest.mark.parametrize(
+    "values", [{"moe_router_topk": 17}, {"moe_apply_probs_on_input": True, "moe_router_topk": 1}], ids=str
+)
+@pytest.mark.parametrize("options", [SonicEPOptions(rounding=RoundingConfig()), SonicEPOptions(router="fused")])
+def test_what_rounding_and_the_fused_router_cannot_weigh(
+    config: TransformerConfig, values: dict[str, Any], options: SonicEPOptions
+) -> None:
+    changed = with_values(config, **values)
+    check(changed, SonicEPOptions())
+    with pytest.raises(ValueError, match=rf"^{next(iter(values))}=.*; set .* options.rounding to None"):
+        check(changed, options)
+
+
+def test_probs_act_on_the_input_of_one_expert(config: TransformerConfig) -> None:
+    changed = with_values(config, moe_apply_probs_on_input=True, moe_router_topk=2)
+    with pytest.raises(ValueError, match=r"^moe_apply_probs_on_input=True with moe_router_topk=2 .*; set False"):
+        check(changed, SonicEPOptions())
 
 
 def test_rounding_and_dropping_exclude_each_other(config: TransformerConfig) -> None:

@@ -37,6 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "per-token-loss": {"calculate_per_token_loss": True, "moe_z_loss_coeff": 0.1},
     "padded-to-capacity": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
     "dropped-by-position": {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+    "probs-on-input": {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
+    "22-experts": {"num_moe_experts": 32, "moe_router_topk": 22},
     "shared-gate": {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
 }
 
@@ -103,14 +105,16 @@ def is_close(got: Tensor, wanted: Tensor) -> bool:
     return torch.allclose(got, wanted, rtol=1e-5, atol=1e-6 * max(1.0, float(wanted.abs().max())))
 
 
-def compare_variants(rank: int, groups: dict[str, int], variants: list[str]) -> dict[str, list[str]]:
+def compare_variants(
+    rank: int, groups: dict[str, int], variants: list[str], changes: dict[str, Any]
+) -> dict[str, list[str]]:
     """What differs, by variant."""
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
     different: dict[str, list[str]] = {}
     with parallel_state(**groups):
         for variant in variants:
-            config = gpt_config(**VARIANTS[variant])
+            config = gpt_config(**VARIANTS[variant] | changes)
             x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
             mask = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < 0.3
             stock, ours = layers(config)
@@ -126,8 +130,78 @@ def compare_variants(rank: int, groups: dict[str, int], variants: list[str]) -> 
 
 @pytest.mark.parametrize("groups", [{"expert": 2}, {"expert": 4, "context": 2}, {"expert": 2, "tensor": 2}], ids=str)
 def test_outputs_and_gradients_are_megatrons(ranks: Ranks, groups: dict[str, int]) -> None:
-    for different in ranks(4).run(compare_variants, groups, list(VARIANTS), timeout=600):
+    for different in ranks(4).run(compare_variants, groups, list(VARIANTS), {}, timeout=600):
         assert different == {variant: [] for variant in VARIANTS}
+
+
+def test_parts_of_experts_are_megatrons(ranks: Ranks) -> None:
+    variants = ["swiglu", "relu2", "switch", "probs-on-input", "padded-to-capacity", "shared-gate"]
+    groups, two = {"expert": 2, "expert_tensor": 2}, {"num_moe_experts": 2}
+    for different in ranks(4).run(compare_variants, groups, variants, two, timeout=600):
+        assert different == {variant: [] for variant in variants}
+
+
+def refusals_of_parts(rank: int) -> list[str]:
+    from sonic_ep import RoundingConfig
+    from sonic_ep.integrations.megatron import SonicEPOptions
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    cases: list[tuple[dict[str, Any], SonicEPOptions]] = [
+        ({"moe_ffn_hidden_size": 25}, SonicEPOptions()),
+        ({}, SonicEPOptions(rounding=RoundingConfig())),
+        ({}, SonicEPOptions(router="fused")),
+    ]
+    said = []
+    with parallel_state(expert_tensor=2):
+        from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+        from sonic_ep.integrations.megatron.groups import divide_experts
+
+        for changes, options in cases:
+            with pytest.raises(ValueError, match=r"^num_moe_experts=3 .* 2 parts, but .*; set expert_") as caught:
+                divide_experts(get_default_pg_collection(), gpt_config(num_moe_experts=3, **changes), options)
+            said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_be_cut_in_parts_says_why(ranks: Ranks) -> None:
+    reasons = ("moe_ffn_hidden_size=25", "options.rounding", "options.router='fused'")
+    for said in ranks(2).run(refusals_of_parts):
+        assert [reason in text for reason, text in zip(reasons, said, strict=True)] == [True] * 3
+
+
+def drawn_later(rank: int) -> list[bool]:
+    """Whether a layer that is made without memory has, once it gets some, the values and marks of any other."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+
+    from sonic_ep.integrations.megatron import use_sonic_ep
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    spec: Any = use_sonic_ep(get_moe_module_spec(use_te=False, num_experts=8))
+    with parallel_state(expert=2):
+        config = gpt_config(use_cpu_initialization=False, init_model_with_meta_device=True)
+        with torch.device("meta"):
+            experts = spec(config=config).experts
+        assert experts.weight1.is_meta
+        assert experts.weight1.allreduce is False
+        experts.to_empty(device="cpu")
+        initialize_rng_tracker(force_reset=True)
+        model_parallel_cuda_manual_seed(3)
+        experts.reset_parameters()
+        config = gpt_config(use_cpu_initialization=True)
+        other = spec(config=config).experts
+        other.config.use_cpu_initialization = False
+        initialize_rng_tracker(force_reset=True)
+        model_parallel_cuda_manual_seed(3)
+        other.reset_parameters()
+        pairs = [(experts.weight1, other.weight1), (experts.weight2, other.weight2)]
+        names = ("allreduce", "tensor_model_parallel", "partition_dim", "partition_stride")
+        return [torch.equal(one, two) and all(getattr(one, n) == getattr(two, n) for n in names) for one, two in pairs]
+
+
+def test_experts_on_the_meta_device_are_drawn_when_they_get_memory(ranks: Ranks) -> None:
+    assert ranks(2).run(drawn_later) == [[True, True]] * 2
 
 
 def attributes(rank: int, groups: dict[str, int]) -> list[list[list[Any]]]:
@@ -222,7 +296,7 @@ def misuses(rank: int) -> list[str]:
         x = torch.randn(S, B, ours.config.hidden_size)
         calls = (
             lambda: ours(x),
-            lambda: SonicEPMoELayer(gpt_config(moe_router_topk=17, num_moe_experts=32)),
+            lambda: SonicEPMoELayer(gpt_config(moe_mlp_glu_interleave_size=32)),
             lambda: SonicEPMoELayer(gpt_config(moe_shared_expert_intermediate_size=8)),
             lambda: SonicEPMoELayer(gpt_config(moe_latent_size=16)),
         )
@@ -237,9 +311,9 @@ def misuses(rank: int) -> list[str]:
 
 
 def test_misuse_is_refused(ranks: Ranks) -> None:
-    no_sequence, topk, shared, latent = ranks(2).run(misuses)[0]
+    no_sequence, interleaved, shared, latent = ranks(2).run(misuses)[0]
     assert "set sequence_parallel=True" in no_sequence
-    assert "moe_router_topk=17" in topk
+    assert "moe_mlp_glu_interleave_size=32" in interleaved
     assert "set MoESubmodules.shared_experts" in shared
     assert "moe_latent_size=16 needs Transformer Engine" in latent
 

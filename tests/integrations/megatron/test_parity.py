@@ -41,6 +41,7 @@ SHARED = {"moe_shared_expert_intermediate_size": 40}
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 GROUP_LIMITED = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
 BIASES, DECAY = {"add_bias_linear": True}, {"optimizer": {"weight_decay": 0.5}}
+TWO_EXPERTS = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
 
@@ -59,6 +60,9 @@ CASES = {
     # Stock cuts an expert's width over the tensor-parallel ranks, ours deals experts to them.
     "TP2-ETP2-EP1": Case(2, {"tensor": 2, "expert_tensor": 2, "expert": 1}, run=DISTRIBUTED),
     "TP2-ETP2-EP2": Case(4, {"tensor": 2, "expert_tensor": 2, "expert": 2}, SHARED, {"overlap": True, "batch": 4}),
+    # Fewer experts than ranks: ours holds the same parts as stock.
+    "TP2-ETP2-EP2-cut": Case(4, {"tensor": 2, "expert_tensor": 2, "expert": 2}, SHARED | TWO_EXPERTS, DISTRIBUTED),
+    "ETP2-EP1-cut": Case(2, {"expert_tensor": 2, "expert": 1}, {"num_moe_experts": 3}),
     "ETP2-EP2": Case(4, {"expert_tensor": 2, "expert": 2}, run=DISTRIBUTED),
     # Megatron decays no bias, and no expert's either.
     "biases": Case(2, {"expert": 2}, BIASES, DECAY),
