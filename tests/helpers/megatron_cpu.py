@@ -92,6 +92,7 @@ def _shims() -> Iterator[tuple[Any, str, Any]]:
     for name in FACTORIES:
         yield torch, name, _on_cpu(getattr(torch, name))
     yield torch.Tensor, "cuda", _for_megatron(lambda self, *_, **__: self, torch.Tensor.cuda)
+    yield torch.Tensor, "record_stream", _for_megatron(lambda *_: None, torch.Tensor.record_stream)
     yield torch.Tensor, "type", _typed_as_cuda(torch.Tensor.type)
 
     # One stream that is always ready, and one generator: the CPU's.

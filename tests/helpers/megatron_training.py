@@ -136,7 +136,12 @@ def gpt_config(**changes: Any) -> Any:
         "pipeline_dtype": torch.float32,
         "batch_p2p_comm": False,
     }
-    return TransformerConfig(**{**settings, **changes})
+    # Batches overlap in bf16 or fp16 alone, says TransformerConfig; the schedule does not mind fp32.
+    overlapped = {name: changes.pop(name) for name in ("overlap_moe_expert_parallel_comm",) if name in changes}
+    config = TransformerConfig(**{**settings, **changes})
+    for name, value in overlapped.items():
+        setattr(config, name, value)
+    return config
 
 
 def _reset_loss_scale() -> None:
@@ -304,7 +309,10 @@ class Run:
         return means
 
 
-def _forward_step(data: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def _forward_step(
+    data: Iterator[Tensor], model: Any, return_schedule_plan: bool = False
+) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """As pretrain_gpt.py has it: a schedule of overlapping batches asks for a plan of the forward."""
     tokens = next(data)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(SEQUENCE, device=tokens.device)[None]
@@ -315,4 +323,5 @@ def _forward_step(data: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Cal
         mean = output.float().mean()
         return mean, mean.detach().clone()
 
-    return model(inputs, positions, hidden, labels=labels), loss
+    run = model.build_schedule_plan if return_schedule_plan else model
+    return run(inputs, positions, hidden, labels=labels), loss

@@ -20,11 +20,14 @@ from sonic_ep.routing import Routing
 class NoDispatcher:
     """Carries a routing from the step after the router to the experts.
 
+    copies: whether the steps return copies. The schedule of overlapping batches frees the memory of what it hands to a
+    step, which Megatron's dispatchers have sent or permuted by then, and which here the next step reads.
     shared_experts: a SharedExpertMLP that overlaps, or None. drop_and_pad: inference sets it in every layer's
     dispatcher; the router reads the config's instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies: bool) -> None:
+        self._copies = copies
         self.shared_experts: Any = None
         self.drop_and_pad = False
         # A graph of router and preprocessing gives those that are tensors back, and a replay sets them.
@@ -49,7 +52,11 @@ class NoDispatcher:
             self.token_ids_N, self.counts_E = routing_map
         else:
             self.routing_map = routing_map
-        return hidden_states, probs
+        return self.own(hidden_states), self.own(probs)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Returns a copy that may outlive `tensor`, or with `copies` off the tensor itself."""
+        return tensor.clone() if self._copies else tensor
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Starts the shared expert on its stream. Returns hidden_states, (s, b, H), and probs."""
@@ -59,7 +66,7 @@ class NoDispatcher:
             shared.linear_fc1_forward_and_act()
             shared.linear_fc2_forward()
             shared.post_forward_comm()
-        return hidden_states, probs
+        return self.own(hidden_states), self.own(probs)
 
     def pop_routing(self) -> Routing | PlainPairs | Tensor:
         """Returns what was noted, and forgets it: a routing, else the pairs, else the map."""
@@ -74,7 +81,7 @@ class NoDispatcher:
 
     def token_combine(self, output: Tensor) -> Tensor:
         """Returns the output, which the experts have combined."""
-        return output
+        return self.own(output)
 
     def combine_postprocess(self, output: Tensor) -> Tensor:
         """Returns the output plus that of a shared expert that overlapped."""

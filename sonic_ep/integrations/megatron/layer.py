@@ -75,7 +75,7 @@ class SonicEPMoELayer(MoELayer):
         self.router: Any = router(config=config, pg_collection=given, is_mtp_layer=is_mtp_layer)
         if config.moe_latent_size:
             self.fc1_latent_proj, self.fc2_latent_proj = latent_projections(config, name)
-        self.token_dispatcher: Any = NoDispatcher()
+        self.token_dispatcher: Any = NoDispatcher(copies=config.overlap_moe_expert_parallel_comm)
         self.experts: Any = SonicEPExperts(
             self.num_local_experts, config, division, options, name=_named(name, "experts")
         )
@@ -138,7 +138,7 @@ class SonicEPMoELayer(MoELayer):
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Returns the routed experts' output, like hidden_states, combined already, and None for the bias."""
-        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        x_TH = self.token_dispatcher.own(hidden_states.reshape(-1, hidden_states.shape[-1]))
         if self.config.moe_apply_probs_on_input:
             x_TH = (x_TH * probs.sum(1, keepdim=True)).to(x_TH.dtype)
             probs = torch.ones_like(probs)

@@ -1,12 +1,10 @@
 """Rounding off, a GPT with our layer trains as one with Megatron's own: 20 steps, loss and gradient norm to 1e-5.
 
 Stock is MoELayer with the alltoall dispatcher and SequentialMLP. fp32 over gloo: four processes where the division of
-the work is the point, two where a feature is.
+the work is the point, two where a feature is. test_parity_grid.py has the other combinations.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,35 +13,25 @@ import torch.nn.functional as F
 from tests.helpers.launch import RankPool
 
 pytest.importorskip("megatron.core")
+
+from tests.helpers.megatron_parity import (
+    BIASES,
+    DECAY,
+    DISTRIBUTED,
+    FULL,
+    GROUP_LIMITED,
+    OVERLAPPED,
+    SELECTIVE,
+    SHARED,
+    SIGMOID,
+    TWO_EXPERTS,
+    Case,
+    assert_alike,
+    both_curves,
+)
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
-STEPS = 20
 Ranks = Callable[[int], RankPool]
-Curve = list[tuple[Any, ...]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """groups: of the parallel state; config: fields of TransformerConfig; run: arguments of Run. stock_groups: of the
-    stock run, where they differ. mixed: dense and MoE layers by moe_layer_freq. router: of our run, see SonicEPOptions.
-    """
-
-    ranks: int
-    groups: dict[str, int] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    run: dict[str, Any] = field(default_factory=dict)
-    stock_groups: dict[str, int] | None = None
-    mixed: bool = False
-    router: Literal["megatron", "fused"] = "megatron"
-
-
-DISTRIBUTED = {"distributed_optimizer": True, "overlap": True}
-SHARED = {"moe_shared_expert_intermediate_size": 40}
-SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-GROUP_LIMITED = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
-BIASES, DECAY = {"add_bias_linear": True}, {"optimizer": {"weight_decay": 0.5}}
-TWO_EXPERTS = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE = {"recompute_granularity": "selective"}
 
 CASES = {
     "EP1": Case(4, {"expert": 1}, {"moe_z_loss_coeff": 0.1}),
@@ -52,6 +40,16 @@ CASES = {
     "EP4-distributed": Case(4, {"expert": 4}, SHARED | {"moe_shared_expert_gate": True}, DISTRIBUTED),
     "TP2-EP2-distributed": Case(4, {"tensor": 2, "expert": 2}, SHARED, DISTRIBUTED),
     "TP2-EP4": Case(4, {"tensor": 2, "expert": 4}, run={"batch": 2}),
+    "overlapped-batches": Case(2, {"expert": 2}, SHARED | OVERLAPPED, {"batch": 8}),
+    "PP2-VPP2-EP2": Case(
+        4, {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, {"num_layers": 4}, DISTRIBUTED | {"batch": 8}
+    ),
+    "PP2-VPP2-EP2-overlapped": Case(
+        4,
+        {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
+        SHARED | OVERLAPPED | {"num_layers": 4},
+        {"batch": 8},
+    ),
     "PP2-EP2": Case(4, {"pipeline": 2, "expert": 2}, FULL, DISTRIBUTED),
     "TP2-PP2-EP2": Case(
         4, {"tensor": 2, "pipeline": 2, "expert": 2}, SELECTIVE | {"recompute_modules": ["moe"]}, {"batch": 2}
@@ -111,34 +109,6 @@ CASES = {
 }
 
 
-def curve(case: Case, groups: dict[str, int], ours: bool) -> Curve:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-
-    from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
-    from tests.helpers.megatron_training import Run, gpt_config, parallel_state
-
-    with parallel_state(**groups):
-        config = gpt_config(**case.config)
-        if case.mixed:
-            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-        else:
-            spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
-        # Gentle steps: 20 of them must not blow up what the order of a sum may change.
-        settings = {"batch": case.ranks, **case.run, "optimizer": {"lr": 3e-3, **case.run.get("optimizer", {})}}
-        spec = use_sonic_ep(spec, SonicEPOptions(router=case.router)) if ours else spec
-        run = Run(config, spec, **settings)
-        return [tuple(step) for step in run.train(STEPS)]
-
-
-def both_curves(rank: int, case: Case) -> tuple[Curve, Curve]:
-    stock_groups = case.groups if case.stock_groups is None else case.stock_groups
-    return curve(case, stock_groups, ours=False), curve(case, case.groups, ours=True)
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_our_layer_trains_as_megatrons(ranks: Ranks, case: Case) -> None:
-    stock, ours = ranks(case.ranks).run(both_curves, case, timeout=900)[0]
-    assert stock[-1][0] < stock[0][0]
-    for (loss, norm, aux), (stock_loss, stock_norm, stock_aux) in zip(ours, stock, strict=True):
-        assert (loss, norm) == pytest.approx((stock_loss, stock_norm), abs=1e-5)
-        assert aux == pytest.approx(stock_aux, abs=1e-5)
+    assert_alike(ranks(case.ranks).run(both_curves, case, timeout=900)[0])

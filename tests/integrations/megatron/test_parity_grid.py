@@ -1,0 +1,110 @@
+"""The grid of test_parity.py: every division of the work with both optimizers, every feature within pipeline stages.
+
+With pipeline stages Megatron runs its 1F1B schedule, here over four microbatches.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.launch import RankPool
+
+pytest.importorskip("megatron.core")
+
+from tests.helpers.megatron_parity import (
+    DISTRIBUTED,
+    FULL,
+    GROUP_LIMITED,
+    OVERLAPPED,
+    SELECTIVE,
+    SHARED,
+    SIGMOID,
+    Case,
+    assert_alike,
+    both_curves,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES="),
+]
+Ranks = Callable[[int], RankPool]
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain-overlap": {"overlap": True},
+    "distributed": {"distributed_optimizer": True},
+    "distributed-overlap": DISTRIBUTED,
+}
+# (ranks, TP, PP, EP, ETP): every one of EP 1, 2, 4, TP 1, 2 with ETP 1 and 2, and PP 1, 2.
+DIVISIONS = [
+    (max(4, pp * max(tp, ep * etp)), tp, pp, ep, etp)
+    for pp in (1, 2)
+    for ep in (1, 2, 4)
+    for tp, etp in ((1, 1), (2, 1), (2, 2))
+]
+BALANCING: dict[str, dict[str, Any]] = {
+    "aux-loss": {"moe_z_loss_coeff": 0.1},
+    "seq-aux-loss": {"moe_router_load_balancing_type": "seq_aux_loss"},
+    "global-aux-loss": {"moe_router_load_balancing_type": "global_aux_loss"},
+    "all-losses": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+        "moe_aux_loss_coeff": [0.02, 0.01, 0.03],
+    },
+    "none-with-expert-bias": {"moe_router_load_balancing_type": "none"} | SIGMOID | GROUP_LIMITED,
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+    "quantile-balancing": {"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.0},
+}
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "full": FULL,
+    "full-block": FULL | {"recompute_method": "block"},
+    "moe": SELECTIVE | {"recompute_modules": ["moe"]},
+    "moe-layer": SELECTIVE | {"moe_layer_recompute": True},
+    "shared-experts": SELECTIVE | SHARED | {"recompute_modules": ["shared_experts"]},
+    "shared-experts-and-moe": SELECTIVE | SHARED | {"recompute_modules": ["shared_experts", "moe"]},
+    "core-attention": SELECTIVE | {"recompute_modules": ["core_attn"]},
+}
+SHARED_EXPERTS: dict[str, dict[str, Any]] = {
+    "plain": SHARED,
+    "gate": SHARED | {"moe_shared_expert_gate": True},
+    "overlap": SHARED | {"moe_shared_expert_overlap": True},
+}
+FEATURES = {
+    f"{kind}-{name}": changes
+    for kind, each in {"balancing": BALANCING, "recomputed": RECOMPUTED, "shared": SHARED_EXPERTS}.items()
+    for name, changes in each.items()
+}
+
+
+@pytest.mark.parametrize("optimizer", ["plain-overlap", "distributed-overlap"])
+@pytest.mark.parametrize(("size", "tp", "pp", "ep", "etp"), DIVISIONS)
+def test_every_division_of_the_work(
+    ranks: Ranks, size: int, tp: int, pp: int, ep: int, etp: int, optimizer: str
+) -> None:
+    groups = {"tensor": tp, "pipeline": pp, "expert": ep, "expert_tensor": etp}
+    run = OPTIMIZERS[optimizer] | {"batch": 4 * size // (tp * pp) if pp > 1 else size}
+    assert_alike(ranks(size).run(both_curves, Case(size, groups, SHARED, run), timeout=900)[0])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_within_pipeline_stages(ranks: Ranks, feature: str, optimizer: str) -> None:
+    groups, changes = {"pipeline": 2, "expert": 2}, FEATURES[feature]
+    if optimizer.startswith("distributed"):
+        groups = {"tensor": 2, "pipeline": 2, "expert": 2}
+    batch = {"batch": 4 if "tensor" in groups else 8}
+    assert_alike(ranks(4).run(both_curves, Case(4, groups, changes, OPTIMIZERS[optimizer] | batch), timeout=900)[0])
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+@pytest.mark.parametrize("schedule", ["interleaved", "overlapped", "overlapped-fused"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_feature_in_interleaved_stages(ranks: Ranks, schedule: str, optimizer: str, tp: int) -> None:
+    groups = {"tensor": tp, "pipeline": 2, "virtual_pipeline": 2, "expert": 2}
+    config: dict[str, Any] = {"num_layers": 4} | SHARED | SIGMOID
+    config |= {"moe_router_load_balancing_type": "seq_aux_loss"} | (OVERLAPPED if "overlapped" in schedule else {})
+    run = OPTIMIZERS[optimizer] | {"batch": 8 // tp}
+    case = Case(4, groups, config, run, router="fused" if "fused" in schedule else "megatron")
+    assert_alike(ranks(4).run(both_curves, case, timeout=900)[0])
