@@ -224,7 +224,6 @@ CASES = (
             "cuda_graph_impl": "local",
         }
         | parallel(8, 1, 8, 1),
-        "cuda_graph_modules",
     ),
     Recipe("moe/deepseek_proxy_unsharded_1node", FSDP_PROXY | E4M3 | parallel()),
     Recipe("moe/deepseek_proxy_fsdp_ep4", FSDP_PROXY | parallel(ep=4)),

@@ -11,13 +11,15 @@ Fields = dict[str, Any]
 class Recipe(NamedTuple):
     """source: a folder of test cases, a script or a function, see megatron_recipes.py. fields: of TransformerConfig, as
     far as a MoE layer sees them. refused: the field that refuses our layer. also: sources that differ in nothing that
-    a MoE layer sees: one node or several, optimizer, order of ranks, resumption, batch.
+    a MoE layer sees: one node or several, optimizer, order of ranks, resumption, batch. by_stock: whether Megatron
+    refuses the recipe as well.
     """
 
     source: str
     fields: Fields
     refused: str = ""
     also: tuple[str, ...] = ()
+    by_stock: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
@@ -57,9 +59,9 @@ class SonicEPExperts(MegatronModule):
         super().__init__(config=config)
         self.name = name
         self.num_local_experts = num_local_experts
-        groups, dispatch, self.parts, self.part = division
+        groups, self._dispatch_group, self.parts, self.part = division
         self.ep_group, self.tp_group, self.dp_group = groups.ep, groups.expt_tp, groups.expt_dp
-        self.group = EPGroup(dispatch) if dispatch.size() > 1 else EPGroup.alone()
+        self.group = EPGroup(self._dispatch_group) if self._dispatch_group.size() > 1 else EPGroup.alone()
         self.transport = transport_for(self.group, options.transport)
         self.activation = activation_of(config)
         self.gated = activation_named(self.activation).gated
@@ -165,6 +167,32 @@ class SonicEPExperts(MegatronModule):
             problem=routed.problem,
         )
         return self._recorded(call) if self._records else self._recorded.compute(call)
+
+    @torch.no_grad()
+    def on_all_tokens(self, x_TH: Tensor, probs_TE: Tensor) -> Tensor:
+        """Returns the same as forward, from every local expert on the tokens of all ranks, weighted by probs_TE.
+
+        For generation: no size depends on the routing and the host reads nothing, so that a CUDA graph can hold it.
+        Megatron pads experts to as many rows there. A collective of the EP group. T must be equal on all its ranks.
+        """
+        e, size, rank, group = self.num_local_experts, self.group.size, self.group.rank, self._dispatch_group
+        activation, all_TH, all_TE = activation_named(self.activation), x_TH, probs_TE
+        if size > 1:
+            all_TH, all_TE = (x.new_empty(size * x.shape[0], x.shape[1]) for x in (x_TH, probs_TE))
+            for gathered, own in ((all_TH, x_TH), (all_TE, probs_TE)):
+                dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
+        sum_TH = torch.zeros_like(all_TH, dtype=torch.float32)
+        b1, b2 = by_expert(self.bias1, e), by_expert(self.bias2, e)
+        for local in range(e):
+            h_TJ = F.linear(all_TH, self.weight1[local], None if b1 is None else b1[local])
+            a_TI = activation.forward(h_TJ.float()).to(h_TJ.dtype)
+            y_TH = F.linear(a_TI, self.weight2[local], None if b2 is None else b2[local])
+            sum_TH.addcmul_(y_TH.float(), all_TE[:, rank * e + local, None].float())
+        out_TH = sum_TH
+        if size > 1:
+            out_TH = sum_TH.new_empty(x_TH.shape)
+            dist.reduce_scatter_tensor(out_TH, sum_TH, group=group)
+        return out_TH.to(x_TH.dtype)
 
     def backward_dw(self) -> None:
         """Does nothing: the weights' gradients are complete when those of the input are (delay_wgrad_compute)."""

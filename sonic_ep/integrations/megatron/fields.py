@@ -183,15 +183,17 @@ FIELDS: tuple[Field, ...] = (
     *honoured("moe, shared_experts; moe_act for nothing: activations are never kept", "recompute_modules"),
     *honoured("the same as recompute_modules=['moe']", "moe_layer_recompute"),
     *honoured(
-        "of moe_router and moe_preprocess, not of moe or whole layers; see cuda_graph_modules", "cuda_graph_impl"
+        "of moe_router and moe_preprocess; of moe or whole layers in generation alone, see cuda_graph_modules",
+        "cuda_graph_impl",
     ),
     *honoured(
-        "all but moe and whole layers, in which row counts are read on the host; with rounding, not moe_router either",
+        "all but moe and whole layers, in which row counts are read on the host; with rounding, not moe_router either. "
+        "Whole layers in generation, with cuda_graph_impl='local' and moe_pad_experts_for_cuda_graph_inference",
         "cuda_graph_modules",
     ),
     *honoured("Megatron converts it to cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
     *honoured("Megatron converts it to cuda_graph_modules", "cuda_graph_scope"),
-    *honoured("Megatron's router pads in evaluation", "moe_pad_experts_for_cuda_graph_inference"),
+    *honoured("in generation every expert computes all tokens", "moe_pad_experts_for_cuda_graph_inference"),
     *honoured("expert_fc1's input and moe_act's stay on the GPU; what they name elsewhere moves", "offload_modules"),
     *honoured("see offload_modules", "fine_grained_activation_offloading"),
     _refused("cpu_offloading", False, "its hooks would part the weights from their main_grad"),
@@ -283,6 +285,9 @@ def _check_graphs(config: TransformerConfig, options: SonicEPOptions) -> None:
     modules: Any = config.cuda_graph_modules or ()  # TransformerConfig converts it to a list
     names = sorted(each.name for each in modules)
     shown = f"cuda_graph_modules={names} with cuda_graph_impl={config.cuda_graph_impl!r}"
+    generates = config.cuda_graph_impl == "local" and config.moe_pad_experts_for_cuda_graph_inference
+    if not modules and generates and options.rounding is None:
+        return
     if not modules or CudaGraphModule.moe in modules:
         raise ValueError(
             f"{shown} would capture the whole MoE layer, which reads row counts on the host; set "

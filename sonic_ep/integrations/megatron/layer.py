@@ -15,7 +15,6 @@ import dataclasses
 import functools
 from typing import Any, final
 
-import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore, get_default_pg_collection
@@ -23,6 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.integrations.megatron.dispatcher import NoDispatcher
 from sonic_ep.integrations.megatron.experts import SonicEPExperts
 from sonic_ep.integrations.megatron.fields import check, log_replaced
@@ -68,6 +68,7 @@ class SonicEPMoELayer(MoELayer):
         selective = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
         # Megatron's own graphs of parts of a layer recompute in MoETransformerLayer instead.
         self.moe_layer_recompute = "moe" in selective and config.cuda_graph_impl != "local"
+        self._graphs_generation = config.cuda_graph_impl == "local" and not config.cuda_graph_modules
         self.shared_experts_recompute = "shared_experts" in selective
         self.cudagraph_tensor_store = MoECudaGraphTensorStore()
         self.fwd_execution_map = ["route", "expert_compute", "postprocess"]
@@ -141,7 +142,17 @@ class SonicEPMoELayer(MoELayer):
         x_TH = self.token_dispatcher.own(hidden_states.reshape(-1, hidden_states.shape[-1]))
         if self.config.moe_apply_probs_on_input:
             x_TH = (x_TH * probs.sum(1, keepdim=True)).to(x_TH.dtype)
-            probs = torch.ones_like(probs)
+            probs = (probs != 0).to(probs.dtype)  # padding has none
+        if self.token_dispatcher.drop_and_pad and not self.training:
+            self.token_dispatcher.pop_routing()
+            probs_TE = in_parts(probs, self.num_local_experts, self.experts.parts)
+            return self.experts.on_all_tokens(x_TH, probs_TE).view_as(hidden_states), None
+        if self._graphs_generation and not host_may_wait(x_TH):
+            raise ValueError(
+                "cuda_graph_modules=[] with cuda_graph_impl='local' captures whole MoE layers in generation, where "
+                "Megatron pads experts, and this is none; call toggle_cuda_graphs(model, 'none') before, or set "
+                "cuda_graph_modules=['attn', 'moe_router', 'moe_preprocess']"
+            )
         return self.experts(x_TH, self._routed(x_TH, probs)).view_as(hidden_states), None
 
     def _routed(self, x_TH: Tensor, probs: Tensor) -> Routing | RouterOutput:

@@ -29,6 +29,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared-overlap": SHARED | {"moe_shared_expert_overlap": True},
     "dropped": {"moe_expert_capacity_factor": 0.5},
     "padded-to-capacity": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "22-experts": {"num_moe_experts": 64, "moe_router_topk": 22},
+    "probs-on-input": {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
     "moe-recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
 # With SonicEPOptions(router="fused").
@@ -180,3 +182,38 @@ def test_rounded_counts_are_full_tiles(gpus: Ranks, ep_size: int) -> None:
         assert all(count % 128 == 0 for count in counts)
         assert 0 < max(far) < 1  # some pairs differ, not the layer
         assert same_eval
+
+
+def captured_generation(rank: int, ep_size: int) -> float:
+    """A replay of a layer in generation, on tokens of its own, against stock."""
+    from megatron.core.inference import utils
+
+    from tests.helpers.megatron_training import parallel_state
+
+    with parallel_state(expert=ep_size), torch.no_grad():
+        stock, ours = layers(config_of(moe_shared_expert_intermediate_size=256))
+        capacity = ours.config.num_moe_experts / ours.config.moe_router_topk
+        for layer in (stock, ours):
+            layer.eval()
+            utils.moe_layer_cache = None
+            utils.set_decode_expert_padding(layer, True, capacity_factor=capacity)
+        tokens = hidden_states(rank, ours.config)[:32]
+        x, stream = torch.zeros_like(tokens), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            ours(x)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            output = ours(x)[0]
+        x.copy_(tokens)
+        graph.replay()
+        torch.cuda.synchronize()
+        far = distances([output], [stock(tokens)[0]])[0]
+        utils.moe_layer_cache = None
+    return far
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_generation_is_captured_with_its_experts(gpus: Ranks, ep_size: int) -> None:
+    for far in gpus(ep_size).run(captured_generation, ep_size, timeout=600):
+        assert far < 2e-2

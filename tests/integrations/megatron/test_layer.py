@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,6 +39,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "padded-to-capacity": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
     "dropped-by-position": {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
     "probs-on-input": {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
+    "probs-on-input-padded": {
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_apply_probs_on_input": True,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_pad_expert_input_to_capacity": True,
+    },
     "22-experts": {"num_moe_experts": 32, "moe_router_topk": 22},
     "shared-gate": {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
 }
@@ -259,30 +267,6 @@ def test_groups_of_a_programs_own_are_enough(ranks: Ranks) -> None:
         assert "mlp.router.weight" in ours
 
 
-def padded_decoding(rank: int) -> tuple[Tensor, Tensor]:
-    from megatron.core.inference import utils
-
-    from tests.helpers.megatron_training import gpt_config, parallel_state
-
-    outputs = []
-    with parallel_state(), torch.no_grad():
-        for layer in layers(gpt_config()):
-            layer.eval()
-            utils.moe_layer_cache = None
-            utils.set_decode_expert_padding(layer, True, capacity_factor=4)
-            outputs.append(
-                layer(torch.randn(S, B, layer.config.hidden_size, generator=torch.Generator().manual_seed(1)))[0]
-            )
-            utils.set_decode_expert_padding(layer, False)
-        utils.moe_layer_cache = None
-    return outputs[0], outputs[1]
-
-
-def test_inference_may_pad_experts_for_a_graph(ranks: Ranks) -> None:
-    ((stock, ours),) = ranks(1).run(padded_decoding)
-    assert is_close(ours, stock)
-
-
 def misuses(rank: int) -> list[str]:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -443,7 +427,6 @@ class Linear(torch.nn.Linear):
 
 def latent(rank: int) -> tuple[list[bool], list[bool]]:
     """Our layer of a latent size against stock's with SequentialMLP as experts."""
-    from unittest.mock import patch
 
     from megatron.core.transformer.moe import moe_layer
 
