@@ -74,6 +74,9 @@ JOURNEYS = {
 }
 
 
+SLOW = ("cut-distributed",)
+
+
 def travel(rank: int, folder: Path, journey: Journey) -> tuple[Curve, dict[RankLocation, Curve]]:
     """(the curve of going on at the start, the same after each stop)."""
     from tests.helpers.megatron_training import parallel_state
@@ -133,7 +136,10 @@ def sharded(run: Any, journey: Journey, *, is_loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-@pytest.mark.parametrize("journey", JOURNEYS.values(), ids=list(JOURNEYS))
+@pytest.mark.parametrize(
+    "journey",
+    [pytest.param(each, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, each in JOURNEYS.items()],
+)
 def test_training_goes_on_bitwise(ranks: Ranks, tmp_path: Path, journey: Journey) -> None:
     for stayed, resumed in ranks(4).run(travel, tmp_path, journey):
         assert resumed == dict.fromkeys(journey.stops, stayed)
@@ -160,7 +166,9 @@ def change_over(rank: int, folder: Path, journey: Journey) -> tuple[Curve, dict[
     [
         Journey(SEQUENTIAL[2], [OURS[4]], distributed=True),
         Journey(OURS[4], [SEQUENTIAL[2]]),
-        Journey(CUT["ours"], [CUT["sequential"]], distributed=True, config=TWO_EXPERTS),
+        pytest.param(
+            Journey(CUT["ours"], [CUT["sequential"]], distributed=True, config=TWO_EXPERTS), marks=pytest.mark.slow
+        ),
     ],
     ids=["to ours", "from ours", "from ours, cut"],
 )

@@ -24,7 +24,6 @@ from tests.helpers.megatron_parity import (
     SELECTIVE,
     SHARED,
     SIGMOID,
-    TWO_EXPERTS,
     Case,
     assert_alike,
     both_curves,
@@ -41,15 +40,6 @@ CASES = {
     "TP2-EP2-distributed": Case(4, {"tensor": 2, "expert": 2}, SHARED, DISTRIBUTED),
     "TP2-EP4": Case(4, {"tensor": 2, "expert": 4}, run={"batch": 2}),
     "overlapped-batches": Case(2, {"expert": 2}, SHARED | OVERLAPPED, {"batch": 8}),
-    "PP2-VPP2-EP2": Case(
-        4, {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, {"num_layers": 4}, DISTRIBUTED | {"batch": 8}
-    ),
-    "PP2-VPP2-EP2-overlapped": Case(
-        4,
-        {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
-        SHARED | OVERLAPPED | {"num_layers": 4},
-        {"batch": 8},
-    ),
     "PP2-EP2": Case(4, {"pipeline": 2, "expert": 2}, FULL, DISTRIBUTED),
     "TP2-PP2-EP2": Case(
         4, {"tensor": 2, "pipeline": 2, "expert": 2}, SELECTIVE | {"recompute_modules": ["moe"]}, {"batch": 2}
@@ -59,7 +49,6 @@ CASES = {
     "TP2-ETP2-EP1": Case(2, {"tensor": 2, "expert_tensor": 2, "expert": 1}, run=DISTRIBUTED),
     "TP2-ETP2-EP2": Case(4, {"tensor": 2, "expert_tensor": 2, "expert": 2}, SHARED, {"overlap": True, "batch": 4}),
     # Fewer experts than ranks: ours holds the same parts as stock.
-    "TP2-ETP2-EP2-cut": Case(4, {"tensor": 2, "expert_tensor": 2, "expert": 2}, SHARED | TWO_EXPERTS, DISTRIBUTED),
     "ETP2-EP1-cut": Case(2, {"expert_tensor": 2, "expert": 1}, {"num_moe_experts": 3}),
     "ETP2-EP2": Case(4, {"expert_tensor": 2, "expert": 2}, run=DISTRIBUTED),
     # Megatron decays no bias, and no expert's either.
