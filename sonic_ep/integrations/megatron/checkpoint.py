@@ -94,7 +94,7 @@ def sharded_experts(
                 held=held,
                 offsets=sharded_offsets,
                 at=prefix,
-                cut_axis=1 if name == "weight1" else 2,
+                cut_axis=2 if name == "weight2" else 1,
             ),
             partial(_merge_singletons if singleton else _merge, gated=gated, flat=parameter.dim() == 1),
             (0, 0, held.copy),
