@@ -51,7 +51,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (shares_TE,) = ctx.saved_tensors
         products_TE = grad_outputs[0] * shares_TE
-        return products_TE - shares_TE * products_TE.sum(1, keepdim=True)
+        return (products_TE - shares_TE * products_TE.sum(1, keepdim=True),)

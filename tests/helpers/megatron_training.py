@@ -325,3 +325,20 @@ def _forward_step(
 
     run = model.build_schedule_plan if return_schedule_plan else model
     return run(inputs, positions, hidden, labels=labels), loss
+
+
+def note_routings(layer: Any, routings: list[Any]) -> None:
+    """Adds the routing of each forward of a layer that rounds to a list."""
+    rounded = layer.rounded_router
+    output = rounded.output
+
+    def noted(*results: Tensor) -> Any:
+        routed = output(*results)
+
+        def route(*tensors: Tensor, **options: Any) -> Any:
+            routings.append(routed.route(*tensors, **options))
+            return routings[-1]
+
+        return routed._replace(route=route)
+
+    rounded.output = noted

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from sonic_ep.integrations.megatron.fused_router import PlainPairs
+from sonic_ep.integrations.megatron.routing_map import PlainPairs, RouterOutput
 from sonic_ep.routing import Routing
 
 
@@ -36,7 +36,7 @@ class NoDispatcher:
         self.routing_map: Tensor | None = None
         self.token_ids_N: Tensor | None = None
         self.counts_E: Tensor | None = None
-        self.routing: Routing | None = None
+        self.routing: Routing | RouterOutput | None = None  # with rounding
         # Overlapped batches set probabilities here, for DeepEP's and HybridEP's buffers.
         self._comm_manager = SimpleNamespace(get_number_of_tokens_per_expert=lambda: None)
 
@@ -68,8 +68,8 @@ class NoDispatcher:
             shared.post_forward_comm()
         return self.own(hidden_states), self.own(probs)
 
-    def pop_routing(self) -> Routing | PlainPairs | Tensor:
-        """Returns what was noted, and forgets it: a routing, else the pairs, else the map."""
+    def pop_routing(self) -> Routing | RouterOutput | PlainPairs | Tensor:
+        """Returns what was noted, and forgets it: of rounding, else the pairs, else the map."""
         routing, routing_map, token_ids_N, counts_E = self.routing, self.routing_map, self.token_ids_N, self.counts_E
         self.routing = self.routing_map = self.token_ids_N = self.counts_E = None
         if routing is not None:

@@ -156,17 +156,23 @@ class SonicEPExperts(MegatronModule):
         if isinstance(routed, Routing):
             weights = self.weight1, self.weight2, b1, b2
             return moe(x_TH, routed, *weights, transport=self.transport, group=self.group, **settings)
-        common = {"group": self.group, "exchange": self.transport, "dtype": x_TH.dtype, "training": self.training}
         call = ExpertsCall(
             x_TH=x_TH,
             routed=routed.tensors,
             weights=(self.weight1, self.weight2, b1, b2),
-            route=partial(routed.route, **common),
+            route=partial(routed.route, **self._of_routes(x_TH)),
             training=self.training,
             settings=settings,
             problem=routed.problem,
         )
         return self._recorded(call) if self._records else self._recorded.compute(call)
+
+    def routing_of(self, routed: RouterOutput, x: Tensor) -> Routing:
+        """Returns the routing of what a router returned for x. A collective of the EP group."""
+        return routed.route(*routed.tensors, **self._of_routes(x))
+
+    def _of_routes(self, x: Tensor) -> dict[str, Any]:
+        return {"group": self.group, "exchange": self.transport, "dtype": x.dtype, "training": self.training}
 
     @torch.no_grad()
     def on_all_tokens(self, x_TH: Tensor, probs_TE: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ Megatron's: sequence length and microbatch on this rank.
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,14 @@ from torch import Tensor
 
 from sonic_ep.config import Balance, MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.integrations.megatron.routing_map import PlainPairs, RouterOutput
 from sonic_ep.kernels.backend import chosen_pairs
 from sonic_ep.kernels.route.topk.reference import times_chosen, topk_mask
 from sonic_ep.kernels.route.weights_and_losses.reference import z_loss
 from sonic_ep.routers.linear import linear
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK, compute_topk
-from sonic_ep.routers.weights_and_losses import weights_and_losses
+from sonic_ep.routers.weights_and_losses import losses_alone, weights_and_losses
 from sonic_ep.routing import BalanceCounts, PairLists, Routing
 
 _OTHERWISE = "options.router to 'megatron'"
@@ -106,13 +107,6 @@ def _with_losses(config: RouterConfig, balance: Balance, coef: float, z_loss_coe
     return replace(config, balance=balance, balance_coef=coef, z_loss_coef=z_loss_coef)
 
 
-class PlainPairs(NamedTuple):
-    """What stands for a routing map. token_ids_N: int32, by expert, then token. counts_E: int64, tokens by expert."""
-
-    token_ids_N: Tensor
-    counts_E: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One call of the router, until its pairs are known.
@@ -134,8 +128,8 @@ class _Call:
 class FusedRouter(TopKRouter):
     """Forward returns weights_N, fp32, and a PlainPairs.
 
-    With rounding, in training, it returns the logits, (T, E) fp32, and top-K ids, (T, K) int64: the pairs and their
-    weights follow in `RoundedFusedRouter`.
+    With rounding, in training, it returns the logits, (T, E) fp32, with the losses attached, and top-K ids, (T, K)
+    int64: the pairs and their weights follow in `RoundedFusedRouter`.
     """
 
     def __init__(
@@ -159,7 +153,6 @@ class FusedRouter(TopKRouter):
             router=router_config_of(config),
             rounding=rounding or RoundingConfig(mode="off"),
         )
-        self._call: _Call | None = None
 
     def gating(self, input: Tensor) -> Tensor:
         """Returns (s, b, E) logits in fp32, of GEMMs in fp32 or, without a moe_router_dtype, in the dtype of input."""
@@ -176,17 +169,10 @@ class FusedRouter(TopKRouter):
             check_fused(self.config)
         call = self._started(logits, None if padding_mask is None else padding_mask.reshape(-1))
         if self.rounding is not None and self.training:
-            self._call = call
-            return call.logits_TE, call.topk.topk_ids_TK
+            return self._with_losses(call), call.topk.topk_ids_TK
         ids_TK, counts_E = call.topk.topk_ids_TK, call.topk.counts_E()
         pairs = PairLists(ids_TK, *chosen_pairs(ids_TK, counts_E))
-        return self.weights_of(pairs, call), PlainPairs(pairs.token_ids_N, counts_E)
-
-    def pop_call(self) -> _Call:
-        """Returns what `weights_of` needs of the last forward, and forgets it."""
-        call, self._call = self._call, None
-        assert call is not None
-        return call
+        return self._weights_of(pairs, call), PlainPairs(pairs.token_ids_N, counts_E)
 
     def _started(self, logits: Tensor, mask_T: Tensor | None) -> _Call:
         (s, b), E = logits.shape[:2], self.moe_config.E
@@ -266,18 +252,26 @@ class FusedRouter(TopKRouter):
             return topk
         return replace(topk, topk_ids_TK=ids_TK.long(), plain_counts_E=None)
 
-    def weights_of(self, pairs: PairLists, call: _Call) -> Tensor:
+    def _weights_of(self, pairs: PairLists, call: _Call) -> Tensor:
         """Returns weights_N of the pairs, with the auxiliary losses attached, which are logged."""
-        logits_TE, T = call.logits_TE, call.logits_TE.shape[0]
-        weights_N, value = weights_and_losses(logits_TE, call.topk, pairs, T, call.config, call.balance_counts)
+        T = call.logits_TE.shape[0]
+        weights_N, value = weights_and_losses(call.logits_TE, call.topk, pairs, T, call.config, call.balance_counts)
+        return self._attached(weights_N, value, call)
+
+    def _with_losses(self, call: _Call) -> Tensor:
+        """Returns the logits with the auxiliary losses attached, which are logged."""
+        T = call.logits_TE.shape[0]
+        value = losses_alone(call.logits_TE, call.topk, T, call.config, call.balance_counts)
+        return self._attached(call.logits_TE, value, call)
+
+    def _attached(self, to: Tensor, value: Tensor, call: _Call) -> Tensor:
         if not self._has_losses():
-            return weights_N
+            return to
         if call.config.balance != "none" or call.config.z_loss_coef > 0:
             self._log(value.detach(), call)
-            tokens = T * self.tp_cp_group.size()
-            value = value * tokens if self.calculate_per_token_loss else value
-            weights_N = MoEAuxLossAutoScaler.apply(weights_N, value)
-        return self._with_megatrons_losses(weights_N, call)
+            tokens = call.logits_TE.shape[0] * self.tp_cp_group.size()
+            to = MoEAuxLossAutoScaler.apply(to, value * tokens if self.calculate_per_token_loss else value)
+        return self._with_megatrons_losses(to, call)
 
     @torch.no_grad()
     def _log(self, value: Tensor, call: _Call) -> None:
@@ -299,11 +293,11 @@ class FusedRouter(TopKRouter):
         layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
         get_moe_metrics_tracker().record(name, value, number, layers, **groups)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
-    def _with_megatrons_losses(self, weights_N: Tensor, call: _Call) -> Tensor:
-        """Returns the weights with the losses attached that are not fused. Megatron's functions log them."""
+    def _with_megatrons_losses(self, to: Tensor, call: _Call) -> Tensor:
+        """Returns `to` with the losses attached that are not fused. Megatron's functions log them."""
         names = [name for name in _LOSSES if name != call.fused_loss and self.get_aux_loss_coeff(name) > 0]
         if not names:
-            return weights_N
+            return to
         chosen_TE, scores_TE = compute_routing_scores_for_aux_loss(
             call.logits_TE,
             self.topk,
@@ -314,25 +308,37 @@ class FusedRouter(TopKRouter):
         for name in names:
             sizes = call.shape if name == "seq_aux_loss" else ()
             apply: Any = getattr(self, f"_apply_{name}")
-            weights_N = apply(weights_N, scores_TE, chosen_TE, *sizes, with_padding_mask=call.mask_T is not None)
-        return weights_N
+            to = apply(to, scores_TE, chosen_TE, *sizes, with_padding_mask=call.mask_T is not None)
+        return to
 
 
 @final
 class RoundedFusedRouter:
     """Rounds the top-K of a FusedRouter, in place of a RoundedRouter."""
 
-    def __init__(self, router: FusedRouter, group: EPGroup) -> None:
-        self.router, self.group = router, group
+    def __init__(self, router: FusedRouter) -> None:
+        self.router = router
 
-    def routing(self, logits_TE: Tensor, topk_ids_TK: Tensor, dtype: torch.dtype, exchange: Exchange) -> Routing:
-        """Returns the rounded routing of the router's last call. A collective of the EP group, for training only.
+    def output(self, logits_TE: Tensor, topk_ids_TK: Tensor) -> RouterOutput:
+        """Returns what the rounded routing of these results of the router is made of. For training only."""
+        bias_E = self.router.expert_bias
+        return RouterOutput([logits_TE, topk_ids_TK, *([] if bias_E is None else [bias_E])], self._routing)
 
-        logits_TE, topk_ids_TK: what the router returned. dtype: of the experts' input. exchange: see RoutingContext.
-        """
-        call = self.router.pop_call()
-        context = RoutingContext(
-            config=self.router.moe_config, group=self.group, dtype=dtype, training=True, exchange=exchange
-        )
-        routed_pairs = decide_pairs(self.router, call.topk, None, context)  # Megatron's router has its own counter
-        return Routing.of(routed_pairs, self.router.weights_of(routed_pairs, call), logits_TE.shape[0])
+    def _routing(
+        self,
+        logits_TE: Tensor,
+        topk_ids_TK: Tensor,
+        bias_E: Tensor | None = None,
+        *,
+        group: EPGroup,
+        exchange: Exchange,
+        dtype: torch.dtype,
+        training: bool,
+    ) -> Routing:
+        T, config = logits_TE.shape[0], self.router.moe_config
+        topk = compute_topk(logits_TE, bias_E, config.K, config.router)
+        topk = replace(topk, topk_ids_TK=topk_ids_TK, plain_counts_E=None)  # of a replay, perhaps
+        context = RoutingContext(config=config, group=group, dtype=dtype, training=training, exchange=exchange)
+        routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router has its own counter
+        weights_N, _ = weights_and_losses(logits_TE, topk, routed_pairs, T, config.router)
+        return Routing.of(routed_pairs, weights_N, T)

@@ -26,11 +26,17 @@ from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.integrations.megatron.dispatcher import NoDispatcher
 from sonic_ep.integrations.megatron.experts import SonicEPExperts
 from sonic_ep.integrations.megatron.fields import check, log_replaced
-from sonic_ep.integrations.megatron.fused_router import FusedRouter, PlainPairs, RoundedFusedRouter
+from sonic_ep.integrations.megatron.fused_router import FusedRouter, RoundedFusedRouter
 from sonic_ep.integrations.megatron.groups import divide_experts
 from sonic_ep.integrations.megatron.latent import latent_projections
 from sonic_ep.integrations.megatron.rounding import RoundedRouter
-from sonic_ep.integrations.megatron.routing_map import RouterOutput, in_parts, routing_of_map, routing_of_pairs
+from sonic_ep.integrations.megatron.routing_map import (
+    PlainPairs,
+    RouterOutput,
+    in_parts,
+    routing_of_map,
+    routing_of_pairs,
+)
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.routing import Routing
 
@@ -83,10 +89,9 @@ class SonicEPMoELayer(MoELayer):
         log_replaced(config, options, self.experts)
         self.rounded_router: RoundedRouter | RoundedFusedRouter | None = None
         if options.rounding is not None:
-            group = self.experts.group
             is_fused = isinstance(self.router, FusedRouter)
-            rounded = RoundedFusedRouter(self.router, group) if is_fused else None
-            self.rounded_router = rounded or RoundedRouter(self.router, config, options.rounding, group)
+            rounded = RoundedFusedRouter(self.router) if is_fused else None
+            self.rounded_router = rounded or RoundedRouter(self.router, config, options.rounding)
         if self.use_shared_expert:
             if submodules.shared_experts is None:
                 raise ValueError(
@@ -123,13 +128,18 @@ class SonicEPMoELayer(MoELayer):
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what dispatch gets: hidden states, in the latent size if there is one, and weights of pairs.
 
-        The weights are probs_TE, or (N,) of a FusedRouter, and with rounding, which has to read the router's logits
-        here: a batch that overlaps cuts autograd's graph after this step.
+        The weights are probs_TE, or (N,) of a FusedRouter. Rounding comes later, where recorded launches may repeat it.
+        But a batch that overlaps cuts autograd's graph after this step, and rounding reads the router's logits. So it
+        rounds here, and returns the (N,) weights of that.
         """
         hidden_states, probs = super().preprocess(hidden_states, probs, routing_map)
         if self.rounded_router is None or not self.training:
             return hidden_states, probs
-        routing = self.rounded_router.routing(probs, routing_map, hidden_states.dtype, self.experts.transport)
+        rounded = self.rounded_router.output(probs, routing_map)
+        if not self.config.overlap_moe_expert_parallel_comm:
+            self.token_dispatcher.routing = rounded
+            return hidden_states, probs
+        routing: Routing = self.experts.routing_of(rounded, hidden_states)
         self.token_dispatcher.routing = routing
         return hidden_states, routing.weights_N
 
@@ -157,6 +167,8 @@ class SonicEPMoELayer(MoELayer):
 
     def _routed(self, x_TH: Tensor, probs: Tensor) -> Routing | RouterOutput:
         noted = self.token_dispatcher.pop_routing()
+        if isinstance(noted, RouterOutput):
+            return noted
         if isinstance(noted, Routing):
             return dataclasses.replace(noted, weights_N=probs)
         if isinstance(noted, PlainPairs):

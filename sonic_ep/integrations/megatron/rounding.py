@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.integrations.megatron.routing_map import topk_ids
-from sonic_ep.integrations.rounded_routing import rounded_routing
+from sonic_ep.integrations.megatron.routing_map import RouterOutput, topk_ids
+from sonic_ep.integrations.rounded_routing import rounded_routing, softmax
 from sonic_ep.kernels.route.topk.reference import scores_of, topk_mask
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK
@@ -27,11 +27,11 @@ from sonic_ep.routing import Routing
 class RoundedRouter:
     """Rounds the result of `router`, a TopKRouter. Replaces its method `routing`, to read the logits that it gets."""
 
-    def __init__(self, router: Any, config: TransformerConfig, rounding: RoundingConfig, group: EPGroup) -> None:
+    def __init__(self, router: Any, config: TransformerConfig, rounding: RoundingConfig) -> None:
         E, n = config.num_moe_experts, config.moe_ffn_hidden_size
         assert E is not None
         assert n is not None
-        self.router, self.config, self.group = router, config, group
+        self.router, self.config = router, config
         score, K = config.moe_router_score_function, config.moe_router_topk
         assert score != "sqrtsoftplus"  # refused by fields.py
         router_config = RouterConfig(score=score, renormalize=score == "sigmoid" and K > 1)  # for added pairs
@@ -46,33 +46,41 @@ class RoundedRouter:
 
         router.routing = routing_with_logits
 
-    def routing(
+    def output(self, probs_TE: Tensor, routing_map_TE: Tensor) -> RouterOutput:
+        """Returns what the rounded routing of the router's last (probs, routing_map) is made of. For training only."""
+        logits, self._logits = self._logits, None
+        assert logits is not None
+        bias_E, groups = self.router.expert_bias, self.config.moe_router_num_groups
+        tensors = [
+            probs_TE,
+            routing_map_TE,
+            logits.reshape(routing_map_TE.shape),
+            *([] if bias_E is None else [bias_E]),
+        ]
+        return RouterOutput(tensors, self._routing, "groups are limited" if groups else None)
+
+    def _routing(
         self,
         probs_TE: Tensor,
         routing_map_TE: Tensor,
-        dtype: torch.dtype,
+        logits_TE: Tensor,
+        bias_E: Tensor | None = None,
+        *,
+        group: EPGroup,
         exchange: Exchange,
+        dtype: torch.dtype,
+        training: bool,
     ) -> Routing:
-        """Returns the rounded routing of the router's last (probs, routing_map). A collective of the EP group.
-
-        For training only. Differentiable in probs and, for added pairs, in the logits. dtype: of the experts' input.
-        exchange: see RoutingContext.
-        """
-        logits, self._logits = self._logits, None
-        assert logits is not None
-        (T, E), K = routing_map_TE.shape, self.config.moe_router_topk
-        ids_TK = topk_ids(routing_map_TE, K)
-        scores_TE = scores_of(logits.reshape(T, E).float(), self.moe_config.router)
-        ranking_TE = scores_TE.detach()
-        if self.router.expert_bias is not None:
-            ranking_TE = ranking_TE + self.router.expert_bias
+        """A collective of the EP group. Differentiable in probs and, for added pairs, in the logits."""
+        K, is_softmax = self.config.moe_router_topk, self.config.moe_router_score_function == "softmax"
+        ids_TK, wide_TE = topk_ids(routing_map_TE, K), logits_TE.float()
+        scores_TE = softmax(wide_TE) if is_softmax else scores_of(wide_TE, self.moe_config.router)
+        ranking_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
         # If softmax comes after top-K, Megatron's group limits rank the logits.
-        by_logits = self.config.moe_router_score_function == "softmax" and not self.config.moe_router_pre_softmax
-        allowed_TE = self._allowed(logits.detach().reshape(T, E) if by_logits else ranking_TE)
+        by_logits = is_softmax and not self.config.moe_router_pre_softmax
+        allowed_TE = self._allowed(logits_TE.detach() if by_logits else ranking_TE)
         topk = TopK(scores_TE, ranking_TE, allowed_TE, ids_TK, routing_map_TE.sum(0))
-        context = RoutingContext(
-            config=self.moe_config, group=self.group, dtype=dtype, training=True, exchange=exchange
-        )
+        context = RoutingContext(config=self.moe_config, group=group, dtype=dtype, training=training, exchange=exchange)
         routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router has its own counter
         # The router's probability of a pair outside its top-K is 0.
         scale = self.config.moe_router_topk_scaling_factor or 1

@@ -41,6 +41,13 @@ def in_parts(values_TE: Tensor, e: int, parts: int) -> Tensor:
     return values_TE.reshape(T, -1, 1, e).expand(-1, -1, parts, -1).reshape(T, -1)
 
 
+class PlainPairs(NamedTuple):
+    """What stands for a routing map. token_ids_N: int32, by expert, then token. counts_E: int64, tokens by expert."""
+
+    token_ids_N: Tensor
+    counts_E: Tensor
+
+
 class RouterOutput(NamedTuple):
     """What a router returns, and how a routing is made of it.
 

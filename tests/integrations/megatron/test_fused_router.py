@@ -228,7 +228,7 @@ def rounded(rank: int) -> dict[str, list[str]]:
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     from sonic_ep.integrations.megatron import get_sonic_ep_moe_spec
-    from tests.helpers.megatron_training import gpt_config, parallel_state
+    from tests.helpers.megatron_training import gpt_config, note_routings, parallel_state
 
     different: dict[str, list[str]] = {}
     with parallel_state(expert=2):
@@ -240,19 +240,16 @@ def rounded(rank: int) -> dict[str, list[str]]:
                 layer: Any = get_sonic_ep_moe_spec(config.num_moe_experts, options=options)(config=config)
                 layer.set_layer_number(1)
                 layer.router.weight.data *= 20
-                counts: list[Tensor] = []
-                note = layer.experts.register_forward_pre_hook(
-                    lambda _, a, counts=counts: counts.append(a[1].counts.rows_SE)
-                )
+                routings: list[Any] = []
+                note_routings(layer, routings)
                 x = torch.randn(S, 8, config.hidden_size, generator=torch.Generator().manual_seed(rank))
                 y, _ = layer(x.requires_grad_())
                 y.square().sum().backward()
-                results = {"y": y.detach(), "dx": x.grad, "counts": counts[0].float()}
+                results = {"y": y.detach(), "dx": x.grad, "counts": routings[0].counts.rows_SE.float()}
                 results |= {f"d{name}": parameter.grad for name, parameter in layer.named_parameters()}
                 tracker = get_moe_metrics_tracker()
                 results |= {f"log {name}": each.values.clone() for name, each in tracker.metrics.items()}
                 tracker.clear()
-                note.remove()  # without rounding the routing is made later
                 layer.eval()
                 results["evaluation"] = layer(x)[0].detach()
                 assert bool((results["counts"].sum(0) % 16 == 0).all())

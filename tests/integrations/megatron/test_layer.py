@@ -367,7 +367,7 @@ def stepped_and_whole(rank: int, rounded: bool, router: Router) -> tuple[list[bo
 
     options = SonicEPOptions(rounding=RoundingConfig(t=4, G=8) if rounded else None, router=router)
     with parallel_state(expert=2):
-        config = gpt_config(moe_shared_expert_intermediate_size=40)
+        config = gpt_config(moe_shared_expert_intermediate_size=40, overlap_moe_expert_parallel_comm=True)
         x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
         found = []
         for run in (whole, in_steps):

@@ -69,7 +69,7 @@ def hidden_states(rank: int, config: Any) -> Tensor:
 
 def against_own_layer(rank: int, variant: str) -> tuple[dict[str, float], list[int]]:
     """Largest relative differences of outputs and gradients, and the group's pairs of each expert."""
-    from tests.helpers.megatron_training import gpt_config, parallel_state
+    from tests.helpers.megatron_training import gpt_config, note_routings, parallel_state
 
     fields, changes = VARIANTS[variant]
     routings: list[Any] = []
@@ -79,7 +79,7 @@ def against_own_layer(rank: int, variant: str) -> tuple[dict[str, float], list[i
         if layer.router.expert_bias is not None:
             layer.router.expert_bias.copy_(torch.linspace(-0.2, 0.2, config.num_moe_experts))
         own = own_layer(layer, changes, EPGroup())
-        layer.experts.register_forward_pre_hook(lambda _, arguments: routings.append(arguments[1]))
+        note_routings(layer, routings)
         results = []
         for run in (lambda x: layer(x)[0], lambda x: own(x).y):
             x = hidden_states(rank, config).requires_grad_()
