@@ -42,6 +42,7 @@ from sonic_ep.kernels.launch_sequence.driver import driver
 from sonic_ep.kernels.launch_sequence.workspace import Memory, workspace_of_capture
 
 _MIN_RUNS, _MAX_RUNS = 2, 8  # with moved tensors
+_NO_BUFFER = -1
 # Bytes. torch's allocator rounds to the first. Tensors above the second are in other segments, those from the third on
 # in segments of their own. The driver places these at multiples of the fourth.
 _BLOCK, _LARGE, _ALONE, _SEGMENT = 512, 2**20, 10 * 2**20, 2**25
@@ -243,8 +244,11 @@ class _Allocations:
         """Returns the buffer of a tensor, a new one if it is unknown.
 
         fixed: it exists before the run. Such tensors may be parts of one storage, as weights under Megatron's DDP.
+        Memory that torch did not allocate has no buffer: it is another tensor's, as split_gate_up.py makes operands.
         """
         storage = tensor.untyped_storage()
+        if not (fixed or storage.resizable()):
+            return _NO_BUFFER
         reference = StorageWeakRef(storage)
         known = self._known.get(reference)
         if known is not None and not fixed:
