@@ -113,3 +113,22 @@ def batches(rank: int, steps: int, tokens: int = TOKENS, start: int = 0) -> list
 def loss_of(engine: Any, x: Tensor) -> Tensor:
     y, l_aux, _ = engine(x)
     return (y.float() - x.float().roll(1, -1)).square().mean() + AUX_WEIGHT * l_aux
+
+
+def noted_routings(router: nn.Module) -> list[Any]:
+    """A list that gets the routing of every step of a layer's gate or router."""
+    routings: list[Any] = []
+
+    def noted(_: Any, __: Any, output: Any) -> Any:
+        given = output[1] if isinstance(output[0], Tensor) else output
+
+        def route(*tensors: Tensor) -> Any:
+            routing, others = given.route(*tensors)
+            routings.append(routing)
+            return routing, others
+
+        changed = given._replace(route=route)
+        return changed if given is output else (output[0], changed)
+
+    router.register_forward_hook(noted)
+    return routings

@@ -14,13 +14,12 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
 from torch import Tensor, nn
 
-from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.deepspeed.autoep_fields import activation_of, check, config_of
 from sonic_ep.integrations.deepspeed.autoep_router import SonicEPRouter
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.routing import Routing
+from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts, RouterTensors
 from sonic_ep.transports import transport_for
 
 
@@ -70,13 +69,16 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
         self._use_group(EPGroup(self.ep_group) if self.ep_size > 1 else EPGroup.alone())
 
     def _use_group(self, group: EPGroup) -> None:
-        self.ep, self.transport = group, transport_for(group, self.experts.options.transport)
+        self.ep, options = group, self.experts.options
+        transport = transport_for(group, options.transport)
+        self._recorded = RecordedExperts(group, transport, self.top_k, records=options.record_launches)
 
     def _forward(self, hidden_states: Tensor) -> Any:
         H = hidden_states.shape[-1]
         x_TH = hidden_states.reshape(-1, H)
-        routing, counts_E = self.router(x_TH, self.ep, self.transport)
-        output = self.experts(x_TH, routing, self.ep, self.transport).view_as(hidden_states)
+        given = self.router(x_TH, self.ep, self._recorded.transport)
+        out_TH, (counts_E,) = self.experts(x_TH, given, self._recorded)
+        output = out_TH.view_as(hidden_states)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts_E)  # after `moe`, which raises if any rank has a problem
         return self._finalize_output(output, x_TH, hidden_states, H)
@@ -92,17 +94,33 @@ class SonicEPGroupedExperts(GroupedExperts):
     def bind(self, our_activation: str, options: SonicEPOptions) -> None:
         self.our_activation, self.options = our_activation, options
 
-    def forward(self, x_TH: Tensor, routing: Routing, group: EPGroup, transport: Transport) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x_TH: Tensor, given: RouterTensors, recorded: RecordedExperts
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Returns each token's weighted sum over its experts, (T, H) like x, and the other tensors of the route.
+
+        A collective of the EP group.
+        """
         gate_eIH, up_eIH, down_eHI = (weight.to(x_TH.dtype) for weight in (self.w1, self.w3, self.w2))
-        return moe(
-            x_TH,
-            routing,
-            gate_eIH,
-            down_eHI,
+        settings: dict[str, Any] = {
+            "activation": self.our_activation,
+            "save_dispatched": self.options.save_dispatched,
+        }
+        if torch.compiler.is_compiling():
+            routing, others = given.route(*given.tensors)
+            where = {"transport": recorded.transport, "group": recorded.group}
+            return moe(x_TH, routing, gate_eIH, down_eHI, up_eIH=up_eIH, **where, **settings), others
+        call = ExpertsCall(
+            x_TH=x_TH,
+            routed=given.tensors,
+            weights=(gate_eIH, down_eHI, None, None),
             up_eIH=up_eIH,
-            transport=transport,
-            group=group,
-            activation=self.our_activation,
-            save_dispatched=self.options.save_dispatched,
+            route=given.route,
+            training=self.training,
+            settings={**settings, "layer_key": id(self)},
+            problem=given.problem or self._problem_with_recording(),
         )
+        return recorded.with_others(call)
+
+    def _problem_with_recording(self) -> str | None:
+        return "ZeRO 3 gathers the weights in every pass" if hasattr(self.w1, "ds_id") else None

@@ -6,11 +6,14 @@ chosen, while torch.topk may choose any. Token rounding, if set, follows: docs/t
 Legend: T tokens on this rank, H hidden size, E experts.
 """
 
+from functools import partial
+
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import Tensor
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.integrations.recorded_experts import RouterTensors
 from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.router import route
 from sonic_ep.routing import Routing
@@ -24,14 +27,14 @@ class SonicEPRouter(TokenChoiceTopKRouter):
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x_TH: Tensor, group: EPGroup, exchange: Exchange
-    ) -> tuple[Routing, Tensor]:
-        """Returns the routing, and this rank's (E,) int64 counts of plain top-K. A collective of `group`.
+    ) -> RouterTensors:
+        """Returns what is routed by. The other tensor of the route is this rank's (E,) int64 counts of plain top-K.
 
         T may differ between ranks. exchange: see RoutingContext.
         """
-        logits_TE = self.gate(x_TH).float()
-        bias_E = self.e_score_correction_bias
-        bias_E = None if bias_E is None else bias_E.detach().float()
+        tensors, bias_E = [self.gate(x_TH).float()], self.e_score_correction_bias
+        if bias_E is not None:
+            tensors.append(bias_E.detach().float())
         context = RoutingContext(
             config=self.config,
             group=group,
@@ -39,5 +42,13 @@ class SonicEPRouter(TokenChoiceTopKRouter):
             training=self.training,
             exchange=exchange,
         )
-        routed = route(self, x_TH, logits_TE, bias_E, None, context, sequence_length=x_TH.shape[0])
-        return routed.routing, routed.topk.counts_E()
+        draws = self.training and self.config.rounding.mode == "stochastic"
+        return RouterTensors(tensors, partial(self._route, context), "rounding draws random numbers" if draws else None)
+
+    def _route(
+        self, context: RoutingContext, logits_TE: Tensor, bias_E: Tensor | None = None
+    ) -> tuple[Routing, list[Tensor]]:
+        T = logits_TE.shape[0]
+        # In place of rows, which it only hands on.
+        routed = route(self, logits_TE, logits_TE, bias_E, None, context, sequence_length=T)
+        return routed.routing, [routed.topk.counts_E()]

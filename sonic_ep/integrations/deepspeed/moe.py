@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 
 from sonic_ep.checks import problem_with_input
-from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.deepspeed.experts import StackedExperts, experts_of
 from sonic_ep.integrations.deepspeed.module_experts import ModuleExperts
@@ -26,6 +25,7 @@ from sonic_ep.integrations.deepspeed.moe_options import check
 from sonic_ep.integrations.deepspeed.optimizer_states import guard_optimizer_states
 from sonic_ep.integrations.deepspeed.topk_gate import TopKGate
 from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.integrations.recorded_experts import RecordedExperts
 from sonic_ep.transports import transport_for
 
 
@@ -122,7 +122,7 @@ class RoutedExperts(nn.Module):
         self.gate, self.experts, self.options = gate, experts, options
         self.ep_size = ep_size
         self.group: EPGroup | None = None
-        self.transport: Transport | None = None
+        self._recorded: RecordedExperts | None = None
         if ep_size == 1:
             self._use_group(EPGroup.alone())
 
@@ -134,7 +134,9 @@ class RoutedExperts(nn.Module):
             self._use_group(group)
 
     def _use_group(self, group: EPGroup) -> None:
-        self.group, self.transport = group, transport_for(group, self.options.transport)
+        self.group, options = group, self.options
+        transport = transport_for(group, options.transport)
+        self._recorded = RecordedExperts(group, transport, self.gate.k, records=options.record_launches)
 
     def forward(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(self.experts, ModuleExperts):
@@ -146,22 +148,18 @@ class RoutedExperts(nn.Module):
         return self._routed(x, used_token)
 
     def _routed(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        if self.group is None or self.transport is None:
+        if self.group is None or self._recorded is None:
             raise RuntimeError(
                 f"the layer has no expert-parallel group of ep_size={self.ep_size} yet: call deepspeed.initialize, or "
                 "set_deepspeed_parallelism() on every rank"
             )
         x_TH, problem = self._rows(x)
         used_T, used_problem = self._used(used_token, x_TH)
-        gated = self.gate(x_TH, used_T, group=self.group, problem=problem or used_problem, exchange=self.transport)
-        y_TH = self.experts(
-            gated.x_TH,
-            gated.routing,
-            transport=self.transport,
-            group=self.group,
-            save_dispatched=self.options.save_dispatched,
-        )
-        return y_TH.view_as(x), gated.l_aux, gated.exp_counts_E
+        where: dict[str, Any] = {"group": self.group, "exchange": self._recorded.transport}
+        x_TH, given = self.gate(x_TH, used_T, problem=problem or used_problem, **where)
+        save_dispatched = self.options.save_dispatched
+        y_TH, (l_aux, counts_E) = self.experts(x_TH, given, self._recorded, save_dispatched=save_dispatched)
+        return y_TH.view_as(x), l_aux, counts_E
 
     def _rows(self, x: object) -> tuple[Tensor, str | None]:
         """Returns x as (T, H) and None, or no rows and what is wrong with x. The gate sends that to the other ranks."""

@@ -15,7 +15,8 @@ name of K.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import final
 
 import torch
@@ -25,27 +26,14 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, without im
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.integrations.recorded_experts import RouterTensors
 from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.router import Routed, Router, route
-from sonic_ep.routers.topk import compute_topk
+from sonic_ep.routers.topk import TopK, compute_topk
 from sonic_ep.routing import Routing
 
 _JITTER = 1e-2
 _OFF = RoundingConfig(mode="off")
-
-
-@dataclass(frozen=True, slots=True)
-class GateOutput:
-    """The result of TopKGate.
-
-    routing: for `moe`. l_aux: (), unweighted. exp_counts_E: (E,) int64 tokens of this rank per expert, before rounding.
-    x_TH: the rows for `moe`, and for nothing else, see Routed.
-    """
-
-    routing: Routing
-    l_aux: Tensor
-    exp_counts_E: Tensor
-    x_TH: Tensor
 
 
 @final
@@ -75,37 +63,77 @@ class TopKGate(nn.Module):
         group: EPGroup,
         problem: str | None = None,
         exchange: Exchange | None = None,
-    ) -> GateOutput:
-        """Routes this rank's tokens. A collective of the EP group.
+    ) -> tuple[Tensor, RouterTensors]:
+        """Returns the rows for the experts, and what this rank's tokens are routed by.
 
+        The other tensors of the route are l_aux (), unweighted, and exp_counts_E, (E,) int64 tokens of this rank per
+        expert, before rounding. The rows are for the experts and for nothing else, see Routed.
         used_T: (T,) bool, for k = 1. An unused token is in no count and gets no expert's output. Its expert computes it
         with weight zero, so that the host need not know the number of unused tokens.
-        problem, exchange: see `Router.forward`, also for errors.
+        problem, exchange: see `Router.forward`, also for the errors of the route.
         """
+        if not torch.compiler.is_compiling():
+            return self._given(x_TH, used_T, group, problem, exchange)
         if self.samples and self.training:
-            routed = self._sampled(x_TH, group=group, problem=problem, exchange=exchange)
+            x_TH, routing, others = self._outside_graphs(x_TH, used_T, group, problem, exchange)
         else:
-            routed = self.wg(x_TH, group=group, sequence_length=x_TH.shape[0], problem=problem, exchange=exchange)
+            T = x_TH.shape[0]
+            routed = self.wg(x_TH, group=group, sequence_length=T, problem=problem, exchange=exchange)
+            x_TH, (routing, others) = routed.x_TH, self._results(routed, used_T)
+        return x_TH, RouterTensors([], lambda: (routing, others))
+
+    @_disable_dynamo  # graphs choose by the logits alone
+    def _outside_graphs(
+        self, x_TH: Tensor, used_T: Tensor | None, group: EPGroup, problem: str | None, exchange: Exchange | None
+    ) -> tuple[Tensor, Routing, list[Tensor]]:
+        x_TH, given = self._given(x_TH, used_T, group, problem, exchange)
+        return x_TH, *given.route(*given.tensors)
+
+    def _given(
+        self, x_TH: Tensor, used_T: Tensor | None, group: EPGroup, problem: str | None, exchange: Exchange | None
+    ) -> tuple[Tensor, RouterTensors]:
+        if problem is None:
+            logits_TE, x_TH = self.wg.logits(x_TH)
+        else:  # x may be unusable, but this rank must still send its status
+            x_TH = x_TH[:0]
+            logits_TE = x_TH.new_empty(0, self.wg.config.E, dtype=torch.promote_types(x_TH.dtype, torch.float32))
+        context = RoutingContext(
+            config=self.wg.config,
+            group=group,
+            dtype=x_TH.dtype,
+            training=self.training,
+            problem=problem,
+            exchange=exchange,
+        )
+        draws = self.training and (self.samples or self.wg.config.rounding.mode == "stochastic")
+        why = problem or ("the layer draws random numbers" if draws else None)
+        tensors = [logits_TE] if used_T is None else [logits_TE, used_T]
+        return x_TH, RouterTensors(tensors, partial(self._route, context), why)
+
+    def _route(
+        self, context: RoutingContext, logits_TE: Tensor, used_T: Tensor | None = None
+    ) -> tuple[Routing, list[Tensor]]:
+        topk = self._sampled(logits_TE) if self.samples and context.training else None
+        T = logits_TE.shape[0]
+        # In place of rows, which it only hands on.
+        routed = route(self.wg, logits_TE, logits_TE, None, None, context, sequence_length=T, topk=topk)
+        return self._results(routed, used_T)
+
+    def _results(self, routed: Routed, used_T: Tensor | None) -> tuple[Routing, list[Tensor]]:
+        """Returns the routing, l_aux and exp_counts_E."""
         routing, l_aux, counts_E = routed.routing, routed.aux_loss, routed.topk.counts_E()
         if used_T is not None:
             routing = _of_used(routing, used_T)
             counts_E = _first_experts(routed, used_T)
         if used_T is not None or self.k == 2:
             l_aux = _loss(routed, _first_experts(routed, used_T))
-        return GateOutput(routing, l_aux, counts_E, routed.x_TH)
+        return routing, [l_aux, counts_E]
 
-    @_disable_dynamo  # graphs choose by the logits alone
-    def _sampled(self, x_TH: Tensor, *, group: EPGroup, problem: str | None, exchange: Exchange | None) -> Routed:
-        """`Router.forward` with a sampled expert. The noise is DeepSpeed's, from torch's generator of the device."""
-        config = self.wg.config
-        logits_TE, x_TH = self.wg.logits(x_TH)
+    def _sampled(self, logits_TE: Tensor) -> TopK:
+        """Returns a sampled expert of each token. The noise is DeepSpeed's, from torch's generator of the device."""
         noisy_TE = logits_TE.detach() + gumbel_rsample(logits_TE.shape, logits_TE.device)
-        topk = compute_topk(logits_TE, None, 1, config.router)
-        topk = replace(topk, topk_ids_TK=noisy_TE.argmax(1, keepdim=True), plain_counts_E=None)
-        context = RoutingContext(
-            config=config, group=group, dtype=x_TH.dtype, training=True, problem=problem, exchange=exchange
-        )
-        return route(self.wg, x_TH, logits_TE, None, None, context, sequence_length=x_TH.shape[0], topk=topk)
+        topk = compute_topk(logits_TE, None, 1, self.wg.config.router)
+        return replace(topk, topk_ids_TK=noisy_TE.argmax(1, keepdim=True), plain_counts_E=None)
 
 
 def _of_used(routing: Routing, used_T: Tensor) -> Routing:

@@ -19,6 +19,7 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
 
 from tests.helpers.deepspeed_cpu import deepspeed_world, engine, train
+from tests.helpers.deepspeed_moe import noted_routings
 from tests.helpers.hugging_face import PRESETS, adam_of, batches, expert_parallel, loss_of, model_of
 
 Ranks = Callable[[int], RankPool]
@@ -118,13 +119,10 @@ def rounded(rank: int, zero: int) -> tuple[list[float], list[list[int]], bool]:
     try:
         with deepspeed_world():
             run = engine(model_of("qwen3_moe"), zero=zero, optimizer=adam_of, **expert_parallel(2, "qwen3_moe"))
-            totals: list[list[int]] = []
             layer: Any = run.module.model.layers[0].mlp
-            layer.experts.register_forward_pre_hook(
-                lambda _, args: totals.append(args[1].counts.rows_SE.sum(0).tolist())
-            )
+            routings = noted_routings(layer.router)
             losses = [step.loss for step in train(run, batches(rank, 12, sequences=4), loss_of)]
-            trained = list(totals)
+            num_trained = len(routings)
             run.eval()
             ids = batches(rank, 1, start=99)[0]
             with torch.no_grad():
@@ -133,7 +131,9 @@ def rounded(rank: int, zero: int) -> tuple[list[float], list[list[int]], bool]:
             layer.router.bind(plain)
             with torch.no_grad():
                 run(input_ids=ids, use_cache=False)
-            return losses, trained, totals[-1] == totals[-2] and any(total % ROUNDING.G for total in totals[-1])
+            totals = [routing.counts.rows_SE.sum(0).tolist() for routing in routings]
+            plain_in_eval = totals[-1] == totals[-2] and any(total % ROUNDING.G for total in totals[-1])
+            return losses, totals[:num_trained], plain_in_eval
     finally:
         AutoEP.uninstall()
 

@@ -34,7 +34,7 @@ def tokens(rank: int, seed: int = 0) -> torch.Tensor:
 
 def against_own_layer(rank: int, k: int) -> tuple[Any, Any, list[int]]:
     from tests.helpers.deepspeed_cpu import deepspeed_world
-    from tests.helpers.deepspeed_moe import EXPERTS, WIDTH, H
+    from tests.helpers.deepspeed_moe import EXPERTS, WIDTH, H, noted_routings
 
     with deepspeed_world():
         layer = layer_of(rank, ROUNDING, k=k)
@@ -46,8 +46,7 @@ def against_own_layer(rank: int, k: int) -> tuple[Any, Any, list[int]]:
             own.router.weight.copy_(inner.gate.wg.weight)
             own.experts.w1.copy_(inner.experts.w1)
             own.experts.w2.copy_(inner.experts.w2)
-        routings: list[Any] = []
-        inner.gate.register_forward_hook(lambda _, __, gated: routings.append(gated.routing))
+        routings = noted_routings(inner.gate)
         results = []
         runs = ((inner.gate.wg, inner.experts, lambda x: layer(x)[0]), (own.router, own.experts, lambda x: own(x).y))
         for gate, experts, run in runs:

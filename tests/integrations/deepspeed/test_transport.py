@@ -75,12 +75,12 @@ def static_and_exact(
 ) -> tuple[list[dict[str, Tensor]], list[Tensor], str, int | None]:
     from sonic_ep.transports import transport_for
     from tests.helpers.deepspeed_cpu import deepspeed_world
+    from tests.helpers.deepspeed_moe import noted_routings
     from tests.helpers.static_buffers import static_buffers
 
-    routings: list[Any] = []
     with deepspeed_world():
         exact, static = (layer_of(rank, way, **arguments) for way in (TransportConfig(), STATIC))
-        static.deepspeed_moe.gate.register_forward_hook(lambda _, __, gated: routings.append(gated.routing))
+        routings = noted_routings(static.deepspeed_moe.gate)
         steps, more = [step(exact, tokens(rank))], tokens(rank, T + rank)
         transport: Any = transport_for(static.deepspeed_moe.group, STATIC)
         with static_buffers(transport, folder):
