@@ -31,13 +31,14 @@ over --rounds, and the largest of all ranks, in milliseconds unless said otherwi
                           are free until this one is done. Stock layers read sizes on the host, so that launches behind
                           the read cannot be hidden; here they are given those of the call before, and AutoEP then does
                           not exchange its counts
+    recorded              recordings of the first MoE layer of ours; 0: its code runs, and the log says why
     saved_mib             what one MoE layer holds between forward and backward, without input and output
     recorded              recordings of the first MoE layer of ours; 0: its code runs, and the log says why
     first_loss            of the first rank before any step, without l_aux: contestants without rounding agree but for
                           bf16
     turns                 the number of turns
 
-What fails is in `errors`, and the others go on.
+With --code ours do not record their launches. What fails is in `errors`, and the others go on.
 """
 
 import argparse
@@ -69,11 +70,17 @@ VERSIONS = ("deepspeed", "transformers")
 
 
 class Kind(NamedTuple):
-    """section: fields of `expert_parallel` for AutoEP, None for the MoE layer. ours, rounding: of the layers."""
+    """section: fields of `expert_parallel`, None for the MoE layer. ours, rounding, records: of the layers."""
 
     section: dict[str, Any] | None
     ours: bool = False
     rounding: RoundingConfig | None = None
+    records: bool = True
+
+    def recorded(self, block: Any) -> int | None:
+        """Returns the number of recordings of a MoE block, None if it is not ours."""
+        layer = block.moe.deepspeed_moe if isinstance(block, Block) else block
+        return layer._recorded.num_recorded if self.ours else None
 
 
 FUSED: dict[str, Any] = {"combine_impl": "fused_weighted_sum", "gate_up_impl": "fused", "async_split_plan": True}
@@ -110,7 +117,8 @@ class Block(nn.Module):
 
         from sonic_ep.integrations.deepspeed import MoE, SonicEPOptions
 
-        make: Any = partial(MoE, options=SonicEPOptions(rounding=kind.rounding)) if kind.ours else StockMoE
+        options = SonicEPOptions(rounding=kind.rounding, record_launches=kind.records)
+        make: Any = partial(MoE, options=options) if kind.ours else StockMoE
         weight, ranks = block.gate.weight, dist.get_world_size()
         with weight.device:
             self.moe: Any = make(
@@ -146,7 +154,7 @@ class Model:
     """A contestant's model in its engine."""
 
     def __init__(self, family: tuple[str, ...], options: argparse.Namespace) -> None:
-        self.kind, self.options = CONTESTANTS[family[0]], options
+        self.kind, self.options = CONTESTANTS[family[0]]._replace(records=not options.code), options
         config = model_config(options)
         self.ids = own_sequences(config, options)
         torch.manual_seed(0)
@@ -196,6 +204,7 @@ class Model:
             forward=lambda: block(x),
             backward=lambda out: torch.autograd.grad(out, [x, *parameters], dout, allow_unused=True),
             known_sizes=nullcontext if self.kind.ours else partial(known_sizes, block),
+            recorded=self.kind.recorded(block),
         )
 
     def free(self) -> None:
@@ -227,7 +236,7 @@ def autoep_of(kind: Kind) -> Generator[None]:
     from sonic_ep.integrations.deepspeed import AutoEP, SonicEPOptions
 
     if kind.ours:
-        AutoEP.install(SonicEPOptions(rounding=kind.rounding))
+        AutoEP.install(SonicEPOptions(rounding=kind.rounding, record_launches=kind.records))
     try:
         yield
     finally:
@@ -301,6 +310,7 @@ def deepspeed_of(device: str) -> Generator[None]:
 def parsed() -> argparse.Namespace:
     parser = step_parser(__doc__, shape="qwen3_30b_a3b", shapes=SHAPES, tokens=8192, seconds=2.0)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--code", action="store_true", help="ours by their code, without recorded launches")
     return parsed_options(parser)
 
 
@@ -315,7 +325,8 @@ def main() -> None:
     families = [(name,) for name in CONTESTANTS]
     build: Callable[..., Model] = partial(Model, options=options)
     with deepspeed_of(options.device):
-        Race(families, build, Clock(EPGroup(), options.device), options, versions=VERSIONS).run()
+        clock, sizes = Clock(EPGroup(), options.device), ("shape", "layers", "tokens", "length", "code")
+        Race(families, build, clock, options, sizes=sizes, versions=VERSIONS).run()
     dist.destroy_process_group()
 
 

@@ -130,7 +130,8 @@ class Race:
             return
         start, built = time.perf_counter(), []
         self.attempt(names[0], lambda: built.append(self.build(family)))
-        say(f"{names[0]}: built after {time.perf_counter() - start:.1f} s")
+        if built:
+            say(f"{names[0]}: built after {time.perf_counter() - start:.1f} s")
         for part in (self.first_loss, self.turn):
             for name in names:
                 if built and name not in self.errors:
