@@ -31,7 +31,6 @@ over --rounds, and the largest of all ranks, in milliseconds unless said otherwi
                           are free until this one is done. Stock layers read sizes on the host, so that launches behind
                           the read cannot be hidden; here they are given those of the call before, and AutoEP then does
                           not exchange its counts
-    recorded              recordings of the first MoE layer of ours; 0: its code runs, and the log says why
     saved_mib             what one MoE layer holds between forward and backward, without input and output
     recorded              recordings of the first MoE layer of ours; 0: its code runs, and the log says why
     first_loss            of the first rank before any step, without l_aux: contestants without rounding agree but for
@@ -186,7 +185,7 @@ class Model:
         self.run.step()
 
     def num_recorded(self) -> int:
-        return sum(getattr(block, "num_recorded", 0) for block in self.blocks)
+        return sum(self.kind.recorded(block) or 0 for block in self.blocks)
 
     def warmed_up(self) -> None:
         """Does nothing."""

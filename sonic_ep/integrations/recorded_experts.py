@@ -23,6 +23,7 @@ from sonic_ep.functional import gradient_placeholder, moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.split_weights import distance_in_shape, stand_in, where_they_lie
 from sonic_ep.kernels.launch_sequence.recorded_calls import Code, RecordedCalls
+from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routers.count_exchange import decided_counts
 from sonic_ep.routers.replay import in_region
 from sonic_ep.routing import GroupCounts, Routing, SplitSizes
@@ -48,8 +49,9 @@ class RouterTensors(NamedTuple):
 class ExpertsCall:
     """One call of a layer's experts.
 
-    x_TH: rows. routed: what the framework's router returned. weights: of this rank's experts, as `moe` takes them: w1,
-    w2, b1, b2. up_eIH: the up weights, if w1 is the gate weights alone. All may require gradients.
+    x_TH: rows. routed: what the framework's router returned. weights, lora: of this rank's experts, as `moe` takes
+    them: w1, w2, b1, b2, and updates of w1 and w2. up_eIH: the up weights, if w1 is the gate weights alone. All may
+    require gradients.
     route: returns the routing of `routed`, or that and a list of other tensors to return, by operations that depend on
     nothing else. A collective.
     training: of the layer. settings: arguments of `moe`, the same in every call of a layer.
@@ -61,6 +63,7 @@ class ExpertsCall:
     weights: Weights
     route: Callable[..., Any]
     training: bool
+    lora: ExpertsLoRA | None = None
     up_eIH: Tensor | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
@@ -79,23 +82,30 @@ class ExpertsCall:
         return None if all(weight.is_leaf for weight in self.split) else "gate and up weights are made in every call"
 
     def tensors(self) -> list[Tensor]:
-        """Returns all tensors: x, `routed`, and the weights that exist. For split gate and up, see split_weights.py."""
-        w1, *others = self.weights
-        weights = [weight for weight in (w1, *others) if weight is not None]
+        """Returns all tensors: x, `routed`, and the weights and updates that exist. For up_eIH see split_weights.py."""
+        w1, others = self.weights[0], [weight for weight in self.weights[1:] if weight is not None]
+        if self.lora is not None:
+            others += [each.contiguous() for each in self.lora.tensors() if each is not None]
         if self.up_eIH is not None:
-            weights = [stand_in(w1, self.up_eIH), *weights[1:], distance_in_shape(w1, self.up_eIH)]
-        return [self.x_TH, *(each.contiguous() for each in self.routed), *weights]
+            others.append(distance_in_shape(w1, self.up_eIH))
+            w1 = stand_in(w1, self.up_eIH)
+        return [self.x_TH, *(each.contiguous() for each in self.routed), w1, *others]
 
     def on(self, tensors: Sequence[Tensor]) -> Self:
         """Returns the call with other tensors in these places. Split gate and up are still read where they lie."""
         x_TH, *rest = tensors
-        w1, w2, *biases = rest[len(self.routed) :]
-        b1, b2 = (None if old is None else biases.pop(0) for old in self.weights[2:])
+        w1, w2, *others = rest[len(self.routed) :]
+
+        def instead_of(*old: Tensor | None) -> list[Tensor | None]:
+            return [None if each is None else others.pop(0) for each in old]
+
+        b1, b2 = instead_of(*self.weights[2:])
+        lora = None if self.lora is None else ExpertsLoRA(*instead_of(*self.lora.tensors()))
         up_eIH = None
         if self.up_eIH is not None:
             w1, up_eIH = where_they_lie(w1, self.weights[0], self.up_eIH)
-        routed = rest[: len(self.routed)]
-        return replace(self, x_TH=x_TH, routed=routed, weights=(w1, w2, b1, b2), up_eIH=up_eIH)
+        routed, weights = rest[: len(self.routed)], (w1, w2, b1, b2)
+        return replace(self, x_TH=x_TH, routed=routed, weights=weights, lora=lora, up_eIH=up_eIH)
 
     def with_weights(self, w1: Tensor, w2: Tensor) -> Self:
         """Returns the call with these weights and the same biases."""
@@ -178,8 +188,8 @@ class RecordedExperts:
     def _compute(self, call: ExpertsCall) -> tuple[Tensor, Routing, list[Tensor]]:
         found, where = call.route(*call.routed), {"transport": self.transport, "group": self.group}
         routing, others = found if isinstance(found, tuple) else (found, [])
-        out_TH = moe(call.x_TH, routing, *call.weights, up_eIH=call.up_eIH, **where, **call.settings)
-        return out_TH, routing, others
+        weights = {"up_eIH": call.up_eIH, "lora": call.lora}
+        return moe(call.x_TH, routing, *call.weights, **weights, **where, **call.settings), routing, others
 
     def outputs_of(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns the output, the counts and the other tensors, by the code of the present call on these tensors."""
