@@ -54,7 +54,8 @@ class ExpertsCall:
     require gradients.
     route: returns the routing of `routed`, or that and a list of other tensors to return, by operations that depend on
     nothing else. A collective.
-    training: of the layer. settings: arguments of `moe`, the same in every call of a layer.
+    training: of the layer. is_bounded: whether `route` bounds the rows that arrive (`Routing.max_received`).
+    settings: arguments of `moe`, the same in every call of a layer.
     problem: why the launches depend on more than these tensors, or None.
     """
 
@@ -65,6 +66,7 @@ class ExpertsCall:
     training: bool
     lora: ExpertsLoRA | None = None
     up_eIH: Tensor | None = None
+    is_bounded: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
 
@@ -265,5 +267,5 @@ _CODE = Code(
 
 def _transport_of(experts: RecordedExperts) -> LayerTransport | None:
     assert experts._call is not None
-    x_TH = experts._call.x_TH
-    return bounded_transport(experts.transport, x_TH, x_TH.shape[1] * x_TH.element_size())
+    x_TH, is_bounded = experts._call.x_TH, experts._call.is_bounded
+    return bounded_transport(experts.transport, x_TH, x_TH.shape[1] * x_TH.element_size(), may_be_static=is_bounded)

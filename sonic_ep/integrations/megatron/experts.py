@@ -162,6 +162,7 @@ class SonicEPExperts(MegatronModule):
             weights=(self.weight1, self.weight2, b1, b2),
             route=partial(routed.route, **self._of_routes(x_TH)),
             training=self.training,
+            is_bounded=routed.is_bounded,
             settings=settings,
             problem=routed.problem,
         )

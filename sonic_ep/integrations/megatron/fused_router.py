@@ -321,8 +321,9 @@ class RoundedFusedRouter:
 
     def output(self, logits_TE: Tensor, topk_ids_TK: Tensor) -> RouterOutput:
         """Returns what the rounded routing of these results of the router is made of. For training only."""
-        bias_E = self.router.expert_bias
-        return RouterOutput([logits_TE, topk_ids_TK, *([] if bias_E is None else [bias_E])], self._routing)
+        bias_E, rounding = self.router.expert_bias, self.router.moe_config.rounding
+        tensors = [logits_TE, topk_ids_TK, *([] if bias_E is None else [bias_E])]
+        return RouterOutput(tensors, self._routing, is_bounded=rounding.capacity_factor is not None)
 
     def _routing(
         self,

@@ -57,7 +57,8 @@ class RoundedRouter:
             logits.reshape(routing_map_TE.shape),
             *([] if bias_E is None else [bias_E]),
         ]
-        return RouterOutput(tensors, self._routing, "groups are limited" if groups else None)
+        is_bounded = self.moe_config.rounding.capacity_factor is not None
+        return RouterOutput(tensors, self._routing, "groups are limited" if groups else None, is_bounded)
 
     def _routing(
         self,

@@ -51,13 +51,14 @@ class PlainPairs(NamedTuple):
 class RouterOutput(NamedTuple):
     """What a router returns, and how a routing is made of it.
 
-    route: `routing_of_map` or `routing_of_pairs`, without the arguments that both need. problem: why launches of the
-    experts cannot be recorded, or None.
+    route: `routing_of_map`, `routing_of_pairs` or rounding, without the arguments that all need. problem: why launches of
+    the experts cannot be recorded, or None. is_bounded: see ExpertsCall.
     """
 
     tensors: list[Tensor]
     route: Callable[..., Routing]
     problem: str | None = None
+    is_bounded: bool = False
 
 
 def routing_of_map(

@@ -54,6 +54,7 @@ class SonicEP(EPImplementation):
             transport=self._transport,
             save_dispatched=self.options.save_dispatched,
             record_launches=self.options.record_launches,
+            capacity=self.options.rounding,
             own_slice=self._own_slice,
         )
         if self.tp_mesh.size() == 1:

@@ -13,18 +13,21 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from sonic_ep.config import RoundingConfig
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts
 from sonic_ep.integrations.transformers.activation import activation_of
-from sonic_ep.integrations.transformers.topk_routing import routing_of_topk
+from sonic_ep.integrations.transformers.topk_routing import capped_routing, routing_of_topk
 from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weight_dtype, weights_of
+from sonic_ep.routing import Routing
 from sonic_ep.transports import GroupTransport
 
 # Attributes of a module of experts. LORA: lora.py's Adapters during a forward with them, or None.
 LORA = "_sonic_ep_lora"
 _RECORDED: WeakKeyDictionary[nn.Module, RecordedExperts] = WeakKeyDictionary()
+_NO_CAPACITY = RoundingConfig(mode="off")
 TOKEN_ROUNDING = "_sonic_ep_rounding"  # attribute of a module of experts: rounding.py's TokenRounding, or None
 
 
@@ -65,30 +68,26 @@ def compute_experts(
     has_sentinels: bool = False,
     save_dispatched: bool = False,
     record_launches: bool = True,
+    capacity: RoundingConfig | None = None,
     own_slice: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Returns each token's weighted sum over its experts, (T, H) in the dtype of x. A collective of `group`.
 
     experts: the module of transformers. topk_ids_TK: global ids. has_sentinels: see `routing_of_topk`. own_slice:
     returns this rank's rows of what the router returned. Rounds in training if `round_tokens` was called.
-    record_launches: see SonicEPOptions.
+    record_launches: see SonicEPOptions. capacity: of mode "off"; its capacity_factor bounds in training how many rows a
+    rank receives, unless `round_tokens` was called.
     Computes in the dtype of autocast, or without it in that of the weights.
     """
     if (problem := problem_with_experts(experts)) is not None:
         raise ValueError(problem)
     activation, dtype = activation_of(experts), _compute_dtype(experts, x_TH)
     E, rounding = num_local_experts(experts) * group.size, getattr(experts, TOKEN_ROUNDING, None)
-    rounding = rounding if experts.training else None
+    rounding, capacity = (rounding, capacity or _NO_CAPACITY) if experts.training else (None, _NO_CAPACITY)
     routed, common = [topk_ids_TK, topk_weights_TK], {"E": E, "group": group, "exchange": transport, "dtype": dtype}
-    if rounding is None:
-        route = partial(routing_of_topk, **common, training=experts.training, has_sentinels=has_sentinels)
-    else:
-        if (problem := _problem_with_rounding(has_sentinels=has_sentinels)) is not None:
-            raise ValueError(problem)
-        logits_TE = rounding.pop_logits(E)
-        if logits_TE is not None:
-            routed.append(logits_TE if own_slice is None else own_slice(logits_TE))
-        route = partial(rounding.routing, experts, **common)
+    route = _route(experts, rounding, capacity, has_sentinels=has_sentinels, **common)
+    if rounding is not None and (logits_TE := rounding.pop_logits(E)) is not None:
+        routed.append(logits_TE if own_slice is None else own_slice(logits_TE))
     settings = {
         "activation": activation,
         "layout": layout_of(experts),
@@ -111,11 +110,39 @@ def compute_experts(
             route=route,
             training=experts.training,
             lora=lora,
+            is_bounded=(capacity if rounding is None else rounding.config).capacity_factor is not None,
             settings=settings,
             problem=_problem_with_recording(rounding, has_sentinels=has_sentinels),
         )
         out_TH = recorded(call)
     return out_TH.to(x_TH.dtype)
+
+
+def _route(
+    experts: Any, rounding: Any, capacity: RoundingConfig, *, has_sentinels: bool, **common: Any
+) -> Callable[..., Routing]:
+    """Returns the function that makes a routing of what the router returned. rounding: TokenRounding, or None."""
+    ep_size = common["group"].size
+    if rounding is not None and has_sentinels:
+        raise ValueError(
+            "ep_implementation='all_reduce' gives each rank only the experts that it has, and rounding needs all; "
+            "build the model with DistributedConfig(ep_implementation='sonic_ep')"
+        )
+    if rounding is not None and torch.compiler.is_compiling():
+        raise ValueError(
+            "rounding notes the router's logits, which torch.compile does not trace; train without torch.compile"
+        )
+    if rounding is not None:
+        return partial(rounding.routing, experts, **common)
+    if (capacity.capacity_factor or ep_size) >= ep_size:
+        common |= {"training": experts.training, "has_sentinels": has_sentinels, "capacity": capacity}
+        return partial(routing_of_topk, **common)
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            f"capacity_factor={capacity.capacity_factor} below ep_size={ep_size} removes pairs by operations that "
+            "torch.compile does not trace; set it to ep_size, or train without torch.compile"
+        )
+    return partial(capped_routing, experts, **common, capacity=capacity)
 
 
 def _recorded(
@@ -174,17 +201,6 @@ def problem_with_experts(experts: Any) -> str | None:
     dtype = weight_dtype(experts)
     if dtype.itemsize < 2:
         return f"{name} has weights of {dtype}; supported are float32, float64, bfloat16 and float16"
-    return None
-
-
-def _problem_with_rounding(*, has_sentinels: bool) -> str | None:
-    if has_sentinels:
-        return (
-            "ep_implementation='all_reduce' gives each rank only the experts that it has, and rounding needs all; "
-            "build the model with DistributedConfig(ep_implementation='sonic_ep')"
-        )
-    if torch.compiler.is_compiling():
-        return "rounding notes the router's logits, which torch.compile does not trace; train without torch.compile"
     return None
 
 

@@ -22,7 +22,10 @@ def register(options: SonicEPOptions | None = None) -> None:
     Example: register(); model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="sonic_ep")
 
     options:  those of a layer. Models that were built before the call keep theirs under expert parallelism.
-    Raises:   ValueError for options.rounding, which needs the model: see `round_tokens`.
+              options.rounding with mode="off" has the capacity_factor that bounds how many rows a rank receives in
+              training, and that static buffers need. At ep_size and above it removes no pair, below it those of least
+              weight.
+    Raises:   ValueError for options.rounding of another mode, which needs the model: see `round_tokens`.
     Source:   huggingface/transformers, src/transformers/integrations/moe.py, `ExpertsInterface`, and
               src/transformers/distributed/expert_parallel.py, `EPImplementationInterface`.
     """
@@ -32,7 +35,8 @@ def register(options: SonicEPOptions | None = None) -> None:
     if options.rounding is not None and options.rounding.mode != "off":
         raise ValueError(
             f"options.rounding has mode={options.rounding.mode!r}, but rounding needs the model's routers; set "
-            "rounding=None and call round_tokens(model, rounding) once the model is built"
+            "rounding=None or RoundingConfig(mode='off', capacity_factor=...), and call round_tokens(model, rounding) "
+            "once the model is built"
         )
     # Typed as a function of a module that returns a tensor.
     forward: Any = LocalExperts(

@@ -7,20 +7,21 @@ the router gave it; a pair that rounding added has one that the router would hav
 Legend: T tokens on this rank, E experts, K experts per token.
 """
 
-import functools
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from sonic_ep.async_d2h import host_may_wait
-from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
+from sonic_ep.config import RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.integrations.rounded_routing import rounded_routing, softmax
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
+from sonic_ep.integrations.transformers.topk_routing import config_of
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
+from sonic_ep.transports import GroupTransport
 
 _ROUTERS = ("gate", "router")  # what the module next to the experts is called
 _TOLERANCE = 1e-3  # of the largest weight, where weights and logits are in fp32
@@ -29,15 +30,22 @@ _TOLERANCE = 1e-3  # of the largest weight, where weights and logits are in fp32
 def round_tokens(model: nn.Module, rounding: RoundingConfig) -> list[str]:
     """Rounds the routing of all experts of a model, in training mode. Returns the names of the experts' modules.
 
-    Call it once the model is built, on every rank; again to change the rounding, with mode="off" to end it.
+    Call it once the model is built, on every rank; again to change the rounding, with mode="off" to end it. Its
+    capacity_factor takes the place of the one of `register`.
 
     Example: model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="sonic_ep")
              round_tokens(model, RoundingConfig())
 
-    Raises:  ValueError, with value, limit and fix, if there are no experts that sonic_ep could compute, or for a router
-             that limits each token to groups of experts. In the first training steps, on every rank, for weights of a
-             router that are proportional neither to softmax nor to sigmoid of its logits.
+    Raises:  ValueError, with value, limit and fix, if there are no experts that sonic_ep could compute, for a router
+             that limits each token to groups of experts, and for mode="off" with a capacity_factor. In the first
+             training steps, on every rank, for weights of a router that are proportional neither to softmax nor to
+             sigmoid of its logits, and for static buffers without a capacity_factor.
     """
+    if rounding.mode == "off" and rounding.capacity_factor is not None:
+        raise ValueError(
+            f"rounding has mode='off' and capacity_factor={rounding.capacity_factor}, but mode='off' ends rounding; "
+            "set another mode, or give it to register as SonicEPOptions(rounding=...)"
+        )
     found = registered_experts(model, "there is nothing to round")
     routers = {} if rounding.mode == "off" else {name: _router_next_to(model, name) for name in found}
     for name, experts in found.items():
@@ -94,18 +102,12 @@ def _rules(K: int) -> list[_Rule]:
     ]
 
 
-@functools.cache
-def _config(E: int, K: int, router: RouterConfig, rounding: RoundingConfig) -> MoEConfig:
-    """Returns what routing reads. Cached, because it checks all fields, and every step needs it."""
-    return MoEConfig(d=1, n=1, E=E, K=K, router=router, rounding=rounding)
-
-
 @final
 class TokenRounding:
     """The rounding of one module of experts."""
 
     def __init__(self, router: nn.Module, rounding: RoundingConfig) -> None:
-        self._rounding = rounding
+        self.config = rounding
         self._outputs: tuple[Any, ...] = ()  # of the router in this step
         self._rule: _Rule | None = None
         self._hook = router.register_forward_hook(self._note)
@@ -151,7 +153,7 @@ class TokenRounding:
         Differentiable in topk_weights_TK and, for added pairs, in the logits. experts: their module, for replay under
         activation checkpointing. E: of all ranks. dtype: of the experts' input.
         """
-        (T, K), ids_TK, problem = topk_ids_TK.shape, topk_ids_TK.long(), None
+        (T, K), ids_TK, problem = topk_ids_TK.shape, topk_ids_TK.long(), self._problem_with_buffers(exchange)
         rule = self._rule or _rules(K)[0]
         if logits_TE is None or logits_TE.shape[0] != T:
             problem = (
@@ -162,13 +164,21 @@ class TokenRounding:
         if problem is None and self._rule is None and T:
             rule, problem = self._found_rule(logits_TE, ids_TK, topk_weights_TK)
         scores_TE = rule.scores(logits_TE)
-        config = _config(E, K, rule.config, self._rounding)
+        config = config_of(E, K, rule.config, self.config)
         context = RoutingContext(
             config=config, group=group, dtype=dtype, training=True, exchange=exchange, problem=problem
         )
         routed_pairs = decide_pairs(experts, TopK(scores_TE, scores_TE.detach(), None, ids_TK), None, context)
         given_TE = torch.zeros_like(scores_TE).scatter(1, ids_TK, topk_weights_TK.to(scores_TE.dtype))
         return rounded_routing(routed_pairs, given_TE, scores_TE, rule.config, rule.scale)
+
+    def _problem_with_buffers(self, exchange: Exchange) -> str | None:
+        try:
+            if isinstance(exchange, GroupTransport):
+                exchange.config.check_bound(self.config)
+        except ValueError as error:
+            return str(error)
+        return None
 
     @torch.no_grad()
     def _found_rule(self, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[_Rule, str | None]:

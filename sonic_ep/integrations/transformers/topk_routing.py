@@ -1,19 +1,34 @@
 """Makes a `Routing` of the top-K experts and weights that a model's own router returns.
 
-Legend: T tokens on this rank, K experts per token, E experts, N pairs this rank sends.
+With a capacity factor every destination rank receives a bounded number of rows, for which static buffers are made. At
+ep_size and above it that bound is all pairs. Below, each expert loses its pairs of least weight while a rank has more.
+
+Legend: S ranks of the EP group, T tokens on this rank, K experts per token, E experts, e local experts, N pairs this
+rank sends.
 """
+
+import functools
 
 import torch
 from torch import Tensor
 
-from sonic_ep.config import RoundingConfig
+from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.kernels.backend import allows_spare_capacity, chosen_pairs
 from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
+from sonic_ep.routers.rounding import max_received
+from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import INDEX_DTYPE, Routing, unrounded
 
 _OFF = RoundingConfig(mode="off")
+
+
+@functools.cache
+def config_of(E: int, K: int, router: RouterConfig, rounding: RoundingConfig) -> MoEConfig:
+    """Returns what routing reads. Cached, because it checks all fields, and every step needs it."""
+    return MoEConfig(d=1, n=1, E=E, K=K, router=router, rounding=rounding)
 
 
 def routing_of_topk(
@@ -26,6 +41,7 @@ def routing_of_topk(
     dtype: torch.dtype,
     training: bool,
     has_sentinels: bool = False,
+    capacity: RoundingConfig = _OFF,
 ) -> Routing:
     """Returns the routing of every (token, expert) pair. A collective: with several ranks, one all-gather of counts.
 
@@ -34,6 +50,8 @@ def routing_of_topk(
     exchange:  see `gather_counts`.
     has_sentinels: ids of E and more are no pairs: experts of other ranks (`AllReduceEP` of transformers). Their weights
                get gradients of zero. On the CPU the host reads the number of pairs.
+    capacity:  its capacity_factor, if any, is at least ep_size: in training it bounds the rows that arrive, and removes
+               no pair. Then ValueError, on every rank, if static buffers do not take T tokens.
     """
     T, K = topk_ids_TK.shape
     if has_sentinels or torch.compiler.is_compiling():  # in operations that torch.compile can trace
@@ -43,17 +61,53 @@ def routing_of_topk(
         topk_ids_TK = topk_ids_TK.long()
         counts_E = times_chosen(topk_ids_TK, E)
         order_N = _order_of_pairs(topk_ids_TK, counts_E)
+    received = _most_received(capacity, T, K, E, group, training=training)
     if group.size == 1:
         counts, split_sizes = unrounded(counts_E[None], counts_E.new_full((1,), T)), None
     else:
-        status = RankStatus(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
+        problem = None if received is None else exchange.problem_with(T)
+        status = RankStatus(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training, problem=problem)
         counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
     max_rows = T * K if has_sentinels and allows_spare_capacity(topk_ids_TK) else None
     if has_sentinels and max_rows is None:
         order_N = order_N[: int(counts_E.sum())]
     weights_N = topk_weights_TK.flatten().index_select(0, order_N)
     token_ids_N = (order_N // max(K, 1)).to(INDEX_DTYPE)
-    return Routing(weights_N, token_ids_N, counts, T, max_rows=max_rows, split_sizes=split_sizes)
+    return Routing(weights_N, token_ids_N, counts, T, max_rows, received, split_sizes)
+
+
+def _most_received(capacity: RoundingConfig, T: int, K: int, E: int, group: EPGroup, *, training: bool) -> int | None:
+    """Returns an upper bound of the rows that any rank receives if none is removed, or None without a capacity."""
+    received = max_received(capacity, T, K, training=training)
+    return None if received is None else min(received, group.size * T * min(K, E // group.size))
+
+
+def capped_routing(
+    experts: object,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    *,
+    E: int,
+    group: EPGroup,
+    exchange: Exchange,
+    dtype: torch.dtype,
+    capacity: RoundingConfig,
+) -> Routing:
+    """Returns the routing without the pairs of least weight of experts on ranks that would receive too many rows.
+
+    A collective. Differentiable in topk_weights_TK. The arguments are those of `routing_of_topk`, in training.
+
+    experts: their module, for replay under activation checkpointing. capacity: of mode "off", with a capacity_factor.
+    """
+    (T, K), ids_TK = topk_ids_TK.shape, topk_ids_TK.long()
+    weights_TK = topk_weights_TK.to(torch.promote_types(topk_weights_TK.dtype, torch.float32))
+    given_TE = weights_TK.new_zeros(T, E).scatter(1, ids_TK, weights_TK)
+    config = config_of(E, K, RouterConfig(), capacity)
+    context = RoutingContext(config=config, group=group, dtype=dtype, training=True, exchange=exchange)
+    pairs = decide_pairs(experts, TopK(given_TE, given_TE.detach(), None, ids_TK), None, context)
+    # A spare entry has token -1; its weight is never used.
+    pairs_N = (pairs.token_ids_N.long() * E + pairs.expert_ids_N).clamp(min=0)
+    return Routing.of(pairs, given_TE.reshape(-1).index_select(0, pairs_N), T)
 
 
 def _order_of_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> Tensor:
