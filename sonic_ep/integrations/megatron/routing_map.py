@@ -51,8 +51,8 @@ class PlainPairs(NamedTuple):
 class RouterOutput(NamedTuple):
     """What a router returns, and how a routing is made of it.
 
-    route: `routing_of_map`, `routing_of_pairs` or rounding, without the arguments that all need. problem: why launches of
-    the experts cannot be recorded, or None. is_bounded: see ExpertsCall.
+    route: `routing_of_map`, `routing_of_pairs` or that of rounding, without the arguments that all need. problem: why
+    launches of the experts cannot be recorded, or None. is_bounded: see ExpertsCall.
     """
 
     tensors: list[Tensor]
