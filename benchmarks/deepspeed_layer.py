@@ -20,7 +20,8 @@ and contestants compute on alike routings. Contestants:
 A round builds one model after the other, each in the memory of the last, and each takes its turn of --seconds. Medians
 over --rounds, and the largest of all ranks, in milliseconds unless said otherwise:
 
-    step, host            forward, backward and engine.step, back to back; its calls until they return
+    step, host            forward, backward and engine.step of --micro-batches, back to back; its calls until they
+                          return
     tokens_per_second     of one GPU
     mfu                   pretrain_model.flops_per_token, as a share of the card's dense bf16 peak
     peak_gib              the most that torch allocated in a turn of steps
@@ -66,6 +67,7 @@ AUX_WEIGHT = 0.001
 LEARNING_RATE = 1e-5
 ROUNDING = RoundingConfig(mode="apportion")
 VERSIONS = ("deepspeed", "transformers")
+SIZES = ("shape", "layers", "micro_batches", "tokens", "length", "code")
 
 
 class Kind(NamedTuple):
@@ -178,11 +180,12 @@ class Model:
             return float(self.run.module(input_ids=self.ids, labels=self.ids, use_cache=False).loss)
 
     def step(self) -> None:
-        loss = self.run(input_ids=self.ids, labels=self.ids, use_cache=False).loss
-        if self.kind.section is None:
-            loss = loss + AUX_WEIGHT * torch.stack([block.l_aux for block in self.blocks]).sum()
-        self.run.backward(loss)
-        self.run.step()
+        for _ in range(self.options.micro_batches):
+            loss = self.run(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+            if self.kind.section is None:
+                loss = loss + AUX_WEIGHT * torch.stack([block.l_aux for block in self.blocks]).sum()
+            self.run.backward(loss)
+            self.run.step()  # the optimizer's, after the last of them
 
     def num_recorded(self) -> int:
         return sum(self.kind.recorded(block) or 0 for block in self.blocks)
@@ -248,6 +251,7 @@ def engine(model: nn.Module, options: argparse.Namespace, **more: Any) -> Any:
     adam = {"lr": LEARNING_RATE, "torch_adam": True, "fused": True}
     settings = {
         "train_micro_batch_size_per_gpu": options.tokens // options.length,
+        "gradient_accumulation_steps": options.micro_batches,
         "zero_optimization": {"stage": 1},
         "bf16": {"enabled": options.device == "cuda"},
         "optimizer": {"type": "AdamW", "params": adam},
@@ -309,6 +313,7 @@ def deepspeed_of(device: str) -> Generator[None]:
 def parsed() -> argparse.Namespace:
     parser = step_parser(__doc__, shape="qwen3_30b_a3b", shapes=SHAPES, tokens=8192, seconds=2.0)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of --tokens each, before the optimizer's step")
     parser.add_argument("--code", action="store_true", help="ours by their code, without recorded launches")
     return parsed_options(parser)
 
@@ -324,8 +329,8 @@ def main() -> None:
     families = [(name,) for name in CONTESTANTS]
     build: Callable[..., Model] = partial(Model, options=options)
     with deepspeed_of(options.device):
-        clock, sizes = Clock(EPGroup(), options.device), ("shape", "layers", "tokens", "length", "code")
-        Race(families, build, clock, options, sizes=sizes, versions=VERSIONS).run()
+        clock, forwards = Clock(EPGroup(), options.device), options.micro_batches
+        Race(families, build, clock, options, sizes=SIZES, versions=VERSIONS, forwards=forwards).run()
     dist.destroy_process_group()
 
 

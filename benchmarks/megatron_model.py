@@ -30,6 +30,7 @@ FAMILIES = ((TE_GROUPED,), (OURS, ROUNDED), (FUSED, FUSED_ROUNDED), (SEQUENTIAL,
 ROUNDING = RoundingConfig(mode="apportion")
 
 STD, BALANCE_COEF = 0.02, 0.001
+LEARNING_RATE = 1e-5  # small, so that routing stays as at the start: contestants train one after the other
 
 
 def has_te() -> bool:
@@ -99,7 +100,8 @@ class Model:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         bf16 = self.config.bf16
-        adam = OptimizerConfig(optimizer="adam", lr=1e-4, bf16=bf16, params_dtype=self.config.params_dtype, **overlap)
+        common = {"bf16": bf16, "params_dtype": self.config.params_dtype, **overlap}
+        adam = OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, **common)
         optimizer = get_megatron_optimizer(adam, [self.model])
         self.config.no_sync_func = self.model.no_sync
         self.config.grad_scale_func = optimizer.scale_loss
@@ -185,11 +187,14 @@ class Model:
         dout = torch.randn(self.options.length, B, d, **like)
 
         def forward() -> Tensor:
-            x.grad = None
             return layer(x)[0]
 
+        def backward(out: Tensor) -> None:
+            out.backward(dout)
+            x.grad = None
+
         with self.outside_steps():
-            yield LayerAlone(forward, lambda out: out.backward(dout), lambda: known_sizes(layer))
+            yield LayerAlone(forward, backward, lambda: known_sizes(layer))
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:

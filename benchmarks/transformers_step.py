@@ -64,6 +64,7 @@ from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, num_recor
 STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportion"
 PEFT_LORA, OUR_LORA = "PEFT, grouped_mm", "sonic_ep, fuse_lora"
 WARM_UP, UNTIMED = 8, 2
+LEARNING_RATE = 1e-5  # small, so that routing stays as at the start: contestants train one after the other
 
 
 class InTurns(EPImplementation):
@@ -106,7 +107,7 @@ class Training:
         round_tokens(self.model, RoundingConfig(mode="apportion"))
         self.rounding = {name: getattr(module, TOKEN_ROUNDING) for name, module in self.experts.items()}
         groups = groups_by_mesh(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True)
         self.ids = own_sequences(config, options)
 
     def choose(self, contestant: str) -> None:
@@ -150,7 +151,7 @@ class LoRATraining(Training):
         self.model = get_peft_model(model, adapters).train()
         fuse_lora(self.model)  # where sonic_ep computes the experts; else its wrappers are PEFT's own
         trained = [each for each in self.model.parameters() if each.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
         self.ids = own_sequences(self.config, options)
 
     def choose(self, contestant: str) -> None:
