@@ -3,10 +3,15 @@
 Imports transformers inside: it takes seconds.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tests.helpers.process_groups import passing_groups
 
 VOCABULARY, LENGTH = 64, 12
 EXPERTS, TOP_K, WIDTH = 8, 3, 16
@@ -65,6 +70,17 @@ def model_of(preset: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
         if path.endswith("e_score_correction_bias"):  # zero at first, and then it does nothing
             buffer.copy_(torch.linspace(0.0, 0.3, EXPERTS))
     return model
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A context for models over several ranks, without progress bars, warnings, and groups that remain."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with passing_groups(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DTensor and transformers warn about each other
+        yield
 
 
 def batches(rank: int, steps: int, sequences: int = 2, *, start: int = 0, length: int = LENGTH) -> list[Tensor]:

@@ -1,8 +1,6 @@
 """`DistributedConfig(ep_implementation="sonic_ep")` beyond the grid of test_grid.py: unequal batches, files, errors."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +16,7 @@ from sonic_ep.integrations.transformers.register import has_parallel_registry
 if not has_parallel_registry():
     pytest.skip("transformers before 5.23 has no registry for expert parallelism", allow_module_level=True)
 
-from tests.helpers.hugging_face import batches, loss_of, model_of
-from tests.helpers.process_groups import passing_groups
+from tests.helpers.hugging_face import batches, loss_of, model_of, quiet
 from tests.helpers.transformers_families import tiny_model
 
 Ranks = Callable[[int], RankPool]
@@ -39,16 +36,6 @@ class Trained(NamedTuple):
     losses: list[float]
     grad_norms: list[float]
     logits: Tensor
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    with passing_groups(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DTensor and transformers warn about each other
-        yield
 
 
 def load(path: Path, layout: Layout, name: str, experts: str = "eager") -> Any:
@@ -167,6 +154,8 @@ def refused(rank: int, path: Path) -> None:
 def test_what_we_do_not_compute_raises_when_the_model_is_built(ranks: Ranks, tmp_path: Path) -> None:
     from sonic_ep.integrations.transformers.experts import uses_registry
 
-    tiny_model("deepseek_v4", uses_registry).save_pretrained(tmp_path)  # type: ignore[operator]
-    with pytest.raises(RankError, match=r"limit=10\.0\) that sonic_ep does not have"):
+    model: Any = tiny_model("deepseek_v4", uses_registry)
+    model.config.swiglu_limit = 8.0
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RankError, match=r"limit=8\.0\) that sonic_ep does not have"):
         ranks(2).run(refused, tmp_path)
