@@ -6,9 +6,12 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch.nn.functional import pad
 
+from sonic_ep.config import TransportConfig
 from sonic_ep.dispatch.symmetric import SymmetricTransport
+from sonic_ep.groups import EPGroup
 from sonic_ep.kernels import backend
 from sonic_ep.routing import AsyncSplitSizes, Routing
 from sonic_ep.transports import GroupTransport
@@ -37,6 +40,18 @@ def buffers_in_files(transport: GroupTransport, folder: str, *, static: bool) ->
     transport._chosen["cpu"] = SymmetricTransport(group, shared_files(group, folder), timeout=60, static=static)
     with lists_with_spare(), patch.object(AsyncSplitSizes, "is_ready", False):
         yield
+
+
+@contextmanager
+def static_buffers_in(folder: str) -> Iterator[None]:
+    """Let every transport that is chosen meanwhile move rows of CPU tensors through static buffers."""
+
+    def chosen(group: EPGroup, config: TransportConfig, device: torch.device) -> SymmetricTransport:
+        return SymmetricTransport(group, shared_files(group, folder), timeout=60, static=config.buffers == "static")
+
+    with patch("sonic_ep.transports._choose", chosen), lists_with_spare():
+        with patch.object(AsyncSplitSizes, "is_ready", False):
+            yield
 
 
 def with_spare(routing: Routing, spare: int, **bounds: int) -> Routing:
