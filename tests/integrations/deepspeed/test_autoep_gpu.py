@@ -27,10 +27,10 @@ SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "max_position_embeddi
 LENGTH = 128
 
 
-def fresh_engine(zero: int, ep_size: int, *, ours: bool, rounding: RoundingConfig | None = None, **model: Any) -> Any:
+def fresh_engine(zero: int, ep_size: int, *, ours: bool, options: dict[str, Any] | None = None, **model: Any) -> Any:
     from sonic_ep.integrations.deepspeed import AutoEP, SonicEPOptions
 
-    AutoEP.install(SonicEPOptions(rounding=rounding)) if ours else AutoEP.uninstall()
+    AutoEP.install(SonicEPOptions(**(options or {}))) if ours else AutoEP.uninstall()
     preset = model.pop("preset", "qwen3_moe")
     sizes = {**SIZES, "intermediate_size": 128} if preset == "mixtral" else SIZES
     built = model_of(preset, dtype=torch.bfloat16, **{**sizes, **model}).cuda()
@@ -96,6 +96,26 @@ def test_it_trains_as_stock(gpus: Ranks, zero: int, ep_size: int) -> None:
         assert step.loss == pytest.approx(wanted.loss, rel=5e-2, abs=1e-2)
 
 
+def with_and_without_recordings(rank: int, zero: int, ep_size: int) -> tuple[bool, list[int]]:
+    """Whether both ways train alike, to the bit, and the recordings of a layer of each."""
+    curves, recorded = [], []
+    for records in (True, False):
+        with deepspeed_world():
+            run = fresh_engine(zero, ep_size, ours=True, options={"record_launches": records})
+            curves.append(steps_of(run, rank, 8))
+            recorded.append(run.module.model.layers[-1].mlp._recorded.num_recorded)
+    return curves[0] == curves[1], recorded
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_launches_are_recorded_and_repeated(gpus: Ranks, zero: int, ep_size: int) -> None:
+    for alike, (with_them, without) in gpus(2).run(with_and_without_recordings, zero, ep_size, timeout=600):
+        assert alike
+        assert with_them > 0
+        assert without == 0
+
+
 def reads_of_weights(rank: int, zero: int, ep_size: int) -> list[bool]:
     """Whether gate and up were read where they lie, by pass."""
     operations, reads = import_module("sonic_ep.kernels.experts.grouped_gemm"), []
@@ -120,7 +140,7 @@ def test_weights_in_flat_buffers_are_read_where_they_lie(gpus: Ranks, zero: int,
 
 def rounded_curve(rank: int, zero: int) -> list[Step]:
     with deepspeed_world():
-        run = fresh_engine(zero, 2, ours=True, rounding=RoundingConfig(t=64))
+        run = fresh_engine(zero, 2, ours=True, options={"rounding": RoundingConfig(t=64)})
         return train(run, batches(rank, 12, sequences=8, length=LENGTH), loss_of)
 
 
