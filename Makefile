@@ -1,6 +1,7 @@
 # make train   train the example model over NPROC processes        make train NPROC=2 ARGS="--text book.txt"
 # make test    run the tests, but for those marked slow            make test ARGS="tests/kernels -k silu"
 # make test-all    run all tests: the slow ones compile every kernel and train models for minutes
+# make test-exhaustive    run the rest of the grids of which test-all runs a part
 # make fuzz    random configurations, misuse and faults            make fuzz SECONDS=600 ARGS="--ranks 2 4 --seed 7"
 # make cluster-test    two hosts, imitated by network namespaces or else on the loopback interface
 # make lint    what CI checks: format, rules, types, spelling      make format repairs the first two
@@ -26,7 +27,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --constraint constraint
 # One thread a process: NPROC of them share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all fuzz cluster-test lint format clean
+.PHONY: train test test-all test-exhaustive fuzz cluster-test lint format clean
 
 # The first command finds mistakes in ARGS alone, so that they are not printed by every process and the launcher.
 train: $(STAMP)
@@ -34,7 +35,7 @@ train: $(STAMP)
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train.py $(ARGS)
 
 test: $(STAMP)
-	$(RUN) -m pytest $(if $(ARGS),$(ARGS),--numprocesses $(WORKERS) --dist loadfile -m "not slow")
+	$(RUN) -m pytest $(if $(ARGS),$(ARGS),--numprocesses $(WORKERS) --dist loadfile -m "not slow and not exhaustive")
 
 # Slow tests start processes of their own, so they run one after another. Without a GPU, Triton's kernels are interpreted
 # in the first run, and what is interpreted cannot be compiled: some tests compile the launches of their own process, and
@@ -42,6 +43,9 @@ test: $(STAMP)
 test-all: test
 	$(RUN) -m pytest -m slow
 	TRITON_INTERPRET=0 $(RUN) -m pytest tests/kernels/route/test_router_compile.py tests/kernels/route/test_select_compile.py
+
+test-exhaustive: $(STAMP)
+	$(RUN) -m pytest -m exhaustive
 
 fuzz: $(STAMP)
 	$(RUN) -m tests.fuzz --seconds $(SECONDS) $(ARGS)

@@ -1,9 +1,10 @@
 """The grid of test_parity.py: every division of the work with both optimizers, every feature within pipeline stages.
 
-With pipeline stages Megatron runs its 1F1B schedule, here over four microbatches.
+With pipeline stages Megatron runs its 1F1B schedule, here over four microbatches. `make test-all` runs one of two
+neighbouring cells, `make test-exhaustive` the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -27,10 +28,7 @@ from tests.helpers.megatron_parity import (
     both_curves,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES="),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
 Ranks = Callable[[int], RankPool]
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {"plain": {"overlap": True}, "distributed": DISTRIBUTED}
@@ -74,8 +72,17 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("size", "tp", "pp", "ep", "etp"), DIVISIONS)
+def cells(rows: Iterable[Any]) -> list[Any]:
+    """Every row with every optimizer. One of two neighbours is slow, the other exhaustive: a row has both kinds."""
+    kinds = pytest.mark.slow, pytest.mark.exhaustive
+    return [
+        pytest.param(*(row if isinstance(row, tuple) else (row,)), optimizer, marks=kinds[(i + j) % 2])
+        for i, row in enumerate(rows)
+        for j, optimizer in enumerate(OPTIMIZERS)
+    ]
+
+
+@pytest.mark.parametrize(("size", "tp", "pp", "ep", "etp", "optimizer"), cells(DIVISIONS))
 def test_every_division_of_the_work(
     ranks: Ranks, size: int, tp: int, pp: int, ep: int, etp: int, optimizer: str
 ) -> None:
@@ -84,8 +91,7 @@ def test_every_division_of_the_work(
     assert_alike(ranks(size).run(both_curves, Case(size, groups, SHARED, run), timeout=900)[0])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("tp", "pp", "ep", "etp"), [(2, 1, 2, 2), (2, 2, 1, 2), (1, 1, 1, 4)])
+@pytest.mark.parametrize(("tp", "pp", "ep", "etp", "optimizer"), cells([(2, 1, 2, 2), (2, 2, 1, 2), (1, 1, 1, 4)]))
 def test_experts_in_parts(ranks: Ranks, tp: int, pp: int, ep: int, etp: int, optimizer: str) -> None:
     groups = {"tensor": tp, "pipeline": pp, "expert": ep, "expert_tensor": etp}
     experts = TWO_EXPERTS if ep * etp == 4 else {"num_moe_experts": 3}
@@ -93,8 +99,7 @@ def test_experts_in_parts(ranks: Ranks, tp: int, pp: int, ep: int, etp: int, opt
     assert_alike(ranks(4).run(both_curves, case, timeout=900)[0])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("feature", "optimizer"), cells(FEATURES))
 def test_every_feature_within_pipeline_stages(ranks: Ranks, feature: str, optimizer: str) -> None:
     tp = 2 if optimizer == "distributed" else 1
     groups, run = {"tensor": tp, "pipeline": 2, "expert": 2}, OPTIMIZERS[optimizer] | {"batch": 8 // tp}
@@ -102,6 +107,7 @@ def test_every_feature_within_pipeline_stages(ranks: Ranks, feature: str, optimi
 
 
 # The overlapped schedule reads layers without DDP's hooks, which complete an overlapped gather.
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [{}, {"distributed_optimizer": True}], ids=["plain", "distributed"])
 @pytest.mark.parametrize("schedule", ["interleaved", "overlapped", "overlapped-fused"])
 def test_every_schedule_of_interleaved_stages(ranks: Ranks, schedule: str, optimizer: dict[str, Any]) -> None:
