@@ -26,7 +26,7 @@ from sonic_ep.transports import GroupTransport
 
 # Attributes of a module of experts. LORA: lora.py's Adapters during a forward with them, or None.
 LORA = "_sonic_ep_lora"
-_RECORDED: WeakKeyDictionary[nn.Module, RecordedExperts] = WeakKeyDictionary()
+_RECORDED: WeakKeyDictionary[nn.Module, dict[object, RecordedExperts]] = WeakKeyDictionary()  # by transport
 _NO_CAPACITY = RoundingConfig(mode="off")
 TOKEN_ROUNDING = "_sonic_ep_rounding"  # attribute of a module of experts: rounding.py's TokenRounding, or None
 
@@ -148,10 +148,10 @@ def _route(
 def _recorded(
     experts: nn.Module, group: EPGroup, transport: LocalTransport | GroupTransport, K: int
 ) -> RecordedExperts:
-    recorded = _RECORDED.get(experts)
-    if recorded is None or recorded.transport is not transport:
-        recorded = _RECORDED[experts] = RecordedExperts(group, transport, K)
-    return recorded
+    by_transport = _RECORDED.setdefault(experts, {})
+    if transport not in by_transport:
+        by_transport[transport] = RecordedExperts(group, transport, K)
+    return by_transport[transport]
 
 
 def num_recorded(experts: nn.Module) -> int:

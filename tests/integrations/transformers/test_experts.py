@@ -287,3 +287,15 @@ def test_rounding_is_refused() -> None:
     with pytest.raises(ValueError, match="mode='nearest'.*set rounding=None"):
         register(SonicEPOptions(rounding=RoundingConfig(mode="nearest")))
     register(SonicEPOptions(rounding=RoundingConfig(mode="off")))
+
+
+def test_transports_in_turns_keep_their_recordings() -> None:
+    from sonic_ep import EPGroup
+    from sonic_ep.dispatch.local import LocalTransport
+    from sonic_ep.integrations.transformers.experts import _recorded
+
+    module, group, exact, static = nn.Module(), EPGroup.alone(), LocalTransport(), LocalTransport()
+    first, second = (_recorded(module, group, transport, 2) for transport in (exact, static))
+    assert first is not second
+    assert _recorded(module, group, exact, 2) is first
+    assert _recorded(module, group, static, 2) is second
