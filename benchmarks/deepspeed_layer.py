@@ -54,7 +54,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from host_time import Clock
-from qwen3_moe import SHAPES, model_config, own_sequences
+from hugging_face_models import model_config, own_sequences
 from step_options import parsed_options, start_rank, step_parser
 from step_race import LayerAlone, Race, release_memory
 from torch import Tensor, nn
@@ -63,6 +63,7 @@ from transformers import Qwen3MoeForCausalLM
 from sonic_ep import EPGroup, RoundingConfig
 from sonic_ep.kernels.common.replaced import replaced
 
+SHAPES = ("qwen3_30b_a3b", "tiny")
 AUX_WEIGHT = 0.001
 LEARNING_RATE = 1e-5
 ROUNDING = RoundingConfig(mode="apportion")

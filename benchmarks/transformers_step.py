@@ -3,13 +3,19 @@
     torchrun --nproc-per-node 2 benchmarks/transformers_step.py --out transformers_step_2_gpus.json
     torchrun --nproc-per-node 2 benchmarks/transformers_step.py --device cpu --shape tiny --tokens 64 --length 32
     torchrun --nproc-per-node 1 benchmarks/transformers_step.py --lora 16 --out transformers_lora_step.json
+    torchrun --nproc-per-node 2 benchmarks/transformers_step.py --shape gpt_oss_20b --length 1024
 
 The model has random weights and `--layers` layers of a published shape. DistributedConfig shards it by FSDP2 over all
-ranks and divides the experts among them. Each rank has its own sequences of random tokens. Contestants train the same
-weights, one after the other, in turns of --seconds, which begin once there are no launches left to record:
+ranks and divides the experts among them. Each rank has its own sequences of random tokens. gpt-oss's weights are
+transposed, its gate and up rows alternate, and its experts have biases. Its attention has sinks, for which transformers
+has only eager attention without a compiler or a hub: memory grows with the square of --length.
+
+Contestants train the same weights, one after the other, in turns of --seconds, which begin once there are no
+launches left to record:
 
     all_to_all, grouped_mm     transformers' own: every (token, expert) pair travels; its fastest experts without a hub
     sonic_ep                   ours
+    sonic_ep, static           ours, with buffers for every pair at any rank: on several GPUs
     sonic_ep, apportion        ours, with counts rounded by `round_tokens`
 
 With --lora R each rank trains adapters of rank R, of experts and attention, on a whole model of its own: PEFT cannot
@@ -41,27 +47,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from host_time import Clock, machine
+from hugging_face_models import QWEN3, SHAPES, model_config, own_sequences
 from pretrain_model import groups_by_mesh
-from qwen3_moe import SHAPES, model_config, own_sequences
 from step_options import parsed_options, start_rank, step_parser, train_until_recorded
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import (  # pyright: ignore[reportMissingImports]  # in 5.23
     AllToAllEP,
     EPImplementation,
     EPImplementationInterface,
 )
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
-from sonic_ep import EPGroup, RoundingConfig
+from sonic_ep import EPGroup, RoundingConfig, TransportConfig
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.transformers import fuse_lora, register, round_tokens
 from sonic_ep.integrations.transformers.expert_parallel import implementation_with
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, num_recorded, registered_experts
 
 STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportion"
+STATIC = "sonic_ep, static"
 PEFT_LORA, OUR_LORA = "PEFT, grouped_mm", "sonic_ep, fuse_lora"
 WARM_UP, UNTIMED = 8, 2
 LEARNING_RATE = 1e-5  # small, so that routing stays as at the start: contestants train one after the other
@@ -76,13 +81,16 @@ class InTurns(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         self.stock = AllToAllEP(experts, ep_mesh, tp_mesh)
         self.ours = implementation_with(SonicEPOptions())(experts, ep_mesh, tp_mesh)
+        every_pair = RoundingConfig(mode="off", capacity_factor=ep_mesh.size())
+        static = SonicEPOptions(rounding=every_pair, transport=TransportConfig(buffers="static"))
+        self.static = implementation_with(static)(experts, ep_mesh, tp_mesh)
 
     def __call__(self, *args: Tensor) -> Tensor:
-        return (self.stock if InTurns.chosen == STOCK else self.ours)(*args)
+        return {STOCK: self.stock, STATIC: self.static}.get(InTurns.chosen, self.ours)(*args)
 
 
 class Training:
-    contestants = (STOCK, OURS, ROUNDED)
+    contestants: tuple[str, ...]
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -90,13 +98,15 @@ class Training:
         EPImplementationInterface.register("in_turns", InTurns)
         config = model_config(options)
         ranks = dist.get_world_size()
-        self.model: Any = Qwen3MoeForCausalLM.from_pretrained(
+        family = SHAPES[options.shape][0]
+        self.contestants = (STOCK, OURS, *self._on_gpus(options, ranks), ROUNDED)
+        self.model: Any = family.model.from_pretrained(
             None,
             config=config,
             state_dict={},  # nothing is loaded: random weights
             dtype=torch.bfloat16,
             experts_implementation="grouped_mm",
-            attn_implementation="sdpa",
+            attn_implementation=family.attention,
             distributed_config=DistributedConfig.from_dict(
                 {"fsdp_size": ranks, "ep_size": ranks, "ep_implementation": "in_turns"}
             ),
@@ -109,6 +119,11 @@ class Training:
         groups = groups_by_mesh(self.model.parameters())
         self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True)
         self.ids = own_sequences(config, options)
+
+    @staticmethod
+    def _on_gpus(options: argparse.Namespace, ranks: int) -> tuple[str, ...]:
+        """Static buffers are in memory that peers write to, and one rank has none."""
+        return (STATIC,) if options.device == "cuda" and ranks > 1 else ()
 
     def choose(self, contestant: str) -> None:
         InTurns.chosen = contestant
@@ -137,10 +152,10 @@ class LoRATraining(Training):
 
         register()
         self.config = model_config(options)
+        family = SHAPES[options.shape][0]
+        implementations = {"experts_implementation": "grouped_mm", "attn_implementation": family.attention}
         with torch.device(options.device):
-            model: Any = Qwen3MoeForCausalLM._from_config(
-                self.config, dtype=torch.bfloat16, experts_implementation="grouped_mm", attn_implementation="sdpa"
-            )
+            model: Any = family.model._from_config(self.config, dtype=torch.bfloat16, **implementations)
         adapters = LoraConfig(
             r=options.lora,
             target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -167,9 +182,10 @@ class Block:
         grid = init_device_mesh(options.device, (ranks, 1), mesh_dim_names=("ep", "tp"))
         local = copy.deepcopy(config)
         local.num_experts, local._experts_implementation = config.num_experts // ranks, "grouped_mm"
+        family = SHAPES[options.shape][0]
         with torch.device(options.device):
-            self.block: Any = Qwen3MoeSparseMoeBlock(config)
-            experts: Any = Qwen3MoeExperts(local)
+            self.block: Any = family.block(config)
+            experts: Any = family.experts(local)
         self.block.experts = experts
         experts._is_expert_parallel = True
         experts.forward = InTurns(experts, grid["ep"], grid["tp"])
@@ -177,7 +193,8 @@ class Block:
         generator = torch.Generator(options.device).manual_seed(dist.get_rank())
         for parameter in self.block.parameters():
             parameter.data.normal_(std=0.02, generator=generator)
-        dist.broadcast(self.block.gate.weight.data, 0)
+        for parameter in (self.block.gate if family is QWEN3 else self.block.router).parameters():
+            dist.broadcast(parameter.data, 0)
         size = (1, options.tokens, config.hidden_size)
         self.x = torch.randn(size, device=options.device, generator=generator).bfloat16().requires_grad_()
         self.dout = torch.randn(size, device=options.device, generator=generator).bfloat16()
@@ -188,8 +205,12 @@ class Block:
         InTurns.chosen = contestant
         setattr(self.block.experts, TOKEN_ROUNDING, self.rounding if contestant == ROUNDED else None)
 
+    def _out(self) -> Tensor:
+        out = self.block(self.x)
+        return out[0] if isinstance(out, tuple) else out
+
     def step(self) -> None:
-        torch.autograd.grad(self.block(self.x), [self.x, *self.block.parameters()], self.dout)
+        torch.autograd.grad(self._out(), [self.x, *self.block.parameters()], self.dout)
 
     def num_recorded(self) -> int:
         return num_recorded(self.block.experts)
@@ -204,7 +225,7 @@ class Block:
             return values
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda values: values):
-            out = self.block(self.x)
+            out = self._out()
         own = {each.untyped_storage().data_ptr() for each in (self.x, *self.block.parameters())}
         total = sum(size for address, size in saved.items() if address not in own)
         torch.autograd.grad(out, [self.x], self.dout)
@@ -245,7 +266,7 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
     }
     results = {name: clock.largest(each) for name, each in medians.items()}
     c = training.config
-    flops = 18 * options.tokens * c.num_experts_per_tok * c.hidden_size * c.moe_intermediate_size
+    flops = 18 * options.tokens * c.num_experts_per_tok * c.hidden_size * getattr(c, SHAPES[options.shape][0].width)
     for name, each in results.items():
         each["first_loss"] = first_losses[name]
         if "layer" in each:
