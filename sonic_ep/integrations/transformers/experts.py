@@ -156,8 +156,7 @@ def _recorded(
 
 def num_recorded(experts: nn.Module) -> int:
     """Returns how many recordings of launches there are for a module of experts."""
-    recorded = _RECORDED.get(experts)
-    return 0 if recorded is None else recorded.num_recorded
+    return sum(each.num_recorded for each in _RECORDED.get(experts, {}).values())
 
 
 def _problem_with_recording(rounding: Any, *, has_sentinels: bool) -> str | None:
