@@ -67,13 +67,13 @@ def step(layer: Any, x: Tensor) -> list[Tensor]:
 
 
 def static_and_exact(rank: int, folder: str) -> tuple[list[list[Tensor]], str, int | None]:
-    from tests.helpers.megatron_training import parallel_state
+    from tests.helpers.megatron_training import note_routings, parallel_state
     from tests.helpers.static_buffers import static_buffers
 
     routings: list[Any] = []
     with parallel_state(expert=2):
         exact, static = layer_of(TransportConfig(), ROUNDING), layer_of(STATIC, ROUNDING)
-        static.experts.register_forward_pre_hook(lambda _, arguments: routings.append(arguments[1]))
+        note_routings(static, routings)
         results = [step(exact, hidden_states(rank))]
         with static_buffers(static.experts.transport, folder):
             results.append(step(static, hidden_states(rank)))
