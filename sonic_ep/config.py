@@ -155,6 +155,11 @@ class RoundingConfig:
     G: int = 128
     capacity_factor: float | None = None
 
+    @property
+    def draws_numbers(self) -> bool:
+        """True if rounding in training depends on random numbers, so that its launches cannot be repeated."""
+        return self.mode == "stochastic"
+
     def __post_init__(self) -> None:
         _check_one_of("rounding.mode", self.mode, get_args(RoundingMode))
         _check_int("rounding.G", self.G, 1, MAX_G)

@@ -329,7 +329,7 @@ def _problem_with_recording(layer: MoE, inputs: list[Tensor]) -> str | None:
     config = layer.config
     if config.router.check_logits:
         return "router.check_logits=True reads logits on the host"
-    if layer.training and (config.rounding.mode == "stochastic" or config.router.jitter):
+    if layer.training and (config.rounding.draws_numbers or config.router.jitter):
         return "the layer draws random numbers"
     return None if inputs[0].numel() else "x is empty"
 

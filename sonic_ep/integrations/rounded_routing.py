@@ -13,7 +13,7 @@ from torch import Tensor
 from sonic_ep.config import RouterConfig
 from sonic_ep.first_order import first_order
 from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
-from sonic_ep.routing import RoutedPairs, Routing
+from sonic_ep.routing import PairLists, RoutedPairs, Routing
 
 
 def rounded_routing(
@@ -24,14 +24,19 @@ def rounded_routing(
     given_TE: (T, E) weights of the router, which top-K pairs have; zero outside of the top-K. scores_TE: (T, E) fp32 or
     fp64. config, scale: how an added pair gets its weight, see `weights_of_pairs`; the result is multiplied by scale.
     """
-    (T, E), pairs = scores_TE.shape, routed_pairs
-    # A spare entry has token -1; its weight is never used.
-    pairs_N = (pairs.token_ids_N.long() * E + pairs.expert_ids_N).clamp(min=0)
-    weights_N = given_TE.reshape(-1).index_select(0, pairs_N).to(scores_TE.dtype)
+    T, pairs = scores_TE.shape[0], routed_pairs
+    weights_N = given_weights(pairs, given_TE).to(scores_TE.dtype)
     lists = pairs.token_ids_N, pairs.expert_ids_N, pairs.chosen_N
     added_N = scale * weights_of_pairs(scores_TE, pairs.topk_ids_TK, *lists, config)
     # Not torch.where, which allocates where no recording of launches sees it.
     return Routing.of(pairs, weights_N + added_N.masked_fill(pairs.chosen_N, 0), T)
+
+
+def given_weights(pairs: PairLists, given_TE: Tensor) -> Tensor:
+    """Returns (N,) what `given_TE`, (T, E), has for each pair. Differentiable in it."""
+    # A spare entry has token -1; its weight is never used.
+    pairs_N = (pairs.token_ids_N.long() * given_TE.shape[1] + pairs.expert_ids_N).clamp(min=0)
+    return given_TE.reshape(-1).index_select(0, pairs_N)
 
 
 def softmax(logits_TE: Tensor) -> Tensor:

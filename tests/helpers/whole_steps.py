@@ -48,7 +48,7 @@ def model_with(
 
 
 def _divide_experts(model: nn.Module, device: str) -> None:
-    """What transformers does to experts for a DistributedConfig, without FSDP or tensor parallelism beside it."""
+    """What transformers does to experts for a DistributedConfig, without FSDP or tensor parallelism."""
     from transformers.distributed.expert_parallel import (  # pyright: ignore[reportMissingImports]  # in 5.23
         EpDispatchExpertsParallel,
     )

@@ -23,19 +23,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bias": {"bias": True},
     "main_grad": {"main_grad": True},
     "lora": {"lora": True},
-    "near": {"split": "near"},
-    "apart": {"split": "apart"},
+    "adjacent": {"split": "adjacent"},
+    "separate": {"split": "separate"},
 }
 # torch's copies of strided rows, and of several tensors into one, leave in their parameters what the host's stack held.
 # Where that is an address of the recording's memory, the code runs instead.
-MAY_BE_REFUSED = ("lora", "apart")
+MAY_BE_REFUSED = ("lora", "separate")
 LEANS = [0, 0, 0, 0, 3, 0, 3, 3, 0]  # of a step: how much all tokens prefer the same experts
 
 
 class Layer:
     """Weights of experts, with main_grad if asked for, and what a framework's router returns in a step.
 
-    split: gate and up in two tensors, "near" each other in one storage or "apart" in two.
+    split: gate and up in two tensors, "adjacent" in one storage or "separate" in two.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Layer:
             sizes = [(e, N, D), (e, D, N), (e, N, D)]
         storage = torch.cat([weight(*size).flatten() for size in sizes])  # one, as under Megatron's DDP
         parts = storage.split([torch.Size(size).numel() for size in sizes])
-        parts = [part.clone() for part in parts] if split == "apart" else parts
+        parts = [part.clone() for part in parts] if split == "separate" else parts
         self.weights = [part.view(size).requires_grad_() for part, size in zip(parts, sizes, strict=True)]
         shapes = [(e, R, D), (e, 2 * N, R), (e, R, N), (e, D, R)] if lora else []
         self.updates = [weight(*shape).requires_grad_() for shape in shapes]

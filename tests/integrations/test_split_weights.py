@@ -1,4 +1,4 @@
-"""Split gate and up weights in a recording: a stand-in without memory, whose gradient is that of both."""
+"""Split gate and up weights in a recording: the gradient of a stand-in without memory is that of both."""
 
 import torch
 from torch import Tensor

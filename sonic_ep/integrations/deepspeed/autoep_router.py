@@ -42,7 +42,7 @@ class SonicEPRouter(TokenChoiceTopKRouter):
             training=self.training,
             exchange=exchange,
         )
-        draws = self.training and self.config.rounding.mode == "stochastic"
+        draws = self.training and self.config.rounding.draws_numbers
         return RouterTensors(tensors, partial(self._route, context), "rounding draws random numbers" if draws else None)
 
     def _route(

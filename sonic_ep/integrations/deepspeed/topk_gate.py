@@ -105,7 +105,7 @@ class TopKGate(nn.Module):
             problem=problem,
             exchange=exchange,
         )
-        draws = self.training and (self.samples or self.wg.config.rounding.mode == "stochastic")
+        draws = self.training and (self.samples or self.wg.config.rounding.draws_numbers)
         why = problem or ("the layer draws random numbers" if draws else None)
         tensors = [logits_TE] if used_T is None else [logits_TE, used_T]
         return x_TH, RouterTensors(tensors, partial(self._route, context), why)

@@ -25,7 +25,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from sonic_ep.config import Balance, MoEConfig, RoundingConfig, RouterConfig
-from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.integrations.megatron.routing_map import PlainPairs, RouterOutput
 from sonic_ep.kernels.backend import chosen_pairs
 from sonic_ep.kernels.route.topk.reference import times_chosen, topk_mask
@@ -323,23 +322,14 @@ class RoundedFusedRouter:
         """Returns what the rounded routing of these results of the router is made of. For training only."""
         bias_E, rounding = self.router.expert_bias, self.router.moe_config.rounding
         tensors = [logits_TE, topk_ids_TK, *([] if bias_E is None else [bias_E])]
-        return RouterOutput(tensors, self._routing, is_bounded=rounding.capacity_factor is not None)
+        return RouterOutput.of_rounding(tensors, self._routing, rounding)
 
-    def _routing(
-        self,
-        logits_TE: Tensor,
-        topk_ids_TK: Tensor,
-        bias_E: Tensor | None = None,
-        *,
-        group: EPGroup,
-        exchange: Exchange,
-        dtype: torch.dtype,
-        training: bool,
-    ) -> Routing:
+    def _routing(self, logits_TE: Tensor, topk_ids_TK: Tensor, bias_E: Tensor | None = None, **call: Any) -> Routing:
+        """call: the other arguments of a RoutingContext."""
         T, config = logits_TE.shape[0], self.router.moe_config
         topk = compute_topk(logits_TE, bias_E, config.K, config.router)
         topk = replace(topk, topk_ids_TK=topk_ids_TK, plain_counts_E=None)  # of a replay, perhaps
-        context = RoutingContext(config=config, group=group, dtype=dtype, training=training, exchange=exchange)
+        context = RoutingContext(config=config, **call)
         routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router has its own counter
         weights_N, _ = weights_and_losses(logits_TE, topk, routed_pairs, T, config.router)
         return Routing.of(routed_pairs, weights_N, T)

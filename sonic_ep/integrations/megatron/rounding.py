@@ -9,12 +9,10 @@ Legend: T tokens on this rank, E experts, K experts per token, g expert groups.
 
 from typing import Any, final
 
-import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
-from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.integrations.megatron.routing_map import RouterOutput, topk_ids
 from sonic_ep.integrations.rounded_routing import rounded_routing, softmax
 from sonic_ep.kernels.route.topk.reference import scores_of, topk_mask
@@ -57,8 +55,8 @@ class RoundedRouter:
             logits.reshape(routing_map_TE.shape),
             *([] if bias_E is None else [bias_E]),
         ]
-        is_bounded = self.moe_config.rounding.capacity_factor is not None
-        return RouterOutput(tensors, self._routing, "groups are limited" if groups else None, is_bounded)
+        problem = "groups are limited" if groups else None
+        return RouterOutput.of_rounding(tensors, self._routing, self.moe_config.rounding, problem)
 
     def _routing(
         self,
@@ -66,13 +64,12 @@ class RoundedRouter:
         routing_map_TE: Tensor,
         logits_TE: Tensor,
         bias_E: Tensor | None = None,
-        *,
-        group: EPGroup,
-        exchange: Exchange,
-        dtype: torch.dtype,
-        training: bool,
+        **call: Any,
     ) -> Routing:
-        """A collective of the EP group. Differentiable in probs and, for added pairs, in the logits."""
+        """A collective of the EP group. Differentiable in probs and, for added pairs, in the logits.
+
+        call: the other arguments of a RoutingContext.
+        """
         K, is_softmax = self.config.moe_router_topk, self.config.moe_router_score_function == "softmax"
         ids_TK, wide_TE = topk_ids(routing_map_TE, K), logits_TE.float()
         scores_TE = softmax(wide_TE) if is_softmax else scores_of(wide_TE, self.moe_config.router)
@@ -81,7 +78,7 @@ class RoundedRouter:
         by_logits = is_softmax and not self.config.moe_router_pre_softmax
         allowed_TE = self._allowed(logits_TE.detach() if by_logits else ranking_TE)
         topk = TopK(scores_TE, ranking_TE, allowed_TE, ids_TK, routing_map_TE.sum(0))
-        context = RoutingContext(config=self.moe_config, group=group, dtype=dtype, training=training, exchange=exchange)
+        context = RoutingContext(config=self.moe_config, **call)
         routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router has its own counter
         # The router's probability of a pair outside its top-K is 0.
         scale = self.config.moe_router_topk_scaling_factor or 1

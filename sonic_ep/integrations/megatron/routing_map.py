@@ -4,7 +4,7 @@ Legend: T tokens on this rank, E experts, e local experts, K experts per token, 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -59,6 +59,14 @@ class RouterOutput(NamedTuple):
     route: Callable[..., Routing]
     problem: str | None = None
     is_bounded: bool = False
+
+    @classmethod
+    def of_rounding(
+        cls, tensors: list[Tensor], route: Callable[..., Routing], rounding: RoundingConfig, problem: str | None = None
+    ) -> Self:
+        """Returns what a router and then `rounding` make."""
+        problem = "rounding draws random numbers" if rounding.draws_numbers else problem
+        return cls(tensors, route, problem, rounding.capacity_factor is not None)
 
 
 def routing_of_map(

@@ -162,6 +162,8 @@ def num_recorded(experts: nn.Module) -> int:
 def _problem_with_recording(rounding: Any, *, has_sentinels: bool) -> str | None:
     if has_sentinels:
         return "experts of other ranks are skipped"
+    if rounding is not None and rounding.config.draws_numbers:
+        return "rounding draws random numbers"
     return None if rounding is None or rounding.knows_weights else "rounding reads the router's weights"
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.integrations.rounded_routing import given_weights
 from sonic_ep.kernels.backend import allows_spare_capacity, chosen_pairs
 from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
@@ -105,9 +106,7 @@ def capped_routing(
     config = config_of(E, K, RouterConfig(), capacity)
     context = RoutingContext(config=config, group=group, dtype=dtype, training=True, exchange=exchange)
     pairs = decide_pairs(experts, TopK(given_TE, given_TE.detach(), None, ids_TK), None, context)
-    # A spare entry has token -1; its weight is never used.
-    pairs_N = (pairs.token_ids_N.long() * E + pairs.expert_ids_N).clamp(min=0)
-    return Routing.of(pairs, given_TE.reshape(-1).index_select(0, pairs_N), T)
+    return Routing.of(pairs, given_weights(pairs, given_TE), T)
 
 
 def _order_of_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> Tensor:
