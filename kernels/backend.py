@@ -202,12 +202,6 @@ def values_of_pairs(
 
 
 @op("lora")
-def add_update(h_PJ: Tensor, update_PJ: Tensor, activation: Activation) -> Tensor:
-    """Adds a low-rank update to pre-activations in place, and returns the activations."""
-    ...
-
-
-@op("lora")
 def add_hidden_grads(
     dh_PJ: Tensor, ds_PZ: Tensor, h_PJ: Tensor, da_PI: Tensor, weights_P: Tensor, activation: Activation
 ) -> None:
@@ -289,6 +283,14 @@ class Operations(Protocol):
 
     def down_projection(
         self, a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, tile_aligned: bool = False
+    ) -> Tensor: ...
+
+    def accumulate_product(
+        self, out_PN: Tensor, rows_PK: Tensor, weights_eKN: Tensor, expert_starts_e: Tensor
+    ) -> None: ...
+
+    def accumulate_up_projection(
+        self, h_PJ: Tensor, rows_PK: Tensor, weights_eKJ: Tensor, expert_starts_e: Tensor, activation: Activation
     ) -> Tensor: ...
 
     def down_projection_backward(

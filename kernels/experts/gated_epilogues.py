@@ -36,12 +36,13 @@ _SWIGLU_LIMIT = 10.0
 class GatedEpilogues(NamedTuple):
     """The epilogues of one activation.
 
-    up, up_with_bias: H, without or with its bias, and A = act(H). down_backward: of dA' = dO W2; dH = act'(H) (s dA'),
-    A' = s A and dS = <dA', A>, with s in mColVecBroadcast.
+    up, up_with_bias, up_accumulating: H, without or with its bias, or added to C, and A = act(H).
+    down_backward: of dA' = dO W2; dH = act'(H) (s dA'), A' = s A and dS = <dA', A>, with s in mColVecBroadcast.
     """
 
     up: EpiMod
     up_with_bias: EpiMod
+    up_accumulating: EpiMod
     down_backward: EpiMod
 
 
@@ -58,6 +59,11 @@ def _epilogues(act: Callable[..., Any], dact: Callable[..., Any]) -> GatedEpilog
         gate, up = unpack(acc + mRowVecBroadcast)
         return {"D": pack(gate, up), "mAuxOut": act(gate, up)}
 
+    @gemm_epilogue(outputs=("mAuxOut",), mode="acc_pair")
+    def up_accumulating(acc, c):  # type: ignore[no-untyped-def]
+        gate, up = unpack(acc + c)
+        return {"D": pack(gate, up), "mAuxOut": act(gate, up)}
+
     @gemm_epilogue(
         outputs=("mAuxOut",),
         ops={"mColVecBroadcast": ColVecLoad("mColVecBroadcast")},
@@ -69,7 +75,7 @@ def _epilogues(act: Callable[..., Any], dact: Callable[..., Any]) -> GatedEpilog
         dgate, dup, out = dact(gate, up, acc * mColVecBroadcast)
         return {"D": pack(dgate, dup), "mAuxOut": out * mColVecBroadcast, "mColVecReduce": (out, acc)}
 
-    return GatedEpilogues(up, up_with_bias, down_backward)
+    return GatedEpilogues(up, up_with_bias, up_accumulating, down_backward)
 
 
 def _gpt_oss(gate: Any, up: Any) -> Any:

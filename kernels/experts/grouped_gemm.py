@@ -19,7 +19,7 @@ from torch import Tensor
 from sonic_ep.kernels.combine.gather_sum.triton import gather_sum
 from sonic_ep.kernels.common.compile_process import wait_for
 from sonic_ep.kernels.common.sizes import cdiv
-from sonic_ep.kernels.experts.activations import Activation, interleave_split
+from sonic_ep.kernels.experts.activations import Activation
 from sonic_ep.kernels.experts.gated_epilogues import EPILOGUES
 from sonic_ep.kernels.experts.quack_compat import (
     EpiMod,
@@ -37,9 +37,12 @@ from sonic_ep.kernels.experts.sm90.wgrad import WeightGemm
 from sonic_ep.kernels.experts.split_gate_up import interleaved_view, split_gate_up_mod
 from sonic_ep.kernels.experts.tile_counter import tile_counter
 from sonic_ep.kernels.experts.tile_table import Operation, TileConfig, reserved_clusters, tile_config
+from sonic_ep.kernels.interleave.triton import interleaved
 
 __all__ = [
     "ACTIVATION_NAMES",
+    "accumulate_product",
+    "accumulate_up_projection",
     "bias_grad",
     "down_projection",
     "down_projection_backward",
@@ -71,11 +74,11 @@ _HEAVY_UP = frozenset({"gelu_erf", "swiglu_clamped", "swiglu_oai"})
 ACTIVATION_NAMES = frozenset({*_QUACK_NAMES, *EPILOGUES})
 
 
-def _up_mod(activation: Activation, *, bias: bool) -> EpiMod:
+def _up_mod(activation: Activation, *, bias: bool = False, accumulate: bool = False) -> EpiMod:
     if (own := EPILOGUES.get(activation.name)) is not None:
-        return own.up_with_bias if bias else own.up
+        return own.up_accumulating if accumulate else own.up_with_bias if bias else own.up
     name, gated = _QUACK_NAMES[activation.name], activation.gated
-    return linear_act_mod(name, gated=gated, has_c=False, has_rowvec=bias, has_colvec=False)
+    return linear_act_mod(name, gated=gated, has_c=accumulate, has_rowvec=bias, has_colvec=False)
 
 
 def _down_backward_mod(activation: Activation) -> EpiMod:
@@ -90,6 +93,11 @@ def _bias_epilogue(acc, bias):  # type: ignore[no-untyped-def]  # traced by quac
     return {"D": acc + bias}
 
 
+@gemm_epilogue()
+def _accumulating_epilogue(acc, c):  # type: ignore[no-untyped-def]
+    return {"D": acc + c}
+
+
 def _with_up_weights(mod: EpiMod, w1: Tensor, up_eIH: Tensor | None) -> tuple[EpiMod, Tensor]:
     """Returns the epilogue and the (e, J, H) operand of a GEMM with w1, or with the split gate/up weights w1 and up.
 
@@ -100,7 +108,7 @@ def _with_up_weights(mod: EpiMod, w1: Tensor, up_eIH: Tensor | None) -> tuple[Ep
     operand = interleaved_view(w1, up_eIH)
     if operand is None:
         _say_that_weights_are_copied()
-        return mod, interleave_split(w1, up_eIH)
+        return mod, interleaved(w1, up_eIH)
     return split_gate_up_mod(mod), operand
 
 
@@ -225,6 +233,34 @@ def _grouped_rows(
     tile = _tile(operation, N, K, rows_PK, tile_aligned=tile_aligned)
     _run(_class_key(operation, rows_PK, weights_eKN), mod, tile, rows_PK, weights_eKN, **arguments)
     return out_PN
+
+
+def accumulate_product(out_PN: Tensor, rows_PK: Tensor, weights_eKN: Tensor, expert_starts_e: Tensor) -> None:
+    """See kernels/experts/reference.py."""
+    _accumulate(_accumulating_epilogue, {"D": out_PN}, rows_PK, weights_eKN, expert_starts_e)
+
+
+def accumulate_up_projection(
+    h_PJ: Tensor, rows_PK: Tensor, weights_eKJ: Tensor, expert_starts_e: Tensor, activation: Activation
+) -> Tensor:
+    """See kernels/experts/reference.py."""
+    P, J = h_PJ.shape
+    a_PI = h_PJ.new_empty(P, J // 2 if activation.gated else J)
+    out = {"D": h_PJ, "mAuxOut": a_PI}
+    _accumulate(_up_mod(activation, accumulate=True), out, rows_PK, weights_eKJ, expert_starts_e)
+    return a_PI
+
+
+def _accumulate(
+    mod: EpiMod, out: dict[str, Tensor], rows_PK: Tensor, weights_eKN: Tensor, expert_starts_e: Tensor
+) -> None:
+    """Launches a GEMM with an epilogue that adds C, which is D itself: a CTA reads each piece before it stores it."""
+    if rows_PK.shape[0] == 0:
+        return
+    D = out["D"]
+    tile = _tile("accumulate", D.shape[1], rows_PK.shape[1], rows_PK)
+    key = *_class_key("accumulate", rows_PK, weights_eKN), weights_eKN.stride(2) == 1
+    _run(key, mod, tile, rows_PK, weights_eKN, D, out=out, cu_seqlens_m=expert_starts_e)
 
 
 def down_projection_backward(

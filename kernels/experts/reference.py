@@ -96,6 +96,49 @@ def down_projection(
     return y_PH
 
 
+def accumulate_product(out_PN: Tensor, rows_PK: Tensor, weights_eKN: Tensor, expert_starts_e: Tensor) -> None:
+    """Adds the product of each row with its expert's weights to `out_PN` in place: a grouped GEMM with few summands.
+
+    Shapes:  out_PN (P, N), contiguous; rows_PK (P, K) in the same dtype; weights_eKN (e, K, N), any dim of which may be
+             contiguous.
+    Example: one row of expert 0, one of expert 1.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.experts.reference import accumulate_product
+        >>> out, rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0], [2.0]])
+        >>> weights = torch.tensor([[[1.0, 0.0]], [[2.0, -1.0]]])
+        >>> accumulate_product(out, rows, weights, torch.tensor([0, 1, 2], dtype=torch.int32))
+        >>> out.tolist()
+        [[2.0, 2.0], [7.0, 2.0]]
+    """
+    for expert, rows in _experts(expert_starts_e):
+        out_PN[rows] = _up(out_PN[rows]) + _up(rows_PK[rows]) @ _up(weights_eKN[expert])
+
+
+def accumulate_up_projection(
+    h_PJ: Tensor, rows_PK: Tensor, weights_eKJ: Tensor, expert_starts_e: Tensor, activation: Activation
+) -> Tensor:
+    """Adds such products to H in place, and returns A = act(H), (P, I) in the dtype of H, of the sums before rounding.
+
+    Example: one row of expert 0, one of expert 1.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.experts.activations import activation_named
+        >>> from sonic_ep.kernels.experts.reference import accumulate_up_projection
+        >>> h, rows = torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [2.0]])
+        >>> weights, starts = torch.tensor([[[2.0]], [[-1.0]]]), torch.tensor([0, 1, 2], dtype=torch.int32)
+        >>> accumulate_up_projection(h, rows, weights, starts, activation_named("relu2")).tolist(), h.tolist()
+        ([[9.0], [1.0]], [[3.0], [1.0]])
+    """
+    P, J = h_PJ.shape
+    a_PI = h_PJ.new_empty(P, J // 2 if activation.gated else J)
+    for expert, rows in _experts(expert_starts_e):
+        h = _up(h_PJ[rows]) + _up(rows_PK[rows]) @ _up(weights_eKJ[expert])
+        h_PJ[rows] = h
+        a_PI[rows] = activation.forward(h)
+    return a_PI
+
+
 def down_projection_backward(
     do_RH: Tensor,
     w2_eHI: Tensor,

@@ -22,8 +22,17 @@ TILE_ROWS = 128
 
 # up_heavy: "up" with a bias and a clamp or exact GELU. Its epilogue takes so many registers that ping-pong tiles spill.
 # down_backward_heavy: "down_backward" of activations whose derivative takes more registers than SwiGLU's.
+# accumulate: a product with few summands, of a low-rank update, that is added to its output.
 Operation = Literal[
-    "up", "up_heavy", "down", "down_backward", "down_backward_heavy", "up_backward", "weight_up", "weight_down"
+    "up",
+    "up_heavy",
+    "down",
+    "down_backward",
+    "down_backward_heavy",
+    "up_backward",
+    "accumulate",
+    "weight_up",
+    "weight_down",
 ]
 
 
@@ -49,6 +58,11 @@ class TileConfig:
         return f"{self.m}x{self.n}{flags[0]}c{self.cluster_m}{self.cluster_n}{flags[1]}"
 
 
+# For low-rank updates, of which most columns of a wider tile would be padding.
+_PINGPONG_32 = TileConfig(128, 32, True, dynamic=True)
+_NARROW_64 = TileConfig(128, 64, False, dynamic=True)
+_TALL_32 = TileConfig(256, 32, False, dynamic=True)
+_TALL_64 = TileConfig(256, 64, False, dynamic=True)
 _PINGPONG_128 = TileConfig(128, 128, True, dynamic=True)
 _PINGPONG_192 = TileConfig(128, 192, True, dynamic=True)
 _PINGPONG_192_PAIRS = TileConfig(128, 192, True, cluster_n=2)
@@ -95,10 +109,16 @@ def _hopper_tile(operation: Operation, N: int, other_size: int, *, tile_aligned:
             return _PINGPONG_192
         case "down_backward" | "down_backward_heavy":  # 128x192 would spill in the heavy one
             return _PINGPONG_128
+        case "weight_up" | "weight_down" if N <= 64:
+            return _TALL_32 if N <= 32 else _TALL_64
         case "weight_up" | "weight_down":
             return _PINGPONG_192_TALL_PAIRS if divides or max(N, other_size) > LARGE else _WIDE_PAIRS
+        case _ if N <= 64:
+            return _PINGPONG_32 if N <= 32 else _NARROW_64
         case _ if N < 192:
             return _PINGPONG_128
+        case "accumulate":
+            return _WIDE
         case "up":
             return _PINGPONG_192 if divides else _WIDE
         case "up_heavy":  # not timed; of "up", _WIDE costs 1 % with ragged experts and 10 % with equal ones

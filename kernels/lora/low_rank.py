@@ -1,7 +1,7 @@
 """Low-rank updates of the experts' weights, W + B A, as grouped GEMMs over the same row lists. W + B A is never made.
 
-A product with r columns is small next to one with W, so each is a GEMM of its own, and its result is added to the
-product with W:
+A product with r columns is small next to one with W, so each is a GEMM of its own. A product with r summands is added
+to the product with W by the epilogue of its GEMM:
 
     forward     H = X W1^T + (X A1^T) B1^T             Y = A W2^T + (A A2^T) B2^T
     backward    u = dO B2, dA' = dO W2 + u A2          v = dH B1, dX = dH W1 + v A1
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sonic_ep.kernels.backend import COLUMN_MULTIPLE, Operations, add_hidden_grads, add_update
+from sonic_ep.kernels.backend import COLUMN_MULTIPLE, Operations, add_hidden_grads
 from sonic_ep.kernels.experts.activations import Activation, activation_named
 
 if TYPE_CHECKING:
@@ -72,8 +72,9 @@ def _product(ops: Operations, rows: Tensor, weights: Tensor, lists: "PairLists")
     return ops.down_projection(rows, weights, None, lists.expert_starts_e, tile_aligned=lists.tile_aligned)
 
 
-def _transposed(weights: Tensor) -> Tensor:
-    return weights.transpose(1, 2).contiguous()
+def _product_back(ops: Operations, rows: Tensor, weights: Tensor, lists: "PairLists") -> Tensor:
+    """Returns rows weights of each row's expert, for rows of the pair buffer."""
+    return ops.up_projection_backward(rows, weights, lists.expert_starts_e, tile_aligned=lists.tile_aligned)
 
 
 def add_up_projection(
@@ -82,14 +83,15 @@ def add_up_projection(
     """Adds (X A1^T) B1^T to H in place and returns A = act(H)."""
     assert lora.a1_erH is not None
     assert lora.b1_eJr is not None
-    update_PJ = _product(ops, _gathered(ops, x_RH, lora.a1_erH, lists), lora.b1_eJr, lists)
-    return add_update(h_PJ, update_PJ, activation)
+    rows_Pr = _gathered(ops, x_RH, lora.a1_erH, lists)
+    return ops.accumulate_up_projection(h_PJ, rows_Pr, lora.b1_eJr.mT, lists.expert_starts_e, activation)
 
 
 def add_down_projection(ops: Operations, a_PI: Tensor, y_PH: Tensor, lora: ExpertsLoRA, lists: "PairLists") -> None:
     """Adds (A A2^T) B2^T to Y in place, if W2 has an update."""
     if lora.a2_erI is not None and lora.b2_eHr is not None:
-        y_PH += _product(ops, _product(ops, a_PI, lora.a2_erI, lists), lora.b2_eHr, lists)
+        rows_Pr = _product(ops, a_PI, lora.a2_erI, lists)
+        ops.accumulate_product(y_PH, rows_Pr, lora.b2_eHr.mT, lists.expert_starts_e)
 
 
 def add_backward_hidden(
@@ -105,9 +107,9 @@ def add_backward_hidden(
     """Adds to dH and dS, of `grads` dh_PJ, scaled_a_PI and ds_PZ, what W2's update gives. Returns u_Pr, or None."""
     if lora.a2_erI is None or lora.b2_eHr is None:
         return None
-    u_Pr = _gathered(ops, do_RH, _transposed(lora.b2_eHr), lists)
+    u_Pr = _gathered(ops, do_RH, lora.b2_eHr.transpose(1, 2).contiguous(), lists)
     dh_PJ, _, ds_PZ = grads
-    da_PI = _product(ops, u_Pr, _transposed(lora.a2_erI), lists)
+    da_PI = _product_back(ops, u_Pr, lora.a2_erI, lists)
     add_hidden_grads(dh_PJ, ds_PZ, h_PJ, da_PI, weights_P, activation)
     return u_Pr
 
@@ -125,13 +127,13 @@ def backward_down(
 
 def backward_hidden_up(ops: Operations, dh_PJ: Tensor, lora: ExpertsLoRA, lists: "PairLists") -> Tensor | None:
     """Returns v_Pr, or None if W1 has no update."""
-    return None if lora.b1_eJr is None else _product(ops, dh_PJ, _transposed(lora.b1_eJr), lists)
+    return None if lora.b1_eJr is None else _product_back(ops, dh_PJ, lora.b1_eJr, lists)
 
 
 def add_backward_pairs(ops: Operations, v_Pr: Tensor, dx_PH: Tensor, lora: ExpertsLoRA, lists: "PairLists") -> None:
     """Adds v A1 to dX in place. v_Pr: what `backward_hidden_up` returned."""
     assert lora.a1_erH is not None
-    dx_PH += _product(ops, v_Pr, _transposed(lora.a1_erH), lists)
+    ops.accumulate_product(dx_PH, v_Pr, lora.a1_erH, lists.expert_starts_e)
 
 
 def backward_up(

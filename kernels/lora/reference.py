@@ -1,8 +1,8 @@
-"""What low-rank updates add to the fused expert operations, in plain torch: the CPU path and the kernels' oracle.
+"""What a low-rank update of W2 adds to the gradients of activations, in plain torch: the CPU path and the oracle.
 
-The GEMMs of kernels/experts/ apply activations in their epilogues, to products with the base weights alone. These
-operations apply them to the sums. Half-precision operands are computed in fp32 and rounded once on output. Both write
-to their arguments, row by row: rows behind the last expert's hold no values before and after.
+The GEMM of kernels/experts/ that computes dH applies the activation's derivative to the product with W2 alone. This
+operation adds that of the update. Half-precision operands are computed in fp32 and rounded once on output. It writes to
+its arguments, row by row: rows behind the last expert's hold no values before and after.
 
 Legend: P rows of the pair buffer, J pre-activation columns (2I if gated else I), I expert width, Z partial sums of one
 value. Gate and up are interleaved, see kernels/experts/activations.py.
@@ -16,23 +16,6 @@ from sonic_ep.kernels.experts.activations import Activation
 
 def _up(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def add_update(h_PJ: Tensor, update_PJ: Tensor, activation: Activation) -> Tensor:
-    """Adds the update to H in place and returns A = act(H), of the sum as H holds it.
-
-    Shapes:  h_PJ and update_PJ (P, J). Returns a_PI (P, I) in the dtype of H.
-    Example:
-
-        >>> import torch
-        >>> from sonic_ep.kernels.experts.activations import activation_named
-        >>> from sonic_ep.kernels.lora.reference import add_update
-        >>> h = torch.tensor([[1.0], [-3.0]])
-        >>> add_update(h, torch.tensor([[2.0], [1.0]]), activation_named("relu2")).tolist(), h.tolist()
-        ([[9.0], [0.0]], [[3.0], [-2.0]])
-    """
-    h_PJ.copy_(_up(h_PJ) + _up(update_PJ))
-    return activation.forward(_up(h_PJ)).to(h_PJ.dtype)
 
 
 def add_hidden_grads(

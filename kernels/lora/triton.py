@@ -1,4 +1,4 @@
-"""`add_update` and `add_hidden_grads` as one Triton kernel each, which reads and writes every value once.
+"""`add_hidden_grads` as one Triton kernel, which reads and writes every value once.
 
 A program handles one row of the pair buffer, some columns at a time, in fp32 (float64 operands in float64). A column of
 A has EACH columns of H: gate and up, or one.
@@ -81,44 +81,6 @@ def _clamped(gate, up, LIMIT: tl.constexpr):
 
 @fast_launch
 @triton.jit
-def _add_update(
-    h_ptr,
-    update_ptr,
-    a_ptr,
-    WIDTH: tl.constexpr,
-    EACH: tl.constexpr,
-    CURVE: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-):
-    """Adds one row of the update to H and writes one row of A.
-
-    A program reads h (P, J) and update (P, J), and writes h and a (P, I). Grid: (P,). Example: see reference.py.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    for start in tl.static_range(0, WIDTH, BLOCK):
-        columns = start * EACH + tl.arange(0, BLOCK * EACH)
-        inside, at = columns < WIDTH * EACH, row * WIDTH * EACH + columns
-        h = tl.load(h_ptr + at, mask=inside, other=0.0).to(ACCUMULATOR)
-        h = (h + tl.load(update_ptr + at, mask=inside, other=0.0).to(ACCUMULATOR)).to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + at, h, mask=inside)
-        h = h.to(ACCUMULATOR)
-        if EACH == 2:
-            gate, up = tl.split(tl.reshape(h, (BLOCK, 2)))
-            gate, up = _clamped(gate, up, LIMIT)
-            value, _ = _value_and_slope(gate, CURVE, ALPHA)
-            value *= up + OFFSET
-        else:
-            value, _ = _value_and_slope(h, CURVE, ALPHA)
-        out = start + tl.arange(0, BLOCK)
-        tl.store(a_ptr + row * WIDTH + out, value.to(a_ptr.dtype.element_ty), mask=out < WIDTH)
-
-
-@fast_launch
-@triton.jit
 def _add_hidden_grads(
     dh_ptr,
     ds_ptr,
@@ -178,15 +140,6 @@ def _constants(values_PI: Tensor, activation: Activation) -> dict[str, object]:
         "BLOCK": min(_MAX_BLOCK, next_power_of_2(width)),
         "ACCUMULATOR": tl.float64 if values_PI.dtype == torch.float64 else tl.float32,
     }
-
-
-def add_update(h_PJ: Tensor, update_PJ: Tensor, activation: Activation) -> Tensor:
-    """See kernels/lora/reference.py."""
-    P, J = h_PJ.shape
-    a_PI = h_PJ.new_empty(P, J // 2 if activation.gated else J)
-    if P:
-        _add_update[(P,)](h_PJ, update_PJ, a_PI, **_constants(a_PI, activation))
-    return a_PI
 
 
 def add_hidden_grads(

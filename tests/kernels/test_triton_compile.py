@@ -88,11 +88,12 @@ KERNELS = [
         )
         for parts, columns, block, overlapped in ((2, 2, 256, True), (75, 128, 32, True), (1, 1, 256, False))
     ),
+    TritonKernel("interleave.triton", "_interleaved", "*bf16 *bf16 *bf16 i32 i32 i32", {"BLOCK": 2048}),
     *(
         TritonKernel(
             "lora.triton",
-            function,
-            arguments,
+            "_add_hidden_grads",
+            "*bf16 *fp32 *bf16 *bf16 *fp32 i32",
             {
                 "WIDTH": 768,
                 "EACH": 1 + gated,
@@ -103,10 +104,6 @@ KERNELS = [
                 "BLOCK": 1024,
                 "ACCUMULATOR": "tl.float32",
             },
-        )
-        for function, arguments in (
-            ("_add_update", "*bf16 *bf16 *bf16"),
-            ("_add_hidden_grads", "*bf16 *fp32 *bf16 *bf16 *fp32 i32"),
         )
         for curve, gated, limit in (
             ("silu", True, 0.0),

@@ -122,6 +122,40 @@ def test_every_kernel_compiles(arch: str, matrix: dict[str, Future[Compiled]]) -
     assert [fault for found in faults_of_kernels for fault in found] == []
 
 
+LOW_RANK = """
+import os, sys
+arch, os.environ["QUACK_CACHE_DIR"] = sys.argv[1:]
+os.environ["QUACK_ARCH"], os.environ["CUTE_DSL_ARCH"] = arch[3:-1], arch
+import torch
+from sonic_ep.kernels.experts import grouped_gemm
+from sonic_ep.kernels.experts.activations import activation_named
+from sonic_ep.kernels.experts.aot import Compilation, compile_all
+
+def meta(*size, kind=torch.bfloat16):
+    return torch.empty(size, dtype=kind, device="meta")
+
+starts, rows = meta(3, kind=torch.int32), meta(512, 16)
+calls = [
+    lambda weights=weights: grouped_gemm.accumulate_product(meta(512, 2048), rows, weights, starts)
+    for weights in (meta(2, 16, 2048), meta(2, 2048, 16).mT)
+]
+for name in ("swiglu", "swiglu_oai", "geglu_erf", "gelu_erf", "relu2"):
+    act = activation_named(name)
+    h, b1 = meta(512, 768 * (1 + act.gated)), meta(2, 768 * (1 + act.gated), 16)
+    calls.append(lambda h=h, b1=b1, act=act: grouped_gemm.accumulate_up_projection(h, rows, b1.mT, starts, act))
+compile_all([Compilation("accumulate", str(number), call) for number, call in enumerate(calls)], lambda *_: None)
+"""
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_products_that_are_added_compile(arch: str, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", LOW_RANK, arch, str(tmp_path)], check=True, timeout=600, env=environment)
+    found = faults([cubin(path) for path in tmp_path.rglob("*.o")], arch, tensor_core=True)
+    assert len(found) == 7
+    assert [fault for of_kernel in found for fault in of_kernel] == []
+
+
 IN_ANOTHER_PROCESS = """
 import os, sys
 from pathlib import Path

@@ -167,6 +167,29 @@ def test_down_projection_and_up_backward(case: Case, tile_aligned: bool, poison:
 
 
 @of_cases
+def test_products_are_added_in_place(case: Case, poison: None) -> None:
+    """Of 16 summands, as low-rank updates have. Rows behind the last expert's are left alone."""
+    o = Operands(case)
+    operations = gpu_operations(o)
+    end, t = int(o.starts[-1]), o.dh[:, :16].contiguous()
+    b1, a1 = o.w1[:, :, :16].contiguous(), (o.w1[:, :16, :] * case.H**0.5 / 4).contiguous()
+    h, exact_h = torch.cat((o.h, o.h[:3])), o.h.float()
+    t_and_more = torch.cat((t, t[:3]))
+    a = operations.accumulate_up_projection(h, t_and_more, b1.mT, o.starts, o.activation)
+    exact_a = reference.accumulate_up_projection(exact_h, t.float(), b1.mT.float(), o.starts, o.activation)
+    half_h = o.h + per_expert(o, lambda e, r: t[r] @ b1[e].T, o.h)
+    assert_quack_rule("H", h[:end], exact_h, half_h)
+    assert_quack_rule("A", a[:end], exact_a, o.activation.forward(half_h))
+    assert torch.equal(h[end:], o.h[:3])
+    for start, weights in ((o.x, a1), (o.do, a1.mT.contiguous().mT)):  # as dX and Y, with either dim contiguous
+        out = start[o.rows.long()]
+        exact, half = out.float(), out + per_expert(o, lambda e, r: t[r] @ a1[e], out)
+        operations.accumulate_product(out, t, weights, o.starts)
+        reference.accumulate_product(exact, t.float(), a1.float(), o.starts)
+        assert_quack_rule("sums", out, exact, half)
+
+
+@of_cases
 def test_down_projection_backward(case: Case, poison: None) -> None:
     o = Operands(case)
     arguments = (o.rows, o.starts, o.activation)

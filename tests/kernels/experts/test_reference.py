@@ -89,6 +89,25 @@ def test_down_projection(shape: Shape, bias: bool, dtype: torch.dtype) -> None:
     check({"Y": y_PH}, lambda o: {"Y": oracle.down(o, o.a_PI, bias=bias)}, o)
 
 
+@of_every_dtype
+@of_every_shape
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_products_are_added_in_place(activation: str, shape: Shape, dtype: torch.dtype) -> None:
+    o = Operands.draw(shape, activation, dtype)
+    act = activation_named(activation)
+    h_PJ, dx_PH = o.h_PJ.clone(), torch.ones(shape.num_pairs, shape.H, dtype=dtype)
+    a_PI = ops.accumulate_up_projection(h_PJ, o.a_PI[:, :1], o.w1_eJH[:, :, :1].mT, o.expert_starts_e, act)
+    ops.accumulate_product(dx_PH, o.dh_PJ, o.w1_eJH, o.expert_starts_e)
+    assert {h_PJ.dtype, a_PI.dtype, dx_PH.dtype} == {dtype}
+
+    def formula(o: Operands) -> dict[str, Tensor]:
+        h_PJ = o.h_PJ + o.a_PI[:, :1] * (o.pair_by_expert @ o.w1_eJH[:, :, 0])
+        dx_PH = 1 + up_backward_formula(o)["dX"]
+        return {"H": h_PJ, "A": oracle.activate(activation, h_PJ), "dX": dx_PH}
+
+    check({"H": h_PJ, "A": a_PI, "dX": dx_PH}, formula, o)
+
+
 def down_backward(o: Operands, activation: str, *, bias: bool) -> dict[str, Tensor]:
     b2 = o.b2_eH if bias else None
     act = activation_named(activation)

@@ -87,6 +87,12 @@ def test_rows_that_are_rounded_to_128_fill_their_tiles(N: int, other: int) -> No
         assert 128 % (tile.m * tile.cluster_m) == 0, (operation, tile)
 
 
+@pytest.mark.parametrize("N", range(8, 72, 8))
+def test_tiles_of_low_rank_updates_are_narrow(N: int) -> None:
+    operations: tuple[Operation, ...] = ("up", "down", "up_backward", "weight_up", "weight_down")
+    assert {tile_config(operation, N, 2048, 9).n for operation in operations} == {32 if N <= 32 else 64}
+
+
 RESERVED = json.loads((RESULTS / "grouped_gemms_left_free_h200.json").read_text())["shapes"]
 
 
