@@ -83,9 +83,9 @@ class Model:
         ]
         overlap: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_param_gather": True}
         ddp = DistributedDataParallelConfig(**overlap, overlap_grad_reduce=True, grad_reduce_in_fp32=True)
-        self.model: Any = DistributedDataParallel(
-            self.config, ddp, Float16Module(self.config, model) if on_gpu else model
-        )
+        wrapped = Float16Module(self.config, model) if on_gpu else model
+        with side_stream() if on_gpu else nullcontext():
+            self.model: Any = DistributedDataParallel(self.config, ddp, wrapped)
         self.model.broadcast_params()
         self.model.train()
         self.optimizer = self._optimizer(overlap)
@@ -220,6 +220,16 @@ class Model:
             tensor.untyped_storage().resize_(0)
         vars(self).clear()
         release_memory()
+
+
+@contextmanager
+def side_stream() -> Iterator[None]:
+    """Another stream, on which Megatron's training loop wraps a model too: CUDA graphs need its hooks there."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def gpt_config(family: tuple[str, ...], options: Any) -> Any:

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from sonic_ep import RoundingConfig
+from sonic_ep.functional import moe
+from sonic_ep.integrations import recorded_experts
 from sonic_ep.kernels.experts.activations import concatenate
 from tests.helpers.launch import RankPool
 
@@ -163,13 +166,19 @@ def rounded(rank: int, ep_size: int) -> tuple[list[int], list[float], bool]:
     from tests.helpers.megatron_training import parallel_state
 
     routings: list[Any] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        routings.append(args[1])
+        return moe(*args, **kwargs)
+
     with parallel_state(expert=ep_size):
         config = config_of()
         _, plain = layers(config)
         _, ours = layers(config, RoundingConfig(t=64))
-        ours.experts.register_forward_pre_hook(lambda _, arguments: routings.append(arguments[1]))
         x = hidden_states(rank, config)
-        far = distances(run_layer(ours, x), run_layer(plain, x))
+        with patch.object(recorded_experts, "moe", noted):
+            ours_rounded = run_layer(ours, x)
+        far = distances(ours_rounded, run_layer(plain, x))
         ours.eval()
         plain.eval()
         same_eval = torch.equal(ours(x)[0], plain(x)[0])
