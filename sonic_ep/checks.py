@@ -63,17 +63,32 @@ def problem_with_rows(x_TH: Tensor, num_tokens: int) -> str | None:
 
 
 def problem_with_weights(
-    x_TH: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, *, gated: bool, local_experts: int
+    x_TH: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    *,
+    gated: bool,
+    local_experts: int,
+    transposed: bool = False,
 ) -> str | None:
-    """Checks shapes, dtypes, devices and memory of the local experts' weights for rows x (T, H)."""
+    """Checks shapes, dtypes, devices and memory of the local experts' weights for rows x (T, H).
+
+    transposed: w1 is (e, H, J) and w2 (e, I, H).
+    """
     if w1.dim() != 3 or w2.dim() != 3:
         shapes = f"{tuple(w1.shape)} and {tuple(w2.shape)}"
-        return f"w1 and w2 must have three dimensions (experts, out, in), got {shapes}; stack the experts' weights"
-    e, J, H = w1.shape
+        order = "in, out" if transposed else "out, in"
+        return f"w1 and w2 must have three dimensions (experts, {order}), got {shapes}; stack the experts' weights"
+    J, H = (w1.mT if transposed else w1).shape[1:]
     width = J // 2 if gated else J
+    w1_shape, w2_shape = (J, x_TH.shape[1]), (H, width)
+    if transposed:
+        w1_shape, w2_shape = w1_shape[::-1], w2_shape[::-1]
     wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "w1": (w1, (local_experts, J, x_TH.shape[1])),
-        "w2": (w2, (local_experts, H, width)),
+        "w1": (w1, (local_experts, *w1_shape)),
+        "w2": (w2, (local_experts, *w2_shape)),
         "b1": (b1, (local_experts, J)),
         "b2": (b2, (local_experts, H)),
     }

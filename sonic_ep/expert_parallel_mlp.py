@@ -116,7 +116,8 @@ def backward(
     needs: whether dw1, dw2, db1, db2 are needed, and with `weights.lora` those of W1's and of W2's update.
     into: buffers to which dw1 and dw2 are added, and which are returned instead; None for a new tensor.
 
-    dw1 is (e, J, H) in the layout of w1; with split gate/up weights its rows are [dgate; dup].
+    dw1 is (e, J, H) in the layout of w1; with split gate/up weights its rows are [dgate; dup]. With transposed weights
+    dw1 is (e, H, J) and dw2 (e, I, H).
 
     With several ranks, dX is computed first, so that its combine overlaps dW2 and dW1. With one rank, dW2 is computed
     first, so that A' can be freed before dX of all pairs is allocated; the sums of dS overlap dW2, those of dX overlap
@@ -140,7 +141,9 @@ def backward(
         scaled_a_PI = held_a_PI.pop()
         if lora is not None and u_Pr is not None and needs_lora[1]:
             lora_grads[2:] = low_rank.backward_down(ops, do_RH, scaled_a_PI, u_Pr, lora, pairs)
-        return mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1]) if needs_w2 else None
+        if not needs_w2:
+            return None
+        return mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1], transposed=weights.transposed)
 
     has_peers = len(handle.splits.rows_out) > 1
     dw2, dweights_N = None, None
@@ -158,10 +161,8 @@ def backward(
     rows_RH = rows.result()
     dw1 = None
     if needs_w1:
-        split_gate_up = weights.up_eIH is not None
-        dw1 = mlp.backward_up_weights(
-            ops, rows_RH, dh_PJ, pairs, into[0], split_gate_up=split_gate_up, reserve_sms=pending.reserve_sms
-        )
+        order = {"split_gate_up": weights.up_eIH is not None, "transposed": weights.transposed}
+        dw1 = mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs, into[0], **order, reserve_sms=pending.reserve_sms)
     if lora is not None and v_Pr is not None and needs_lora[0]:
         lora_grads[:2] = low_rank.backward_up(ops, rows_RH, dh_PJ, v_Pr, lora, pairs)
     dx_TH = pending.result()

@@ -6,7 +6,7 @@ expert width, J pre-activation columns (2I if gated else I).
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from sonic_ep.routers.compiled import pending_sizes
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_type
 
+Layout = Literal["interleaved", "concatenated", "transposed"]
 _NO_LORA = ExpertsLoRA()
 _NUM_WEIGHTS = 9  # of the arguments of _ExpertParallelMLP: w1, up, w2, two biases, A and B of two updates
 
@@ -51,7 +52,7 @@ def moe(
     transport: Transport,
     group: EPGroup,
     activation: str = "swiglu",
-    layout: Literal["interleaved", "concatenated"] = "interleaved",
+    layout: Layout = "interleaved",
     save_dispatched: bool = False,
     accumulate_into_main_grad: bool = False,
     layer_key: int | None = None,
@@ -64,7 +65,8 @@ def moe(
              experts, in the dtype of x; result (T, H) in the dtype of x.
     Layout:  for gated activations, the rows of w1 (and b1) alternate between gate and up ("interleaved").
              "concatenated" takes [gate; up] halves. GPU kernels read them without a copy. With b1, and under
-             torch.compile, each call makes an interleaved copy.
+             torch.compile, each call makes an interleaved copy. "transposed" takes w1 (e, H, J), with gate and up in
+             turns, and w2 (e, I, H), as gpt-oss has them, without `up_eIH`. Under torch.compile each call copies them.
     Split:   with `up_eIH` (e, I, H), w1_eJH is the gate weights alone, (e, I, H), and b1 must be None. GPU kernels read
              both without a copy if up is behind gate in memory, at a distance that is a multiple of 16 bytes. Else, and
              under torch.compile, forward and backward each make an interleaved copy. The two gradients are halves of
@@ -85,17 +87,21 @@ def moe(
     Source:  SonicMoE, arXiv 2512.14080, sections 3 and 4. docs/design.md, section 3, extends it to many ranks.
     """
     act = activation_named(activation)
-    if layout not in ("interleaved", "concatenated"):
-        raise ValueError(f"layout={layout!r} is not one of interleaved, concatenated")
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout={layout!r} is not one of {', '.join(get_args(Layout))}")
     gated, local_experts = act.gated and up_eIH is None, routing.counts.rows_SE.shape[1] // group.size
     problem = problem_with_rows(x_TH, routing.num_tokens)
     if problem is None:
-        problem = problem_with_weights(x_TH, w1_eJH, w2_eHI, b1_eJ, b2_eH, gated=gated, local_experts=local_experts)
+        sizes = {"gated": gated, "local_experts": local_experts, "transposed": layout == "transposed"}
+        problem = problem_with_weights(x_TH, w1_eJH, w2_eHI, b1_eJ, b2_eH, **sizes)
     if problem is None and up_eIH is not None:
         problem = problem_with_up(w1_eJH, up_eIH, gated=act.gated, b1=b1_eJ, accumulates=accumulate_into_main_grad)
+        if layout == "transposed":
+            problem = "up does not go with layout='transposed'; pass w1 (e, H, J) with gate and up in turns"
     if problem is None and lora is not None:
-        J = w1_eJH.shape[1] * (1 if up_eIH is None else 2)
-        problem = problem_with_low_rank(x_TH, J, w2_eHI.shape, lora.tensors())
+        w1, w2 = _by_rows(layout, w1_eJH, w2_eHI)
+        J = w1.shape[1] * (1 if up_eIH is None else 2)
+        problem = problem_with_low_rank(x_TH, J, w2.shape, lora.tensors())
     if problem is None and accumulate_into_main_grad and gated and layout == "concatenated":
         problem = (
             "accumulate_into_main_grad=True does not go with layout='concatenated'; "
@@ -104,14 +110,16 @@ def moe(
     if problem is not None:
         _check(routing)  # first: an error that all ranks raise has precedence, and its check may be a collective
         raise ValueError(problem)
-    halves = gated and layout == "concatenated"
-    if halves and (b1_eJ is not None or torch.compiler.is_compiling()):
-        w1_eJH, b1_eJ, halves = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ), False
+    if layout == "concatenated" and not gated:
+        layout = "interleaved"
+    has_halves = up_eIH is not None or layout == "concatenated"
+    if layout == "concatenated" and (b1_eJ is not None or torch.compiler.is_compiling()):
+        w1_eJH, b1_eJ, layout = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ), "interleaved"
     weights_N = routing.weights_N.to(torch.promote_types(routing.weights_N.dtype, torch.float32))
     routing = replace(routing, weights_N=weights_N)
     if lora is not None:
         b1_eJr = lora.b1_eJr
-        if b1_eJr is not None and ((gated and layout == "concatenated") or up_eIH is not None):
+        if b1_eJr is not None and has_halves:
             b1_eJr = interleave(b1_eJr)
         lora = replace(lora, b1_eJr=b1_eJr).padded()
     if torch.compiler.is_compiling():
@@ -123,6 +131,7 @@ def moe(
             raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
         if routing.split_sizes is not None:
             _check(routing)  # the router ran outside of the graph, and operations of a graph do not take split_sizes
+        w1_eJH, w2_eHI = (weight.contiguous() for weight in _by_rows(layout, w1_eJH, w2_eHI))
         weights = ExpertWeights(interleave_split(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH)
         save_received = save_dispatched and group.size > 1
         return moe_in_graph(
@@ -136,8 +145,9 @@ def moe(
         )
     if routing.split_sizes is None:  # the router may have run in a compiled graph of its own
         routing = replace(routing, split_sizes=pending_sizes.pop(group.name, routing.counts.pairs_SE))
-    split, bias = halves or up_eIH is not None, b1_eJ is not None
-    start_compiling(w2_eHI, activation, bias=bias, split_gate_up=split, accumulate=accumulate_into_main_grad)
+    split, bias = layout == "concatenated" or up_eIH is not None, b1_eJ is not None
+    if layout != "transposed":  # the kernels of others compile at their first launch
+        start_compiling(w2_eHI, activation, bias=bias, split_gate_up=split, accumulate=accumulate_into_main_grad)
     plan = plan_for(routing.counts, group.rank)
     key = w1_eJH.data_ptr() if layer_key is None else layer_key
     call = Call(transport, act, save_dispatched, routing.tile_aligned, key)
@@ -156,8 +166,13 @@ def moe(
             plan,
             call,
             params,
-            halves,
+            layout,
         )
+
+
+def _by_rows(layout: Layout, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the weights as (e, J, H) and (e, H, I), without a copy."""
+    return (w1.mT, w2.mT) if layout == "transposed" else (w1, w2)
 
 
 @_disable_dynamo
@@ -184,17 +199,17 @@ class _ExpertParallelMLP(torch.autograd.Function):
         plan: RankPlan,
         call: Call,
         params: tuple[Tensor | None, Tensor | None],
-        halves: bool,
+        layout: Layout,
     ) -> Tensor:
         x_TH = x_TH.contiguous()
         weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH, lora_a1, lora_b1, lora_a2, lora_b2)
         with routing.status_first():
             prepared = call.transport.prepare(routing, plan, x_TH, call.layer_key)
-            out_TH, saved = forward(x_TH, prepared, _expert_weights(*weights, halves=halves), call)
+            out_TH, saved = forward(x_TH, prepared, _expert_weights(*weights, layout=layout), call)
         routing.check()  # after all launches, because it may block
         ctx.save_for_backward(saved.rows, saved.h_PJ, saved.weights_P, *weights, *saved.handle.lists())
         # params are not read from saved_tensors: saved-tensor hooks may return tensors without attributes.
-        ctx.sizes, ctx.call, ctx.params, ctx.halves = saved.handle.without_lists(), call, params, halves
+        ctx.sizes, ctx.call, ctx.params, ctx.layout = saved.handle.without_lists(), call, params, layout
         return out_TH
 
     @staticmethod
@@ -206,7 +221,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         saved = SavedForBackward(rows, h_PJ, weights_P, ctx.sizes.with_lists(tuple(lists)))
         del h_PJ, weights_P
-        weights = _expert_weights(*tensors[:_NUM_WEIGHTS], halves=ctx.halves)
+        weights = _expert_weights(*tensors[:_NUM_WEIGHTS], layout=ctx.layout)
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
         needs_lora = (any(ctx.needs_input_grad[7:9]), any(ctx.needs_input_grad[9:11]))
         needs, (param1, param2) = (needs_gate or needs_up, *needs, *needs_lora), ctx.params
@@ -229,12 +244,14 @@ def _expert_weights(
     b1_eJ: Tensor | None,
     b2_eH: Tensor | None,
     *lora: Tensor | None,
-    halves: bool,
+    layout: Layout,
 ) -> ExpertWeights:
-    """halves: the rows of w1 are [gate; up]. lora: A1, B1, A2 and B2."""
-    gate, up_eIH = w1.chunk(2, 1) if halves else (w1, up_eIH)
+    """layout: of w1 and w2. lora: A1, B1, A2 and B2."""
+    w1, w2_eHI = _by_rows(layout, w1, w2_eHI)
+    if layout == "concatenated":
+        w1, up_eIH = w1.chunk(2, 1)
     updates = None if all(each is None for each in lora) else ExpertsLoRA(*lora)
-    return ExpertWeights(gate, w2_eHI, b1_eJ, b2_eH, up_eIH, updates)
+    return ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH, updates, transposed=layout == "transposed")
 
 
 def _without_autocast(like: Tensor) -> AbstractContextManager[object]:

@@ -163,8 +163,12 @@ def _config(tile: TileConfig, tensor: Tensor) -> GemmConfig:
 
 
 def _class_key(operation: Operation, *tensors: Tensor | None) -> tuple[object, ...]:
-    """Returns what a compiled kernel depends on: the operation, the device, dtypes and all sizes except row counts."""
-    sizes = tuple(None if t is None else (t.dtype, t.shape[1:] if t.dim() < 3 else t.shape) for t in tensors)
+    """Returns what a compiled kernel depends on: operation, device, dtypes, which dim of weights is contiguous, and all
+    sizes except row counts.
+    """
+    sizes = tuple(
+        None if t is None else (t.dtype, t.shape[1:] if t.dim() < 3 else (t.shape, t.stride(2) == 1)) for t in tensors
+    )
     device = next(t.device for t in tensors if t is not None)
     return operation, device, sizes
 
@@ -259,8 +263,16 @@ def _accumulate(
         return
     D = out["D"]
     tile = _tile("accumulate", D.shape[1], rows_PK.shape[1], rows_PK)
-    key = *_class_key("accumulate", rows_PK, weights_eKN), weights_eKN.stride(2) == 1
-    _run(key, mod, tile, rows_PK, weights_eKN, D, out=out, cu_seqlens_m=expert_starts_e)
+    _run(
+        _class_key("accumulate", rows_PK, weights_eKN),
+        mod,
+        tile,
+        rows_PK,
+        weights_eKN,
+        D,
+        out=out,
+        cu_seqlens_m=expert_starts_e,
+    )
 
 
 def down_projection_backward(

@@ -25,6 +25,7 @@ class ExpertWeights:
     """Weights of the local experts. w1: (e, J, H), or with `up_eIH` the gate weights alone, (e, I, H).
 
     lora: low-rank updates that are added to the products with w1 and w2; the rows of its B1 are interleaved.
+    transposed: w1 and w2 are views of contiguous (e, H, J) and (e, I, H), in which their gradients are wanted.
     """
 
     w1: Tensor
@@ -33,6 +34,7 @@ class ExpertWeights:
     b2_eH: Tensor | None = None
     up_eIH: Tensor | None = None
     lora: ExpertsLoRA | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,20 @@ def backward_pairs(
 
 
 def backward_down_weights(
-    ops: Operations, do_RH: Tensor, scaled_a_PI: Tensor, lists: PairLists, into_eHI: Tensor | None = None
+    ops: Operations,
+    do_RH: Tensor,
+    scaled_a_PI: Tensor,
+    lists: PairLists,
+    into: Tensor | None = None,
+    *,
+    transposed: bool = False,
 ) -> Tensor:
-    """Returns dW2 = dO[row_of_pair]^T A' of each expert, (e, H, I). With `into_eHI` adds to it and returns it."""
+    """Returns dW2 = dO[row_of_pair]^T A' of each expert, (e, H, I). With `into` adds to it and returns it.
+
+    transposed: the result is (e, I, H).
+    """
     rows, starts = lists.row_of_pair_P, lists.expert_starts_e
-    return ops.weight_grad(scaled_a_PI, do_RH, rows, starts, transposed=True, out_eAB=into_eHI)
+    return ops.weight_grad(scaled_a_PI, do_RH, rows, starts, transposed=not transposed, out_eAB=into)
 
 
 def backward_up_weights(
@@ -123,20 +134,21 @@ def backward_up_weights(
     x_RH: Tensor,
     dh_PJ: Tensor,
     lists: PairLists,
-    into_eJH: Tensor | None = None,
+    into: Tensor | None = None,
     *,
     split_gate_up: bool = False,
+    transposed: bool = False,
     reserve_sms: bool = False,
 ) -> Tensor:
-    """Returns dW1 = dH^T X[row_of_pair] of each expert, (e, J, H). With `into_eJH` adds to it and returns it.
+    """Returns dW1 = dH^T X[row_of_pair] of each expert, (e, J, H). With `into` adds to it and returns it.
 
-    split_gate_up: the rows are [dgate; dup] instead of interleaved. Not with `into_eJH`.
+    split_gate_up: the rows are [dgate; dup] instead of interleaved. Not with `into`, nor with `transposed`.
+    transposed: the result is (e, H, J).
     reserve_sms: reserve SMs for the sums of dX, which are launched next.
     """
     rows, starts = lists.row_of_pair_P, lists.expert_starts_e
-    return ops.weight_grad(
-        dh_PJ, x_RH, rows, starts, split_gate_up=split_gate_up, out_eAB=into_eJH, reserve_sms=reserve_sms
-    )
+    order = {"transposed": transposed, "split_gate_up": split_gate_up}
+    return ops.weight_grad(dh_PJ, x_RH, rows, starts, **order, out_eAB=into, reserve_sms=reserve_sms)
 
 
 def backward_biases(

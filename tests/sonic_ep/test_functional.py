@@ -178,6 +178,45 @@ def test_both_weight_layouts_give_one_result(bias: bool) -> None:
     assert torch.equal(got_dx, dx)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_transposed_weights_give_the_same_and_are_not_copied(bias: bool, activation: str) -> None:
+    arguments = {**layer_arguments(), "activation": activation}
+    if activation == "relu2":
+        arguments["w1_eJH"] = torch.randn(4, 6, D)
+    if bias:
+        J = arguments["w1_eJH"].shape[1]
+        arguments |= {"b1_eJ": torch.randn(4, J, requires_grad=True), "b2_eH": torch.randn(4, D, requires_grad=True)}
+    w1, w2, x = (arguments[name].requires_grad_(True) for name in ("w1_eJH", "w2_eHI", "x_TH"))
+    own = [weight.detach().mT.contiguous().requires_grad_(True) for weight in (w1, w2)]
+    transposed = {**arguments, "w1_eJH": own[0], "w2_eHI": own[1], "layout": "transposed"}
+    others = [x, *(arguments[name] for name in ("b1_eJ", "b2_eH") if bias)]
+    assert saved_bytes(lambda: moe(**transposed), own) == saved_bytes(lambda: moe(**arguments), [w1, w2])
+    wanted, got = moe(**arguments), moe(**transposed)
+    torch.testing.assert_close(got, wanted)
+    wanted_grads = torch.autograd.grad(wanted.square().sum(), [w1, w2, *others])
+    got_grads = torch.autograd.grad(got.square().sum(), [*own, *others])
+    assert all(each.is_contiguous() for each in got_grads)
+    for got, wanted in zip((got_grads[0].mT, got_grads[1].mT, *got_grads[2:]), wanted_grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_transposed_weights_of_the_wrong_shape_or_with_up_are_refused() -> None:
+    arguments = {**layer_arguments(), "layout": "transposed"}
+    with pytest.raises(ValueError, match=r"w1 has shape \(4, 12, 32\), wanted \(4, 32, 32\)"):
+        moe(**arguments)
+    arguments["w1_eJH"] = arguments["w1_eJH"].mT.contiguous()
+    with pytest.raises(ValueError, match=r"w2 has shape \(4, 32, 6\), wanted \(4, 6, 32\)"):
+        moe(**arguments)
+    arguments["w2_eHI"] = arguments["w2_eHI"].mT
+    with pytest.raises(ValueError, match=r"w2 is not contiguous"):
+        moe(**arguments)
+    arguments = {**layer_arguments(), "layout": "transposed", "up_eIH": torch.zeros(4, 6, D)}
+    arguments["w1_eJH"], arguments["w2_eHI"] = torch.zeros(4, D, 6), torch.zeros(4, 6, D)
+    with pytest.raises(ValueError, match="up does not go with layout='transposed'; pass w1"):
+        moe(**arguments)
+
+
 def test_concatenated_weights_are_not_copied() -> None:
     arguments = layer_arguments()
     w1, w2 = (arguments[name].requires_grad_(True) for name in ("w1_eJH", "w2_eHI"))
@@ -254,7 +293,7 @@ def test_half_precision_weights_of_pairs_count_in_fp32() -> None:
 
 
 def test_unknown_layouts_are_refused_and_halves_that_a_copy_would_take_the_gradient_of() -> None:
-    with pytest.raises(ValueError, match="layout='concat' is not one of interleaved, concatenated"):
+    with pytest.raises(ValueError, match="layout='concat' is not one of interleaved, concatenated, transposed"):
         moe(**layer_arguments(), layout="concat")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="does not go with layout='concatenated'; pass w1 with gate"):
         moe(**layer_arguments(), layout="concatenated", accumulate_into_main_grad=True)

@@ -6,11 +6,12 @@ Legend: e local experts, H hidden size, I expert width, J pre-activation columns
 """
 
 import logging
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sonic_ep.functional import Layout
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 
 _LOG = logging.getLogger("sonic_ep.integrations.transformers")
@@ -23,8 +24,7 @@ def weights_of(experts: Any, dtype: torch.dtype) -> ExpertWeights:
     In the module:  gate_up_proj (e, J, H), or up_proj without a gate; down_proj (e, H, I); with `has_bias`
                     gate_up_proj_bias (e, J) and down_proj_bias (e, H). With `is_transposed` the weights are (e, H, J)
                     and (e, I, H). With `is_concatenated` the J rows are [gate; up], else they alternate.
-    Returns:        w1 (e, J, H), w2 (e, H, I), b1 (e, J), b2 (e, H). All are contiguous. The J rows are in the order of
-                    `layout_of`.
+    Returns:        w1 (e, J, H), w2 (e, H, I), b1 (e, J), b2 (e, H), in the order of `layout_of`. All are contiguous.
     Raises:         ValueError for a weight that is sharded while the experts compute.
     """
     name = "gate_up_proj" if experts.has_gate else "up_proj"
@@ -32,21 +32,23 @@ def weights_of(experts: Any, dtype: torch.dtype) -> ExpertWeights:
     b1 = _local(experts, f"{name}_bias") if experts.has_bias else None
     b2 = _local(experts, "down_proj_bias") if experts.has_bias else None
     _log_copy(experts)
-    if experts.is_transposed:
+    if experts.is_transposed and layout_of(experts) != "transposed":
         w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
     return ExpertWeights(*(None if each is None else each.to(dtype).contiguous() for each in (w1, w2, b1, b2)))  # type: ignore[arg-type]
 
 
-def layout_of(experts: Any) -> Literal["interleaved", "concatenated"]:
-    """Returns the `layout` of `moe` for the J rows."""
-    return "concatenated" if experts.has_gate and experts.is_concatenated else "interleaved"
+def layout_of(experts: Any) -> Layout:
+    """Returns the `layout` of `moe`."""
+    if experts.has_gate and experts.is_concatenated:
+        return "concatenated"
+    return "transposed" if experts.is_transposed else "interleaved"
 
 
 def copied(experts: Any) -> str:
     """Returns which weights have a layout that every forward copies: "nothing", "gate_up_proj" or "all"."""
-    if experts.is_transposed:
-        return "all"
-    return "gate_up_proj" if layout_of(experts) == "concatenated" and experts.has_bias else "nothing"
+    if layout_of(experts) != "concatenated":
+        return "nothing"
+    return "all" if experts.is_transposed else "gate_up_proj" if experts.has_bias else "nothing"
 
 
 def weight_dtype(experts: Any) -> torch.dtype:

@@ -266,6 +266,22 @@ def test_gate_and_up_apart_give_the_same_bits(case: Case, place: str, poison: No
 
 
 @of_cases
+def test_transposed_weights_give_the_same_bits(case: Case, poison: None) -> None:
+    o = Operands(case)
+    operations, lists = gpu_operations(o), (o.rows, o.starts)
+    w1, w2 = (weight.mT.contiguous().mT for weight in (o.w1, o.w2))
+    wanted = operations.up_projection(o.x, o.w1, o.b1, *lists, o.activation)
+    assert all(map(torch.equal, operations.up_projection(o.x, w1, o.b1, *lists, o.activation), wanted))
+    wanted_y = operations.down_projection(o.a, o.w2, o.b2, o.starts)
+    assert torch.equal(operations.down_projection(o.a, w2, o.b2, o.starts), wanted_y)
+    given = o.h, o.pair_weights, *lists, o.activation
+    wanted = operations.down_projection_backward(o.do, o.w2, o.b2, *given)
+    assert all(map(torch.equal, operations.down_projection_backward(o.do, w2, o.b2, *given), wanted))
+    wanted_dx = operations.up_projection_backward(o.dh, o.w1, o.starts)
+    assert torch.equal(operations.up_projection_backward(o.dh, w1, o.starts), wanted_dx)
+
+
+@of_cases
 def test_halves_of_one_tensor_give_the_same_bits(case: Case, poison: None) -> None:
     o = Operands(case)
     if not o.activation.gated or case.bias:
