@@ -19,7 +19,8 @@ launches left to record:
     sonic_ep, apportion        ours, with counts rounded by `round_tokens`
 
 With --lora R each rank trains adapters of rank R, of experts and attention, on a whole model of its own: PEFT cannot
-add to experts that are divided among ranks. Contestants, without the layer's lines:
+add to experts that are divided among ranks. With --experts-only attention has none. Contestants, without the layer's
+lines:
 
     PEFT, grouped_mm           PEFT makes W + B A, transformers' experts compute with it
     sonic_ep, fuse_lora        ours
@@ -158,7 +159,7 @@ class LoRATraining(Training):
             model: Any = family.model._from_config(self.config, dtype=torch.bfloat16, **implementations)
         adapters = LoraConfig(
             r=options.lora,
-            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_modules=[] if options.experts_only else ["q_proj", "k_proj", "v_proj", "o_proj"],
             target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
             init_lora_weights=False,  # B of zero would have no work for A
         )
@@ -279,6 +280,7 @@ def parsed() -> argparse.Namespace:
     parser = step_parser(__doc__, shape="qwen3_30b_a3b", shapes=SHAPES, tokens=8192, seconds=2.0)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--lora", type=int, default=0, metavar="R", help="rank of adapters, instead of all weights")
+    parser.add_argument("--experts-only", action="store_true", help="with --lora: no adapters of attention")
     return parsed_options(parser)
 
 
@@ -291,7 +293,7 @@ def main() -> None:
     training = LoRATraining(options) if options.lora else Training(options)
     results = race(training, Clock(EPGroup(), options.device), options)
     if dist.get_rank() == 0:
-        sizes = {key: getattr(options, key) for key in ("shape", "layers", "tokens", "length", "lora")}
+        sizes = {key: getattr(options, key) for key in ("shape", "layers", "tokens", "length", "lora", "experts_only")}
         record = {"command": sys.argv, "machine": machine(options.device), "ranks": dist.get_world_size()}
         if options.out is not None:
             options.out.write_text(json.dumps({**record, **sizes, "contestants": results}, indent=1) + "\n")

@@ -25,10 +25,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lora": {"lora": True},
     "adjacent": {"split": "adjacent"},
     "separate": {"split": "separate"},
+    "transposed": {"transposed": True, "bias": True},
 }
-# torch's copies of strided rows, and of several tensors into one, leave in their parameters what the host's stack held.
-# Where that is an address of the recording's memory, the code runs instead.
-MAY_BE_REFUSED = ("lora", "separate")
+# torch's copies of strided rows leave in their parameters what the host's stack held. Where that is an address of the
+# recording's memory, the code runs instead.
+MAY_BE_REFUSED = ("lora",)
 LEANS = [0, 0, 0, 0, 3, 0, 3, 3, 0]  # of a step: how much all tokens prefer the same experts
 
 
@@ -47,8 +48,10 @@ class Layer:
         bias: bool = False,
         lora: bool = False,
         split: str | None = None,
+        transposed: bool = False,
     ) -> None:
         self.group, self.device, self.main_grad, self.split = group, device, main_grad, split
+        self.layout = "transposed" if transposed else "interleaved"
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float64
         self.transport = transport_for(group, TransportConfig())
         e, generator = E // group.size, torch.Generator().manual_seed(group.rank)
@@ -57,6 +60,8 @@ class Layer:
             return (torch.randn(size, generator=generator) / size[-1] ** 0.5).to(device, self.dtype)
 
         sizes = [(e, 2 * N, D), (e, D, N), *([(e, 2 * N), (e, D)] if bias else [])]
+        if transposed:
+            sizes[:2] = (e, D, 2 * N), (e, N, D)
         if split is not None:
             sizes = [(e, N, D), (e, D, N), (e, N, D)]
         storage = torch.cat([weight(*size).flatten() for size in sizes])  # one, as under Megatron's DDP
@@ -92,7 +97,11 @@ class Layer:
             route=route,
             training=True,
             lora=ExpertsLoRA(*self.updates) if self.updates else None,
-            settings={"layer_key": id(self), "accumulate_into_main_grad": self.main_grad},
+            settings={
+                "layer_key": id(self),
+                "accumulate_into_main_grad": self.main_grad,
+                "layout": self.layout,
+            },
         )
 
     def run(self, compute: Callable[[ExpertsCall], Tensor], call: ExpertsCall) -> list[Tensor]:
