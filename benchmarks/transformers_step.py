@@ -32,6 +32,8 @@ Medians over --rounds, and the largest of all ranks, in milliseconds unless said
     layer_tflops      18 T K d n / layer, in TFLOP/s of a rank: what tokens need, without the router
     saved_mib         what one MoE block saves in its forward for its backward, without its input and its weights
     peak_gib          the most that torch allocated in a turn of steps
+    recorded_in_steps, recorded_in_layers
+                      recordings of launches in the turns that count; a turn with one is repeated, three times at most
     first_loss        of the first rank, before any step: contestants without rounding agree but for bf16
 """
 
@@ -50,7 +52,7 @@ import torch.distributed as dist
 from host_time import Clock, machine
 from hugging_face_models import QWEN3, SHAPES, model_config, own_sequences
 from pretrain_model import groups_by_mesh
-from step_options import parsed_options, start_rank, step_parser, train_until_recorded
+from step_options import parsed_options, start_rank, step_parser, train_until_recorded, turn_without_recording
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed import DistributedConfig
@@ -257,7 +259,8 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
                 turn, host = turns[name][i], "host" if part == "step" else "layer_host"
-                turn[part], turn[host] = clock.back_to_back(what.step, steps[name], untimed=UNTIMED)
+                timed = turn_without_recording(what.step, steps[name], what.num_recorded, clock, untimed=UNTIMED)
+                turn[part], turn[host], turn[f"recorded_in_{part}s"] = timed
                 if part == "layer":
                     turn["saved_mib"] = what.saved_bytes() / 2**20
                 elif on_gpu:
