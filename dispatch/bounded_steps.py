@@ -1,8 +1,9 @@
 """Recorded steps of a layer on several ranks: their sizes, when the ranks record one, and whether it was large enough.
 
 A recorded step (kernels/launch_sequence/) has the sizes that it was recorded with. Across ranks, sizes change from step
-to step. So a step is recorded with a bound: a little more than the last steps needed, rounded up to one of a few
-levels. The bound grows at once and shrinks slowly: otherwise a layer would record every level that its routing passes.
+to step. So a step is recorded with a bound: a little more than the largest of the last steps needed, rounded up to one
+of a few levels. The bound grows at once and shrinks rarely, over several levels at once: otherwise a layer would record
+every level that its routing passes, and a step slightly larger than the last ones would run twice.
 If the true sizes exceed the bound, the devices send nothing. The host reads the sizes after it has launched everything,
 and then runs the layer's code on the same routing.
 
@@ -34,8 +35,8 @@ from sonic_ep.kernels.route.status.reference import HEADER
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 
 _LOG = logging.getLogger("sonic_ep.launches")
-_MARGIN = 33 / 32  # bound / what the last step needed
-_DECAY = 511 / 512  # by which the bound shrinks in a step, at most
+_MARGIN = 33 / 32  # bound / what the last steps needed
+_WINDOW = 64  # steps; the bound holds the largest of the last 64 to 127
 _LEVELS = 16  # below a balanced step, and in each doubling above it
 _MIN_UNIT = 128  # rows
 _EVERY_CALL = 3  # the ranks may record in the first three calls with a bound, then in the 4th, 8th, 16th, ...
@@ -85,7 +86,10 @@ class BoundedSteps(Steps):
     ) -> None:
         super().__init__()
         self._group, self._K, self._check, self._transport_of = group, K, check, transport_of
-        self._expected: SizeBound | None = None  # of the next step, before it is rounded up to a level
+        # What the largest step of this window and of the last one needed, and the steps of this one.
+        self._recent: SizeBound | None = None
+        self._before: SizeBound | None = None
+        self._in_window = 0
         self._calls: Counter[object] = Counter()
         self._mailbox: Mailbox | None = None
 
@@ -94,15 +98,15 @@ class BoundedSteps(Steps):
 
     def begin(self, layer: Any) -> Step | None:
         """Counts a call. Returns None, on every rank, if the code has to run: the first call has no bound."""
-        expected = self._expected
-        via = None if expected is None else self._transport_of(layer)
-        if via is None or expected is None:
+        largest = self._recent or self._before
+        via = None if largest is None else self._transport_of(layer)
+        if via is None or largest is None:
             return None
-        bound = self._level(expected)
+        bound = self._level(largest.joined(self._before))
         self._calls[bound] += 1
         number = self._calls[bound]
         is_time = number <= _EVERY_CALL or number & (number - 1) == 0
-        return Step(via, None if via.is_static else bound, expected.tokens, is_time)
+        return Step(via, None if via.is_static else bound, largest.tokens, is_time)
 
     def is_time(self, step: Step, signature: object, *, known: bool) -> bool:
         """Returns True, on every rank, if the ranks may record now, whatever each of them has recorded."""
@@ -170,12 +174,16 @@ class BoundedSteps(Steps):
     def _learn(self, sizes: SplitSizes) -> SizeBound:
         """Returns what a step needed."""
         needed = SizeBound.needed_by(sizes)
-        self._expected = needed.next(self._expected, _MARGIN, _DECAY)
+        self._recent = needed.joined(self._recent)
+        self._before = None if self._before is None or self._before.tokens != needed.tokens else self._before
+        self._in_window += 1
+        if self._in_window == _WINDOW:
+            self._recent, self._before, self._in_window = None, self._recent, 0
         return needed
 
-    def _level(self, expected: SizeBound) -> SizeBound:
-        rows, pairs = (_rounded_up(size, expected.tokens * self._K) for size in expected[1:])
-        return SizeBound(expected.tokens, rows, max(rows, pairs))
+    def _level(self, largest: SizeBound) -> SizeBound:
+        rows, pairs = (_rounded_up(round(size * _MARGIN), largest.tokens * self._K) for size in largest[1:])
+        return SizeBound(largest.tokens, rows, max(rows, pairs))
 
 
 def _rounded_up(size: int, balanced: int) -> int:

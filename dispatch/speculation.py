@@ -51,6 +51,12 @@ class SizeBound(NamedTuple):
         )
         return self._replace(rows=rows, pairs=pairs)
 
+    def joined(self, other: "SizeBound | None") -> Self:
+        """Returns the smallest bound of both. That of another number of tokens is left out."""
+        if other is None or other.tokens != self.tokens:
+            return self
+        return self._replace(rows=max(self.rows, other.rows), pairs=max(self.pairs, other.pairs))
+
     def holds(self, needed: "SizeBound") -> bool:
         """Returns True if a step that needs `needed` fits. The device decides the same in `bounded_plan`."""
         return needed.tokens == self.tokens and needed.rows <= self.rows and needed.pairs <= self.pairs

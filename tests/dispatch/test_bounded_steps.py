@@ -1,7 +1,7 @@
 """The bound of a step, the calls in which ranks record, and what they agree about; test_recorded_steps.py has GPUs."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,17 +75,30 @@ def test_few_levels_lie_between_a_balanced_step_and_the_most_skewed() -> None:
     assert len(bounds) <= 3 * 16 + 1
 
 
-def test_a_bound_grows_at_once_and_shrinks_slowly() -> None:
+def bounds_of(needs: Iterable[int]) -> list[int]:
+    """The rows of the bound after each step, which needed so many."""
     steps, bounds = steps_of(EPGroup.alone()), []
-    for rows in (32000, 48000, *[32000] * 300):
+    for rows in needs:
         steps.observe(sizes_of(8192, rows, rows))
         bound = begun(steps, layer()).bound
         assert bound is not None
         bounds.append(bound.rows)
+    return bounds
+
+
+def test_a_bound_grows_at_once_and_shrinks_over_all_levels_at_once() -> None:
+    bounds = bounds_of((32000, 48000, *[32000] * 300))
     assert bounds[1] >= 48000
-    assert bounds[30] >= 45000
-    assert sorted(bounds[1:], reverse=True) == bounds[1:]
-    assert bounds[-1] == bounds[0]
+    assert all(bound == bounds[1] for bound in bounds[1:65])
+    assert set(bounds) == {bounds[0], bounds[1]}
+    assert set(bounds[128:]) == {bounds[0]}
+
+
+@given(needs=st.lists(st.integers(1, 99000), min_size=1, max_size=200))
+def test_a_bound_holds_the_largest_of_this_window_of_64_steps_and_the_last(needs: list[int]) -> None:
+    for number, bound in enumerate(bounds_of(needs), 1):
+        length = number % 64 + (64 if number >= 64 else 0)
+        assert [bound] == bounds_of([max(needs[number - length : number])])
 
 
 def test_other_tokens_start_a_bound_anew() -> None:
