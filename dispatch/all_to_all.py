@@ -69,21 +69,23 @@ class AllToAllTransport:
             num_tokens=routing.num_tokens,
             num_rows=num_rows,
             num_listed=routing.token_ids_N.shape[0],
-            layer=self.group.layer,
+            forward=routing.forward_in(self.group),
         )
         return PreparedDispatch(handle, buffer.weights_P)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         (token_of_sent_U, _, _), splits = handle.transport_lists, handle.splits
         packed_UH = x_TH.index_select(0, token_of_sent_U)
-        return Pending.done(self._exchange.rows("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.layer))
+        return Pending.done(
+            self._exchange.rows("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.forward.layer)
+        )
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
     ) -> Pending:
         (_, sent_by_token_U, sent_starts_T), splits = handle.transport_lists, handle.splits
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-        back_UH = self._exchange.rows("combine", sums_RH, splits.rows_in, splits.rows_out, handle.layer)
+        back_UH = self._exchange.rows("combine", sums_RH, splits.rows_in, splits.rows_out, handle.forward.layer)
         return Pending.done(gather_sum(back_UH, sent_by_token_U, sent_starts_T))
 
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:

@@ -18,19 +18,21 @@ Legend: S ranks of the EP group, K experts per token.
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Self, final
 
 import torch
-from torch import Tensor
 
-from sonic_ep.async_d2h import copies_recorded
+from sonic_ep.async_d2h import copies_recorded, recorded_order
 from sonic_ep.dispatch.speculation import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
+from sonic_ep.groups.order import NO_ORDER, Forward
 from sonic_ep.kernels.launch_sequence.mailbox import Mailbox
 from sonic_ep.kernels.launch_sequence.recorded_calls import Steps, has_saved_tensor_hooks
+from sonic_ep.kernels.launch_sequence.replay import HasAddress
 from sonic_ep.kernels.route.status.reference import HEADER
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 
@@ -69,6 +71,18 @@ class Step(NamedTuple):
         return self.bound, self.tokens, self.via.transport.capacity_of_counts
 
 
+class _Number(NamedTuple):
+    """An integer of this step, at the place of a tensor with whose address the launches were recorded.
+
+    A launch then gets the integer where it got the address. It must be below 2^57, as an address is (driver.c).
+    """
+
+    value: int
+
+    def data_ptr(self) -> int:
+        return self.value
+
+
 @final
 class BoundedSteps(Steps):
     """The steps of a layer on several ranks.
@@ -92,6 +106,7 @@ class BoundedSteps(Steps):
         self._in_window = 0
         self._calls: Counter[object] = Counter()
         self._mailbox: Mailbox | None = None
+        self._order = _Number(NO_ORDER)
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self._group, self._K, self._check, self._transport_of)
@@ -140,19 +155,24 @@ class BoundedSteps(Steps):
     def captured(self) -> AbstractContextManager[object]:
         """Returns a context in which copies of sizes go to where `finish` reads them."""
         assert self._mailbox is not None
-        return copies_recorded(self._mailbox.values)
+        return copies_recorded(self._mailbox.values, self._mailbox.order)
 
-    def state(self, step: Step) -> list[Tensor]:
-        """Returns the tensors of the transport that launches refer to, and the destination of sizes."""
+    def state(self, step: Step) -> Sequence[HasAddress]:
+        """Returns the tensors of the transport that launches refer to, the destination of sizes, and the order."""
         transport, row_bytes, device, _ = step.via
         transport.raise_if_lost()
         assert self._mailbox is not None
-        return [self._mailbox.values, *transport.memory(row_bytes, step.tokens, device)]
+        order = recorded_order()
+        memory = transport.memory(row_bytes, step.tokens, device)
+        return [self._mailbox.values, self._order if order is None else order, *memory]
 
-    def start(self) -> None:
-        """Call it before launches are repeated."""
+    def start(self) -> Callable[[], None]:
+        """Call it before launches are repeated. Their exchange of counts sends the order of backwards."""
         assert self._mailbox is not None
         self._mailbox.empty()
+        order = self._group.order
+        self._order = _Number(order.send())
+        return partial(order.add, Forward(self._group.layer, order.exchange))
 
     def finish(self, step: Step) -> SplitSizes | None:
         """Blocks until the sizes of the repeated step have arrived. Returns None if they are within the bound.

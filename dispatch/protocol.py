@@ -24,8 +24,11 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from sonic_ep.groups import Exchange
+from sonic_ep.groups.order import Forward
 from sonic_ep.kernels.dispatch.recv_index.reference import PairBuffer, RankPlan
 from sonic_ep.routing import Routing
+
+_NO_FORWARD = Forward()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,8 @@ class DispatchHandle:
     slot_V: (V,) pair-buffer row of each received pair, in arrival order.
     expert_starts_e: (e + 1,) exclusive prefix sums of the number of pair-buffer rows of each local expert.
     transport_lists: private to the transport that made the handle.
-    splits: see Splits. num_tokens: T. num_rows: R. num_listed: N. layer: `EPGroup.layer` when the handle was made, for
-    errors of the backward.
+    splits: see Splits. num_tokens: T. num_rows: R. num_listed: N. forward: which one made the handle, for the order of
+    backwards and for errors.
 
     Lists of a step with static buffers, or without a wait for its sizes, have spare capacity: P and V are then upper
     bounds. The prefix sums do not count spare entries. They are zero, except in pairs_by_row_V, where nothing reads
@@ -81,7 +84,7 @@ class DispatchHandle:
     num_tokens: int
     num_rows: int
     num_listed: int
-    layer: int = 0
+    forward: Forward = _NO_FORWARD
 
     @classmethod
     def of(
@@ -94,7 +97,7 @@ class DispatchHandle:
         num_tokens: int,
         num_rows: int,
         num_listed: int,
-        layer: int = 0,
+        forward: Forward = _NO_FORWARD,
     ) -> Self:
         """Returns a handle with the lists of the pairs that this rank receives."""
         return cls(
@@ -108,7 +111,7 @@ class DispatchHandle:
             num_tokens,
             num_rows,
             num_listed,
-            layer,
+            forward,
         )
 
     @property
@@ -122,7 +125,7 @@ class DispatchHandle:
 
     def without_lists(self) -> "HandleSizes":
         """Returns the host-side part, which holds no tensor."""
-        return HandleSizes(self.splits, self.num_tokens, self.num_rows, self.num_listed, self.layer)
+        return HandleSizes(self.splits, self.num_tokens, self.num_rows, self.num_listed, self.forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ class HandleSizes:
     num_tokens: int
     num_rows: int
     num_listed: int
-    layer: int = 0
+    forward: Forward = _NO_FORWARD
 
     def with_lists(self, lists: Sequence[Tensor]) -> DispatchHandle:
         """Returns the handle with these tensors, in the order of `DispatchHandle.lists`."""
@@ -149,7 +152,7 @@ class HandleSizes:
             self.num_tokens,
             self.num_rows,
             self.num_listed,
-            self.layer,
+            self.forward,
         )
 
 

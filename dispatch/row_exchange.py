@@ -82,7 +82,7 @@ class RowExchange:
         """Returns what `Transport.combine_scalars` results in."""
         num_pairs, splits = handle.slot_V.shape[0], handle.splits
         values_V = values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], num_pairs)
-        values_N = self.rows("combine_scalars", values_V, splits.pairs_in, splits.pairs_out, handle.layer)
+        values_N = self.rows("combine_scalars", values_V, splits.pairs_in, splits.pairs_out, handle.forward.layer)
         spare = handle.num_listed - values_N.shape[0]
         return pad(values_N, (0, spare)) if spare else values_N
 

@@ -244,6 +244,7 @@ class SymmetricTransport:
             num_tokens=routing.num_tokens,
             num_rows=S * sizes.stride,
             num_listed=token_ids_N.shape[0],
+            forward=routing.forward_in(self.group),
         )
         if x_TH is not None:
             self._join(x_TH)

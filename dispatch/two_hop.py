@@ -157,16 +157,16 @@ class TwoHopTransport:
             num_tokens=routing.num_tokens,
             num_rows=num_rows,
             num_listed=routing.token_ids_N.shape[0],
-            layer=self.group.layer,
+            forward=routing.forward_in(self.group),
         )
         return PreparedDispatch(handle, buffer.weights_P)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         (crossing, forwarded), splits = _Hops.of(handle), handle.splits
         x_XH = x_TH.index_select(0, crossing.token_of_sent_U)
-        x_YH = self._across_hosts("dispatch", x_XH, splits.crossing_out, splits.crossing_in, handle.layer)
+        x_YH = self._across_hosts("dispatch", x_XH, splits.crossing_out, splits.crossing_in, handle.forward.layer)
         x_fH = x_YH.index_select(0, forwarded.token_of_sent_U)
-        x_RH = self._within_host("dispatch", x_fH, splits.forwarded_out, splits.forwarded_in, handle.layer)
+        x_RH = self._within_host("dispatch", x_fH, splits.forwarded_out, splits.forwarded_in, handle.forward.layer)
         return Pending.done(x_RH)
 
     def combine(
@@ -174,9 +174,9 @@ class TwoHopTransport:
     ) -> Pending:
         (crossing, forwarded), splits = _Hops.of(handle), handle.splits
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-        sums_fH = self._within_host("combine", sums_RH, splits.forwarded_in, splits.forwarded_out, handle.layer)
+        sums_fH = self._within_host("combine", sums_RH, splits.forwarded_in, splits.forwarded_out, handle.forward.layer)
         sums_YH = gather_sum(sums_fH, forwarded.sent_by_token_U, forwarded.sent_starts_T)
-        sums_XH = self._across_hosts("combine", sums_YH, splits.crossing_in, splits.crossing_out, handle.layer)
+        sums_XH = self._across_hosts("combine", sums_YH, splits.crossing_in, splits.crossing_out, handle.forward.layer)
         return Pending.done(gather_sum(sums_XH, crossing.sent_by_token_U, crossing.sent_starts_T))
 
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:

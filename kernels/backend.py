@@ -109,15 +109,21 @@ def apply_rule(
 
 @op("route.status")
 def pack_rank_status(
-    counts_E: Tensor, num_tokens: int, status: int, *, bad_logits: Tensor | None = None, seed: Tensor | None = None
+    counts_E: Tensor,
+    num_tokens: int,
+    status: int,
+    order: int,
+    *,
+    bad_logits: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> Tensor:
-    """Packs a rank's token count, status word, seed and expert counts for the all-gather before a step."""
+    """Packs a rank's token count, status word, seed, order and expert counts for the all-gather before a step."""
     ...
 
 
 @op("route.status")
-def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> Tensor:
-    """Returns the counts, or zeros unless every rank's status word equals `healthy`."""
+def zero_counts_on_error(counts_SE: Tensor, header_SF: Tensor, healthy: int) -> Tensor:
+    """Returns the counts, or zeros unless every rank's status word equals `healthy`, and all orders are the same."""
     ...
 
 

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sonic_ep.async_d2h import host_can_read
+from sonic_ep.async_d2h import host_can_read, host_may_wait, recorded_order
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.groups.order import NO_ORDER, problem_with_orders
 from sonic_ep.kernels.backend import (
     allows_spare_capacity,
     pack_rank_status,
@@ -27,7 +28,7 @@ from sonic_ep.kernels.backend import (
     zero_counts_on_error,
 )
 from sonic_ep.kernels.route.select.reference import MAX_TOKENS
-from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, LAYER, NO_UPDATES, SEED, STATUS, TOKENS
+from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, LAYER, NO_UPDATES, ORDER, SEED, STATUS, TOKENS
 from sonic_ep.routers.rounding import leaves_sizes_open, round_counts
 from sonic_ep.routing import AsyncSplitSizes, GroupCounts, SplitSizes
 
@@ -107,15 +108,17 @@ def gather_counts(
              if logits are to be checked while a CUDA graph is captured.
     Other ranks raise later, in `split_sizes.check`, so that their hosts can go on launching: ValueError, which names
              the rank, for its problem, for non-finite logits, or for a training flag, dtype, layer, need of a
-             backward or number of bias updates that differs between ranks; RuntimeError for a lost peer. While a CUDA
-             graph is captured nothing is checked: eager steps before the capture must have passed.
+             backward or number of bias updates that differs between ranks, and for another order of the backwards since
+             the last exchange; RuntimeError for a lost peer. While a CUDA graph is captured nothing is checked: eager
+             steps before the capture must have passed.
     """
     decided = _DECIDED.get()
     if decided is not None:
         if meanwhile is not None:
             meanwhile()
         counts, sizes = decided
-        return GroupDecision(counts, AsyncSplitSizes(counts.rows_SE, group.size, known=sizes), None)
+        known = AsyncSplitSizes(counts.rows_SE, group.size, known=sizes, exchange=group.order.exchange)
+        return GroupDecision(counts, known, None)
     problem = status.problem
     if problem is None and status.num_tokens >= MAX_TOKENS:
         problem = f"T={status.num_tokens} tokens on one rank exceed the limit of {MAX_TOKENS - 1}; split the batch"
@@ -126,7 +129,8 @@ def gather_counts(
     counts_E = counts_E if status.by_score_E is None else torch.cat([counts_E, status.by_score_E])
     word = code + LAYER * (2 * status.layer + status.needs_backward)
     seed = status.bias_updates if status.seed is None and group.size > 1 else status.seed
-    packed = pack_rank_status(counts_E, status.num_tokens, word, bad_logits=status.bad_logits, seed=seed)
+    order = _order_to_send(group, counts_E)
+    packed = pack_rank_status(counts_E, status.num_tokens, word, order, bad_logits=status.bad_logits, seed=seed)
     gathered = (exchange or group).all_gather(packed, meanwhile)
     status_SF, chosen_SE = gathered[:, :HEADER], gathered[:, HEADER : HEADER + E]
     by_score_SE = None if status.by_score_E is None else gathered[:, HEADER + E :]
@@ -136,7 +140,7 @@ def gather_counts(
     readable = host_can_read(status_SF)
     zeroed_on_error = readable and group.size > 1
     if zeroed_on_error:
-        chosen_SE = zero_counts_on_error(chosen_SE, status_SF[:, STATUS], code)
+        chosen_SE = zero_counts_on_error(chosen_SE, status_SF, code)
     tokens_S = status_SF[:, TOKENS]
     rounded = round_counts(chosen_SE, tokens_S, rounding, training=status.training, seed=status_SF[0, SEED])
     counts = GroupCounts(chosen_SE, rounded.rows_SE, rounded.pairs_SE, tokens_S, rounded.cut_S, rounded.t)
@@ -152,8 +156,28 @@ def gather_counts(
         return GroupDecision(counts, None, by_score_SE)
     values = pack_split_sizes(tokens_S, counts.rows_SE, counts.pairs_SE, status_SF)
     check = functools.partial(raise_problems, problem=None, group=group, exchange=exchange)
-    split_sizes = AsyncSplitSizes(values, group.size, check if reads_status else None, zeroed_on_error=zeroed_on_error)
+    split_sizes = AsyncSplitSizes(
+        values,
+        group.size,
+        check if reads_status else None,
+        zeroed_on_error=zeroed_on_error,
+        exchange=group.order.exchange,
+    )
     return GroupDecision(counts, split_sizes, by_score_SE)
+
+
+def _order_to_send(group: EPGroup, counts_E: Tensor) -> int:
+    """Returns what `pack_rank_status` gets: the order of this rank's backwards, of which it starts a new list.
+
+    In a recording, the address that each repetition replaces by its order. Neither there nor in a CUDA graph is this an
+    exchange, because nothing runs.
+    """
+    if group.size == 1:
+        return NO_ORDER
+    recorded = recorded_order()
+    if recorded is not None:
+        return recorded.data_ptr()
+    return group.order.send() if host_may_wait(counts_E) else NO_ORDER
 
 
 def raise_problems(headers: list[int], problem: str | None, group: EPGroup, exchange: Exchange | None) -> None:
@@ -163,6 +187,8 @@ def raise_problems(headers: list[int], problem: str | None, group: EPGroup, exch
     """
     if exchange is not None:
         exchange.raise_if_lost()
+    if len(set(headers[ORDER::HEADER])) > 1:  # first: it is about steps that have passed, and will not show again
+        raise ValueError(problem_with_orders(group.all_gather_object(group.order.sent, stage="orders of backwards")))
     layers = [word // LAYER for word in headers[STATUS::HEADER]]
     status_words = [word % LAYER for word in headers[STATUS::HEADER]]
     if any(code & _PROBLEM for code in status_words):

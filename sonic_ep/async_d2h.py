@@ -12,17 +12,29 @@ from typing import final
 import torch
 from torch import Tensor
 
-_RECORDED_INTO: ContextVar[Tensor | None] = ContextVar("sonic_ep_recorded_into", default=None)
+_RECORDED: ContextVar[tuple[Tensor, Tensor] | None] = ContextVar("sonic_ep_recorded", default=None)
 
 
 @contextmanager
-def copies_recorded(into: Tensor) -> Generator[None]:
-    """A context in which an AsyncD2H copies to `into`, pinned memory of the same size, and is not read."""
-    token = _RECORDED_INTO.set(into)
+def copies_recorded(into: Tensor, order: Tensor) -> Generator[None]:
+    """A context in which an AsyncD2H copies to `into`, pinned memory of the same size, and is not read.
+
+    order: see `recorded_order`.
+    """
+    token = _RECORDED.set((into, order))
     try:
         yield
     finally:
-        _RECORDED_INTO.reset(token)
+        _RECORDED.reset(token)
+
+
+def recorded_order() -> Tensor | None:
+    """Returns the tensor of which a launch is recorded with the address, where it gets an integer in each repetition.
+
+    The integer is the order of backwards (groups/order.py). None elsewhere than in `copies_recorded`.
+    """
+    recorded = _RECORDED.get()
+    return None if recorded is None else recorded[1]
 
 
 @final
@@ -35,10 +47,10 @@ class AsyncD2H:
 
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._values, into = values, _RECORDED_INTO.get()
-        self.is_recorded = into is not None
-        if into is not None:
-            into.copy_(values, non_blocking=True)
+        self._values, recorded = values, _RECORDED.get()
+        self.is_recorded = recorded is not None
+        if recorded is not None:
+            recorded[0].copy_(values, non_blocking=True)
         elif values.is_cuda:
             self._values = torch.empty_like(values, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
@@ -66,4 +78,4 @@ def host_may_wait(values: Tensor) -> bool:
 
 def host_can_read(values: Tensor) -> bool:
     """Returns True if the host may wait, or in `copies_recorded`, where it reads the copies of the repetitions."""
-    return host_may_wait(values) or _RECORDED_INTO.get() is not None
+    return host_may_wait(values) or _RECORDED.get() is not None

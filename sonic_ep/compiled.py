@@ -20,6 +20,7 @@ from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, PreparedDispatch, Splits
 from sonic_ep.expert_parallel_mlp import Call, SavedForBackward, backward, forward
 from sonic_ep.groups import EPGroup
+from sonic_ep.groups.order import Forward
 from sonic_ep.in_flight import InFlight
 from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.activations import activation_named
@@ -98,7 +99,10 @@ def _prepare_dispatch(
     ep_size: int,
     transport: str,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Returns weights_P and the DispatchHandle: its lists, and its splits as one (F, S) tensor on the CPU."""
+    """Returns weights_P and the DispatchHandle: its lists, and as one (F, S) tensor on the CPU its splits.
+
+    With several ranks the last field is the number of its `Forward.exchange`.
+    """
     group = EPGroup.named(group_name)
     decided = GroupCounts(*counts)
     split_sizes = pending_sizes.pop(group_name, decided.pairs_SE)
@@ -106,7 +110,9 @@ def _prepare_dispatch(
     with routing.status_first():
         prepared = existing_transport(group, transport).prepare(routing, plan_for(decided, group.rank), x_TH)
     _rows_in_flight.put(group_name, prepared.handle.expert_starts_e, InFlightRows(prepared.rows_RH, routing))
-    numbers = astuple(prepared.handle.splits)[: _num_splits(ep_size)]
+    numbers: list[tuple[int, ...]] = [*astuple(prepared.handle.splits)[: _num_splits(ep_size)]]
+    if ep_size > 1:
+        numbers.append((prepared.handle.forward.exchange,) * ep_size)
     splits_FS = torch.tensor([values or (0,) * ep_size for values in numbers], device="cpu")
     # Casts what is no list of this step but a view of the counts: an operation may not return its inputs.
     lists = [values.to(INDEX_DTYPE) for values in prepared.handle.lists()]
@@ -137,7 +143,7 @@ def _(
     return (
         weights_N.new_empty(P),
         [weights_N.new_empty(size, dtype=INDEX_DTYPE) for size in sizes],
-        torch.empty(_num_splits(ep_size), ep_size, dtype=torch.int64, device="cpu"),
+        torch.empty(_num_splits(ep_size) + (ep_size > 1), ep_size, dtype=torch.int64, device="cpu"),
     )
 
 
@@ -147,14 +153,18 @@ def _num_splits(ep_size: int) -> int:
 
 
 def _handle_of(lists: list[Tensor], splits_FS: Tensor, num_tokens: int, num_listed: int) -> DispatchHandle:
-    splits = Splits(*map(tuple, splits_FS.tolist()))
-    sizes = HandleSizes(splits, num_tokens, lists[_PAIR_STARTS].shape[0] - 1, num_listed)
+    values = splits_FS.tolist()
+    exchange = values.pop()[0] if splits_FS.shape[1] > 1 else 0
+    num_rows, forward = lists[_PAIR_STARTS].shape[0] - 1, Forward(exchange=exchange)
+    sizes = HandleSizes(Splits(*map(tuple, values)), num_tokens, num_rows, num_listed, forward)
     return sizes.with_lists(lists)
 
 
 def _call(group_name: str, transport: str, activation: str, save_dispatched: bool, tile_aligned: bool) -> Call:
-    way = existing_transport(EPGroup.named(group_name), transport)
-    return Call(way, activation_named(activation), save_dispatched, tile_aligned)
+    group = EPGroup.named(group_name)
+    return Call(
+        existing_transport(group, transport), group, activation_named(activation), save_dispatched, tile_aligned
+    )
 
 
 @torch.library.custom_op("sonic_ep::expert_parallel_mlp", mutates_args=(), tags=_TAGS)

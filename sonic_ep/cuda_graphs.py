@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.checks import problem_with_input
+from sonic_ep.groups.order import Forward
 from sonic_ep.layer import MoE, MoEOutput
 from sonic_ep.routers.replay import in_region
 
@@ -36,6 +37,9 @@ def graph_layers(layers: Sequence[MoE], x: Tensor) -> None:
     * It has a gradient buffer for each parameter. After a backward, `grad` may be that buffer; the next forward of any
       of these layers replaces it by a clone.
     * No output of an earlier forward of the layers may still be referenced, or torch fails to capture.
+
+    Replays exchange nothing that the host reads. Which forwards and backwards of these layers a rank has replayed, and
+    in which order, is compared in the next exchange of a layer that is not graphed, or in eval mode (groups/order.py).
 
     Raises ValueError, on every rank, if there are no layers, or a layer is in eval mode, has been graphed, reads sizes
     or logits on the host, or has parameters of FSDP, or if the layers cannot take x. torch raises AssertionError for
@@ -142,6 +146,8 @@ class _Replays:
             )
         self._gradients.save()
         self._forwards += 1
+        if layer.group.size > 1:
+            layer.group.order.add(Forward(layer._number, self._forwards), is_replay=True)
         x: Tensor = args[0]
         if not (x.is_leaf and x.requires_grad and torch.is_grad_enabled()):
             return None
@@ -171,6 +177,9 @@ class _Replays:
 
     def _after_backward(self, forward: int, *_: object) -> None:
         self._went_back = forward
+        layer = self._layer()
+        if layer is not None and layer.group.size > 1:
+            layer.group.order.add(Forward(layer._number, forward))
 
 
 def _signature(x: Tensor) -> tuple[object, ...]:

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Transport
+from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import operations_for
 from sonic_ep.kernels.experts import mlp
 from sonic_ep.kernels.experts.activations import Activation
@@ -32,11 +34,12 @@ _MIN_FILL = 15 / 16  # If P fills less of the speculative H, we clone the P rows
 class Call:
     """The arguments of one call that are no tensors.
 
-    save_dispatched: save the received rows for backward instead of x. tile_aligned: `Routing.tile_aligned`. layer_key:
-    identifies the experts for predictions (`Transport.prepare`).
+    group: of the transport; None for one rank. save_dispatched: save the received rows for backward instead of x.
+    tile_aligned: `Routing.tile_aligned`. layer_key: identifies the experts for predictions (`Transport.prepare`).
     """
 
     transport: Transport
+    group: EPGroup | None
     activation: Activation
     save_dispatched: bool
     tile_aligned: bool
@@ -124,6 +127,8 @@ def backward(
     dW1. Every rank calls every collective, whether or not it needs the result.
     """
     transport, handle, pairs = call.transport, saved.handle, _pair_lists(saved.handle, call)
+    if call.group is not None and call.group.size > 1 and host_may_wait(dout_TH):
+        call.group.order.add(handle.forward)
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
     needs_w1, needs_w2, needs_b1, needs_b2, *needs_lora = needs
     lora = weights.lora

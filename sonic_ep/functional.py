@@ -150,7 +150,7 @@ def moe(
         start_compiling(w2_eHI, activation, bias=bias, split_gate_up=split, accumulate=accumulate_into_main_grad)
     plan = plan_for(routing.counts, group.rank)
     key = w1_eJH.data_ptr() if layer_key is None else layer_key
-    call = Call(transport, act, save_dispatched, routing.tile_aligned, key)
+    call = Call(transport, group, act, save_dispatched, routing.tile_aligned, key)
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     with _without_autocast(x_TH):
         return _ExpertParallelMLP.apply(

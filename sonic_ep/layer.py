@@ -121,16 +121,16 @@ class MoE(nn.Module):
 
         Shapes:  x (T, d) or (B, L, d) in the dtype of the expert weights, or any floating dtype under autocast. y has
                  the shape of x. T may be 0. It may differ between ranks, except in training with static buffers.
-        Raises:  ValueError, on every rank, if on any rank x has the wrong shape, dtype or device, FSDP has sharded the
-                 experts, or (router.check_logits) logits are not finite; if training mode or dtype differ between
-                 ranks; with several ranks also if weights of one rank differ in device or dtype, or are not contiguous.
-                 Likewise under a transform of torch.func, which is a RuntimeError on one rank. RuntimeError if a rank
-                 is lost (docs/transports.md): it died, or did not come within transport.timeout.
+        Raises:  ValueError, on every rank, if on any rank x or a weight has a wrong shape, dtype, device or strides,
+                 FSDP has sharded the experts, or (router.check_logits) logits are not finite; if training mode, dtype
+                 or order of backwards differ between ranks; under a transform of torch.func, which on one rank is a
+                 RuntimeError. RuntimeError if a rank is lost (docs/transports.md).
         """
         if _is_transformed():
             self._refuse_transforms()
         if not self._may_repeat_launches(x):
             return self._compute(x)[0]
+        self.group.enter_layer(self._number)
         outputs = self._recorded.outputs(self, x)
         if outputs is not None:
             return _output_of(outputs)
@@ -310,7 +310,7 @@ def _again(layer: MoE, inputs: list[Tensor], outputs: list[Tensor], sizes: Split
         stats.counts,
         max_rows(c.rounding, T, c.K, c.E, S, training=layer.training),
         max_received(c.rounding, T, c.K, training=layer.training),
-        AsyncSplitSizes(stats.counts.rows_SE, S, known=sizes),
+        AsyncSplitSizes(stats.counts.rows_SE, S, known=sizes, exchange=layer.group.order.exchange),
         BalanceCounts(*balance_counts) if balance_counts else None,
     )
     with repeated_pairs(layer.router, pairs):

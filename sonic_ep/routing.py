@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sonic_ep.async_d2h import AsyncD2H
 from sonic_ep.groups import EPGroup, LostRankError
+from sonic_ep.groups.order import Forward
 
 INDEX_DTYPE = torch.int32  # of every index list with an entry per pair or row
 
@@ -83,6 +84,7 @@ class AsyncSplitSizes:
     zeroed_on_error: True if the device zeroes all counts on an error (kernels/route/status/reference.py). Then no rank
     sends anything, whatever was launched.
     known: the sizes, if the host has them already; nothing is copied then.
+    exchange: the number of the exchange of counts, see `Forward`; 0 for none.
     """
 
     def __init__(
@@ -93,8 +95,9 @@ class AsyncSplitSizes:
         *,
         zeroed_on_error: bool = False,
         known: SplitSizes | None = None,
+        exchange: int = 0,
     ) -> None:
-        self.on_device = on_device
+        self.on_device, self.exchange = on_device, exchange
         self._copy = AsyncD2H(on_device) if known is None else None
         self._num_ranks = num_ranks
         self._check = check
@@ -217,6 +220,7 @@ class Routing:
     max_received: an upper bound of the rows that any destination rank receives, if no rank has more than T tokens; None
     without a capacity factor.
     split_sizes: the async D2H copy of sizes and rank statuses, if the router started one.
+    exchange: the number of the exchange of counts, if `split_sizes` does not have it; else 0.
     """
 
     weights_N: Tensor
@@ -226,6 +230,12 @@ class Routing:
     max_rows: int | None = None
     max_received: int | None = None
     split_sizes: AsyncSplitSizes | None = None
+    exchange: int = 0
+
+    def forward_in(self, group: EPGroup) -> Forward:
+        """Returns which forward begins with this routing, the same on every rank."""
+        exchange = self.exchange if self.split_sizes is None else self.split_sizes.exchange
+        return Forward(group.layer, exchange or group.order.exchange)
 
     @property
     def tile_aligned(self) -> bool:
@@ -281,7 +291,7 @@ class Routing:
         Shapes:  token_ids_N, expert_ids_N (N,) integers; weights_N (N,) floating point, may require grad.
         Raises:  ValueError, on every rank, if on any rank: an argument is no tensor, shapes, dtypes or devices are
                  wrong, a token or an expert is out of range, a pair is given twice, or E is not a multiple of ep_size.
-                 Also if E or the dtype of weights_N differs between ranks.
+                 Also if E, the dtype of weights_N or the order of backwards differs between ranks.
         """
         problem = _problem_with_pairs(token_ids_N, expert_ids_N, weights_N, num_tokens, E)
         if problem is None and E % group.size:
@@ -290,12 +300,14 @@ class Routing:
         group.raise_together(
             problem, stage="Routing.from_pairs", E=E, weights_dtype=str(getattr(weights_N, "dtype", None))
         )
+        group.order.send()
         order_N = torch.argsort(expert_ids_N.long() * max(num_tokens, 1) + token_ids_N.long())
         counts_E = torch.bincount(expert_ids_N, minlength=E)
         header = torch.cat([counts_E, counts_E.new_tensor([num_tokens])])
         gathered = group.all_gather(header, stage="Routing.from_pairs")
         counts = unrounded(gathered[:, :E], gathered[:, E])
-        return cls(weights_N[order_N], token_ids_N[order_N].to(INDEX_DTYPE), counts, num_tokens)
+        sorted_ids_N = token_ids_N[order_N].to(INDEX_DTYPE)
+        return cls(weights_N[order_N], sorted_ids_N, counts, num_tokens, exchange=group.order.exchange)
 
 
 def _problem_with_pairs(

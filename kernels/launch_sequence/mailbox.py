@@ -15,11 +15,12 @@ _MICROSECONDS = 1_000_000  # between two looks at the stream, which may have fai
 class Mailbox:
     """Pinned memory for integers that are never negative.
 
-    values: (size,) int64, the destination of the copy.
+    values: (size,) int64, the destination of the copy. order: see `recorded_order`; only its address is used.
     """
 
     def __init__(self, size: int) -> None:
         self.values = torch.full((size,), _EMPTY, dtype=torch.int64, device="cpu").pin_memory()
+        self.order = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
         self._address = self.values.data_ptr()
 
     def empty(self) -> None:

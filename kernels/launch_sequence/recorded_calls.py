@@ -20,7 +20,7 @@ from sonic_ep.kernels.experts.tile_counter import counter_of_stream, recording_f
 from sonic_ep.kernels.launch_sequence.addresses import UnrecordableError
 from sonic_ep.kernels.launch_sequence.driver import UnavailableError, raw_stream
 from sonic_ep.kernels.launch_sequence.recorder import leaves_of, record
-from sonic_ep.kernels.launch_sequence.replay import Replay
+from sonic_ep.kernels.launch_sequence.replay import HasAddress, Replay
 
 _LOG = logging.getLogger("sonic_ep.launches")
 
@@ -94,12 +94,13 @@ class Steps:
         """Returns the context of captures."""
         return nullcontext()
 
-    def state(self, step: Any) -> list[Tensor]:
+    def state(self, step: Any) -> Sequence[HasAddress]:
         """Returns the tensors besides those of the layer that launches refer to."""
         return []
 
-    def start(self) -> None:
-        """Is called before launches are repeated."""
+    def start(self) -> Callable[[], None] | None:
+        """Is called before launches are repeated. Returns what to call when the backward of these begins, or None."""
+        return None
 
     def finish(self, step: Any) -> Any:
         """Is called after that. Returns None, or the sizes if they exceed those of the step."""
@@ -163,8 +164,8 @@ class RecordedCalls:
         replay = self._replays.get(signature)
         if replay is None or any(tensor.data_ptr() % ROW_ALIGNMENT for tensor in inputs):
             return None
-        self._steps.start()
-        outputs = replay(inputs, lambda: self._state(layer, step))
+        begin_backward = self._steps.start()
+        outputs = replay(inputs, lambda: self._state(layer, step), begin_backward)
         sizes = self._steps.finish(step)
         return outputs if sizes is None else self._code.again(layer, inputs, outputs, sizes)
 
@@ -172,7 +173,7 @@ class RecordedCalls:
         """Is called after the code has run because `outputs` returned None. split_sizes: of its routing."""
         self._steps.observe(split_sizes)
 
-    def _state(self, layer: Any, step: Any) -> list[Tensor]:
+    def _state(self, layer: Any, step: Any) -> list[HasAddress]:
         return [*self._code.state(layer), *self._steps.state(step)]
 
     def _record(self, layer: Any, inputs: list[Tensor], step: Any, signature: object, problem: str | None) -> None:
@@ -223,9 +224,11 @@ class RecordedCalls:
         if not self._steps.agreed(layer, problem):
             return None, problem
         assert replay is not None
-        self._steps.start()
+        begin_backward = self._steps.start()
         with code.undone(layer):
-            repeated, _ = _step(lambda tensors: replay(tensors, lambda: self._state(layer, step)), inputs)
+            repeated, _ = _step(
+                lambda tensors: replay(tensors, lambda: self._state(layer, step), begin_backward), inputs
+            )
             if self._steps.finish(step) is not None:
                 return None, None
             repeated += code.state(layer)

@@ -8,7 +8,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,14 @@ from sonic_ep.kernels.launch_sequence.workspace import workspace_of_stream
 _OWN_BYTES, _OWN_SHARE = 2**20, 1 / 16
 _ALIGNMENT = 256  # bytes, as torch's allocator gives at least
 
-State = Callable[[], Sequence[Tensor]]
+
+class HasAddress(Protocol):
+    """A tensor, or what stands for one in a repetition."""
+
+    def data_ptr(self) -> int: ...
+
+
+State = Callable[[], Sequence[HasAddress]]
 
 
 @dataclass(slots=True)
@@ -120,12 +127,17 @@ class Replay:
         self._forward = layout.forward()
         self._backward = layout.backward() if differentiable else None
 
-    def __call__(self, inputs: Sequence[Tensor], state: State) -> list[Tensor]:
-        """Returns the outputs of the function. state: returns it as `record` got it, without constants, each time."""
+    def __call__(
+        self, inputs: Sequence[Tensor], state: State, begin_backward: Callable[[], None] | None = None
+    ) -> list[Tensor]:
+        """Returns the outputs of the function.
+
+        state: returns it as `record` got it, without constants, each time. begin_backward: called before each backward.
+        """
         if self._backward is None:
             return self.launch_forward(inputs, state)[0]
         others: list[Tensor] = []
-        results = _Replayed.apply(self, state, others, *inputs)
+        results = _Replayed.apply(self, state, begin_backward, others, *inputs)
         ordered: list[Tensor] = list(others)
         for index, result in zip(self._differentiable, results, strict=True):
             ordered.insert(index, result)
@@ -141,7 +153,7 @@ class Replay:
     def launch_forward(self, inputs: Sequence[Tensor], state: State) -> tuple[list[Tensor], list[Tensor]]:
         """Returns all outputs, and what backward needs."""
         layout, current = self._layout, [*state(), *self._constants]
-        slots: list[Tensor | None] = [None] * layout.num_slots
+        slots: list[Any] = [None] * layout.num_slots
         slots[: len(inputs)] = inputs
         slots[layout.first_state : layout.first_state + len(current)] = current
         outputs = self._forward.run(slots, self._device)
@@ -150,7 +162,7 @@ class Replay:
     def launch_backward(self, saved: list[Tensor], grads: Sequence[Tensor], state: State) -> list[Tensor | None]:
         """Returns the gradient of each input that required one. saved: is emptied, so that memory can be freed."""
         layout, current = self._layout, [*state(), *self._constants]
-        slots: list[Tensor | None] = [None] * layout.num_slots
+        slots: list[Any] = [None] * layout.num_slots
         for slot in reversed(layout.saved):
             slots[slot] = saved.pop()
         slots[layout.num_inputs : layout.num_inputs + len(grads)] = grads
@@ -161,9 +173,16 @@ class Replay:
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, replay: Replay, state: State, others: list[Tensor], *inputs: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        replay: Replay,
+        state: State,
+        begin_backward: Callable[[], None] | None,
+        others: list[Tensor],
+        *inputs: Tensor,
+    ) -> Any:
         outputs, saved = replay.launch_forward(inputs, state)
-        ctx.replay, ctx.state = replay, state
+        ctx.replay, ctx.state, ctx.begin_backward = replay, state, begin_backward
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         wanted = replay._differentiable
@@ -173,13 +192,15 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.begin_backward is not None:
+            ctx.begin_backward()
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # has no effect if the graph is retained
         grads = [
             ctx.replay.zeros(number) if grad is None else grad.contiguous() for number, grad in enumerate(grad_outputs)
         ]
         found = iter(ctx.replay.launch_backward(saved, grads, ctx.state))
-        return None, None, None, *[next(found) if needed else None for needed in ctx.needs_input_grad[3:]]
+        return None, None, None, None, *[next(found) if needed else None for needed in ctx.needs_input_grad[4:]]
 
 
 class _Layout:

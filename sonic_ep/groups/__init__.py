@@ -25,6 +25,7 @@ from sonic_ep.async_d2h import AsyncD2H, host_may_wait
 from sonic_ep.config import TransportConfig
 from sonic_ep.groups.hosts import HostLayout, host_name
 from sonic_ep.groups.lost_ranks import LostRankError, PeerWatch, polled, work_has_ended
+from sonic_ep.groups.order import Order, problem_with_orders
 
 __all__ = ["EPGroup", "Exchange", "HostLayout", "LostRankError", "exchange_named", "register_exchange"]
 
@@ -56,8 +57,8 @@ class Exchange(Protocol):
 
 _PROCESS_GROUPS: "WeakValueDictionary[str, dist.ProcessGroup]" = WeakValueDictionary()
 _EXCHANGES: "WeakValueDictionary[str, Exchange]" = WeakValueDictionary()
-# What the EPGroups of one process group share: the watch, and the name of the backend by type of device.
-_SHARED: "WeakKeyDictionary[dist.ProcessGroup, tuple[PeerWatch, dict[str, str]]]" = WeakKeyDictionary()
+# What the EPGroups of one process group share: the watch, the order, and the name of the backend by type of device.
+_SHARED: "WeakKeyDictionary[dist.ProcessGroup, tuple[PeerWatch, Order, dict[str, str]]]" = WeakKeyDictionary()
 _TIMEOUT = TransportConfig().timeout
 
 
@@ -80,6 +81,7 @@ class EPGroup:
     EPGroup.named(name) is the group with that `name`; operations of a compiled graph take strings, not objects.
 
     held: objects that live as long as this one: transports and their buffers.
+    order: of the backwards of all layers with these ranks, see order.py.
     timeout: seconds that the host waits for another rank, see lost_ranks.py. A layer sets its transport.timeout.
 
     Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is not a member. Every
@@ -105,8 +107,9 @@ class EPGroup:
         self.timeout = _TIMEOUT
         if members not in _SHARED:
             backends = dict(pair.split(":") for pair in dist.get_backend_config(members).split(","))
-            _SHARED[members] = PeerWatch(self.rank, self.size, functools.partial(_store_of, ref(members))), backends
-        self._watch, self._backends = _SHARED[members]
+            watch = PeerWatch(self.rank, self.size, functools.partial(_store_of, ref(members)))
+            _SHARED[members] = watch, Order(), backends
+        self._watch, self.order, self._backends = _SHARED[members]
         _PROCESS_GROUPS[self.name] = members
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -127,7 +130,7 @@ class EPGroup:
         """Returns the group of one rank, which calls no collective."""
         group = cls.__new__(cls)
         group.process_group, group.size, group.rank, group.name, group.held = None, 1, 0, "", {}
-        group.timeout = _TIMEOUT
+        group.timeout, group.order = _TIMEOUT, Order()
         return group
 
     @classmethod
@@ -145,7 +148,7 @@ class EPGroup:
 
     @property
     def layer(self) -> int:
-        """The number of the MoE layer of which this rank runs the forward; 0 for none. For errors alone."""
+        """The number of the MoE layer of which this rank runs the forward; 0 for none. For errors, and `Forward`."""
         return self._watch.layer if self.size > 1 else 0
 
     def enter_layer(self, number: int) -> None:
@@ -309,16 +312,19 @@ class EPGroup:
         """Raises `error` on every rank if any rank has a problem. The message names the ranks.
 
         A collective: every rank must call it, with None if it has no problem. same: values that must be equal on all
-        ranks; otherwise ValueError.
+        ranks; otherwise ValueError. So must the orders of backwards since the last exchange of counts.
         """
-        reports = self.all_gather_object((problem, same), stage=stage)
+        reports = self.all_gather_object((problem, same, *self.order.ran()), stage=stage)
         if self.size == 1 and problem is not None:
             raise error(problem)
-        found = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text is not None]
+        if len({order for _, _, order, _ in reports}) > 1:
+            self.order.send()  # starts anew, so that the error is raised once
+            raise ValueError(problem_with_orders([ran for *_, ran in reports]))
+        found = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(reports) if text is not None]
         if found:
             raise error("; ".join(found))
         for name in same:
-            values = [their[name] for _, their in reports]
+            values = [their[name] for _, their, *_ in reports]
             if any(value != values[0] for value in values):
                 shown = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
                 raise ValueError(f"the ranks of the EP group disagree about {name}: {shown}")

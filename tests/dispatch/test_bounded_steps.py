@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport, Step, _rounded_up
 from sonic_ep.dispatch.speculation import SizeBound
 from sonic_ep.groups import EPGroup
+from sonic_ep.groups.order import Forward, Order
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 from tests.helpers.launch import RankPool
 
@@ -168,6 +169,24 @@ def test_what_prevents_repetition() -> None:
     assert steps.problem_with_call(step, 9) == "there are 9 tokens, and buffers for 8"
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert steps.problem_with_call(step, 8) == "saved-tensor hooks"
+
+
+def test_an_exchange_sends_the_order_of_backwards() -> None:
+    """By value, in place of the address with which it was recorded."""
+    group, mailbox = EPGroup.alone(), SimpleNamespace(values=torch.zeros(1), order=torch.zeros(1), empty=lambda: None)
+    other, steps = Order(), steps_of(group)
+    steps._mailbox = cast(Any, mailbox)
+    transport: Any = SimpleNamespace(raise_if_lost=lambda: None, memory=lambda *_: [])
+    step = Step(LayerTransport(transport, 16, torch.device("cpu"), False), None, 8, is_time=False)
+    for _ in range(3):
+        begin_backward, expected = steps.start(), other.send()
+        with steps.captured():
+            assert steps.state(step) == [mailbox.values, mailbox.order]
+        assert [each.data_ptr() for each in steps.state(step)] == [mailbox.values.data_ptr(), expected]
+        for _ in range(2):
+            begin_backward()
+            other.add(Forward(0, other.exchange))
+    assert group.order.ran() == other.ran()
 
 
 def test_a_bad_status_is_raised() -> None:

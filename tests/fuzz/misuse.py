@@ -151,6 +151,21 @@ def _two(*order: int) -> Action:
     return act
 
 
+def _two_steps(*order: int) -> Action:
+    """Two forwards that route alike, their backwards in this order, and another forward."""
+
+    def act(setting: Setting) -> object:
+        sums = []
+        for _ in range(2):
+            torch.manual_seed(5)
+            sums.append(setting.layer(setting.x).y.sum())
+        for number in order:
+            sums[number].backward()
+        return setting.layer(setting.x)
+
+    return act
+
+
 # What only one rank of several can do wrong, by the action of the others.
 MODES: dict[str, Action] = {
     "eval": _called(lambda layer: layer.eval()),
@@ -276,6 +291,7 @@ KINDS = {
     "weights": Kind(_forward, {name: _weights(change) for name, change in CHANGES.items()}, lenient=True),
     "mode": Kind(_forward, MODES, everywhere=False),
     "order": Kind(_two(0, 1), {"crossed": _two(1, 0)}, everywhere=False),
+    "order of backwards": Kind(_two_steps(0, 1), {"crossed": _two_steps(1, 0)}, everywhere=False),
     "build": Kind(_built(), BUILDS),
     "builds that differ": Kind(_built(), BUILD_DIFFERENCES, everywhere=False),
     "pairs": Kind(_pairs(), PAIRS),

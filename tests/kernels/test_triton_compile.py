@@ -182,7 +182,7 @@ KERNELS = [
         TritonKernel(
             "route.status.triton",
             "_pack_rank_status",
-            f"*i64 *i64 *i64 *i64 i32 {status} i32",
+            f"*i64 *i64 *i64 *i64 i32 {status} i64 i32",
             {"HAS_BAD_LOGITS": some, "HAS_SEED": some, "BLOCK": 1024},
         )
         for some in (True, False)

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from sonic_ep.kernels.common.launch import fast_launch
 from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
-from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, LAYER, SEED, STATUS, TOKENS
+from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, LAYER, ORDER, SEED, STATUS, TOKENS
 
 _BLOCK = 1024
-_TOKENS, _STATUS, _SEED = (tl.constexpr(place) for place in (TOKENS, STATUS, SEED))
+_TOKENS, _STATUS, _SEED, _ORDER = (tl.constexpr(place) for place in (TOKENS, STATUS, SEED, ORDER))
 _HEADER, _BAD_LOGIT, _LAYER = tl.constexpr(HEADER), tl.constexpr(BAD_LOGIT), tl.constexpr(LAYER)
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_tokens", "status"])
+@triton.jit(do_not_specialize=["num_tokens", "status", "order"])
 def _pack_rank_status(
     counts_ptr,
     bad_logits_ptr,
@@ -26,6 +26,7 @@ def _pack_rank_status(
     packed_ptr,
     num_tokens,
     status,
+    order,
     E,
     HAS_BAD_LOGITS: tl.constexpr,
     HAS_SEED: tl.constexpr,
@@ -33,7 +34,8 @@ def _pack_rank_status(
 ):
     """Packs one rank's status header and counts.
 
-    A program copies BLOCK of the E counts behind the header. Program 0 also writes the three header fields.
+    A program copies BLOCK of the E counts behind the header. Program 0 also writes the four header fields. order: by
+    value, so that a recording relocates it like an address (dispatch/bounded_steps.py).
     Grid: (cdiv(E, BLOCK),). Example: see reference.py.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -43,32 +45,36 @@ def _pack_rank_status(
         tl.store(packed_ptr + _TOKENS, num_tokens)
         tl.store(packed_ptr + _STATUS, status_word)
         tl.store(packed_ptr + _SEED, tl.load(seed_ptr) if HAS_SEED else 0)
+        tl.store(packed_ptr + _ORDER, order)
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["healthy"])
 def _zero_counts_on_error(
     counts_ptr,
-    status_ptr,
+    header_ptr,
     out_ptr,
     counts_stride,
-    status_stride,
+    header_stride,
     healthy,
     S,
     E,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reads S status words and copies the (S, E) counts to out, or writes zeros unless all words equal `healthy`, the
-    layer aside, and all layers with a number are the same.
+    """Reads S headers and copies the (S, E) counts to out, or writes zeros unless all status words equal `healthy`, the
+    layer aside, and all layers with a number are the same, and all orders.
 
     A program copies BLOCK counts. RANKS: a power of two >= S. Rows of the counts may be strided, those of out are not.
     Grid: (cdiv(S * E, BLOCK),). Example: see reference.py.
     """
     rank = tl.arange(0, RANKS)
-    statuses = tl.load(status_ptr + rank * status_stride, mask=rank < S, other=healthy)
+    header_ptrs = header_ptr + tl.where(rank < S, rank, 0) * header_stride
+    statuses = tl.load(header_ptrs + _STATUS)
+    orders = tl.load(header_ptrs + _ORDER)
     layers = statuses // _LAYER
     is_other = (statuses % _LAYER != healthy) | ((layers != 0) & (layers != tl.max(layers, axis=0)))
+    is_other |= orders != tl.max(orders, axis=0)
     is_healthy = tl.max(is_other.to(tl.int32), axis=0) == 0
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     count_ptrs = counts_ptr + index // E * counts_stride + index % E
@@ -76,7 +82,13 @@ def _zero_counts_on_error(
 
 
 def pack_rank_status(
-    counts_E: Tensor, num_tokens: int, status: int, *, bad_logits: Tensor | None = None, seed: Tensor | None = None
+    counts_E: Tensor,
+    num_tokens: int,
+    status: int,
+    order: int,
+    *,
+    bad_logits: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """See kernels/route/status/reference.py."""
     E = counts_E.shape[0]
@@ -88,6 +100,7 @@ def pack_rank_status(
         packed,
         num_tokens,
         status,
+        order,
         E,
         HAS_BAD_LOGITS=bad_logits is not None,
         HAS_SEED=seed is not None,
@@ -97,17 +110,17 @@ def pack_rank_status(
     return packed
 
 
-def zero_counts_on_error(counts_SE: Tensor, status_S: Tensor, healthy: int) -> Tensor:
+def zero_counts_on_error(counts_SE: Tensor, header_SF: Tensor, healthy: int) -> Tensor:
     """See kernels/route/status/reference.py."""
     S, E = counts_SE.shape
-    assert counts_SE.stride(1) == 1
+    assert counts_SE.stride(1) == header_SF.stride(1) == 1
     out_SE = torch.empty(S, E, dtype=torch.int64, device=counts_SE.device)
     _zero_counts_on_error[(cdiv(S * E, _BLOCK),)](
         counts_SE,
-        status_S,
+        header_SF,
         out_SE,
         counts_SE.stride(0),
-        status_S.stride(0),
+        header_SF.stride(0),
         healthy,
         S,
         E,

@@ -123,6 +123,31 @@ def test_kernels_get_the_addresses_of_this_step(repeated: Replay, graph: FakeGra
     assert scratch == {workspace_of_stream(torch.device("cpu"), STREAM, 1).data_ptr()}
 
 
+class Integer:
+    """In place of a tensor of the state."""
+
+    def data_ptr(self) -> int:
+        return 2**55 + 16 * 12345
+
+
+def test_an_integer_may_stand_where_an_address_was_recorded(repeated: Replay, graph: FakeGraph) -> None:
+    x, w, _ = inputs()
+    y, *_ = repeated((x, w), lambda: [Integer()])
+    assert parameters(graph.log()[1])[1] == Integer().data_ptr() + 4
+    torch.autograd.grad(y, (x, w), y)
+
+
+def test_every_backward_says_that_it_begins(repeated: Replay) -> None:
+    x, w, state = inputs()
+    begun: list[str] = []
+    outputs = [repeated((x, w), lambda: [state], lambda name=name: begun.append(name))[0] for name in "ab"]
+    assert begun == []
+    outputs[1].sum().backward(retain_graph=True)
+    outputs[0].sum().backward()
+    outputs[1].sum().backward()
+    assert begun == ["b", "a", "b"]
+
+
 def test_launches_are_on_the_current_stream(repeated: Replay, graph: FakeGraph) -> None:
     x, w, state = inputs()
     repeated((x, w), lambda: [state])

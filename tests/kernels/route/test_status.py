@@ -19,13 +19,13 @@ KERNEL: Any = import_module("sonic_ep.kernels.route.status.triton")
 @pytest.mark.parametrize("bad_logits", [None, 0, 2**33])
 def test_a_report_is_header_and_counts(E: int, draw: int | None, bad_logits: int | None, poison: None) -> None:
     counts_E = torch.randint(2**40, (E,))
-    expected = [12345, 9 + 32 * (bad_logits or 0), draw or 0, *counts_E.tolist()]
+    expected = [12345, 9 + 32 * (bad_logits or 0), draw or 0, 2**55 + 16, *counts_E.tolist()]
     for module, device in ((PLAIN, "cpu"), (KERNEL, DEVICE)):
         options = {
             name: None if value is None else torch.tensor(value, device=device)
             for name, value in (("bad_logits", bad_logits), ("seed", draw))
         }
-        report = module.pack_rank_status(counts_E.to(device), 12345, 9, **options)
+        report = module.pack_rank_status(counts_E.to(device), 12345, 9, 2**55 + 16, **options)
         assert report.dtype == torch.int64
         assert report.tolist() == expected
 
@@ -33,7 +33,7 @@ def test_a_report_is_header_and_counts(E: int, draw: int | None, bad_logits: int
 def voided(module: Any, device: str, gathered: Tensor, fields: int) -> Tensor:
     """As count_exchange.py calls it: on columns of what was gathered."""
     gathered = gathered.to(device, copy=True)
-    counts = module.zero_counts_on_error(gathered[:, fields:], gathered[:, 1], 3)
+    counts = module.zero_counts_on_error(gathered[:, fields:], gathered[:, :fields], 3)
     assert counts.is_contiguous()
     return counts.cpu()
 
@@ -41,9 +41,9 @@ def voided(module: Any, device: str, gathered: Tensor, fields: int) -> Tensor:
 @pytest.mark.parametrize("ill", [None, 0, 1, -1])
 @pytest.mark.parametrize(("size", "E"), [(1, 7), (2, 8), (6, 96), (8, 512), (64, 4096)])
 def test_all_or_nothing(size: int, E: int, ill: int | None) -> None:
-    fields = 3
+    fields = 4
     gathered = torch.randint(1, 2**40, (size, fields + E))
-    gathered[:, 1] = 3
+    gathered[:, 1], gathered[:, 3] = 3, 2**55
     if ill is not None:
         gathered[ill % size, 1] += 2**33
     expected = gathered[:, fields:] * (ill is None)
@@ -56,8 +56,20 @@ def test_all_or_nothing(size: int, E: int, ill: int | None) -> None:
     [((4, 4, 4), True), ((4, 5, 4), False), ((0, 4, 4), True), ((0, 0, 0), True), ((5, 0, 4), False)],
 )
 def test_layers_must_be_the_same_unless_a_rank_gives_none(layers: tuple[int, ...], is_same: bool) -> None:
-    gathered = torch.randint(1, 2**40, (3, 3 + 8))
-    gathered[:, 1] = 3 + PLAIN.LAYER * torch.tensor(layers)
-    expected = gathered[:, 3:] * is_same
-    assert torch.equal(voided(PLAIN, "cpu", gathered, 3), expected)
-    assert torch.equal(voided(KERNEL, DEVICE, gathered, 3), expected)
+    gathered = torch.randint(1, 2**40, (3, 4 + 8))
+    gathered[:, 1], gathered[:, 3] = 3 + PLAIN.LAYER * torch.tensor(layers), 2**55
+    expected = gathered[:, 4:] * is_same
+    assert torch.equal(voided(PLAIN, "cpu", gathered, 4), expected)
+    assert torch.equal(voided(KERNEL, DEVICE, gathered, 4), expected)
+
+
+@pytest.mark.parametrize("other", [None, 0, 2])
+@pytest.mark.parametrize("difference", [-16, 16, 2**54])
+def test_orders_must_be_the_same(other: int | None, difference: int) -> None:
+    gathered = torch.randint(1, 2**40, (3, 4 + 8))
+    gathered[:, 1], gathered[:, 3] = 3, 2**55 + 2**30
+    if other is not None:
+        gathered[other, 3] += difference
+    expected = gathered[:, 4:] * (other is None)
+    assert torch.equal(voided(PLAIN, "cpu", gathered, 4), expected)
+    assert torch.equal(voided(KERNEL, DEVICE, gathered, 4), expected)
