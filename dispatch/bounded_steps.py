@@ -117,7 +117,7 @@ class BoundedSteps(Steps):
         via = None if largest is None else self._transport_of(layer)
         if via is None or largest is None:
             return None
-        bound = self._level(largest.joined(self._before))
+        bound = bound_of(largest.joined(self._before), self._K)
         self._calls[bound] += 1
         number = self._calls[bound]
         is_time = number <= _EVERY_CALL or number & (number - 1) == 0
@@ -201,9 +201,11 @@ class BoundedSteps(Steps):
             self._recent, self._before, self._in_window = None, self._recent, 0
         return needed
 
-    def _level(self, largest: SizeBound) -> SizeBound:
-        rows, pairs = (_rounded_up(round(size * _MARGIN), largest.tokens * self._K) for size in largest[1:])
-        return SizeBound(largest.tokens, rows, max(rows, pairs))
+
+def bound_of(needed: SizeBound, K: int) -> SizeBound:
+    """Returns the bound of a step after steps of which the largest needed this."""
+    rows, pairs = (_rounded_up(round(size * _MARGIN), needed.tokens * K) for size in needed[1:])
+    return SizeBound(needed.tokens, rows, max(rows, pairs))
 
 
 def _rounded_up(size: int, balanced: int) -> int:

@@ -1,7 +1,7 @@
 """`sonic-ep plan`: what a layer of a config needs on every rank: memory, bytes between ranks, rounding.
 
-Sizes are those of balanced routing, in which every expert is as likely as any other. docs/memory.md and
-docs/transports.md have the formulas.
+Sizes are those of balanced routing, in which every expert is as likely as any other. What is allocated on a GPU is
+somewhat more. docs/memory.md and docs/transports.md have the formulas.
 
 Legend: T tokens on this rank, S ranks of the EP group, d hidden size, E experts, K experts per token, e local experts,
 U rows this rank sends, R rows this rank receives, V pairs this rank receives, P rows of the pair buffer, J
@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 
 from sonic_ep.config import MoEConfig, TransportKind, load_config
+from sonic_ep.dispatch.bounded_steps import bound_of
+from sonic_ep.dispatch.speculation import SizeBound
 from sonic_ep.dispatch.symmetric_buffers import LIST_GROWTH
 from sonic_ep.kernels.experts.activations import activation_named
-from sonic_ep.routers.rounding import predicted_change, rule_of
+from sonic_ep.routers.rounding import is_plain_topk, max_received, max_rows, predicted_change, rule_of
 
 _MIB = 2**20
 # Per parameter besides the weight: a gradient like the weight, and fp32 master weight and two moments of Adam.
@@ -43,6 +45,33 @@ def balanced_sizes(config: MoEConfig, T: int, S: int) -> Sizes:
     return Sizes(T, S, rows, T if S == 1 else rows, pairs, pairs)
 
 
+def allocated_sizes(config: MoEConfig, sizes: Sizes, kind: TransportKind) -> Sizes:
+    """Returns the sizes for which a training step of these `sizes` allocates lists and H on a GPU.
+
+    kind: see `saved_bytes`.
+    """
+    T, S, U, R, V, P = sizes
+    if S == 1:
+        P = max_rows(config.rounding, T, config.K, config.E, S, training=True) or P
+        return Sizes(T, S, U, R, _listed_pairs(config, T, S), P)
+    if kind != "symmetric":
+        return sizes
+    received = max_received(config.rounding, T, config.K, training=True)
+    if config.transport.buffers == "static" and received is not None:
+        return Sizes(T, S, U, R, received, received)
+    if config.record_launches:
+        _, P, V = bound_of(SizeBound(T, P, V), config.K)
+    return Sizes(T, S, U, R, V, P)
+
+
+def _listed_pairs(config: MoEConfig, T: int, S: int) -> int:
+    """Returns the length of a rank's lists of the pairs that it sends."""
+    limit = max_rows(config.rounding, T, config.K, config.E, S, training=True)
+    if limit is None or is_plain_topk(config.rounding, training=True):
+        return T * config.K
+    return min(limit, T * config.E)
+
+
 def saved_bytes(config: MoEConfig, sizes: Sizes, item_bytes: int, kind: TransportKind) -> dict[str, int]:
     """Returns the bytes that a layer saves for backward, the router's aside, by what they are.
 
@@ -59,6 +88,25 @@ def saved_bytes(config: MoEConfig, sizes: Sizes, item_bytes: int, kind: Transpor
     if S > 1:
         found["lists"] += 4 * S * T + 4 * S + 4 * S * S if kind == "symmetric" else 8 * U + 4 * (T + 1)
     return found
+
+
+def router_bytes(config: MoEConfig, T: int, S: int) -> int:
+    """Returns the bytes that a router saves on a GPU: logits, the experts of each token, token and expert of a pair."""
+    return 4 * T * config.E + 8 * T * config.K + 12 * _listed_pairs(config, T, S)
+
+
+def backward_stages(config: MoEConfig, sizes: Sizes, item_bytes: int) -> list[tuple[int, int]]:
+    """Returns what the largest stages of a backward take on a GPU: bytes besides what is saved, and of dW1 and dW2.
+
+    sizes: those allocated. For S > 1 over symmetric memory, with so many tokens that sums are copied.
+    """
+    hidden, rows = sizes.P * config.n * item_bytes, sizes.P * config.d * item_bytes
+    columns, sums = sizes.P * _columns(config) * item_bytes, sizes.S * sizes.T * config.d * item_bytes
+    dw2 = config.E // sizes.S * config.d * config.n * item_bytes
+    both = dw2 + config.E // sizes.S * _columns(config) * config.d * item_bytes
+    if sizes.S == 1:
+        return [(columns + hidden, 0), (hidden, dw2), (rows + sums, both)]
+    return [(columns + hidden, 0), (hidden + rows + sums, 0), (hidden + sums, dw2), (sums, both)]
 
 
 def wire_bytes(config: MoEConfig, sizes: Sizes, item_bytes: int) -> dict[str, int]:
@@ -132,21 +180,26 @@ def memory_parts(
     config: MoEConfig, sizes: Sizes, item_bytes: int, layers: int, kind: TransportKind, saved: dict[str, int]
 ) -> dict[str, int]:
     """Returns the bytes of all layers of a rank, by what they are. saved: see `saved_bytes`."""
-    parameters = expert_parameters(config, sizes.S)
+    parameters, allocated = expert_parameters(config, sizes.S), allocated_sizes(config, sizes, kind)
+    is_static = config.transport.buffers == "static"
+    buffers = symmetric_buffers(config, allocated if is_static else sizes, item_bytes) if kind == "symmetric" else 0
+    has_stages = kind == "symmetric" or sizes.S == 1
+    stages = backward_stages(config, allocated, item_bytes) if has_stages else []
     return {
         "experts, weights and gradients": 2 * item_bytes * parameters * layers,
         "experts, Adam in fp32": _OPTIMIZER_BYTES * parameters * layers,
-        "saved for backward": (sum(saved.values()) + 4 * sizes.T * config.E) * layers,
-        "buffers over symmetric memory": symmetric_buffers(config, sizes, item_bytes) if kind == "symmetric" else 0,
+        "saved for backward": (sum(saved.values()) + router_bytes(config, sizes.T, sizes.S)) * layers,
+        "backward of a layer": max((taken for taken, _ in stages), default=0),
+        "buffers over symmetric memory": buffers,
     }
 
 
 def _memory(config: MoEConfig, sizes: Sizes, item_bytes: int, layers: int, memory_gib: float | None) -> list[str]:
     kind: TransportKind = "symmetric" if sizes.S > 1 else "all_to_all"
-    saved = saved_bytes(config, sizes, item_bytes, kind)
+    saved = saved_bytes(config, allocated_sizes(config, sizes, kind), item_bytes, kind)
     parts = memory_parts(config, sizes, item_bytes, layers, kind, saved)
     found = [line(f"a layer saves, {name}", mib(value)) for name, value in saved.items()]
-    found += [line("a layer saves, logits", mib(4 * sizes.T * config.E)), "", f"layers: {layers}"]
+    found += [line("a layer saves, router", mib(router_bytes(config, sizes.T, sizes.S))), "", f"layers: {layers}"]
     found += [line(name, mib(value)) for name, value in parts.items() if value]
     total = sum(parts.values())
     found.append(line("in all", mib(total)))

@@ -16,7 +16,7 @@ import torch
 
 from sonic_ep.cli.expected_rows import RowsPerToken, rows_per_token
 from sonic_ep.cli.load import DrawnRoutes, Load, slowest_gpu
-from sonic_ep.cli.plan import Sizes, check_sizes, line, memory_parts, mib, rounding_lines, saved_bytes
+from sonic_ep.cli.plan import Sizes, allocated_sizes, check_sizes, line, memory_parts, mib, rounding_lines, saved_bytes
 from sonic_ep.cli.time_constants import CONSTANTS
 from sonic_ep.cli.time_model import ITEM_BYTES, Kind, Layout, Stages, host_ms, rounding_tile, stages
 from sonic_ep.config import MoEConfig, TransportKind, load_config
@@ -115,7 +115,7 @@ def memory_of(config: MoEConfig, T: int, layout: Layout, kind: Kind, layers: int
     U = round(T * rows.ranks)
     sizes = Sizes(T, layout.S, U, T if layout.S == 1 else U, pairs, pairs)
     saved_as: TransportKind = "symmetric" if kind == "symmetric" else "all_to_all"
-    saved = saved_bytes(config, sizes, ITEM_BYTES, saved_as)
+    saved = saved_bytes(config, allocated_sizes(config, sizes, saved_as), ITEM_BYTES, saved_as)
     if kind == "two_hop":
         X = round(T * rows.hosts)  # as many rows are received in hop 1; hop 2 forwards as many as all_to_all sends
         saved["lists"] += 8 * X + 4 * (X + 1)
