@@ -169,9 +169,10 @@ class SymmetricTransport:
         lost_peer = None if self._pad is None else self._pad.lost_peer()
         if lost_peer is not None:
             stage, rank = lost_peer
+            limit = f"{self._timeout:g} s" + (f" (noticed in {self.group.running})" if self.group.running else "")
             raise RuntimeError(
-                f"rank {rank} of the EP group did not come to {stage.name.lower()} within {self._timeout:g} s: it "
-                "died, it is stuck, or it is slower than that; look at its log, or raise transport.timeout"
+                f"rank {rank} of the EP group did not come to {stage.name.lower()} within {limit}: "
+                "it died, it is stuck, or it is slower than that; look at its log, or raise transport.timeout"
             )
 
     def prepare(

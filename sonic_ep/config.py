@@ -377,7 +377,10 @@ def _build(cls: type, values: object, prefix: str) -> Any:
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     }
     if missing := sorted(required - set(values)):
-        raise ValueError(f"config lacks {', '.join(prefix + name for name in missing)}")
+        raise ValueError(
+            f"config lacks {', '.join(prefix + name for name in missing)}, which have no default; give them, in TOML "
+            "under [moe]"
+        )
     return cls(**values)
 
 

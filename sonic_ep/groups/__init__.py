@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from sonic_ep.async_d2h import AsyncD2H, host_may_wait
 from sonic_ep.config import TransportConfig
 from sonic_ep.groups.hosts import HostLayout, host_name
-from sonic_ep.groups.lost_ranks import LostRankError, PeerWatch, polled, work_has_ended
+from sonic_ep.groups.lost_ranks import LostRankError, PeerWatch, in_backward, polled, work_has_ended
 from sonic_ep.groups.order import Order, problem_with_orders
 
 __all__ = ["EPGroup", "Exchange", "HostLayout", "LostRankError", "exchange_named", "register_exchange"]
@@ -150,6 +150,12 @@ class EPGroup:
     def layer(self) -> int:
         """The number of the MoE layer of which this rank runs the forward; 0 for none. For errors, and `Forward`."""
         return self._watch.layer if self.size > 1 else 0
+
+    @property
+    def running(self) -> str:
+        """The layer that this rank runs, in words for errors: "layer 2 in backward". Empty for one without a number."""
+        layer = self.order.last.layer if in_backward() else self.layer
+        return f"layer {layer}{' in backward' if in_backward() else ''}" if layer else ""
 
     def enter_layer(self, number: int) -> None:
         """Sets `layer`, of all groups of these ranks."""

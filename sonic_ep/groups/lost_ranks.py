@@ -93,11 +93,11 @@ class PeerWatch:
         if self._message is not None:
             raise LostRankError(self._message)
         self._number += 1
-        return Collective(self._number, stage, self.layer if layer is None else layer, _in_backward())
+        return Collective(self._number, stage, self.layer if layer is None else layer, in_backward())
 
     def current(self, stage: str) -> Collective:
         """Returns the last collective, as that of `stage`: what the host waits for after it has called it."""
-        return Collective(self._number, stage, self.layer, _in_backward())
+        return Collective(self._number, stage, self.layer, in_backward())
 
     def wait(self, has_ended: Callable[[float], bool], collective: Collective, timeout: float) -> None:
         """Waits until the collective has ended.
@@ -239,7 +239,8 @@ def _within(seconds: float, action: Callable[[], object]) -> bool:
     return bool(ended)
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Returns True within a backward of autograd."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -46,18 +46,19 @@ class Ran(NamedTuple):
 class Order:
     """The backwards of this rank in one process group.
 
-    exchange: how many exchanges of counts the group has had. sent: what this rank ran between the last two of them, as
-    far as it is listed.
+    exchange: how many exchanges of counts the group has had. last: the forward of the last backward. sent: what this
+    rank ran between the last two exchanges, as far as it is listed.
     """
 
     def __init__(self) -> None:
-        self.exchange = 0
+        self.exchange, self.last = 0, Forward()
         self.sent: list[Ran] = []
         self._ran: list[Ran] = []
         self._hash = 0
 
     def add(self, forward: Forward, *, is_replay: bool = False) -> None:
         """Call it where a backward begins. It takes less than a microsecond."""
+        self.last = forward
         identity = (forward.exchange << 16) + 2 * forward.layer + is_replay + 1
         self._hash = (self._hash * _FACTOR + identity) % 2**_BITS
         if len(self._ran) < _MAX_LISTED:

@@ -43,11 +43,12 @@ def buffers_in_files(transport: GroupTransport, folder: str, *, static: bool) ->
 
 
 @contextmanager
-def static_buffers_in(folder: str) -> Iterator[None]:
+def static_buffers_in(folder: str, timeout: float = 60) -> Iterator[None]:
     """Let every transport that is chosen meanwhile move rows of CPU tensors through static buffers."""
 
     def chosen(group: EPGroup, config: TransportConfig, device: torch.device) -> SymmetricTransport:
-        return SymmetricTransport(group, shared_files(group, folder), timeout=60, static=config.buffers == "static")
+        allocate, is_static = shared_files(group, folder), config.buffers == "static"
+        return SymmetricTransport(group, allocate, timeout=timeout, static=is_static)
 
     with patch("sonic_ep.transports._choose", chosen), lists_with_spare():
         with patch.object(AsyncSplitSizes, "is_ready", False):

@@ -327,6 +327,20 @@ def test_update_counts_plain_choices_since_the_last_update_in_training_only() ->
     assert router.expert_bias.tolist() == [0.0, 0.0, -0.125, 0.125]
 
 
+def test_within_an_expert_tokens_are_ranked_by_score_alone() -> None:
+    """A large bias takes the last bits of score + bias: then all tokens of an expert would rank alike, by their ids."""
+    rounding = RoundingConfig(mode="down", t=2, G=2)
+    router = identity_router(2, rounding=rounding, expert_bias=True, score="sigmoid")
+    assert router.expert_bias is not None
+    router.expert_bias.copy_(torch.tensor([1000.0, 0.0]))
+    logits = torch.tensor([0.0, 3e-6, 2e-6, 1e-6, 4e-6])
+    x_TH = torch.stack([logits, torch.zeros(5)], 1)
+    assert len({float(score + 1000) for score in logits.sigmoid()}) == 1
+    routed = route(router, x_TH)
+    assert routed.routing.counts.pairs_SE.tolist() == [[4, 0]]
+    assert routed.routing.token_ids_N[:4].tolist() == [1, 2, 3, 4]  # all but the lowest score, which has the first id
+
+
 def test_update_spreads_a_stuck_router() -> None:
     router = identity_router(4, expert_bias=True, expert_bias_rate=0.01, score="sigmoid")
     x_TH = torch.randn(200, 4) + torch.tensor([4.0, 0.0, 0.0, 0.0])

@@ -65,6 +65,7 @@ def test_limits_of_the_router(arguments: dict[str, Any], message: str) -> None:
         ({"mode": "round"}, "rounding.mode='round' is not one of apportion, nearest"),
         ({"t": 48}, "rounding.G=128 must be a multiple of rounding.t=48"),
         ({"t": 256}, "rounding.t=256 must be in 1..128"),
+        ({"G": 2**62}, r"rounding.G=4611686018427387904 must be in 1..1048576"),
         ({"t": "automatic"}, "rounding.t='automatic' must be an integer in 1..128"),
         ({"t": numpy.ones(2)}, r"rounding.t=array\(\[1., 1.\]\) must be an integer in 1..128"),
         ({"capacity_factor": 0.9}, "rounding.capacity_factor=0.9 must be >= 1"),
@@ -147,7 +148,7 @@ def test_toml_gives_the_values_and_the_rest_by_default(tmp_path: Path) -> None:
             "unknown config key router.scores; did you mean router.score",
         ),
         ("[rounding]\nzzz = 1\n", "unknown config key rounding.zzz; known keys: mode, t, G"),
-        ("[moe]\nd = 64\nn = 32\n", "config lacks E, K"),
+        ("[moe]\nd = 64\nn = 32\n", "config lacks E, K, which have no default; give them, in TOML under"),
         ("[layer]\nd = 64\n", r"unknown table \[layer\]"),
         ("moe = 3\n", r"moe=3 in .*layer.toml must be a table \[moe\]"),
         ("[moe]\nd = \n", r"layer.toml is no TOML: Invalid value"),
@@ -156,6 +157,12 @@ def test_toml_gives_the_values_and_the_rest_by_default(tmp_path: Path) -> None:
 def test_wrong_toml_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(write(tmp_path, text))
+
+
+def test_toml_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (path := tmp_path / "layer.toml").write_bytes("[moe]\nd = 64  # größer\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"layer.toml is no TOML: 'utf-8' codec can't decode byte 0xf6"):
+        load_config(path)
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

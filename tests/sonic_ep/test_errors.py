@@ -393,6 +393,34 @@ def test_a_transform_on_one_rank_raises_on_all(ranks: Ranks, transform: str) -> 
         assert afterwards == "no error"
 
 
+def test_functional_call_takes_other_weights_and_checks_them() -> None:
+    layer, other = (MoE(MoEConfig(**SIZES), seed=seed) for seed in (0, 1))  # type: ignore[arg-type]
+    x, weights = torch.randn(10, 8), dict(other.named_parameters())
+    assert torch.equal(torch.func.functional_call(layer, weights, (x,)).y, other(x).y)
+    narrow = {**weights, "experts.w1": torch.zeros(8, 8, 7)}
+    message = message_of(lambda: torch.func.functional_call(layer, narrow, (x,)))
+    assert message == "w1 has shape (8, 8, 7), wanted (8, 8, 8)"
+    nowhere = {name: weight.to("meta") for name, weight in weights.items()}
+    message = message_of(lambda: torch.func.functional_call(layer, nowhere, (x,)))
+    assert message == "x is on cpu, the layer's weights on meta; move one of them"
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"E": 16}, "experts holds experts 0..7 of 8, this rank has experts 0..15 of 16"),
+        ({"bias": True}, 'Missing key(s) in state_dict: "experts.b1", "experts.b2"'),
+    ],
+)
+def test_the_state_of_another_layer(other: dict[str, object], message: str) -> None:
+    """With other experts, or with a weight less."""
+    layer, wanted = MoE(MoEConfig(**SIZES), seed=0), MoE(MoEConfig(**{**SIZES, **other}), seed=0)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError) as raised:
+        wanted.load_state_dict(layer.state_dict())
+    assert message in str(raised.value)
+    assert len(str(raised.value).splitlines()) <= 5
+
+
 def test_a_process_group_needs_torch_distributed() -> None:
     with pytest.raises(RuntimeError, match="EPGroup.alone"):
         EPGroup()

@@ -3,10 +3,12 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +21,9 @@ from sonic_ep.groups.hosts import HostLayout
 from sonic_ep.groups.lost_ranks import Collective, _Report, message_of
 from sonic_ep.transports import GroupTransport
 from tests.helpers.free_port import free_port
+from tests.helpers.launch import RankPool
+from tests.helpers.static_buffers import static_buffers_in
+from tests.helpers.triton_device import triton_device
 
 TIMEOUT = 3.0
 # Seconds until all have raised: the limit, the time for reports and their reading, and what a busy machine needs.
@@ -281,3 +286,69 @@ def test_a_host_that_polls_gives_up_and_the_group_stays_lost(tmp_path: Path) -> 
     assert first.startswith("rank 1 of the EP group did not come to counts of layer 7 within 1 s: it died")
     assert second == first
     assert after < 6.0
+
+
+Away = Literal["forward", "backward"]
+_AWAY_AT = 5  # no step in which ranks meet to record launches
+
+
+def stays_away(rank: int, away: Away, transport: TransportConfig, folder: str | None) -> str:
+    """What rank 0 raises where rank 1 does not come to the second layer, or to its backward. folder: of shared memory
+    between CPUs; else on GPUs."""
+    context: AbstractContextManager[None] = nullcontext()
+    if folder is not None:
+        context = static_buffers_in(folder, TIMEOUT)
+    sizes, device = ({"d": 8, "n": 4}, "cpu") if folder is not None else ({"d": 64, "n": 32}, "cuda")
+    dtype = torch.float32 if folder is not None else torch.bfloat16
+    config, group = MoEConfig(**sizes, E=8, K=2, transport=transport), EPGroup()
+    x = torch.randn(20, config.d, device=device, dtype=dtype, requires_grad=True)
+    with context:
+        if device == "cuda":  # compiles kernels, which may take longer than the limit
+            patient = config.replace(transport=TransportConfig(kind=transport.kind))
+            MoE(patient, group, seed=1, device=device, dtype=dtype)(x).y.sum().backward()
+        layers = [MoE(config, group, seed=1, device=device, dtype=dtype) for _ in range(2)]
+        numbers = [layer._number for layer in layers]
+        begun = 0.0
+        try:
+            for step in range(_AWAY_AT + 1):
+                begun = time.monotonic()
+                y = layers[0](x).y
+                if rank == 1 and step == _AWAY_AT and away == "forward":
+                    time.sleep(3 * transport.timeout)
+                    return ""
+                y = layers[1](y).y
+                if rank == 1 and step == _AWAY_AT:
+                    time.sleep(3 * transport.timeout)
+                    return ""
+                y.sum().backward()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+            layers[0](x)  # over NCCL the host waits for nobody in backward
+        except RuntimeError as error:
+            assert time.monotonic() - begun < 2 * transport.timeout + 8
+            return str(error).replace(f"layer {numbers[1]}", "layer 2").replace(f"layer {numbers[0]}", "layer 1")
+    return "nothing"
+
+
+@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
+@pytest.mark.parametrize("away", ["forward", "backward"])
+def test_over_shared_memory_the_layer_is_named_as_well(away: Away, tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        text, _ = pool.run(stays_away, away, TransportConfig(timeout=TIMEOUT), str(tmp_path))
+    stage, noticed = ("counts", "layer 2") if away == "forward" else ("dispatch", "layer 2 in backward")
+    assert text.startswith(
+        f"rank 1 of the EP group did not come to {stage} within {TIMEOUT:g} s (noticed in {noticed})"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("away", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["all_to_all", "symmetric"])
+def test_on_gpus_the_layer_is_named(away: Away, kind: Any) -> None:
+    """In ranks of its own: a communicator that has timed out is of no use to later tests."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 CUDA devices, there are {torch.cuda.device_count()}")
+    with RankPool(2, "cpu:gloo,cuda:nccl") as pool:
+        text, _ = pool.run(stays_away, away, TransportConfig(kind=kind, timeout=5.0), None)
+    found = re.match(r"rank 1 of the EP group did not come to (\w+)( of| within 5 s \(noticed in) layer [12]", text)
+    assert found, text
