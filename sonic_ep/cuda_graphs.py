@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.checks import problem_with_input
-from sonic_ep.groups.order import Forward
+from sonic_ep.groups.order import Forward, Ran
 from sonic_ep.layer import MoE, MoEOutput
 from sonic_ep.routers.replay import in_region
 
@@ -147,7 +147,8 @@ class _Replays:
         self._gradients.save()
         self._forwards += 1
         if layer.group.size > 1:
-            layer.group.order.add(Forward(layer._number, self._forwards), is_replay=True)
+            forward = Forward(layer._number, self._forwards)
+            layer.group.order.add_ran(Ran(forward, is_graphed=True, is_replay=True))
         x: Tensor = args[0]
         if not (x.is_leaf and x.requires_grad and torch.is_grad_enabled()):
             return None
@@ -179,7 +180,7 @@ class _Replays:
         self._went_back = forward
         layer = self._layer()
         if layer is not None and layer.group.size > 1:
-            layer.group.order.add(Forward(layer._number, forward))
+            layer.group.order.add_ran(Ran(Forward(layer._number, forward), is_graphed=True))
 
 
 def _signature(x: Tensor) -> tuple[object, ...]:

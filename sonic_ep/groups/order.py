@@ -8,6 +8,7 @@ starts anew there. If the hashes differ, the ranks tell each other their lists, 
 The forwards of layers in CUDA graphs (cuda_graphs.py) exchange nothing that a host reads, so they are in the list too.
 """
 
+from itertools import zip_longest
 from typing import NamedTuple, final
 
 # A hash is an odd multiple-and-add of the one before, in the low bits of an int64. What is sent has _IS_SENT, so that
@@ -19,9 +20,10 @@ NO_ORDER = _IS_SENT
 
 
 class Forward(NamedTuple):
-    """A forward, the same on every rank of the group.
+    """A forward.
 
-    layer: see `EPGroup.layer`. exchange: the number of the exchange of counts in which the ranks routed.
+    exchange: the number of the exchange of counts in which the ranks routed, the same on every rank. Of a CUDA graph,
+    the number of the layer's replay. layer: see `EPGroup.layer`.
     """
 
     layer: int = 0
@@ -29,16 +31,26 @@ class Forward(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a rank ran: the backward of a forward, or, with `is_replay`, the replay of a forward's CUDA graph."""
+    """What a rank ran: the backward of a forward, or with `is_replay` the replay of a forward's CUDA graph.
+
+    is_graphed: whether the forward is that of a CUDA graph.
+    """
 
     forward: Forward
+    is_graphed: bool = False
     is_replay: bool = False
+
+    @property
+    def identity(self) -> int:
+        """The same on every rank, and of no other. A forward that exchanges counts needs no layer, which may be 0."""
+        layer, exchange = self.forward
+        return (exchange << 20) + (layer << 3) * self.is_graphed + 2 * self.is_replay + self.is_graphed + 1
 
     def __str__(self) -> str:
         layer, number = self.forward
         of_layer = f"layer {layer}" if layer else "a layer"
         return (
-            f"forward {number} of {of_layer}" if self.is_replay else f"the backward of forward {number}, of {of_layer}"
+            f"replay {number} of {of_layer}" if self.is_replay else f"the backward of forward {number}, of {of_layer}"
         )
 
 
@@ -56,13 +68,15 @@ class Order:
         self._ran: list[Ran] = []
         self._hash = 0
 
-    def add(self, forward: Forward, *, is_replay: bool = False) -> None:
-        """Call it where a backward begins. It takes less than a microsecond."""
-        self.last = forward
-        identity = (forward.exchange << 16) + 2 * forward.layer + is_replay + 1
-        self._hash = (self._hash * _FACTOR + identity) % 2**_BITS
+    def add(self, forward: Forward) -> None:
+        """Call it where the backward of a forward begins that exchanged counts. It takes a microsecond."""
+        self.add_ran(Ran(forward))
+
+    def add_ran(self, ran: Ran) -> None:
+        self.last = ran.forward
+        self._hash = (self._hash * _FACTOR + ran.identity) % 2**_BITS
         if len(self._ran) < _MAX_LISTED:
-            self._ran.append(Ran(forward, is_replay))
+            self._ran.append(ran)
 
     def ran(self) -> tuple[int, list[Ran]]:
         """Returns the hash, and the list that it stands for."""
@@ -78,13 +92,12 @@ class Order:
 
 def problem_with_orders(lists: list[list[Ran]]) -> str:
     """Returns the message for lists that differ, by rank: the first difference, in words."""
-    longest = max(map(len, lists))
-    padded = [[*map(str, ran), *["nothing more"] * (longest - len(ran))] for ran in lists]
-    place = next((place for place, each in enumerate(zip(*padded, strict=True)) if len(set(each)) > 1), None)
     shown = f"they differ after the first {_MAX_LISTED}"
-    if place is not None:
-        shown = ", ".join(f"{ran[place]} on rank {rank}" for rank, ran in enumerate(padded))
-        shown = f"number {place + 1} since the last forward was {shown}"
+    for number, each in enumerate(zip_longest(*lists), 1):
+        if len({None if ran is None else ran.identity for ran in each}) > 1:
+            texts = (f"{'nothing more' if ran is None else ran} on rank {rank}" for rank, ran in enumerate(each))
+            shown = f"number {number} since the last forward was {', '.join(texts)}"
+            break
     return (
         f"the ranks of the EP group ran backwards in different orders, so their gradients are wrong: {shown}; run the "
         "backwards of layers and of steps in the same order on every rank, and go on from weights before that step"

@@ -95,6 +95,12 @@ def test_run_folder(straight: Straight) -> None:
     assert "step 6: validation" in output
 
 
+def test_a_run_saves_by_default(small: tuple[str, ...], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train.main([*small, "--steps", "42", "--eval-every", "42", "--run-dir", str(run)])
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000040", "step_000042"]
+
+
 def test_metrics(straight: Straight) -> None:
     steps, validation = read_metrics(straight.run, "train"), read_metrics(straight.run, "validation")
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
