@@ -16,6 +16,7 @@ from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.checks import problem_with_input, problem_with_memory
 from sonic_ep.config import MoEConfig
 from sonic_ep.dispatch.bounded_steps import LayerTransport
+from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.experts import Experts
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
@@ -214,6 +215,7 @@ class MoE(nn.Module):
         if problem is not None:
             device = x.device if weights.w1.is_meta and isinstance(x, Tensor) else weights.w1.device
             device = torch.device("cpu") if device.type == "meta" else device
+            device = device if isinstance(self.transport, LocalTransport) else self.transport.known_device(device)
             x = torch.empty(0, self.config.d, dtype=weights.w1.dtype, device=device)
         return x, weights, problem
 

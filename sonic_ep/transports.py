@@ -85,12 +85,21 @@ class GroupTransport:
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         return self.on(parts_PZ).combine_scalars(parts_PZ, handle, overlap=overlap)
 
+    def known_device(self, device: torch.device) -> torch.device:
+        """Returns `device`, or if no transport was chosen for its type, the current device of a type with one.
+
+        For a rank whose weights or rows may be on another device than those of the others: to choose is a collective.
+        """
+        return device if device.type in self._chosen or not self._chosen else torch.device(next(iter(self._chosen)))
+
     def on(self, values: Tensor) -> _Chosen:
         """Returns the transport for the device type of `values`. A collective at its first use."""
-        kind = values.device.type
-        if kind not in self._chosen:
-            self._chosen[kind] = _choose(self.group, self.config, values.device)
-        return self._chosen[kind]
+        return self.on_device(values.device)
+
+    def on_device(self, device: torch.device) -> _Chosen:
+        if device.type not in self._chosen:
+            self._chosen[device.type] = _choose(self.group, self.config, device)
+        return self._chosen[device.type]
 
 
 def transport_type(group: EPGroup) -> type[LocalTransport] | type[GroupTransport]:
@@ -142,12 +151,15 @@ def bounded_transport(
 ) -> LayerTransport | None:
     """Returns how rows of `row_bytes` on the device of `like` travel if their number can be bounded, or None.
 
-    may_be_static: whether these steps have a capacity factor. A collective at the first use for a device type.
+    may_be_static: whether these steps have a capacity factor. A collective at the first use of the transport.
     """
-    chosen = transport.on(like) if isinstance(transport, GroupTransport) else None
+    if not isinstance(transport, GroupTransport):
+        return None
+    device = transport.known_device(like.device)
+    chosen = transport.on_device(device)
     if not isinstance(chosen, SymmetricTransport) or not chosen.can_be_bounded:
         return None
-    return LayerTransport(chosen, row_bytes, like.device, chosen.is_static and may_be_static)
+    return LayerTransport(chosen, row_bytes, device, chosen.is_static and may_be_static)
 
 
 def existing_transport(group: EPGroup, text: str) -> LocalTransport | GroupTransport:

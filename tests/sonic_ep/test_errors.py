@@ -154,8 +154,11 @@ BAD_WEIGHTS = {
 }
 
 
-def with_bad_weights(rank: int, kind: str, router: RouterConfig) -> str:
+def with_bad_weights(rank: int, kind: str, router: RouterConfig, steps: int = 0) -> str:
+    """steps: before the weights are bad."""
     layer = MoE(MoEConfig(**SIZES, shared_n=4, router=router), EPGroup(), seed=0)  # type: ignore[arg-type]
+    for _ in range(steps):
+        layer(torch.randn(10, 8)).y.sum().backward()
     if rank == 1:
         spoil(layer, kind)
     return message_of(lambda: layer(torch.randn(10, 8)))
@@ -178,6 +181,38 @@ def test_one_ranks_bad_buffer_raises_on_all(ranks: Ranks, kind: str) -> None:
 def test_one_ranks_bad_weights_raise_on_all(ranks: Ranks, kind: str, expert_bias: bool) -> None:
     for message in ranks(2).run(with_bad_weights, kind, RouterConfig(expert_bias=expert_bias)):
         assert BAD_WEIGHTS[kind] in message
+
+
+@pytest.mark.parametrize("kind", BAD_WEIGHTS)
+def test_one_ranks_weights_that_go_bad_later_raise_on_all(ranks: Ranks, kind: str) -> None:
+    """With weights on another device, that rank must not choose a transport for it, which is a collective."""
+    for message in ranks(2).run(with_bad_weights, kind, RouterConfig(), 2):
+        assert BAD_WEIGHTS[kind] in message
+
+
+def gone_to_the_cpu(rank: int, what: str) -> tuple[str, str]:
+    """The message where rank 1 has the layer, or x, on the CPU, after steps on GPUs; then a step there must work."""
+    config = MoEConfig(d=64, n=32, E=8, K=2)
+    layer = MoE(config, EPGroup(), seed=0, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(10, 64, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        layer(x).y.sum().backward()
+    if rank == 1 and what == "layer":
+        layer.cpu()
+    message = message_of(lambda: layer(x.cpu() if rank == 1 and what == "x" else x))
+    layer.cuda()
+    return message, message_of(lambda: layer(x).y.sum().backward())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["layer", "x"])
+def test_a_layer_or_rows_on_the_cpu_on_one_rank(gpus: Ranks, what: str) -> None:
+    for message, afterwards in gpus(2).run(gone_to_the_cpu, what):
+        assert message.startswith(
+            "rank 1: x is on cuda:1, the layer's weights on cpu" if what == "layer" else "rank 1: x"
+        )
+        assert "; move one of them" in message
+        assert afterwards == "no error"
 
 
 def test_what_a_layer_is_made_of_has_its_type(tmp_path: Path) -> None:
