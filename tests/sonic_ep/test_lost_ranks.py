@@ -292,17 +292,16 @@ Away = Literal["forward", "backward"]
 _AWAY_AT = 5  # no step in which ranks meet to record launches
 
 
-def stays_away(rank: int, away: Away, transport: TransportConfig, folder: str | None) -> str:
-    """What rank 0 raises where rank 1 does not come to the second layer, or to its backward. folder: of shared memory
-    between CPUs; else on GPUs."""
-    context: AbstractContextManager[None] = nullcontext()
-    if folder is not None:
-        context = static_buffers_in(folder, TIMEOUT)
-    sizes, device = ({"d": 8, "n": 4}, "cpu") if folder is not None else ({"d": 64, "n": 32}, "cuda")
-    dtype = torch.float32 if folder is not None else torch.bfloat16
+def stays_away(rank: int, away: Away, transport: TransportConfig, folder: Path, device: str) -> str:
+    """What rank 0 raises where rank 1 does not come to the second layer, or to its backward. On CPUs over shared
+    memory."""
+    in_files: AbstractContextManager[None] = nullcontext()
+    if device == "cpu":
+        in_files = static_buffers_in(str(folder), transport.timeout)
+    sizes, dtype = ({"d": 8, "n": 4}, torch.float32) if device == "cpu" else ({"d": 64, "n": 32}, torch.bfloat16)
     config, group = MoEConfig(**sizes, E=8, K=2, transport=transport), EPGroup()
     x = torch.randn(20, config.d, device=device, dtype=dtype, requires_grad=True)
-    with context:
+    with in_files:
         if device == "cuda":  # compiles kernels, which may take longer than the limit
             patient = config.replace(transport=TransportConfig(kind=transport.kind))
             MoE(patient, group, seed=1, device=device, dtype=dtype)(x).y.sum().backward()
@@ -311,42 +310,46 @@ def stays_away(rank: int, away: Away, transport: TransportConfig, folder: str | 
         begun = 0.0
         try:
             for step in range(_AWAY_AT + 1):
-                begun = time.monotonic()
+                begun, is_away = time.monotonic(), rank == 1 and step == _AWAY_AT
                 y = layers[0](x).y
-                if rank == 1 and step == _AWAY_AT and away == "forward":
-                    time.sleep(3 * transport.timeout)
-                    return ""
+                if is_away and away == "forward":
+                    return _until_raised(folder)
                 y = layers[1](y).y
-                if rank == 1 and step == _AWAY_AT:
-                    time.sleep(3 * transport.timeout)
-                    return ""
+                if is_away:
+                    return _until_raised(folder)
                 y.sum().backward()
             layers[0](x)  # on GPUs the host waits for nobody in backward
         except RuntimeError as error:
+            (folder / "raised").touch()
             assert time.monotonic() - begun < 2 * transport.timeout + 8
             return re.sub(r"layer (\d+)", lambda found: f"layer {numbers.index(int(found[1])) + 1}", str(error))
     return "nothing"
+
+
+def _until_raised(folder: Path) -> str:
+    end = time.monotonic() + 60
+    while not (folder / "raised").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    return ""
 
 
 @pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
 @pytest.mark.parametrize("away", ["forward", "backward"])
 def test_over_shared_memory_the_layer_is_named_as_well(away: Away, tmp_path: Path) -> None:
     with RankPool(2) as pool:
-        text, _ = pool.run(stays_away, away, TransportConfig(timeout=TIMEOUT), str(tmp_path))
+        text, _ = pool.run(stays_away, away, TransportConfig(timeout=START), tmp_path, "cpu")
     stage, noticed = ("counts", "layer 2") if away == "forward" else ("dispatch", "layer 2 in backward")
-    assert text.startswith(
-        f"rank 1 of the EP group did not come to {stage} within {TIMEOUT:g} s (noticed in {noticed})"
-    )
+    assert text.startswith(f"rank 1 of the EP group did not come to {stage} within {START:g} s (noticed in {noticed})")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("away", ["forward", "backward"])
 @pytest.mark.parametrize("kind", ["all_to_all", "symmetric"])
-def test_on_gpus_the_layer_is_named(away: Away, kind: Any) -> None:
+def test_on_gpus_the_layer_is_named(away: Away, kind: Any, tmp_path: Path) -> None:
     """In ranks of its own: a communicator that has timed out is of no use to later tests."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 CUDA devices, there are {torch.cuda.device_count()}")
     with RankPool(2, "cpu:gloo,cuda:nccl") as pool:
-        text, _ = pool.run(stays_away, away, TransportConfig(kind=kind, timeout=5.0), None)
+        text, _ = pool.run(stays_away, away, TransportConfig(kind=kind, timeout=5.0), tmp_path, "cuda")
     found = re.match(r"rank 1 of the EP group did not come to (\w+)( of| within 5 s \(noticed in) layer [12]", text)
     assert found, text
