@@ -60,7 +60,9 @@ class LocalProblem:
         self.routing = Routing.from_pairs(
             pairs.tokens, pairs.experts, pairs.pair_weights, num_tokens=T, E=E, group=EPGroup.alone()
         )
-        self.call = Call(LocalTransport(), None, self.activation, save_dispatched=False, tile_aligned=tile_aligned)
+        self.call = Call(
+            LocalTransport(), EPGroup.alone(), self.activation, save_dispatched=False, tile_aligned=tile_aligned
+        )
         self.prepared = self.call.transport.prepare(self.routing, plan_for(self.routing.counts, 0))
         self.handle, self.pair_weights = self.prepared.handle, self.prepared.weights_P
         self.lists = PairLists(self.handle.row_of_pair_P, self.handle.expert_starts_e, tile_aligned)

@@ -162,9 +162,8 @@ def _handle_of(lists: list[Tensor], splits_FS: Tensor, num_tokens: int, num_list
 
 def _call(group_name: str, transport: str, activation: str, save_dispatched: bool, tile_aligned: bool) -> Call:
     group = EPGroup.named(group_name)
-    return Call(
-        existing_transport(group, transport), group, activation_named(activation), save_dispatched, tile_aligned
-    )
+    way = existing_transport(group, transport)
+    return Call(way, group, activation_named(activation), save_dispatched, tile_aligned)
 
 
 @torch.library.custom_op("sonic_ep::expert_parallel_mlp", mutates_args=(), tags=_TAGS)

@@ -34,12 +34,12 @@ _MIN_FILL = 15 / 16  # If P fills less of the speculative H, we clone the P rows
 class Call:
     """The arguments of one call that are no tensors.
 
-    group: of the transport; None for one rank. save_dispatched: save the received rows for backward instead of x.
+    group: of the transport. save_dispatched: save the received rows for backward instead of x.
     tile_aligned: `Routing.tile_aligned`. layer_key: identifies the experts for predictions (`Transport.prepare`).
     """
 
     transport: Transport
-    group: EPGroup | None
+    group: EPGroup
     activation: Activation
     save_dispatched: bool
     tile_aligned: bool
@@ -127,8 +127,8 @@ def backward(
     dW1. Every rank calls every collective, whether or not it needs the result.
     """
     transport, handle, pairs = call.transport, saved.handle, _pair_lists(saved.handle, call)
-    if call.group is not None and call.group.size > 1 and host_may_wait(dout_TH):
-        call.group.order.add(handle.forward)
+    if host_may_wait(dout_TH):
+        call.group.begin_backward(handle.forward, dout_TH)
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
     needs_w1, needs_w2, needs_b1, needs_b2, *needs_lora = needs
     lora = weights.lora

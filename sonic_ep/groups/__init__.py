@@ -25,7 +25,7 @@ from sonic_ep.async_d2h import AsyncD2H, host_may_wait
 from sonic_ep.config import TransportConfig
 from sonic_ep.groups.hosts import HostLayout, host_name
 from sonic_ep.groups.lost_ranks import LostRankError, PeerWatch, in_backward, polled, work_has_ended
-from sonic_ep.groups.order import Order, problem_with_orders
+from sonic_ep.groups.order import Forward, Order, problem_with_orders
 
 __all__ = ["EPGroup", "Exchange", "HostLayout", "LostRankError", "exchange_named", "register_exchange"]
 
@@ -183,9 +183,14 @@ class EPGroup:
         return self._watch.hosts if self.size > 1 else HostLayout(("",))
 
     def all_gather(
-        self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, stage: str = "counts"
+        self,
+        values: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        stage: str = "counts",
+        layer: int | None = None,
     ) -> Tensor:
-        """`Exchange.all_gather` by the group's backend."""
+        """`Exchange.all_gather` by the group's backend. layer: its number, if it is not `self.layer`."""
         if self.size == 1:
             if meanwhile is not None:
                 meanwhile()
@@ -199,6 +204,7 @@ class EPGroup:
             lambda: dist.all_gather(parts, values.contiguous(), group=self.process_group, async_op=overlaps),
             values,
             stage,
+            layer,
         )
         if overlaps and meanwhile is not None:
             meanwhile()
@@ -206,6 +212,25 @@ class EPGroup:
         if meanwhile is not None and not overlaps:
             meanwhile()
         return gathered
+
+    def begin_backward(self, forward: Forward, like: Tensor) -> None:
+        """Adds the backward of a forward to `order`. Over gloo, where the host waits anyway, compares the ranks'.
+
+        There an all-to-all of other sizes than those of the other ranks would end the process. like: what is sent.
+        Raises ValueError, on every rank, if the orders differ.
+        """
+        if self.size == 1:
+            return
+        self.order.add(forward)
+        if self._backends.get(like.device.type) != "gloo":
+            return
+        own, ran = self.order.ran()
+        orders = self.all_gather(
+            torch.tensor([own], device=like.device), stage="order of backwards", layer=forward.layer
+        )
+        if len(set(orders.flatten().tolist())) > 1:
+            self.order.send()  # starts anew, so that the error is raised once
+            raise ValueError(problem_with_orders(self.all_gather_object(ran, stage="order of backwards")))
 
     def all_to_all(
         self,

@@ -3,7 +3,8 @@
 A backward sends rows and values, and nothing that says whose they are. If two ranks run two backwards in different
 orders, each takes the rows of one for those of the other, and gradients are wrong. So every rank adds the identity of a
 backward to a hash on its host when the backward begins. The hash travels in the next forward's exchange of counts, and
-starts anew there. If the hashes differ, the ranks tell each other their lists, and all raise the same error.
+starts anew there. Over gloo the ranks compare when the backward begins, too. If the hashes differ, the ranks tell each
+other their lists, and all raise the same error.
 
 The forwards of layers in CUDA graphs (cuda_graphs.py) exchange nothing that a host reads, so they are in the list too.
 """
@@ -99,6 +100,6 @@ def problem_with_orders(lists: list[list[Ran]]) -> str:
             shown = f"number {number} since the last forward was {', '.join(texts)}"
             break
     return (
-        f"the ranks of the EP group ran backwards in different orders, so their gradients are wrong: {shown}; run the "
+        f"the ranks of the EP group ran backwards in different orders, which gives wrong gradients: {shown}; run the "
         "backwards of layers and of steps in the same order on every rank, and go on from weights before that step"
     )
