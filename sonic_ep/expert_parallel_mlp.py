@@ -15,6 +15,7 @@ buffer, e local experts, I expert width, J pre-activation columns (2I if gated e
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from sonic_ep.kernels.experts import mlp
 from sonic_ep.kernels.experts.activations import Activation
 from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
 from sonic_ep.kernels.lora import low_rank
+from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 
 _MIN_FILL = 15 / 16  # If P fills less of the speculative H, we clone the P rows, to free the spare capacity.
 
@@ -61,6 +63,22 @@ class SavedForBackward:
         assert h_PJ is not None
         assert weights_P is not None
         return h_PJ, weights_P
+
+
+class Gradients(NamedTuple):
+    """What `backward` returns. That of a weight that needs none is None.
+
+    dw1, dw2: in the layout of w1 and w2, with transposed weights (e, H, J) and (e, I, H). With split gate/up weights the
+    rows of dw1 are [dgate; dup], (e, J, H). lora: those of A1, B1, A2 and B2.
+    """
+
+    dx_TH: Tensor
+    dweights_N: Tensor
+    dw1: Tensor | None
+    dw2: Tensor | None
+    db1_eJ: Tensor | None
+    db2_eH: Tensor | None
+    lora: ExpertsLoRA
 
 
 def forward(
@@ -110,17 +128,12 @@ def backward(
     call: Call,
     needs: Sequence[bool],
     into: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> tuple[Tensor | None, ...]:
-    """Returns dx_TH, dweights_N, dw1, dw2, db1, db2 and those of `weights.lora`, if it is there. A collective.
-
-    All but the first two are None unless `needs` asks for them.
+) -> Gradients:
+    """Returns the gradients of x, of the weights of pairs, and of the experts' weights that need one. A collective.
 
     saved: loses its H and weights of pairs.
     needs: whether dw1, dw2, db1, db2 are needed, and with `weights.lora` those of W1's and of W2's update.
     into: buffers to which dw1 and dw2 are added, and which are returned instead; None for a new tensor.
-
-    dw1 is (e, J, H) in the layout of w1; with split gate/up weights its rows are [dgate; dup]. With transposed weights
-    dw1 is (e, H, J) and dw2 (e, I, H).
 
     With several ranks, dX is computed first, so that its combine overlaps dW2 and dW1. With one rank, dW2 is computed
     first, so that A' can be freed before dX of all pairs is allocated; the sums of dS overlap dW2, those of dX overlap
@@ -132,12 +145,13 @@ def backward(
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
     needs_w1, needs_w2, needs_b1, needs_b2, *needs_lora = needs
     lora = weights.lora
-    lora_grads: list[Tensor | None] = [] if lora is None else [None, None, None, None]  # of A1, B1, A2 and B2
+    lora_grads: list[Tensor | None] = [None, None, None, None]  # of A1, B1, A2 and B2
     do_RH = transport.dispatch(dout_TH.contiguous(), handle).result()
     rows = Pending.done(saved.rows) if call.save_dispatched else transport.dispatch(saved.rows, handle, overlap=True)
     h_PJ, weights_P = saved.pop()
     grads = mlp.backward_hidden(ops, do_RH, h_PJ, weights_P, weights, pairs, call.activation)
     weights_P = weights_P if needs_b1 or needs_b2 else None
+    # The lists hold the only references to dS and A', so that each is freed as soon as it has been read.
     dh_PJ, held_ds_PZ, held_a_PI = grads.dh_PJ, [grads.ds_PZ], [grads.scaled_a_PI]
     u_Pr, v_Pr = grads.u_Pr, grads.v_Pr
     del grads, h_PJ
@@ -150,19 +164,20 @@ def backward(
             return None
         return mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1], transposed=weights.transposed)
 
-    has_peers = len(handle.splits.rows_out) > 1
-    dw2, dweights_N = None, None
-    if not has_peers:
+    def combine_dx(*, overlap: bool) -> Pending:
+        dx_PH = mlp.backward_pairs(ops, dh_PJ, weights, pairs, v_Pr)
+        return transport.combine(dx_PH, None, handle, overlap=overlap)
+
+    if len(handle.splits.rows_out) > 1:
+        pending = combine_dx(overlap=needs_w1 or needs_w2)
+        dweights_N = transport.combine_scalars(held_ds_PZ.pop(), handle).result()
+        dw2 = down_weights()
+    else:
         returning = transport.combine_scalars(held_ds_PZ.pop(), handle, overlap=needs_w2)
         dw2 = down_weights()
         dweights_N = returning.result()
         del returning
-    # With one rank, only dW1 is left to overlap.
-    overlap = needs_w1 or (has_peers and needs_w2)
-    pending = transport.combine(mlp.backward_pairs(ops, dh_PJ, weights, pairs, v_Pr), None, handle, overlap=overlap)
-    if has_peers:
-        dweights_N = transport.combine_scalars(held_ds_PZ.pop(), handle).result()
-        dw2 = down_weights()
+        pending = combine_dx(overlap=needs_w1)  # only dW1 is left to overlap
     rows_RH = rows.result()
     dw1 = None
     if needs_w1:
@@ -174,7 +189,8 @@ def backward(
     db1, db2 = None, None
     if weights_P is not None:
         db1, db2 = mlp.backward_biases(ops, do_RH, weights_P, dh_PJ, pairs)
-    return dx_TH, dweights_N, dw1, dw2, db1 if needs_b1 else None, db2 if needs_b2 else None, *lora_grads
+    db1, db2 = db1 if needs_b1 else None, db2 if needs_b2 else None
+    return Gradients(dx_TH, dweights_N, dw1, dw2, db1, db2, ExpertsLoRA(*lora_grads))
 
 
 def _pair_lists(handle: DispatchHandle, call: Call) -> PairLists:

@@ -228,13 +228,13 @@ class _ExpertParallelMLP(torch.autograd.Function):
         into = _main_grad(param1) if needs[0] else None, _main_grad(param2) if needs[1] else None
         with _without_autocast(w1):
             grads = backward(grad_outputs[0], saved, weights, ctx.call, needs, into)
-        dx_TH, dweights_N, dw1, dw2, *others = grads if weights.lora is not None else (*grads, *_NO_LORA.tensors())
-        dw1 = dw1 if into[0] is None else gradient_placeholder(param1)
-        dw2 = dw2 if into[1] is None else gradient_placeholder(param2)
+        dw1 = grads.dw1 if into[0] is None else gradient_placeholder(param1)
+        dw2 = grads.dw2_eHI if into[1] is None else gradient_placeholder(param2)
         dup = None
         if up_eIH is not None and dw1 is not None:
             dw1, dup = dw1.chunk(2, 1)
-        return dx_TH, dweights_N, dw1, dup, dw2, *others, None, None, None, None, None
+        weight_grads = dw1, dup, dw2, grads.db1_eJ, grads.db2_eH, *grads.lora.tensors()
+        return grads.dx_TH, grads.dweights_N, *weight_grads, None, None, None, None, None
 
 
 def _expert_weights(
