@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sonic_ep.checks import starts_aligned
 from sonic_ep.dispatch.plan import split_sizes_async
-from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
+from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, Pending, PreparedDispatch, Splits
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import allows_spare_capacity, gather_sum, pair_lists, values_of_pairs
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
@@ -52,15 +52,8 @@ class LocalTransport:
             routing.check()
             P = P if routing.max_rows is None else routing.max_rows
         buffer = pair_lists(plan.chunks(P, V, zeroed=spare), token_ids_N, routing.weights_N, None, T)
-        handle = DispatchHandle.of(
-            buffer,
-            plan.expert_starts_e,
-            (),
-            Splits((T,), (T,), (V,), (V,)),
-            num_tokens=T,
-            num_rows=T,
-            num_listed=N,
-        )
+        handle_sizes = HandleSizes(splits=Splits((T,), (T,), (V,), (V,)), num_tokens=T, num_rows=T, num_listed=N)
+        handle = DispatchHandle.of(buffer, plan.expert_starts_e, (), handle_sizes)
         return PreparedDispatch(handle, buffer.weights_P)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:

@@ -18,7 +18,7 @@ receives, V pairs this rank receives, P rows of the pair buffer, e local experts
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -56,8 +56,40 @@ class Splits:
         return cls(zeros, zeros, zeros, zeros)
 
 
-@dataclass(frozen=True, slots=True)
-class DispatchHandle:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandleSizes:
+    """The part of a DispatchHandle that is not on the device. It holds no tensor.
+
+    splits: see Splits. num_tokens: T. num_rows: R. num_listed: N. forward: which one made the handle, for the order of
+    backwards and for errors.
+    """
+
+    splits: Splits
+    num_tokens: int
+    num_rows: int
+    num_listed: int
+    forward: Forward = _NO_FORWARD
+
+    def with_lists(self, lists: Sequence[Tensor]) -> "DispatchHandle":
+        """Returns the handle with these tensors, in the order of `DispatchHandle.lists`."""
+        row_of_pair_P, pairs_by_row_V, pair_starts_R, slot_V, expert_starts_e, *transport_lists = lists
+        return DispatchHandle(
+            row_of_pair_P=row_of_pair_P,
+            pairs_by_row_V=pairs_by_row_V,
+            pair_starts_R=pair_starts_R,
+            slot_V=slot_V,
+            expert_starts_e=expert_starts_e,
+            transport_lists=tuple(transport_lists),
+            splits=self.splits,
+            num_tokens=self.num_tokens,
+            num_rows=self.num_rows,
+            num_listed=self.num_listed,
+            forward=self.forward,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchHandle(HandleSizes):
     """Maps received rows to pairs and back to tokens. Index lists are int32, on the device.
 
     row_of_pair_P: (P,) received row that each pair-buffer row computes on. A padding row repeats its chunk's last pair.
@@ -66,8 +98,6 @@ class DispatchHandle:
     slot_V: (V,) pair-buffer row of each received pair, in arrival order.
     expert_starts_e: (e + 1,) exclusive prefix sums of the number of pair-buffer rows of each local expert.
     transport_lists: private to the transport that made the handle.
-    splits: see Splits. num_tokens: T. num_rows: R. num_listed: N. forward: which one made the handle, for the order of
-    backwards and for errors.
 
     Lists of a step with static buffers, or without a wait for its sizes, have spare capacity: P and V are then upper
     bounds. The prefix sums do not count spare entries. They are zero, except in pairs_by_row_V, where nothing reads
@@ -80,11 +110,6 @@ class DispatchHandle:
     slot_V: Tensor
     expert_starts_e: Tensor
     transport_lists: tuple[Tensor, ...]
-    splits: Splits
-    num_tokens: int
-    num_rows: int
-    num_listed: int
-    forward: Forward = _NO_FORWARD
 
     @classmethod
     def of(
@@ -92,27 +117,11 @@ class DispatchHandle:
         lists: PairBuffer,
         expert_starts_e: Tensor,
         transport_lists: tuple[Tensor, ...],
-        splits: Splits,
-        *,
-        num_tokens: int,
-        num_rows: int,
-        num_listed: int,
-        forward: Forward = _NO_FORWARD,
-    ) -> Self:
+        sizes: HandleSizes,
+    ) -> "DispatchHandle":
         """Returns a handle with the lists of the pairs that this rank receives."""
-        return cls(
-            lists.row_of_pair_P,
-            lists.pairs_by_row_V,
-            lists.pair_starts_R,
-            lists.slot_V,
-            expert_starts_e,
-            transport_lists,
-            splits,
-            num_tokens,
-            num_rows,
-            num_listed,
-            forward,
-        )
+        of_pairs = lists.row_of_pair_P, lists.pairs_by_row_V, lists.pair_starts_R, lists.slot_V
+        return sizes.with_lists((*of_pairs, expert_starts_e, *transport_lists))
 
     @property
     def rows_are_reused(self) -> bool:
@@ -121,42 +130,18 @@ class DispatchHandle:
 
     def lists(self) -> tuple[Tensor, ...]:
         """Returns all tensors, to be saved for backward. `HandleSizes.with_lists` puts them back."""
-        return *(getattr(self, name) for name in _LISTS), *self.transport_lists
+        of_pairs = self.row_of_pair_P, self.pairs_by_row_V, self.pair_starts_R, self.slot_V
+        return *of_pairs, self.expert_starts_e, *self.transport_lists
 
-    def without_lists(self) -> "HandleSizes":
-        """Returns the host-side part, which holds no tensor."""
-        return HandleSizes(self.splits, self.num_tokens, self.num_rows, self.num_listed, self.forward)
-
-
-@dataclass(frozen=True, slots=True)
-class HandleSizes:
-    """The host-side part of a DispatchHandle."""
-
-    splits: Splits
-    num_tokens: int
-    num_rows: int
-    num_listed: int
-    forward: Forward = _NO_FORWARD
-
-    def with_lists(self, lists: Sequence[Tensor]) -> DispatchHandle:
-        """Returns the handle with these tensors, in the order of `DispatchHandle.lists`."""
-        row_of_pair_P, pairs_by_row_V, pair_starts_R, slot_V, expert_starts_e, *own = lists
-        return DispatchHandle(
-            row_of_pair_P,
-            pairs_by_row_V,
-            pair_starts_R,
-            slot_V,
-            expert_starts_e,
-            tuple(own),
-            self.splits,
-            self.num_tokens,
-            self.num_rows,
-            self.num_listed,
-            self.forward,
+    def without_lists(self) -> HandleSizes:
+        """Returns the part that holds no tensor."""
+        return HandleSizes(
+            splits=self.splits,
+            num_tokens=self.num_tokens,
+            num_rows=self.num_rows,
+            num_listed=self.num_listed,
+            forward=self.forward,
         )
-
-
-_LISTS = tuple(f.name for f in fields(DispatchHandle) if f.type is Tensor)
 
 
 @dataclass(frozen=True, slots=True)

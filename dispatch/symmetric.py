@@ -42,6 +42,7 @@ from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import (
     DispatchHandle,
+    HandleSizes,
     Pending,
     PreparedDispatch,
     Splits,
@@ -237,15 +238,15 @@ class SymmetricTransport:
         chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=sizes.may_exceed)
         row_starts_S = self._starts_of_regions(sizes.stride, weights_V.device)
         buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, S * sizes.stride)
-        handle = DispatchHandle.of(
-            buffer,
-            plan.expert_starts_e,
-            (in_rank, routing.counts.tokens_S, pairs_SQ),
-            Splits.none(S),
+        handle_sizes = HandleSizes(
+            splits=Splits.none(S),
             num_tokens=routing.num_tokens,
             num_rows=S * sizes.stride,
             num_listed=token_ids_N.shape[0],
             forward=routing.forward_in(self.group),
+        )
+        handle = DispatchHandle.of(
+            buffer, plan.expert_starts_e, (in_rank, routing.counts.tokens_S, pairs_SQ), handle_sizes
         )
         if x_TH is not None:
             self._join(x_TH)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
+from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.row_exchange import RowExchange
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists
@@ -149,15 +149,18 @@ class TwoHopTransport:
         is_needed_here = torch.cat(here, 1)
         token_of_arrived_Y = torch.nonzero_static(is_needed_here.amax(0), size=sum(splits.crossing_in)).flatten()
         forwarded = token_lists(_marked(is_needed_here[:, token_of_arrived_Y]), sum(splits.forwarded_out))
-        handle = DispatchHandle.of(
-            _in_order_of_arrival(buffer, ranks.in_order_of_arrival, splits),
-            chunks.expert_starts_e,
-            _Hops(crossing, forwarded).joined(),
-            splits,
+        handle_sizes = HandleSizes(
+            splits=splits,
             num_tokens=routing.num_tokens,
             num_rows=num_rows,
             num_listed=routing.token_ids_N.shape[0],
             forward=routing.forward_in(self.group),
+        )
+        handle = DispatchHandle.of(
+            _in_order_of_arrival(buffer, ranks.in_order_of_arrival, splits),
+            chunks.expert_starts_e,
+            _Hops(crossing, forwarded).joined(),
+            handle_sizes,
         )
         return PreparedDispatch(handle, buffer.weights_P)
 

@@ -30,8 +30,7 @@ from sonic_ep.routing import INDEX_DTYPE, GroupCounts, Routing
 from sonic_ep.transports import existing_transport
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
-_LISTS = [field.name for field in fields(DispatchHandle)]
-_PAIR_STARTS, _EXPERT_STARTS = _LISTS.index("pair_starts_R"), _LISTS.index("expert_starts_e")
+_PAIR_STARTS, _EXPERT_STARTS = 2, 4  # their places in `DispatchHandle.lists`
 
 
 class InFlightRows(NamedTuple):
@@ -155,8 +154,13 @@ def _num_splits(ep_size: int) -> int:
 def _handle_of(lists: list[Tensor], splits_FS: Tensor, num_tokens: int, num_listed: int) -> DispatchHandle:
     values = splits_FS.tolist()
     exchange = values.pop()[0] if splits_FS.shape[1] > 1 else 0
-    num_rows, forward = lists[_PAIR_STARTS].shape[0] - 1, Forward(exchange=exchange)
-    sizes = HandleSizes(Splits(*map(tuple, values)), num_tokens, num_rows, num_listed, forward)
+    sizes = HandleSizes(
+        splits=Splits(*map(tuple, values)),
+        num_tokens=num_tokens,
+        num_rows=lists[_PAIR_STARTS].shape[0] - 1,
+        num_listed=num_listed,
+        forward=Forward(exchange=exchange),
+    )
     return sizes.with_lists(lists)
 
 
