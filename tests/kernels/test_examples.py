@@ -1,4 +1,4 @@
-"""Worked examples: those of every plain torch twin hold, every operation has one, and every kernel has a docstring."""
+"""Worked examples: those of every plain torch twin hold, and every operation and every launched kernel has one."""
 
 import ast
 import doctest
@@ -57,8 +57,19 @@ def test_an_operation_has_an_example(folder: str, name: str) -> None:
     ("path", "kernel"),
     [pytest.param(*found, id=f"{name_of(found[0])}.{found[1].name}") for found in fast_launch_kernels()],
 )
-def test_a_kernel_has_a_docstring(path: Path, kernel: ast.FunctionDef) -> None:
-    assert ast.get_docstring(kernel), f"{path}:{kernel.lineno} {kernel.name}"
+def test_a_kernel_has_a_docstring_and_an_example(path: Path, kernel: ast.FunctionDef) -> None:
+    of_kernel = ast.get_docstring(kernel)
+    assert of_kernel, f"{path}:{kernel.lineno} {kernel.name}"
+    # Two kernels that only work together have one example, at the head of their file.
+    of_file = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    assert "Example" in of_kernel + of_file, f"{path}:{kernel.lineno} {kernel.name}"
+
+
+@pytest.mark.parametrize(("file", "name"), [("row_gemm", "_HopperRows"), ("wgrad", "_PrefetchesIndices")])
+def test_a_gemm_has_an_example(file: str, name: str) -> None:
+    tree = ast.parse((KERNELS / "experts" / "sm90" / f"{file}.py").read_text(encoding="utf-8"))
+    (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
+    assert "Example" in (ast.get_docstring(found) or "")
 
 
 def test_operations_and_kernels_are_found() -> None:

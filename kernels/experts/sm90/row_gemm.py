@@ -14,6 +14,10 @@ class _HopperRows(OneBarrierEpilogue, SkipsMissingRows):
     epilogue. It reads A (gathered by A_idx or not), B and the epilogue's operands (C, bias, combine weights). It writes
     D and the epilogue's other outputs. Grid: (cluster_m, cluster_n, clusters), persistent, with as many clusters as fit
     the device, or as the rows can fill if that is fewer.
+
+    Example: two experts with 200 and 40 rows, tiles of 128 rows. Expert 0 has two tiles, of 128 and of 72 rows, and
+    expert 1 has one of 40. In blocks of 64 rows the tensor cores multiply 2, 2 and 1. Of the last tile the gathering
+    warps fetch 40 rows, and 40 rows of D are stored.
     """
 
 

@@ -63,6 +63,9 @@ class _PrefetchesIndices(GemmDefaultSm90):
     products of a gathered column of A and a column of B. It reads A_mR through row_of_pair_P, B_nP and expert_starts_e,
     and writes or adds to D_emn. Grid: (cluster_m, cluster_n, clusters), persistent, with as many clusters as fit the
     device less the reserved ones, or as there are tiles if that is fewer.
+
+    Example: expert_starts_e = [0, 3, 3], row_of_pair_P = [4, 0, 4]. D[0] is the sum of three outer products, A[:, 4]
+    with B[:, 0], A[:, 0] with B[:, 1] and A[:, 4] with B[:, 2]. Expert 1 has no pair, so D[1] is zeros.
     """
 
     # Attributes of GemmSm90
