@@ -4,24 +4,12 @@ docs/deepspeed_autoep.md shows this table. A field that DeepSpeed adds must be a
 """
 
 import dataclasses
-import itertools
-import warnings
-from typing import Any
 
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig, MoELayerSpec
 
 from sonic_ep.config import MAX_E, MAX_K, MoEConfig, RoundingConfig, RouterConfig
-from sonic_ep.integrations.fields import Field, honoured
+from sonic_ep.integrations.fields import Field, check_field, honoured, markdown, warn_of, without_effect
 from sonic_ep.integrations.options import SonicEPOptions
-
-
-def _without_effect(how: str, **defaults: Any) -> tuple[Field, ...]:
-    """Returns fields that cause a warning if they are not at their default."""
-    return tuple(
-        Field(name, "no effect", how, lambda value, default=default: value == default, f"{name}={default!r}")
-        for name, default in defaults.items()
-    )
-
 
 _DETECTION = "by AutoEP, which finds the blocks and copies their weights"
 _GEMM = "which grouped GEMM AutoEP would run"
@@ -78,11 +66,11 @@ FIELDS: tuple[Field, ...] = (
         lambda value: value is None,
         "load_balance_coeff=None",
     ),
-    *_without_effect(_GEMM, use_grouped_mm=True, disable_triton_grouped_mm=False, gate_up_impl="separate"),
-    *_without_effect("the combine is one fused sum in fp32", combine_impl="auto"),
-    *_without_effect("counts reach the host late as it is", async_split_plan=False),
-    *_without_effect(_DEEPEP, row_weighting_impl="auto", comm_num_sm=12, comm_qp_margin=4, comm_max_tokens_per_rank=0),
-    *_without_effect("of expert and tensor parallelism together", validate_folding_routing=False),
+    *without_effect(_GEMM, use_grouped_mm=True, disable_triton_grouped_mm=False, gate_up_impl="separate"),
+    *without_effect("the combine is one fused sum in fp32", combine_impl="auto"),
+    *without_effect("counts reach the host late as it is", async_split_plan=False),
+    *without_effect(_DEEPEP, row_weighting_impl="auto", comm_num_sm=12, comm_qp_margin=4, comm_max_tokens_per_rank=0),
+    *without_effect("of expert and tensor parallelism together", validate_folding_routing=False),
 )
 
 _ACTIVATIONS = {
@@ -94,13 +82,8 @@ _ACTIVATIONS = {
 
 
 def table() -> list[str]:
-    """Returns FIELDS as a Markdown table. Adjacent fields that differ only in name share a row."""
-    lines = ["| field of `expert_parallel` | here | how, or why not |", "|---|---|---|"]
-    for (effect, how), fields in itertools.groupby(FIELDS, lambda each: (each.effect, each.how)):
-        group = list(fields)
-        only = "".join(f"; set {field.set}" for field in group if effect == "refused")
-        lines.append(f"| {', '.join(f'`{field.name}`' for field in group)} | {effect} | {how}{only} |")
-    return lines
+    """Returns FIELDS as a Markdown table."""
+    return markdown("field of `expert_parallel`", FIELDS)
 
 
 def check(spec: MoELayerSpec, config: AutoEPConfig) -> None:
@@ -110,13 +93,8 @@ def check(spec: MoELayerSpec, config: AutoEPConfig) -> None:
         value, ours = getattr(config, field.name), known.get(field.name)
         if ours is None and not field.name.startswith("_") and value != field.default:
             raise ValueError(f"expert_parallel.{field.name}={value!r} is not known to this version of sonic_ep")
-        if ours is None or ours.accepts is None or ours.accepts(value):
-            continue
-        if ours.effect == "refused":
-            raise ValueError(f"expert_parallel.{field.name}={value!r} is not supported ({ours.how}); set {ours.set}")
-        ignored.append(f"{field.name}={value!r} ({ours.how})")
-    if ignored:
-        warnings.warn(f"without effect in sonic_ep's AutoEP layer: {'; '.join(ignored)}", UserWarning, stacklevel=3)
+        ignored.append(None if ours is None else check_field(ours, value, "expert_parallel."))
+    warn_of(ignored, "AutoEP layer")
     if config.score_apply == "auto" and spec.score_apply != "post":
         raise ValueError(
             f"preset {spec.model_family!r} weighs the experts' input (score_apply='pre'), and weights act on the "

@@ -1,68 +1,53 @@
-"""How our layer treats every argument of deepspeed.moe.layer.MoE: honoured, or without effect (warned).
+"""How our layer treats every argument of deepspeed.moe.layer.MoE: honoured, or without effect, with a warning.
 
 docs/deepspeed.md shows this table.
 """
 
 import inspect
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from deepspeed.moe.layer import MoE as StockMoE
 
 from sonic_ep.config import MAX_E, MAX_K
+from sonic_ep.integrations.fields import Field, check_field, honoured, markdown, warn_of, without_effect
 
 _POLICIES = (None, "None", "Jitter", "RSample")
-_DROPS_NOTHING = "nothing is dropped, so there is no capacity to set"
+_DEFAULTS = {name: each.default for name, each in inspect.signature(StockMoE.__init__).parameters.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One argument. neutral: the value that causes no warning; None: DeepSpeed's default."""
-
-    name: str
-    effect: Literal["honoured", "warned"]
-    how: str
-    neutral: Any = None
+def _ignored(how: str, *names: str) -> tuple[Field, ...]:
+    return without_effect(how, **{name: _DEFAULTS[name] for name in names})
 
 
-OPTIONS: tuple[Option, ...] = (
-    Option("hidden_size", "honoured", "d"),
-    Option("expert", "honoured", "a template that kernels compute; any other runs module by module, with a warning"),
-    Option("num_experts", "honoured", f"E, 1 to {MAX_E}, a multiple of ep_size"),
-    Option("ep_size", "honoured", "DeepSpeed's expert-parallel group of that size"),
-    Option("k", "honoured", f"experts a token, 1 to {MAX_K}"),
-    Option("drop_tokens", "warned", "True: this layer never drops tokens, and computes as drop_tokens=False", False),
-    Option("capacity_factor", "warned", _DROPS_NOTHING),
-    Option("eval_capacity_factor", "warned", _DROPS_NOTHING),
-    Option("min_capacity", "warned", _DROPS_NOTHING),
-    Option("use_rts", "warned", "nothing is dropped, at random or otherwise"),
-    Option("use_residual", "honoured", "residual MoE: the template itself is the dense MLP"),
-    Option(
-        "noisy_gate_policy",
-        "honoured",
-        "None, 'Jitter' and 'RSample', which DeepSpeed reads for k=1 alone",
+OPTIONS: tuple[Field, ...] = (
+    *honoured("d", "hidden_size"),
+    *honoured("a template that kernels compute; any other runs module by module, with a warning", "expert"),
+    *honoured(f"E, 1 to {MAX_E}, a multiple of ep_size", "num_experts"),
+    *honoured("DeepSpeed's expert-parallel group of that size", "ep_size"),
+    *honoured(f"experts a token, 1 to {MAX_K}", "k"),
+    *without_effect("True: this layer never drops tokens, and computes as drop_tokens=False", drop_tokens=False),
+    *_ignored(
+        "nothing is dropped, so there is no capacity to set", "capacity_factor", "eval_capacity_factor", "min_capacity"
     ),
-    Option("use_tutel", "warned", "the layer has kernels of its own"),
-    Option(
-        "enable_expert_tensor_parallelism",
-        "honoured",
+    *_ignored("nothing is dropped, at random or otherwise", "use_rts"),
+    *honoured("residual MoE: the template itself is the dense MLP", "use_residual"),
+    *honoured("None, 'Jitter' and 'RSample', which DeepSpeed reads for k=1 alone", "noisy_gate_policy"),
+    *_ignored("the layer has kernels of its own", "use_tutel"),
+    *honoured(
         "it has an effect only with tensor parallelism, with which the layer is refused, see below",
+        "enable_expert_tensor_parallelism",
     ),
-    Option(
-        "top2_2nd_expert_sampling",
-        "warned",
+    *without_effect(
         "True with k=2, DeepSpeed's default: the second expert is always the second best, as with False",
-        False,
+        top2_2nd_expert_sampling=False,
     ),
 )
 
 
 def table() -> list[str]:
     """Returns OPTIONS as a Markdown table."""
-    lines = ["| argument | here | how, or why not |", "|---|---|---|"]
-    return lines + [f"| `{each.name}` | {each.effect} | {each.how} |" for each in OPTIONS]
+    return markdown("argument", OPTIONS)
 
 
 def check(arguments: Mapping[str, Any]) -> None:
@@ -73,19 +58,12 @@ def check(arguments: Mapping[str, Any]) -> None:
     problem = _problem(arguments)
     if problem is not None:
         raise ValueError(problem)
-    defaults = {name: each.default for name, each in inspect.signature(StockMoE.__init__).parameters.items()}
-    ignored = []
-    for option in OPTIONS:
-        value = arguments.get(option.name)
-        neutral = defaults[option.name] if option.neutral is None else option.neutral
-        if option.name == "top2_2nd_expert_sampling" and arguments["k"] != 2:
-            continue  # DeepSpeed reads it only for k=2
-        if option.effect == "warned" and value != neutral:
-            ignored.append(f"{option.name}={value!r} ({option.how})")
+    # DeepSpeed reads top2_2nd_expert_sampling only for k=2.
+    read = [each for each in OPTIONS if each.name != "top2_2nd_expert_sampling" or arguments["k"] == 2]
+    ignored = [check_field(option, arguments[option.name]) for option in read]
     if arguments["noisy_gate_policy"] == "RSample" and arguments["k"] > 1:
         ignored.append(f"noisy_gate_policy='RSample' (DeepSpeed reads it only for k=1, k={arguments['k']} here)")
-    if ignored:
-        warnings.warn(f"without effect in sonic_ep's MoE: {'; '.join(ignored)}", UserWarning, stacklevel=3)
+    warn_of(ignored, "MoE")
 
 
 def _problem(arguments: Mapping[str, Any]) -> str | None:

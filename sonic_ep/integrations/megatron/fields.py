@@ -6,7 +6,6 @@ tests/integrations/megatron/test_fields.py.
 
 import dataclasses
 import functools
-import itertools
 import logging
 from typing import Any
 
@@ -15,7 +14,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from sonic_ep.config import MAX_E, MAX_K
-from sonic_ep.integrations.fields import Field, honoured
+from sonic_ep.integrations.fields import Field, check_field, honoured, markdown
 from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.megatron.fused_router import check_fused
 from sonic_ep.integrations.options import SonicEPOptions
@@ -218,21 +217,15 @@ FIELDS: tuple[Field, ...] = (
 
 
 def table() -> list[str]:
-    """Returns FIELDS as a Markdown table. Adjacent fields that differ only in name share a row."""
-    lines = ["| field | here | how, or why not | instead of other values |", "|---|---|---|---|"]
-    rows = itertools.groupby(FIELDS, lambda each: (each.effect, each.how, "" if each.effect == "refused" else each.set))
-    for (effect, how, instead), fields in rows:
-        names = ", ".join(f"`{each.name}`" for each in fields)
-        lines.append(f"| {names} | {effect} | {how} | {instead} |")
-    return lines
+    """Returns FIELDS as a Markdown table."""
+    return markdown("field", FIELDS)
 
 
 def check(config: TransformerConfig, options: SonicEPOptions) -> None:
     """Raises ValueError for a config that the layer cannot honour. The message names field, value and what to set."""
     for field in FIELDS:
-        value = getattr(config, field.name, None)
-        if field.accepts is not None and hasattr(config, field.name) and not field.accepts(value):
-            raise ValueError(f"{field.name}={value!r} is not supported ({field.how}); set {field.set}")
+        if hasattr(config, field.name):
+            check_field(field, getattr(config, field.name))
     activation_of(config)
     _check_graphs(config, options)
     _check_topk(config, options)
