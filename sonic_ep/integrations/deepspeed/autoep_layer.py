@@ -6,7 +6,7 @@ groups. The engine, ZeRO and the checkpoint code depend on them.
 Legend: T tokens on this rank, H hidden size, e local experts, I expert width.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig, MoELayerSpec
@@ -21,6 +21,8 @@ from sonic_ep.integrations.deepspeed.autoep_router import SonicEPRouter
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts, RouterTensors
 from sonic_ep.transports import transport_for
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class SonicEPAutoEPLayer(AutoEPMoELayer):
@@ -46,12 +48,21 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
     ) -> None:
         check(spec, config)
         super().__init__(spec, source_module, ep_size, ep_rank, config, deepep_scope)
-        # Only the forward of DeepSpeed's modules changes. Their parameters, buffers and aliases stay.
-        self.router.__class__ = SonicEPRouter
-        self.router.bind(config_of(spec, config, options))
-        self.experts.__class__ = SonicEPGroupedExperts
-        self.experts.bind(activation_of(spec), options)
+        self._replace(self.router, SonicEPRouter).bind(config_of(spec, config, options))
+        self._replace(self.experts, SonicEPGroupedExperts).bind(activation_of(spec), options)
         self._use_group(EPGroup.alone())
+
+    def _replace(self, stock: nn.Module, ours: type[Module]) -> Module:
+        """Puts a module of the class `ours` wherever this layer has `stock`, also under a second name. Returns it.
+
+        It has the attributes, parameters and buffers of `stock`, the same objects, so only the forward differs.
+        """
+        module = ours.__new__(ours)
+        vars(module).update(vars(stock))
+        for name, child in self._modules.items():
+            if child is stock:
+                self._modules[name] = module
+        return module
 
     def set_deepspeed_parallelism(
         self, use_data_before_expert_parallel_: bool = False, folding_group_handles: Any = None
