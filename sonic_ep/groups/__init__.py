@@ -342,8 +342,8 @@ class EPGroup:
     ) -> None:
         """Raises `error` on every rank if any rank has a problem. The message names the ranks.
 
-        A collective: every rank must call it, with None if it has no problem. same: values that must be equal on all
-        ranks; otherwise ValueError. So must the orders of backwards since the last exchange of counts.
+        A collective: every rank must call it, with None if it has no problem. same: values, by name, that must be
+        equal on all ranks; otherwise ValueError. So must the orders of backwards since the last exchange of counts.
         """
         reports = self.all_gather_object((problem, same, *self.order.ran()), stage=stage)
         if self.size == 1 and problem is not None:
@@ -358,7 +358,7 @@ class EPGroup:
             values = [their[name] for _, their, *_ in reports]
             if any(value != values[0] for value in values):
                 shown = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
-                raise ValueError(f"the ranks of the EP group disagree about {name}: {shown}")
+                raise ValueError(f"the ranks of the EP group disagree about {name}: {shown}; give every rank the same")
 
 
 def _pickled(value: Any) -> Tensor:

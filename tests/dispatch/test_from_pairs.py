@@ -152,7 +152,7 @@ def weights_of_two_dtypes(rank: int) -> str:
 
 def test_weights_have_one_dtype_on_all_ranks(ranks: Ranks) -> None:
     for message in ranks(2).run(weights_of_two_dtypes):
-        assert message.endswith("'torch.float32' on rank 0, 'torch.float64' on rank 1")
+        assert message.endswith("'torch.float32' on rank 0, 'torch.float64' on rank 1; give every rank the same")
 
 
 def wrong_on_rank_1(rank: int, changes: dict[str, Tensor]) -> str:

@@ -87,7 +87,7 @@ def disagreement(rank: int) -> str:
 
 
 def test_what_must_be_the_same_is_compared(ranks: Ranks) -> None:
-    wanted = "the ranks of the EP group disagree about E: 4 on rank 0, 8 on rank 1"
+    wanted = "the ranks of the EP group disagree about E: 4 on rank 0, 8 on rank 1; give every rank the same"
     assert ranks(2).run(disagreement) == [wanted] * 2
 
 

@@ -8,12 +8,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.checkpoint.constants import AUTOEP_LAYERS_KEY, AUTOEP_LAYERS_KEY_LEGACY
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.module_inject.auto_ep import AutoEP as StockAutoEP
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from sonic_ep.integrations.deepspeed.autoep_layer import SonicEPAutoEPLayer
+from sonic_ep.integrations.deepspeed.optimizer_states import refuse_other_autoep_size
 from sonic_ep.integrations.options import SonicEPOptions
 
 _WRAPPED: dict[tuple[type, str], Callable[..., Any]] = {}
@@ -74,7 +74,8 @@ def _load_checkpoint(
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> Any:
     if load_optimizer_states and not load_module_only and not engine.load_universal_checkpoint():
-        _refuse_other_ep_size(engine, load_dir, tag)
+        ep_sizes = {module.ep_size for module in engine.module.modules() if isinstance(module, SonicEPAutoEPLayer)}
+        refuse_other_autoep_size(engine, ep_sizes, load_dir, tag)
     return stock(
         engine,
         load_dir,
@@ -85,21 +86,3 @@ def _load_checkpoint(
         load_module_only=load_module_only,
         custom_load_fn=custom_load_fn,
     )
-
-
-def _refuse_other_ep_size(engine: Any, load_dir: str, tag: str) -> None:
-    """Raises ValueError if the optimizer state of a checkpoint is of another ep_size than the engine's layers."""
-    ours = [module for module in engine.module.modules() if isinstance(module, SonicEPAutoEPLayer)]
-    files = engine._get_all_ckpt_names(load_dir, tag)
-    if not ours or not files:
-        return  # without a file, DeepSpeed reports it
-    saved = engine.checkpoint_engine.load(files[0], map_location="cpu")
-    entries = saved.get(AUTOEP_LAYERS_KEY) or saved.get(AUTOEP_LAYERS_KEY_LEGACY) or ()
-    sizes = {entry["ep_size"] for entry in entries}
-    if sizes - {ours[0].ep_size}:
-        raise ValueError(
-            f"the checkpoint {load_dir}/{tag} was saved at autoep_size={sizes.pop()}, this engine has "
-            f"autoep_size={ours[0].ep_size}: its optimizer state belongs to other experts. Convert it with "
-            'deepspeed/checkpoint/ds_to_universal.py and load it with {"checkpoint": {"load_universal": true}}, or '
-            "take the weights alone: load_checkpoint(..., load_module_only=True)"
-        )

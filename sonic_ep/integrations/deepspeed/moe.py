@@ -186,10 +186,5 @@ class RoutedExperts(nn.Module):
 
 def _check_alike(group: EPGroup, gate: TopKGate, experts: str, options: SonicEPOptions) -> None:
     """Raises ValueError, on every rank, if the layer differs between ranks: they could deadlock or mix up experts."""
-    own = f"{gate.wg.config}, samples={gate.samples}, {experts}, {options}"
-    described = group.all_gather_object(own, stage="construction")
-    if len(set(described)) > 1:
-        lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(described))
-        raise ValueError(
-            f"the ranks of the EP group disagree about a MoE layer; build it alike on every rank ({lines})"
-        )
+    alike: dict[str, Any] = {"a MoE layer": f"{gate.wg.config}, samples={gate.samples}, {experts}, {options}"}
+    group.raise_together(None, stage="construction", **alike)

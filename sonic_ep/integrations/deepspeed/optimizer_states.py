@@ -1,9 +1,16 @@
 """Refuses to load optimizer states that were saved at another ep_size, or for experts of another layout.
 
 DeepSpeed stores these states as flat pieces, expert after expert, and compares at most their sizes. So it would load
-the moments of other experts without an error. But its parameter groups have the name of their expert-parallel group,
-and torch's optimizers save the parameter groups with the moments. We add the ep_size of every layer, in order, to these
-groups, and compare both when states are loaded.
+the moments of other experts without an error. Each of its two layers says elsewhere which ep_size they are of:
+
+  MoE     its parameter groups have the name of their expert-parallel group, and torch's optimizers save the parameter
+          groups with the moments. We add the ep_size of every layer, in order, to these groups, and compare both when
+          states are loaded.
+  AutoEP  a universal checkpoint, which holds the states of any ep_size, renames the groups. But files of other
+          checkpoints list the layers with their ep_size, and we compare that.
+
+No layer is asked when an engine saves or loads optimizer states, and torch has no hook for all optimizers. So functions
+of DeepSpeedEngine are wrapped.
 """
 
 import functools
@@ -11,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from deepspeed.checkpoint.constants import AUTOEP_LAYERS_KEY, AUTOEP_LAYERS_KEY_LEGACY
 from deepspeed.moe.layer import MoE as StockMoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.optim import Optimizer
@@ -43,10 +51,7 @@ def guard_optimizer_states() -> None:
 
 
 def _optimizer_of(engine: DeepSpeedEngine) -> Optimizer | None:
-    """Returns the optimizer whose parameter groups hold experts, or None.
-
-    None for AutoEP's experts, see autoep.py: a universal checkpoint renames their groups, and files hold the ep_size.
-    """
+    """Returns the optimizer whose parameter groups hold experts of MoE layers, or None."""
     optimizer = getattr(engine, "basic_optimizer", None)
     return optimizer if isinstance(optimizer, Optimizer) and _sizes(engine) else None
 
@@ -100,3 +105,24 @@ def _sizes_in(groups: list[dict[str, Any]]) -> list[int] | None:
 
 def _expert_groups(groups: list[dict[str, Any]]) -> list[str]:
     return sorted({str(group.get("name")) for group in groups if group.get("moe")})
+
+
+def refuse_other_autoep_size(engine: Any, ep_sizes: set[int], load_dir: str, tag: str) -> None:
+    """Raises ValueError if the optimizer state of a checkpoint is of another ep_size than AutoEP's layers.
+
+    ep_sizes: of our layers in the engine; at most one.
+    """
+    files = engine._get_all_ckpt_names(load_dir, tag)
+    if not ep_sizes or not files:
+        return  # without a file, DeepSpeed reports it
+    (own,) = ep_sizes
+    saved = engine.checkpoint_engine.load(files[0], map_location="cpu")
+    entries = saved.get(AUTOEP_LAYERS_KEY) or saved.get(AUTOEP_LAYERS_KEY_LEGACY) or ()
+    sizes = {entry["ep_size"] for entry in entries} - {own}
+    if sizes:
+        raise ValueError(
+            f"the checkpoint {load_dir}/{tag} was saved at autoep_size={sizes.pop()}, this engine has "
+            f"autoep_size={own}: its optimizer state belongs to other experts. Convert it with "
+            'deepspeed/checkpoint/ds_to_universal.py and load it with {"checkpoint": {"load_universal": true}}, or '
+            "take the weights alone: load_checkpoint(..., load_module_only=True)"
+        )
