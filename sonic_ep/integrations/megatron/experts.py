@@ -66,8 +66,8 @@ class SonicEPExperts(MegatronModule):
         self.activation = activation_of(config)
         self.gated = activation_named(self.activation).gated
         self.save_dispatched = options.save_dispatched
-        self._records = options.record_launches
-        self._recorded = RecordedExperts(self.group, self.transport, config.moe_router_topk * self.parts)
+        K = config.moe_router_topk * self.parts
+        self._recorded = RecordedExperts(self.group, self.transport, K, records=options.record_launches)
         assert config.moe_ffn_hidden_size is not None  # TransformerConfig fills it in
         H, I = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size // self.parts  # noqa: E741
         J = 2 * I if self.gated else I
@@ -166,7 +166,7 @@ class SonicEPExperts(MegatronModule):
             settings=settings,
             problem=routed.problem,
         )
-        return self._recorded(call) if self._records else self._recorded.compute(call)
+        return self._recorded(call)
 
     def routing_of(self, routed: RouterOutput, x: Tensor) -> Routing:
         """Returns the routing of what a router returned for x. A collective of the EP group."""
