@@ -18,7 +18,7 @@ receives, V pairs this rank receives, P rows of the pair buffer, e local experts
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -163,29 +163,6 @@ class PreparedDispatch:
     weights_P: Tensor
     rows_RH: Tensor | None = None
     resolve_sizes: "Callable[[], tuple[PreparedDispatch, bool]] | None" = None
-
-    def cut_to(self, num_rows: int, num_pairs: int) -> "PreparedDispatch":
-        """Returns the same with lists cut to P = num_rows and V = num_pairs, of lists with spare capacity."""
-        handle = replace(
-            self.handle,
-            row_of_pair_P=self.handle.row_of_pair_P[:num_rows],
-            pairs_by_row_V=self.handle.pairs_by_row_V[:num_pairs],
-            slot_V=self.handle.slot_V[:num_pairs],
-        )
-        return PreparedDispatch(handle, self.weights_P[:num_rows], self.rows_RH)
-
-    def speculative(
-        self, num_rows: int, resolve_sizes: "Callable[[], tuple[PreparedDispatch, bool]]"
-    ) -> "PreparedDispatch":
-        """Returns a speculative handle: experts compute on at most `num_rows` rows, before the host knows P.
-
-        If P is larger, the device sets expert_starts_e to zero, so that the experts write nothing beyond `num_rows`.
-        Spare entries of row_of_pair_P and weights_P must be zero.
-        """
-        weights_P, starts_e = self.weights_P[:num_rows], self.handle.expert_starts_e
-        starts_e = starts_e * (starts_e[-1:] <= weights_P.shape[0])
-        handle = replace(self.handle, row_of_pair_P=self.handle.row_of_pair_P[:num_rows], expert_starts_e=starts_e)
-        return PreparedDispatch(handle, weights_P, self.rows_RH, resolve_sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,25 @@ There are two guesses, because counts change slowly:
 1. Rows and lists (`SizePredictor`). We allocate 5/4 of what the last step needed and launch at once. The device knows
    the true counts. If they exceed the guess, it empties the plan (`bounded_plan`): every kernel becomes a no-op on
    every rank. Once the host has read the counts, it launches the step again with exact sizes.
-2. The experts' forward GEMMs (`RowPredictor`, `PreparedDispatch.speculative`). They are launched for 33/32 of the rows
-   that this rank's experts had in the last step. The margin is smaller because H of that many rows is saved for
-   backward. If the guess is too small, the device gives the experts no rows, and the host launches these GEMMs again.
+2. The experts' forward GEMMs (`RowPredictor`, `guessed`). They are launched for 33/32 of the rows that this rank's
+   experts had in the last step. The margin is smaller because H of that many rows is saved for backward. If the guess
+   is too small, the device gives the experts no rows, and the host launches these GEMMs again.
 
-Legend: S ranks of the EP group.
+The transport launches (symmetric.py), and so do the experts (sonic_ep/expert_parallel_mlp.py). Both ask here.
+
+Example: in the last step the experts of each rank had 1,000 rows, of 1,000 pairs. This step gets lists for 1,250 of
+each, and GEMMs for 1,031 rows. With 1,020 rows both guesses hold, and `cut_to` drops the spare ends. With 1,100 rows
+the lists are right, and the host launches the GEMMs again. With 1,300 rows no rank has sent anything, and the host
+launches all of it again.
+
+Legend: S ranks of the EP group, P rows of the pair buffer, V pairs this rank receives.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, Self, final
 
+from sonic_ep.dispatch.protocol import PreparedDispatch
 from sonic_ep.routing import SplitSizes
 
 _SIZE_MARGIN = 5 / 4  # bound / what the last step needed
@@ -109,3 +119,28 @@ class RowPredictor:
         if len(self._last) >= _MAX_RECORDS:
             self._last.clear()  # drops the keys of experts that are gone
         self._last[layer_key] = num_rows, num_tokens
+
+
+def guessed(
+    prepared: PreparedDispatch, num_rows: int, resolve_sizes: Callable[[], tuple[PreparedDispatch, bool]]
+) -> PreparedDispatch:
+    """Returns a speculative handle: experts compute on at most `num_rows` rows, before the host knows P.
+
+    If P is larger, the device sets expert_starts_e to zero, so that the experts write nothing beyond `num_rows`. Spare
+    entries of row_of_pair_P and weights_P must be zero.
+    """
+    handle, weights_P = prepared.handle, prepared.weights_P[:num_rows]
+    starts_e = handle.expert_starts_e * (handle.expert_starts_e[-1:] <= weights_P.shape[0])
+    handle = replace(handle, row_of_pair_P=handle.row_of_pair_P[:num_rows], expert_starts_e=starts_e)
+    return PreparedDispatch(handle, weights_P, prepared.rows_RH, resolve_sizes)
+
+
+def cut_to(prepared: PreparedDispatch, num_rows: int, num_pairs: int) -> PreparedDispatch:
+    """Returns the same with lists cut to P = num_rows and V = num_pairs, of lists with spare capacity."""
+    handle = replace(
+        prepared.handle,
+        row_of_pair_P=prepared.handle.row_of_pair_P[:num_rows],
+        pairs_by_row_V=prepared.handle.pairs_by_row_V[:num_pairs],
+        slot_V=prepared.handle.slot_V[:num_pairs],
+    )
+    return PreparedDispatch(handle, prepared.weights_P[:num_rows], prepared.rows_RH)

@@ -47,7 +47,7 @@ from sonic_ep.dispatch.protocol import (
     PreparedDispatch,
     Splits,
 )
-from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor
+from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor, cut_to, guessed
 from sonic_ep.dispatch.symmetric_buffers import Allocate, PeerBuffers, RowBuffers, row_bytes
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import bounded_plan, gather_sum, is_token_in_rank, pair_lists, symmetric_kernels
@@ -184,15 +184,14 @@ class SymmetricTransport:
         arriving_sizes = None if static else self._start_split_sizes(routing)
         in_rank = is_token_in_rank(routing.token_ids_N.contiguous(), plan.pair_starts_Q, routing.num_tokens)
         if arriving_sizes is None:
-            return self._prepare(routing, plan, in_rank, x_TH, self._static_sizes(routing, x_TH))
+            return self._launch(routing, plan, in_rank, x_TH, self._static_sizes(routing, x_TH))
         bound, speculative = self._bound, None
         if bound is None:
             bound = self._speculative_bound(arriving_sizes, routing.num_tokens, x_TH)
         if bound is not None:
             sizes = _Sizes(max(1, bound.tokens), bound.rows, bound.pairs, bound.pairs, may_exceed=True)
-            speculative = self._prepare(
-                routing, bounded_plan(plan, arriving_sizes.on_device, *bound), in_rank, x_TH, sizes
-            )
+            bounded = bounded_plan(plan, arriving_sizes.on_device, *bound)
+            speculative = self._launch(routing, bounded, in_rank, x_TH, sizes)
             if self._bound is not None:
                 return speculative
 
@@ -204,23 +203,19 @@ class SymmetricTransport:
             self._size_predictor.record(needed, routing.num_tokens)
             self._row_predictor.record(layer_key, P, routing.num_tokens)
             if bound is not None and speculative is not None and bound.holds(needed):
-                return speculative.cut_to(P, V), True
+                return cut_to(speculative, P, V), True
             sizes = _Sizes(max(1, needed.tokens), P, V, needed.pairs, may_exceed=False)
-            return self._prepare(routing, plan, in_rank, x_TH, sizes), False
+            return self._launch(routing, plan, in_rank, x_TH, sizes), False
 
         rows = self._row_predictor.rows(layer_key, routing.num_tokens)
         if speculative is None or rows is None or arriving_sizes.is_ready:
             return resolve_sizes()[0]
-        return speculative.speculative(rows, resolve_sizes)
+        return guessed(speculative, rows, resolve_sizes)
 
-    def _prepare(
-        self,
-        routing: Routing,
-        plan: RankPlan,
-        in_rank: Tensor,
-        x_TH: Tensor | None,
-        sizes: _Sizes,
+    def _launch(
+        self, routing: Routing, plan: RankPlan, in_rank: Tensor, x_TH: Tensor | None, sizes: _Sizes
     ) -> PreparedDispatch:
+        """Sends lists, and rows if there are any, into buffers of these sizes. in_rank: of `is_token_in_rank`."""
         self._row_buffer = 0
         S, pairs_SQ, token_ids_N = self.group.size, plan.pairs_SQ, routing.token_ids_N.contiguous()
         pad, pairs = self._signal_pad(), self._buffers.lists(sizes.max_pairs)

@@ -164,7 +164,7 @@ def before_sizes(rank: int, cases: list[Case], folder: str, early: int | None = 
         with (
             lists_with_spare(),
             poisoned_empty(),
-            noting(how, "o", SymmetricTransport, "_prepare"),
+            noting(how, "o", SymmetricTransport, "_launch"),
             noting(how, "r", AsyncSplitSizes, "read"),
             patch.object(AsyncSplitSizes, "is_ready", rank == early),
         ):

@@ -66,7 +66,7 @@ def steps(rank: int, cases: list[Case], folder: str) -> list[str]:
         with (
             lists_with_spare(),
             poisoned_empty(),
-            noting(how, "o", SymmetricTransport, "_prepare"),
+            noting(how, "o", SymmetricTransport, "_launch"),
             noting(how, "r", AsyncSplitSizes, "read"),
             noting(how, "e", mlp, "forward"),
             patch.object(AsyncSplitSizes, "is_ready", False),
