@@ -41,7 +41,7 @@ _MARGIN = 33 / 32  # bound / what the last steps needed
 _WINDOW = 64  # steps; the bound holds the largest of the last 64 to 127
 _LEVELS = 16  # below a balanced step, and in each doubling above it
 _MIN_UNIT = 128  # rows
-_EVERY_CALL = 3  # the ranks may record in the first three calls with a bound, then in the 4th, 8th, 16th, ...
+_FIRST_CALLS = 3  # the ranks may record in the first three calls with a bound, then in the 4th, 8th, 16th, ...
 
 
 class LayerTransport(NamedTuple):
@@ -57,13 +57,13 @@ class Step(NamedTuple):
     """One call of a layer.
 
     bound: of its sizes; None with static buffers, which are large enough for every step. tokens: the most of any rank.
-    is_time: whether the ranks may record in this call.
+    may_record: whether the ranks may record in this call.
     """
 
     via: LayerTransport
     bound: SizeBound | None
     tokens: int
-    is_time: bool
+    may_record: bool
 
     @property
     def key(self) -> object:
@@ -120,12 +120,12 @@ class BoundedSteps(Steps):
         bound = bound_of(largest.joined(self._before), self._K)
         self._calls[bound] += 1
         number = self._calls[bound]
-        is_time = number <= _EVERY_CALL or number & (number - 1) == 0
-        return Step(via, None if via.is_static else bound, largest.tokens, is_time)
+        may_record = number <= _FIRST_CALLS or number & (number - 1) == 0
+        return Step(via, None if via.is_static else bound, largest.tokens, may_record)
 
-    def is_time(self, step: Step, signature: object, *, known: bool) -> bool:
+    def may_record(self, step: Step, signature: object, *, known: bool) -> bool:
         """Returns True, on every rank, if the ranks may record now, whatever each of them has recorded."""
-        return step.is_time
+        return step.may_record
 
     def agreed(self, layer: Any, problem: str | None, *, known: bool = False) -> bool:
         """Returns True, on every rank, if no rank has a problem and not all know this step. A collective."""

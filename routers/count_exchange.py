@@ -180,17 +180,17 @@ def _order_to_send(group: EPGroup, counts_E: Tensor) -> int:
     return group.order.send() if host_may_wait(counts_E) else NO_ORDER
 
 
-def raise_problems(headers: list[int], problem: str | None, group: EPGroup, exchange: Exchange | None) -> None:
-    """Raises what is wrong on any rank. headers: the status headers of all ranks, in rank order, on the host.
+def raise_problems(status_fields: list[int], problem: str | None, group: EPGroup, exchange: Exchange | None) -> None:
+    """Raises what is wrong on any rank. status_fields: HEADER integers of each rank, rank by rank, on the host.
 
-    problem: this rank's own. A lost peer is checked first, because its header is zero.
+    problem: this rank's own. A lost peer is checked first, because its fields are zero.
     """
     if exchange is not None:
         exchange.raise_if_lost()
-    if len(set(headers[ORDER::HEADER])) > 1:  # first: it is about steps that have passed, and will not show again
+    if len(set(status_fields[ORDER::HEADER])) > 1:  # first: it is about steps that have passed, and will not show again
         raise ValueError(problem_with_orders(group.all_gather_object(group.order.sent, stage="orders of backwards")))
-    layers = [word // LAYER for word in headers[STATUS::HEADER]]
-    status_words = [word % LAYER for word in headers[STATUS::HEADER]]
+    layers = [word // LAYER for word in status_fields[STATUS::HEADER]]
+    status_words = [word % LAYER for word in status_fields[STATUS::HEADER]]
     if any(code & _PROBLEM for code in status_words):
         group.raise_together(problem, stage="the report of a problem")
     dtype_codes = [code % _PROBLEM - _FIRST_CODE for code in status_words]
@@ -201,7 +201,7 @@ def raise_problems(headers: list[int], problem: str | None, group: EPGroup, exch
         )
         raise ValueError(f"the ranks of the EP group disagree about input dtype or training mode: {described}")
     _raise_for_layers({rank: layer for rank, layer in enumerate(layers) if layer})
-    _raise_for_updates({rank: seed - NO_UPDATES for rank, seed in enumerate(headers[SEED::HEADER])})
+    _raise_for_updates({rank: seed - NO_UPDATES for rank, seed in enumerate(status_fields[SEED::HEADER])})
     bad_logits = [code // BAD_LOGIT for code in status_words]
     if any(bad_logits):
         bad = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(bad_logits) if count)

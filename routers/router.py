@@ -244,6 +244,7 @@ class Router(nn.Module):
         torch.ops.sonic_ep.prevent_dce(self._counts_since_update_E, out_TH.detach())
 
     def _settings(self) -> MoEConfig:
+        """Returns the config; in a compiled graph one with constants for numbers."""
         return constant_config_of(self._config_text) if torch.compiler.is_compiling() else self.config
 
     @torch.no_grad()

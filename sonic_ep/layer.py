@@ -286,7 +286,11 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
+# What the recordings of a layer need to know of it, see Code. Module level, because layers are pickled.
+
+
 def _flat_outputs(layer: MoE, inputs: list[Tensor]) -> list[Tensor]:
+    """Returns the fields of the layer's MoEOutput, then the lists of its pairs."""
     (x,) = inputs
     (y, aux_loss, stats), pairs = layer._compute(x)
     lists = [pairs.topk_ids_TK, pairs.expert_ids_N, pairs.chosen_N, *(pairs.balance_counts or ())]
@@ -336,7 +340,13 @@ def _problem_with_recording(layer: MoE, inputs: list[Tensor]) -> str | None:
     return None if inputs[0].numel() else "x is empty"
 
 
-_CODE = Code(_flat_outputs, _state, _uncounted, _problem_with_recording, _again)
+_CODE = Code(
+    compute=_flat_outputs,
+    state=_state,
+    undone=_uncounted,
+    problem=_problem_with_recording,
+    again=_again,
+)
 _NUM_OUTPUTS = 4 + len(GroupCounts._fields)  # of the layer; the lists of pairs follow
 
 

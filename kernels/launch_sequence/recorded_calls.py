@@ -66,7 +66,7 @@ class Steps:
         """Returns a step, with a `key` that its launches depend on. None if the code has to run."""
         return _Step()
 
-    def is_time(self, step: Any, signature: object, *, known: bool) -> bool:
+    def may_record(self, step: Any, signature: object, *, known: bool) -> bool:
         """Returns True if this call may record. signature: None if it cannot. known: whether it cannot be new."""
         if known or signature is None:
             return False
@@ -159,7 +159,7 @@ class RecordedCalls:
         problem = problem or problem_with_x(inputs[0]) or self._steps.problem_with_call(step, num_tokens)
         signature = None if problem is not None else _signature(layer, inputs, step.key)
         known = signature in self._replays or len(self._replays) == _MAX_SIGNATURES
-        if self._steps.is_time(step, signature, known=known) and not in_backward():
+        if self._steps.may_record(step, signature, known=known) and not in_backward():
             self._record(layer, inputs, step, signature, problem)
         replay = self._replays.get(signature)
         if replay is None or any(tensor.data_ptr() % ROW_ALIGNMENT for tensor in inputs):

@@ -257,11 +257,11 @@ def _again(experts: RecordedExperts, tensors: list[Tensor], outputs: list[Tensor
 
 
 _CODE = Code(
-    RecordedExperts.outputs_of,
-    RecordedExperts.state,
-    RecordedExperts.undone,
-    RecordedExperts.problem_with_recording,
-    _again,
+    compute=RecordedExperts.outputs_of,
+    state=RecordedExperts.state,
+    undone=RecordedExperts.undone,
+    problem=RecordedExperts.problem_with_recording,
+    again=_again,
 )
 
 

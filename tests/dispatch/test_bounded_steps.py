@@ -127,10 +127,10 @@ def test_the_code_runs_before_sizes_are_known_and_without_symmetric_memory() -> 
 def test_ranks_record_in_the_first_calls_and_then_rarely() -> None:
     steps = steps_of(EPGroup.alone())
     steps.observe(sizes_of(8, 32, 32))
-    times = [number for number in range(1, 70) if begun(steps, layer()).is_time]
+    times = [number for number in range(1, 70) if begun(steps, layer()).may_record]
     assert times == [1, 2, 3, 4, 8, 16, 32, 64]
     steps.observe(sizes_of(8, 3200, 3200))
-    assert begun(steps, layer()).is_time  # the first call with this bound
+    assert begun(steps, layer()).may_record  # the first call with this bound
 
 
 def test_static_buffers_hold_every_step() -> None:
@@ -196,13 +196,13 @@ def test_a_bad_status_is_raised() -> None:
     steps: Any = BoundedSteps(EPGroup.alone(), K, check, lambda _: None)
     steps._mailbox = SimpleNamespace(read=lambda: [5, 20, 20, 5, 16, 0])
     with pytest.raises(ValueError, match=r"\[5, 16, 0\]"):
-        steps.finish(Step(None, SizeBound(5, 128, 128), 5, is_time=False))  # pyright: ignore[reportArgumentType]
+        steps.finish(Step(None, SizeBound(5, 128, 128), 5, may_record=False))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("rows", "holds"), [(128, True), (129, False)])
 def test_sizes_beyond_the_bound_are_returned(rows: int, holds: bool) -> None:
     steps: Any = steps_of(EPGroup.alone())
     steps._mailbox = SimpleNamespace(read=lambda: [5, rows, 20, 5, 2, 0])
-    sizes = steps.finish(Step(None, SizeBound(5, 128, 128), 5, is_time=False))  # pyright: ignore[reportArgumentType]
+    sizes = steps.finish(Step(None, SizeBound(5, 128, 128), 5, may_record=False))  # pyright: ignore[reportArgumentType]
     assert (sizes is None) == holds
     assert begun(steps, layer()).bound.rows == 256  # learned in either case

@@ -1,4 +1,4 @@
-"""Room for the next step, and the plan that is one of nothing where there is not enough."""
+"""The bound of the next step's sizes, and the plan that is empty where the bound does not hold."""
 
 import torch
 from hypothesis import given
@@ -10,7 +10,7 @@ from sonic_ep.kernels.dispatch.split_sizes.reference import pack_split_sizes
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 
 
-def test_room_by_hand() -> None:
+def test_bound_by_hand() -> None:
     """Rank 0 sends 3 + 4 pairs and receives 3 + 9, rank 1 sends 9 + 1 and receives 4 + 1."""
     sizes = SplitSizes((5, 8), ((3, 6), (10, 1)), ((3, 4), (9, 1)))
     assert SizeBound.needed_by(sizes) == (8, 13, 12)
@@ -20,12 +20,22 @@ def test_room_by_hand() -> None:
         assert not SizeBound(*bound).holds(SizeBound.needed_by(sizes))
 
 
+def test_the_example_of_the_module() -> None:
+    sizes, rows = SizePredictor(), RowPredictor()
+    sizes.record(SizeBound(500, 1000, 1000), 500)
+    rows.record(7, 1000, 500)
+    bound = sizes.bound(500, max_pairs=10_000)
+    assert bound == (500, 1250, 1250)
+    assert rows.rows(7, 500) == 1031
+    assert [bound.holds(SizeBound(500, size, size)) for size in (1020, 1100, 1300)] == [True, True, False]
+
+
 @given(size=st.integers(1, 4), e=st.integers(1, 4), multiple=st.integers(1, 9), data=st.data())
 def test_the_device_says_what_the_host_does(size: int, e: int, multiple: int, data: st.DataObject) -> None:
     row = st.lists(st.one_of(st.just(0), st.integers(0, 40)), min_size=size * e, max_size=size * e)
     pairs_SE = torch.tensor(data.draw(st.lists(row, min_size=size, max_size=size)))
     rows_SE, tokens_S = -(-pairs_SE // multiple) * multiple, torch.arange(size) + 3
-    values = pack_split_sizes(tokens_S, rows_SE, pairs_SE, torch.full((size, 2), 99))  # the ranks' reports stand behind
+    values = pack_split_sizes(tokens_S, rows_SE, pairs_SE, torch.full((size, 2), 99))  # status fields follow
     needed = SizeBound.needed_by(AsyncSplitSizes(values, size).read())
     bound = SizeBound(*(most + data.draw(st.sampled_from([-1, 0, 0, 1])) for most in needed))
     plan = Plan.from_counts(rows_SE, pairs_SE, 4).of_rank(size - 1)
