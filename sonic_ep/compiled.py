@@ -259,7 +259,7 @@ def _backward(
     weights = ExpertWeights(w1_eJH, w2_eHI, b1_eJ, b2_eH)
     call = _call(group_name, transport, activation, save_dispatched, tile_aligned)
     grads = backward(dout_TH, saved, weights, call, needs)
-    weight_grads = (grads.dw1, grads.dw2_eHI, grads.db1_eJ, grads.db2_eH)
+    weight_grads = (grads.dw1, grads.dw2, grads.db1_eJ, grads.db2_eH)
     dw1, dw2, db1, db2 = (dout_TH.new_empty(0) if grad is None else grad for grad in weight_grads)
     return grads.dx_TH, grads.dweights_N, dw1, dw2, db1, db2
 

@@ -22,12 +22,12 @@ from sonic_ep.checks import (
 from sonic_ep.compiled import moe_in_graph
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import Transport
-from sonic_ep.expert_parallel_mlp import Call, SavedForBackward, backward, forward
+from sonic_ep.expert_parallel_mlp import NO_LORA, Call, SavedForBackward, backward, forward
 from sonic_ep.first_order import first_order
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
-from sonic_ep.kernels.experts.activations import activation_named, interleave, interleave_split
+from sonic_ep.kernels.experts.activations import Activation, activation_named, interleave, interleave_split
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routers.compiled import pending_sizes
@@ -35,7 +35,6 @@ from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_type
 
 Layout = Literal["interleaved", "concatenated", "transposed"]
-_NO_LORA = ExpertsLoRA()
 _NUM_WEIGHTS = 9  # of the arguments of _ExpertParallelMLP: w1, up, w2, two biases, A and B of two updates
 
 
@@ -89,59 +88,40 @@ def moe(
     act = activation_named(activation)
     if layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r} is not one of {', '.join(get_args(Layout))}")
-    gated, local_experts = act.gated and up_eIH is None, routing.counts.rows_SE.shape[1] // group.size
-    problem = problem_with_rows(x_TH, routing.num_tokens)
-    if problem is None:
-        sizes = {"gated": gated, "local_experts": local_experts, "transposed": layout == "transposed"}
-        problem = problem_with_weights(x_TH, w1_eJH, w2_eHI, b1_eJ, b2_eH, **sizes)
-    if problem is None and up_eIH is not None:
-        problem = problem_with_up(w1_eJH, up_eIH, gated=act.gated, b1=b1_eJ, accumulates=accumulate_into_main_grad)
-        if layout == "transposed":
-            problem = "up does not go with layout='transposed'; pass w1 (e, H, J) with gate and up in turns"
-    if problem is None and lora is not None:
-        w1, w2 = _by_rows(layout, w1_eJH, w2_eHI)
-        J = w1.shape[1] * (1 if up_eIH is None else 2)
-        problem = problem_with_low_rank(x_TH, J, w2.shape, lora.tensors())
-    if problem is None and accumulate_into_main_grad and gated and layout == "concatenated":
-        problem = (
-            "accumulate_into_main_grad=True does not go with layout='concatenated'; "
-            "pass w1 with gate and up interleaved"
-        )
+    if layout == "concatenated" and (up_eIH is not None or not act.gated):
+        layout = "interleaved"
+    problem = _problem_with(
+        x_TH,
+        routing,
+        (w1_eJH, w2_eHI, b1_eJ, b2_eH),
+        up_eIH,
+        lora,
+        group=group,
+        act=act,
+        layout=layout,
+        accumulates=accumulate_into_main_grad,
+    )
     if problem is not None:
         _check(routing)  # first: an error that all ranks raise has precedence, and its check may be a collective
         raise ValueError(problem)
-    if layout == "concatenated" and not gated:
-        layout = "interleaved"
-    has_halves = up_eIH is not None or layout == "concatenated"
+    if lora is not None:
+        lora = _padded(lora, halves=layout == "concatenated" or up_eIH is not None)
     if layout == "concatenated" and (b1_eJ is not None or torch.compiler.is_compiling()):
         w1_eJH, b1_eJ, layout = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ), "interleaved"
     weights_N = routing.weights_N.to(torch.promote_types(routing.weights_N.dtype, torch.float32))
     routing = replace(routing, weights_N=weights_N)
-    if lora is not None:
-        b1_eJr = lora.b1_eJr
-        if b1_eJr is not None and has_halves:
-            b1_eJr = interleave(b1_eJr)
-        lora = replace(lora, b1_eJr=b1_eJr).padded()
     if torch.compiler.is_compiling():
-        if lora is not None:
-            raise ValueError("lora is not supported under torch.compile; add B A to the weights, or do not compile")
-        if accumulate_into_main_grad:
-            raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
-        if not isinstance(transport, transport_type(group)):
-            raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
-        if routing.split_sizes is not None:
-            _check(routing)  # the router ran outside of the graph, and operations of a graph do not take split_sizes
         w1_eJH, w2_eHI = (weight.contiguous() for weight in _by_rows(layout, w1_eJH, w2_eHI))
-        weights = ExpertWeights(interleave_split(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH)
-        save_received = save_dispatched and group.size > 1
-        return moe_in_graph(
+        weights = ExpertWeights(interleave_split(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH, lora=lora)
+        return _in_graph(
             x_TH,
             routing,
             weights,
-            group=group,
-            transport=transport.text,
+            transport,
+            group,
             activation=activation,
-            save_dispatched=save_received,
+            save_dispatched=save_dispatched,
+            accumulates=accumulate_into_main_grad,
         )
     if routing.split_sizes is None:  # the router may have run in a compiled graph of its own
         routing = replace(routing, split_sizes=pending_sizes.pop(group.name, routing.counts.pairs_SE))
@@ -152,27 +132,86 @@ def moe(
     key = w1_eJH.data_ptr() if layer_key is None else layer_key
     call = Call(transport, group, act, save_dispatched, routing.tile_aligned, key)
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
+    tensors = w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, *(lora or NO_LORA).tensors()
     with _without_autocast(x_TH):
-        return _ExpertParallelMLP.apply(
-            x_TH,
-            weights_N,
-            w1_eJH,
-            up_eIH,
-            w2_eHI,
-            b1_eJ,
-            b2_eH,
-            *(lora or _NO_LORA).tensors(),
-            routing,
-            plan,
-            call,
-            params,
-            layout,
+        return _ExpertParallelMLP.apply(x_TH, weights_N, *tensors, routing, plan, call, params, layout)
+
+
+def _problem_with(
+    x_TH: Tensor,
+    routing: Routing,
+    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    up_eIH: Tensor | None,
+    lora: ExpertsLoRA | None,
+    *,
+    group: EPGroup,
+    act: Activation,
+    layout: Layout,
+    accumulates: bool,
+) -> str | None:
+    """Returns what is wrong with the arguments of `moe`, or None."""
+    w1, w2, b1_eJ, _ = weights
+    gated, local_experts = act.gated and up_eIH is None, routing.counts.rows_SE.shape[1] // group.size
+    problem = problem_with_rows(x_TH, routing.num_tokens)
+    if problem is None:
+        transposed = layout == "transposed"
+        problem = problem_with_weights(x_TH, *weights, gated=gated, local_experts=local_experts, transposed=transposed)
+    if problem is None and up_eIH is not None:
+        problem = problem_with_up(w1, up_eIH, gated=act.gated, b1=b1_eJ, accumulates=accumulates)
+        if layout == "transposed":
+            problem = "up does not go with layout='transposed'; pass w1 (e, H, J) with gate and up in turns"
+    if problem is None and lora is not None:
+        w1, w2 = _by_rows(layout, w1, w2)
+        J = w1.shape[1] * (1 if up_eIH is None else 2)
+        problem = problem_with_low_rank(x_TH, J, w2.shape, lora.tensors())
+    if problem is None and accumulates and layout == "concatenated":
+        problem = (
+            "accumulate_into_main_grad=True does not go with layout='concatenated'; "
+            "pass w1 with gate and up interleaved"
         )
+    return problem
 
 
 def _by_rows(layout: Layout, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the weights as (e, J, H) and (e, H, I), without a copy."""
     return (w1.mT, w2.mT) if layout == "transposed" else (w1, w2)
+
+
+def _padded(lora: ExpertsLoRA, *, halves: bool) -> ExpertsLoRA:
+    """Returns the updates as the kernels read them. halves: the rows of B1 are [gate; up]."""
+    b1_eJr = lora.b1_eJr
+    return replace(lora, b1_eJr=interleave(b1_eJr) if b1_eJr is not None and halves else b1_eJr).padded()
+
+
+def _in_graph(
+    x_TH: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    transport: Transport,
+    group: EPGroup,
+    *,
+    activation: str,
+    save_dispatched: bool,
+    accumulates: bool,
+) -> Tensor:
+    """`moe` in a compiled graph, whose operations find the transport by its text."""
+    if weights.lora is not None:
+        raise ValueError("lora is not supported under torch.compile; add B A to the weights, or do not compile")
+    if accumulates:
+        raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
+    if not isinstance(transport, transport_type(group)):
+        raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
+    if routing.split_sizes is not None:
+        _check(routing)  # the router ran outside of the graph, and operations of a graph do not take split_sizes
+    return moe_in_graph(
+        x_TH,
+        routing,
+        weights,
+        group=group,
+        transport=transport.text,
+        activation=activation,
+        save_dispatched=save_dispatched and group.size > 1,
+    )
 
 
 @_disable_dynamo
@@ -229,7 +268,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         with _without_autocast(w1):
             grads = backward(grad_outputs[0], saved, weights, ctx.call, needs, into)
         dw1 = grads.dw1 if into[0] is None else gradient_placeholder(param1)
-        dw2 = grads.dw2_eHI if into[1] is None else gradient_placeholder(param2)
+        dw2 = grads.dw2 if into[1] is None else gradient_placeholder(param2)
         dup = None
         if up_eIH is not None and dw1 is not None:
             dw1, dup = dw1.chunk(2, 1)
