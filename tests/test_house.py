@@ -265,6 +265,41 @@ def test_the_layer_shows_its_steps() -> None:
     assert lines["forward"] <= 20
 
 
+def callers(called: set[str]) -> set[tuple[str, str]]:
+    """Returns (name as it is written, file) of every call in the product of one of these names."""
+    return {
+        (name, str(path.relative_to(ROOT)))
+        for path in FILES
+        if path.relative_to(ROOT).parts[0] in PRODUCT
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in called
+    }
+
+
+def test_forward_and_backward_of_the_experts_are_written_once() -> None:
+    """functional.py and compiled.py give the same two functions to autograd, eagerly and in a compiled graph."""
+    tree = ast.parse((ROOT / "kernels" / "experts" / "mlp.py").read_text(encoding="utf-8"))
+    steps = {f"mlp.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert {"mlp.forward", "mlp.backward_hidden", "mlp.backward_pairs"} <= steps
+    assert callers(steps) == {(step, "sonic_ep/expert_parallel_mlp.py") for step in steps}
+    both = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if "sonic_ep.expert_parallel_mlp.backward" in imports(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert both == {"sonic_ep/functional.py", "sonic_ep/compiled.py"}
+
+
+def test_no_object_gets_another_class() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+    ]
+    assert found == []
+
+
 def test_a_transport_has_few_members() -> None:
     members = {name for name in dir(Transport) if not name.startswith("_")}
     assert {"prepare", "dispatch", "combine", "combine_scalars"} < members
