@@ -82,18 +82,18 @@ class _Linear(torch.autograd.Function):
 
 
 @torch.library.custom_op("sonic_ep::router_linear", mutates_args=())
-def _linear(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+def _graph_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     with torch.autocast(x_TH.device.type, enabled=False):
         return (router_linear(x_TH) or reference).logits(x_TH, weight_EH, None)
 
 
-@_linear.register_fake
+@_graph_logits.register_fake
 def _(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     return weight_EH.new_empty(x_TH.shape[0], weight_EH.shape[0])
 
 
 @torch.library.custom_op("sonic_ep::router_linear_backward", mutates_args=())
-def _linear_backward(
+def _graph_backward(
     dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and of the weight, an empty tensor where `of_x` or `of_weight` is False."""
@@ -103,7 +103,7 @@ def _linear_backward(
     return x_TH.new_empty(0) if dx_TH is None else dx_TH, weight_EH.new_empty(0) if dweight_EH is None else dweight_EH
 
 
-@_linear_backward.register_fake
+@_graph_backward.register_fake
 def _(dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, of_x: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
     return x_TH.new_empty(x_TH.shape if of_x else 0), weight_EH.new_empty(weight_EH.shape if of_weight else 0)
 
@@ -119,4 +119,4 @@ def _differentiate(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(grad if needed else None for grad, needed in zip(grads, needs, strict=True))
 
 
-_linear.register_autograd(_differentiate, setup_context=_save_for_backward)
+_graph_logits.register_autograd(_differentiate, setup_context=_save_for_backward)

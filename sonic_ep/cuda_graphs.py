@@ -121,7 +121,8 @@ class _Replays:
         self._layer = weakref.ref(layer)
         self._wanted, self._weights = _signature(x), _addresses(layer)
         self._gradients = gradients
-        self._forwards, self._went_back = 0, 0
+        self._num_forwards = 0
+        self._last_backward = 0  # the number of the forward of which the last backward was
         layer.register_forward_pre_hook(self._before)
         layer.register_forward_hook(self._after)
         for parameter in layer.parameters():
@@ -145,9 +146,9 @@ class _Replays:
                 "them in place"
             )
         self._gradients.save()
-        self._forwards += 1
+        self._num_forwards += 1
         if layer.group.size > 1:
-            forward = Forward(layer._number, self._forwards)
+            forward = Forward(layer._number, self._num_forwards)
             layer.group.order.add_ran(Ran(forward, is_graphed=True, is_replay=True))
         x: Tensor = args[0]
         if not (x.is_leaf and x.requires_grad and torch.is_grad_enabled()):
@@ -159,7 +160,7 @@ class _Replays:
     def _after(self, layer: MoE, args: object, output: MoEOutput) -> MoEOutput:
         if not layer.training:
             return output
-        forward, node = self._forwards, output.y.grad_fn
+        forward, node = self._num_forwards, output.y.grad_fn
         if node is not None:
             for value in (output.y, output.aux_loss):
                 value.register_hook(partial(self._before_backward, forward))
@@ -168,16 +169,16 @@ class _Replays:
         return output._replace(stats=output.stats._replace(entropy_T=output.stats.entropy_T.detach()))
 
     def _before_backward(self, forward: int, _: Tensor) -> None:
-        if forward != self._forwards:
+        if forward != self._num_forwards:
             raise RuntimeError(
                 "a graphed layer was run again before the backward of its earlier output, and keeps only the last; run "
                 "one microbatch at a time, forward and backward"
             )
-        if forward == self._went_back:
+        if forward == self._last_backward:
             self._gradients.save()
 
     def _after_backward(self, forward: int, *_: object) -> None:
-        self._went_back = forward
+        self._last_backward = forward
         layer = self._layer()
         if layer is not None and layer.group.size > 1:
             layer.group.order.add_ran(Ran(Forward(layer._number, forward), is_graphed=True))

@@ -96,7 +96,7 @@ class Experts(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if key in missing_keys:  # a state dict of before this was said
+        if key in missing_keys:  # an older state dict, without this entry
             missing_keys.remove(key)
 
     def forward(self, dtype: torch.dtype | None = None) -> ExpertWeights:

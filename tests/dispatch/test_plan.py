@@ -139,8 +139,8 @@ def test_chunks_as_they_arrive(load: Load) -> None:
         arriving = [(s, expert) for s in range(load.size) for expert in load.own(dst)]
         before = 0
         for (s, expert), fields_F in zip(arriving, chunks.table_FC.T.tolist(), strict=True):
-            rows, pairs, tiled, tiles_start, tail_start, first_pair = fields_F
-            slots = [i + (tiles_start if i < tiled else tail_start - tiled) for i in range(rows)]
+            rows, pairs, head_rows, head_start, tail_start, first_pair = fields_F
+            slots = [i + (head_start if i < head_rows else tail_start - head_rows) for i in range(rows)]
             assert slots == [slot_of[s, expert, i] for i in range(load.rows[s][expert])]
             assert (pairs, first_pair) == (load.pairs[s][expert], before)
             before += pairs

@@ -50,20 +50,20 @@ def _plan(
     arriving = source[:, None] * (S * e) + rank * e + expert[None, :]
     rows = tl.load(rows_ptr + arriving, mask=inside, other=0).to(tl.int32)
     pairs = tl.load(pairs_ptr + arriving, mask=inside, other=0).to(tl.int32)
-    tiled = rows // TILE * TILE
-    tails = rows - tiled
+    head_rows = rows // TILE * TILE
+    tail_rows = rows - head_rows
     rows_e = tl.sum(rows, axis=0)
     starts_e = tl.cumsum(rows_e, axis=0) - rows_e
-    tile_starts = starts_e[None, :] + tl.cumsum(tiled, axis=0) - tiled
-    tail_starts = (starts_e + tl.sum(tiled, axis=0))[None, :] + tl.cumsum(tails, axis=0) - tails
+    head_starts = starts_e[None, :] + tl.cumsum(head_rows, axis=0) - head_rows
+    tail_starts = (starts_e + tl.sum(head_rows, axis=0))[None, :] + tl.cumsum(tail_rows, axis=0) - tail_rows
     pairs_S = tl.sum(pairs, axis=1)
     first_pairs = (tl.cumsum(pairs_S, axis=0) - pairs_S)[:, None] + tl.cumsum(pairs, axis=1) - pairs
     C = S * e
     table_ptr += source[:, None] * e + expert[None, :]
     tl.store(table_ptr, rows, mask=inside)
     tl.store(table_ptr + C, pairs, mask=inside)
-    tl.store(table_ptr + 2 * C, tiled, mask=inside)
-    tl.store(table_ptr + 3 * C, tile_starts, mask=inside)
+    tl.store(table_ptr + 2 * C, head_rows, mask=inside)
+    tl.store(table_ptr + 3 * C, head_starts, mask=inside)
     tl.store(table_ptr + 4 * C, tail_starts, mask=inside)
     tl.store(table_ptr + 5 * C, first_pairs, mask=inside)
     tl.store(expert_starts_ptr + expert, starts_e, mask=is_expert)

@@ -1,8 +1,9 @@
 """The destination rank's index lists in plain torch: where received pairs are in the pair buffer, and by received row.
 
 Pairs arrive by *chunk* (source rank, local expert), and in a chunk by received row, ascending. A source numbers the
-rows that it sends to this rank from 0. The pair buffer holds each chunk in two pieces, full tiles and tail, at offsets
-of the plan. This is the CPU path, and the oracle of kernels/dispatch/recv_index/triton.py.
+rows that it sends to this rank from 0. The pair buffer holds each chunk in two pieces, its full tiles (the head) and
+the rest (the tail), at offsets of the plan. This is the CPU path, and the oracle of
+kernels/dispatch/recv_index/triton.py.
 
 Example: one source, tile 4, expert 0 with rows [0, 2, 3, 5, 6], expert 1 with [2] ->
     slot_V [0, 1, 2, 3, 4, 5], row_of_pair_P [0, 2, 3, 5, 6, 2], and by row (0: 0) (2: 1, 5) (3: 2) (5: 3) (6: 4):
@@ -28,9 +29,9 @@ class Chunks:
     table_FC: (6, C) int32. For each chunk:
         0  rows
         1  real pairs, which come first; at least one in a chunk with rows
-        2  rows in full tiles
-        3  the pair-buffer row of the first row in a full tile
-        4  the pair-buffer row of the first row of the tail
+        2  rows of the head, the full tiles
+        3  the pair-buffer row of the first row of the head
+        4  the pair-buffer row of the first row of the tail, the rest
         5  the first pair, in arrival order
     expert_starts_e: (e + 1,) int32 exclusive prefix sums of pair-buffer rows per expert.
     num_sources: S.
@@ -129,11 +130,12 @@ def pair_lists(
         >>> lists.pairs_by_row_V.tolist(), lists.pair_starts_R.tolist()
         ([0, 1, 5, 2, 3, 4], [0, 1, 1, 3, 4, 4, 5, 6])
     """
-    rows_C, pairs_C, tiled_C, tiles_C, tail_C, first_pair_C = chunks.table_FC.long().unbind()
+    rows_C, pairs_C, head_rows_C, head_starts_C, tail_starts_C, first_pair_C = chunks.table_FC.long().unbind()
     device = weights_V.device
     chunk_P = torch.repeat_interleave(rows_C, output_size=chunks.num_rows)
     index_P = torch.arange(chunks.num_rows, device=device) - (rows_C.cumsum(0) - rows_C)[chunk_P]
-    slot_P = index_P + torch.where(index_P < tiled_C[chunk_P], tiles_C[chunk_P], (tail_C - tiled_C)[chunk_P])
+    in_head_P, before_tail_C = index_P < head_rows_C[chunk_P], tail_starts_C - head_rows_C
+    slot_P = index_P + torch.where(in_head_P, head_starts_C[chunk_P], before_tail_C[chunk_P])
     # A padding row repeats a pair of its chunk, so it reads a row that its own source has sent.
     pair_P = first_pair_C[chunk_P] + torch.minimum(index_P, pairs_C[chunk_P] - 1)
     slot_V = slot_P[torch.nonzero_static(index_P < pairs_C[chunk_P], size=chunks.num_pairs).flatten()]

@@ -33,10 +33,10 @@ _TILE = 2048  # chunks per step of `_row_starts`
 @triton.jit
 def _slots(index, table_ptr, chunk, C):
     """Returns the pair-buffer rows of the rows `index` of a chunk."""
-    tiled = tl.load(table_ptr + 2 * C + chunk)
-    tiles_start = tl.load(table_ptr + 3 * C + chunk)
+    head_rows = tl.load(table_ptr + 2 * C + chunk)
+    head_start = tl.load(table_ptr + 3 * C + chunk)
     tail_start = tl.load(table_ptr + 4 * C + chunk)
-    return index + tl.where(index < tiled, tiles_start, tail_start - tiled)
+    return index + tl.where(index < head_rows, head_start, tail_start - head_rows)
 
 
 @triton.jit

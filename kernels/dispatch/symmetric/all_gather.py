@@ -37,15 +37,15 @@ def _slot(slots_ptr, dst, source, epoch, capacity, S: tl.constexpr, NUM_SLOTS: t
 
 
 @triton.jit
-def _copy(from_ptr, to_ptr, F, there, BLOCK: tl.constexpr):
-    """Copies F integers, or writes zeros if not `there`.
+def _copy(from_ptr, to_ptr, F, has_arrived, BLOCK: tl.constexpr):
+    """Copies F integers, or writes zeros if they have not arrived.
 
     Loads bypass the L1 cache, which is not coherent with the stores of other ranks.
     """
     offset = 0
     while offset < F:
         index = offset + tl.arange(0, BLOCK)
-        values = tl.load(from_ptr + index, mask=(index < F) & there, other=0, cache_modifier=".cg")
+        values = tl.load(from_ptr + index, mask=(index < F) & has_arrived, other=0, cache_modifier=".cg")
         tl.store(to_ptr + index, values, mask=index < F)
         offset += BLOCK
 

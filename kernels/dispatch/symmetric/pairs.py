@@ -1,4 +1,4 @@
-"""Numbers of pairs in the memory of other ranks: index lists and weights out, one scalar per pair back.
+"""What belongs to single pairs, in the memory of other ranks: index lists and weights out, one scalar per pair back.
 
 Both directions compute their offsets from pairs_SQ, which all ranks know. A destination rank receives pairs by source
 rank, and a source rank lists its pairs by destination rank.

@@ -81,12 +81,12 @@ def _push_rows(
     while tile < tiles:
         token = tile // blocks * TOKENS + tl.arange(0, TOKENS)
         columns = tile % blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        there = token < T
-        inside = there[:, None] & (columns < H)
+        in_T = token < T
+        inside = in_T[:, None] & (columns < H)
         x = tl.load(x_ptr + token.to(tl.int64)[:, None] * H + columns, mask=inside, other=0)
         offset = (rank * stride + token).to(tl.int64)
         for dst in tl.static_range(S):
-            in_rank = tl.load(is_token_in_rank_ptr + dst * T + token, mask=there, other=0) > 0
+            in_rank = tl.load(is_token_in_rank_ptr + dst * T + token, mask=in_T, other=0) > 0
             buffer_ptr = tl.load(buffers_ptr + dst).to(tl.pointer_type(x_ptr.dtype.element_ty))
             buffer_ptr = tl.multiple_of(buffer_ptr, 16)
             tl.store(buffer_ptr + offset[:, None] * H + columns, x, mask=inside & in_rank[:, None])

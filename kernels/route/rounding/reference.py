@@ -58,11 +58,11 @@ def apply_rule(
         case "off":
             rows_SE = chosen_SE
         case "pad":
-            rows_SE = _up(chosen_SE, t)
+            rows_SE = _round_up(chosen_SE, t)
         case "nearest":
-            rows_SE = _nearest(chosen_SE, t)
+            rows_SE = _round_to_nearest(chosen_SE, t)
         case "up":
-            rows_SE = _up(chosen_SE, t)
+            rows_SE = _round_up(chosen_SE, t)
         case "down":
             rows_SE = chosen_SE // t * t
         case "stochastic":
@@ -73,7 +73,7 @@ def apply_rule(
             unit = torch.full_like(t, rule.G)
     # Plain top-K pairs with padding rows: in modes "pad" and "off" (t = 1), or where t = "auto" falls back to padding.
     pads = total < rule.pads_below
-    rows_SE = torch.where(pads, _up(chosen_SE, t), rows_SE)
+    rows_SE = torch.where(pads, _round_up(chosen_SE, t), rows_SE)
     pairs_SE = torch.minimum(rows_SE, torch.where(pads, chosen_SE, tokens_S1))
     if rule.capacity is None:
         return rows_SE, pairs_SE, torch.zeros_like(tokens_S), t
@@ -86,12 +86,12 @@ def apply_rule(
     return capped_SE, remaining_SE, cut_S, t
 
 
-def _up(counts: Tensor, unit: Tensor | int) -> Tensor:
+def _round_up(counts: Tensor, unit: Tensor | int) -> Tensor:
     """Returns the counts rounded up to a multiple of `unit`."""
     return (counts + unit - 1) // unit * unit
 
 
-def _nearest(counts: Tensor, unit: Tensor | int) -> Tensor:
+def _round_to_nearest(counts: Tensor, unit: Tensor | int) -> Tensor:
     """Returns the nearest multiple of `unit`; a half rounds to the even multiple."""
     floor = counts // unit
     twice = 2 * (counts - floor * unit)
@@ -111,8 +111,8 @@ def _noise(like: Tensor, below: Tensor, seed: Tensor | int) -> Tensor:
 def _apportion(chosen_SE: Tensor, tokens_S1: Tensor, t: Tensor, G: int) -> Tensor:
     """Returns rows_SE: each expert's total rounded to a multiple of G, dealt to the ranks in units of t."""
     # The caps allow every rounded total, with padding rows if necessary, and no rows on a rank without tokens.
-    caps_S1 = _up(tokens_S1, G) // t
-    wanted_E = _nearest(chosen_SE.sum(0), G) // t
+    caps_S1 = _round_up(tokens_S1, G) // t
+    wanted_E = _round_to_nearest(chosen_SE.sum(0), G) // t
     # The priority of the last unit is within +-3G: the wanted total differs from the sum of the counts by at most G/2,
     # which at worst one rank takes or gives.
     return t * deal_units(chosen_SE, t, caps_S1.expand_as(chosen_SE), wanted_E, search_bits=(3 * G).bit_length())

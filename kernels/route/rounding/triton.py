@@ -27,13 +27,13 @@ _ANY_BITS = 32
 
 
 @triton.jit
-def _ceil(counts, unit):
+def _round_up(counts, unit):
     """Returns the counts rounded up to a multiple of `unit`."""
     return (counts + unit - 1) // unit * unit
 
 
 @triton.jit
-def _round(counts, unit):
+def _round_to_nearest(counts, unit):
     """Returns the nearest multiple of `unit`; a half rounds to the even multiple."""
     floor = counts // unit
     twice = 2 * (counts - floor * unit)
@@ -146,9 +146,9 @@ def _round_counts(
     tokens = tl.load(tokens_ptr + rank * tokens_stride, mask=rank < S, other=0)
     rows = chosen
     if MODE == _NEAREST:
-        rows = _round(chosen, t)
+        rows = _round_to_nearest(chosen, t)
     elif MODE == _UP:
-        rows = _ceil(chosen, t)
+        rows = _round_up(chosen, t)
     elif MODE == _DOWN:
         rows = chosen // t * t
     elif MODE == _STOCHASTIC:
@@ -156,13 +156,13 @@ def _round_counts(
         more = _noise(index, t, tl.load(seed_ptr).to(tl.int64)) < remainder
         rows = chosen - remainder + tl.where(more, t, 0)
     elif MODE == _APPORTION:
-        wanted = _round(tl.sum(chosen, axis=0), G) // t
+        wanted = _round_to_nearest(tl.sum(chosen, axis=0), G) // t
         if ONE_RANK:
             rows = tl.where(inside, t * wanted[None, :], 0)
         else:
-            caps = tl.where(inside, _ceil(tokens, G) // t, 0)
+            caps = tl.where(inside, _round_up(tokens, G) // t, 0)
             rows = t * _deal(chosen, t, caps, wanted, BITS)
-    rows = tl.where(pads, _ceil(chosen, t), rows)
+    rows = tl.where(pads, _round_up(chosen, t), rows)
     tl.store(rows_ptr + index, rows, mask=inside)
     tl.store(pairs_ptr + index, tl.minimum(rows, tl.where(pads, chosen, tokens)), mask=inside)
 

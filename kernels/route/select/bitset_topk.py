@@ -12,6 +12,11 @@ smaller part: the k best keys (to select) or the k worst (to leave out), in two 
    level, every one of the k best keys reaches it too, so words whose best key does not are skipped.
 2. Gather the keys of the remaining words, and find the last of the k keys by bisection.
 
+Example: 5 tokens with the scores 5, 9, 3, 4, 4. Tokens 0 and 2 have the expert in their top-K, the others are eligible,
+and 4 tokens are wanted. So 0 and 2 are selected, and class 1 is divided: two of the keys 9, 4, 4. Fewer are left out
+than selected, so the k = 1 worst is searched, and two tokens tie for it. The selected bits are tokens 0, 1 and 2, the
+tied bits tokens 3 and 4, and the caller adds 1 of these, token 3.
+
 Legend: T tokens on this rank. A row is one expert's, of `words` * 32 keys.
 """
 

@@ -163,7 +163,7 @@ def _losses(
     times_stride,
     balance_factor,
     z_factor,
-    choices,
+    pairs_of_sequence,
     Z,
     S,
     E: tl.constexpr,
@@ -176,8 +176,8 @@ def _losses(
     """Adds the partial sums of one sequence and computes its part of the losses: the second stage.
 
     A program reads Z partial sums, and without COUNT the gathered counts `times` (S, E). It writes the weighted loss of
-    its sequence to losses (B,), and with BALANCE dshares (B, E) = load * balance_factor. `choices` is L * K, the number
-    of pairs of a sequence. Grid: (B,). Example: see reference.py.
+    its sequence to losses (B,), and with BALANCE dshares (B, E) = load * balance_factor. pairs_of_sequence: L * K.
+    Grid: (B,). Example: see reference.py.
     """
     sequence, expert, row = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     is_expert = expert < E
@@ -194,7 +194,7 @@ def _losses(
                 counts += tl.sum(tl.load(counts_ptr + places, mask=inside, other=0), axis=0)
             first += ROWS
         if COUNT:
-            load = counts.to(tl.float32) / choices
+            load = counts.to(tl.float32) / pairs_of_sequence
         else:  # the load in the whole EP group
             times = tl.zeros([COLUMNS], dtype=tl.int64)
             rank = 0
