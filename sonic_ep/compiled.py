@@ -120,17 +120,9 @@ def _prepare_dispatch(
 
 @_prepare_dispatch.register_fake
 def _(
-    x_TH: Tensor,
-    weights_N: Tensor,
-    token_ids_N: Tensor,
-    counts: list[Tensor],
-    num_tokens: int,
-    max_rows: int | None,
-    max_received: int | None,
-    group_name: str,
-    ep_size: int,
-    transport: str,
+    x_TH: Tensor, weights_N: Tensor, token_ids_N: Tensor, counts: list[Tensor], num_tokens: int, *constants: Any
 ) -> tuple[Tensor, list[Tensor], Tensor]:
+    *_, ep_size, _transport = constants
     T, e = num_tokens, counts[0].shape[1] // ep_size
     new_size = torch.library.get_ctx().new_dynamic_size
     P, V = new_size(), new_size()
@@ -213,16 +205,9 @@ def _(
     lists: list[Tensor],
     splits_FS: Tensor,
     w1_eJH: Tensor,
-    w2_eHI: Tensor,
-    b1_eJ: Tensor | None,
-    b2_eH: Tensor | None,
-    group_name: str,
-    ep_size: int,
-    transport: str,
-    activation: str,
-    save_dispatched: bool,
-    tile_aligned: bool,
+    *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    *_, save_dispatched, _tile_aligned = others
     (T, H), R = x_TH.shape, lists[_PAIR_STARTS].shape[0] - 1
     return (
         x_TH.new_empty(T, H),
@@ -277,14 +262,9 @@ def _(
     b1_eJ: Tensor | None,
     b2_eH: Tensor | None,
     num_pairs: int,
-    group_name: str,
-    ep_size: int,
-    transport: str,
-    activation: str,
-    save_dispatched: bool,
-    tile_aligned: bool,
-    needs: list[bool],
+    *constants: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *_, needs = constants
     weights = zip((w1_eJH, w2_eHI, b1_eJ, b2_eH), needs, strict=True)
     dw1, dw2, db1, db2 = (dout_TH.new_empty(weight.shape if weight is not None and n else 0) for weight, n in weights)
     return dout_TH.new_empty(dout_TH.shape), weights_P.new_empty(num_pairs), dw1, dw2, db1, db2
