@@ -21,7 +21,7 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     def run(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
         if not torch.is_grad_enabled():  # without create_graph
             return backward(ctx, *grad_outputs)
-        # The gradients depend on these, so that who differentiates by any of them comes by here.
+        # The returned gradients depend on these for autograd: a derivative by any of them reaches _NotDifferentiable.
         causes = [t for t in (*grad_outputs, *ctx.saved_tensors) if t is not None and t.requires_grad]
         with torch.no_grad():
             gradients = backward(ctx, *grad_outputs)
@@ -35,7 +35,7 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Returns its first tensors. They depend on the others too, as far as autograd knows."""
+    """Returns its first `number` tensors, which depend on the others too for autograd. Its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: Tensor) -> Gradients:

@@ -13,10 +13,10 @@ from torch import Tensor
 # The header fields, which precede the counts, and their number F.
 TOKENS, STATUS, SEED, ORDER = range(4)
 HEADER = 4
-# A seed is smaller. Without one, its field may hold this plus the number of updates of the expert bias.
+# The SEED field holds a seed, below 2^31. Without one it may hold this plus the number of updates of the expert bias.
 NO_UPDATES = 2**32
-# Each non-finite logit adds the first to the status word. The number of a layer, 0 if it has none, times the second is
-# added too. It must be below MAX_LAYER, so that words are positive.
+# A status word is code + BAD_LOGIT * (non-finite logits) + LAYER * (number of the layer, 0 if it has none). The code is
+# below BAD_LOGIT, and the number below MAX_LAYER, so that words are positive.
 BAD_LOGIT, LAYER, MAX_LAYER = 32, 2**48, 2**15
 
 
