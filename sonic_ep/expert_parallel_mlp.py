@@ -29,6 +29,7 @@ from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
 from sonic_ep.kernels.lora import low_rank
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 
+NO_LORA = ExpertsLoRA()
 _MIN_FILL = 15 / 16  # If P fills less of the speculative H, we clone the P rows, to free the spare capacity.
 
 
@@ -190,7 +191,8 @@ def backward(
     if weights_P is not None:
         db1, db2 = mlp.backward_biases(ops, do_RH, weights_P, dh_PJ, pairs)
     db1, db2 = db1 if needs_b1 else None, db2 if needs_b2 else None
-    return Gradients(dx_TH, dweights_N, dw1, dw2, db1, db2, ExpertsLoRA(*lora_grads))
+    dlora = NO_LORA if lora is None else ExpertsLoRA(*lora_grads)
+    return Gradients(dx_TH, dweights_N, dw1, dw2, db1, db2, dlora)
 
 
 def _pair_lists(handle: DispatchHandle, call: Call) -> PairLists:
