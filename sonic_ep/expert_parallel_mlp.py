@@ -69,8 +69,8 @@ class SavedForBackward:
 class Gradients(NamedTuple):
     """What `backward` returns. That of a weight that needs none is None.
 
-    dw1, dw2: in the layout of w1 and w2, with transposed weights (e, H, J) and (e, I, H). With split gate/up weights the
-    rows of dw1 are [dgate; dup], (e, J, H). lora: those of A1, B1, A2 and B2.
+    dw1, dw2: in the layout of w1 and w2, with transposed weights (e, H, J) and (e, I, H). With split gate/up weights
+    the rows of dw1 are [dgate; dup], (e, J, H). lora: those of A1, B1, A2 and B2.
     """
 
     dx_TH: Tensor

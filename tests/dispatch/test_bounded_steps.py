@@ -177,7 +177,7 @@ def test_an_exchange_sends_the_order_of_backwards() -> None:
     other, steps = Order(), steps_of(group)
     steps._mailbox = cast(Any, mailbox)
     transport: Any = SimpleNamespace(raise_if_lost=lambda: None, memory=lambda *_: [])
-    step = Step(LayerTransport(transport, 16, torch.device("cpu"), False), None, 8, is_time=False)
+    step = Step(LayerTransport(transport, 16, torch.device("cpu"), False), None, 8, may_record=False)
     for _ in range(3):
         begin_backward, expected = steps.start(), other.send()
         with steps.captured():
