@@ -238,7 +238,7 @@ class SymmetricTransport:
             num_tokens=routing.num_tokens,
             num_rows=S * sizes.stride,
             num_listed=token_ids_N.shape[0],
-            forward=routing.forward_in(self.group),
+            forward=routing.forward_in(self.group)._replace(waits=False),
         )
         handle = DispatchHandle.of(
             buffer, plan.expert_starts_e, (in_rank, routing.counts.tokens_S, pairs_SQ), handle_sizes

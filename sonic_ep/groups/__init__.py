@@ -222,7 +222,7 @@ class EPGroup:
         if self.size == 1:
             return
         self.order.add(forward)
-        if self._backends.get(like.device.type) != "gloo":
+        if not forward.waits or self._backends.get(like.device.type) != "gloo":
             return
         own, ran = self.order.ran()
         orders = self.all_gather(

@@ -24,11 +24,13 @@ class Forward(NamedTuple):
     """A forward.
 
     exchange: the number of the exchange of counts in which the ranks routed, the same on every rank. Of a CUDA graph,
-    the number of the layer's replay. layer: see `EPGroup.layer`.
+    the number of the layer's replay. layer: see `EPGroup.layer`. waits: whether the host waits for other ranks in its
+    backward, if that is over gloo.
     """
 
     layer: int = 0
     exchange: int = 0
+    waits: bool = True
 
 
 class Ran(NamedTuple):
@@ -44,11 +46,11 @@ class Ran(NamedTuple):
     @property
     def identity(self) -> int:
         """The same on every rank, and of no other. A forward that exchanges counts needs no layer, which may be 0."""
-        layer, exchange = self.forward
+        layer, exchange, _ = self.forward
         return (exchange << 20) + (layer << 3) * self.is_graphed + 2 * self.is_replay + self.is_graphed + 1
 
     def __str__(self) -> str:
-        layer, number = self.forward
+        layer, number, _ = self.forward
         of_layer = f"layer {layer}" if layer else "a layer"
         return (
             f"replay {number} of {of_layer}" if self.is_replay else f"the backward of forward {number}, of {of_layer}"

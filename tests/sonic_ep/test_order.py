@@ -312,7 +312,7 @@ def in_order(rank: int) -> list[str]:
     """Messages after steps in which ranks agree, and nothing is usual: they run the backwards in reversed order, twice,
     recomputed, of a routing of their own, and of layers that are not trained."""
     group, messages = EPGroup(), []
-    layers = layers_of(config_of(TransportConfig(timeout=20)), group)
+    layers = layers_of(config_of(TransportConfig(kind="all_to_all", timeout=20)), group)
     first, x = layers[0], rows(layers[0])
     recomputing = {"use_reentrant": False, "context_fn": replay_contexts}
 
@@ -343,7 +343,7 @@ def test_the_same_order_is_no_error(ranks: Ranks) -> None:
 
 def pairs_crossed(rank: int) -> str:
     group = EPGroup()
-    first, _ = layers_of(config_of(TransportConfig(timeout=20)), group)
+    first, _ = layers_of(config_of(TransportConfig(kind="all_to_all", timeout=20)), group)
     x, ids, weights = rows(first), torch.arange(2), first.experts()
     routings = [Routing.from_pairs(ids, ids, torch.ones(2), num_tokens=T, E=8, group=group) for _ in range(2)]
     outs = [moe(x, routing, weights.w1, weights.w2_eHI, transport=first.transport, group=group) for routing in routings]

@@ -1,6 +1,7 @@
 """`round_tokens`: models of transformers round as our own layer with their weights does, in training alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def own_layer(block: Any, router: RouterConfig) -> MoE:
 
     weights = weights_of(block.experts, torch.float32)
     has_halves = layout_of(block.experts) == "concatenated"
+    if layout_of(block.experts) == "transposed":
+        weights = replace(weights, w1=weights.w1.mT, w2_eHI=weights.w2_eHI.mT)
     (E, d, n), K = weights.w2_eHI.shape, router_of(block).top_k
     activation: Any = activation_of(block.experts)
     layer = MoE(
