@@ -1,5 +1,6 @@
 """Experts behind a framework's router that repeat recorded launches compute, bit for bit, what their code computes."""
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,10 +71,10 @@ class Layer:
         self.weights = [part.view(size).requires_grad_() for part, size in zip(parts, sizes, strict=True)]
         shapes = [(e, R, D), (e, 2 * N, R), (e, R, N), (e, D, R)] if lora else []
         self.updates = [weight(*shape).requires_grad_() for shape in shapes]
-        self.hooks_called = 0
+        self.hooks_called, this = 0, weakref.proxy(self)  # no cycle through autograd, which no collector frees
         for param in self.weights[: 2 * main_grad]:
             param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
-            param.register_post_accumulate_grad_hook(self._note)
+            param.register_post_accumulate_grad_hook(lambda param: this._note(param))
 
     def _note(self, param: Tensor) -> None:
         assert param.grad_added_to_main_grad  # type: ignore[attr-defined]
