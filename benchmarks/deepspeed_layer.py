@@ -34,8 +34,7 @@ over --rounds, and the largest of all ranks, in milliseconds unless said otherwi
                           not exchange its counts
     saved_mib             what one MoE layer holds between forward and backward, without input and output
     recorded              recordings of the first MoE layer of ours; 0: its code runs, and the log says why
-    recorded_in_turn      recordings of launches in the steps that count; a turn with one is repeated, three times at
-                          most
+    recorded_in_turn      recordings of launches in the steps that count; a turn with one is repeated, at most twice
     first_loss            of the first rank before any step, without l_aux: contestants without rounding agree but for
                           bf16
     turns                 the number of turns

@@ -31,8 +31,7 @@ all ranks, in milliseconds unless said otherwise:
                           are free until this one is done. The stock dispatcher is given its row counts, for which it
                           would wait
     saved_mib             what one MoE layer holds between forward and backward, without input and output
-    recorded_in_turn      recordings of launches in the steps that count; a turn with one is repeated, three times at
-                          most
+    recorded_in_turn      recordings of launches in the steps that count; a turn with one is repeated, at most twice
     first_loss            of the first rank before any step: contestants without rounding agree but for bf16
 
 With graphs the layer is not called alone. What fails is in `errors`, and the others go on.

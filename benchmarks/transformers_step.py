@@ -33,7 +33,7 @@ Medians over --rounds, and the largest of all ranks, in milliseconds unless said
     saved_mib         what one MoE block saves in its forward for its backward, without its input and its weights
     peak_gib          the most that torch allocated in a turn of steps
     recorded_in_steps, recorded_in_layers
-                      recordings of launches in the turns that count; a turn with one is repeated, three times at most
+                      recordings of launches in the turns that count; a turn with one is repeated, at most twice
     first_loss        of the first rank, before any step: contestants without rounding agree but for bf16
 """
 

@@ -72,9 +72,9 @@ class Step(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """An integer of this step, at the place of a tensor with whose address the launches were recorded.
+    """An integer of this step, in place of a tensor: launches that were recorded with its address get the integer.
 
-    A launch then gets the integer where it got the address. It must be below 2^57, as an address is (driver.c).
+    It must be below 2^57, as an address is (driver.c).
     """
 
     value: int

@@ -194,7 +194,7 @@ def _in_graph(
     save_dispatched: bool,
     accumulates: bool,
 ) -> Tensor:
-    """`moe` in a compiled graph, whose operations find the transport by its text."""
+    """`moe` in a compiled graph: its operations find the transport by its text."""
     if weights.lora is not None:
         raise ValueError("lora is not supported under torch.compile; add B A to the weights, or do not compile")
     if accumulates:

@@ -88,7 +88,7 @@ class GroupTransport:
     def known_device(self, device: torch.device) -> torch.device:
         """Returns `device`, or if no transport was chosen for its type, the current device of a type with one.
 
-        For a rank whose weights or rows may be on another device than those of the others: to choose is a collective.
+        For a rank that may have weights or rows on another device than the other ranks: to choose is a collective.
         """
         return device if device.type in self._chosen or not self._chosen else torch.device(next(iter(self._chosen)))
 

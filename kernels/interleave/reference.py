@@ -1,9 +1,8 @@
 """`interleaved` in plain torch: gate and up weights in two tensors, copied into one operand of a GEMM.
 
-The oracle of kernels/interleave/triton.py. The CPU path calls `interleave_split`, which it is.
+The oracle of kernels/interleave/triton.py. On the CPU the experts call `interleave_split` themselves.
 
-Legend: e local experts, I expert width, J pre-activation columns (2I if gated else I), H hidden
-size.
+Legend: e local experts, I expert width, J pre-activation columns (2I if gated else I), H hidden size.
 """
 
 from torch import Tensor

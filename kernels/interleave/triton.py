@@ -3,8 +3,7 @@
 torch's copies of several tensors into one leave in their unused parameters what the host's stack held, so that a
 recording of launches cannot tell them from addresses (kernels/launch_sequence/addresses.py).
 
-Legend: e local experts, I expert width, J pre-activation columns (2I if gated else I), H hidden
-size.
+Legend: e local experts, I expert width, J pre-activation columns (2I if gated else I), H hidden size.
 """
 
 import triton

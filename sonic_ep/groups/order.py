@@ -1,6 +1,6 @@
 """`Order`: in which order this rank runs the backwards of a group's layers, in a form that costs nothing to compare.
 
-A backward sends rows and values, and nothing that says whose they are. If two ranks run two backwards in different
+A backward sends rows and values, and nothing that names the backward. If two ranks run two backwards in different
 orders, each takes the rows of one for those of the other, and gradients are wrong. So every rank adds the identity of a
 backward to a hash on its host when the backward begins. The hash travels in the next forward's exchange of counts, and
 starts anew there. Over gloo the ranks compare when the backward begins, too. If the hashes differ, the ranks tell each
@@ -12,8 +12,9 @@ The forwards of layers in CUDA graphs (cuda_graphs.py) exchange nothing that a h
 from itertools import zip_longest
 from typing import NamedTuple, final
 
-# A hash is an odd multiple-and-add of the one before, in the low bits of an int64. What is sent has _IS_SENT, so that
-# kernels get an integer of one type, and is a multiple of _STEP, as the address that stands for it in a recording is.
+# A hash is the one before, multiplied by an odd number, plus an identity, in the low bits of an int64. What is sent has
+# _IS_SENT, so that kernels get an integer of one type, and is a multiple of _STEP, as is the address that stands for it
+# in a recording.
 _FACTOR, _BITS, _STEP, _IS_SENT = 6364136223846793005, 51, 16, 2**55
 _MAX_LISTED = 1024  # of one list; the hash goes on
 # What is sent where there is nothing to compare: with one rank, and while a CUDA graph is captured.

@@ -285,7 +285,7 @@ def test_compiled_on_gpus(gpus: Ranks, cross: Cross) -> None:
 
 
 def graphed(rank: int, cross: bool) -> str:
-    """What evaluation finds after replays of two layers, whose backwards rank 1 may run in another order."""
+    """What evaluation finds after replays of two layers. Rank 1 may run their backwards in another order."""
     group = EPGroup()
     layers = layers_of(
         config_of(TransportConfig(kind="symmetric", buffers="static", timeout=20), "cuda"), group, "cuda"

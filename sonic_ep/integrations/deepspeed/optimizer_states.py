@@ -51,7 +51,7 @@ def guard_optimizer_states() -> None:
 
 
 def _optimizer_of(engine: DeepSpeedEngine) -> Optimizer | None:
-    """Returns the optimizer whose parameter groups hold experts of MoE layers, or None."""
+    """Returns the optimizer that has experts of MoE layers in its parameter groups, or None."""
     optimizer = getattr(engine, "basic_optimizer", None)
     return optimizer if isinstance(optimizer, Optimizer) and _sizes(engine) else None
 
