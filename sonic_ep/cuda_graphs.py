@@ -30,7 +30,11 @@ def graph_layers(layers: Sequence[MoE], x: Tensor) -> None:
 
     A graph has one set of buffers for what it saves and returns:
 
-    * If a layer runs forward twice, the backward of the first output raises an error.
+    * If a layer runs forward twice, the backward of the first output raises an error. So does a second backward of one
+      output: run one, of the sum of the losses.
+    * Backwards run in the reverse of the order of `layers`, as in a model where each layer reads the one before. After
+      a forward or backward of a layer, the backward of a later one raises an error until that has run forward again.
+      Layers that run in other orders need calls of `graph_layers` of their own, and then share no memory.
     * Other shapes of x, parameters that have moved, a copy of the layer, and recomputation under `replay_contexts`
       raise an error too.
     * The next forward of a layer overwrites its outputs. Clone losses and stats that you need longer.
@@ -54,9 +58,9 @@ def graph_layers(layers: Sequence[MoE], x: Tensor) -> None:
         for layer in layers:
             uncounted.enter_context(layer.router.uncounted())
         torch.cuda.make_graphed_callables(tuple(layers), samples)
-    gradients = _Gradients()
-    for layer in layers:
-        _Replays(layer, x, gradients)
+    gradients, saved = _Gradients(), _Saved(len(layers))
+    for position, layer in enumerate(layers):
+        _Replays(layer, x, gradients, saved, position)
 
 
 def _problem(layer: MoE, x: Tensor) -> str | None:
@@ -111,16 +115,52 @@ class _Gradients:
 
 
 @final
+class _Saved:
+    """Knows whether replays have overwritten what a layer's forward saved for its backward.
+
+    All forwards are captured in the order of the layers, then all backwards in reverse. What a capture frees, those
+    after it use. So a replay of a layer, forward or backward, may write where later layers save, and nowhere else where
+    a layer saves but itself.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._overwritten_by: list[int | None] = [None] * num_layers  # the position of a layer
+
+    def forward(self, position: int) -> None:
+        """Call it before the forward of the layer at `position` is replayed."""
+        self._overwrite(position)
+        self._overwritten_by[position] = None
+
+    def backward(self, position: int) -> None:
+        """Call it after the backward of the layer at `position` has been replayed."""
+        self._overwrite(position)
+
+    def _overwrite(self, position: int) -> None:
+        for later in range(position + 1, len(self._overwritten_by)):
+            self._overwritten_by[later] = position
+
+    def check(self, position: int) -> None:
+        """Raises RuntimeError if the backward of the layer at `position` would read what was overwritten."""
+        by = self._overwritten_by[position]
+        if by is not None:
+            raise RuntimeError(
+                f"layer {position} of graph_layers' list would run backward after layer {by} has been replayed, which "
+                f"overwrote what layer {position} saved; run backwards in the reverse order of the list, or graph each "
+                "layer by a call of its own"
+            )
+
+
+@final
 class _Replays:
     """Hooks that check the replays of one layer.
 
     The layer's hooks refer to this object. It refers to no parameter, because that would be a reference cycle.
     """
 
-    def __init__(self, layer: MoE, x: Tensor, gradients: _Gradients) -> None:
+    def __init__(self, layer: MoE, x: Tensor, gradients: _Gradients, saved: _Saved, position: int) -> None:
         self._layer = weakref.ref(layer)
         self._wanted, self._weights = _signature(x), _addresses(layer)
-        self._gradients = gradients
+        self._gradients, self._saved, self._position = gradients, saved, position
         self._num_forwards = 0
         self._last_backward = 0  # the number of the forward of which the last backward was
         layer.register_forward_pre_hook(self._before)
@@ -146,6 +186,7 @@ class _Replays:
                 "them in place"
             )
         self._gradients.save()
+        self._saved.forward(self._position)
         self._num_forwards += 1
         if layer.group.size > 1:
             forward = Forward(layer._number, self._num_forwards)
@@ -175,10 +216,15 @@ class _Replays:
                 "one microbatch at a time, forward and backward"
             )
         if forward == self._last_backward:
-            self._gradients.save()
+            raise RuntimeError(
+                "a graphed layer would run a second backward of one output, and what the first read is overwritten; "
+                "run one backward, of the sum of the losses"
+            )
+        self._saved.check(self._position)
 
     def _after_backward(self, forward: int, *_: object) -> None:
         self._last_backward = forward
+        self._saved.backward(self._position)
         layer = self._layer()
         if layer is not None and layer.group.size > 1:
             layer.group.order.add_ran(Ran(Forward(layer._number, forward), is_graphed=True))

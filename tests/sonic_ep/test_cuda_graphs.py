@@ -168,24 +168,16 @@ def test_ddp_around_replayed_layers(ranks: Callable[[int], RankPool], as_view: b
     assert ranks(2).run(under_ddp, as_view) == [[], []]
 
 
-def gradients_of_two_losses(layer: MoE, frozen: MoE, x: Tensor) -> list[Tensor]:
-    """Of two backwards through one forward; those of x are looked at after another forward."""
-    x, names = x.detach().clone().requires_grad_(), [name for name, _ in layer.named_parameters()]
-    y = frozen(layer(x).y).y
-    y.square().sum().backward(retain_graph=True)
-    y.sum().backward()
-    layer(x.detach())
-    return [x.grad, *(layer.get_parameter(name).grad for name in names)]  # type: ignore[list-item]
-
-
-def test_two_losses_of_one_forward() -> None:
-    eager, graphed = ([small_layer(), small_layer(n=8)] for _ in range(2))
-    for layers in (eager, graphed):
-        layers[1].requires_grad_(False)
-    with replays_on_cpu():
-        graph_layers(graphed, sample())
-    wanted, found = (gradients_of_two_losses(layer, frozen, sample()) for layer, frozen in (eager, graphed))
-    assert all(map(torch.equal, found, wanted))
+@pytest.mark.usefixtures("replays")
+def test_two_backwards_of_one_forward_are_an_error() -> None:
+    """The first backward of a graph overwrites what it has read."""
+    layer = graphed_layer()
+    out = layer(sample())
+    out.y.sum().backward(retain_graph=True)
+    for loss in (out.y.square().sum(), out.aux_loss):
+        with pytest.raises(RuntimeError, match=r"a second backward of one output.*run one backward, of the sum"):
+            loss.backward(retain_graph=True)
+    layer(sample()).y.sum().backward()
 
 
 def small_layer(**changes: Any) -> MoE:
@@ -314,6 +306,88 @@ def other_shapes(rank: int) -> str:
 def test_what_ranks_cannot_graph_is_refused_on_all(ranks: Callable[[int], RankPool]) -> None:
     assert all("rank 0: transport.buffers='exact'" in message for message in ranks(2).run(exact_buffers))
     assert all("(40, 12) on rank 0, (41, 12) on rank 1" in message for message in ranks(2).run(other_shapes))
+
+
+def orders_of_backwards(
+    rank: int, config: MoEConfig, tokens: int, device: str, dtype: torch.dtype
+) -> dict[str, list[str]]:
+    """For each case: which layers' backwards on one x are refused, then what differs from eager twins; a step that
+    differs from theirs after all cases."""
+    group = EPGroup() if config.transport.buffers == "static" else EPGroup.alone()
+    eager, together, singly = (
+        [MoE(config, group, seed=seed, device=device, dtype=dtype) for seed in range(4)] for _ in range(3)
+    )
+    x = inputs(config, 1 + 20 * rank, tokens, device, dtype)
+    graph_layers(together, x)
+    for layer in singly:
+        graph_layers([layer], x)
+
+    def step(layers: list[MoE], backwards: str, forwards: str) -> tuple[list[str], dict[str, Tensor]]:
+        leaf, refused = x.clone().requires_grad_(), []
+        outs = {int(name): layers[int(name)](leaf) for name in forwards}
+        for number in map(int, backwards):
+            loss = outs[number].y.float().square().sum() + outs[number].aux_loss
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                refused.append(f"{number} {str(error).partition(' of graph_layers')[0]}")
+        grads = {
+            f"{number} {name}": p.grad for number, layer in enumerate(layers) for name, p in layer.named_parameters()
+        }
+        found = {name: grad.clone() for name, grad in (grads | {"x": leaf.grad}).items() if grad is not None}
+        for layer in layers:
+            layer.zero_grad()
+        return refused, found
+
+    found = {}
+    for layers, name in ((together, "together"), (singly, "singly")):
+        for backwards, forwards in CASES_OF_ORDERS:
+            refused, grads = step(layers, backwards, forwards)
+            ran = "".join(number for number in backwards if f"{number} layer {number}" not in refused)
+            _, wanted = step(eager, ran, forwards)
+            differ = [name for name in wanted if not torch.equal(wanted[name], grads[name])]
+            found[f"{name}: {forwards}, {backwards}"] = refused + differ
+    return found
+
+
+# Backwards, and the forwards before them, by the layers' positions.
+CASES_OF_ORDERS = [
+    ("3210", "0123"),
+    ("0321", "0123"),
+    ("3120", "0123"),
+    ("0123", "0123"),
+    ("20", "0123"),
+    ("3", "0123"),
+    ("0123", "3210"),
+    ("3210", "3210"),
+    ("3210", "0123"),
+]
+
+
+def check_orders(found: dict[str, list[str]]) -> None:
+    assert found["together: 0123, 3210"] == []
+    assert found["together: 0123, 0321"] == ["3 layer 3", "2 layer 2", "1 layer 1"]
+    assert found["together: 0123, 3120"] == ["2 layer 2"]
+    assert found["together: 0123, 0123"] == ["1 layer 1", "2 layer 2", "3 layer 3"]
+    assert found["together: 0123, 20"] == []
+    assert found["together: 0123, 3"] == []
+    assert found["together: 3210, 0123"] == ["1 layer 1", "2 layer 2", "3 layer 3"]
+    assert found["together: 3210, 3210"] == ["3 layer 3", "2 layer 2", "1 layer 1"]
+    assert [name for name, what in found.items() if name.startswith("singly") and what] == []
+
+
+@pytest.mark.usefixtures("replays")
+def test_orders_of_backwards() -> None:
+    check_orders(orders_of_backwards(0, SMALL, TOKENS, "cpu", torch.float32))
+
+
+@on_gpus
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_orders_of_backwards_on_gpus(gpus: Callable[[int], RankPool], num_ranks: int) -> None:
+    """An order that is not refused computes what eager layers do, bit for bit."""
+    config = LARGE if num_ranks == 1 else LARGE.replace(rounding=BOUNDED["apportion"], transport=STATIC)
+    for found in gpus(num_ranks).run(orders_of_backwards, config, 700, "cuda", torch.bfloat16):
+        check_orders(found)
 
 
 def replay_alone(rank: int) -> str:
