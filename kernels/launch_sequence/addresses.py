@@ -92,7 +92,7 @@ class Run:
     """The launches of one run of a function, and the memory that they refer to.
 
     num_fixed: the first buffers, which exist before the run. starts, sizes, allocated, freed: of each buffer. Positions
-    are (pass, number of launches before).
+    are (pass, number of launches before). memory: start and size of what the run's tensors were allocated in.
     """
 
     num_fixed: int = 0
@@ -101,6 +101,7 @@ class Run:
     allocated: list[tuple[int, int]] = field(default_factory=list)
     freed: dict[int, tuple[int, int]] = field(default_factory=dict)
     passes: list[Launches] = field(default_factory=list)
+    memory: list[tuple[int, int]] = field(default_factory=list)
 
     def living_at(self, position: tuple[int, int]) -> "_Buffers":
         """Returns the buffers that a launch at this position can refer to."""
@@ -133,6 +134,10 @@ class _Buffers:
             if offset <= self._run.sizes[index]:
                 found.add((index, offset))
         return found
+
+    def is_in_memory_of_run(self, value: int) -> bool:
+        """Returns True if the run's tensors were allocated around this value."""
+        return any(start <= value < start + size for start, size in self._run.memory)
 
     def in_front_of(self, address: int) -> set[tuple[int, int]]:
         """Returns (buffer, offset) of all buffers that may be meant by an address of quack's for TMA.
@@ -191,7 +196,9 @@ def _place_of(
     if (is_equal and abs(_signed(values[0])) < _NO_ADDRESS) or not launches.may_be_address(node, word):
         return None
     is_known = launches.is_known_memory(set(values))
-    is_number, in_struct = is_equal and not is_known, launches.may_be_padding(node, word)
+    # No tensor of a run is at the same address in all runs, but a number may happen to lie among their addresses.
+    is_number = is_equal and (not is_known or any(buffers.is_in_memory_of_run(values[0]) for buffers in living))
+    in_struct = launches.may_be_padding(node, word)
     if is_number and abs(_signed(values[0])) < _TMA_SHIFT:
         return None
     places = _held_in_all_runs(values, living)
