@@ -92,7 +92,7 @@ class Run:
     """The launches of one run of a function, and the memory that they refer to.
 
     num_fixed: the first buffers, which exist before the run. starts, sizes, allocated, freed: of each buffer. Positions
-    are (pass, number of launches before). memory: start and size of what the run's tensors were allocated in.
+    are (pass, number of launches before).
     """
 
     num_fixed: int = 0
@@ -101,7 +101,6 @@ class Run:
     allocated: list[tuple[int, int]] = field(default_factory=list)
     freed: dict[int, tuple[int, int]] = field(default_factory=dict)
     passes: list[Launches] = field(default_factory=list)
-    memory: list[tuple[int, int]] = field(default_factory=list)
 
     def living_at(self, position: tuple[int, int]) -> "_Buffers":
         """Returns the buffers that a launch at this position can refer to."""
@@ -112,6 +111,11 @@ class Run:
             if index < self.num_fixed or allocated <= position < self.freed.get(index, never)
         ]
         return _Buffers(self, living)
+
+    def allocates_at(self, value: int) -> bool:
+        """Returns True if the run allocates memory around this value, sooner or later."""
+        buffers = zip(self.starts[self.num_fixed :], self.sizes[self.num_fixed :], strict=True)
+        return any(start <= value < start + size for start, size in buffers)
 
     def freed_at(self, position: tuple[int, int]) -> "_Buffers":
         """Returns the buffers that a launch at this position cannot refer to any more."""
@@ -134,10 +138,6 @@ class _Buffers:
             if offset <= self._run.sizes[index]:
                 found.add((index, offset))
         return found
-
-    def is_in_memory_of_run(self, value: int) -> bool:
-        """Returns True if the run's tensors were allocated around this value."""
-        return any(start <= value < start + size for start, size in self._run.memory)
 
     def in_front_of(self, address: int) -> set[tuple[int, int]]:
         """Returns (buffer, offset) of all buffers that may be meant by an address of quack's for TMA.
@@ -168,7 +168,7 @@ def find_addresses(number: int, one: Run, others: Sequence[Run]) -> list[Address
         living = [run.living_at((number, node)) for run in (one, *others)]
         freed = [run.freed_at((number, node)) for run in (one, *others)]
         for word, values in enumerate(zip(*map(_words, blocks), strict=True)):
-            place = _place_of(values, living, freed, one, launches, node, word)
+            place = _place_of(values, living, freed, (one, *others), launches, node, word)
             if place is not None:
                 found.append(Address(node, word, *place))
     return found
@@ -186,18 +186,18 @@ def _place_of(
     values: Sequence[int],
     living: Sequence[_Buffers],
     freed: Sequence[_Buffers],
-    one: Run,
+    runs: Sequence[Run],
     launches: Launches,
     node: int,
     word: int,
 ) -> tuple[int, int] | None:
     """Returns the only (buffer, offset) that explains a word's values in all runs, or None if it is a constant."""
-    is_equal = len(set(values)) == 1
+    one, is_equal = runs[0], len(set(values)) == 1
     if (is_equal and abs(_signed(values[0])) < _NO_ADDRESS) or not launches.may_be_address(node, word):
         return None
     is_known = launches.is_known_memory(set(values))
-    # No tensor of a run is at the same address in all runs, but a number may happen to lie among their addresses.
-    is_number = is_equal and (not is_known or any(buffers.is_in_memory_of_run(values[0]) for buffers in living))
+    # What a run allocates is elsewhere in the other runs, but a number may happen to lie there.
+    is_number = is_equal and (not is_known or any(run.allocates_at(values[0]) for run in runs))
     in_struct = launches.may_be_padding(node, word)
     if is_number and abs(_signed(values[0])) < _TMA_SHIFT:
         return None

@@ -321,8 +321,6 @@ def _captured(
     finally:
         if collects:
             gc.enable()
-    segments = [segment for pool in (capture.pool, capture.fixed_pool) for segment in pool.snapshot()]
-    capture.memory = [(segment["address"], segment["total_size"]) for segment in segments]
     return capture
 
 

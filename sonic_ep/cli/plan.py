@@ -24,6 +24,8 @@ from sonic_ep.routers.rounding import is_plain_topk, max_received, max_rows, pre
 _MIB = 2**20
 # Per parameter besides the weight: a gradient like the weight, and fp32 master weight and two moments of Adam.
 _OPTIMIZER_BYTES = 12
+# Of the gradient of the router's weight: as many sums as kernels/route/linear makes for usual sizes, 8 to 11.
+_PARTIAL_SUMS = 10
 
 
 class Sizes(NamedTuple):
@@ -95,8 +97,16 @@ def router_bytes(config: MoEConfig, T: int, S: int) -> int:
     return 4 * T * config.E + 8 * T * config.K + 12 * _listed_pairs(config, T, S)
 
 
+def router_backward_bytes(config: MoEConfig, T: int) -> int:
+    """Returns the bytes that backward of a router takes on a GPU: the gradient of the logits, it and the weight split
+    in four bf16 values each, and partial sums of the weight's gradient."""
+    return (4 + 8) * T * config.E + (8 + 4 * _PARTIAL_SUMS) * config.d * config.E
+
+
 def backward_stages(config: MoEConfig, sizes: Sizes, item_bytes: int) -> list[tuple[int, int]]:
     """Returns what the largest stages of a backward take on a GPU: bytes besides what is saved, and of dW1 and dW2.
+
+    The router's are not among them. Launches that are repeated have them in all stages.
 
     sizes: those allocated. For S > 1 over symmetric memory, with so many tokens that sums are copied.
     """
@@ -106,7 +116,8 @@ def backward_stages(config: MoEConfig, sizes: Sizes, item_bytes: int) -> list[tu
     both = dw2 + config.E // sizes.S * _columns(config) * config.d * item_bytes
     if sizes.S == 1:
         return [(columns + hidden, 0), (hidden, dw2), (rows + sums, both)]
-    return [(columns + hidden, 0), (hidden + rows + sums, 0), (hidden + sums, dw2), (sums, both)]
+    dx = sizes.T * config.d * item_bytes
+    return [(columns + hidden, 0), (hidden + rows + sums, 0), (hidden + sums, dw2), (sums + dx, both)]
 
 
 def wire_bytes(config: MoEConfig, sizes: Sizes, item_bytes: int) -> dict[str, int]:
@@ -185,11 +196,12 @@ def memory_parts(
     buffers = symmetric_buffers(config, allocated if is_static else sizes, item_bytes) if kind == "symmetric" else 0
     has_stages = kind == "symmetric" or sizes.S == 1
     stages = backward_stages(config, allocated, item_bytes) if has_stages else []
+    in_router = router_backward_bytes(config, sizes.T)
     return {
         "experts, weights and gradients": 2 * item_bytes * parameters * layers,
         "experts, Adam in fp32": _OPTIMIZER_BYTES * parameters * layers,
         "saved for backward": (sum(saved.values()) + router_bytes(config, sizes.T, sizes.S)) * layers,
-        "backward of a layer": max((taken for taken, _ in stages), default=0),
+        "backward of a layer": max((taken + in_router for taken, _ in stages), default=0),
         "buffers over symmetric memory": buffers,
     }
 

@@ -83,8 +83,8 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["assignments changed, predicted"] == "6.5%"
     assert found["pairs a rank computes"] == "65,536"
     assert found["a layer saves, H"] == "204.0 MiB"
-    assert found["in all"] == "68,373.1 MiB"
-    assert found["left for the rest of the model"] == "13,546.9 MiB of 80 GiB"
+    assert found["in all"] == "68,397.1 MiB"
+    assert found["left for the rest of the model"] == "13,522.9 MiB of 80 GiB"
     assert printed(capsys, *arguments, "--gpu-memory", "48")["left for the rest of the model"].endswith("too little")
     alone = printed(capsys, "--config", "tiny", "--tokens", "64")
     assert "buffers over symmetric memory" not in alone
