@@ -4,7 +4,8 @@ torch has one for each cuBLAS handle and stream. So launches that were recorded 
 Repeated on another stream, they get a workspace of their own, because both may run at the same time.
 """
 
-from typing import NamedTuple
+import ctypes
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,9 +36,19 @@ def workspace_of_capture(stream: torch.cuda.Stream) -> Memory:
         operand = torch.empty(_OPERAND, _OPERAND, device=stream.device)
         torch.mm(operand, operand, out=operand.clone())
         del operand
-    blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+    blocks = [block for segment in snapshot_of(pool) for block in segment["blocks"]]
     allocated = [Memory(block["address"], block["size"]) for block in blocks if block["state"] == "active_allocated"]
     return max(allocated, key=lambda memory: memory.num_bytes, default=Memory(0, 0))
+
+
+def snapshot_of(pool: torch.cuda.MemPool) -> list[dict[str, Any]]:
+    """Returns torch's description of the segments of a pool."""
+    numbers = pool.id
+    # torch gives up references to these numbers that it does not own (pytorch pull request 196366). Python then frees
+    # them too early and dies at a later allocation; from Python 3.12 on only if a number is above 256.
+    for number in numbers:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    return torch.cuda.memory_snapshot(numbers)
 
 
 def workspace_of_stream(device: torch.device, stream: int, num_bytes: int) -> Tensor:

@@ -1,5 +1,10 @@
 """The workspace of cuBLAS: recorded GEMMs that use one get one of the stream on which they run."""
 
+import ctypes
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +12,7 @@ from torch import Tensor
 from sonic_ep.kernels.launch_sequence.driver import raw_stream
 from sonic_ep.kernels.launch_sequence.recorder import record
 from sonic_ep.kernels.launch_sequence.replay import Replay
-from sonic_ep.kernels.launch_sequence.workspace import workspace_of_stream
+from sonic_ep.kernels.launch_sequence.workspace import snapshot_of, workspace_of_stream
 
 
 def test_a_stream_has_one_workspace_that_grows() -> None:
@@ -17,6 +22,28 @@ def test_a_stream_has_one_workspace_that_grows() -> None:
     assert workspace_of_stream(device, 5, 60) is first
     assert workspace_of_stream(device, 6, 60) is not first
     assert workspace_of_stream(device, 5, 200).nbytes == 200
+
+
+def test_numbers_of_a_pool_outlive_its_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives up two references that it does not own."""
+
+    def snapshot(numbers: tuple[int, int]) -> list[Any]:
+        for number in numbers:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
+        return [{"blocks": []}]
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    pool: Any = SimpleNamespace(id=(int("1000"), int("2000")))
+    before = [sys.getrefcount(number) for number in pool.id]
+    assert snapshot_of(pool) == [{"blocks": []}]
+    assert [sys.getrefcount(number) for number in pool.id] == before
+
+
+@pytest.mark.gpu
+def test_a_pool_of_any_number_has_a_snapshot() -> None:
+    pools = [torch.cuda.MemPool() for _ in range(300)]
+    for _ in range(1000):
+        assert snapshot_of(pools[-1]) == []
 
 
 def gemm(tensors: list[Tensor]) -> list[Tensor]:
