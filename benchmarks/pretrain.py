@@ -19,7 +19,8 @@ slowest of all ranks:
     mfu                  pretrain_model.flops_per_token, as a share of the card's dense bf16 peak
     peak_gib             the most that torch allocated in a turn
     tokens_per_day       of 64 GPUs at this rate, an extrapolation
-    loss                 cross-entropy at the end, in nats
+    loss                 cross-entropy after a step more, in nats
+    recorded_in_turn     recordings of launches in the steps that count; a turn with one is repeated, at most twice
     recorded             recordings that a layer of ours has, the most of all; 0: its code runs, and the log says why
 """
 
@@ -44,7 +45,7 @@ import torch.distributed as dist
 from host_time import Clock, machine
 from layer_contestants import CAPACITY, sonic_moe_layer, torch_layer, torch_layer_across_ranks
 from pretrain_model import DENSE, ExchangeableMoE, Layer, Model, flops_per_token, groups_by_mesh
-from step_options import parsed_options, start_rank, step_parser, train_until_recorded
+from step_options import parsed_options, start_rank, step_parser, train_until_recorded, turn_without_recording
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -126,14 +127,15 @@ class Trainer:
             model = Model(d, self.dense, blocks, checkpointing=self.options.checkpoint)
         model.materialize(self.device, self.group.rank)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        sharding = {"mp_policy": policy, "reshard_after_forward": self.options.reshard}
         mesh = init_device_mesh(self.options.device, (dist.get_world_size(),))
         for block in model.blocks:
             if self.options.compile:
                 block.attention.compile()  # type: ignore[union-attr,operator]
             if self.group.size == 1:
-                torch_fully_shard(block, mesh=mesh, mp_policy=policy)
+                torch_fully_shard(block, mesh=mesh, **sharding)
             else:
-                _shard_with_experts(block, mesh, grid["expert_data"], policy)
+                _shard_with_experts(block, mesh, grid["expert_data"], sharding)
         torch_fully_shard(model.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         torch_fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
@@ -154,20 +156,20 @@ class Trainer:
 
     def turn(self, contestant: str, steps: int, clock: Clock) -> dict[str, float]:
         self.model.choose(contestant)
-        train_until_recorded(self.step, lambda: sum(self.num_recorded(contestant)), clock)
-        clock.ready()
+
+        def num_recorded() -> int:
+            return sum(self.num_recorded(contestant))
+
+        train_until_recorded(self.step, num_recorded, clock)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        start, loss = time.perf_counter(), torch.zeros(())
-        for _ in range(steps):
-            loss = self.step()
-        host = time.perf_counter() - start
-        clock.wait()
+        ms, host, recorded_in_turn = turn_without_recording(self.step, steps, num_recorded, clock)
         return {
-            "step": 1000 * (time.perf_counter() - start) / steps,
-            "host": 1000 * host / steps,
+            "step": ms,
+            "host": host,
+            "recorded_in_turn": recorded_in_turn,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0,
-            "loss": float(loss),
+            "loss": float(self.step()),
         }
 
     def num_recorded(self, contestant: str) -> list[int]:
@@ -193,7 +195,7 @@ class Trainer:
         return figures
 
 
-def _shard_with_experts(block: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, policy: Any) -> None:
+def _shard_with_experts(block: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh, sharding: dict[str, Any]) -> None:
     """As sonic_ep.fsdp.fully_shard, for a block several layers of which have the same experts."""
     moe = block.moe
     assert isinstance(moe, ExchangeableMoE)
@@ -201,9 +203,9 @@ def _shard_with_experts(block: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceM
     assert isinstance(experts, Experts)
     weights = set(experts.parameters())
     experts.sharded_over = [[]]  # the layers accept that FSDP manages it
-    torch_fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=weights)
+    torch_fully_shard(block, mesh=mesh, ignored_params=weights, **sharding)
     others = set(moe.parameters()) - weights
-    torch_fully_shard(moe, mesh=expert_mesh, mp_policy=policy, ignored_params=others)
+    torch_fully_shard(moe, mesh=expert_mesh, ignored_params=others, **sharding)
     moe.set_gradient_divide_factor(mesh.size())  # type: ignore[operator]
 
 
@@ -239,6 +241,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--layers", nargs="+", type=int, help="one model each; default: the whole one")
     parser.add_argument("--micro-batches", type=int, default=1, help="before each step of the optimizer")
     parser.add_argument("--ep-size", type=int, default=1)
+    parser.add_argument(
+        "--no-reshard",
+        dest="reshard",
+        action="store_false",
+        help="bf16 weights of all blocks stay in memory from their forward on, for all micro-batches of a step",
+    )
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing of whole blocks")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="attention runs eagerly")
     parser.add_argument("--short-tuning", action="store_true", help="tune sonic-moe's GEMMs in fewer launches")
