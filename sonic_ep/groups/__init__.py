@@ -25,7 +25,7 @@ from sonic_ep.async_d2h import AsyncD2H, host_may_wait
 from sonic_ep.config import TransportConfig
 from sonic_ep.groups.hosts import HostLayout, host_name
 from sonic_ep.groups.lost_ranks import LostRankError, PeerWatch, in_backward, polled, work_has_ended
-from sonic_ep.groups.order import Forward, Order, problem_with_orders
+from sonic_ep.groups.order import Forward, Order, Ran, problem_with_orders
 
 __all__ = ["EPGroup", "Exchange", "HostLayout", "LostRankError", "exchange_named", "register_exchange"]
 
@@ -229,8 +229,12 @@ class EPGroup:
             torch.tensor([own], device=like.device), stage="order of backwards", layer=forward.layer
         )
         if len(set(orders.flatten().tolist())) > 1:
-            self.order.send()  # starts anew, so that the error is raised once
-            raise ValueError(problem_with_orders(self.all_gather_object(ran, stage="order of backwards")))
+            raise self._error_of_orders(self.all_gather_object(ran, stage="order of backwards"))
+
+    def _error_of_orders(self, ran: list[list[Ran]]) -> ValueError:
+        """Returns the error for what the ranks ran, rank by rank. `order` starts anew, so that it is raised once."""
+        self.order.send()
+        return ValueError(problem_with_orders(ran))
 
     def all_to_all(
         self,
@@ -349,8 +353,7 @@ class EPGroup:
         if self.size == 1 and problem is not None:
             raise error(problem)
         if len({order for _, _, order, _ in reports}) > 1:
-            self.order.send()  # starts anew, so that the error is raised once
-            raise ValueError(problem_with_orders([ran for *_, ran in reports]))
+            raise self._error_of_orders([ran for *_, ran in reports])
         found = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(reports) if text is not None]
         if found:
             raise error("; ".join(found))
