@@ -350,7 +350,14 @@ def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Oper
 
 
 def start_compiling(
-    w2_eHI: Tensor, activation: str, *, bias: bool, split_gate_up: bool = False, accumulate: bool = False
+    w2_eHI: Tensor,
+    activation: str,
+    *,
+    bias: bool,
+    split_gate_up: bool = False,
+    accumulate: bool = False,
+    transposed: bool = False,
+    ranks: tuple[int, int] = (0, 0),
 ) -> None:
     """Starts to compile the experts' kernels in other processes, unless they are cached. Returns at once.
 
@@ -358,16 +365,21 @@ def start_compiling(
     the first launch of a kernel waits for it. It does nothing where no such kernels run, or if it was called before.
     """
     if w2_eHI.is_cuda and torch.cuda.is_initialized():  # a fake tensor may be on a GPU that is not there
-        sizes = w2_eHI.shape[1:]
-        _start_compiling(w2_eHI.device, w2_eHI.dtype, *sizes, activation, (bias, split_gate_up, accumulate))
+        kind = bias, split_gate_up, accumulate, transposed, ranks
+        _start_compiling(w2_eHI.device, w2_eHI.dtype, *w2_eHI.shape[1:], activation, kind)
 
 
 @functools.cache
 def _start_compiling(
-    device: torch.device, dtype: torch.dtype, d: int, n: int, activation: str, flags: tuple[bool, bool, bool]
+    device: torch.device,
+    dtype: torch.dtype,
+    d: int,
+    n: int,
+    activation: str,
+    kind: tuple[bool, bool, bool, bool, tuple[int, int]],
 ) -> None:
     if _problem_before_import(device, dtype, d % COLUMN_MULTIPLE == 0 and n % COLUMN_MULTIPLE == 0) is None:
-        gemms = Gemms(d, n, activation, str(dtype).removeprefix("torch."), *flags)
+        gemms = Gemms(d, n, activation, str(dtype).removeprefix("torch."), *kind)
         start(gemms, torch.cuda.get_device_capability(device))
 
 

@@ -44,7 +44,8 @@ class Gemms(NamedTuple):
     """What the grouped GEMMs of a layer depend on, besides the GPU.
 
     d, n: hidden size and expert width. dtype: "bfloat16" or "float16". split_gate_up: gate and up are two tensors.
-    accumulate: gradients of weights are added to fp32 buffers.
+    accumulate: gradients of weights are added to fp32 buffers. transposed: weights are (e, H, J) and (e, I, H).
+    ranks: of the low-rank updates of W1 and W2; 0 for none.
     """
 
     d: int
@@ -54,6 +55,8 @@ class Gemms(NamedTuple):
     bias: bool = False
     split_gate_up: bool = False
     accumulate: bool = False
+    transposed: bool = False
+    ranks: tuple[int, int] = (0, 0)
 
 
 class Progress(NamedTuple):

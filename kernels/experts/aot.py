@@ -23,13 +23,15 @@ from torch import Tensor
 
 from sonic_ep.kernels.common.compile_process import Gemms, mark_compiled, write_done, write_wanted
 from sonic_ep.kernels.experts import grouped_gemm as operations
-from sonic_ep.kernels.experts.activations import activation_named
+from sonic_ep.kernels.experts.activations import Activation, activation_named
 from sonic_ep.kernels.experts.quack_compat import without_launches
 from sonic_ep.kernels.experts.sm90.wgrad import WeightGemm
 from sonic_ep.kernels.experts.tile_table import Operation
 
 # Arbitrary: row and expert counts are symbolic in the compiled kernels.
 _EXPERTS, _ROWS, _PAIRS = 2, 256, 512
+_TILES = (("ragged", False), ("tile_aligned", True))
+_ANY = activation_named("relu")  # of products of which only H is read
 
 
 class Compilation(NamedTuple):
@@ -55,8 +57,12 @@ def compilations(gemms: Gemms) -> list[Compilation]:
     def meta(*size: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(size, dtype=kind, device="meta")
 
-    x, w2 = meta(_ROWS, d), meta(_EXPERTS, d, n)
-    w1, up = meta(_EXPERTS, J, d), None
+    def weight(out: int, size: int, kind: torch.dtype = dtype) -> Tensor:
+        return meta(_EXPERTS, size, out, kind=kind) if gemms.transposed else meta(_EXPERTS, out, size, kind=kind)
+
+    x, w1, w2, up = meta(_ROWS, d), weight(J, d), weight(d, n), None
+    if gemms.transposed:
+        w1, w2 = w1.mT, w2.mT
     b1, b2 = (meta(_EXPERTS, J), meta(_EXPERTS, d)) if gemms.bias else (None, None)
     h, a, pair_weights = meta(_PAIRS, J), meta(_PAIRS, n), meta(_PAIRS, kind=torch.float32)
     rows, starts = meta(_PAIRS, kind=torch.int32), meta(_EXPERTS + 1, kind=torch.int32)
@@ -73,28 +79,68 @@ def compilations(gemms: Gemms) -> list[Compilation]:
             lambda: o.down_projection_backward(x, w2, None, h, pair_weights, rows, starts, act),
         ),
     ]
-    for kind, tile_aligned in (("ragged", False), ("tile_aligned", True)):
+    for kind, tile_aligned in _TILES:
         down = partial(o.down_projection, a, w2, b2, starts, tile_aligned=tile_aligned)
         up_backward = partial(o.up_projection_backward, h, w1, starts, up, tile_aligned=tile_aligned)
         found += [
             Compilation("down", f"down_projection, {kind}", down),
             Compilation("up_backward", f"up_projection_backward{of_w1}, {kind}", up_backward),
         ]
-    weight_up = partial(o.weight_grad, h, x, rows, starts, split_gate_up=gemms.split_gate_up)
-    weight_down = partial(o.weight_grad, a, x, rows, starts, transposed=True)
-    found += [Compilation("weight_up", weight_of_w1, weight_up)]
-    found += [Compilation("weight_down", "weight_grad of w2", weight_down)]
+    gradients: tuple[Operation, Operation] = "weight_up", "weight_down"
+    up_gradient, down_gradient = reversed(gradients) if gemms.transposed else gradients  # (e, H, J) is as (e, H, I)
+    weight_up = partial(o.weight_grad, h, x, rows, starts, transposed=gemms.transposed)
+    weight_down = partial(o.weight_grad, a, x, rows, starts, transposed=not gemms.transposed)
+    found += [Compilation(up_gradient, weight_of_w1, partial(weight_up, split_gate_up=gemms.split_gate_up))]
+    found += [Compilation(down_gradient, "weight_grad of w2", weight_down)]
     if gemms.accumulate:
-        into = meta(_EXPERTS, J, d, kind=torch.float32), meta(_EXPERTS, d, n, kind=torch.float32)
-        into_w1 = partial(o.weight_grad, h, x, rows, starts, out_eAB=into[0])
-        into_w2 = partial(weight_down, out_eAB=into[1])
-        found += [Compilation("weight_up", "weight_grad of w1 into fp32", into_w1)]
-        found += [Compilation("weight_down", "weight_grad of w2 into fp32", into_w2)]
+        into_w1 = partial(weight_up, out_eAB=weight(J, d, torch.float32))
+        into_w2 = partial(weight_down, out_eAB=weight(d, n, torch.float32))
+        found += [Compilation(up_gradient, "weight_grad of w1 into fp32", into_w1)]
+        found += [Compilation(down_gradient, "weight_grad of w2 into fp32", into_w2)]
+    r1, r2 = gemms.ranks
+    if r1:
+        update = meta(_EXPERTS, r1, d), meta(_EXPERTS, J, r1)
+        found += _of_up_update(x, h, meta(_PAIRS, r1), *update, rows, starts, act)
+    if r2:
+        update = meta(_EXPERTS, r2, n), meta(_EXPERTS, d, r2)
+        found += _of_down_update(x, a, meta(_PAIRS, r2), *update, rows, starts)
     return found
 
 
+def _of_up_update(
+    x: Tensor, h: Tensor, thin: Tensor, a1: Tensor, b1: Tensor, rows: Tensor, starts: Tensor, act: Activation
+) -> list[Compilation]:
+    """Returns the GEMMs of a low-rank update of W1, as kernels/lora/low_rank.py calls them. thin: (P, r)."""
+    o, dx = operations, x.new_empty(h.shape[0], x.shape[1])
+    back = partial(o.up_projection_backward, h, b1, starts)
+    return [
+        Compilation("up", "x A1^T", lambda: o.up_projection(x, a1, None, rows, starts, _ANY)),
+        Compilation("accumulate", "+ B1^T", lambda: o.accumulate_up_projection(h, thin, b1.mT, starts, act)),
+        *[Compilation("up_backward", f"dH B1, {name}", partial(back, tile_aligned=each)) for name, each in _TILES],
+        Compilation("accumulate", "+ A1", lambda: o.accumulate_product(dx, thin, a1, starts)),
+        Compilation("weight_up", "weight_grad of A1", lambda: o.weight_grad(thin, x, rows, starts)),
+        Compilation("weight_down", "weight_grad of B1", lambda: o.weight_grad(thin, h, rows, starts, transposed=True)),
+    ]
+
+
+def _of_down_update(
+    x: Tensor, a: Tensor, thin: Tensor, a2: Tensor, b2: Tensor, rows: Tensor, starts: Tensor
+) -> list[Compilation]:
+    """Returns those of an update of W2."""
+    o, y, b2_by_rows = operations, x.new_empty(a.shape[0], x.shape[1]), b2.mT.contiguous()
+    down, back = partial(o.down_projection, a, a2, None, starts), partial(o.up_projection_backward, thin, a2, starts)
+    return [
+        *[Compilation("down", f"A A2^T, {name}", partial(down, tile_aligned=each)) for name, each in _TILES],
+        Compilation("accumulate", "+ B2^T", lambda: o.accumulate_product(y, thin, b2.mT, starts)),
+        Compilation("up", "dO B2", lambda: o.up_projection(x, b2_by_rows, None, rows, starts, _ANY)),
+        *[Compilation("up_backward", f"u A2, {name}", partial(back, tile_aligned=each)) for name, each in _TILES],
+        Compilation("weight_up", "weight_grad of A2", lambda: o.weight_grad(thin, a, rows, starts)),
+        Compilation("weight_down", "weight_grad of B2", lambda: o.weight_grad(thin, x, rows, starts, transposed=True)),
+    ]
+
+
 def variants(gemms: Gemms) -> list[Gemms]:
-    """Returns all layers with these sizes, activation, dtype and bias."""
+    """Returns all layers with these sizes, activation, dtype and bias whose weights are not transposed."""
     has_split = activation_named(gemms.activation).gated and not gemms.bias  # `moe` takes split weights only then
     accumulating = [gemms._replace(split_gate_up=False, accumulate=accumulate) for accumulate in (True, False)]
     return accumulating + [gemms._replace(split_gate_up=True, accumulate=False)] * has_split

@@ -48,6 +48,12 @@ class ExpertsLoRA:
         """Returns A1, B1, A2 and B2."""
         return self.a1_erH, self.b1_eJr, self.a2_erI, self.b2_eHr
 
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """r of the updates of W1 and W2; 0 for none."""
+        a1, a2 = self.a1_erH, self.a2_erI
+        return 0 if a1 is None else a1.shape[1], 0 if a2 is None else a2.shape[1]
+
     def padded(self) -> "ExpertsLoRA":
         """Returns contiguous tensors with r padded to a multiple of COLUMN_MULTIPLE by zeros. Differentiable."""
 

@@ -79,7 +79,8 @@ def test_an_operation_is_waited_for_alone(folder: Path) -> None:
     assert read_progress(progress_file(folder)).complete
     assert compile_process._compilations == []
     gemms = '{"d": 64, "n": 32, "activation": "swiglu", "dtype": "bfloat16", "bias": false, "split_gate_up": false, '
-    assert starts(folder) == [f"{gemms}\"accumulate\": false}} 3 sm_90a ''"]
+    rest = '"accumulate": false, "transposed": false, "ranks": [0, 0]}'
+    assert starts(folder) == [f"{gemms}{rest} 3 sm_90a ''"]
 
 
 def test_what_was_compiled_before_starts_nothing(folder: Path) -> None:
@@ -223,7 +224,7 @@ def test_layers_start_it_for_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_problem_before_import", lambda _, dtype, aligned: None if aligned else "not aligned")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
     device = torch.device("cuda")
-    backend._start_compiling.__wrapped__(device, torch.bfloat16, 64, 32, "swiglu", (False, True, False))
-    backend._start_compiling.__wrapped__(device, torch.bfloat16, 64, 33, "swiglu", (False, True, False))
+    backend._start_compiling.__wrapped__(device, torch.bfloat16, 64, 32, "swiglu", (False, False, False, True, (8, 0)))
+    backend._start_compiling.__wrapped__(device, torch.bfloat16, 64, 33, "swiglu", (False, False, False, True, (8, 0)))
     backend.start_compiling(torch.zeros(2, 64, 32), "swiglu", bias=False)
-    assert calls == [(GEMMS._replace(split_gate_up=True), HOPPER)]
+    assert calls == [(GEMMS._replace(transposed=True, ranks=(8, 0)), HOPPER)]

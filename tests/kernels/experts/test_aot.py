@@ -3,6 +3,7 @@
 Rows of the matrix are layers that between them take every tile of the table and every epilogue.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -157,27 +158,58 @@ def test_products_that_are_added_compile(arch: str, tmp_path: Path) -> None:
 
 
 IN_ANOTHER_PROCESS = """
-import os, sys
+import json, os, sys
 from pathlib import Path
 from sonic_ep.kernels.common import compile_process
 cache, gemms = Path(os.environ["QUACK_CACHE_DIR"]), compile_process.Gemms(64, 32, "swiglu", "bfloat16")
+changes = json.loads(sys.argv[1])
+gemms = gemms._replace(**{name: tuple(v) if name == "ranks" else v for name, v in changes.items()})
 compile_process.start(gemms, (9, 0))
-for operation in ("up", "down_backward", "down", "up_backward", "weight_up", "weight_down"):
+for operation in ("up", "down_backward", "down", "up_backward", "weight_up", "weight_down", "accumulate"):
     compile_process.wait_for(operation)
     assert compile_process.read_progress(next((cache / "sonic_ep").iterdir())).has(operation)
 assert "quack" not in sys.modules
 found = {path.name for path in cache.rglob("*.o")}
 os.environ["QUACK_ARCH"], os.environ["CUTE_DSL_ARCH"] = "90", "sm_90a"
-from sonic_ep.kernels.experts import aot
-aot.compile_all(aot.compilations(gemms), lambda *_: None)
+import torch
+from sonic_ep.kernels.experts import aot, grouped_gemm as ops
+from sonic_ep.kernels.experts.activations import activation_named
+from sonic_ep.kernels.experts.mlp import PairLists
+from sonic_ep.kernels.lora import low_rank
+
+def meta(*size, kind=torch.bfloat16):
+    return torch.empty(size, dtype=kind, device="meta")
+
+def update(tile_aligned):
+    (r1, r2), act = gemms.ranks, activation_named("swiglu")
+    lora = low_rank.ExpertsLoRA(meta(2, r1, 64), meta(2, 64, r1), meta(2, r2, 32), meta(2, 64, r2))
+    lists = PairLists(meta(512, kind=torch.int32), meta(3, kind=torch.int32), tile_aligned)
+    x, h, y, u = meta(256, 64), meta(512, 64), meta(512, 64), meta(512, r2)
+    a = low_rank.add_up_projection(ops, x, h, lora, lists, act)
+    low_rank.add_down_projection(ops, a, y, lora, lists)
+    low_rank.add_backward_hidden(ops, x, h, meta(512), (h, a, meta(512, 1)), lora, lists, act)
+    low_rank.backward_down(ops, x, a, u, lora, lists)
+    v = low_rank.backward_hidden_up(ops, h, lora, lists)
+    low_rank.add_backward_pairs(ops, v, y, lora, lists)
+    low_rank.backward_up(ops, x, h, v, lora, lists)
+
+calls = aot.compilations(gemms._replace(ranks=(0, 0)))
+low_rank.add_hidden_grads = lambda *_: None  # a kernel of Triton
+if any(gemms.ranks):
+    calls += [aot.Compilation("up", "update", lambda each=each: update(each)) for each in (False, True)]
+aot.compile_all(calls, lambda *_: None)
 print(len(found), len({path.name for path in cache.rglob("*.o")} - found))
 """
+LAYOUTS = {"as usual": {}, "transposed": {"transposed": True}, "low-rank updates": {"ranks": [8, 16]}}
 
 
-def test_what_another_process_compiled_is_found_here(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_another_process_compiled_is_found_here(tmp_path: Path, name: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"QUACK_CACHE_DIR": str(tmp_path), "SONIC_EP_COMPILE_PROCESSES": "2"}
-    command = [sys.executable, "-c", IN_ANOTHER_PROCESS]
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, json.dumps(LAYOUTS[name])]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-    assert run.stdout == "6 0\n", run.stderr
+    compiled, missing = run.stdout.split()
+    assert int(missing) == 0, run.stderr
+    assert int(compiled) >= (13 if "ranks" in LAYOUTS[name] else 6)  # some have equal kernels
     assert "sonic_ep: compiling " in run.stderr
