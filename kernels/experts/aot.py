@@ -86,8 +86,9 @@ def compilations(gemms: Gemms) -> list[Compilation]:
             Compilation("down", f"down_projection, {kind}", down),
             Compilation("up_backward", f"up_projection_backward{of_w1}, {kind}", up_backward),
         ]
+    # Which GEMM makes a gradient depends on its layout: (e, H, J) is made as (e, H, I) is.
     gradients: tuple[Operation, Operation] = "weight_up", "weight_down"
-    up_gradient, down_gradient = reversed(gradients) if gemms.transposed else gradients  # (e, H, J) is as (e, H, I)
+    up_gradient, down_gradient = reversed(gradients) if gemms.transposed else gradients
     weight_up = partial(o.weight_grad, h, x, rows, starts, transposed=gemms.transposed)
     weight_down = partial(o.weight_grad, a, x, rows, starts, transposed=not gemms.transposed)
     found += [Compilation(up_gradient, weight_of_w1, partial(weight_up, split_gate_up=gemms.split_gate_up))]
