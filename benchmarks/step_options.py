@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from host_time import Clock
 
-QUIET, MOST = 3, 20  # steps before a turn
+QUIET, FEW, MOST = 8, 3, 24  # steps before a turn
 ATTEMPTS = 3  # of a turn
 
 
@@ -46,16 +46,16 @@ def start_rank(device: str) -> None:
 def train_until_recorded(step: Callable[[], object], num_recorded: Callable[[], int], clock: Clock) -> None:
     """Trains until QUIET steps behind each other have recorded no launches on any rank, but at most MOST steps.
 
-    num_recorded: returns how many recordings there are. Memory is arranged anew, and sizes that other contestants have
-    trained to are recorded, once each, as kernels are compiled once.
+    num_recorded: returns how many recordings there are. Without any, FEW steps do, in which memory is arranged anew.
+    Sizes that other contestants have trained to are recorded, once each, as kernels are compiled once.
     """
     quiet = 0
     for _ in range(MOST):
         before = num_recorded()
         step()
-        new = clock.largest({"new": num_recorded() - before})["new"]
-        quiet = quiet + 1 if new == 0 else 0
-        if quiet == QUIET:
+        found = clock.largest({"new": num_recorded() - before, "all": num_recorded()})
+        quiet = quiet + 1 if found["new"] == 0 else 0
+        if quiet >= (QUIET if found["all"] else FEW):
             break
 
 
