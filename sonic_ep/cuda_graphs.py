@@ -119,8 +119,8 @@ class _Saved:
     """Knows whether replays have overwritten what a layer's forward saved for its backward.
 
     All forwards are captured in the order of the layers, then all backwards in reverse. What a capture frees, those
-    after it use. So a replay of a layer, forward or backward, may write where later layers save, and nowhere else where
-    a layer saves but itself.
+    after it use. So a replay of a layer, forward or backward, may overwrite what later layers have saved, but not what
+    earlier ones have.
     """
 
     def __init__(self, num_layers: int) -> None:
