@@ -124,20 +124,23 @@ class _Saved:
     """
 
     def __init__(self, num_layers: int) -> None:
-        self._overwritten_by: list[int | None] = [None] * num_layers  # the position of a layer
+        self._intact: list[int] = []  # positions of layers of which nothing is overwritten, in ascending order
+        self._overwritten_by: list[int | None] = [None] * num_layers  # the position of the first that did it
 
     def forward(self, position: int) -> None:
         """Call it before the forward of the layer at `position` is replayed."""
         self._overwrite(position)
         self._overwritten_by[position] = None
+        if self._intact[-1:] != [position]:
+            self._intact.append(position)
 
     def backward(self, position: int) -> None:
         """Call it after the backward of the layer at `position` has been replayed."""
         self._overwrite(position)
 
     def _overwrite(self, position: int) -> None:
-        for later in range(position + 1, len(self._overwritten_by)):
-            self._overwritten_by[later] = position
+        while self._intact and self._intact[-1] > position:
+            self._overwritten_by[self._intact.pop()] = position
 
     def check(self, position: int) -> None:
         """Raises RuntimeError if the backward of the layer at `position` would read what was overwritten."""
