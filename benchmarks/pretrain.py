@@ -157,13 +157,13 @@ class Trainer:
     def turn(self, contestant: str, steps: int, clock: Clock) -> dict[str, float]:
         self.model.choose(contestant)
 
-        def num_recorded() -> int:
+        def recordings() -> int:
             return sum(self.num_recorded(contestant))
 
-        train_until_recorded(self.step, num_recorded, clock)
+        train_until_recorded(self.step, recordings, clock)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        ms, host, recorded_in_turn = turn_without_recording(self.step, steps, num_recorded, clock)
+        ms, host, recorded_in_turn = turn_without_recording(self.step, steps, recordings, clock)
         return {
             "step": ms,
             "host": host,
