@@ -350,7 +350,7 @@ def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Oper
 
 
 def start_compiling(
-    w2_eHI: Tensor,
+    w2: Tensor,
     activation: str,
     *,
     bias: bool,
@@ -361,25 +361,21 @@ def start_compiling(
 ) -> None:
     """Starts to compile the experts' kernels in other processes, unless they are cached. Returns at once.
 
-    The kernels are those for rows with device and dtype of w2, see `Gemms`. To be called as early as these are known:
-    the first launch of a kernel waits for it. It does nothing where no such kernels run, or if it was called before.
+    w2: (e, H, I), or (e, I, H) if transposed. The kernels are those for its device and dtype, see `Gemms`. To be called
+    as early as these are known: the first launch of a kernel waits for it. It does nothing where no such kernels run,
+    or if it was called before.
     """
-    if w2_eHI.is_cuda and torch.cuda.is_initialized():  # a fake tensor may be on a GPU that is not there
-        kind = bias, split_gate_up, accumulate, transposed, ranks
-        _start_compiling(w2_eHI.device, w2_eHI.dtype, *w2_eHI.shape[1:], activation, kind)
+    if w2.is_cuda and torch.cuda.is_initialized():  # a fake tensor may be on a GPU that is not there
+        d, n = w2.shape[:0:-1] if transposed else w2.shape[1:]
+        dtype = str(w2.dtype).removeprefix("torch.")
+        gemms = Gemms(d, n, activation, dtype, bias, split_gate_up, accumulate, transposed, ranks)
+        _start_compiling(w2.device, gemms)
 
 
 @functools.cache
-def _start_compiling(
-    device: torch.device,
-    dtype: torch.dtype,
-    d: int,
-    n: int,
-    activation: str,
-    kind: tuple[bool, bool, bool, bool, tuple[int, int]],
-) -> None:
-    if _problem_before_import(device, dtype, d % COLUMN_MULTIPLE == 0 and n % COLUMN_MULTIPLE == 0) is None:
-        gemms = Gemms(d, n, activation, str(dtype).removeprefix("torch."), *kind)
+def _start_compiling(device: torch.device, gemms: Gemms) -> None:
+    aligned = gemms.d % COLUMN_MULTIPLE == 0 and gemms.n % COLUMN_MULTIPLE == 0
+    if _problem_before_import(device, getattr(torch, gemms.dtype), aligned) is None:
         start(gemms, torch.cuda.get_device_capability(device))
 
 

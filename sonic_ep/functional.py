@@ -126,20 +126,21 @@ def moe(
     if routing.split_sizes is None:  # the router may have run in a compiled graph of its own
         routing = replace(routing, split_sizes=pending_sizes.pop(group.name, routing.counts.pairs_SE))
     split, bias = layout == "concatenated" or up_eIH is not None, b1_eJ is not None
+    updates = lora or NO_LORA
     start_compiling(
-        _by_rows(layout, w1_eJH, w2_eHI)[1],
+        w2_eHI,
         activation,
         bias=bias,
         split_gate_up=split,
         accumulate=accumulate_into_main_grad,
         transposed=layout == "transposed",
-        ranks=NO_LORA.ranks if lora is None else lora.ranks,
+        ranks=updates.ranks,
     )
     plan = plan_for(routing.counts, group.rank)
     key = w1_eJH.data_ptr() if layer_key is None else layer_key
     call = Call(transport, group, act, save_dispatched, routing.tile_aligned, key)
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
-    tensors = w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, *(lora or NO_LORA).tensors()
+    tensors = w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, *updates.tensors()
     with _without_autocast(x_TH):
         return _ExpertParallelMLP.apply(x_TH, weights_N, *tensors, routing, plan, call, params, layout)
 

@@ -23,15 +23,16 @@ from torch import Tensor
 
 from sonic_ep.kernels.common.compile_process import Gemms, mark_compiled, write_done, write_wanted
 from sonic_ep.kernels.experts import grouped_gemm as operations
+from sonic_ep.kernels.experts import mlp
 from sonic_ep.kernels.experts.activations import Activation, activation_named
 from sonic_ep.kernels.experts.quack_compat import without_launches
 from sonic_ep.kernels.experts.sm90.wgrad import WeightGemm
 from sonic_ep.kernels.experts.tile_table import Operation
+from sonic_ep.kernels.lora.low_rank import ANY_ACTIVATION
 
 # Arbitrary: row and expert counts are symbolic in the compiled kernels.
 _EXPERTS, _ROWS, _PAIRS = 2, 256, 512
 _TILES = (("ragged", False), ("tile_aligned", True))
-_ANY = activation_named("relu")  # of products of which only H is read
 
 
 class Compilation(NamedTuple):
@@ -89,13 +90,14 @@ def compilations(gemms: Gemms) -> list[Compilation]:
     # Which GEMM makes a gradient depends on its layout: (e, H, J) is made as (e, H, I) is.
     gradients: tuple[Operation, Operation] = "weight_up", "weight_down"
     up_gradient, down_gradient = reversed(gradients) if gemms.transposed else gradients
-    weight_up = partial(o.weight_grad, h, x, rows, starts, transposed=gemms.transposed)
-    weight_down = partial(o.weight_grad, a, x, rows, starts, transposed=not gemms.transposed)
+    lists, transposed = mlp.PairLists(rows, starts), gemms.transposed
+    weight_up = partial(mlp.backward_up_weights, o, x, h, lists, transposed=transposed)
+    weight_down = partial(mlp.backward_down_weights, o, x, a, lists, transposed=transposed)
     found += [Compilation(up_gradient, weight_of_w1, partial(weight_up, split_gate_up=gemms.split_gate_up))]
     found += [Compilation(down_gradient, "weight_grad of w2", weight_down)]
     if gemms.accumulate:
-        into_w1 = partial(weight_up, out_eAB=weight(J, d, torch.float32))
-        into_w2 = partial(weight_down, out_eAB=weight(d, n, torch.float32))
+        into_w1 = partial(weight_up, into=weight(J, d, torch.float32))
+        into_w2 = partial(weight_down, into=weight(d, n, torch.float32))
         found += [Compilation(up_gradient, "weight_grad of w1 into fp32", into_w1)]
         found += [Compilation(down_gradient, "weight_grad of w2 into fp32", into_w2)]
     r1, r2 = gemms.ranks
@@ -115,7 +117,7 @@ def _of_up_update(
     o, dx = operations, x.new_empty(h.shape[0], x.shape[1])
     back = partial(o.up_projection_backward, h, b1, starts)
     return [
-        Compilation("up", "x A1^T", lambda: o.up_projection(x, a1, None, rows, starts, _ANY)),
+        Compilation("up", "x A1^T", lambda: o.up_projection(x, a1, None, rows, starts, ANY_ACTIVATION)),
         Compilation("accumulate", "+ B1^T", lambda: o.accumulate_up_projection(h, thin, b1.mT, starts, act)),
         *[Compilation("up_backward", f"dH B1, {name}", partial(back, tile_aligned=each)) for name, each in _TILES],
         Compilation("accumulate", "+ A1", lambda: o.accumulate_product(dx, thin, a1, starts)),
@@ -133,7 +135,7 @@ def _of_down_update(
     return [
         *[Compilation("down", f"A A2^T, {name}", partial(down, tile_aligned=each)) for name, each in _TILES],
         Compilation("accumulate", "+ B2^T", lambda: o.accumulate_product(y, thin, b2.mT, starts)),
-        Compilation("up", "dO B2", lambda: o.up_projection(x, b2_by_rows, None, rows, starts, _ANY)),
+        Compilation("up", "dO B2", lambda: o.up_projection(x, b2_by_rows, None, rows, starts, ANY_ACTIVATION)),
         *[Compilation("up_backward", f"u A2, {name}", partial(back, tile_aligned=each)) for name, each in _TILES],
         Compilation("weight_up", "weight_grad of A2", lambda: o.weight_grad(thin, a, rows, starts)),
         Compilation("weight_down", "weight_grad of B2", lambda: o.weight_grad(thin, x, rows, starts, transposed=True)),
@@ -141,7 +143,7 @@ def _of_down_update(
 
 
 def variants(gemms: Gemms) -> list[Gemms]:
-    """Returns all layers with these sizes, activation, dtype and bias whose weights are not transposed."""
+    """Returns all layers with these sizes, activation, dtype and bias, without transposed weights or updates."""
     has_split = activation_named(gemms.activation).gated and not gemms.bias  # `moe` takes split weights only then
     accumulating = [gemms._replace(split_gate_up=False, accumulate=accumulate) for accumulate in (True, False)]
     return accumulating + [gemms._replace(split_gate_up=True, accumulate=False)] * has_split

@@ -28,7 +28,7 @@ from sonic_ep.kernels.experts.activations import Activation, activation_named
 if TYPE_CHECKING:
     from sonic_ep.kernels.experts.mlp import PairLists
 
-_ANY = activation_named("relu")  # of products of which only H is read
+ANY_ACTIVATION = activation_named("relu")  # of products of which only H is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class ExpertsLoRA:
 
 def _gathered(ops: Operations, x_RH: Tensor, weights_erH: Tensor, lists: "PairLists") -> Tensor:
     """Returns X[row_of_pair] weights^T, (P, r)."""
-    return ops.up_projection(x_RH, weights_erH, None, lists.row_of_pair_P, lists.expert_starts_e, _ANY)[0]
+    return ops.up_projection(x_RH, weights_erH, None, lists.row_of_pair_P, lists.expert_starts_e, ANY_ACTIVATION)[0]
 
 
 def _product(ops: Operations, rows: Tensor, weights: Tensor, lists: "PairLists") -> Tensor:

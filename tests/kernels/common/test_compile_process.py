@@ -224,7 +224,8 @@ def test_layers_start_it_for_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_problem_before_import", lambda _, dtype, aligned: None if aligned else "not aligned")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
     device = torch.device("cuda")
-    backend._start_compiling.__wrapped__(device, torch.bfloat16, 64, 32, "swiglu", (False, False, False, True, (8, 0)))
-    backend._start_compiling.__wrapped__(device, torch.bfloat16, 64, 33, "swiglu", (False, False, False, True, (8, 0)))
+    gemms = GEMMS._replace(transposed=True, ranks=(8, 0))
+    backend._start_compiling.__wrapped__(device, gemms)
+    backend._start_compiling.__wrapped__(device, gemms._replace(n=33))
     backend.start_compiling(torch.zeros(2, 64, 32), "swiglu", bias=False)
-    assert calls == [(GEMMS._replace(transposed=True, ranks=(8, 0)), HOPPER)]
+    assert calls == [(gemms, HOPPER)]
