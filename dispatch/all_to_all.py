@@ -78,18 +78,23 @@ class AllToAllTransport:
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         (token_of_sent_U, _, _), splits = handle.transport_lists, handle.splits
-        packed_UH = x_TH.index_select(0, token_of_sent_U)
-        return Pending.done(
-            self._exchange.rows("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.forward.layer)
-        )
+
+        def exchange(packed_UH: Tensor) -> Tensor:
+            return self._exchange.rows("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.forward.layer)
+
+        return self._exchange.started(exchange, x_TH.index_select(0, token_of_sent_U), overlap=overlap)
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
     ) -> Pending:
         (_, sent_by_token_U, sent_starts_T), splits = handle.transport_lists, handle.splits
+
+        def exchange(sums_RH: Tensor) -> Tensor:
+            back_UH = self._exchange.rows("combine", sums_RH, splits.rows_in, splits.rows_out, handle.forward.layer)
+            return gather_sum(back_UH, sent_by_token_U, sent_starts_T)
+
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-        back_UH = self._exchange.rows("combine", sums_RH, splits.rows_in, splits.rows_out, handle.forward.layer)
-        return Pending.done(gather_sum(back_UH, sent_by_token_U, sent_starts_T))
+        return self._exchange.started(exchange, sums_RH, overlap=overlap)
 
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        return Pending.done(self._exchange.scalars(parts_PZ, handle))
+        return self._exchange.scalars(parts_PZ, handle, overlap=overlap)

@@ -72,7 +72,7 @@ class LocalTransport:
             lists = handle.pairs_by_row_V, handle.pair_starts_R
             return gather_sum(values_PH, *lists, weights_P, into=sums_RH, overlap_previous=True)
 
-        return Pending(result, reserve_sms=True)
+        return Pending(result, reserve_for="sums")
 
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         lists = handle.slot_V, handle.pair_starts_R[-1:], handle.num_listed

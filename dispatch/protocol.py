@@ -26,6 +26,7 @@ from torch import Tensor
 from sonic_ep.groups import Exchange
 from sonic_ep.groups.order import Forward
 from sonic_ep.kernels.dispatch.recv_index.reference import PairBuffer, RankPlan
+from sonic_ep.kernels.experts.tile_table import ReserveFor
 from sonic_ep.routing import Routing
 
 _NO_FORWARD = Forward()
@@ -170,14 +171,14 @@ class Pending:
     """The result of a collective that has started.
 
     result: returns it; call it once, on every rank. The current stream waits for it, the host does not.
-    reserve_sms: True if it is computed on SMs while the next kernel runs, which must then reserve SMs for it.
+    reserve_for: what the kernels launched before `result` must leave SMs to, if anything (`reserved_clusters`).
 
     A collective that was called with `overlap` may run at the same time as a kernel that the caller launches between
     the two calls. Call `result` right after that launch.
     """
 
     result: Callable[[], Tensor]
-    reserve_sms: bool = False
+    reserve_for: ReserveFor | None = None
 
     @classmethod
     def done(cls, values: Tensor) -> Self:

@@ -9,7 +9,7 @@ Legend: N pairs this rank sends, V pairs this rank receives, P rows of the pair 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.dispatch.plan import split_sizes_async
-from sonic_ep.dispatch.protocol import DispatchHandle
+from sonic_ep.dispatch.protocol import DispatchHandle, Pending
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import values_of_pairs
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
@@ -41,6 +41,32 @@ class RowExchange:
         per_host = ranks_per_host or group.size
         first = group.rank - group.rank % per_host
         self._own_host = slice(first, first + per_host)
+        self._stream: torch.cuda.Stream | None = None
+
+    def started(self, exchange: Callable[[Tensor], Tensor], values: Tensor, *, overlap: bool) -> Pending:
+        """Returns the result of `exchange(values)`, which calls `rows` and launches kernels.
+
+        overlap: on a GPU, it runs on a stream of its own, at the same time as what the caller launches before `result`.
+        Every rank starts its exchanges in the same order, so their order on the wire stays the same.
+        """
+        if not (overlap and values.is_cuda):
+            return Pending.done(exchange(values))
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(values.device)
+        self._stream.wait_stream(torch.cuda.current_stream(values.device))
+        with torch.cuda.stream(self._stream):
+            exchanged = exchange(values)
+            done = self._stream.record_event()
+        held = [values]  # in memory that the current stream may not reuse before it has waited
+
+        def result() -> Tensor:
+            current = torch.cuda.current_stream(exchanged.device)
+            current.wait_event(done)  # the stream may have later work by now
+            exchanged.record_stream(current)
+            held.clear()
+            return exchanged
+
+        return Pending(result, reserve_for="exchange")
 
     def sizes(self, routing: Routing, plan: RankPlan, transport: str) -> SplitSizes:
         """Returns the split sizes of a routing. Blocks the host until they arrive.
@@ -78,13 +104,17 @@ class RowExchange:
         received = self.rows("lists", _pack(row_of_pair_N, weights_N), pairs_out, pairs_in, self.group.layer)
         return _unpack(received, weights_N.dtype)
 
-    def scalars(self, parts_PZ: Tensor, handle: DispatchHandle) -> Tensor:
-        """Returns what `Transport.combine_scalars` results in."""
+    def scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool) -> Pending:
+        """See `Transport.combine_scalars`."""
         num_pairs, splits = handle.slot_V.shape[0], handle.splits
         values_V = values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], num_pairs)
-        values_N = self.rows("combine_scalars", values_V, splits.pairs_in, splits.pairs_out, handle.forward.layer)
-        spare = handle.num_listed - values_N.shape[0]
-        return pad(values_N, (0, spare)) if spare else values_N
+
+        def exchange(values_V: Tensor) -> Tensor:
+            values_N = self.rows("combine_scalars", values_V, splits.pairs_in, splits.pairs_out, handle.forward.layer)
+            spare = handle.num_listed - values_N.shape[0]
+            return pad(values_N, (0, spare)) if spare else values_N
+
+        return self.started(exchange, values_V, overlap=overlap)
 
 
 def _pack(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:

@@ -165,25 +165,31 @@ class TwoHopTransport:
         return PreparedDispatch(handle, buffer.weights_P)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        (crossing, forwarded), splits = _Hops.of(handle), handle.splits
-        x_XH = x_TH.index_select(0, crossing.token_of_sent_U)
-        x_YH = self._across_hosts("dispatch", x_XH, splits.crossing_out, splits.crossing_in, handle.forward.layer)
-        x_fH = x_YH.index_select(0, forwarded.token_of_sent_U)
-        x_RH = self._within_host("dispatch", x_fH, splits.forwarded_out, splits.forwarded_in, handle.forward.layer)
-        return Pending.done(x_RH)
+        (crossing, forwarded), splits, layer = _Hops.of(handle), handle.splits, handle.forward.layer
+
+        def exchange(x_XH: Tensor) -> Tensor:
+            x_YH = self._across_hosts("dispatch", x_XH, splits.crossing_out, splits.crossing_in, layer)
+            x_fH = x_YH.index_select(0, forwarded.token_of_sent_U)
+            return self._within_host("dispatch", x_fH, splits.forwarded_out, splits.forwarded_in, layer)
+
+        return self._exchange.started(exchange, x_TH.index_select(0, crossing.token_of_sent_U), overlap=overlap)
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
     ) -> Pending:
-        (crossing, forwarded), splits = _Hops.of(handle), handle.splits
+        (crossing, forwarded), splits, layer = _Hops.of(handle), handle.splits, handle.forward.layer
+
+        def exchange(sums_RH: Tensor) -> Tensor:
+            sums_fH = self._within_host("combine", sums_RH, splits.forwarded_in, splits.forwarded_out, layer)
+            sums_YH = gather_sum(sums_fH, forwarded.sent_by_token_U, forwarded.sent_starts_T)
+            sums_XH = self._across_hosts("combine", sums_YH, splits.crossing_in, splits.crossing_out, layer)
+            return gather_sum(sums_XH, crossing.sent_by_token_U, crossing.sent_starts_T)
+
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-        sums_fH = self._within_host("combine", sums_RH, splits.forwarded_in, splits.forwarded_out, handle.forward.layer)
-        sums_YH = gather_sum(sums_fH, forwarded.sent_by_token_U, forwarded.sent_starts_T)
-        sums_XH = self._across_hosts("combine", sums_YH, splits.crossing_in, splits.crossing_out, handle.forward.layer)
-        return Pending.done(gather_sum(sums_XH, crossing.sent_by_token_U, crossing.sent_starts_T))
+        return self._exchange.started(exchange, sums_RH, overlap=overlap)
 
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        return Pending.done(self._exchange.scalars(parts_PZ, handle))
+        return self._exchange.scalars(parts_PZ, handle, overlap=overlap)
 
     def _across_hosts(
         self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], layer: int

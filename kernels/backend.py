@@ -23,6 +23,7 @@ from sonic_ep.kernels.dispatch.recv_index.reference import Chunks, PairBuffer, R
 from sonic_ep.kernels.dispatch.send_index.reference import SentRows, TokenLists
 from sonic_ep.kernels.experts import reference
 from sonic_ep.kernels.experts.activations import Activation
+from sonic_ep.kernels.experts.tile_table import ReserveFor
 from sonic_ep.kernels.route.interface import RouterLinear, RouterOperations
 from sonic_ep.kernels.route.rounding.reference import RoundingRule
 
@@ -331,7 +332,7 @@ class Operations(Protocol):
         transposed: bool = False,
         split_gate_up: bool = False,
         out_eAB: Tensor | None = None,
-        reserve_sms: bool = False,
+        reserve_for: ReserveFor | None = None,
     ) -> Tensor: ...
 
     def bias_grad(self, values_PB: Tensor, expert_starts_e: Tensor) -> Tensor: ...

@@ -26,6 +26,7 @@ from sonic_ep.kernels.backend import operations_for
 from sonic_ep.kernels.experts import mlp
 from sonic_ep.kernels.experts.activations import Activation
 from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
+from sonic_ep.kernels.experts.tile_table import ReserveFor
 from sonic_ep.kernels.lora import low_rank
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 
@@ -136,9 +137,9 @@ def backward(
     needs: whether dw1, dw2, db1, db2 are needed, and with `weights.lora` those of W1's and of W2's update.
     into: buffers to which dw1 and dw2 are added, and which are returned instead; None for a new tensor.
 
-    With several ranks, dX is computed first, so that its combine overlaps dW2 and dW1. With one rank, dW2 is computed
-    first, so that A' can be freed before dX of all pairs is allocated; the sums of dS overlap dW2, those of dX overlap
-    dW1. Every rank calls every collective, whether or not it needs the result.
+    With several ranks, dX is computed first: it and dS return while dW2 and dW1 are computed. With one rank, dW2 is
+    computed first, so that A' can be freed before dX of all pairs is allocated; the sums of dS overlap dW2, those of dX
+    overlap dW1. Every rank calls every collective, whether or not it needs the result.
     """
     transport, handle, pairs = call.transport, saved.handle, _pair_lists(saved.handle, call)
     if host_may_wait(dout_TH):
@@ -157,13 +158,14 @@ def backward(
     u_Pr, v_Pr = grads.u_Pr, grads.v_Pr
     del grads, h_PJ
 
-    def down_weights() -> Tensor | None:
+    def down_weights(reserve_for: ReserveFor | None) -> Tensor | None:
         scaled_a_PI = held_a_PI.pop()
         if lora is not None and u_Pr is not None and needs_lora[1]:
             lora_grads[2:] = low_rank.backward_down(ops, do_RH, scaled_a_PI, u_Pr, lora, pairs)
         if not needs_w2:
             return None
-        return mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1], transposed=weights.transposed)
+        options = {"transposed": weights.transposed, "reserve_for": reserve_for}
+        return mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1], **options)
 
     def combine_dx(*, overlap: bool) -> Pending:
         dx_PH = mlp.backward_pairs(ops, dh_PJ, weights, pairs, v_Pr)
@@ -171,22 +173,21 @@ def backward(
 
     if len(handle.splits.rows_out) > 1:
         pending = combine_dx(overlap=needs_w1 or needs_w2)
-        dweights_N = transport.combine_scalars(held_ds_PZ.pop(), handle).result()
-        dw2 = down_weights()
+        returning = transport.combine_scalars(held_ds_PZ.pop(), handle, overlap=needs_w1 or needs_w2)
+        dw2 = down_weights(pending.reserve_for)
     else:
         returning = transport.combine_scalars(held_ds_PZ.pop(), handle, overlap=needs_w2)
-        dw2 = down_weights()
-        dweights_N = returning.result()
-        del returning
+        dw2 = down_weights(returning.reserve_for)
+        returning = Pending.done(returning.result())  # at once, behind the kernel that it overlaps
         pending = combine_dx(overlap=needs_w1)  # only dW1 is left to overlap
     rows_RH = rows.result()
     dw1 = None
     if needs_w1:
         order = {"split_gate_up": weights.up_eIH is not None, "transposed": weights.transposed}
-        dw1 = mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs, into[0], **order, reserve_sms=pending.reserve_sms)
+        dw1 = mlp.backward_up_weights(ops, rows_RH, dh_PJ, pairs, into[0], **order, reserve_for=pending.reserve_for)
     if lora is not None and v_Pr is not None and needs_lora[0]:
         lora_grads[:2] = low_rank.backward_up(ops, rows_RH, dh_PJ, v_Pr, lora, pairs)
-    dx_TH = pending.result()
+    dx_TH, dweights_N = pending.result(), returning.result()
     db1, db2 = None, None
     if weights_P is not None:
         db1, db2 = mlp.backward_biases(ops, do_RH, weights_P, dh_PJ, pairs)

@@ -36,7 +36,7 @@ from sonic_ep.kernels.experts.sm90.row_gemm import HopperMod, hopper_mod
 from sonic_ep.kernels.experts.sm90.wgrad import WeightGemm
 from sonic_ep.kernels.experts.split_gate_up import interleaved_view, split_gate_up_mod
 from sonic_ep.kernels.experts.tile_counter import tile_counter
-from sonic_ep.kernels.experts.tile_table import Operation, TileConfig, reserved_clusters, tile_config
+from sonic_ep.kernels.experts.tile_table import Operation, ReserveFor, TileConfig, reserved_clusters, tile_config
 from sonic_ep.kernels.interleave.triton import interleaved
 
 __all__ = [
@@ -319,7 +319,7 @@ def weight_grad(
     transposed: bool = False,
     split_gate_up: bool = False,
     out_eAB: Tensor | None = None,
-    reserve_sms: bool = False,
+    reserve_for: ReserveFor | None = None,
 ) -> Tensor:
     """See kernels/experts/reference.py."""
     A, B = left_PA.shape[1], right_RB.shape[1]
@@ -338,7 +338,7 @@ def weight_grad(
         wait_for(operation)
         tile = _tile(operation, A, B, left_PA)
         gemm = _PLANS[key] = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, split_gate_up=split_gate_up)
-    reserved = reserved_clusters(A, gemm.clusters, get_device_capacity(left_PA.device)[0]) if reserve_sms else 0
+    reserved = reserved_clusters(reserve_for, A, gemm.clusters, get_device_capacity(left_PA.device)[0])
     counter = tile_counter(left_PA, self_resetting=True) if gemm.dynamic else None
     gemm.run(right_RB.T, left_PA.T, D, row_of_pair_P, expert_starts_e, counter, reserved)
     return out

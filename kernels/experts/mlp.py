@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sonic_ep.kernels.backend import Operations
 from sonic_ep.kernels.experts.activations import Activation
+from sonic_ep.kernels.experts.tile_table import ReserveFor
 from sonic_ep.kernels.lora import low_rank
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 
@@ -120,13 +121,14 @@ def backward_down_weights(
     into: Tensor | None = None,
     *,
     transposed: bool = False,
+    reserve_for: ReserveFor | None = None,
 ) -> Tensor:
     """Returns dW2 = dO[row_of_pair]^T A' of each expert, (e, H, I). With `into` adds to it and returns it.
 
-    transposed: the result is (e, I, H).
+    transposed: the result is (e, I, H). reserve_for: what runs concurrently and needs SMs.
     """
-    rows, starts = lists.row_of_pair_P, lists.expert_starts_e
-    return ops.weight_grad(scaled_a_PI, do_RH, rows, starts, transposed=not transposed, out_eAB=into)
+    order = {"transposed": not transposed, "reserve_for": reserve_for}
+    return ops.weight_grad(scaled_a_PI, do_RH, lists.row_of_pair_P, lists.expert_starts_e, **order, out_eAB=into)
 
 
 def backward_up_weights(
@@ -138,17 +140,17 @@ def backward_up_weights(
     *,
     split_gate_up: bool = False,
     transposed: bool = False,
-    reserve_sms: bool = False,
+    reserve_for: ReserveFor | None = None,
 ) -> Tensor:
     """Returns dW1 = dH^T X[row_of_pair] of each expert, (e, J, H). With `into` adds to it and returns it.
 
     split_gate_up: the rows are [dgate; dup] instead of interleaved. Not with `into`, nor with `transposed`.
     transposed: the result is (e, H, J).
-    reserve_sms: reserve SMs for the sums of dX, which are launched next.
+    reserve_for: what runs concurrently and needs SMs.
     """
     rows, starts = lists.row_of_pair_P, lists.expert_starts_e
     order = {"transposed": transposed, "split_gate_up": split_gate_up}
-    return ops.weight_grad(dh_PJ, x_RH, rows, starts, **order, out_eAB=into, reserve_sms=reserve_sms)
+    return ops.weight_grad(dh_PJ, x_RH, rows, starts, **order, out_eAB=into, reserve_for=reserve_for)
 
 
 def backward_biases(

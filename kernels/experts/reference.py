@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.kernels.experts.activations import Activation, concatenate, interleave_split
+from sonic_ep.kernels.experts.tile_table import ReserveFor
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -215,7 +216,7 @@ def weight_grad(
     transposed: bool = False,
     split_gate_up: bool = False,
     out_eAB: Tensor | None = None,
-    reserve_sms: bool = False,
+    reserve_for: ReserveFor | None = None,
 ) -> Tensor:
     """Returns left^T right[row_of_pair] of each expert: a grouped GEMM that contracts over rows (varlen-K) and gathers.
 
@@ -225,7 +226,8 @@ def weight_grad(
     split_gate_up: `left` has interleaved gate and up columns; return the rows of dW1 as [gate; up], not interleaved.
                    AssertionError together with `transposed` or `out_eAB`.
     out_eAB:       add to this buffer, of the shape of the result (a main_grad, usually fp32), and return it.
-    reserve_sms:   the GPU kernel reserves SMs for a gather_sum of P rows as wide as `right`, launched right after it.
+    reserve_for:   the GPU kernel leaves SMs to what runs concurrently: "sums", a gather_sum of P rows as wide as
+                   `right`, launched right after it; "exchange", NCCL's kernel on another stream.
 
     Shapes:  left_PA (P, A); right_RB (R, B). Returns (e, A, B) or (e, B, A) in the dtype of left or of `out_eAB`.
              An expert without rows gets zeros; its part of `out_eAB` stays as it is.

@@ -20,6 +20,9 @@ from sonic_ep.kernels.common.sizes import cdiv
 # M of docs/design.md: the rows of one grouped-GEMM tile. Row counts are aligned to it.
 TILE_ROWS = 128
 
+# What runs on SMs at the same time as the GEMM of a weight gradient, see `reserved_clusters`.
+ReserveFor = Literal["sums", "exchange"]
+
 # up_heavy: "up" with a bias and a clamp or exact GELU. Its epilogue takes so many registers that ping-pong tiles spill.
 # down_backward_heavy: "down_backward" of activations whose derivative takes more registers than SwiGLU's.
 # accumulate: a product with few summands, of a low-rank update, that is added to its output.
@@ -135,14 +138,18 @@ def _hopper_tile(operation: Operation, N: int, other_size: int, *, tile_aligned:
             return replace(pairs, dynamic=other_size >= _MIN_LONG_SUM)
 
 
-def reserved_clusters(J: int, clusters: int, arch: int) -> int:
-    """Returns how many clusters the GEMM of dW1 leaves free, so that the gather_sum of dX runs concurrently.
+def reserved_clusters(reserve_for: ReserveFor | None, J: int, clusters: int, arch: int) -> int:
+    """Returns how many clusters the GEMM of a weight gradient leaves free for what runs concurrently.
 
-    The number makes both kernels end together. The work of both is proportional to P and d, so it depends on J alone.
-    clusters: how many fit the device. Returns 0 except on Hopper: elsewhere the GEMM is quack's kernel, which
-    lets the next one start only at its end.
+    "sums": the gather_sum of dX, beside dW1. The number makes both kernels end together. The work of both is
+    proportional to P and d, so it depends on J alone. Zero except on Hopper: elsewhere the GEMM is quack's kernel,
+    which lets the next one start only at its end.
+    "exchange": NCCL's kernel, which would otherwise start when the GEMM ends. Links need few SMs: an eighth of them.
+    clusters: how many fit the device.
     """
-    if arch != 9:
+    if reserve_for == "exchange":
+        return clusters // 8
+    if reserve_for is None or arch != 9:
         return 0
     # Half of a device already saturates memory: the sums are no faster on more SMs.
     return min(round(clusters * _GEMM_COLUMNS_PER_SUM / (132 * J)), clusters // 2)

@@ -6,6 +6,8 @@ With one rank a host a token has at most two destination ranks, so that two hops
 import re
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
 from sonic_ep.config import RoundingMode, TransportKind
+from sonic_ep.dispatch.protocol import Pending
+from sonic_ep.dispatch.row_exchange import RowExchange
 from sonic_ep.dispatch.two_hop import TwoHopTransport
 from tests.helpers.changing_routing import leaning_tokens
 from tests.helpers.launch import RankPool
@@ -29,10 +33,10 @@ def hosts() -> Iterator[RankPool]:
     """Two ranks that NCCL joins as if they were on two hosts: over its network path alone."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 CUDA devices, there are {torch.cuda.device_count()}")
-    with pytest.MonkeyPatch.context() as patch, RankPool(2, "cpu:gloo,cuda:nccl") as pool:
+    with pytest.MonkeyPatch.context() as environment, RankPool(2, "cpu:gloo,cuda:nccl") as pool:
         for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
-            patch.setenv(name, "1")
-        patch.setenv("NCCL_SOCKET_IFNAME", "lo")
+            environment.setenv(name, "1")
+        environment.setenv("NCCL_SOCKET_IFNAME", "lo")
         yield pool
 
 
@@ -76,6 +80,37 @@ def test_the_bits_of_one_host(gpus: Gpus, mode: RoundingMode, other: TransportKi
 @pytest.mark.parametrize("mode", ["off", "apportion"])
 def test_the_bits_of_one_host_over_the_network_path(hosts: RankPool, mode: RoundingMode) -> None:
     assert hosts.run(changing_steps, mode, "all_to_all", True) == [[], []]
+
+
+def at_once(exchanges: RowExchange, exchange: Callable[[Tensor], Tensor], values: Tensor, *, overlap: bool) -> Pending:
+    """Instead of `RowExchange.started`: nothing overlaps."""
+    return Pending.done(exchange(values))
+
+
+def overlapping_steps(rank: int, kind: TransportKind) -> tuple[list[int], int]:
+    """Steps in which exchanges that overlap GEMMs change a bit, and how many exchanges of the last one do."""
+    layer, started, differing, pending = layer_of(kind, "off"), RowExchange.started, [], list[Pending]()
+
+    def noted(*arguments: Any, overlap: bool) -> Pending:
+        pending.append(started(*arguments, overlap=overlap))
+        return pending[-1]
+
+    for step in range(20):
+        x = leaning_tokens(2 * step + rank, 3000, D, "cuda", torch.bfloat16)
+        pending.clear()
+        with patch.object(RowExchange, "started", noted):
+            ours = run(layer, x)
+        with patch.object(RowExchange, "started", at_once):
+            theirs = run(layer, x)
+        if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+            differing.append(step)
+    return differing, sum(each.reserve_for == "exchange" for each in pending)
+
+
+@pytest.mark.parametrize("kind", ["two_hop", "all_to_all"])
+def test_exchanges_that_overlap_the_experts_bring_the_same_bits(gpus: Gpus, kind: TransportKind) -> None:
+    """Of a backward: x, dX and the gradients of pairs' weights."""
+    assert gpus(2).run(overlapping_steps, kind) == [([], 3)] * 2
 
 
 def while_a_graph_is_captured(rank: int) -> str:

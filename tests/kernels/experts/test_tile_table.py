@@ -100,7 +100,7 @@ RESERVED = json.loads((RESULTS / "grouped_gemms_left_free_h200.json").read_text(
 @pytest.mark.parametrize("name", sorted(RESERVED.keys() - {"deepseek_v3_ep8_ragged"}))
 def test_backward_is_within_one_percent_of_its_fastest_beside_sums(name: str) -> None:
     times = {int(free): ms for free, ms in RESERVED[name]["left_free_ms"].items() if free != "before"}
-    chosen = 2 * reserved_clusters(2 * RESERVED[name]["n"], 66, 9)
+    chosen = 2 * reserved_clusters("sums", 2 * RESERVED[name]["n"], 66, 9)
     below, above = (max(f for f in times if f <= chosen), min(f for f in times if f >= chosen))
     between = (times[below] + times[above]) / 2
     assert between <= 1.01 * min(times.values()), (chosen, times)
@@ -108,8 +108,10 @@ def test_backward_is_within_one_percent_of_its_fastest_beside_sums(name: str) ->
 
 @given(st.integers(1, 2**16), st.integers(1, 74))
 def test_the_gemm_keeps_half_of_any_device(J: int, clusters: int) -> None:
-    assert 2 * reserved_clusters(J, clusters, 9) <= clusters
-    assert reserved_clusters(J, clusters, 10) == 0
+    assert 2 * reserved_clusters("sums", J, clusters, 9) <= clusters
+    assert reserved_clusters("sums", J, clusters, 10) == 0
+    assert 8 * reserved_clusters("exchange", J, clusters, 9) <= clusters
+    assert reserved_clusters(None, J, clusters, 9) == 0
 
 
 def test_unknown_architectures_are_refused() -> None:
