@@ -310,6 +310,8 @@ class Operations(Protocol):
         row_of_pair_P: Tensor,
         expert_starts_e: Tensor,
         activation: Activation,
+        *,
+        reserve_for: ReserveFor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def up_projection_backward(
@@ -320,6 +322,7 @@ class Operations(Protocol):
         up_eIH: Tensor | None = None,
         *,
         tile_aligned: bool = False,
+        reserve_for: ReserveFor | None = None,
     ) -> Tensor: ...
 
     def weight_grad(

@@ -151,7 +151,9 @@ def backward(
     do_RH = transport.dispatch(dout_TH.contiguous(), handle).result()
     rows = Pending.done(saved.rows) if call.save_dispatched else transport.dispatch(saved.rows, handle, overlap=True)
     h_PJ, weights_P = saved.pop()
-    grads = mlp.backward_hidden(ops, do_RH, h_PJ, weights_P, weights, pairs, call.activation)
+    grads = mlp.backward_hidden(
+        ops, do_RH, h_PJ, weights_P, weights, pairs, call.activation, reserve_for=rows.reserve_for
+    )
     weights_P = weights_P if needs_b1 or needs_b2 else None
     # The lists hold the only references to dS and A', so that each is freed as soon as it has been read.
     dh_PJ, held_ds_PZ, held_a_PI = grads.dh_PJ, [grads.ds_PZ], [grads.scaled_a_PI]
@@ -168,7 +170,7 @@ def backward(
         return mlp.backward_down_weights(ops, do_RH, scaled_a_PI, pairs, into[1], **options)
 
     def combine_dx(*, overlap: bool) -> Pending:
-        dx_PH = mlp.backward_pairs(ops, dh_PJ, weights, pairs, v_Pr)
+        dx_PH = mlp.backward_pairs(ops, dh_PJ, weights, pairs, v_Pr, reserve_for=rows.reserve_for)
         return transport.combine(dx_PH, None, handle, overlap=overlap)
 
     if len(handle.splits.rows_out) > 1:

@@ -30,6 +30,7 @@ from sonic_ep.kernels.experts.quack_compat import (
     gemm_epilogue,
     get_device_capacity,
     identity_epi,
+    leave_clusters,
     linear_act_mod,
 )
 from sonic_ep.kernels.experts.sm90.row_gemm import HopperMod, hopper_mod
@@ -127,21 +128,26 @@ def _run(
     A: Tensor,
     B: Tensor,
     C: Tensor | None = None,
+    *,
+    reserve_for: ReserveFor | None = None,
     **arguments: Any,
 ) -> None:
     """Launches a GEMM over rows with the epilogue `mod`. The first launch of a shape class compiles the plan.
 
-    key: what the plan depends on besides the epilogue and the tile, see `_class_key`.
+    key: what the plan depends on besides the epilogue, the tile and `reserve_for`, see `_class_key`.
     """
-    operation = key[0]
-    if get_device_capacity(A.device)[0] == 9:
+    operation, arch = key[0], get_device_capacity(A.device)[0]
+    if arch == 9:
         mod = hopper_mod(mod)
-    key = (mod, tile, *key)
+    key = (mod, tile, reserve_for, *key)
     plan = _PLANS.get(key)
     if plan is None:
         wait_for(str(operation))
-        plan = _PLANS[key] = mod.plan(A, B, C, config=_config(tile, A), **arguments)
+        plan = mod.plan(A, B, C, config=_config(tile, A), **arguments)
         plan.scratch = {}  # quack's scratch is not needed: every launch passes its own buffer for partial sums
+        if reserve_for is not None:
+            leave_clusters(plan, lambda clusters: reserved_clusters(reserve_for, B.shape[-1], clusters, arch))
+        _PLANS[key] = plan
     counter = tile_counter(A, self_resetting=isinstance(mod, HopperMod)) if plan.config.is_dynamic_persistent else None
     plan.run(A, B, C, tile_count_semaphore=counter, **arguments)
 
@@ -208,13 +214,20 @@ def down_projection(
 
 
 def up_projection_backward(
-    dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None, *, tile_aligned: bool = False
+    dh_PJ: Tensor,
+    w1: Tensor,
+    expert_starts_e: Tensor,
+    up_eIH: Tensor | None = None,
+    *,
+    tile_aligned: bool = False,
+    reserve_for: ReserveFor | None = None,
 ) -> Tensor:
     """See kernels/experts/reference.py."""
     if dh_PJ.shape[0] == 0:
         return dh_PJ.new_empty(0, w1.shape[2])
     mod, w1_eJH = _with_up_weights(identity_epi, w1, up_eIH)
-    return _grouped_rows("up_backward", dh_PJ, w1_eJH, expert_starts_e, mod, tile_aligned=tile_aligned)
+    options = {"tile_aligned": tile_aligned, "reserve_for": reserve_for}
+    return _grouped_rows("up_backward", dh_PJ, w1_eJH, expert_starts_e, mod, **options)
 
 
 def _grouped_rows(
@@ -225,6 +238,7 @@ def _grouped_rows(
     mod: EpiMod,
     *,
     tile_aligned: bool,
+    reserve_for: ReserveFor | None = None,
     **arguments: Any,
 ) -> Tensor:
     """Returns rows_PK @ weights_eKN[expert of the row] after the epilogue: (P, N) in the dtype of the rows."""
@@ -235,7 +249,8 @@ def _grouped_rows(
         return out_PN
     arguments |= {"out": {"D": out_PN}, "cu_seqlens_m": expert_starts_e}
     tile = _tile(operation, N, K, rows_PK, tile_aligned=tile_aligned)
-    _run(_class_key(operation, rows_PK, weights_eKN), mod, tile, rows_PK, weights_eKN, **arguments)
+    key = _class_key(operation, rows_PK, weights_eKN)
+    _run(key, mod, tile, rows_PK, weights_eKN, reserve_for=reserve_for, **arguments)
     return out_PN
 
 
@@ -284,6 +299,8 @@ def down_projection_backward(
     row_of_pair_P: Tensor,
     expert_starts_e: Tensor,
     activation: Activation,
+    *,
+    reserve_for: ReserveFor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels/experts/reference.py."""
     P, (H, I) = h_PJ.shape[0], w2_eHI.shape[1:]  # noqa: E741
@@ -303,7 +320,7 @@ def down_projection_backward(
         "mColVecReduce": partial_PZ,
     }
     key = _class_key("down_backward", do_RH, w2_eHI, h_PJ)
-    _run(key, mod, tile, do_RH, w2_eHI, h_PJ, **arguments)
+    _run(key, mod, tile, do_RH, w2_eHI, h_PJ, reserve_for=reserve_for, **arguments)
     if b2_eH is not None:
         dots_P = _row_dots(do_RH, b2_eH, row_of_pair_P, expert_starts_e)
         partial_PZ = torch.cat((partial_PZ, dots_P[:, None]), 1)

@@ -90,10 +90,16 @@ def backward_hidden(
     weights: ExpertWeights,
     lists: PairLists,
     activation: Activation,
+    *,
+    reserve_for: ReserveFor | None = None,
 ) -> HiddenGrads:
-    """Returns dH, A' and dS. Nothing after it needs H, so the caller can free H."""
+    """Returns dH, A' and dS. Nothing after it needs H, so the caller can free H.
+
+    reserve_for: what runs concurrently and needs SMs, here as in the functions below.
+    """
+    w2_eHI, b2_eH, rows, starts = weights.w2_eHI, weights.b2_eH, lists.row_of_pair_P, lists.expert_starts_e
     grads = ops.down_projection_backward(
-        do_RH, weights.w2_eHI, weights.b2_eH, h_PJ, weights_P, lists.row_of_pair_P, lists.expert_starts_e, activation
+        do_RH, w2_eHI, b2_eH, h_PJ, weights_P, rows, starts, activation, reserve_for=reserve_for
     )
     lora = weights.lora
     if lora is None:
@@ -103,11 +109,17 @@ def backward_hidden(
 
 
 def backward_pairs(
-    ops: Operations, dh_PJ: Tensor, weights: ExpertWeights, lists: PairLists, v_Pr: Tensor | None = None
+    ops: Operations,
+    dh_PJ: Tensor,
+    weights: ExpertWeights,
+    lists: PairLists,
+    v_Pr: Tensor | None = None,
+    *,
+    reserve_for: ReserveFor | None = None,
 ) -> Tensor:
     """Returns dx_PH, the gradient of the row of each pair, before the pairs of a received row are summed."""
-    starts, tile_aligned = lists.expert_starts_e, lists.tile_aligned
-    dx_PH = ops.up_projection_backward(dh_PJ, weights.w1, starts, weights.up_eIH, tile_aligned=tile_aligned)
+    options = {"tile_aligned": lists.tile_aligned, "reserve_for": reserve_for}
+    dx_PH = ops.up_projection_backward(dh_PJ, weights.w1, lists.expert_starts_e, weights.up_eIH, **options)
     if weights.lora is not None and v_Pr is not None:
         low_rank.add_backward_pairs(ops, v_Pr, dx_PH, weights.lora, lists)
     return dx_PH
@@ -125,7 +137,7 @@ def backward_down_weights(
 ) -> Tensor:
     """Returns dW2 = dO[row_of_pair]^T A' of each expert, (e, H, I). With `into` adds to it and returns it.
 
-    transposed: the result is (e, I, H). reserve_for: what runs concurrently and needs SMs.
+    transposed: the result is (e, I, H).
     """
     order = {"transposed": not transposed, "reserve_for": reserve_for}
     return ops.weight_grad(scaled_a_PI, do_RH, lists.row_of_pair_P, lists.expert_starts_e, **order, out_eAB=into)
@@ -146,7 +158,6 @@ def backward_up_weights(
 
     split_gate_up: the rows are [dgate; dup] instead of interleaved. Not with `into`, nor with `transposed`.
     transposed: the result is (e, H, J).
-    reserve_for: what runs concurrently and needs SMs.
     """
     rows, starts = lists.row_of_pair_P, lists.expert_starts_e
     order = {"transposed": transposed, "split_gate_up": split_gate_up}

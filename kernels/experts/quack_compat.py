@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,6 +102,7 @@ __all__ = [
     "griddepcontrol_wait",
     "identity_epi",
     "jit_cache",
+    "leave_clusters",
     "linear_act_mod",
     "make_fake_gemm_tensors",
     "make_fake_scheduler_args",
@@ -284,6 +285,19 @@ def max_active_clusters(ctas: int, capacity: tuple[int, int]) -> int:
     capacity: the device's compute capability, (major, minor).
     """
     return _host.get_max_active_clusters(ctas, device_capacity=capacity)
+
+
+def leave_clusters(plan: EpiPlan, reserved: Callable[[int], int]) -> None:
+    """Makes the launches of a plan leave SMs to other kernels. It computes the same.
+
+    reserved: of the clusters that fit the device, how many to leave.
+    """
+    gemm = plan.gemm_plan
+    clusters = gemm.max_active_clusters - reserved(gemm.max_active_clusters)
+    scheduler = gemm.scheduler_static  # None if each launch makes one
+    if scheduler is not None:
+        scheduler = make_scheduler_args(clusters, gemm.max_swizzle_size, None)
+    plan.gemm_plan = gemm._replace(max_active_clusters=clusters, scheduler_static=scheduler)
 
 
 @contextmanager

@@ -149,10 +149,13 @@ def down_projection_backward(
     row_of_pair_P: Tensor,
     expert_starts_e: Tensor,
     activation: Activation,
+    *,
+    reserve_for: ReserveFor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dH = act'(H) (s dA'), A' = s A and dS = <dA', A> + <dO, b2>, with s the combine weights `weights_P`.
 
     A grouped GEMM, dA' = dO[row_of_pair] W2, with three epilogues. A is recomputed from H, and Y is not needed.
+    reserve_for: as of `weight_grad`; not "sums".
 
     Shapes:  do_RH (R, H); w2_eHI (e, H, I); b2_eH (e, H); h_PJ (P, J); weights_P (P,).
              Returns dh_PJ (P, J) and scaled_a_PI (P, I), which is A', in the dtype of H, and ds_PZ (P, Z) in the dtype
@@ -186,9 +189,17 @@ def down_projection_backward(
 
 
 def up_projection_backward(
-    dh_PJ: Tensor, w1: Tensor, expert_starts_e: Tensor, up_eIH: Tensor | None = None, *, tile_aligned: bool = False
+    dh_PJ: Tensor,
+    w1: Tensor,
+    expert_starts_e: Tensor,
+    up_eIH: Tensor | None = None,
+    *,
+    tile_aligned: bool = False,
+    reserve_for: ReserveFor | None = None,
 ) -> Tensor:
     """Returns dX = dH W1, one row per pair: a grouped GEMM. `gather_sum` then adds the pairs of each received row.
+
+    reserve_for: as of `weight_grad`; not "sums".
 
     Shapes:  dh_PJ (P, J); w1 (e, J, H), or with `up_eIH` the gate weights alone, (e, I, H).
              Returns dx_PH (P, H) in the dtype of dH.

@@ -20,7 +20,7 @@ from sonic_ep.kernels.common.sizes import cdiv
 # M of docs/design.md: the rows of one grouped-GEMM tile. Row counts are aligned to it.
 TILE_ROWS = 128
 
-# What runs on SMs at the same time as the GEMM of a weight gradient, see `reserved_clusters`.
+# What runs on SMs at the same time as a GEMM of backward, see `reserved_clusters`.
 ReserveFor = Literal["sums", "exchange"]
 
 # up_heavy: "up" with a bias and a clamp or exact GELU. Its epilogue takes so many registers that ping-pong tiles spill.
@@ -139,9 +139,9 @@ def _hopper_tile(operation: Operation, N: int, other_size: int, *, tile_aligned:
 
 
 def reserved_clusters(reserve_for: ReserveFor | None, J: int, clusters: int, arch: int) -> int:
-    """Returns how many clusters the GEMM of a weight gradient leaves free for what runs concurrently.
+    """Returns how many clusters a GEMM of backward leaves free for what runs concurrently.
 
-    "sums": the gather_sum of dX, beside dW1. The number makes both kernels end together. The work of both is
+    "sums": the gather_sum of dX, with dW1. The number makes both kernels end together. The work of both is
     proportional to P and d, so it depends on J alone. Zero except on Hopper: elsewhere the GEMM is quack's kernel,
     which lets the next one start only at its end.
     "exchange": NCCL's kernel, which would otherwise start when the GEMM ends. Links need few SMs: an eighth of them.

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from sonic_ep import EPGroup
+from sonic_ep import EPGroup, TransportConfig
+from sonic_ep.config import TransportKind
 from sonic_ep.dispatch import local
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.protocol import Pending, Transport
+from sonic_ep.dispatch.row_exchange import RowExchange
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
 from sonic_ep.kernels.experts import mlp
+from sonic_ep.kernels.experts.tile_table import ReserveFor
 from sonic_ep.routing import AsyncSplitSizes, Routing
 from sonic_ep.transports import GroupTransport, transport_for
 from tests.dispatch.oracle import Case
@@ -40,19 +44,22 @@ def experts_of(group: EPGroup) -> list[Tensor]:
     return [torch.randn(size, generator=generator).requires_grad_() for size in sizes]
 
 
-def step(transport: Transport, group: EPGroup, routing: Routing, experts: list[Tensor]) -> list[Tensor]:
-    """Output and gradients. What is kept of H is hardly longer than H."""
+def step(
+    transport: Transport, group: EPGroup, routing: Routing, experts: list[Tensor], *, saved: bool = False
+) -> list[Tensor]:
+    """Output and gradients. What is kept of H is hardly longer than H. saved: `save_dispatched`."""
 
-    def see(saved: Tensor) -> Tensor:
-        if saved.dim() == 2 and saved.shape[1] == 2 * I:
-            assert saved.untyped_storage().nbytes() <= saved.nbytes * 16 / 15
-        return saved
+    def see(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 2 and tensor.shape[1] == 2 * I:
+            assert tensor.untyped_storage().nbytes() <= tensor.nbytes * 16 / 15
+        return tensor
 
     generator = torch.Generator().manual_seed(group.rank)
     x, dout = (torch.randn(routing.num_tokens, H, generator=generator) for _ in range(2))
     leaves = [x.requires_grad_(), *experts, routing.weights_N.clone().requires_grad_()]
     with saved_tensors_hooks(see, see):
-        y = moe(x, replace(routing, weights_N=leaves[3]), *experts, transport=transport, group=group)
+        trained = replace(routing, weights_N=leaves[3])
+        y = moe(x, trained, *experts, transport=transport, group=group, save_dispatched=saved)
     return [y.detach(), *torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], dout)]
 
 
@@ -123,14 +130,14 @@ def order_of_backward(rank: int, frozen: bool) -> list[str]:
     backward_hidden, backward_pairs = mlp.backward_hidden, mlp.backward_pairs
     start = GroupTransport.combine
 
-    def hidden(*args: Any) -> mlp.HiddenGrads:
-        grads = backward_hidden(*args)
+    def hidden(*args: Any, **options: Any) -> mlp.HiddenGrads:
+        grads = backward_hidden(*args, **options)
         a_P.append(weakref.ref(grads.scaled_a_PI))
         return grads
 
-    def pairs(*args: Any) -> Tensor:
+    def pairs(*args: Any, **options: Any) -> Tensor:
         done.append("dX" if a_P[0]() is None else "dX beside A'")
-        return backward_pairs(*args)
+        return backward_pairs(*args, **options)
 
     def starting(*args: Any, overlap: bool = False) -> Pending:
         combining = start(*args, overlap=overlap)
@@ -167,3 +174,44 @@ ORDERS = {
 @pytest.mark.parametrize(("size", "frozen"), ORDERS)
 def test_other_ranks_get_their_gradients_first(ranks: Callable[[int], RankPool], size: int, frozen: bool) -> None:
     assert ranks(size).run(order_of_backward, frozen) == [ORDERS[size, frozen]] * size
+
+
+BACKWARD = ("backward_hidden", "backward_pairs", "backward_down_weights", "backward_up_weights")
+
+
+def reserved_by_gemm(rank: int, kind: TransportKind, saved: bool) -> dict[str, ReserveFor | None]:
+    """What each GEMM of a backward leaves SMs to, if exchanges over torch.distributed overlap it, as on a GPU."""
+    group, reserved = EPGroup(), dict[str, ReserveFor | None]()
+
+    def started(
+        exchanges: RowExchange, exchange: Callable[[Tensor], Tensor], values: Tensor, *, overlap: bool
+    ) -> Pending:
+        return replace(Pending.done(exchange(values)), reserve_for="exchange" if overlap else None)
+
+    def noted(name: str) -> Callable[..., Any]:
+        call = getattr(mlp, name)
+
+        def gemm(*args: Any, **options: Any) -> Any:
+            reserved[name] = options["reserve_for"]
+            return call(*args, **options)
+
+        return gemm
+
+    case = Case((13, 9), H, E, "top2")
+    transport = transport_for(group, TransportConfig(kind=kind, ranks_per_host=1 if kind == "two_hop" else None))
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(RowExchange, "started", started))
+        for name in BACKWARD:
+            patches.enter_context(patch.object(mlp, name, noted(name)))
+        step(transport, group, case.routing(rank), experts_of(group), saved=saved)
+    return reserved
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("kind", ["all_to_all", "two_hop"])
+def test_gemms_leave_sms_to_the_exchange_that_they_hide(
+    ranks: Callable[[int], RankPool], kind: TransportKind, saved: bool
+) -> None:
+    of_x = None if saved else "exchange"  # then x does not travel again
+    wanted = dict(zip(BACKWARD, (of_x, of_x, "exchange", "exchange"), strict=True))
+    assert ranks(2).run(reserved_by_gemm, kind, saved) == [wanted] * 2

@@ -224,6 +224,39 @@ def test_operations_of_dropped_hooks_are_refused(compat: Any, kernel_with: Calla
         compat.require_no_dropped_hooks(kernel_with(_epi_ops=(tile,)))
 
 
+LEAVE_CLUSTERS = """
+from unittest.mock import patch
+import torch
+from sonic_ep.kernels.experts import quack_compat
+from sonic_ep.kernels.experts.grouped_gemm import _config
+from sonic_ep.kernels.experts.tile_table import TileConfig
+
+
+def meta(*size, dtype=torch.bfloat16):
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+A, B, D, starts = meta(256, 64), meta(2, 64, 128), meta(256, 128), meta(3, dtype=torch.int32)
+for dynamic in (False, True):
+    config = _config(TileConfig(128, 128, True, dynamic=dynamic), A)
+    with quack_compat.without_launches(), patch.object(
+        quack_compat._host, "get_max_active_clusters", lambda *_, **__: 132
+    ):
+        plan = quack_compat.identity_epi.plan(A, B, None, config=config, out={"D": D}, cu_seqlens_m=starts)
+    quack_compat.leave_clusters(plan, lambda clusters: clusters // 8)
+    gemm = plan.gemm_plan
+    scheduler = gemm.scheduler_static
+    print(gemm.max_active_clusters, None if scheduler is None else scheduler[0].value)
+"""
+
+
+@needs_compilers
+def test_a_plan_leaves_clusters_to_others(tmp_path: Path) -> None:
+    """With a static schedule and with one that takes a counter."""
+    ran = run(LEAVE_CLUSTERS, QUACK_ARCH="90", CUTE_DSL_ARCH="sm_90a", QUACK_CACHE_DIR=str(tmp_path))
+    assert ran.stdout.splitlines() == ["116 116", "116 None"], ran.stderr
+
+
 COMPILE_WITH_HOOK = """
 import sys
 import torch

@@ -12,7 +12,7 @@ from torch import Tensor
 from sonic_ep.kernels.backend import operations_for
 from sonic_ep.kernels.experts import tile_counter
 from sonic_ep.kernels.experts.activations import activation_named
-from sonic_ep.kernels.experts.tile_table import TileConfig
+from sonic_ep.kernels.experts.tile_table import ReserveFor, TileConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +22,9 @@ COUNTS = [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 32
 SHAPES = {"dividing": (1536, 768), "not dividing": (2048, 512), "large": (1152, 6272), "narrow": (128, 64)}
 
 
-def all_results(operations: ModuleType, d: int, n: int, *, tile_aligned: bool) -> dict[str, Tensor]:
+def all_results(
+    operations: ModuleType, d: int, n: int, *, tile_aligned: bool, reserve_for: ReserveFor | None = None
+) -> dict[str, Tensor]:
     generator = torch.Generator(device="cuda").manual_seed(d + n)
 
     def draw(*shape: int) -> Tensor:
@@ -35,12 +37,15 @@ def all_results(operations: ModuleType, d: int, n: int, *, tile_aligned: bool) -
     starts = torch.tensor([0, *COUNTS], device="cuda").cumsum(0).int()
     act = activation_named("swiglu")
     up = operations.up_projection(x, w1, None, rows, starts, act)
-    backward = operations.down_projection_backward(x, w2, None, h, pair_weights, rows, starts, act)
+    given = (x, w2, None, h, pair_weights, rows, starts, act)
+    backward = operations.down_projection_backward(*given, reserve_for=reserve_for)
     return {
         **dict(zip(("H", "A"), up, strict=True)),
         **dict(zip(("dH", "A'", "dS"), backward, strict=True)),
         "Y": operations.down_projection(a, w2, None, starts, tile_aligned=tile_aligned),
-        "dX": operations.up_projection_backward(dh, w1, starts, tile_aligned=tile_aligned),
+        "dX": operations.up_projection_backward(dh, w1, starts, tile_aligned=tile_aligned, reserve_for=reserve_for),
+        "dW1": operations.weight_grad(dh, x, rows, starts, reserve_for=reserve_for),
+        "dW2": operations.weight_grad(a, x, rows, starts, transposed=True, reserve_for=reserve_for),
     }
 
 
@@ -80,6 +85,18 @@ def test_clusters_whose_second_tile_may_have_no_rows(
 ) -> None:
     monkeypatch.setattr(on_hopper, "tile_config", lambda *_, **__: tile)
     assert_equal_to_quacks(on_hopper, 512, 256, monkeypatch)
+
+
+@pytest.mark.parametrize("tile_aligned", [False, True], ids=["ragged", "rounded"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_leaving_sms_to_an_exchange_changes_no_bit(
+    shape: str, tile_aligned: bool, on_hopper: ModuleType, poison: None
+) -> None:
+    wanted = all_results(on_hopper, *SHAPES[shape], tile_aligned=tile_aligned)
+    for _ in range(2):  # the counters of a dynamic schedule are back at zero
+        got = all_results(on_hopper, *SHAPES[shape], tile_aligned=tile_aligned, reserve_for="exchange")
+        for name, tensor in got.items():
+            assert torch.equal(tensor, wanted[name]), name
 
 
 def test_counters_are_left_at_zero(on_hopper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
