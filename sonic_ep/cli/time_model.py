@@ -3,11 +3,14 @@
 A stage takes a fixed time and a time for each unit of work (time_constants.py, fitted to our records). No record is of
 several hosts: what crosses takes its bytes over the rate of the link, which the user gives.
 
-`stages` applies the overlap that dispatch/ has, and nothing more:
+`stages` applies the overlap that the records have, and nothing more:
 
     symmetric    x moves again behind dH and dX; dX moves behind the weight gradients where it is large
     all_to_all   nothing overlaps; traffic within a host and between hosts is in flight at the same time
     two_hop      nothing overlaps: one hop ends before the next starts
+
+In backward the last two overlap the experts by now (docs/transports.md), of which there is no record yet.
+
     pairs        an all-to-all with a row for each pair, without deduplication. No transport of ours: to compare
 
 Legend: S ranks of the EP group, D ranks of a host, T tokens on this rank, E experts, K experts per token, e local
