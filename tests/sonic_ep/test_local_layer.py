@@ -111,9 +111,9 @@ def test_operations_hear_whether_rows_are_rounded(monkeypatch: pytest.MonkeyPatc
     heard: list[bool] = []
 
     def listening(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, tile_aligned: bool) -> Any:
+        def call(*arguments: Any, tile_aligned: bool, **options: Any) -> Any:
             heard.append(tile_aligned)
-            return operation(*arguments, tile_aligned=tile_aligned)
+            return operation(*arguments, tile_aligned=tile_aligned, **options)
 
         return call
 
