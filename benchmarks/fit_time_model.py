@@ -152,7 +152,7 @@ def left_over(contestant: str, kind: time_model.Kind, ways: tuple[str, ...]) -> 
         for case in found["cases"]:
             config = load_config(case["shape"]).replace(rounding=PLAIN, shared_n=0, shared_gate=False)
             layout = Layout(found["ranks"], found["ranks"])
-            modelled = stages(config, case["T"], layout, kind, sustained=False, router=False)
+            modelled = stages(config, case["T"], layout, kind, sustained=False, router=False, overlap="nothing")
             for way in ways:
                 times = {"forward": modelled.forward, "backward": modelled.backward}[way]
                 equations[way].append((1e3 * case["times"][contestant][f"{way}_ms"], 1e3 * sum(times.values())))

@@ -27,7 +27,7 @@ from sonic_ep.cli.expected_rows import rows_per_token
 from sonic_ep.cli.load import BALANCED, DrawnRoutes, Load, slowest_gpu
 from sonic_ep.cli.plan_hosts import Cluster, sent_bytes, transports_on
 from sonic_ep.cli.time_constants import CONSTANTS
-from sonic_ep.cli.time_model import Layout, Stages, stages
+from sonic_ep.cli.time_model import Layout, stages
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = sorted(path.stem for path in (ROOT / "configs").glob("*.toml") if path.stem != "tiny")
@@ -36,22 +36,13 @@ EXAMPLE, EXAMPLE_RANKS = "qwen3_30b_a3b", 32
 LINKS = (1.0, 10_000.0)  # between which a limit is looked for
 
 
-def overlapped_ms(found: Stages) -> float:
-    """Returns a step of two_hop in which the faster of each two hops is hidden."""
-    hidden = 0.0
-    for way in found:
-        for name, ms in way.items():
-            if name.endswith(" across hosts"):
-                hidden += min(ms, way[name.removesuffix("across hosts") + "within a host"])
-    return found.step_ms - hidden
-
-
 def steps(config: MoEConfig, T: int, layout: Layout, load: Load) -> dict[str, float]:
     """Returns the milliseconds of a step, by transport."""
-    found = {kind: stages(config, T, layout, kind, load=load) for kind in transports_on(layout)}
-    times = {str(kind): each.step_ms for kind, each in found.items()}
-    if "two_hop" in found:
-        times["two_hop_overlapped"] = overlapped_ms(found["two_hop"])
+    kinds = transports_on(layout)
+    times = {str(kind): stages(config, T, layout, kind, load=load).step_ms for kind in kinds}
+    if "two_hop" in kinds:
+        at_once = stages(config, T, layout, "two_hop", load=load, overlap="experts and hops")
+        times["two_hop_overlapped"] = at_once.step_ms
     return times
 
 

@@ -3,14 +3,12 @@
 A stage takes a fixed time and a time for each unit of work (time_constants.py, fitted to our records). No record is of
 several hosts: what crosses takes its bytes over the rate of the link, which the user gives.
 
-`stages` applies the overlap that the records have, and nothing more:
+`stages` applies the overlap that dispatch/ has, and nothing more:
 
     symmetric    x moves again behind dH and dX; dX moves behind the weight gradients where it is large
-    all_to_all   nothing overlaps; traffic within a host and between hosts is in flight at the same time
-    two_hop      nothing overlaps: one hop ends before the next starts
-
-In backward the last two overlap the experts by now (docs/transports.md), of which there is no record yet.
-
+    all_to_all   the same, at the cost of an eighth of the SMs; traffic within a host and between hosts is in flight at
+                 the same time
+    two_hop      the same, but one hop ends before the next starts
     pairs        an all-to-all with a row for each pair, without deduplication. No transport of ours: to compare
 
 Legend: S ranks of the EP group, D ranks of a host, T tokens on this rank, E experts, K experts per token, e local
@@ -28,6 +26,7 @@ from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.routers.rounding import rule_of
 
 Kind = Literal["symmetric", "all_to_all", "two_hop", "pairs"]
+Overlap = Literal["nothing", "experts", "experts and hops"]
 
 ITEM_BYTES = 2  # bfloat16 or float16: what the records have
 _TILE_ROWS = 128
@@ -68,16 +67,19 @@ def stages(
     load: Load = BALANCED,
     sustained: bool = True,
     router: bool = True,
+    overlap: Overlap = "experts",
 ) -> Stages:
     """Returns what a layer's stages take on the slowest rank, in milliseconds of device time.
 
     sustained: layers run back to back, so that clocks fall; False for a device that has rested some milliseconds.
-    router: False for experts, dispatch and combine alone. Raises ValueError if a transport cannot cross hosts.
+    router: False for experts, dispatch and combine alone. overlap: of exchanges over torch.distributed: with "nothing",
+    as in our records of them; with the experts of backward; or, to compare, also of the hops of two_hop, of which then
+    only the slower one takes time. Raises ValueError if a transport cannot cross hosts.
     """
     if kind == "symmetric" and layout.num_hosts > 1:
         raise ValueError(f"symmetric memory is for one host, not {layout.num_hosts}; take two_hop or all_to_all")
     work = _Work(config, T, layout, rows_per_token(config, layout.S, layout.D), load, sustained)
-    forward, backward = _symmetric(work) if kind == "symmetric" else _over_torch_distributed(work, kind)
+    forward, backward = _symmetric(work) if kind == "symmetric" else _over_torch_distributed(work, kind, overlap)
     if config.shared_n:
         shared = gemm_times(T, 1, config.d, config.shared_n, 2 * config.shared_n, waste=0)
         forward["shared expert"] = work.gpu(sum(shared[name] for name in _FORWARD_GEMMS))
@@ -213,17 +215,38 @@ def _symmetric(work: _Work) -> tuple[dict[str, float], dict[str, float]]:
     return forward | {"launches": overhead[0]}, backward | {"launches": overhead[1]}
 
 
-def _over_torch_distributed(work: _Work, kind: Kind) -> tuple[dict[str, float], dict[str, float]]:
+def _over_torch_distributed(work: _Work, kind: Kind, overlap: Overlap) -> tuple[dict[str, float], dict[str, float]]:
     gemms = work.gemms
     dispatches, combines = _two_hops(work) if kind == "two_hop" else _one_hop(work, kind)
+    if overlap == "experts and hops":
+        dispatches, combines = {"": max(dispatches.values())}, {"": max(combines.values())}
     sums = {} if kind == "pairs" else {"sum of pairs": work.gather_sum}
     forward = {"host waits": CONSTANTS["host waits"].values[0], **_named("dispatch", dispatches)}
     forward |= {name: gemms[name] for name in _FORWARD_GEMMS} | sums | _named("combine", combines)
-    backward = _named("dispatch of dO", dispatches)
-    if not work.config.save_dispatched:
+    backward, saved = _named("dispatch of dO", dispatches), work.config.save_dispatched
+    if overlap != "nothing":
+        of_x, of_dx = 0.0 if saved else sum(dispatches.values()), sum(combines.values())
+        return forward, backward | _behind_experts(gemms, sums, of_x, of_dx)
+    if not saved:
         backward |= _named("dispatch of x", dispatches)
     backward |= {name: t for name, t in gemms.items() if name not in _FORWARD_GEMMS}
     return forward, backward | sums | _named("combine of dX", combines)
+
+
+def _behind_experts(gemms: dict[str, float], sums: dict[str, float], of_x: float, of_dx: float) -> dict[str, float]:
+    """Returns the backward of experts that hide the exchanges of x and dX, and what is not hidden of them.
+
+    The exchanges come one after the other, and dW1 needs x. The GEMMs leave an eighth of the SMs to an exchange
+    (`reserved_clusters`).
+    """
+    shared = 8 / 7
+    of_hidden = {name: gemms[name] * (shared if of_x else 1) for name in ("down_backward", "up_backward")}
+    backward = of_hidden | sums | {"weight_down": gemms["weight_down"] * shared}
+    dx_starts = max(of_x, sum(of_hidden.values()) + sum(sums.values()))
+    backward["dispatch of x, not hidden"] = max(0, of_x - sum(backward.values()))
+    backward["weight_up"] = gemms["weight_up"] * shared
+    backward["combine of dX, not hidden"] = max(0, dx_starts + of_dx - sum(backward.values()))
+    return backward
 
 
 def _named(what: str, hops: dict[str, float]) -> dict[str, float]:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks import scaling
-from benchmarks.scaling import BALANCED, DrawnRoutes, case, link_limit, overlapped_ms, steps
+from benchmarks.scaling import BALANCED, DrawnRoutes, case, link_limit, steps
 from sonic_ep import load_config
-from sonic_ep.cli.time_model import Layout, Stages
+from sonic_ep.cli.time_model import Layout
 
 ROOT = Path(__file__).parents[2]
 RECORD: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "scaling.json").read_text())
@@ -33,12 +33,6 @@ def test_the_record_is_of_today() -> None:
 def test_all_shapes_up_to_4096_gpus() -> None:
     assert {found["config"] for found in RECORD["cases"]} == set(scaling.SHAPES)
     assert all("4096" in found["by_gpus"] for found in RECORD["cases"])
-
-
-def test_hops_that_overlap() -> None:
-    forward = {"dispatch across hosts": 2.0, "dispatch within a host": 3.0, "up": 1.0}
-    found = Stages(forward, {"combine across hosts": 4.0, "combine within a host": 1.0})
-    assert overlapped_ms(found) == 11 - 2 - 1
 
 
 def test_the_link_at_which_both_are_as_fast() -> None:

@@ -94,7 +94,7 @@ def layers() -> Iterator[tuple[str, float, float]]:
                 kind: Kind = "all_to_all" if "all_to_all" in contestant else "symmetric"
                 layout = Layout(found["ranks"], found["ranks"])
                 config = config if router else config.replace(rounding=PLAIN)
-                modelled = stages(config, case["T"], layout, kind, sustained=False, router=router)
+                modelled = stages(config, case["T"], layout, kind, sustained=False, router=router, overlap="nothing")
                 for way, each in zip(("forward", "backward"), modelled, strict=True):
                     label = f"{name} {case['shape']} {case['T']} {contestant} {way}"
                     yield label, sum(each.values()), times[f"{way}_ms"]
@@ -180,6 +180,32 @@ def test_a_slow_link_is_all_that_counts() -> None:
     assert two_hop["dispatch within a host"] == of_dispatch("two_hop", 45)["dispatch within a host"]
 
 
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("link", [0.5, 5, 45, 500, 5000])
+def test_exchanges_behind_the_experts(link: float, saved: bool) -> None:
+    """Between what the longer of both takes and their sum; x before dX, and dW1 after x."""
+    config, layout = CONFIG.replace(save_dispatched=saved), Layout(32, 8, link)
+    now = stages(config, 8192, layout, "all_to_all").backward
+    before = stages(config, 8192, layout, "all_to_all", overlap="nothing").backward
+    exchanges = before.get("dispatch of x", 0) + before["combine of dX"]
+    gemms = sum(now[name] for name in ("down_backward", "up_backward", "weight_down", "weight_up"))
+    took = sum(now.values()) - now["dispatch of dO"] - now["router"] - now["sum of pairs"]
+    assert max(gemms, exchanges) <= (took + now["sum of pairs"]) * (1 + 1e-9)
+    assert took <= (gemms + exchanges) * (1 + 1e-9)
+    assert sum(now.values()) <= sum(before.values()) * 8 / 7
+    if link <= 5 and not saved:  # the link never rests
+        last = now["dispatch of dO"] + exchanges + now["router"]
+        assert sum(now.values()) == pytest.approx(last)
+
+
+def test_hops_that_overlap() -> None:
+    layout = Layout(32, 8, 45)
+    two, at_once = (stages(CONFIG, 8192, layout, "two_hop", overlap=how) for how in ("experts", "experts and hops"))
+    hops = [two.forward[f"dispatch {where}"] for where in ("across hosts", "within a host")]
+    assert at_once.forward["dispatch"] == max(hops)
+    assert at_once.step_ms < two.step_ms - min(hops)
+
+
 def test_loads_make_the_stage_slower_that_they_are_of() -> None:
     even, hosts, rows = (of_dispatch("two_hop", 1, load) for load in (BALANCED, Load(hosts=2), Load(rows=2)))
     across, within_host = "dispatch across hosts", "dispatch within a host"
@@ -200,7 +226,11 @@ def test_symmetric_memory_is_for_one_host() -> None:
 def test_saved_rows_and_shared_experts() -> None:
     saving, layout = CONFIG.replace(save_dispatched=True), Layout(32, 8, 45)
     again, saved = (stages(config, 8192, layout, "two_hop").backward for config in (CONFIG, saving))
-    assert again.keys() - saved.keys() == {"dispatch of x across hosts", "dispatch of x within a host"}
+    assert again["dispatch of x, not hidden"] > saved["dispatch of x, not hidden"] == 0
+    assert again["up_backward"] == pytest.approx(saved["up_backward"] * 8 / 7)  # it leaves SMs to the exchange of x
+    assert again["weight_up"] == saved["weight_up"]
+    before = [stages(config, 8192, layout, "two_hop", overlap="nothing").backward for config in (CONFIG, saving)]
+    assert before[0].keys() - before[1].keys() == {"dispatch of x across hosts", "dispatch of x within a host"}
     shared = stages(CONFIG.replace(shared_n=768), 8192, layout, "two_hop")
     assert 1.9 < shared.backward["shared expert"] / shared.forward["shared expert"] < 2.4
 
