@@ -1,6 +1,7 @@
 """Layers that race on the same tokens and weights: `sonic_ep.MoE` by mode, a plain torch grouped_mm layer, sonic-moe's.
 
-Each with a softmax top-K router and its gradient.
+Each with a softmax top-K router and its gradient. The router's GEMMs are as exact as fp32, or in bf16 where a name says
+BF16_ROUTER, as those of torch and sonic-moe are.
 """
 
 from collections.abc import Callable
@@ -15,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
-from sonic_ep.config import Buffers, RoundingMode, TransportKind
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
+from sonic_ep.config import Buffers, LinearDtype, RoundingMode, TransportKind
 
 CAPACITY = 1.25  # of static buffers
 HOSTS = 2  # that "two_hop" takes the ranks for
+BF16_ROUTER = "bf16 router"
 
 
 @dataclass(frozen=True)
@@ -149,16 +151,23 @@ class Problem:
         makers: dict[str, Callable[[], Contestant]] = {}
 
         def add(
-            mode: RoundingMode, kind: TransportKind = "auto", buffers: Buffers = "exact", *, record: bool = True
+            mode: RoundingMode,
+            kind: TransportKind = "auto",
+            buffers: Buffers = "exact",
+            *,
+            record: bool = True,
+            linear_dtype: LinearDtype = "float32",
         ) -> None:
             words = [mode, *([] if kind == "auto" else [kind]), *([] if buffers == "exact" else [buffers])]
-            words += [] if record else ["code"]
-            makers[", ".join(words)] = lambda: self.sonic_ep(mode, kind, buffers, record=record)
+            words += ([] if record else ["code"]) + ([BF16_ROUTER] if linear_dtype == "input" else [])
+            router = RouterConfig(linear_dtype=linear_dtype)
+            makers[", ".join(words)] = lambda: self.sonic_ep(mode, kind, buffers, router, record=record)
 
         if self.group.size == 1:
             for mode in ("off", "nearest"):
                 add(mode)
                 add(mode, record=False)
+                add(mode, linear_dtype="input")
             return makers
         kinds: tuple[TransportKind, ...] = ("all_to_all", "two_hop")
         kinds = ("symmetric", *kinds) if self.device == "cuda" else kinds
@@ -168,12 +177,15 @@ class Problem:
                 add(mode, kind)
                 if kind == "symmetric":
                     add(mode, kind, record=False)
+                    add(mode, kind, linear_dtype="input")
         if self.device == "cuda":
             add("nearest", "symmetric", "static")
             add("apportion", "symmetric", "static")
         return makers
 
-    def sonic_ep(self, mode: RoundingMode, kind: TransportKind, buffers: Buffers, *, record: bool) -> Contestant:
+    def sonic_ep(
+        self, mode: RoundingMode, kind: TransportKind, buffers: Buffers, router: RouterConfig, *, record: bool
+    ) -> Contestant:
         c, static = self.config, buffers == "static"
         rounding = RoundingConfig(mode=mode, capacity_factor=CAPACITY if static else None)
         per_host = self.group.size // HOSTS if kind == "two_hop" else None
@@ -184,6 +196,7 @@ class Problem:
                 n=c.n,
                 E=c.E,
                 K=c.K,
+                router=router,
                 rounding=rounding,
                 transport=transport,
                 record_launches=record,

@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from host_time import Clock, machine
-from layer_contestants import CAPACITY, sonic_moe_layer, torch_layer, torch_layer_across_ranks
+from layer_contestants import BF16_ROUTER, CAPACITY, sonic_moe_layer, torch_layer, torch_layer_across_ranks
 from pretrain_model import DENSE, ExchangeableMoE, Layer, Model, flops_per_token, groups_by_mesh
 from step_options import parsed_options, start_rank, step_parser, train_until_recorded, turn_without_recording
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ from tuned_choices import restore, save_choices
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, load_config
 from sonic_ep.experts import Experts
 
-OURS_ON_ONE_RANK = ("off", "nearest")
+OURS_ON_ONE_RANK = ("off", "nearest", f"off, {BF16_ROUTER}", f"nearest, {BF16_ROUTER}")
 OURS_ACROSS_RANKS = (
     "off, symmetric",
     "apportion, symmetric",
@@ -69,11 +69,12 @@ PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0}  # dense bf16
 
 
 def config_of(name: str, config: MoEConfig) -> MoEConfig:
-    """The config of one of our contestants: rounding mode, transport and buffers, as in layer_contestants.py."""
+    """The config of one of our contestants: mode, transport, buffers and router, as in layer_contestants.py."""
     mode, *words = name.split(", ")
-    static = "static" in words
-    kind = next((word for word in words if word != "static"), "auto")
+    static, linear_dtype = "static" in words, "input" if BF16_ROUTER in words else "float32"
+    kind = next((word for word in words if word not in ("static", BF16_ROUTER)), "auto")
     return config.replace(
+        router=dataclasses.replace(config.router, linear_dtype=linear_dtype),
         rounding=RoundingConfig(mode=mode, capacity_factor=CAPACITY if static else None),  # type: ignore[arg-type]
         transport=TransportConfig(kind=kind, buffers="static" if static else "exact"),  # type: ignore[arg-type]
     )

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from host_time import Clock, attempt, machine, race, warm
-from layer_contestants import Contestant, Problem
+from layer_contestants import BF16_ROUTER, Contestant, Problem
 
 from sonic_ep import EPGroup, MoEConfig, load_config
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
@@ -38,9 +38,10 @@ CASES = {
     2: ["qwen3_30b_a3b:8192", "sonic_7b:8192", "qwen3_30b_a3b:8192:E=32,K=2"],
 }
 CONTESTANTS = {
-    1: ["off", "nearest", "torch", "sonic_moe"],
+    1: ["off", "nearest", f"off, {BF16_ROUTER}", f"nearest, {BF16_ROUTER}", "torch", "sonic_moe"],
     2: [
         "off, symmetric",
+        f"off, symmetric, {BF16_ROUTER}",
         "off, symmetric, code",
         "apportion, symmetric",
         "apportion, symmetric, static",

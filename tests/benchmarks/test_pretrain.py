@@ -22,11 +22,11 @@ def run(launcher: list[str], out: Path, *options: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_contestants_train_one_model(tmp_path: Path) -> None:
-    alone = run([], tmp_path / "alone.json", "--only", "nearest", "torch")
+    alone = run([], tmp_path / "alone.json", "--only", "nearest", "nearest, bf16 router", "torch")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = "--ep-size", "2", "--micro-batches", "2", "--no-reshard"
     across = run(launcher, tmp_path / "across.json", *options)
-    assert list(alone) == ["nearest", "torch"]
+    assert list(alone) == ["nearest", "nearest, bf16 router", "torch"]
     assert list(across) == ["off, all_to_all", "torch"]
     for contestants, tokens in ((alone, 64_000), (across, 128_000)):
         for figures in contestants.values():
