@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.helpers import launch
 from tests.helpers.launch import RankError, RankPool, RankTimeoutError, run_ranks
 
 Ranks = Callable[[int], RankPool]
@@ -140,6 +141,20 @@ def test_warnings_are_errors_on_the_ranks_too(pool: RankPool) -> None:
 def test_worker_must_be_a_module_level_function(pool: RankPool) -> None:
     with pytest.raises(ValueError, match="make it a module-level function"):
         pool.run(lambda rank: rank)
+
+
+def test_a_rank_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = RankPool(1)
+    pool.run(summed, Case(0, torch.ones(1)))
+    (process,) = pool._processes
+    monkeypatch.setattr(launch, "END_TIMEOUT", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "kill", lambda: None)
+        with pytest.raises(RuntimeError, match=rf"not ended 0\.2 s after .*: rank-0, process {process.pid}, State: "):
+            pool.close()
+    process.kill()
+    process.join()
+    pool.close()  # it has no ranks any more
 
 
 def test_run_ranks_uses_processes_of_its_own() -> None:

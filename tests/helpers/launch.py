@@ -36,6 +36,8 @@ Result = TypeVar("Result")
 START_TIMEOUT = 120.0
 # Once a rank has failed, how long to wait for what the others have to say.
 GRACE = 0.5
+# How long a killed rank may take to end. A driver that does not let go of a GPU would hold up the tests for ever.
+END_TIMEOUT = 60.0
 # Asks a rank where it stands, and how long it may take to tell, in C, whatever it waits for.
 _ASK, _TELLS = signal.SIGUSR1, 0.2
 
@@ -61,6 +63,15 @@ class RankTimeoutError(TimeoutError):
         self.unfinished = [*unfinished]
         raised = f"ranks {self.unfinished} of {world_size} were still running after {timeout:g} s and were stopped"
         super().__init__("\n".join([raised, *_shown(unfinished)]))
+
+
+def _state_of(pid: int | None) -> str:
+    """What the kernel says that a process does: "State: D (disk sleep)" is a wait in a driver."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return "gone"
+    return next((line.replace("\t", " ") for line in lines if line.startswith("State")), "")
 
 
 def _shown(stacks: dict[int, str]) -> list[str]:
@@ -193,16 +204,25 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """Stop all ranks; a later `run` starts new ones. They are killed: idle ranks have nothing to finish."""
+        """Stop all ranks; a later `run` starts new ones. They are killed: idle ranks have nothing to finish.
+
+        Raises RuntimeError if one does not end.
+        """
         for process in self._processes:
             process.kill()
+        left = []
         for process, pipe in zip(self._processes, self._pipes, strict=True):
-            process.join()
-            process.close()
+            process.join(END_TIMEOUT)
+            if process.exitcode is None:
+                left.append(f"{process.name}, process {process.pid}, {_state_of(process.pid)}")
+            else:
+                process.close()
             pipe.close()
         if self._stacks is not None:
             self._stacks.cleanup()
         self._processes, self._pipes, self._store, self._stacks = [], [], None, None
+        if left:
+            raise RuntimeError(f"not ended {END_TIMEOUT:g} s after it was killed: {'; '.join(left)}")
 
     def _start(self) -> None:
         # Ranks are forked from a clean server that has imported torch once: a start takes 0.3 s instead of 3 s.
