@@ -82,7 +82,7 @@ class AllToAllTransport:
         def exchange(packed_UH: Tensor) -> Tensor:
             return self._exchange.rows("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.forward.layer)
 
-        return self._exchange.started(exchange, x_TH.index_select(0, token_of_sent_U), overlap=overlap)
+        return self._exchange.start(exchange, x_TH.index_select(0, token_of_sent_U), overlap=overlap)
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
@@ -94,7 +94,7 @@ class AllToAllTransport:
             return gather_sum(back_UH, sent_by_token_U, sent_starts_T)
 
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-        return self._exchange.started(exchange, sums_RH, overlap=overlap)
+        return self._exchange.start(exchange, sums_RH, overlap=overlap)
 
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         return self._exchange.scalars(parts_PZ, handle, overlap=overlap)

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending
+from sonic_ep.dispatch.side_stream import SideStream
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import values_of_pairs
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
@@ -41,27 +42,24 @@ class RowExchange:
         per_host = ranks_per_host or group.size
         first = group.rank - group.rank % per_host
         self._own_host = slice(first, first + per_host)
-        self._stream: torch.cuda.Stream | None = None
+        self._side = SideStream()
 
-    def started(self, exchange: Callable[[Tensor], Tensor], values: Tensor, *, overlap: bool) -> Pending:
-        """Returns the result of `exchange(values)`, which calls `rows` and launches kernels.
+    def start(self, exchange: Callable[[Tensor], Tensor], values: Tensor, *, overlap: bool) -> Pending:
+        """Starts `exchange(values)`, which calls `rows` and launches kernels.
 
         overlap: on a GPU, it runs on a stream of its own, at the same time as what the caller launches before `result`.
         Every rank starts its exchanges in the same order, so their order on the wire stays the same.
         """
         if not (overlap and values.is_cuda):
             return Pending.done(exchange(values))
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(values.device)
-        self._stream.wait_stream(torch.cuda.current_stream(values.device))
-        with torch.cuda.stream(self._stream):
+        with self._side.fork(values):
             exchanged = exchange(values)
-            done = self._stream.record_event()
+            done = torch.cuda.current_stream(values.device).record_event()
         held = [values]  # in memory that the current stream may not reuse before it has waited
 
         def result() -> Tensor:
             current = torch.cuda.current_stream(exchanged.device)
-            current.wait_event(done)  # the stream may have later work by now
+            current.wait_event(done)  # the side stream may have later work by now
             exchanged.record_stream(current)
             held.clear()
             return exchanged
@@ -114,7 +112,7 @@ class RowExchange:
             spare = handle.num_listed - values_N.shape[0]
             return pad(values_N, (0, spare)) if spare else values_N
 
-        return self.started(exchange, values_V, overlap=overlap)
+        return self.start(exchange, values_V, overlap=overlap)
 
 
 def _pack(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ R rows this rank receives, V pairs this rank receives, P rows of the pair buffer
 """
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple, final
 
 import torch
@@ -47,6 +47,7 @@ from sonic_ep.dispatch.protocol import (
     PreparedDispatch,
     Splits,
 )
+from sonic_ep.dispatch.side_stream import SideStream
 from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor, cut_to, guessed
 from sonic_ep.dispatch.symmetric_buffers import Allocate, PeerBuffers, RowBuffers, row_bytes
 from sonic_ep.groups import EPGroup
@@ -109,7 +110,7 @@ class SymmetricTransport:
         self._row_buffer = 0
         self._bound: SizeBound | None = None
         self._memory: tuple[object, list[Tensor]] | None = None  # the last result of `memory`, and what it depends on
-        self._stream: torch.cuda.Stream | None = None
+        self._side = SideStream()
 
     def problem_with(self, num_tokens: int) -> str | None:
         if self._tokens is None or num_tokens == self._tokens:
@@ -224,7 +225,7 @@ class SymmetricTransport:
             # Rows do not need the lists, so they are sent concurrently. Apart from buffers the side stream allocates no
             # tensor that outlives this call, and it is joined before the return: no tensor of one stream is freed while
             # the other uses it.
-            with self._side_stream(x_TH):
+            with self._side.fork(x_TH):
                 rows_RH = self._send(x_TH, in_rank, pairs_SQ, sizes.stride)
         there = pairs.rows.addresses_S, pairs.weights.addresses_S
         symmetric_kernels().push_lists(pad, token_ids_N, routing.weights_N.contiguous(), pairs_SQ, *there)
@@ -244,7 +245,7 @@ class SymmetricTransport:
             buffer, plan.expert_starts_e, (in_rank, routing.counts.tokens_S, pairs_SQ), handle_sizes
         )
         if x_TH is not None:
-            self._join(x_TH)
+            self._side.join(x_TH)
         return PreparedDispatch(handle, buffer.weights_P, rows_RH)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
@@ -339,7 +340,7 @@ class SymmetricTransport:
         """
         pad, kernels, like = self._signal_pad(), symmetric_kernels(), next(iter(sent.values()))
         kernels.acquire_peers(pad, stage)
-        with self._side_stream(like):
+        with self._side.fork(like):
             for rank, values in sent.items():
                 rows.copy(values, buffer, rank, self.group.rank * stride)
             copied = torch.cuda.current_stream().record_event() if like.is_cuda else None
@@ -356,19 +357,6 @@ class SymmetricTransport:
         """Switches to the other dispatch buffer and returns the row buffers for x."""
         self._row_buffer = 1 - self._row_buffer
         return self._buffers.rows(row_bytes(x_TH), stride)
-
-    def _side_stream(self, like: Tensor) -> AbstractContextManager[object]:
-        """Launches on the side stream, after what the current stream has so far. `_join` makes that one wait for it."""
-        if not like.is_cuda:
-            return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(like.device)
-        self._stream.wait_stream(torch.cuda.current_stream(like.device))
-        return torch.cuda.stream(self._stream)
-
-    def _join(self, like: Tensor) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream(like.device).wait_stream(self._stream)
 
     def _start_split_sizes(self, routing: Routing) -> AsyncSplitSizes:
         if not host_can_read(routing.token_ids_N):

@@ -172,7 +172,7 @@ class TwoHopTransport:
             x_fH = x_YH.index_select(0, forwarded.token_of_sent_U)
             return self._within_host("dispatch", x_fH, splits.forwarded_out, splits.forwarded_in, layer)
 
-        return self._exchange.started(exchange, x_TH.index_select(0, crossing.token_of_sent_U), overlap=overlap)
+        return self._exchange.start(exchange, x_TH.index_select(0, crossing.token_of_sent_U), overlap=overlap)
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
@@ -186,7 +186,7 @@ class TwoHopTransport:
             return gather_sum(sums_XH, crossing.sent_by_token_U, crossing.sent_starts_T)
 
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-        return self._exchange.started(exchange, sums_RH, overlap=overlap)
+        return self._exchange.start(exchange, sums_RH, overlap=overlap)
 
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         return self._exchange.scalars(parts_PZ, handle, overlap=overlap)

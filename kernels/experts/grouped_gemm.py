@@ -37,7 +37,14 @@ from sonic_ep.kernels.experts.sm90.row_gemm import HopperMod, hopper_mod
 from sonic_ep.kernels.experts.sm90.wgrad import WeightGemm
 from sonic_ep.kernels.experts.split_gate_up import interleaved_view, split_gate_up_mod
 from sonic_ep.kernels.experts.tile_counter import tile_counter
-from sonic_ep.kernels.experts.tile_table import Operation, ReserveFor, TileConfig, reserved_clusters, tile_config
+from sonic_ep.kernels.experts.tile_table import (
+    EXCHANGE_SHARE,
+    Operation,
+    ReserveFor,
+    TileConfig,
+    reserved_clusters,
+    tile_config,
+)
 from sonic_ep.kernels.interleave.triton import interleaved
 
 __all__ = [
@@ -136,8 +143,8 @@ def _run(
 
     key: what the plan depends on besides the epilogue, the tile and `reserve_for`, see `_class_key`.
     """
-    operation, arch = key[0], get_device_capacity(A.device)[0]
-    if arch == 9:
+    operation = key[0]
+    if get_device_capacity(A.device)[0] == 9:
         mod = hopper_mod(mod)
     key = (mod, tile, reserve_for, *key)
     plan = _PLANS.get(key)
@@ -145,8 +152,8 @@ def _run(
         wait_for(str(operation))
         plan = mod.plan(A, B, C, config=_config(tile, A), **arguments)
         plan.scratch = {}  # quack's scratch is not needed: every launch passes its own buffer for partial sums
-        if reserve_for is not None:
-            leave_clusters(plan, lambda clusters: reserved_clusters(reserve_for, B.shape[-1], clusters, arch))
+        if reserve_for == "exchange":
+            leave_clusters(plan, EXCHANGE_SHARE)
         _PLANS[key] = plan
     counter = tile_counter(A, self_resetting=isinstance(mod, HopperMod)) if plan.config.is_dynamic_persistent else None
     plan.run(A, B, C, tile_count_semaphore=counter, **arguments)

@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -287,13 +287,10 @@ def max_active_clusters(ctas: int, capacity: tuple[int, int]) -> int:
     return _host.get_max_active_clusters(ctas, device_capacity=capacity)
 
 
-def leave_clusters(plan: EpiPlan, reserved: Callable[[int], int]) -> None:
-    """Makes the launches of a plan leave SMs to other kernels. It computes the same.
-
-    reserved: of the clusters that fit the device, how many to leave.
-    """
+def leave_clusters(plan: EpiPlan, share: int) -> None:
+    """Makes the launches of a plan leave one of `share` clusters that fit the device to other kernels."""
     gemm = plan.gemm_plan
-    clusters = gemm.max_active_clusters - reserved(gemm.max_active_clusters)
+    clusters = gemm.max_active_clusters - gemm.max_active_clusters // share
     scheduler = gemm.scheduler_static  # None if each launch makes one
     if scheduler is not None:
         scheduler = make_scheduler_args(clusters, gemm.max_swizzle_size, None)

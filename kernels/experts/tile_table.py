@@ -22,6 +22,8 @@ TILE_ROWS = 128
 
 # What runs on SMs at the same time as a GEMM of backward, see `reserved_clusters`.
 ReserveFor = Literal["sums", "exchange"]
+# NCCL's kernel gets one of so many clusters: links need few SMs.
+EXCHANGE_SHARE = 8
 
 # up_heavy: "up" with a bias and a clamp or exact GELU. Its epilogue takes so many registers that ping-pong tiles spill.
 # down_backward_heavy: "down_backward" of activations whose derivative takes more registers than SwiGLU's.
@@ -144,11 +146,11 @@ def reserved_clusters(reserve_for: ReserveFor | None, J: int, clusters: int, arc
     "sums": the gather_sum of dX, with dW1. The number makes both kernels end together. The work of both is
     proportional to P and d, so it depends on J alone. Zero except on Hopper: elsewhere the GEMM is quack's kernel,
     which lets the next one start only at its end.
-    "exchange": NCCL's kernel, which would otherwise start when the GEMM ends. Links need few SMs: an eighth of them.
+    "exchange": NCCL's kernel, which would otherwise start when the GEMM ends.
     clusters: how many fit the device.
     """
     if reserve_for == "exchange":
-        return clusters // 8
+        return clusters // EXCHANGE_SHARE
     if reserve_for is None or arch != 9:
         return 0
     # Half of a device already saturates memory: the sums are no faster on more SMs.

@@ -23,6 +23,7 @@ from sonic_ep.cli.load import BALANCED, Load
 from sonic_ep.cli.time_constants import CONSTANTS
 from sonic_ep.config import MoEConfig
 from sonic_ep.kernels.experts.activations import activation_named
+from sonic_ep.kernels.experts.tile_table import EXCHANGE_SHARE
 from sonic_ep.routers.rounding import rule_of
 
 Kind = Literal["symmetric", "all_to_all", "two_hop", "pairs"]
@@ -72,9 +73,10 @@ def stages(
     """Returns what a layer's stages take on the slowest rank, in milliseconds of device time.
 
     sustained: layers run back to back, so that clocks fall; False for a device that has rested some milliseconds.
-    router: False for experts, dispatch and combine alone. overlap: of exchanges over torch.distributed: with "nothing",
-    as in our records of them; with the experts of backward; or, to compare, also of the hops of two_hop, of which then
-    only the slower one takes time. Raises ValueError if a transport cannot cross hosts.
+    router: False for experts, dispatch and combine alone.
+    overlap: what exchanges over torch.distributed overlap. "nothing": in our records, which are older. "experts": in
+    backward. "experts and hops": also one hop of two_hop the other, so that the slower one counts; to compare.
+    Raises ValueError if a transport cannot cross hosts.
     """
     if kind == "symmetric" and layout.num_hosts > 1:
         raise ValueError(f"symmetric memory is for one host, not {layout.num_hosts}; take two_hop or all_to_all")
@@ -236,15 +238,14 @@ def _over_torch_distributed(work: _Work, kind: Kind, overlap: Overlap) -> tuple[
 def _behind_experts(gemms: dict[str, float], sums: dict[str, float], of_x: float, of_dx: float) -> dict[str, float]:
     """Returns the backward of experts that hide the exchanges of x and dX, and what is not hidden of them.
 
-    The exchanges come one after the other, and dW1 needs x. The GEMMs leave an eighth of the SMs to an exchange
-    (`reserved_clusters`).
+    The exchanges come one after the other, and dW1 needs x. GEMMs are slower for the SMs that they leave.
     """
-    shared = 8 / 7
-    of_hidden = {name: gemms[name] * (shared if of_x else 1) for name in ("down_backward", "up_backward")}
-    backward = of_hidden | sums | {"weight_down": gemms["weight_down"] * shared}
+    slower = EXCHANGE_SHARE / (EXCHANGE_SHARE - 1)
+    of_hidden = {name: gemms[name] * (slower if of_x else 1) for name in ("down_backward", "up_backward")}
+    backward = of_hidden | sums | {"weight_down": gemms["weight_down"] * slower}
     dx_starts = max(of_x, sum(of_hidden.values()) + sum(sums.values()))
     backward["dispatch of x, not hidden"] = max(0, of_x - sum(backward.values()))
-    backward["weight_up"] = gemms["weight_up"] * shared
+    backward["weight_up"] = gemms["weight_up"] * slower
     backward["combine of dX, not hidden"] = max(0, dx_starts + of_dx - sum(backward.values()))
     return backward
 

@@ -83,24 +83,24 @@ def test_the_bits_of_one_host_over_the_network_path(hosts: RankPool, mode: Round
 
 
 def at_once(exchanges: RowExchange, exchange: Callable[[Tensor], Tensor], values: Tensor, *, overlap: bool) -> Pending:
-    """Instead of `RowExchange.started`: nothing overlaps."""
+    """Instead of `RowExchange.start`: nothing overlaps."""
     return Pending.done(exchange(values))
 
 
 def overlapping_steps(rank: int, kind: TransportKind) -> tuple[list[int], int]:
     """Steps in which exchanges that overlap GEMMs change a bit, and how many exchanges of the last one do."""
-    layer, started, differing, pending = layer_of(kind, "off"), RowExchange.started, [], list[Pending]()
+    layer, start, differing, pending = layer_of(kind, "off"), RowExchange.start, [], list[Pending]()
 
     def noted(*arguments: Any, overlap: bool) -> Pending:
-        pending.append(started(*arguments, overlap=overlap))
+        pending.append(start(*arguments, overlap=overlap))
         return pending[-1]
 
     for step in range(20):
         x = leaning_tokens(2 * step + rank, 3000, D, "cuda", torch.bfloat16)
         pending.clear()
-        with patch.object(RowExchange, "started", noted):
+        with patch.object(RowExchange, "start", noted):
             ours = run(layer, x)
-        with patch.object(RowExchange, "started", at_once):
+        with patch.object(RowExchange, "start", at_once):
             theirs = run(layer, x)
         if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
             differing.append(step)

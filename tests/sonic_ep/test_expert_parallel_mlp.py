@@ -183,7 +183,7 @@ def reserved_by_gemm(rank: int, kind: TransportKind, saved: bool) -> dict[str, R
     """What each GEMM of a backward leaves SMs to, if exchanges over torch.distributed overlap it, as on a GPU."""
     group, reserved = EPGroup(), dict[str, ReserveFor | None]()
 
-    def started(
+    def start(
         exchanges: RowExchange, exchange: Callable[[Tensor], Tensor], values: Tensor, *, overlap: bool
     ) -> Pending:
         return replace(Pending.done(exchange(values)), reserve_for="exchange" if overlap else None)
@@ -200,7 +200,7 @@ def reserved_by_gemm(rank: int, kind: TransportKind, saved: bool) -> dict[str, R
     case = Case((13, 9), H, E, "top2")
     transport = transport_for(group, TransportConfig(kind=kind, ranks_per_host=1 if kind == "two_hop" else None))
     with ExitStack() as patches:
-        patches.enter_context(patch.object(RowExchange, "started", started))
+        patches.enter_context(patch.object(RowExchange, "start", start))
         for name in BACKWARD:
             patches.enter_context(patch.object(mlp, name, noted(name)))
         step(transport, group, case.routing(rank), experts_of(group), saved=saved)

@@ -1,0 +1,32 @@
+"""`SideStream`: the CUDA stream on which a transport sends while the experts compute."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+class SideStream:
+    """A stream of its own for work on the device of `like`. On the CPU nothing is concurrent.
+
+    Memory of one stream that the other uses must be held until the other has waited.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def fork(self, like: Tensor) -> AbstractContextManager[object]:
+        """Returns a context that launches on it, after what the current stream has so far."""
+        if not like.is_cuda:
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(like.device)
+        self._stream.wait_stream(torch.cuda.current_stream(like.device))
+        return torch.cuda.stream(self._stream)
+
+    def join(self, like: Tensor) -> None:
+        """Makes the current stream wait for all that was launched on it."""
+        if self._stream is not None:
+            torch.cuda.current_stream(like.device).wait_stream(self._stream)
