@@ -217,6 +217,7 @@ def machine(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "packages": {name: installed_version(name) for name in PACKAGES},
+        "nccl_environment": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
     }
 
 

@@ -8,16 +8,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from sonic_ep import EPGroup
 from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
-from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
-from sonic_ep.routing import AsyncSplitSizes, Routing
+from sonic_ep.routing import AsyncSplitSizes
 from sonic_ep.symmetric_memory import problem_with_peers, symmetric_memory
+from tests.dispatch.gpu_steps import NAMES, expert_step, routing_of
 from tests.helpers.launch import RankPool, most_gpus
 
 pytestmark = pytest.mark.gpu
@@ -40,33 +39,6 @@ def symmetric(group: EPGroup, timeout: float = 20, dispatch: Dispatch = "auto") 
     return SymmetricTransport(group, allocate, timeout=timeout, dispatch=dispatch)
 
 
-def routing_of(rank: int, group: EPGroup, T: int, E: int, K: int, seed: int) -> Routing:
-    generator = torch.Generator().manual_seed(100 * seed + rank)
-    scores_TE = torch.randn(T, E, generator=generator) + torch.linspace(0, 2, E)
-    weights_TK, ids_TK = scores_TE.softmax(1).topk(K)
-    token_ids = torch.arange(T).repeat_interleave(K)
-    return Routing.from_pairs(
-        token_ids.cuda(), ids_TK.flatten().cuda(), weights_TK.flatten().cuda(), num_tokens=T, E=E, group=group
-    )
-
-
-def step(
-    transport: Transport, group: EPGroup, routing: Routing, shape: tuple[int, int, int], *, saved: bool, seed: int
-) -> list[Tensor]:
-    """Output and gradients of one layer."""
-    d, n, e = shape
-    generator = torch.Generator("cuda").manual_seed(seed + 10 * group.rank)
-    bf16 = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
-    x, dout = (torch.randn(routing.num_tokens, d, **bf16) for _ in range(2))  # type: ignore[call-overload]
-    w1 = torch.randn(e, 2 * n, d, **bf16) / d**0.5  # type: ignore[call-overload]
-    w2 = torch.randn(e, d, n, **bf16) / n**0.5  # type: ignore[call-overload]
-    pair_weights = routing.weights_N.detach().requires_grad_()
-    leaves = [x.requires_grad_(), pair_weights, w1.requires_grad_(), w2.requires_grad_()]
-    trained = Routing(pair_weights, routing.token_ids_N, routing.counts, routing.num_tokens, routing.max_rows)
-    y = moe(x, trained, w1, w2, transport=transport, group=group, save_dispatched=saved)
-    return [y.detach(), *torch.autograd.grad(y, leaves, dout)]
-
-
 def sent_early(rank: int, shape: tuple[int, int, int, int, tuple[int, ...]], early: int) -> list[str]:
     """`same_as_all_to_all` where one rank, or none, has the sizes of a step at once."""
     with patch.object(AsyncSplitSizes, "is_ready", rank == early):
@@ -84,12 +56,12 @@ def same_as_all_to_all(rank: int, shape: tuple[int, int, int, int, tuple[int, ..
         routing = routing_of(rank, group, T, E, K, seed)
         for saved in (False, True):
             ours, theirs = (
-                step(t, group, routing, (d, n, E // group.size), saved=saved, seed=seed) for t in (transport, expected)
+                expert_step(t, group, routing, (d, n, E // group.size), saved=saved, seed=seed)
+                for t in (transport, expected)
             )
-            names = ("y", "dx", "dgates", "dw1", "dw2")
             differing += [
                 f"{seed} {saved} {name}"
-                for name, a, b in zip(names, ours, theirs, strict=True)
+                for name, a, b in zip(NAMES, ours, theirs, strict=True)
                 if not torch.equal(a, b)
             ]
     return differing
@@ -166,16 +138,16 @@ def one_rank_stays_away(rank: int) -> str:
     transport = symmetric(group, timeout=2)
     # More tiles of tokens than programs that push them, and fewer than twice as many.
     routing, shape = routing_of(rank, group, 1536 // group.size, 8, 2, 0), (2048, 64, 8 // group.size)
-    step(transport, group, routing, shape, saved=False, seed=0)
+    expert_step(transport, group, routing, shape, saved=False, seed=0)
     if rank == group.size - 1:
         time.sleep(8)
         return ""
     start = time.monotonic()
     try:
-        y = step(transport, group, routing, shape, saved=False, seed=0)[0]
+        y = expert_step(transport, group, routing, shape, saved=False, seed=0)[0]
         torch.cuda.synchronize()
         assert y.isnan().all()
-        step(transport, group, routing, shape, saved=False, seed=0)
+        expert_step(transport, group, routing, shape, saved=False, seed=0)
     except RuntimeError as error:
         assert time.monotonic() - start < 6
         return str(error)

@@ -164,6 +164,20 @@ def test_sustained_steps_of_two_gpus() -> None:
 CONFIG = load_config("qwen3_30b_a3b")
 
 
+def test_one_link_explains_both_ways_between_two_hosts() -> None:
+    """Four H100s as two hosts: the link at which the all-to-all takes what was measured, and two hops over it."""
+    (case,) = record("two_hop_4_gpus.json")["cases"].values()
+    measured, config = case["contestants"], CONFIG.replace(rounding=PLAIN)
+
+    def step(kind: Kind, link: float) -> float:
+        return stages(config, case["sizes"]["T"], Layout(4, 2, link), kind).step_ms
+
+    wanted = measured["off, all_to_all"]["step"]
+    link = min((tenths / 10 for tenths in range(10, 100)), key=lambda link: abs(step("all_to_all", link) - wanted))
+    assert within(step("all_to_all", link), wanted)
+    assert within(step("two_hop", link), measured["off, two_hop"]["step"]), (link, step("two_hop", link))
+
+
 def of_dispatch(kind: Kind, link: float, load: Load = BALANCED) -> dict[str, float]:
     forward = stages(CONFIG, 8192, Layout(32, 8, link), kind, load=load).forward
     return {name: ms for name, ms in forward.items() if name.startswith("dispatch")}
