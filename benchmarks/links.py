@@ -15,7 +15,6 @@ are as slow as those between hosts say that NCCL has too few channels (docs/mult
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from host_time import Clock, machine
+from step_options import start_rank
 
 from sonic_ep import EPGroup
 from sonic_ep.groups import HostLayout
@@ -89,9 +89,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
+    start_rank(options.device)
     group = EPGroup()
     layout, clock = group.hosts(options.ranks_per_host), Clock(group, options.device)
     if layout.problem is not None:

@@ -186,10 +186,9 @@ def test_transposed_weights_give_the_same_and_are_not_copied(bias: bool, activat
         arguments["w1_eJH"] = torch.randn(4, 6, D)
     if bias:
         arguments |= {"b1_eJ": torch.randn(4, arguments["w1_eJH"].shape[1]), "b2_eH": torch.randn(4, D)}
+    # In float64: some CPUs add up the products of transposed operands in another order.
     for name in ("x_TH", "w1_eJH", "w2_eHI", *(("b1_eJ", "b2_eH") if bias else ())):
-        arguments[name] = (
-            arguments[name].double().requires_grad_(True)
-        )  # some CPUs add up transposed operands otherwise
+        arguments[name] = arguments[name].double().requires_grad_(True)
     w1, w2, x = (arguments[name] for name in ("w1_eJH", "w2_eHI", "x_TH"))
     own = [weight.detach().mT.contiguous().requires_grad_(True) for weight in (w1, w2)]
     transposed = {**arguments, "w1_eJH": own[0], "w2_eHI": own[1], "layout": "transposed"}
