@@ -41,6 +41,7 @@ _MARGIN = 33 / 32  # bound / what the last steps needed
 _WINDOW = 64  # steps; the bound holds the largest of the last 64 to 127
 _LEVELS = 16  # below a balanced step, and in each doubling above it
 _MIN_UNIT = 128  # rows
+_MAX_BOUNDS = 8  # that are recorded; where the bound changes with every length, the code runs
 _FIRST_CALLS = 3  # the ranks may record in the first three calls with a bound, then in the 4th, 8th, 16th, ...
 
 
@@ -105,6 +106,7 @@ class BoundedSteps(Steps):
         self._before: SizeBound | None = None
         self._in_window = 0
         self._calls: Counter[object] = Counter()
+        self._recorded: set[object] = set()  # bounds
         self._mailbox: Mailbox | None = None
         self._order = _Number(NO_ORDER)
 
@@ -120,7 +122,10 @@ class BoundedSteps(Steps):
         bound = bound_of(largest.joined(self._before), self._K)
         self._calls[bound] += 1
         number = self._calls[bound]
-        may_record = number <= _FIRST_CALLS or number & (number - 1) == 0
+        in_time = number <= _FIRST_CALLS or number & (number - 1) == 0
+        may_record = in_time and (bound in self._recorded or len(self._recorded) < _MAX_BOUNDS)
+        if may_record:
+            self._recorded.add(bound)
         return Step(via, None if via.is_static else bound, largest.tokens, may_record)
 
     def may_record(self, step: Step, signature: object, *, known: bool) -> bool:

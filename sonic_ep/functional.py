@@ -272,7 +272,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
         needs_lora = (any(ctx.needs_input_grad[7:9]), any(ctx.needs_input_grad[9:11]))
         needs, (param1, param2) = (needs_gate or needs_up, *needs, *needs_lora), ctx.params
-        into = _main_grad(param1) if needs[0] else None, _main_grad(param2) if needs[1] else None
+        into = main_grad_of(param1) if needs[0] else None, main_grad_of(param2) if needs[1] else None
         with _without_autocast(w1):
             grads = backward(grad_outputs[0], saved, weights, ctx.call, needs, into)
         dw1 = grads.dw1 if into[0] is None else gradient_placeholder(param1)
@@ -307,7 +307,7 @@ def _without_autocast(like: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-def _main_grad(weight: Tensor | None) -> Tensor | None:
+def main_grad_of(weight: Tensor | None) -> Tensor | None:
     """Returns the `main_grad` of a weight, if it has one that kernels can write to."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or weight is None:

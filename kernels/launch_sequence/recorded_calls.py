@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from sonic_ep.checks import ROW_ALIGNMENT
+from sonic_ep.groups.lost_ranks import LostRankError
 from sonic_ep.kernels.experts.tile_counter import counter_of_stream, recording_for
-from sonic_ep.kernels.launch_sequence.addresses import UnrecordableError
-from sonic_ep.kernels.launch_sequence.driver import UnavailableError, raw_stream
+from sonic_ep.kernels.launch_sequence.driver import raw_stream
 from sonic_ep.kernels.launch_sequence.recorder import leaves_of, record
-from sonic_ep.kernels.launch_sequence.replay import HasAddress, Replay
+from sonic_ep.kernels.launch_sequence.replay import HasAddress, Replay, kind_of
 
 _LOG = logging.getLogger("sonic_ep.launches")
 
-_MAX_SIGNATURES = 32  # of one layer; with more, as where lengths change in every step, the code runs
+_MAX_SIGNATURES = 12  # of one layer; with more, as where lengths change in every step, the code runs
 _MAX_COUNTED = 1024  # signatures that were called once
 
 
@@ -147,17 +147,19 @@ class RecordedCalls:
         """Forgets all recordings."""
         self._replays.clear()
 
-    def outputs(self, layer: Any, inputs: list[Tensor], num_tokens: int, problem: str | None) -> list[Tensor] | None:
+    def outputs(
+        self, layer: Any, inputs: list[Tensor], num_tokens: int, problem: str | None, *, settings: object = None
+    ) -> list[Tensor] | None:
         """Returns the outputs of the function by repeating its launches, or None where its code has to run.
 
         A collective of the layer's ranks. Not while a CUDA graph is captured. problem: why this call cannot repeat
-        launches, or None; with a problem, the inputs are not used.
+        launches, or None; with a problem, the inputs are not used. settings: what the launches depend on besides.
         """
         step = self._steps.begin(layer)
         if step is None:
             return None
         problem = problem or problem_with_x(inputs[0]) or self._steps.problem_with_call(step, num_tokens)
-        signature = None if problem is not None else _signature(layer, inputs, step.key)
+        signature = None if problem is not None else _signature(layer, inputs, (step.key, settings))
         known = signature in self._replays or len(self._replays) == _MAX_SIGNATURES
         if self._steps.may_record(step, signature, known=known) and not in_backward():
             self._record(layer, inputs, step, signature, problem)
@@ -208,19 +210,23 @@ class RecordedCalls:
             return code.compute(layer, tensors)
 
         replay, problem = None, None
-        with self._steps.bounded(step):
-            with code.undone(layer):  # everything is compiled here, which a capture does not allow
-                expected, differentiable = _step(function, inputs)
-                expected += [tensor.clone() for tensor in code.state(layer)]
-            stream = raw_stream(device)
-            counters = counter_of_stream(device, stream)
-            try:
+        expected: list[Tensor | None] = []
+        try:
+            with self._steps.bounded(step):
+                with code.undone(layer):  # everything is compiled here, which a capture does not allow
+                    expected, differentiable = _step(function, inputs)
+                    expected += [tensor.clone() for tensor in code.state(layer)]
+                stream = raw_stream(device)
+                counters = counter_of_stream(device, stream)
                 with recording_for(stream), self._steps.captured():
                     state = [*self._state(layer, step), *counters]
                     recording = record(function, inputs, state, differentiable)
-                replay = Replay(recording, differentiable, device, counters)
-            except (UnavailableError, UnrecordableError, torch.OutOfMemoryError) as error:
-                problem = str(error)
+                kinds = [kind_of(each) for each in state[: len(state) - len(counters)]]
+                replay = Replay(recording, differentiable, device, counters, kinds)
+        except LostRankError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for what this one says, whatever failed
+            problem = f"{type(error).__name__}: {error}"
         if not self._steps.agreed(layer, problem):
             return None, problem
         assert replay is not None
@@ -283,6 +289,13 @@ def _problem_with(inputs: Sequence[Tensor]) -> str | None:
     return None
 
 
+def _gemm_settings() -> tuple[object, ...]:
+    """Returns the settings of torch that cuBLAS's GEMMs depend on."""
+    matmul = torch.backends.cuda.matmul
+    reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    return matmul.fp32_precision, *reduced, torch.backends.cuda.preferred_blas_library()
+
+
 def _signature(layer: Any, inputs: Sequence[Tensor], key: object) -> object:
     """Returns what the launches depend on besides the addresses and values of tensors, for comparison."""
     return (
@@ -292,6 +305,6 @@ def _signature(layer: Any, inputs: Sequence[Tensor], key: object) -> object:
         torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
         raw_stream(inputs[0].device),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _gemm_settings(),
         *[(t.shape, t.dtype, t.requires_grad, type(t), t.get_device(), t.is_contiguous()) for t in inputs],
     )

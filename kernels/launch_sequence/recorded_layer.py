@@ -5,6 +5,7 @@ from typing import Any, Self, final
 
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import _has_any_global_hook
 
 from sonic_ep.kernels.launch_sequence.recorded_calls import Code, RecordedCalls, Steps, problem_with_x
 
@@ -14,7 +15,7 @@ class _Parts:
 
     def __init__(self, layer: nn.Module) -> None:
         modules = dict(layer.named_modules())
-        self._members = [(module._modules, dict(module._modules)) for module in modules.values()]
+        self._modules, self._members = list(modules.values()), [_members(module) for module in modules.values()]
         self._submodules = [module for module in modules.values() if module is not layer]
         self._places = [
             (module._parameters, name)
@@ -24,14 +25,31 @@ class _Parts:
         ]
 
     def are_current(self) -> bool:
-        """Returns True unless a submodule was replaced, added or removed."""
-        return all(now == before for now, before in self._members)
+        """Returns True unless a submodule, a parameter, a config or a forward was replaced, added or removed."""
+        return [_members(module) for module in self._modules] == self._members
 
-    def have_hooks(self) -> bool:
-        return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in self._submodules)
+    def problem(self) -> str | None:
+        """Returns why only the code of the submodules does what the user has asked for."""
+        if _has_any_global_hook():
+            return "there are global module hooks"
+        for m in self._submodules:
+            if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+                return "a submodule has hooks"
+            if "forward" in vars(m) or "parametrizations" in m._modules:
+                return "the forward or a parameter of a submodule is replaced"
+        return None
+
+    def modes(self) -> list[bool]:
+        return [module.training for module in self._submodules]
 
     def parameters(self) -> list[Tensor]:
         return [parameters[name] for parameters, name in self._places]  # pyright: ignore[reportReturnType]
+
+
+def _members(module: nn.Module) -> tuple[object, ...]:
+    """Returns what is compared to see that a module is as it was. id: a config that is equal may be another type's."""
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    return type(module), id(vars(module).get("config")), "forward" in vars(module), names, dict(module._modules)
 
 
 @final
@@ -61,7 +79,8 @@ class RecordedLayer:
         problem = problem or problem_with_x(x)
         if problem is not None:
             return self._calls.outputs(layer, [], 0, problem)
-        return self._calls.outputs(layer, [x, *self._parts.parameters()], x.shape[:-1].numel(), None)
+        inputs, modes = [x, *self._parts.parameters()], self._parts.modes()
+        return self._calls.outputs(layer, inputs, x.shape[:-1].numel(), None, settings=(*modes,))
 
     def observe(self, split_sizes: Any) -> None:
         """Is called after the layer's code has run because `outputs` returned None. split_sizes: of its routing."""
@@ -71,7 +90,7 @@ class RecordedLayer:
         if self._parts is None or not self._parts.are_current():
             self._parts = _Parts(layer)
             self._calls.forget()
-        return "a submodule has hooks" if self._parts.have_hooks() else None
+        return self._parts.problem()
 
 
 def _compute_with(code: Code, layer: nn.Module, tensors: list[Tensor]) -> list[Tensor]:

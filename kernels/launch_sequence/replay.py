@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sonic_ep.checks import ROW_ALIGNMENT
 from sonic_ep.first_order import first_order
 from sonic_ep.kernels.launch_sequence.addresses import BACKWARD, FORWARD, Launches
 from sonic_ep.kernels.launch_sequence.driver import driver, raw_stream
@@ -31,6 +32,11 @@ class HasAddress(Protocol):
 
 
 State = Callable[[], Sequence[HasAddress]]
+
+
+def kind_of(state: HasAddress) -> tuple[torch.dtype, int] | None:
+    """Returns the dtype and alignment that kernels were launched for, or None for what is no tensor."""
+    return (state.dtype, state.data_ptr() % ROW_ALIGNMENT) if isinstance(state, Tensor) else None
 
 
 @dataclass(slots=True)
@@ -114,10 +120,12 @@ class Replay:
         differentiable: Sequence[int],
         device: torch.device,
         constants: Sequence[Tensor] = (),
+        state_kinds: Sequence[object] | None = None,
     ) -> None:
         """differentiable: the outputs that got a gradient when the function was recorded. constants: the last tensors
-        of the state that it was recorded with, which never move.
+        of the state that it was recorded with, which never move. state_kinds: `kind_of` of the others; None for any.
         """
+        self._state_kinds = state_kinds
         workspace = workspace_of_stream(device, raw_stream(device), recording.workspace_bytes)
         self._constants, self._device = [*constants, workspace], device
         self._zeros: dict[int, Tensor] = {}
@@ -150,9 +158,19 @@ class Replay:
             self._zeros[number] = torch.zeros(place.shape, dtype=place.dtype, device=self._device)
         return self._zeros[number]
 
+    def _current(self, state: State) -> list[HasAddress]:
+        found, wanted = state(), self._state_kinds
+        if wanted is not None and (kinds := [*map(kind_of, found)]) != wanted:
+            raise RuntimeError(
+                "main_grad or a buffer of the layer was replaced between forward and backward by one of another dtype "
+                f"or alignment: now (dtype, address modulo {ROW_ALIGNMENT}) are {kinds}, before {wanted}; replace it "
+                "after backward"
+            )
+        return [*found, *self._constants]
+
     def launch_forward(self, inputs: Sequence[Tensor], state: State) -> tuple[list[Tensor], list[Tensor]]:
         """Returns all outputs, and what backward needs."""
-        layout, current = self._layout, [*state(), *self._constants]
+        layout, current = self._layout, self._current(state)
         slots: list[Any] = [None] * layout.num_slots
         slots[: len(inputs)] = inputs
         slots[layout.first_state : layout.first_state + len(current)] = current
@@ -161,7 +179,7 @@ class Replay:
 
     def launch_backward(self, saved: list[Tensor], grads: Sequence[Tensor], state: State) -> list[Tensor | None]:
         """Returns the gradient of each input that required one. saved: is emptied, so that memory can be freed."""
-        layout, current = self._layout, [*state(), *self._constants]
+        layout, current = self._layout, self._current(state)
         slots: list[Any] = [None] * layout.num_slots
         for slot in reversed(layout.saved):
             slots[slot] = saved.pop()
@@ -169,6 +187,11 @@ class Replay:
         slots[layout.first_state : layout.first_state + len(current)] = current
         assert self._backward is not None
         return self._backward.run(slots, self._device)
+
+
+def _as_recorded(tensor: Tensor) -> Tensor:
+    """Returns a tensor where kernels may read it, whose launches were recorded with aligned ones."""
+    return tensor.clone() if tensor.data_ptr() % ROW_ALIGNMENT else tensor
 
 
 class _Replayed(torch.autograd.Function):
@@ -194,10 +217,11 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.begin_backward is not None:
             ctx.begin_backward()
-        saved = list(ctx.saved_tensors)
+        saved = [_as_recorded(tensor) for tensor in ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()  # has no effect if the graph is retained
         grads = [
-            ctx.replay.zeros(number) if grad is None else grad.contiguous() for number, grad in enumerate(grad_outputs)
+            ctx.replay.zeros(number) if grad is None else _as_recorded(grad.contiguous())
+            for number, grad in enumerate(grad_outputs)
         ]
         found = iter(ctx.replay.launch_backward(saved, grads, ctx.state))
         return None, None, None, None, *[next(found) if needed else None for needed in ctx.needs_input_grad[4:]]

@@ -19,7 +19,7 @@ from torch import Tensor
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.dispatch.bounded_steps import LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.functional import gradient_placeholder, moe
+from sonic_ep.functional import gradient_placeholder, main_grad_of, moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.split_weights import distance_in_shape, stand_in, where_they_lie
 from sonic_ep.kernels.launch_sequence.recorded_calls import Code, RecordedCalls
@@ -56,7 +56,8 @@ class ExpertsCall:
     nothing else. A collective.
     training: of the layer. is_bounded: whether `route` bounds the rows that arrive (`Routing.max_received`).
     settings: arguments of `moe`, the same in every call of a layer.
-    problem: why the launches depend on more than these tensors, or None.
+    problem: why the launches depend on more than these tensors and `depends_on`, or None. depends_on: what `route`
+    depends on besides the tensors.
     """
 
     x_TH: Tensor
@@ -69,6 +70,7 @@ class ExpertsCall:
     is_bounded: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
+    depends_on: object = None
 
     @property
     def adds_to_main_grad(self) -> bool:
@@ -159,7 +161,9 @@ class RecordedExperts:
         try:
             problem = call.problem or self._problem_with_main_grads() or call.problem_with_split()
             recorded = self._recordable(call) if problem is None else call
-            outputs = self._calls.outputs(self, recorded.tensors(), x_TH.shape[0], problem)
+            kinds = [(each.dtype, each.shape) for each in self.main_grads()] if problem is None else []
+            settings = call.depends_on, *kinds, *sorted((name, str(each)) for name, each in call.settings.items())
+            outputs = self._calls.outputs(self, recorded.tensors(), x_TH.shape[0], problem, settings=settings)
             if outputs is not None:
                 return outputs[0], outputs[_NUM_FIRST:]
         finally:
@@ -179,9 +183,9 @@ class RecordedExperts:
         return replace(call.with_weights(*(param.detach() for param in self._params)), x_TH=x_TH)
 
     def _problem_with_main_grads(self) -> str | None:
-        if all(param.requires_grad and getattr(param, "main_grad", None) is not None for param in self._params):
+        if all(param.requires_grad and main_grad_of(param) is not None for param in self._params):
             return None
-        return "a weight has no main_grad"
+        return "a weight has no main_grad that kernels can write to"
 
     def compute(self, call: ExpertsCall) -> Tensor:
         """Returns the same by the layer's code."""

@@ -155,6 +155,20 @@ def test_repeated_launches_on_two_gpus(gpus: Ranks, option: str) -> None:
         assert num_recorded >= 2 or option in MAY_BE_REFUSED  # the steps that lean need more
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_main_grads_of_another_dtype(device: str) -> None:
+    layers = [Layer(EPGroup.alone(), device, main_grad=True) for _ in range(2)]
+    experts = RecordedExperts(EPGroup.alone(), layers[0].transport, K)
+    for dtype in (torch.float32, layers[0].dtype):
+        for layer in layers:
+            for param in layer.weights[:2]:
+                param.main_grad = torch.zeros_like(param, dtype=dtype)  # type: ignore[attr-defined]
+        for step in range(4):
+            recorded = layers[0].run(experts, layers[0].call(step, 0))
+            code = layers[1].run(experts.compute, layers[1].call(step, 0))
+            assert [torch.equal(*pair) for pair in zip(recorded, code, strict=True)] == [True] * len(code)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_without_a_gpu_the_code_runs(ranks: Ranks, option: str) -> None:
     assert ranks(2).run(differing, "cpu", OPTIONS[option]) == [([], 0)] * 2

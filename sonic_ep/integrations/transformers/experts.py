@@ -113,6 +113,7 @@ def compute_experts(
             is_bounded=(capacity if rounding is None else rounding.config).capacity_factor is not None,
             settings=settings,
             problem=_problem_with_recording(rounding, has_sentinels=has_sentinels),
+            depends_on=capacity if rounding is None else (rounding, rounding.config),
         )
         out_TH = recorded(call)
     return out_TH.to(x_TH.dtype)

@@ -1,5 +1,6 @@
 """`round_tokens`: models of transformers round as our own layer with their weights does, in training alone."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,27 @@ def spread(block: Any) -> None:
     """Makes routing far from uniform."""
     with torch.no_grad():
         router_of(block).weight.normal_()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_another_rounding_holds_from_the_next_step_on(device: str) -> None:
+    from sonic_ep.integrations.transformers import round_tokens
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    old, fresh = (block_of(a_model("qwen3_moe")).to(device, dtype) for _ in range(2))
+    spread(old)
+    fresh.load_state_dict(old.state_dict())
+    results: list[Tensor] = []
+    for rounding in (ROUNDING, RoundingConfig(mode="pad", t=8, G=16), RoundingConfig(t=4, G=8)):
+        round_tokens(old, rounding)
+        new = copy.deepcopy(fresh)
+        round_tokens(new, rounding)
+        for step in range(4):
+            x = torch.randn(1, 64, router_of(old).weight.shape[1], generator=torch.Generator().manual_seed(step))
+            outs = [routed_output(block, x.to(device, dtype).flatten(0, 1)) for block in (old, new)]
+            assert torch.equal(*outs)
+            results.append(outs[0])
+    assert not torch.equal(results[3], results[7])  # the roundings differ on the same rows
 
 
 @pytest.mark.parametrize("family", ROUTERS)
