@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from sonic_ep.experts import mark_experts
 from sonic_ep.groups import EPGroup
 from sonic_ep.layer import MoE
 
@@ -43,7 +44,7 @@ def fully_shard(module: nn.Module, *, mesh: DeviceMesh, expert_mesh: DeviceMesh,
             "block around a layer, and torch's fully_shard all others"
         )
     EPGroup().raise_together(problem)
-    ignored = set(options.pop("ignored_params", None) or ())
+    ignored: set[nn.Parameter] = set(options.pop("ignored_params", None) or ())
     experts = {parameter for layer in layers for parameter in layer.experts.parameters()}
     # The block first: it would not manage the router of a layer that is sharded already.
     sharded = torch_fully_shard(module, mesh=mesh, ignored_params=ignored | experts, **options)
@@ -51,6 +52,7 @@ def fully_shard(module: nn.Module, *, mesh: DeviceMesh, expert_mesh: DeviceMesh,
         layer.experts.sharded_over = ranks
         own = set(layer.experts.parameters())
         shard_experts(layer, own, mesh=mesh, expert_mesh=expert_mesh, ignored_params=ignored, **options)
+        mark_experts(layer.experts)
     return sharded
 
 
