@@ -54,6 +54,7 @@ from tuned_choices import restore, save_choices
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, load_config
 from sonic_ep.experts import Experts
+from sonic_ep.fsdp import shard_experts
 
 OURS_ON_ONE_RANK = ("off", "nearest", f"off, {BF16_ROUTER}", f"nearest, {BF16_ROUTER}")
 OURS_ACROSS_RANKS = (
@@ -205,9 +206,7 @@ def _shard_with_experts(block: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceM
     weights = set(experts.parameters())
     experts.sharded_over = [[]]  # the layers accept that FSDP manages it
     torch_fully_shard(block, mesh=mesh, ignored_params=weights, **sharding)
-    others = set(moe.parameters()) - weights
-    torch_fully_shard(moe, mesh=expert_mesh, ignored_params=others, **sharding)
-    moe.set_gradient_divide_factor(mesh.size())  # type: ignore[operator]
+    shard_experts(moe, weights, mesh=mesh, expert_mesh=expert_mesh, **sharding)
 
 
 def race(trainer: Trainer, clock: Clock) -> Iterator[dict[str, dict[str, float]]]:

@@ -34,13 +34,13 @@ from plots import plot_run
 from run_folder import RunFolder, checkpoints_to_resume, save_checkpoint
 from sonic_ep.config import RoundingConfig, RoundingMode
 from sonic_ep.extras import require_extra
+from sonic_ep.optim import clip_grad_norm_
 from train import learning_rate, resumed, say, stop_requests
 from transformers_model import (
     add_lora,
     average_adapters,
     build,
     by_mesh,
-    clip_gradients,
     loss_of,
     save,
     write_tiny_model,
@@ -215,7 +215,7 @@ def train(
             loss = loss_of(model, mesh.own_rows(windows))
             loss.backward()
             average_adapters(model, mesh)
-            norm = clip_gradients(model, options.clip)
+            norm = float(clip_grad_norm_(model.parameters(), options.clip))
             lr = learning_rate(step, peak=options.lr, warmup=options.warmup, steps=options.steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr

@@ -194,31 +194,3 @@ def by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         buckets.setdefault(tensor.dtype, []).append(tensor)
     return list(buckets.values())
-
-
-@torch.no_grad()
-def clip_gradients(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
-
-    Call it after `sync_gradients`. Every weight counts once: dense gradients are the same on every rank, and each
-    expert's on as many ranks as there are EP groups.
-    """
-    dense, experts = split_gradients(model)
-    copies = mesh.world.size // mesh.ep.size
-    expert_square = mesh.world.all_reduce(sum_of_squares(experts)) / copies
-    norm = (sum_of_squares(dense) + expert_square).sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in dense + experts:
-        gradient.mul_(scale)
-    return norm
-
-
-def sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Sum of all squared elements of a non-empty list, a scalar accumulated in fp32 or finer."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=at_least_fp32(tensor.dtype)) for tensor in tensors]
-    return torch.stack([norm.to(norms[0].dtype) for norm in norms]).square().sum()
-
-
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to accumulate in."""
-    return torch.promote_types(dtype, torch.float32)

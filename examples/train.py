@@ -29,11 +29,12 @@ from corpus import Corpus, load_corpus
 from language_model import LanguageModel, next_byte_loss
 from metrics import BITS_PER_NAT, Stopwatch, comparison_table, expert_load, routing_record
 from options import Options, check_options, model_config, parse_options
-from parallel import Mesh, choose_device, clip_gradients, open_mesh, read_launch, sync_gradients
+from parallel import Mesh, choose_device, open_mesh, read_launch, sync_gradients
 from plots import plot_comparison, plot_run
 from run_folder import RunFolder, checkpoints_to_resume, load_newest, save_checkpoint
-from sonic_ep import MoE, RoutingStats
+from sonic_ep import RoutingStats
 from sonic_ep.extras import require_extra
+from sonic_ep.optim import clip_grad_norm_, parameter_groups
 
 FINAL_LR = 0.1
 
@@ -190,11 +191,7 @@ def autocast(mesh: Mesh, options: Options) -> torch.autocast:
 
 def make_optimizer(model: LanguageModel, options: Options) -> torch.optim.AdamW:
     """AdamW that decays matrices and leaves norms and biases alone."""
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
-    expert_biases = {id(bias) for layer in layers for bias in (layer.experts.b1, layer.experts.b2)}  # (experts, width)
-    decayed = [each for each in model.parameters() if each.dim() >= 2 and id(each) not in expert_biases]
-    others = [each for each in model.parameters() if each.dim() < 2 or id(each) in expert_biases]
-    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = parameter_groups(model, weight_decay=options.weight_decay)
     return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
 
 
@@ -232,7 +229,7 @@ def training_step(
     (loss + output.aux_loss).backward()
 
     sync_gradients(model, mesh)
-    grad_norm = clip_gradients(model, mesh, options.clip)
+    grad_norm = clip_grad_norm_(model.parameters(), options.clip)
     lr = learning_rate(step, peak=options.lr, warmup=options.warmup, steps=options.steps)
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from corpus import VOCABULARY
 from parallel import Mesh
@@ -122,16 +121,6 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         if parameter.requires_grad:
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return list(groups.values())
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before. A collective."""
-    groups = by_mesh(parameter for parameter in model.parameters() if parameter.grad is not None)
-    norms: list[Any] = [get_total_norm([each.grad for each in group if each.grad is not None]) for group in groups]
-    norm = torch.stack([each.full_tensor() if hasattr(each, "full_tensor") else each for each in norms]).norm()
-    for group in groups:
-        clip_grads_with_norm_(group, max_norm, norm)
-    return float(norm)
 
 
 def save(model: Any, path: str | Path, run: Path, mesh: Mesh) -> None:

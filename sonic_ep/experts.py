@@ -24,7 +24,8 @@ class Experts(nn.Module):
     w1: (e, J, d), gate and up rows interleaved if gated. w2: (e, d, n). b1: (e, J), b2: (e, d), with config.bias.
 
     All parameters have the attribute `allreduce = False`, which Megatron-Core and DeepSpeed read: their gradients are
-    complete over the EP group and must not be averaged over it.
+    complete over the EP group and must not be averaged over it. `ep_group_name` names that group, for clip_grad_norm_
+    (optim.py).
 
     A state dict also says which experts it holds, as `_extra_state`, so that the state of one rank is not loaded on
     another: names and shapes are the same on all ranks.
@@ -40,6 +41,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_local = config.E // group.size
+        self.ep_group_name = group.name
         self.first = group.rank * self.num_local
         # The ranks of the EP groups over which FSDP shards these experts (fsdp.py), a list for each group.
         self.sharded_over: list[list[int]] = []
@@ -53,19 +55,19 @@ class Experts(nn.Module):
         self.w1, self.w2 = parameter(J, config.d), parameter(config.d, config.n)
         self.b1 = parameter(J) if config.bias else None
         self.b2 = parameter(config.d) if config.bias else None
-        _mark(self)
-        self.register_load_state_dict_post_hook(_mark)
+        mark_experts(self)
+        self.register_load_state_dict_post_hook(mark_experts)
 
-    # to_empty, deepcopy and load_state_dict with assign=True make new parameters without the attribute.
+    # to_empty, deepcopy and load_state_dict with assign=True make new parameters without the attributes.
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        _mark(self)
+        mark_experts(self)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        _mark(self)
+        mark_experts(self)
 
     def get_extra_state(self) -> Tensor:
         """Returns the first expert of this rank, their number, and that of all experts."""
@@ -178,9 +180,11 @@ class Experts(nn.Module):
                 bias.zero_()
 
 
-def _mark(experts: nn.Module, *_: object) -> None:
+def mark_experts(experts: nn.Module, *_: object) -> None:
+    """Sets the attributes of parameters of `Experts`, which whoever replaces them must call."""
     for parameter in experts.parameters():
         parameter.allreduce = False  # type: ignore[attr-defined]
+        parameter.ep_group_name = experts.ep_group_name  # type: ignore[attr-defined]
 
 
 def _described(first: int, number: int, E: int) -> str:

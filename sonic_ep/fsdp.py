@@ -8,14 +8,17 @@ so FSDP shards those over the ranks that hold the same ones. With 4 ranks and ep
     experts E/2 .. E - 1      rank 1         rank 3         <- expert_mesh of both
 """
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from sonic_ep.experts import mark_experts
 from sonic_ep.groups import EPGroup
 from sonic_ep.layer import MoE
 
@@ -25,7 +28,8 @@ def fully_shard(module: nn.Module, *, mesh: DeviceMesh, expert_mesh: DeviceMesh,
 
     mesh: all ranks, in one or two dimensions; dense weights are sharded over it. expert_mesh: the ranks that hold the
     same experts, in one dimension; it may have one rank. options: those of torch's fully_shard. With losses that are
-    means over a rank's own tokens, gradients are those of the mean over the tokens of all ranks. A collective.
+    means over a rank's own tokens, gradients are those of the mean over the tokens of all ranks. After
+    set_gradient_divide_factor(f) on every sharded module they are sums over all ranks, divided by f. A collective.
 
     Raises ValueError, on every rank, if the ranks of expert_mesh hold different experts, or if the module contains no
     MoE layer with several ranks that is not sharded yet.
@@ -40,19 +44,43 @@ def fully_shard(module: nn.Module, *, mesh: DeviceMesh, expert_mesh: DeviceMesh,
             "block around a layer, and torch's fully_shard all others"
         )
     EPGroup().raise_together(problem)
-    ignored = set(options.pop("ignored_params", None) or ())
+    ignored: set[nn.Parameter] = set(options.pop("ignored_params", None) or ())
     experts = {parameter for layer in layers for parameter in layer.experts.parameters()}
     # The block first: it would not manage the router of a layer that is sharded already.
     sharded = torch_fully_shard(module, mesh=mesh, ignored_params=ignored | experts, **options)
     for layer, (ranks, _) in zip(layers, found, strict=True):
         layer.experts.sharded_over = ranks
-        others = set(layer.parameters()) - experts
-        of_layer = torch_fully_shard(layer, mesh=expert_mesh, ignored_params=ignored | others, **options)
-        # The gradient of an expert is a sum over its EP group, so it is divided by the number of all ranks, too.
-        of_layer.set_gradient_divide_factor(mesh.size())
-        if "gloo" in dist.get_backend(expert_mesh.get_group()):
-            of_layer.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
+        own = set(layer.experts.parameters())
+        shard_experts(layer, own, mesh=mesh, expert_mesh=expert_mesh, ignored_params=ignored, **options)
+        mark_experts(layer.experts)
     return sharded
+
+
+def shard_experts(
+    layer: nn.Module,
+    experts: set[nn.Parameter],
+    *,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    **options: Any,
+) -> None:
+    """Shards `experts`, and no other parameter of `layer`, over expert_mesh. The rest is as in `fully_shard`.
+
+    An expert's gradient is a sum over its EP group, so it is divided by the number of all ranks. Over an expert_mesh of
+    one rank, which sends nothing, a reduce_dtype other than bf16 becomes fp32.
+    """
+    policy, alone = mp_policy or MixedPrecisionPolicy(), expert_mesh.size() == 1
+    reduce_dtype = policy.reduce_dtype or policy.param_dtype or next(iter(experts)).dtype
+    # On a mesh of one rank torch 2.11 to 2.13 divides twice: in other dtypes than these, and where sums are forced.
+    if alone and reduce_dtype not in (torch.float32, torch.bfloat16):
+        policy = replace(policy, reduce_dtype=torch.float32)
+    ignored = (ignored_params or set()) | (set(layer.parameters()) - experts)
+    sharded = torch_fully_shard(layer, mesh=expert_mesh, mp_policy=policy, ignored_params=ignored, **options)
+    sharded.set_gradient_divide_factor(mesh.size())
+    # Otherwise torch has the backend multiply while it sums, which gloo cannot.
+    sharded.set_force_sum_reduction_for_comms(not alone)
 
 
 def _ranks_by_expert(layer: MoE, expert_mesh: DeviceMesh) -> tuple[list[list[int]], str | None]:

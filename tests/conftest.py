@@ -11,8 +11,10 @@ import torch
 from sonic_ep.extras import require_extra
 from tests.helpers.launch import RankPool
 from tests.helpers.poison import poisoned_empty
+from tests.helpers.tolerances import limit_tolerances
 
 torch.set_num_threads(1)
+limit_tolerances()
 
 # Triton reads it once, when it is imported: without a GPU its kernels run on CPU tensors, interpreted with numpy.
 # The layer itself still takes the reference on CPU tensors.

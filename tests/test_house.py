@@ -221,6 +221,20 @@ def test_mocks_are_for_tests() -> None:
     assert faults == []
 
 
+def test_no_comparison_escapes_the_limit_on_tolerances() -> None:
+    """tests/helpers/tolerances.py knows those of torch alone."""
+    others = {"isclose", "assert_allclose", "assert_almost_equal", "assert_array_almost_equal"}
+    faults = [
+        f"{path.relative_to(ROOT)} calls {name}"
+        for path in FILES
+        if path.is_relative_to(ROOT / "tests")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        if (name := ast.unparse(node.func)).split(".")[-1] in others or name in ("np.allclose", "numpy.allclose")
+    ]
+    assert faults == []
+
+
 def old_words_in(name: str) -> set[str]:
     """Returns which of a name's words are old ones; the name of a test is a sentence, and may have any."""
     if name in FOREIGN_NAMES or name.startswith("test_"):

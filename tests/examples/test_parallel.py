@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from parallel import Launch, choose_device, clip_gradients, form_groups, sync_gradients
+from parallel import Launch, choose_device, form_groups, sync_gradients
+from sonic_ep.optim import clip_grad_norm_
 from tests.helpers.launch import RankPool
 
 WORLD_SIZE = 4
@@ -24,7 +25,7 @@ def sync_and_clip(rank: int, ep_size: int, max_norm: float) -> SimpleNamespace:
     local = WORLD_SIZE // ep_size
     expert_ids = torch.arange(WORLD_SIZE).view(ep_size, local)[mesh.ep.rank]
     model.experts = nn.Parameter(torch.zeros(local, 1))
-    setattr(model.experts, "allreduce", False)  # noqa: B010  pyright knows no such attribute
+    vars(model.experts).update(allreduce=False, ep_group_name=mesh.ep.name)  # as those of a layer have
     model.dense.grad = torch.full((2,), rank + 1.0)
     model.low.grad = torch.full((1,), rank + 1.0, dtype=torch.bfloat16)
     members = range(rank // ep_size * ep_size, rank // ep_size * ep_size + ep_size)
@@ -34,7 +35,7 @@ def sync_and_clip(rank: int, ep_size: int, max_norm: float) -> SimpleNamespace:
         dense=model.dense.grad.tolist(), low=model.low.grad.tolist(), unused=model.unused.grad.tolist()
     )
     found.experts = dict(zip(expert_ids.tolist(), model.experts.grad.flatten().tolist(), strict=True))
-    found.norm = float(clip_gradients(model, mesh, max_norm))
+    found.norm = float(clip_grad_norm_(model.parameters(), max_norm))
     found.clipped = model.dense.grad.tolist()
     return found
 

@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tests.helpers.tolerances import limit_tolerances
+
 Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
 
@@ -151,6 +153,7 @@ def _serve(rank: int, world_size: int, backend: str, port: int, pipe: Connection
     faulthandler.register(_ASK, stack.open("w"))
     faulthandler.enable()
     torch.set_num_threads(1)
+    limit_tolerances()
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)

@@ -25,6 +25,7 @@ from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK, compute_topk
 from sonic_ep.routers.weights_and_losses import weights_and_losses
 from sonic_ep.routing import Routing
+from tests.helpers.tolerances import assert_near
 from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
@@ -137,8 +138,8 @@ def test_the_kernels_route_as_plain_torch(seed: int) -> None:
         plainly = case.routed(replace(topk, plain_counts_E=None, plain_entropy_T=None))
     for name, wanted in plainly.items():
         # Weights are quotients, whose last bit is the compiler's.
-        tolerance = {"rtol": 1e-6, "atol": 1e-7} if name.startswith("gates") else {"rtol": 0, "atol": 0}
-        torch.testing.assert_close(by_kernels[name], wanted, **tolerance, msg=f"{name} differ")
+        share = 1e-6 if name.startswith("gates") else 0.0
+        assert_near(by_kernels[name], wanted, share=share, msg=f"{name} differ")
 
 
 @pytest.mark.parametrize("kernels", [False, True])

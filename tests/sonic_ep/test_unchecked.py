@@ -24,6 +24,7 @@ from sonic_ep.routing import AsyncSplitSizes
 from tests.helpers.launch import RankPool
 from tests.helpers.noting import noting
 from tests.helpers.static_buffers import buffers_in_files
+from tests.helpers.tolerances import assert_near
 from tests.helpers.triton_device import triton_device
 
 Ranks = Callable[[int], RankPool]
@@ -232,7 +233,7 @@ def test_reports_are_read_late(
 def recomputed(rank: int, folder: str, compiled: Compiled) -> None:
     """Steps of changing numbers of tokens, recomputed in backward: some are launched ahead of sizes, some behind."""
     group = EPGroup()
-    exact = MoEConfig(d=8, n=4, E=8, K=2, rounding=RoundingConfig(mode="off"), save_dispatched=True)
+    exact = MoEConfig(d=8, n=4, E=8, K=2, init_std=0.3, rounding=RoundingConfig(mode="off"), save_dispatched=True)
     layer = MoE(exact, group, seed=0)
     plain = MoE(exact.replace(transport=TransportConfig(kind="all_to_all")), group, seed=0)
     with buffers_in_files(layer.transport, folder, static=False):  # pyright: ignore[reportArgumentType]
@@ -245,7 +246,7 @@ def recomputed(rank: int, folder: str, compiled: Compiled) -> None:
                 y = checkpoint(lambda x, call=call: call(x).y, leaf, use_reentrant=False, context_fn=replay_contexts)
                 results.append(torch.autograd.grad(y.square().sum(), [leaf, *each.parameters()]))
             for got, expected in zip(*results, strict=True):
-                torch.testing.assert_close(got, expected)
+                assert_near(got, expected, share=1e-5)
 
 
 @pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")

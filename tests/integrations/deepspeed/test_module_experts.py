@@ -13,6 +13,7 @@ from sonic_ep import RoundingConfig
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.protocol import PreparedDispatch
 from tests.helpers.launch import RankPool
+from tests.helpers.tolerances import assert_near
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
@@ -194,7 +195,7 @@ def autocast(rank: int) -> Any:
 
 def test_autocast(ranks: Ranks) -> None:
     for ours, stock in ranks(2).run(autocast):
-        torch.testing.assert_close(ours, stock, atol=1e-1, rtol=5e-2)
+        assert_near(ours, stock, share=2**-7)
 
 
 def wrong(rank: int, fault: str) -> str:

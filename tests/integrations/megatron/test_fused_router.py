@@ -15,6 +15,7 @@ from sonic_ep import RoundingConfig
 from sonic_ep.integrations.options import SonicEPOptions
 from tests.helpers.implementations import interpreted
 from tests.helpers.launch import RankPool
+from tests.helpers.tolerances import is_near
 from tests.helpers.triton_interpreter import quicken_interpreter
 
 pytest.importorskip("megatron.core")
@@ -136,11 +137,7 @@ def compare(rank: int, groups: dict[str, int], batch: int, masked: bool, kernels
             with by_kernels() if kernels else nullcontext():
                 got = results_of(fused, batch, masked, rank)
             assert wanted.keys() == got.keys(), (variant, wanted.keys() ^ got.keys())
-            different[variant] = [
-                name
-                for name, value in wanted.items()
-                if not torch.allclose(got[name], value, rtol=2e-5, atol=2e-6 * max(1.0, float(value.abs().max())))
-            ]
+            different[variant] = [name for name, value in wanted.items() if not is_near(got[name], value, share=2e-5)]
     return different
 
 
@@ -256,9 +253,7 @@ def rounded(rank: int) -> dict[str, list[str]]:
                 found.append(results)
             assert found[0].keys() == found[1].keys()
             different[variant] = [
-                name
-                for name, value in found[0].items()
-                if not torch.allclose(found[1][name], value, rtol=2e-5, atol=2e-6 * max(1.0, float(value.abs().max())))
+                name for name, value in found[0].items() if not is_near(found[1][name], value, share=2e-5)
             ]
     return different
 

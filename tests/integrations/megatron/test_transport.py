@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sonic_ep import RoundingConfig, TransportConfig
 from tests.helpers.launch import RankPool
+from tests.helpers.tolerances import assert_near
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
@@ -89,7 +90,8 @@ def static_and_exact(rank: int, folder: str) -> tuple[list[list[Tensor]], str, i
 def test_static_buffers(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     for (*steps, exact, static), message, most in ranks(2).run(static_and_exact, str(tmp_path), timeout=600):
-        torch.testing.assert_close(steps[1], steps[0])
+        for got, wanted in zip(steps[1], steps[0], strict=True):
+            assert_near(got, wanted, share=1e-5)
         torch.testing.assert_close(static, exact)
         assert "rank 1: T=26 tokens, but transport.buffers='static' keeps to the first step's 24" in message
         assert most == S * B * 2 * 5 // 4

@@ -26,6 +26,7 @@ from sonic_ep.routers.router import Router
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routers.weights_and_losses import losses_alone, weights_and_losses
 from sonic_ep.routing import INDEX_DTYPE, BalanceCounts, GroupCounts, RoutedPairs
+from tests.helpers.tolerances import assert_near
 from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
@@ -112,10 +113,9 @@ class Case:
         for name, got, exact in zip(names, self.fused(), self.exact(), strict=True):
             assert got.dtype == torch.float32
             assert got.shape == exact.shape
-            scale = float(exact.abs().max()) if exact.numel() else 0.0
-            torch.testing.assert_close(
-                got.double(), exact, rtol=1e-5, atol=2e-6 * scale + 1e-7, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            # A gradient is a difference of products of the size of dweights, and of one expert's score it is 0.
+            scale = max(0.05, float(exact.abs().max())) if exact.numel() else 0.0
+            assert_near(got.double(), exact, share=2e-6, scale=scale, msg=lambda text, name=name: f"{name}: {text}")
 
 
 LOSSES: dict[str, dict[str, Any]] = {
