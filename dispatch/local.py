@@ -33,7 +33,9 @@ class LocalTransport:
     def problem_with(self, num_tokens: int) -> str | None:
         return None
 
-    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    def all_gather(
+        self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
+    ) -> Tensor:
         return EPGroup.alone().all_gather(values, meanwhile)
 
     def raise_if_lost(self) -> None:

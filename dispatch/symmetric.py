@@ -159,8 +159,11 @@ class SymmetricTransport:
         """The number of integers a rank for which the all-gather of counts has memory. A parameter of its kernels."""
         return self._buffers.capacity_of_counts
 
-    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        pad, kernels, count = self._signal_pad(), symmetric_kernels(), values.numel()
+    def all_gather(
+        self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
+    ) -> Tensor:
+        pad, kernels, values = self._signal_pad(), symmetric_kernels(), values[:used]
+        count = values.numel()
         bound, memory = self._buffers.counts(count)
         kernels.all_gather_start(pad, values.contiguous(), memory.addresses_S, bound)
         if meanwhile is not None:

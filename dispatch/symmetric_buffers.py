@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.groups import EPGroup
+from sonic_ep.groups.frames import FRAME_INTS
 from sonic_ep.kernels.backend import symmetric_kernels
 from sonic_ep.routing import INDEX_DTYPE
 from sonic_ep.symmetric_memory import PeerMemory
@@ -81,7 +82,11 @@ class PeerBuffers:
         return self._new(_aligned(torch.int64.itemsize * count))
 
     def counts(self, needed: int) -> tuple[int, PeerMemory]:
-        """Returns the buffer of the all-gather of counts, for at least `needed` integers a rank: (capacity, memory)."""
+        """Returns the buffer of the all-gather of counts, for at least `needed` integers a rank: (capacity, memory).
+
+        It has memory for layers of other sizes from the start: two ranks may call two of them in another order.
+        """
+        needed = max(needed, FRAME_INTS)
         if self._counts is None or self._counts[0] < needed:
             self._release(self._counts)
             self._counts = None

@@ -124,8 +124,10 @@ class TwoHopTransport:
     def problem_with(self, num_tokens: int) -> str | None:
         return None
 
-    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        return self.group.all_gather(values, meanwhile)
+    def all_gather(
+        self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
+    ) -> Tensor:
+        return self.group.all_gather(values, meanwhile, used=used)
 
     def raise_if_lost(self) -> None:
         pass

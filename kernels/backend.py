@@ -117,6 +117,7 @@ def pack_rank_status(
     *,
     bad_logits: Tensor | None = None,
     seed: Tensor | None = None,
+    width: int = 0,
 ) -> Tensor:
     """Packs a rank's token count, status word, seed, order and expert counts for the all-gather before a step."""
     ...

@@ -20,6 +20,7 @@ from torch import Tensor
 from sonic_ep.async_d2h import host_can_read, host_may_wait, recorded_order
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.groups.frames import FRAME_INTS, problem_with_calls
 from sonic_ep.groups.order import NO_ORDER, problem_with_orders
 from sonic_ep.kernels.backend import (
     allows_spare_capacity,
@@ -130,10 +131,12 @@ def gather_counts(
     word = code + LAYER * (2 * status.layer + status.needs_backward)
     seed = status.bias_updates if status.seed is None and group.size > 1 else status.seed
     order = _order_to_send(group, counts_E)
-    packed = pack_rank_status(counts_E, status.num_tokens, word, order, bad_logits=status.bad_logits, seed=seed)
-    gathered = (exchange or group).all_gather(packed, meanwhile)
+    # Of one size for layers of every size, and for other exchanges of the group, see groups/frames.py.
+    values = {"bad_logits": status.bad_logits, "seed": seed, "width": FRAME_INTS if group.size > 1 else 0}
+    packed = pack_rank_status(counts_E, status.num_tokens, word, order, **values)
+    gathered = (exchange or group).all_gather(packed, meanwhile, used=HEADER + counts_E.shape[0])
     status_SF, chosen_SE = gathered[:, :HEADER], gathered[:, HEADER : HEADER + E]
-    by_score_SE = None if status.by_score_E is None else gathered[:, HEADER + E :]
+    by_score_SE = None if status.by_score_E is None else gathered[:, HEADER + E : HEADER + 2 * E]
     if problem is not None:
         # The counts may be meaningless. The other ranks raise when they read the status.
         raise_problems(status_SF.flatten().tolist(), problem, group, exchange)
@@ -187,6 +190,8 @@ def raise_problems(status_fields: list[int], problem: str | None, group: EPGroup
     """
     if exchange is not None:
         exchange.raise_if_lost()
+    if (elsewhere := problem_with_calls(status_fields[STATUS::HEADER])) is not None:
+        raise ValueError(elsewhere)
     if len(set(status_fields[ORDER::HEADER])) > 1:  # first: it is about steps that have passed, and will not show again
         raise ValueError(problem_with_orders(group.all_gather_object(group.order.sent, stage="orders of backwards")))
     layers = [word // LAYER for word in status_fields[STATUS::HEADER]]

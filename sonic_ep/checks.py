@@ -3,20 +3,35 @@
 They do not raise, because a rank with bad input must first send its status to the other ranks.
 """
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 ROW_ALIGNMENT = 16  # bytes: for GPU kernels, rows and weights must start at a multiple of it
 
 
-def problem_with_input(x: object, *, d: int, dtype: torch.dtype, device: torch.device, sequences: bool) -> str | None:
-    """Checks x (T, d) or (B, L, d) for experts of `dtype` on `device`. sequences: whether x must be (B, L, d)."""
+def problem_with_input(
+    x: object,
+    *,
+    d: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sequences: bool,
+    parameters: Callable[[], Iterable[Tensor]] = tuple,
+) -> str | None:
+    """Checks x (T, d) or (B, L, d) for experts of `dtype` on `device`. sequences: whether x must be (B, L, d).
+    parameters: returns what x is multiplied by.
+    """
     if not isinstance(x, Tensor):
         return f"x must be a torch.Tensor, got {type(x).__name__}"
     if x.layout != torch.strided or x.is_nested:
         return (
             f"x has layout {'nested' if x.is_nested else x.layout}, wanted a dense tensor; use x.to_dense() or pad it"
         )
+    if (problem := problem_with_kind("x", x, parameters)) is not None:
+        return problem
     if not x.is_floating_point():
         return f"x has dtype {x.dtype}, wanted {dtype}: hidden states, not token ids"
     if x.is_meta and device.type == "meta":
@@ -32,6 +47,34 @@ def problem_with_input(x: object, *, d: int, dtype: torch.dtype, device: torch.d
     if x.dtype != dtype:
         return f"x has dtype {x.dtype}, the experts compute in {dtype}; cast x or use layer.to({x.dtype}) or autocast"
     return _problem_with_device(x)
+
+
+def problem_with_kind(name: str, values: Tensor, parameters: Callable[[], Iterable[Tensor]] = tuple) -> str | None:
+    """Checks that a tensor is of no kind with which torch raises on this rank alone, in the middle of a step.
+
+    parameters: returns tensors; if one needs a gradient, autograd saves `values`.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    kind, plain, own = type(values), "give a plain torch.Tensor", "__torch_dispatch__"
+    # Of torch's own subclasses that dispatch, AsyncCollectiveTensor alone turns into a plain tensor where it is used.
+    if getattr(kind, own) is not getattr(Tensor, own) and kind.__name__ != "AsyncCollectiveTensor":
+        if hasattr(values, "to_local"):
+            return f"{name} is a {kind.__name__}; give this rank's own part, {name}.to_local(), or {name}.full_tensor()"
+        return f"{name} is a {kind.__name__}, with operations of its own; {plain}"
+    if is_lazy(values):
+        return f"{name} is a {kind.__name__} without a shape; {plain}"
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    if torch._is_functional_tensor(values) or functorch.is_functorch_wrapped_tensor(values):
+        return f"{name} is held by a transform of torch.func that has ended; {plain}"
+    if any(names := getattr(values, "names", ())):  # of torch before 2.13
+        return f"{name} has named dimensions {names}; use {name}.rename(None)"
+    if values.is_inference() and torch.is_grad_enabled() and any(each.requires_grad for each in parameters()):
+        return (
+            f"{name} is an inference tensor, which autograd cannot save; use {name}.clone(), or call this under "
+            "torch.inference_mode too"
+        )
+    return None
 
 
 def _problem_with_device(x: Tensor) -> str | None:

@@ -18,6 +18,8 @@ Activation = Literal[
 ScoreFunction = Literal["softmax", "sigmoid"]
 LinearDtype = Literal["float32", "input"]
 Balance = Literal["none", "sequence", "batch", "global"]
+# Seconds. gloo counts nanoseconds, and milliseconds in 32 bits.
+MIN_TIMEOUT, MAX_TIMEOUT = 1e-3, 1e6
 TransportKind = Literal["auto", "symmetric", "all_to_all", "two_hop"]
 Buffers = Literal["exact", "static"]
 Dispatch = Literal["auto", "push", "copy"]
@@ -195,7 +197,8 @@ class TransportConfig:
     dispatch: for "symmetric" only. "push": a kernel sends each row to the ranks that need it. "copy": copy engines send
         every row to every rank, while SMs compute. "auto": copies where the rows are needed later, that is for x and dX
         in backward, and pushes elsewhere.
-    timeout: seconds to wait for a rank that does not come, before every other rank raises an error that names it.
+    timeout: seconds to wait for a rank that does not come, before every other rank raises an error that names it; 0.001
+        to 1e6, which is eleven days.
     ranks_per_host: for "auto" and "two_hop". Take every so many consecutive ranks of the EP group for a host. None: the
         ranks tell each other where they are.
     """
@@ -211,8 +214,12 @@ class TransportConfig:
         _check_one_of("transport.buffers", self.buffers, get_args(Buffers))
         _check_one_of("transport.dispatch", self.dispatch, get_args(Dispatch))
         _check_non_negative(**{"transport.timeout": self.timeout})
-        if self.timeout == 0:
-            raise ValueError("transport.timeout=0 would give up on every rank; give it seconds")
+        if not MIN_TIMEOUT <= self.timeout <= MAX_TIMEOUT:
+            raise ValueError(
+                f"transport.timeout={self.timeout:g} must be within {MIN_TIMEOUT:g} and {MAX_TIMEOUT:g} seconds: "
+                f"{'shorter, it' if self.timeout < 1 else 'longer, gloo overflows and'} gives up on every rank; set it "
+                "to 600, say"
+            )
         if self.ranks_per_host is not None:
             _check_int("transport.ranks_per_host", self.ranks_per_host, 1)
             if self.kind not in ("auto", "two_hop"):

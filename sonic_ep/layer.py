@@ -209,6 +209,7 @@ class MoE(nn.Module):
             dtype=weights.w1.dtype,
             device=weights.w1.device,
             sequences=self.config.router.balance == "sequence",
+            parameters=self.parameters,
         )
         if problem is None and self.group.size > 1 and checks:
             problem = self._problem_with_weights(cast=dtype is not None)

@@ -60,8 +60,10 @@ class GroupTransport:
         problems = (transport.problem_with(num_tokens) for transport in self._chosen.values())
         return next((problem for problem in problems if problem is not None), None)
 
-    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        return self.on(values).all_gather(values, meanwhile)
+    def all_gather(
+        self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
+    ) -> Tensor:
+        return self.on(values).all_gather(values, meanwhile, used=used)
 
     def raise_if_lost(self) -> None:
         for transport in self._chosen.values():

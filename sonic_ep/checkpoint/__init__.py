@@ -35,6 +35,7 @@ from sonic_ep.checkpoint.files import (
     write_checksums,
 )
 from sonic_ep.checkpoint.sharded import StepError, read_sharded, write_sharded
+from sonic_ep.config import MAX_TIMEOUT, MIN_TIMEOUT
 from sonic_ep.groups import EPGroup
 from sonic_ep.layer import MoE
 
@@ -66,9 +67,8 @@ def save(
     on every other rank, if one does not come.
     """
     group = _group(timeout)
-    group.raise_together(
-        _problem_with_types(folder, model, optimizer, extra, timeout), error=TypeError, stage="checkpoint"
-    )
+    problem = _problem_with_types(folder, model, optimizer, extra, timeout)
+    group.raise_together(problem, error=TypeError, stage="checkpoint", call="checkpoint.save")
     problems = (problem_with_value(name, value) for name, value in (extra or {}).items())
     problem = next((problem for problem in problems if problem is not None), None)
     state, _, _ = _state_or_error(group, model, optimizer, extra, problem, folder=str(folder))
@@ -99,9 +99,8 @@ def load(
     lack, or has them in another shape; and as `save` does.
     """
     group = _group(timeout)
-    group.raise_together(
-        _problem_with_types(folder, model, optimizer, extra, timeout), error=TypeError, stage="checkpoint"
-    )
+    problem = _problem_with_types(folder, model, optimizer, extra, timeout)
+    group.raise_together(problem, error=TypeError, stage="checkpoint", call="checkpoint.load")
     path = Path(folder)
     state, shown, unsaved = _state_or_error(group, model, optimizer, extra)
     try:
@@ -131,7 +130,7 @@ def _group(timeout: float) -> EPGroup:
 
 
 def _is_time(timeout: object) -> bool:
-    return isinstance(timeout, int | float) and 0 < timeout < float("inf")
+    return isinstance(timeout, int | float) and MIN_TIMEOUT <= timeout <= MAX_TIMEOUT
 
 
 def _problem_with_types(folder: object, model: object, optimizer: object, extra: object, timeout: object) -> str | None:
@@ -144,7 +143,7 @@ def _problem_with_types(folder: object, model: object, optimizer: object, extra:
     for name, (value, kind, text) in wanted.items():
         if not isinstance(value, kind):
             return f"{name} is a {type(value).__name__}, wanted {text}"
-    return None if _is_time(timeout) else f"timeout={timeout!r}, wanted a finite number of seconds above 0"
+    return None if _is_time(timeout) else f"timeout={timeout!r}, wanted {MIN_TIMEOUT:g} to {MAX_TIMEOUT:g} seconds"
 
 
 def _state_or_error(

@@ -4,7 +4,8 @@ All collectives of torch.distributed are called here, except for allocation (sym
 one rank no collective is called, and torch.distributed need not be initialised.
 
 The host waits for other ranks in few places: in a collective over gloo, in `all_gather_object`, and where a transport
-calls `wait_until` before it reads sizes. There it waits `timeout` seconds at most (lost_ranks.py).
+calls `wait_until` before it reads sizes. There it waits `timeout` seconds at most (lost_ranks.py). Ranks that are in
+different calls hear of it in their next exchange (frames.py).
 """
 
 import functools
@@ -18,13 +19,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.nn.functional import pad
 
 from sonic_ep.async_d2h import AsyncD2H, host_may_wait
 from sonic_ep.config import TransportConfig
+from sonic_ep.groups.frames import (
+    OBJECT,
+    REPORT,
+    SAME_CALLS,
+    Frame,
+    FramesDifferError,
+    inline_parts,
+    problem_with_splits,
+)
 from sonic_ep.groups.hosts import HostLayout, host_name
-from sonic_ep.groups.lost_ranks import LostRankError, PeerWatch, in_backward, polled, work_has_ended
+from sonic_ep.groups.lost_ranks import (
+    Collective,
+    LostRankError,
+    PeerWatch,
+    Whereabouts,
+    in_backward,
+    polled,
+    work_has_ended,
+)
 from sonic_ep.groups.order import Forward, Order, Ran, problem_with_orders
 
 __all__ = ["EPGroup", "Exchange", "HostLayout", "LostRankError", "exchange_named", "register_exchange"]
@@ -43,10 +61,13 @@ class Exchange(Protocol):
         """Returns why rows of `num_tokens` tokens cannot be sent, or None. All ranks must know before rows are sent."""
         ...
 
-    def all_gather(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    def all_gather(
+        self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
+    ) -> Tensor:
         """Returns every rank's `values` (equal shape and dtype) stacked, (size, *values.shape).
 
-        meanwhile: called once while the gather is in flight, to launch other work.
+        meanwhile: called once while the gather is in flight, to launch other work. used: only so many of `values`, of
+        one dimension, matter; the result may have no more columns.
         """
         ...
 
@@ -86,7 +107,8 @@ class EPGroup:
 
     Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is not a member. Every
     collective raises LostRankError, a RuntimeError that names the rank, if one does not come; the process group is then
-    of no more use. stage: names the collective in that error.
+    of no more use. stage: names the collective in that error. ValueError, on every rank, if the ranks are in different
+    calls and an exchange shows it, see frames.py; the group then works on.
     """
 
     def __init__(self, process_group: "dist.ProcessGroup | int | None" = None) -> None:
@@ -107,7 +129,9 @@ class EPGroup:
         self.timeout = _TIMEOUT
         if members not in _SHARED:
             backends = dict(pair.split(":") for pair in dist.get_backend_config(members).split(","))
-            watch = PeerWatch(self.rank, self.size, functools.partial(_store_of, ref(members)))
+            store, world = functools.partial(_store_of, ref(members)), distributed_c10d._get_default_store
+            elsewhere = Whereabouts(self.name, dist.get_process_group_ranks(members), world)
+            watch = PeerWatch(self.rank, self.size, store, elsewhere)
             _SHARED[members] = watch, Order(), backends
         self._watch, self.order, self._backends = _SHARED[members]
         _PROCESS_GROUPS[self.name] = members
@@ -187,6 +211,7 @@ class EPGroup:
         values: Tensor,
         meanwhile: Callable[[], None] | None = None,
         *,
+        used: int | None = None,
         stage: str = "counts",
         layer: int | None = None,
     ) -> Tensor:
@@ -195,20 +220,23 @@ class EPGroup:
             if meanwhile is not None:
                 meanwhile()
             return values.unsqueeze(0)
+        if self._is_over_gloo(values):
+            values = values if used is None else values[:used]
+            data = values.detach().cpu().contiguous().flatten().view(torch.uint8)
+            joined = torch.cat(self._gather_bytes(data, data.shape[0], stage, layer))
+            if meanwhile is not None:
+                meanwhile()
+            return joined.view(values.dtype).view(self.size, *values.shape).to(values.device)
         gathered = values.new_empty((self.size, *values.shape))
         parts = list(gathered.unbind(0))
         # Not under capture, which stays on one stream, nor on the CPU, where nothing can overlap.
         overlaps = meanwhile is not None and values.is_cuda and host_may_wait(values)
-        wait = self._start(
-            lambda g: g.allgather([parts], [values.contiguous()], self._limited(AllgatherOptions())),
-            lambda: dist.all_gather(parts, values.contiguous(), group=self.process_group, async_op=overlaps),
-            values,
-            stage,
-            layer,
-        )
+        self._watch.begin(stage, layer)
+        work = dist.all_gather(parts, values.contiguous(), group=self.process_group, async_op=overlaps)
         if overlaps and meanwhile is not None:
             meanwhile()
-        wait()
+        if work is not None:
+            work.wait()
         if meanwhile is not None and not overlaps:
             meanwhile()
         return gathered
@@ -222,7 +250,7 @@ class EPGroup:
         if self.size == 1:
             return
         self.order.add(forward)
-        if not forward.waits or self._backends.get(like.device.type) != "gloo":
+        if not forward.waits or not self._is_over_gloo(like):
             return
         own, ran = self.order.ran()
         orders = self.all_gather(
@@ -253,37 +281,81 @@ class EPGroup:
         if self.size == 1:
             return rows
         received, send, receive = rows.new_empty((sum(receive), *rows.shape[1:])), list(send), list(receive)
-        self._start(
-            lambda g: g.alltoall_base(received, rows.contiguous(), receive, send, self._limited(AllToAllOptions())),
-            lambda: dist.all_to_all_single(received, rows.contiguous(), receive, send, group=self.process_group),
-            rows,
-            stage,
-            layer,
-        )()
+        if not self._is_over_gloo(rows):
+            self._watch.begin(stage, layer)
+            dist.all_to_all_single(received, rows.contiguous(), receive, send, group=self.process_group)
+            return received
+        with self._watch.lock:
+            if self._watch.is_threaded:
+                self._check_splits(rows, send, receive, stage, layer)
+            collective, group = self._watch.begin(stage, layer), self._gloo
+            work = group.alltoall_base(received, rows.contiguous(), receive, send, self._limited(AllToAllOptions()))
+            self._watch.wait(work_has_ended(work), collective, self.timeout)
         return received
+
+    def _check_splits(
+        self, rows: Tensor, send: list[int], receive: list[int], stage: str, layer: int | None = None
+    ) -> None:
+        """Raises ValueError, on every rank, if an all-to-all over gloo would end a process."""
+        row_bytes = rows.shape[1:].numel() * rows.element_size()
+        own = torch.tensor([*send, *receive, row_bytes])
+        everywhere = self.all_gather(own, stage=f"{stage}, sizes", layer=layer)
+        problem = problem_with_splits(everywhere.tolist(), stage)
+        if problem is not None:
+            raise ValueError(problem)
 
     def all_reduce(self, values: Tensor, *, stage: str = "an all-reduce") -> Tensor:
         """Sums `values` over the ranks, in place, and returns them."""
-        if self.size > 1:
-            self._start(
-                lambda g: g.allreduce([values], self._limited(AllreduceOptions())),
-                lambda: dist.all_reduce(values, group=self.process_group),
-                values,
-                stage,
-                layer=0,
-            )()
+        if self.size > 1 and self._is_over_gloo(values):
+            values.copy_(self.all_gather(values, stage=stage, layer=0).sum(0))
+        elif self.size > 1:
+            self._watch.begin(stage, 0)
+            dist.all_reduce(values, group=self.process_group)
         return values
 
     def all_gather_object(self, value: Any, *, stage: str = "a check of all ranks") -> list[Any]:
         """Returns every rank's picklable `value`, in rank order. Slow: only for construction and errors."""
+        return self._gather_objects(value, OBJECT, stage)
+
+    def _gather_objects(self, value: Any, size: int, stage: str) -> list[Any]:
+        """`all_gather_object`. size: OBJECT or REPORT."""
         if self.size == 1:
             return [value]
-        data = _pickled(value).to(self._object_device)
-        length = torch.tensor([data.shape[0]], device=data.device)
-        lengths = self.to_host(self.all_gather(length, stage=stage), stage=stage).flatten().tolist()
-        padded = pad(data, (0, max(lengths) - data.shape[0]))
-        gathered = self.to_host(self.all_gather(padded, stage=stage), stage=stage)
-        return [pickle.loads(each[:size].numpy().tobytes()) for each, size in zip(gathered, lengths, strict=True)]
+        parts = self._gather_bytes(_pickled(value), size, stage)
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+    def _gather_bytes(self, data: Tensor, size: int, stage: str, layer: int | None = None) -> list[Tensor]:
+        """Returns every rank's bytes, uint8 on the CPU: of the frames, and by another all-gather of what they lack.
+
+        size: see Frame. Raises ValueError, on every rank, if the ranks are in different calls.
+        """
+        with self._watch.lock:
+            collective, is_threaded = self._watch.begin(stage, layer), self._watch.is_another_thread()
+            own = Frame(collective, size, data.shape[0], self.order.exchange, is_threaded)
+            gathered = self._gather_of_size(own.packed(data), collective)
+            try:
+                found = inline_parts(gathered, own)
+            except FramesDifferError as error:
+                self.order.restart(error.exchange)
+                raise ValueError(str(error)) from None
+            self._watch.is_threaded |= found.is_threaded
+            if found.parts is not None:
+                return found.parts
+            padded = pad(data, (0, max(found.lengths) - data.shape[0]))
+            gathered = self._gather_of_size(padded, collective)
+        return [row[:length] for row, length in zip(gathered, found.lengths, strict=True)]
+
+    def _gather_of_size(self, data: Tensor, collective: Collective) -> Tensor:
+        """Returns (size, B) uint8 on the CPU. B must be equal on all ranks."""
+        data = data.to(self._object_device)
+        gathered = data.new_empty(self.size, data.shape[0])
+        parts = list(gathered.unbind(0))
+        if not self._is_over_gloo(data):
+            dist.all_gather(parts, data, group=self.process_group)
+            return self.to_host(gathered, stage=collective.stage)
+        work = self._gloo.allgather([parts], [data], self._limited(AllgatherOptions()))
+        self._watch.wait(work_has_ended(work), collective, self.timeout)
+        return gathered.cpu()
 
     def all_to_all_object(self, values: Sequence[Any], *, stage: str) -> list[Any]:
         """Sends the picklable `values[q]` to each rank q. Returns what each rank sent to this one, in rank order.
@@ -293,6 +365,7 @@ class EPGroup:
         if self.size == 1:
             return [*values]
         parts, ones = [_pickled(value) for value in values], [1] * self.size
+        self._gather_bytes(torch.empty(0, dtype=torch.uint8), OBJECT, stage)
         send = [part.shape[0] for part in parts]
         lengths = self.all_to_all(torch.tensor(send, device=self._object_device), ones, ones, stage=stage)
         receive = self.to_host(lengths, stage=stage).tolist()
@@ -320,21 +393,12 @@ class EPGroup:
         self.wait_until(lambda: copy.is_ready, stage=stage)
         return copy.read()
 
-    def _start(
-        self,
-        over_gloo: Callable[[Any], dist.Work],
-        otherwise: Callable[[], dist.Work | None],
-        values: Tensor,
-        stage: str,
-        layer: int | None = None,
-    ) -> Callable[[], object]:
-        """Starts a collective, and returns what waits for it: the host over gloo, else at most the stream."""
-        collective = self._watch.begin(stage, layer)
-        if self._backends.get(values.device.type) != "gloo":
-            work = otherwise()
-            return lambda: None if work is None else work.wait()
-        has_ended = work_has_ended(over_gloo(self.process_group))
-        return lambda: self._watch.wait(has_ended, collective, self.timeout)
+    def _is_over_gloo(self, values: Tensor) -> bool:
+        return self._backends.get(values.device.type) == "gloo"
+
+    @property
+    def _gloo(self) -> Any:
+        return self.process_group
 
     def raise_together(
         self,
@@ -349,7 +413,7 @@ class EPGroup:
         A collective: every rank must call it, with None if it has no problem. same: values, by name, that must be
         equal on all ranks; otherwise ValueError. So must the orders of backwards since the last exchange of counts.
         """
-        reports = self.all_gather_object((problem, same, *self.order.ran()), stage=stage)
+        reports = self._gather_objects((problem, same, *self.order.ran()), REPORT, stage)
         if self.size == 1 and problem is not None:
             raise error(problem)
         if len({order for _, _, order, _ in reports}) > 1:
@@ -357,6 +421,11 @@ class EPGroup:
         found = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(reports) if text is not None]
         if found:
             raise error("; ".join(found))
+        if any(their.keys() != same.keys() for _, their, *_ in reports):
+            shown = ", ".join(
+                f"rank {rank}: {' '.join(their) or 'nothing'}" for rank, (_, their, *_) in enumerate(reports)
+            )
+            raise ValueError(f"the ranks of the EP group are in different calls, which compare: {shown}; {SAME_CALLS}")
         for name in same:
             values = [their[name] for _, their, *_ in reports]
             if any(value != values[0] for value in values):

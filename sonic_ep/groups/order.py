@@ -93,6 +93,11 @@ class Order:
         value, self._hash = self._hash, 0
         return _IS_SENT + _STEP * value
 
+    def restart(self, exchange: int) -> None:
+        """Starts a new list, and counts exchanges from there: all ranks call it after an exchange that was none."""
+        self.send()
+        self.exchange = exchange
+
 
 def problem_with_orders(lists: list[list[Ran]]) -> str:
     """Returns the message for lists that differ, by rank: the first difference, in words."""

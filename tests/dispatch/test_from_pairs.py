@@ -119,6 +119,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"weights_N": torch.ones(3, dtype=torch.int64)},
         r"weights must be floating point, got torch\.int64",
     ),
+    **{
+        f"{dtype}-experts": (
+            {"expert_ids_N": torch.tensor([3, 0, 1]).to(dtype)},
+            rf"expert_ids must be integers, got {dtype}; use expert_ids\.long\(\)",
+        )
+        for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.complex64)
+    },
+    "complex-tokens": (
+        {"token_ids_N": torch.tensor([0, 5, 0], dtype=torch.complex64)},
+        r"token_ids must be integers, got torch\.complex64",
+    ),
+    "float8-gates": ({"weights_N": torch.ones(3).to(torch.float8_e5m2)}, r"got torch\.float8_e5m2; use weights\.float"),
     "bool-experts": ({"expert_ids_N": torch.tensor([True, False, True])}, r"must be integers, got torch\.bool"),
 }
 
@@ -155,20 +167,20 @@ def test_weights_have_one_dtype_on_all_ranks(ranks: Ranks) -> None:
         assert message.endswith("'torch.float32' on rank 0, 'torch.float64' on rank 1; give every rank the same")
 
 
-def wrong_on_rank_1(rank: int, changes: dict[str, Tensor]) -> str:
+def wrong_on_rank_1(rank: int, name: str) -> str:
     """Worker: the error of this rank; afterwards the group works as before."""
     group = EPGroup()
     try:
-        call(group, **(changes if rank == 1 else {}))
+        call(group, **(WRONG[name][0] if rank == 1 else {}))
     except ValueError as error:
         assert call(group).counts.pairs_SE.tolist() == [[1, 1, 0, 1]] * group.size
         return str(error)
     return "no error"
 
 
-@pytest.mark.parametrize(("changes", "message"), [*WRONG.values()], ids=[*WRONG])
-def test_error_of_one_rank_is_raised_on_all(ranks: Ranks, changes: dict[str, Tensor], message: str) -> None:
-    errors = ranks(2).run(wrong_on_rank_1, changes)
+@pytest.mark.parametrize("name", WRONG)
+def test_error_of_one_rank_is_raised_on_all(ranks: Ranks, name: str) -> None:
+    message, errors = WRONG[name][1], ranks(2).run(wrong_on_rank_1, name)
     assert errors[0] == errors[1]
     assert re.match(rf"rank 1: .*{message}", errors[0])
 

@@ -24,6 +24,7 @@ from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import DispatchHandle, PreparedDispatch, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
+from sonic_ep.groups.frames import FRAME_INTS
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
 from sonic_ep.routing import AsyncSplitSizes
 from sonic_ep.symmetric_memory import PeerMemory
@@ -305,10 +306,10 @@ def grown_after_capture(rank: int, folder: str) -> list[int]:
     for factor in (1, 3, 9, 27):
         case = Case((5 * factor, 4 * factor), 3, 4, "all")
         everything(transport, rank, case, torch.float32)
-        transport.all_gather(counts_of(rank, 0, 5 * factor))
+        transport.all_gather(counts_of(rank, 0, FRAME_INTS * factor))
         if factor == 3:
             can_read, symmetric.host_can_read = symmetric.host_can_read, lambda _: False
-            transport.all_gather(counts_of(rank, 0, 5 * factor))
+            transport.all_gather(counts_of(rank, 0, FRAME_INTS * factor))
             symmetric.host_can_read = can_read
         if factor > 1:
             counts.append(len(given))

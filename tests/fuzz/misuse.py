@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, Routing, TransportConfig, checkpoint
 from tests.fuzz.configurations import random_config
@@ -61,6 +65,11 @@ def _forward(setting: Setting) -> object:
     return setting.layer(setting.x)
 
 
+def _as_inference(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
 INPUTS: dict[str, Callable[[Tensor], object]] = {
     "width": lambda x: x[..., :-1],
     "wider": lambda x: torch.cat([x, x], -1),
@@ -82,6 +91,13 @@ INPUTS: dict[str, Callable[[Tensor], object]] = {
     "csr": lambda x: x.flatten(0, -2).to_sparse_csr(),
     "nested": lambda x: torch.nested.as_nested_tensor([x], layout=torch.jagged),
     "strided nested": lambda x: torch.nested.nested_tensor([x]),
+    "inference": _as_inference,
+    "DTensor": lambda x: DTensor.from_local(x, DeviceMesh("cpu", [dist.get_rank()]), [Replicate()], run_check=False),
+    "fake": lambda x: FakeTensorMode().from_tensor(x),
+    "masked": lambda x: torch.masked.masked_tensor(x, x > 0),
+    "lazy": lambda x: torch.nn.UninitializedParameter(),
+    "functional": torch._to_functional_tensor,
+    "unsigned": lambda x: x.to(torch.uint32),
     "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
 }
 
@@ -166,6 +182,21 @@ def _two_steps(*order: int) -> Action:
     return act
 
 
+def _two_sizes(*order: int) -> Action:
+    """Two layers of other sizes, called in this order."""
+
+    def act(setting: Setting) -> object:
+        E = 2 * setting.config.E
+        layers = setting.layer, MoE(MoEConfig(d=setting.config.d, n=8, E=E, K=2), EPGroup(), seed=0)
+        return [layers[number](setting.x) for number in order]
+
+    return act
+
+
+def _step(setting: Setting) -> object:
+    return setting.layer(setting.x).y.sum().backward()
+
+
 # What only one rank of several can do wrong, by the action of the others.
 MODES: dict[str, Action] = {
     "eval": _called(lambda layer: layer.eval()),
@@ -221,6 +252,9 @@ WRONG_PAIRS: list[tuple[str, object]] = [
     *(("token_ids_N", torch.tensor(ids)) for ids in ([-1, 0], [0, 2], [0, 0], [True, False], [[0, 1]])),
     *(("token_ids_N", [0, 1]), ("expert_ids_N", torch.tensor([0, 2**40])), ("expert_ids_N", torch.zeros(2))),
     *(("weights_N", torch.ones(3)), ("weights_N", torch.ones(2, dtype=torch.int64)), ("num_tokens", 2.0), ("E", 0)),
+    *(("expert_ids_N", torch.tensor([0, 0]).to(dtype)) for dtype in (torch.uint16, torch.uint32, torch.uint64)),
+    *(("token_ids_N", torch.tensor([0, 1]).to(dtype)) for dtype in (torch.uint64, torch.complex64)),
+    ("weights_N", torch.ones(2).to(torch.float8_e5m2)),
     *(("weights_N", torch.ones(2, device="meta")), ("weights_N", torch.ones(2).to_sparse())),
 ]
 PAIRS = {f"{name}={value}": _pairs(**{name: value}) for name, value in WRONG_PAIRS}
@@ -264,7 +298,29 @@ LOADS: dict[str, Action] = {
     "model": lambda s: checkpoint.load(s.folder, torch.nn.Linear(2, 2)),
     "no model": lambda s: checkpoint.load(s.folder, None),  # type: ignore[arg-type]
 }
+# What one rank is in while the others are in something else.
+CALLS: dict[str, Action] = {
+    "a forward": _forward,
+    "another layer": _two_sizes(1),
+    "a construction": _built(),
+    "pairs": _pairs(),
+    "a save": _save,
+    "a load": lambda s: checkpoint.load(s.folder, s.layer),
+    "a sum": lambda s: EPGroup().all_reduce(torch.ones(3)),
+    "a report": lambda s: EPGroup().raise_together(None),
+}
+
+
+def _others(name: str) -> dict[str, Action]:
+    return {f"not {name} but {other}": action for other, action in CALLS.items() if other != name}
+
+
+def _after_forward(action: Action) -> Action:
+    return lambda setting: (_forward(setting), action(setting))
+
+
 HOSTILE: list[Any] = [
+    *(1e300, 1e10, 1e-300),
     *(None, True, -1, 0, 2**70, 10**400, 0.5, -0.5, float("nan"), float("inf"), "8", b"x", [], [1], {}, (), object()),
     *(torch.tensor([1, 2]), numpy.ones(2), numpy.float32(2), numpy.int64(3), 1j, RouterConfig, RoundingConfig(), int),
 ]
@@ -292,6 +348,11 @@ KINDS = {
     "mode": Kind(_forward, MODES, everywhere=False),
     "order": Kind(_two(0, 1), {"crossed": _two(1, 0)}, everywhere=False),
     "order of backwards": Kind(_two_steps(0, 1), {"crossed": _two_steps(1, 0)}, everywhere=False),
+    "sizes": Kind(_two_sizes(0, 1), {"crossed": _two_sizes(1, 0)}, everywhere=False),
+    **{f"in {name}": Kind(action, _others(name), everywhere=False) for name, action in CALLS.items()},
+    "in a backward": Kind(
+        _step, {name: _after_forward(action) for name, action in _others("a backward").items()}, everywhere=False
+    ),
     "build": Kind(_built(), BUILDS),
     "builds that differ": Kind(_built(), BUILD_DIFFERENCES, everywhere=False),
     "pairs": Kind(_pairs(), PAIRS),
@@ -331,7 +392,7 @@ def misuse(rank: int, seed: str, folder: str, kind: str, name: str, bad_rank: in
     """bad_rank: who makes the mistake; None for all. A worker."""
     setting = _setting(seed, folder)
     layer, before = setting.layer, setting.step()
-    if kind in ("save", "load"):
+    if kind in ("save", "load") or kind.startswith("in "):
         checkpoint.save(folder, layer)
     saved = [(*holder, holder[-1].data) for holder in _holders(layer).values()]
     outcome = Outcome(None, True, True)

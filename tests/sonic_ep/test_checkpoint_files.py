@@ -183,7 +183,7 @@ MISTAKES: dict[str, tuple[Callable[[str, MoE], object], str, str]] = {
     "timeout": (
         lambda f, m: checkpoint.save(f, m, timeout=0.0),
         "TypeError",
-        "rank 1: timeout=0.0, wanted a finite number of seconds above 0",
+        "rank 1: timeout=0.0, wanted 0.001 to 1e+06 seconds",
     ),
     "folder": (lambda f, m: checkpoint.save(3.5, m), "TypeError", "rank 1: folder is a float, wanted a str or a Path"),  # type: ignore[arg-type]
     "model": (

@@ -1,6 +1,7 @@
 """Configs: every limit is named with the value, TOML round-trips, unknown keys are refused with a suggestion."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,10 @@ def test_limits_of_rounding(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        *(
+            ({"timeout": value}, re.escape(f"transport.timeout={value:g} must be within 0.001 and 1e+06 seconds: "))
+            for value in (0, 1e-300, 1e10, 1e300, 10**15)
+        ),
         ({"kind": "two_hops"}, "transport.kind='two_hops' is not one of auto, symmetric, all_to_all, two_hop"),
         (
             {"kind": "two_hop", "buffers": "static"},

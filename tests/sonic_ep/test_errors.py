@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep import layer as layer_module
@@ -80,7 +81,23 @@ def test_weights_initialise_alike_for_every_ep_size(ranks: Ranks) -> None:
     assert not torch.equal(wanted["experts.w1"][0], wanted["experts.w1"][1])
 
 
+def as_inference(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+def as_fake(x: torch.Tensor) -> object:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(x)
+
+
 BAD_INPUTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "inference": (as_inference, "x is an inference tensor, which autograd cannot save; use x.clone(), or call this"),
+    "fake": (as_fake, "x is a FakeTensor, with operations of its own; give a plain torch.Tensor"),
+    "lazy": (lambda x: nn.UninitializedParameter(), "x is a UninitializedParameter without a shape; give a plain"),
+    "wrapped": (torch._to_functional_tensor, "x is held by a transform of torch.func that has ended; give a plain"),
     "width": (lambda x: x[:, :-1], "x has hidden size 7 (shape (10, 7)), the layer has d=8"),
     "dims": (lambda x: x[0], "x has shape (8,), wanted (T, d) or (B, L, d)"),
     "dtype": (lambda x: x.double(), "x has dtype torch.float64, the experts compute in torch.float32"),

@@ -90,7 +90,7 @@ def _steps(rank: int, fault: Fault, folder: Path) -> None:
             (folder / "struck").write_text(str(time.time()))
             if fault.stage == "leave":
                 return
-            group.all_reduce(torch.ones(1), stage="a sum of its own")
+            group.all_to_all(torch.ones(size := group.size), [1] * size, [1] * size, stage="an exchange of its own")
         layers[1](x).y.sum().backward()
 
 
@@ -203,7 +203,7 @@ def test_ranks_in_different_collectives_are_all_named(tmp_path: Path) -> None:
     (text,) = run(2, Fault("skip", 1, "elsewhere"), tmp_path).values()
     assert text.startswith("the ranks of the EP group were in different collectives: rank")
     assert "rank 0 waited in counts of layer 2 (collective " in text
-    assert "rank 1 waited in a sum of its own (collective " in text
+    assert "rank 1 waited in an exchange of its own of layer 1 (collective " in text
     assert "in the same order on every rank" in text
 
 

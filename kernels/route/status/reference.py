@@ -28,12 +28,13 @@ def pack_rank_status(
     *,
     bad_logits: Tensor | None = None,
     seed: Tensor | None = None,
+    width: int = 0,
 ) -> Tensor:
     """Returns (F + E,) int64: num_tokens, status word, seed, order, then counts_E. The status word includes the bad
     logits.
 
     No host memory is copied to the device, so a CUDA graph may capture it. order: of the backwards, see
-    sonic_ep/groups/order.py.
+    sonic_ep/groups/order.py. width: the least size of the result, whose last integers are then anything.
 
     Shapes:  counts_E (E,) int64; the result is on its device. bad_logits (number of non-finite logits) and seed: ()
              int64, 0 if None.
@@ -53,7 +54,8 @@ def pack_rank_status(
         header_F[STATUS].add_(bad_logits, alpha=BAD_LOGIT)
     if seed is not None:
         header_F[SEED].copy_(seed)
-    return torch.cat([header_F, counts_E])
+    spare = max(0, width - HEADER - counts_E.shape[0])
+    return torch.cat([header_F, counts_E, counts_E.new_empty(spare)])
 
 
 def zero_counts_on_error(counts_SE: Tensor, header_SF: Tensor, healthy: int) -> Tensor:

@@ -89,10 +89,11 @@ def pack_rank_status(
     *,
     bad_logits: Tensor | None = None,
     seed: Tensor | None = None,
+    width: int = 0,
 ) -> Tensor:
     """See kernels/route/status/reference.py."""
     E = counts_E.shape[0]
-    packed = torch.empty(HEADER + E, dtype=torch.int64, device=counts_E.device)
+    packed = torch.empty(max(HEADER + E, width), dtype=torch.int64, device=counts_E.device)
     _pack_rank_status[(cdiv(E, _BLOCK),)](
         counts_E.contiguous(),
         counts_E if bad_logits is None else bad_logits,

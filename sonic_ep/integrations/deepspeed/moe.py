@@ -170,7 +170,8 @@ class RoutedExperts(nn.Module):
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
             rows = rows.to(dtype) if isinstance(rows, Tensor) and rows.is_floating_point() else rows
-        problem = problem_with_input(rows, d=H, dtype=dtype, device=device, sequences=False)
+        options = {"device": device, "sequences": False, "parameters": self.parameters}
+        problem = problem_with_input(rows, d=H, dtype=dtype, **options)
         if problem is None and isinstance(rows, Tensor):
             return rows, None
         return torch.empty(0, H, dtype=dtype, device=device), problem

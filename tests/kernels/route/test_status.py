@@ -28,6 +28,9 @@ def test_a_report_is_header_and_counts(E: int, draw: int | None, bad_logits: int
         report = module.pack_rank_status(counts_E.to(device), 12345, 9, 2**55 + 16, **options)
         assert report.dtype == torch.int64
         assert report.tolist() == expected
+        wide = module.pack_rank_status(counts_E.to(device), 12345, 9, 2**55 + 16, width=1028, **options)
+        assert wide.shape == (max(1028, E + 4),)
+        assert wide[: E + 4].tolist() == expected
 
 
 def voided(module: Any, device: str, gathered: Tensor, fields: int) -> Tensor:
