@@ -48,6 +48,7 @@ def fully_shard(module: nn.Module, *, mesh: DeviceMesh, expert_mesh: DeviceMesh,
         layer.experts.sharded_over = ranks
         others = set(layer.parameters()) - experts
         of_layer = torch_fully_shard(layer, mesh=expert_mesh, ignored_params=ignored | others, **options)
+        layer.experts.sharded_parameters = [*layer.experts.parameters()]
         # The gradient of an expert is a sum over its EP group, so it is divided by the number of all ranks, too.
         of_layer.set_gradient_divide_factor(mesh.size())
         if "gloo" in dist.get_backend(expert_mesh.get_group()):
