@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,9 +27,11 @@ from torch.distributed.constants import default_pg_timeout
 
 from sonic_ep.checkpoint.files import (
     UnsafeError,
-    problem_with_files,
+    problem_with_links,
+    problem_with_names,
     problem_with_value,
     read_metadata,
+    verified_names,
     write_checksums,
 )
 from sonic_ep.checkpoint.sharded import StepError, read_sharded, write_sharded
@@ -37,6 +40,7 @@ from sonic_ep.groups import EPGroup
 _TIMEOUT = default_pg_timeout.total_seconds()  # of torch's own checkpoints: a rank may write for long
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _MODELS_DIFFER = "give the same model and optimizer on every rank"
+_PARTLY = "Model and optimizer hold in part what was read before: load a checkpoint that is whole, or build them again"
 _SHOWN = 4  # names in a message
 
 
@@ -57,16 +61,16 @@ def save(
 
     Raises ValueError, on every rank, for expert weights that torch's FSDP shards, because the EP group shards them
     already; for optimizer state of experts that is neither a scalar nor has one row per local expert; for an optimizer
-    of other parameters; for other values in `extra`; and for a folder or model that differs between ranks. TypeError,
-    on every rank, for an argument of another type. OSError, on every rank, if a file cannot be written. LostRankError,
-    on every other rank, if one does not come.
+    of other parameters; for other values in `extra`; for a symbolic link among the files of the folder; and for a
+    folder or model that differs between ranks. TypeError, on every rank, for an argument of another type. OSError, on
+    every rank, if a file cannot be written. LostRankError, on every other rank, if one does not come.
     """
     group = _group(timeout)
     group.raise_together(
         _problem_with_types(folder, model, optimizer, extra, timeout), error=TypeError, stage="checkpoint"
     )
     problems = (problem_with_value(name, value) for name, value in (extra or {}).items())
-    problem = next((problem for problem in problems if problem is not None), None)
+    problem = next((problem for problem in problems if problem is not None), None) or problem_with_links(Path(folder))
     state = _state_or_error(group, model, optimizer, extra, problem, folder=str(folder))
     try:
         write_sharded(Path(folder), state, group)
@@ -92,7 +96,8 @@ def load(
 
     Raises ValueError, on every rank, if there is no checkpoint; if a file is damaged or refers to code; if the
     checkpoint lacks weights, optimizer state or extra values, has weights or optimizer state that model and optimizer
-    lack, or has them in another shape; and as `save` does.
+    lack, or has them in another shape; and as `save` does. All of this is found before anything is loaded, except for
+    files that cannot be read and values that refer to code. Then the error says that model and optimizer are a mixture.
     """
     group = _group(timeout)
     group.raise_together(
@@ -101,7 +106,8 @@ def load(
     path = Path(folder)
     state = _state_or_error(group, model, optimizer, extra)
     try:
-        problem = problem_with_files(path, group) or _problem_with_names(path, state)
+        verified, metadata = verified_names(path, group), read_metadata(path)
+        problem = problem_with_names(path, metadata, verified) or _problem_with_state(path, metadata, state)
     except (OSError, ValueError) as error:
         problem = str(error)
     group.raise_together(problem, stage="checkpoint")
@@ -110,8 +116,8 @@ def load(
     except StepError as error:
         for rank, reason in error.failures.items():
             if isinstance(reason, UnsafeError):
-                raise ValueError(f"{path} on rank {rank}: {reason}") from None
-        raise ValueError(f"{path} could not be read ({_failures(error)}); use another checkpoint") from None
+                raise ValueError(f"{path} on rank {rank}: {reason}. {_PARTLY}") from None
+        raise ValueError(f"{path} could not be read ({_failures(error)}); use another checkpoint. {_PARTLY}") from None
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_FLAT)
@@ -171,9 +177,9 @@ def _failures(error: StepError) -> str:
     )
 
 
-def _problem_with_names(folder: Path, state: dict[str, dict[str, Any]]) -> str | None:
+def _problem_with_state(folder: Path, metadata: Metadata, state: dict[str, dict[str, Any]]) -> str | None:
     """Returns which of the weights and other values the checkpoint lacks, or which it has in addition, or None."""
-    held = read_metadata(folder).state_dict_metadata
+    held = metadata.state_dict_metadata
     for part, values in state.items():
         prefix = f"{part}."
         there = {name.removeprefix(prefix) for name in held if name.startswith(prefix)}
