@@ -3,6 +3,8 @@
 Legend: E experts, e local experts, d hidden size, n expert width, J pre-activation columns (2I if gated else I).
 """
 
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, Self, final
 
 import torch
@@ -10,11 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sonic_ep.checkpoint.optimizers import register
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import draw, drawn_in_threads, fill, rng_for
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.kernels.experts.mlp import ExpertWeights
+
+_HELD = "experts"  # in the metadata of a state dict: the first expert, their number, and that of all
 
 
 @final
@@ -27,8 +32,9 @@ class Experts(nn.Module):
     complete over the EP group and must not be averaged over it. `ep_group_name` names that group, for clip_grad_norm_
     (optim.py).
 
-    A state dict also says which experts it holds, as `_extra_state`, so that the state of one rank is not loaded on
-    another: names and shapes are the same on all ranks.
+    A state dict holds DTensors of all experts, on the memory of the parameters (checkpoint/expert_states.py), if there
+    are several ranks. load_state_dict takes them, plain tensors of all experts, and plain tensors of this rank's. The
+    metadata of a state dict says whose experts it holds, so that the state of one rank is not loaded on another.
     """
 
     def __init__(
@@ -40,11 +46,13 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.group, self.E = group, config.E
         self.num_local = config.E // group.size
         self.ep_group_name = group.name
         self.first = group.rank * self.num_local
         # The ranks of the EP groups over which FSDP shards these experts (fsdp.py), a list for each group.
         self.sharded_over: list[list[int]] = []
+        self.sharded_parameters: list[nn.Parameter] = []  # while FSDP has gathered them, the module has others
         self._known_ddp = 0  # the id of a DistributedDataParallel that leaves these experts alone
         self._held = self.first, self.num_local, config.E
         J = 2 * config.n if activation_named(config.activation).gated else config.n
@@ -56,6 +64,8 @@ class Experts(nn.Module):
         self.b1 = parameter(J) if config.bias else None
         self.b2 = parameter(config.d) if config.bias else None
         mark_experts(self)
+        register(self)
+        self.register_state_dict_post_hook(_hand_out)
         self.register_load_state_dict_post_hook(mark_experts)
 
     # to_empty, deepcopy and load_state_dict with assign=True make new parameters without the attributes.
@@ -67,39 +77,66 @@ class Experts(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        register(self)
         mark_experts(self)
-
-    def get_extra_state(self) -> Tensor:
-        """Returns the first expert of this rank, their number, and that of all experts."""
-        return torch.tensor(self._held, device="cpu")
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Accepts the state, which _load_from_state_dict has compared."""
 
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
         prefix: str,
-        local_metadata: Any,
+        local_metadata: dict[str, Any],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        key = f"{prefix}_extra_state"
-        held = state_dict.get(key)
-        if held is not None and tuple(held.tolist()) != self._held:
-            error_msgs.append(
-                f"{prefix.removesuffix('.')} holds {_described(*held.tolist())}, this rank has "
-                f"{_described(*self._held)}: load on each rank what the same rank saved, or use sonic_ep.checkpoint, "
-                "which any ep_size can read"
-            )
-            return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        """Loads this rank's part, or nothing and says why in error_msgs."""
+        arguments = prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        hooks = self._load_state_dict_pre_hooks
+        for hook in hooks.values():  # now, because FSDP's shards the parameters that it has gathered
+            hook(state_dict, *arguments)
+        saved = state_dict.pop(f"{prefix}_extra_state", None)  # an older state dict says there whose experts it holds
+        held = local_metadata.get(_HELD) if saved is None else saved.tolist()
+        problem = self._problem_with_state(
+            state_dict, prefix, held, assign="assign_to_params_buffers" in local_metadata
         )
-        if key in missing_keys:  # an older state dict, without this entry
-            missing_keys.remove(key)
+        if problem is not None:
+            error_msgs.append(problem)
+            return
+        self._load_state_dict_pre_hooks = OrderedDict()
+        try:
+            super()._load_from_state_dict(state_dict, *arguments)
+        finally:
+            self._load_state_dict_pre_hooks = hooks
+
+    def _problem_with_state(
+        self, state_dict: dict[str, Any], prefix: str, held: Sequence[int] | None, *, assign: bool
+    ) -> str | None:
+        """Replaces tensors by this rank's part of them. Returns a problem, or None.
+
+        held: what `_held` was on the rank that saved, if that is known. assign: the tensors become parameters.
+        """
+        another = None if held is None or tuple(held) == self._held else held
+        if self.group.size == 1 and another is None:
+            return None
+        from sonic_ep.checkpoint.expert_states import is_part, of_rank
+
+        own = {f"{prefix}{name}": value for name, value in (*self.named_parameters(), *self.named_buffers())}
+        values = {key: value for key, value in state_dict.items() if key in own and isinstance(value, Tensor)}
+        if another is not None and any(is_part(self, value, own[key]) for key, value in values.items()):
+            return (
+                f"{prefix.removesuffix('.')} holds {_described(*another)}, this rank has {_described(*self._held)}: "
+                "load on each rank what the same rank saved, or use sonic_ep.checkpoint, which any ep_size can read"
+            )
+        if self.group.size == 1:
+            return None
+        try:
+            parts = {key: of_rank(self, key, value, own[key]) for key, value in values.items()}
+        except ValueError as error:
+            return str(error)
+        # A view would keep the tensor of all experts.
+        state_dict.update({key: part.clone() if assign and part._is_view() else part for key, part in parts.items()})
+        return None
 
     def forward(self, dtype: torch.dtype | None = None) -> ExpertWeights:
         """Returns the parameters for the kernels, cast to `dtype` if given. Differentiable."""
@@ -180,11 +217,25 @@ class Experts(nn.Module):
                 bias.zero_()
 
 
-def mark_experts(experts: nn.Module, *_: object) -> None:
+def mark_experts(experts: Any, *_: object) -> None:
     """Sets the attributes of parameters of `Experts`, which whoever replaces them must call."""
     for parameter in experts.parameters():
-        parameter.allreduce = False  # type: ignore[attr-defined]
-        parameter.ep_group_name = experts.ep_group_name  # type: ignore[attr-defined]
+        parameter.allreduce = False
+        parameter.ep_group_name = experts.ep_group_name
+    if experts.sharded_over:
+        experts.sharded_parameters = [*experts.parameters()]
+
+
+def _hand_out(experts: Any, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+    """Replaces tensors of a state dict by DTensors of all experts. Parameters, with keep_vars=True, remain."""
+    local_metadata[_HELD] = experts._held
+    if experts.group.size == 1:
+        return
+    from sonic_ep.checkpoint.expert_states import of_all
+
+    for key, value in state_dict.items():
+        if key.startswith(prefix) and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state_dict[key] = of_all(experts, key, value)
 
 
 def _described(first: int, number: int, E: int) -> str:

@@ -4,19 +4,22 @@ torch.distributed.checkpoint unpickles `.metadata` and all values that are no te
 Here `.metadata` may only refer to the classes that torch writes, and values are read with weights_only=True.
 
 checksums.json has the SHA-256 of every file: {"files": {"__0_0.distcp": "9f86..."}}.
+A file is named without a folder, so that nothing outside of the checkpoint is read or written.
 """
 
+import bisect
 import hashlib
 import io
 import json
 import logging
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from sonic_ep.groups import EPGroup
@@ -60,12 +63,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(folder: Path) -> Metadata:
     """Reads what a checkpoint holds: names, shapes and places in files.
 
-    Raises ValueError if there is no checkpoint, or if its metadata is damaged or refers to anything else.
+    Raises ValueError if there is no checkpoint, or if its metadata is damaged or refers to anything else. Then files
+    outside the folder are named, or a part of a tensor is in no file.
     """
     path = folder / METADATA
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
+        problem = _problem_with_places(metadata) if isinstance(metadata, Metadata) else None
     except FileNotFoundError:
         what = "is no folder" if not folder.is_dir() else f"has no {METADATA}"
         raise ValueError(f"{folder} holds no checkpoint: it {what}; give the folder that `save` was given") from None
@@ -76,7 +81,50 @@ def read_metadata(folder: Path) -> Metadata:
         ) from None
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{path} holds a {type(metadata).__name__}, wanted Metadata; use another checkpoint")
+    if problem is not None:
+        raise ValueError(f"{path} {problem}; use another checkpoint")
     return metadata
+
+
+def _problem_with_places(metadata: Metadata) -> str | None:
+    for place in metadata.storage_data.values():
+        if not _is_name(place.relative_path):
+            return f"refers to {place.relative_path!r}, wanted the name of a file in the folder"
+    for name, described in metadata.state_dict_metadata.items():
+        is_tensor = isinstance(described, TensorStorageMetadata)
+        parts = (
+            [MetadataIndex(name, chunk.offsets) for chunk in described.chunks] if is_tensor else [MetadataIndex(name)]
+        )
+        if any(part not in metadata.storage_data for part in parts):
+            return f"does not say in which file {name} is"
+        if is_tensor:
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks]
+            if any(len(each) != len(described.size) for box in boxes for each in box):
+                return f"has parts of {name} of other dimensions"
+            if not _cover(boxes, tuple(described.size)):
+                return f"lacks a part of {name} {tuple(described.size)}"
+    return None
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def _cover(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], size: tuple[int, ...]) -> bool:
+    """Returns True if the boxes, given by offsets and sizes, hold every place of a tensor.
+
+    >>> _cover([((0, 0), (2, 3)), ((0, 3), (2, 1))], (2, 4)), _cover([((0, 0), (2, 3))], (2, 4))
+    (True, False)
+    """
+    if 0 in size or not size:
+        return bool(boxes) or 0 in size
+    ends = {end for (start, *_), (length, *_) in boxes for end in (start, start + length) if 0 < end < size[0]}
+    starts = [0, *sorted(ends)]  # of slabs along the first dimension, across which no box ends
+    slabs: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = [[] for _ in starts]
+    for (start, *offsets), (length, *sizes) in boxes:
+        for i in range(bisect.bisect_left(starts, start), bisect.bisect_left(starts, start + length)):
+            slabs[i].append((tuple(offsets), tuple(sizes)))
+    return all(_cover(slab, size[1:]) for slab in slabs)
 
 
 class SafeReader(FileSystemReader):
@@ -121,6 +169,18 @@ def problem_with_value(name: str, value: object) -> str | None:
     return None
 
 
+def problem_with_links(folder: Path) -> str | None:
+    """Returns why no checkpoint may be written to a folder: a file of it is a link, through which one would write."""
+    names = [*folder.glob("__*"), *folder.glob(f"{METADATA}*"), folder / CHECKSUMS]
+    try:
+        links = sorted(str(path) for path in names if path.is_symlink())
+    except OSError:
+        return None  # nor can be written, which `save` says
+    if not links:
+        return None
+    return f"{links[0]} is a symbolic link, and what it leads to would be overwritten; delete it or give another folder"
+
+
 def write_checksums(folder: Path, group: EPGroup) -> None:
     """Writes the checksums of a checkpoint that is complete. A collective. Raises OSError, on every rank."""
     sums, problem = {}, None
@@ -140,8 +200,11 @@ def write_checksums(folder: Path, group: EPGroup) -> None:
     group.raise_together(problem, error=OSError, stage="checkpoint")  # until then other ranks may not read it
 
 
-def problem_with_files(folder: Path, group: EPGroup) -> str | None:
-    """Returns what is wrong with this rank's share of the files of a checkpoint, or None."""
+def verified_names(folder: Path, group: EPGroup) -> set[str] | None:
+    """Returns which files of a checkpoint have checksums, after a comparison of this rank's share of them.
+
+    None: there are no checksums. Raises ValueError for a file that is not as it was written.
+    """
     path = folder / CHECKSUMS
     if not path.exists():
         if group.rank == 0:
@@ -150,14 +213,27 @@ def problem_with_files(folder: Path, group: EPGroup) -> str | None:
     try:
         files = sorted(json.loads(path.read_text())["files"].items())
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        return f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint"
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint") from None
+    for name, _ in files:
+        if not _is_name(name):
+            raise ValueError(
+                f"{path} refers to {name!r}, wanted the name of a file in the folder; use another checkpoint"
+            )
     for name, digest in files[group.rank :: group.size]:
         file = folder / name
         if not file.exists():
-            return f"{file} is missing; use another checkpoint"
+            raise ValueError(f"{file} is missing; use another checkpoint")
         if _checksum(file) != digest:
-            return f"{file} is damaged: its checksum is not that of {CHECKSUMS}; use another checkpoint"
-    return None
+            raise ValueError(f"{file} is damaged: its checksum is not that of {CHECKSUMS}; use another checkpoint")
+    return {name for name, _ in files}
+
+
+def problem_with_names(folder: Path, metadata: Metadata, verified: set[str] | None) -> str | None:
+    """Returns which file of a checkpoint has no checksum where others have one, or None."""
+    missing = {METADATA, *(place.relative_path for place in metadata.storage_data.values())} - (verified or set())
+    if verified is None or not missing:
+        return None
+    return f"{folder / CHECKSUMS} is damaged: it has no checksum of {min(missing)}; use another checkpoint"
 
 
 def _checksum(path: Path) -> str:

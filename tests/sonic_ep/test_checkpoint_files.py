@@ -1,5 +1,6 @@
 """Files of checkpoints: damage is found on every rank, and nothing in them is executed."""
 
+import json
 import logging
 import pickle
 import resource
@@ -12,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from sonic_ep import EPGroup, MoE, MoEConfig, checkpoint
-from sonic_ep.checkpoint.files import CHECKSUMS, METADATA, read_metadata
+from sonic_ep.checkpoint.files import CHECKSUMS, METADATA, _cover, read_metadata
 from tests.helpers.launch import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -61,6 +63,134 @@ def test_a_lost_file(written: Path) -> None:
     (written / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match="__0_0.distcp is missing"):
         load(written)
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    return json.loads((folder / CHECKSUMS).read_text())["files"]
+
+
+@pytest.mark.parametrize("dropped", [[METADATA, "__0_0.distcp"], [METADATA], ["__0_0.distcp"]])
+def test_checksums_that_leave_out_files(written: Path, dropped: list[str]) -> None:
+    files = {name: digest for name, digest in checksums(written).items() if name not in dropped}
+    (written / CHECKSUMS).write_text(json.dumps({"files": files}))
+    if "__0_0.distcp" in dropped:
+        flip_a_bit(written / "__0_0.distcp", 700)
+    with pytest.raises(ValueError, match=f"checksums.json is damaged: it has no checksum of {dropped[0]}"):
+        load(written)
+
+
+def test_checksums_of_files_elsewhere(written: Path) -> None:
+    secret = written.parent / "secret"
+    secret.write_text("text")
+    for name in ("../secret", str(secret), "..", "a\\..\\b"):
+        (written / CHECKSUMS).write_text(json.dumps({"files": {**checksums(written), name: "0"}}))
+        with pytest.raises(ValueError, match=r"refers to .*, wanted the name of a file in the folder"):
+            load(written)
+
+
+def changed(folder: Path, change: Callable[[Metadata], object]) -> None:
+    """Changes the metadata of a checkpoint, and leaves nothing with which to compare it."""
+    metadata = read_metadata(folder)
+    change(metadata)
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    (folder / CHECKSUMS).unlink()
+
+
+def test_metadata_that_refers_to_files_elsewhere(written: Path) -> None:
+    other = written.parent / "other"
+    checkpoint.save(other, MoE(CONFIG, seed=3))
+
+    def change(metadata: Metadata) -> None:
+        for place in metadata.storage_data.values():
+            place.relative_path = f"../other/{place.relative_path}"
+
+    changed(written, change)
+    with pytest.raises(ValueError, match=r"refers to '../other/__0_0.distcp', wanted the name of a file"):
+        load(written)
+
+
+def _half(metadata: Metadata) -> None:
+    described = metadata.state_dict_metadata["model.experts.w1"]
+    assert isinstance(described, TensorStorageMetadata)
+    described.chunks[0].sizes = torch.Size((4, *described.size[1:]))
+
+
+def _flat(metadata: Metadata) -> None:
+    described = metadata.state_dict_metadata["model.experts.w1"]
+    assert isinstance(described, TensorStorageMetadata)
+    described.chunks[0].sizes = torch.Size([described.size.numel()])
+
+
+def _nowhere(metadata: Metadata) -> None:
+    metadata.storage_data = {
+        place: of for place, of in metadata.storage_data.items() if place.fqn != "model.experts.w1"
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_half, r"lacks a part of model.experts.w1 \(8, 8, 8\)"),
+        (_flat, "has parts of model.experts.w1 of other dimensions"),
+        (_nowhere, "does not say in which file model.experts.w1 is"),
+        (lambda m: setattr(m, "storage_data", None), "is no metadata of a checkpoint"),
+    ],
+)
+def test_metadata_without_a_part(written: Path, change: Callable[[Metadata], None], message: str) -> None:
+    changed(written, change)
+    layer = MoE(CONFIG, seed=2)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(written, layer)
+    torch.testing.assert_close(dict(layer.state_dict()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "size", "wanted"),
+    [
+        ([((0, 0), (2, 3)), ((0, 3), (2, 1))], (2, 4), True),
+        ([((0, 0), (2, 3)), ((0, 0), (2, 3))], (2, 4), False),
+        ([((0, 0), (1, 4)), ((1, 0), (1, 2)), ((0, 2), (2, 2))], (2, 4), True),
+        ([((0, 0), (1, 4)), ((1, 0), (1, 2)), ((0, 3), (2, 1))], (2, 4), False),
+        ([((0,), (3,)), ((1,), (1,))], (4,), False),
+        ([((0,), (9,))], (4,), True),
+        ([((-2,), (3,))], (4,), False),
+        ([((), ())], (), True),
+        ([], (), False),
+        ([], (0, 3), True),
+    ],
+)
+def test_boxes_that_cover_a_tensor(boxes: list[Any], size: tuple[int, ...], wanted: bool) -> None:
+    assert _cover(boxes, size) == wanted
+
+
+def test_a_load_that_fails_in_the_middle_says_so(written: Path) -> None:
+    (written / CHECKSUMS).unlink()
+    data = (written / "__0_0.distcp").read_bytes()
+    (written / "__0_0.distcp").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=r"could not be read .* Model and optimizer hold in part what was read before"):
+        load(written)
+
+
+def saved_through_links(rank: int, folder: str, name: str) -> tuple[str, str]:
+    if rank == 0:
+        Path(folder).mkdir()
+        (Path(folder) / name).symlink_to(Path(folder).parent / "victim")
+    dist.barrier()
+    return error_of(lambda: checkpoint.save(folder, MoE(CONFIG, EPGroup(), seed=1)))
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", CHECKSUMS, METADATA])
+def test_nothing_is_written_through_links(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    (tmp_path / "victim").write_text("as it was")
+    for kind, message in ranks(2).run(saved_through_links, str(tmp_path / "saved"), name):
+        assert kind == "ValueError"
+        assert f"{name} is a symbolic link" in message
+    assert (tmp_path / "victim").read_text() == "as it was"
+    (tmp_path / "saved" / name).unlink()
+    (tmp_path / "latest").symlink_to(tmp_path / "saved")
+    checkpoint.save(tmp_path / "latest", MoE(CONFIG, seed=1))  # the folder may be one
+    load(tmp_path / "latest")
 
 
 def test_damaged_checksums(written: Path) -> None:
@@ -238,9 +368,10 @@ def test_metadata_runs_no_code(written: Path, tmp_path: Path) -> None:
 def test_values_run_no_code(tmp_path: Path) -> None:
     marker, folder = tmp_path / "ran", tmp_path / "saved"
     layer = MoE(CONFIG, seed=1)
-    state = {"model": {name: value for name, value in layer.state_dict().items() if not name.endswith("_extra_state")}}
     with pytest.warns(UserWarning, match="single process"):
-        dcp.save({**state, "extra": {"step": Runs(str(marker))}}, checkpoint_id=str(folder), no_dist=True)
+        dcp.save(
+            {"model": layer.state_dict(), "extra": {"step": Runs(str(marker))}}, checkpoint_id=str(folder), no_dist=True
+        )
     with pytest.raises(ValueError, match="extra.step is no plain value, and reading it could run code"):
         checkpoint.load(folder, layer, extra={"step": 0})
     assert not marker.exists()

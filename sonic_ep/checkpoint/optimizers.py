@@ -1,0 +1,65 @@
+"""What torch's optimizers hand out and take of the state of experts: DTensors of all experts.
+
+torch has hooks for the state dict of one optimizer and none for those of all. Users make theirs, and
+torch.distributed.checkpoint calls its `state_dict` and `load_state_dict`. So once a process has a layer with ep_size
+above 1, these two methods of torch.optim.Optimizer are ours. For an optimizer without such experts they are torch's.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from sonic_ep.experts import Experts
+
+# Not their parameters: torch does not swap a tensor that has a weak reference.
+_EXPERTS: "WeakSet[Experts]" = WeakSet()
+_torch_state_dict, _torch_load_state_dict = Optimizer.state_dict, Optimizer.load_state_dict
+
+
+def register(experts: "Experts") -> None:
+    """Makes optimizers know the parameters of experts, if these are divided over ranks."""
+    if experts.group.size > 1:
+        _EXPERTS.add(experts)
+        Optimizer.state_dict, Optimizer.load_state_dict = _state_dict, _load_state_dict
+
+
+@functools.wraps(_torch_state_dict)
+def _state_dict(self: Optimizer) -> dict[str, Any]:
+    state_dict = _torch_state_dict(self)
+    experts = _experts_by_key(self, state_dict)
+    if not experts:
+        return state_dict
+    from sonic_ep.checkpoint.expert_states import moments_of_all
+
+    # New dicts: those inside are the optimizer's own.
+    moments = {
+        key: moments_of_all(*experts[key], of) if key in experts else of for key, of in state_dict["state"].items()
+    }
+    return {**state_dict, "state": moments}
+
+
+@functools.wraps(_torch_load_state_dict)
+def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+    experts = _experts_by_key(self, state_dict)
+    if experts:
+        from sonic_ep.checkpoint.expert_states import moments_of_rank
+
+        of_all = state_dict["state"].items()
+        moments = {key: moments_of_rank(*experts[key], of) if key in experts else of for key, of in of_all}
+        state_dict = {**state_dict, "state": moments}
+    _torch_load_state_dict(self, state_dict)
+
+
+def _experts_by_key(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Any, tuple["Experts", Tensor]]:
+    """Returns the experts and the parameter of each key of state_dict["state"] that is of experts."""
+    known = {id(each): of for of in _EXPERTS for each in (*of.parameters(), *of.sharded_parameters)}
+    found = {}
+    for held, group in zip(optimizer.param_groups, state_dict.get("param_groups", ()), strict=False):
+        for parameter, key in zip(held["params"], group.get("params", ()), strict=False):
+            if id(parameter) in known:
+                found[key] = known[id(parameter)], parameter
+    return found
