@@ -78,7 +78,8 @@ class RouterConfig:
         of its EP group. None: any number.
     expert_bias: auxiliary-loss-free balancing (arXiv 2408.15664): a bias per expert, added to its scores when pairs are
         selected. Combine weights do not include it.
-    expert_bias_rate: how much `MoE.update_expert_bias` changes the bias of an expert.
+    expert_bias_rate: how much `MoE.update_expert_bias` changes the bias of an expert. Its tokens are those of training
+        steps, counted in the backward of the layer's output: once, whatever checkpoint recomputes the layer.
     balance, balance_coef: load-balancing loss, over each "sequence", each rank's "batch", or the whole EP group
         ("global"). It counts the K experts of highest score, without expert bias and group limits.
     z_loss_coef: weight of the loss mean(logsumexp(logits)^2) (ST-MoE, arXiv 2202.08906).
