@@ -31,6 +31,7 @@ _CURVES: dict[str, Callable[[Tensor], Tensor]] = {
 _NAMES: dict[tuple[str, bool, float | None, float], str] = {
     ("silu", True, None, 0.0): "swiglu",
     ("silu", True, 10.0, 0.0): "swiglu_clamped",
+    ("silu", True, 7.0, 0.0): "swiglu_clamped_7",
     ("gelu", True, None, 0.0): "geglu_erf",
     ("fast_gelu", True, None, 0.0): "geglu",
     ("relu", True, None, 0.0): "reglu",

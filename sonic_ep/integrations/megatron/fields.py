@@ -37,8 +37,8 @@ _ROUTER = "Megatron's router"
 _SHARED = "Megatron's shared expert"
 _GEMM = "which grouped GEMM Megatron would run"
 _ACTIVATION = (
-    "by its values: silu, gelu, fast_gelu and relu, gated or not, squared_relu; clamped silu (DeepSeek-V4: clamp 10), "
-    "and quick_gelu with clamp 7 and offset 1 (gpt-oss, MiniMax-M3)"
+    "by its values: silu, gelu, fast_gelu and relu, gated or not, squared_relu; silu with clamp 10 (DeepSeek-V4) or 7 "
+    "(Step-3.5), and quick_gelu with clamp 7 and offset 1 (gpt-oss, MiniMax-M3)"
 )
 _QUANTISED = "the rest of the model; the experts compute in params_dtype, with a warning, see SonicEPOptions"
 _TRANSPORT = "the layer brings its own transport"

@@ -232,6 +232,7 @@ def test_a_new_moe_field_is_refused_unless_it_has_its_default(config: Transforme
         (fused_bias_geglu.quick_gelu, True, 7.0, 1.0, "swiglu_oai"),  # what Megatron's parser and experts use
         (F.silu, True, 10.0, 0.0, "swiglu_clamped"),
         (torch.nn.SiLU(), True, 10, 0, "swiglu_clamped"),
+        (F.silu, True, 7.0, 0.0, "swiglu_clamped_7"),
         (torch.nn.GELU(approximate="tanh"), True, None, 0.0, "geglu"),
         (lambda x: x.float() * torch.sigmoid(x.float()), True, None, 0.0, "swiglu"),
         (F.silu, False, None, 0.0, "silu"),
