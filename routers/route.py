@@ -49,7 +49,7 @@ def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: 
     """Returns the pairs of this rank. A collective, except if a region replays the pairs of `router` (replay.py).
 
     counter_E: (E,) int64 on the device, or None. In training the group's top-K counts are added to it, but not under
-    replay. If the rank status shows an error, they are subtracted again.
+    replay. For compiled graphs; else see `Router.count_in_backward`.
 
     Raises:  ValueError for this rank's problem. Problems of other ranks raise when the result's `split_sizes` is
              checked, see `gather_counts`. RuntimeError under replay, see replay.py.
@@ -81,10 +81,7 @@ def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: 
             balance_counts = BalanceCounts(topk.by_score_TK, counts.chosen_SE if by_score_SE is None else by_score_SE)
         routed_pairs = replace(routed_pairs, split_sizes=split_sizes, balance_counts=balance_counts)
         if training and counter_E is not None:
-            chosen_E = counts.chosen_SE[0] if group.size == 1 else counts.chosen_SE.sum(0)
-            counter_E += chosen_E
-            if split_sizes is not None:
-                split_sizes.on_failure(lambda: counter_E.sub_(chosen_E))
+            counter_E += counts.chosen_SE[0] if group.size == 1 else counts.chosen_SE.sum(0)
     record_pairs(router, routed_pairs)
     return routed_pairs
 

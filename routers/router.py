@@ -24,7 +24,7 @@ from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.stats import RoutingStats, Traffic
 from sonic_ep.routers.topk import TopK, compute_topk
 from sonic_ep.routers.weights_and_losses import weights_and_losses
-from sonic_ep.routing import RoutedPairs, Routing
+from sonic_ep.routing import GroupCounts, RoutedPairs, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,6 @@ def route(
     x_TH: Tensor,
     logits_TE: Tensor,
     expert_bias_E: Tensor | None,
-    counter_E: Tensor | None,
     context: RoutingContext,
     *,
     sequence_length: int,
@@ -59,12 +58,12 @@ def route(
 ) -> Routed:
     """Routes from the logits, outside compiled graphs. A collective; see `decide_pairs`.
 
-    x_TH: the rows that the experts read. expert_bias_E, counter_E: (E,) or None. sequence_length: see `Router.forward`.
+    x_TH: the rows that the experts read. expert_bias_E: (E,) or None. sequence_length: see `Router.forward`.
     topk: the experts of each token, if the caller has chosen them, with the scores of these logits.
     """
     config = context.config
     topk = compute_topk(logits_TE, expert_bias_E, config.K, config.router) if topk is None else topk
-    routed_pairs = decide_pairs(router, topk, counter_E, context)
+    routed_pairs = decide_pairs(router, topk, None, context)
     if routed_pairs.topk_ids_TK is not topk.topk_ids_TK:  # replayed
         topk = dataclasses.replace(topk, topk_ids_TK=routed_pairs.topk_ids_TK, plain_counts_E=None)
     return _routed(x_TH, logits_TE, topk, routed_pairs, config, sequence_length)
@@ -180,15 +179,35 @@ class Router(nn.Module):
             bias_updates=None if expert_bias_E is None or torch.compiler.is_compiling() else self._updates(),
             needs_backward=needs_backward,
         )
-        counter_E = None if expert_bias_E is None else self._counter()
         if torch.compiler.is_compiling():
+            counter_E = None if expert_bias_E is None or not torch.is_grad_enabled() else self._counter()
             if meanwhile is not None:
                 meanwhile()
             topk, routed_pairs = decide_pairs_in_graph(
                 logits_TE, expert_bias_E, counter_E, self._config_text, context, dispatched_next=dispatched_next
             )
             return _routed(x_TH, logits_TE, topk, routed_pairs, config, sequence_length)
-        return route(self, x_TH, logits_TE, expert_bias_E, counter_E, context, sequence_length=sequence_length)
+        return route(self, x_TH, logits_TE, expert_bias_E, context, sequence_length=sequence_length)
+
+    def count_in_backward(self, out: Tensor, counts: GroupCounts) -> None:
+        """Adds the group's top-K counts, in training, to those for `update_expert_bias` once backward reaches `out`.
+
+        So a token counts once, if it is trained on. A forward without a graph counts nothing: evaluation, or the first
+        forward of a reentrant checkpoint, whose recomputation has the graph then. Nor does the recomputation of the
+        other kind of checkpoint, whose graph no backward runs through. A second backward of one graph adds nothing.
+
+        out: what the routed tokens were made into. counts: of its routing. A compiled graph has added them already, if
+        gradients were enabled.
+        """
+        if torch.compiler.is_compiling() or self.expert_bias is None or not (self.training and out.requires_grad):
+            return
+        left = [counts.chosen_SE.sum(0)]
+
+        def add(_: Tensor) -> None:
+            while left:
+                self._counter().add_(left.pop())
+
+        out.register_hook(add)
 
     @torch.no_grad()
     def traffic(self, x_TH: Tensor, group: EPGroup, *, group_limits: bool = True) -> Traffic:
@@ -227,7 +246,7 @@ class Router(nn.Module):
 
     @contextmanager
     def uncounted(self) -> Generator[None]:
-        """A context in which forwards do not count for `update_expert_bias`."""
+        """A context in which steps do not count for `update_expert_bias`."""
         counts_E = self._counter().clone()
         try:
             yield
@@ -250,6 +269,8 @@ class Router(nn.Module):
     @torch.no_grad()
     def update_expert_bias(self, group: EPGroup | None = None) -> None:
         """Updates the bias from the counts since the last update, and resets them. Call it after the optimizer step.
+
+        A token counts once, in the backward of the layer's output: see `count_in_backward`.
 
         group: the ranks with the same experts in other EP groups (expert data parallelism); their counts are added. The
         counts of this EP group are already complete. Raises ValueError without router.expert_bias.

@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 Activation = Literal[
-    "swiglu", "swiglu_clamped", "geglu", "geglu_erf", "reglu", "swiglu_oai", "gelu", "gelu_erf", "silu", "relu", "relu2"
+    "swiglu",
+    "swiglu_clamped",
+    "swiglu_clamped_7",
+    "geglu",
+    "geglu_erf",
+    "reglu",
+    "swiglu_oai",
+    "gelu",
+    "gelu_erf",
+    "silu",
+    "relu",
+    "relu2",
 ]
 ScoreFunction = Literal["softmax", "sigmoid"]
 LinearDtype = Literal["float32", "input"]
@@ -80,7 +91,8 @@ class RouterConfig:
         of its EP group. None: any number.
     expert_bias: auxiliary-loss-free balancing (arXiv 2408.15664): a bias per expert, added to its scores when pairs are
         selected. Combine weights do not include it.
-    expert_bias_rate: how much `MoE.update_expert_bias` changes the bias of an expert.
+    expert_bias_rate: how much `MoE.update_expert_bias` changes the bias of an expert. Its tokens are those of training
+        steps, counted in the backward of the layer's output: once, whatever checkpoint recomputes the layer.
     balance, balance_coef: load-balancing loss, over each "sequence", each rank's "batch", or the whole EP group
         ("global"). It counts the K experts of highest score, without expert bias and group limits.
     z_loss_coef: weight of the loss mean(logsumexp(logits)^2) (ST-MoE, arXiv 2202.08906).
@@ -250,8 +262,9 @@ class MoEConfig:
     E: experts over all ranks.
     K: experts per token.
     name: a label. `load_config` takes the file's name, unless the file sets one.
-    activation: gated are swiglu, swiglu_clamped (DeepSeek-V4: gate at most 10, up within -10 and 10), geglu (tanh
-        approximation of GELU), geglu_erf (exact GELU), reglu and swiglu_oai (gpt-oss: clamped, alpha 1.702). Not gated
+    activation: gated are swiglu, swiglu_clamped (DeepSeek-V4: gate at most 10, up within -10 and 10), swiglu_clamped_7
+        (Step-3.5: 7 instead), geglu (tanh approximation of GELU), geglu_erf (exact GELU), reglu and swiglu_oai
+        (gpt-oss: clamped, alpha 1.702). Not gated
         are gelu (tanh approximation: torch's approximate="tanh", transformers' gelu_pytorch_tanh), gelu_erf (exact:
         torch's F.gelu, transformers' gelu), silu, relu and relu2.
     bias: give both projections of every expert, and of the shared expert, a bias.

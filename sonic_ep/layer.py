@@ -129,6 +129,11 @@ class MoE(nn.Module):
         """
         if _is_transformed():
             self._refuse_transforms()
+        output = self._output(x)
+        self.router.count_in_backward(output.y, output.stats.counts)
+        return output
+
+    def _output(self, x: Tensor) -> MoEOutput:
         if not self._may_repeat_launches(x):
             return self._compute(x)[0]
         self.group.enter_layer(self._number)
@@ -231,6 +236,8 @@ class MoE(nn.Module):
     def update_expert_bias(self, group: EPGroup | None = None) -> None:
         """Updates the bias of auxiliary-loss-free balancing from the counts since the last update.
 
+        A token counts once, when backward reaches the layer's output: not in evaluation, nor again if a checkpoint, of
+        either kind, recomputes the layer. Compiled layers count in forward, if gradients are enabled.
         Call it after the optimizer step. group: the ranks with the same experts in other EP groups (expert data
         parallelism), if there are any. Raises ValueError without router.expert_bias.
         """

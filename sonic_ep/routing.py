@@ -107,7 +107,6 @@ class AsyncSplitSizes:
         # object, which would hold its frames.
         self._raised: tuple[type[Exception], str] | None = None
         self._zeroed_on_error = zeroed_on_error
-        self._undo: list[Callable[[], object]] = []
 
     def read(self) -> SplitSizes:
         """Blocks until the sizes arrive and returns them. Raises the error of `check`, in every call."""
@@ -121,11 +120,7 @@ class AsyncSplitSizes:
                 self._check = None
         except (RuntimeError, ValueError) as error:
             self._raised = type(error), str(error)
-            for undo in self._undo:
-                undo()
             raise
-        finally:
-            self._undo.clear()
         return sizes
 
     @property
@@ -151,11 +146,6 @@ class AsyncSplitSizes:
         Either no rank can have an error, or an error makes all counts zero on the device.
         """
         return self._check is None or self._zeroed_on_error
-
-    def on_failure(self, undo: Callable[[], object]) -> None:
-        """Registers `undo`, to be called if the check raises. Ignored without a check, or after it has passed."""
-        if self._check is not None:
-            self._undo.append(undo)
 
     def check(self) -> None:
         """Raises as `read` does. Blocks only if there is something to check. A recorded copy is checked elsewhere."""

@@ -62,6 +62,7 @@ def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
 _GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "swiglu_clamped": lambda gate, up: F.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0),
+    "swiglu_clamped_7": lambda gate, up: F.silu(gate.clamp(max=7.0)) * up.clamp(-7.0, 7.0),
     "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "geglu_erf": lambda gate, up: F.gelu(gate) * up,
     "reglu": lambda gate, up: F.relu(gate) * up,

@@ -15,7 +15,8 @@ from torch import Tensor
 
 _GPT_OSS_ALPHA = 1.702
 _GPT_OSS_LIMIT = 7.0
-_SWIGLU_LIMIT = 10.0  # of DeepSeek-V4's experts, and of all others that clamp SwiGLU
+_SWIGLU_LIMIT = 10.0  # of DeepSeek-V4's experts, and of most others that clamp SwiGLU
+_SWIGLU_LIMIT_7 = 7.0  # of the last layers of Step-3.5
 
 
 class Activation(ABC):
@@ -120,19 +121,21 @@ def _cut(dgate_PI: Tensor, dup_PI: Tensor, h_PJ: Tensor, limit: float) -> Tensor
 
 @final
 class ClampedSwiGLU(Activation):
-    """A = silu(g) * u with g = min(gate, 10), u = clamp(up, -10, 10): DeepSeek-V4's experts."""
+    """A = silu(g) * u with g = min(gate, limit), u = clamp(up, -limit, limit)."""
 
     gated = True
-    name = "swiglu_clamped"
+
+    def __init__(self, name: str, limit: float) -> None:
+        self.name, self.limit = name, limit
 
     def forward(self, h_PJ: Tensor) -> Tensor:
-        gate, up = _clamped(h_PJ, _SWIGLU_LIMIT)
+        gate, up = _clamped(h_PJ, self.limit)
         return _silu_and_slope(gate)[0] * up
 
     def backward(self, da_PI: Tensor, h_PJ: Tensor) -> Tensor:
-        gate, up = _clamped(h_PJ, _SWIGLU_LIMIT)
+        gate, up = _clamped(h_PJ, self.limit)
         value, slope = _silu_and_slope(gate)
-        return _cut(da_PI * up * slope, da_PI * value, h_PJ, _SWIGLU_LIMIT)
+        return _cut(da_PI * up * slope, da_PI * value, h_PJ, self.limit)
 
 
 @final
@@ -155,7 +158,8 @@ class GptOssSwiGLU(Activation):
 
 ACTIVATIONS: dict[str, Activation] = {
     "swiglu": Gated("swiglu"),
-    "swiglu_clamped": ClampedSwiGLU(),
+    "swiglu_clamped": ClampedSwiGLU("swiglu_clamped", _SWIGLU_LIMIT),
+    "swiglu_clamped_7": ClampedSwiGLU("swiglu_clamped_7", _SWIGLU_LIMIT_7),
     "geglu": Gated("geglu"),
     "geglu_erf": Gated("geglu_erf"),
     "reglu": Gated("reglu"),

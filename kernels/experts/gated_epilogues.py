@@ -1,4 +1,4 @@
-"""Epilogues of gated activations that quack's library has not: two with clamps, and GEGLU with exact GELU.
+"""Epilogues of gated activations that quack's library has not: three with clamps, and GEGLU with exact GELU.
 
 quack has their arithmetic: `swiglu_oai`, `swiglu` and its clamps, and `gelu_erf`, which calls CUDA's erff.
 
@@ -31,6 +31,7 @@ from sonic_ep.kernels.experts.quack_compat import (
 # As in activations.py.
 _GPT_OSS_LIMIT = 7.0
 _SWIGLU_LIMIT = 10.0
+_SWIGLU_LIMIT_7 = 7.0
 
 
 class GatedEpilogues(NamedTuple):
@@ -86,17 +87,30 @@ def _gpt_oss_backward(gate: Any, up: Any, da: Any) -> Any:
     return dswiglu_oai(gate, up, da, limit=_GPT_OSS_LIMIT)
 
 
-def _clamped(gate: Any, up: Any) -> tuple[Any, Any]:
-    return min_with(gate, _SWIGLU_LIMIT), max_with(min_with(up, _SWIGLU_LIMIT), -_SWIGLU_LIMIT)
+def _clamped(gate: Any, up: Any, limit: float) -> tuple[Any, Any]:
+    return min_with(gate, limit), max_with(min_with(up, limit), -limit)
 
 
+def _clamped_backward(gate: Any, up: Any, da: Any, limit: float) -> Any:
+    dgate, dup, out = dswiglu(*_clamped(gate, up, limit), da)
+    return where_le(dgate, gate, limit), where_abs_le(dup, up, limit), out
+
+
+# Each limit has functions of its own, because quack knows a compiled epilogue by its functions' source.
 def _swiglu_clamped(gate: Any, up: Any) -> Any:
-    return swiglu(*_clamped(gate, up))
+    return swiglu(*_clamped(gate, up, _SWIGLU_LIMIT))
 
 
 def _swiglu_clamped_backward(gate: Any, up: Any, da: Any) -> Any:
-    dgate, dup, out = dswiglu(*_clamped(gate, up), da)
-    return where_le(dgate, gate, _SWIGLU_LIMIT), where_abs_le(dup, up, _SWIGLU_LIMIT), out
+    return _clamped_backward(gate, up, da, _SWIGLU_LIMIT)
+
+
+def _swiglu_clamped_7(gate: Any, up: Any) -> Any:
+    return swiglu(*_clamped(gate, up, _SWIGLU_LIMIT_7))
+
+
+def _swiglu_clamped_7_backward(gate: Any, up: Any, da: Any) -> Any:
+    return _clamped_backward(gate, up, da, _SWIGLU_LIMIT_7)
 
 
 def _geglu_erf(gate: Any, up: Any) -> Any:
@@ -112,5 +126,6 @@ def _geglu_erf_backward(gate: Any, up: Any, da: Any) -> Any:
 EPILOGUES = {
     "geglu_erf": _epilogues(_geglu_erf, _geglu_erf_backward),
     "swiglu_clamped": _epilogues(_swiglu_clamped, _swiglu_clamped_backward),
+    "swiglu_clamped_7": _epilogues(_swiglu_clamped_7, _swiglu_clamped_7_backward),
     "swiglu_oai": _epilogues(_gpt_oss, _gpt_oss_backward),
 }

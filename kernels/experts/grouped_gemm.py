@@ -74,11 +74,12 @@ _QUACK_NAMES = {
     "relu2": "relu_sq",
 }
 
+_CLAMPED = frozenset({"swiglu_clamped", "swiglu_clamped_7", "swiglu_oai"})
 # Activations whose derivative takes more registers than SwiGLU's: see down_backward_heavy in tile_table.py. So does
 # ReLU's, as H of plain activations is not packed in pairs.
-_HEAVY_BACKWARD = frozenset({"geglu", "geglu_erf", "gelu", "gelu_erf", "relu", "swiglu_clamped", "swiglu_oai"})
+_HEAVY_BACKWARD = frozenset({"geglu", "geglu_erf", "gelu", "gelu_erf", "relu", *_CLAMPED})
 # Activations of which the epilogue with a bias takes more registers: see up_heavy in tile_table.py.
-_HEAVY_UP = frozenset({"gelu_erf", "swiglu_clamped", "swiglu_oai"})
+_HEAVY_UP = frozenset({"gelu_erf", *_CLAMPED})
 ACTIVATION_NAMES = frozenset({*_QUACK_NAMES, *EPILOGUES})
 
 

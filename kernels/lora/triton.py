@@ -33,6 +33,7 @@ class _Curve(NamedTuple):
 _CURVES = {
     "swiglu": _Curve("silu"),
     "swiglu_clamped": _Curve("silu", LIMIT=10.0),
+    "swiglu_clamped_7": _Curve("silu", LIMIT=7.0),
     "swiglu_oai": _Curve("silu", ALPHA=1.702, LIMIT=7.0, OFFSET=1.0),
     "geglu": _Curve("gelu"),
     "geglu_erf": _Curve("gelu_erf"),

@@ -23,7 +23,7 @@ from tests.helpers.launch import RankPool
 TIMEOUT = 60.0
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 3e-4}
 PARTS = ("x", "experts", "router", "shared")
-GATED = ("swiglu", "swiglu_clamped", "geglu", "geglu_erf", "reglu", "swiglu_oai")
+GATED = ("swiglu", "swiglu_clamped", "swiglu_clamped_7", "geglu", "geglu_erf", "reglu", "swiglu_oai")
 MODES = ("apportion", "nearest", "up", "down", "stochastic", "pad", "off")
 
 

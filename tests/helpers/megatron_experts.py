@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sonic_ep.kernels.experts.activations import concatenate, interleave
-
 EXPERTS = 8
 KINDS = ("ours", "sequential", "te_grouped")
 VARIANTS: dict[str, dict[str, Any]] = {
     "gated": {},
     "biases": {"add_bias_linear": True},
     "not-gated": {"gated_linear_unit": False},
+    "interleaved": {"moe_mlp_glu_interleave_size": 2, "add_bias_linear": True},
 }
 OURS = {"fc1": "weight1", "fc2": "weight2", "b1": "bias1", "b2": "bias2"}
 LINEARS = {"fc1": "linear_fc1.weight", "fc2": "linear_fc2.weight", "b1": "linear_fc1.bias", "b2": "linear_fc2.bias"}
@@ -76,16 +75,26 @@ def bare_experts(kind: str, config: Any) -> Any:
 
 
 def weights(kind: str, experts: Any) -> dict[str, Tensor]:
-    """fc1 (e, J, H), gate rows first, fc2 (e, H, I), and with biases b1 (e, J), b2 (e, H). Copies or views."""
+    """fc1 (e, J, H), rows in Megatron's order, fc2 (e, H, I), and with biases b1 (e, J), b2 (e, H). Copies or views."""
     if kind == "ours":
         count, pairs = experts.num_local_experts, ("fc1", "b1") if experts.config.gated_linear_unit else ()
         found = {name: getattr(experts, own) for name, own in OURS.items() if getattr(experts, own) is not None}
         stacked = {name: each.data if each.dim() > 1 else each.data.view(count, -1) for name, each in found.items()}
-        return {name: concatenate(each) if name in pairs else each for name, each in stacked.items()}
+        return {
+            name: megatrons_order(each[:, ::2], each[:, 1::2], experts.config) if name in pairs else each
+            for name, each in stacked.items()
+        }
     return {
         name: torch.stack([each.data for each in each_expert])
         for name, each_expert in _split_rows(kind, experts).items()
     }
+
+
+def megatrons_order(gate: Tensor, up: Tensor, config: Any) -> Tensor:
+    """(e, J, ...) of gate and up rows, (e, I, ...): blocks of both in turn, or all gate rows first."""
+    block = config.moe_mlp_glu_interleave_size or gate.shape[1]
+    starts = range(0, gate.shape[1], block)
+    return torch.cat([half[:, start : start + block] for start in starts for half in (gate, up)], 1)
 
 
 @torch.no_grad()
@@ -95,7 +104,11 @@ def set_weights(kind: str, experts: Any, values: dict[str, Tensor]) -> None:
         for name, value in values.items():
             pairs = experts.config.gated_linear_unit and name in ("fc1", "b1")
             parameter = getattr(experts, OURS[name])
-            parameter.copy_((interleave(value) if pairs else value).view(parameter.shape))
+            if pairs:
+                numbers = torch.arange(value.shape[1])
+                order = megatrons_order(numbers[None, ::2], numbers[None, 1::2], experts.config)[0]
+                value = torch.empty_like(value).index_copy_(1, order, value)
+            parameter.copy_(value.view(parameter.shape))
     else:
         for name, parameters in _split_rows(kind, experts).items():
             for parameter, value in zip(parameters, values[name], strict=True):

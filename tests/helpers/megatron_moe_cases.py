@@ -119,7 +119,7 @@ CASES = (
     ),
     Recipe(
         "moe/gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_scoped_cudagraph",
-        SCOPED_GRAPHS | parallel(4, 2, 2, 2),
+        SCOPED_GRAPHS | {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|(tt|)*6mL"} | parallel(4, 2, 2, 2),
     ),
     Recipe("moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed", DEEPSEEK | parallel(2, 2, 4, 1)),
     Recipe(
@@ -172,7 +172,7 @@ CASES = (
     ),
     Recipe(
         "moe/deepseek_proxy_mfsdp_v2_ep2_bf16_cg",
-        FSDP_PROXY | STASHED | {"moe_expert_rank_capacity_factor": 1.5},
+        FSDP_PROXY | STASHED | HYBRIDEP | {"moe_expert_rank_capacity_factor": 1.5},
         "moe_expert_rank_capacity_factor",
     ),
     Recipe(

@@ -1,27 +1,23 @@
 """Published MoE recipes for Megatron-Core, as fields of TransformerConfig: what concerns a MoE layer, with its source.
 
-Read in NVIDIA/Megatron-LM (tests/functional_tests/test_cases, examples), ROCm/Megatron-LM (examples) and
-NVIDIA-NeMo/Megatron-Bridge (recipes of Qwen3-30B-A3B, Qwen3-235B-A22B and DeepSeek-V3 for H100; it has none of Mixtral)
-in November 2026. Of test cases that generate text alone, one is here; those with
-transformer_impl="inference_optimized" are not of a layer for training.
+Read in NVIDIA/Megatron-LM (tests/functional_tests/test_cases, examples) and ROCm/Megatron-LM (examples) in November
+2026. Those of Megatron-Bridge are in megatron_bridge_recipes.py. Of test cases that generate text alone, one is here;
+those with transformer_impl="inference_optimized" are not of a layer for training.
 """
 
-from megatron.core.activations import quick_gelu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
+from tests.helpers.megatron_bridge_recipes import BRIDGE
 from tests.helpers.megatron_model_cases import MODEL_TESTS
 from tests.helpers.megatron_moe_cases import MOE_TESTS
 from tests.helpers.megatron_recipe import (
-    DEEPEP,
     DEEPSEEK_V3,
     FP8,
-    FULL,
-    GRAPHED_ROUTER,
     HYBRIDEP,
     MIXTRAL,
     MIXTRAL_8X7B,
     NEMOTRON,
     NEMOTRON_SUPER,
-    OVERLAP,
     QWEN3_30B,
     QWEN3_235B,
     SIGMOID_BIAS,
@@ -30,8 +26,6 @@ from tests.helpers.megatron_recipe import (
     parallel,
 )
 
-BENCHMARK = {"moe_router_fusion": True, "moe_router_force_load_balancing": True}
-MLA_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "mlp"]}
 MOE_RECOMPUTED = {"moe_layer_recompute": True, "recompute_granularity": "selective"}
 GPT_OSS = {
     "hidden_size": 2880,
@@ -217,89 +211,6 @@ EXAMPLES = (
             "moe_aux_loss_coeff": 1e-2,
         }
         | parallel(),
-    ),
-)
-
-BRIDGE = (
-    # src/megatron/bridge/recipes
-    Recipe("qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config", QWEN3_30B | FULL | parallel(4, 2, 4, 1)),
-    Recipe("qwen3_30b_a3b_sft_8gpu_h100_bf16_config", QWEN3_30B | parallel(4, 2, 4, 1)),
-    Recipe(
-        "qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config",
-        QWEN3_30B
-        | HYBRIDEP
-        | GRAPHED_ROUTER
-        | {"moe_hybridep_num_sms": 32, "moe_router_fusion": True}
-        | parallel(ep=16, etp=1),
-    ),
-    Recipe("qwen3_235b_a22b_pretrain_256gpu_h100_bf16_config", QWEN3_235B | parallel(4, 16, 8, 1, cp=2)),
-    Recipe(
-        "deepseek_v3_pretrain_1024gpu_h100_bf16_config",
-        DEEPSEEK_V3 | HYBRIDEP | {"moe_hybridep_num_sms": 16, "mtp_num_layers": 1} | parallel(2, 16, 64, 1),
-    ),
-    Recipe(
-        "deepseek_v3_pretrain_256gpu_h100_bf16_32nodes_config",
-        DEEPSEEK_V3 | HYBRIDEP | FULL | {"mtp_num_layers": 1} | parallel(2, 8, 32, 1),
-    ),
-    Recipe("qwen3_30b_a3b_peft_4gpu_h100_bf16_config", QWEN3_30B | parallel(4, 1, 4, 1)),
-    Recipe("qwen3_235b_a22b_sft_64gpu_h100_bf16_config", QWEN3_235B | parallel(4, 16, 4, 1)),
-    Recipe("qwen3_235b_a22b_peft_16gpu_h100_bf16_config", QWEN3_235B | parallel(4, 4, 4, 1)),
-    # src/megatron/bridge/perf_recipes; earlier scripts/performance/configs, under the names in capitals.
-    Recipe(
-        "perf: qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config",
-        QWEN3_30B | HYBRIDEP | GRAPHED_ROUTER | BENCHMARK | {"moe_hybridep_num_sms": 32} | parallel(ep=16, etp=1),
-        also=("QWEN3_30B_A3B_PRETRAIN_CONFIG_H100_BF16_V1", "perf: qwen3_30b_a3b_pretrain_64gpu_h100_bf16_config"),
-    ),
-    Recipe(
-        "perf: qwen3_30b_a3b_pretrain_16gpu_h100_fp8cs_config",
-        QWEN3_30B | HYBRIDEP | FP8 | BENCHMARK | parallel(ep=16, etp=1),
-        also=("QWEN3_30B_A3B_PRETRAIN_CONFIG_H100_FP8_CS_V1", "perf: qwen3_30b_a3b_pretrain_64gpu_h100_fp8cs_config"),
-    ),
-    Recipe(
-        "perf: qwen3_235b_a22b_pretrain_256gpu_h100_bf16_config",
-        QWEN3_235B | OVERLAP | BENCHMARK | {"delay_wgrad_compute": True} | parallel(2, 8, 32, 1),
-        also=("QWEN3_235B_A22B_PRETRAIN_CONFIG_H100_BF16_V1",),
-    ),
-    Recipe(
-        "perf: qwen3_235b_a22b_pretrain_256gpu_h100_fp8cs_config",
-        QWEN3_235B | OVERLAP | FP8 | BENCHMARK | {"delay_wgrad_compute": True} | parallel(2, 8, 32, 1),
-        also=(
-            "QWEN3_235B_A22B_PRETRAIN_CONFIG_H100_FP8_CS_V1",
-            "perf: qwen3_235b_a22b_pretrain_256gpu_h100_fp8cs_large_scale_config",
-        ),
-    ),
-    Recipe(
-        "perf: deepseek_v3_pretrain_1024gpu_h100_bf16_config",
-        DEEPSEEK_V3 | HYBRIDEP | BENCHMARK | MLA_RECOMPUTED | parallel(2, 8, 64, 1),
-        also=("DEEPSEEK_V3_PRETRAIN_CONFIG_H100_BF16_V1", "perf: deepseek_v3_pretrain_64gpu_h100_bf16_config"),
-    ),
-    Recipe(
-        "perf: deepseek_v3_pretrain_1024gpu_h100_fp8cs_config",
-        DEEPSEEK_V3 | HYBRIDEP | FP8 | BENCHMARK | MLA_RECOMPUTED | parallel(2, 8, 64, 1),
-        also=("perf: deepseek_v3_pretrain_64gpu_h100_fp8cs_config",),
-    ),
-    Recipe(
-        "perf: deepseek_v3_pretrain_1024gpu_h100_fp8sc_config",
-        DEEPSEEK_V3 | HYBRIDEP | FP8 | BENCHMARK | MLA_RECOMPUTED | {"fp8_recipe": "blockwise"} | parallel(2, 8, 64, 1),
-        also=(
-            "DEEPSEEK_V3_PRETRAIN_CONFIG_H100_FP8_SC_V1",
-            "perf: deepseek_v3_pretrain_1024gpu_h100_fp8sc_large_scale_config",
-        ),
-    ),
-    Recipe(
-        "perf: deepseek_v3_1024gpu_h100_bf16_deepep_pretrain_config",
-        DEEPSEEK_V3 | DEEPEP | BENCHMARK | {"moe_enable_deepep": True} | parallel(1, 16, 64, 1),
-    ),
-    Recipe(
-        "perf: deepseek_v3_1024gpu_h100_fp8sc_deepep_pretrain_config",
-        DEEPSEEK_V3
-        | DEEPEP
-        | FP8
-        | OVERLAP
-        | BENCHMARK
-        | MLA_RECOMPUTED
-        | {"fp8_recipe": "blockwise", "delay_wgrad_compute": True, "moe_router_padding_for_fp8": True}
-        | parallel(2, 8, 64, 1),
     ),
 )
 

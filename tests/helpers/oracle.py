@@ -33,6 +33,8 @@ def activate(name: str, h: Tensor) -> Tensor:
             return F.silu(gate) * up
         case "swiglu_clamped":
             return F.silu(torch.clamp(gate, max=10.0)) * torch.clamp(up, -10.0, 10.0)
+        case "swiglu_clamped_7":
+            return F.silu(torch.clamp(gate, max=7.0)) * torch.clamp(up, -7.0, 7.0)
         case "geglu":
             return F.gelu(gate, approximate="tanh") * up
         case "geglu_erf":

@@ -341,7 +341,7 @@ def test_a_damaged_file(tmp_path: Path) -> None:
 def test_counts_for_the_bias_start_anew(tmp_path: Path) -> None:
     model = saved("deepseek_v3", tmp_path)
     layer = layer_for("deepseek_v3", model).train()
-    layer(torch.randn(2, 10, model.config.hidden_size))
+    layer(torch.randn(2, 10, model.config.hidden_size)).y.sum().backward()
     assert layer.router._counts_since_update_E.any()
     load_layer(tmp_path, LAYERS["deepseek_v3"][0], layer)
     assert not layer.router._counts_since_update_E.any()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GATED = ("swiglu", "swiglu_clamped", "geglu", "geglu_erf", "reglu", "swiglu_oai")
+GATED = ("swiglu", "swiglu_clamped", "swiglu_clamped_7", "geglu", "geglu_erf", "reglu", "swiglu_oai")
 PLAIN = ("gelu", "gelu_erf", "silu", "relu", "relu2")
 SPLIT_GATE_UP = (torch.bfloat16, torch.float16)
 
@@ -24,6 +24,7 @@ def _gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
 _OF_GATE_AND_UP: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "swiglu_clamped": lambda gate, up: F.silu(gate.clamp(max=10.0)) * up.clamp(min=-10.0, max=10.0),
+    "swiglu_clamped_7": lambda gate, up: F.silu(gate.clamp(max=7.0)) * up.clamp(min=-7.0, max=7.0),
     "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "geglu_erf": lambda gate, up: F.gelu(gate) * up,
     "reglu": lambda gate, up: F.relu(gate) * up,

@@ -218,24 +218,6 @@ def test_two_regions_in_flight_keep_to_their_own_selections() -> None:
     assert second == second_again
 
 
-def test_a_recomputation_is_counted_once() -> None:
-    # x rows are one-hot and the weight is the identity: tokens choose by name.
-    options = RouterConfig(renormalize=False, expert_bias=True, expert_bias_rate=0.5)
-    router = Router(MoEConfig(d=4, n=4, E=4, K=1, router=options, rounding=STOCHASTIC))
-    with torch.no_grad():
-        router.weight.copy_(torch.eye(4))
-    once = torch.eye(4)[[0, 0, 0, 1]].requires_grad_()
-    checkpointed(lambda x: router(x, group=EPGroup.alone(), sequence_length=4).routing.weights_N * x.sum())(
-        once
-    ).sum().backward()
-    router(torch.eye(4)[[1, 1, 1, 2, 2, 3, 3]], group=EPGroup.alone(), sequence_length=7)
-    router.update_expert_bias()
-    # Counts 3, 4, 2, 2 of mean 2.75. The recomputed forward counted again: 6, 5, 2, 2 of mean 3.75.
-    assert router.expert_bias is not None
-    assert router.expert_bias.tolist() == [-0.5, -0.5, 0.5, 0.5]
-    router(torch.eye(4)[[0, 1]], group=EPGroup.alone(), sequence_length=2)
-
-
 def test_one_call_too_many_is_an_error_that_says_so() -> None:
     router, other = make_router(0), make_router(1)
     block, x_TH = block_of(router), torch.randn(T, H, dtype=torch.float64)

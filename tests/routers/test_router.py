@@ -48,6 +48,15 @@ def route(router: Router, x_TH: Tensor) -> Routed:
     return router(x_TH, group=ALONE, sequence_length=x_TH.shape[0])
 
 
+def train(router: Router, x_TH: Tensor) -> Routed:
+    """Routes, and a backward follows."""
+    routed = route(router, x_TH)
+    weights_N = routed.routing.weights_N
+    router.count_in_backward(weights_N, routed.routing.counts)
+    weights_N.sum().backward()
+    return routed
+
+
 def expert_ids(routed: Routed) -> Tensor:
     """Pairs are in expert order, as many as the counts say."""
     return torch.repeat_interleave(routed.routing.counts.pairs_SE[0])
@@ -290,7 +299,7 @@ def test_a_router_on_meta_can_be_given_memory(by: str, dtype: torch.dtype) -> No
     assert router.expert_bias.dtype == torch.float32
     torch.nn.init.normal_(router.weight)
     router.expert_bias.zero_()
-    route(router, torch.randn(4, H))
+    train(router, torch.randn(4, H))
     router.update_expert_bias()
     assert router.expert_bias.abs().sum() > 0
 
@@ -298,13 +307,13 @@ def test_a_router_on_meta_can_be_given_memory(by: str, dtype: torch.dtype) -> No
 def test_what_is_read_into_a_router_is_fp32_and_starts_to_count_anew() -> None:
     router = make_router(expert_bias=True)
     saved = {name: value.bfloat16() for name, value in router.state_dict().items()}
-    route(router, torch.randn(4, H))
+    train(router, torch.randn(4, H))
     assert router._counts_since_update_E.any()
     torch.nn.ModuleList([router]).load_state_dict({f"0.{name}": value for name, value in saved.items()}, assign=True)
     assert router.expert_bias is not None
     assert router.expert_bias.dtype == torch.float32
     assert not router._counts_since_update_E.any()
-    route(router, torch.randn(4, H))
+    train(router, torch.randn(4, H))
     router.initialize(0.02, torch.Generator())
     assert not router._counts_since_update_E.any()
 
@@ -313,16 +322,16 @@ def test_update_counts_plain_choices_since_the_last_update_in_training_only() ->
     # Every pair is dropped by `down`; the bias must move by what the tokens chose.
     router = identity_router(4, rounding=RoundingConfig(mode="down", t=64), expert_bias=True, expert_bias_rate=0.125)
     ones = torch.eye(4)
-    route(router, ones[[0, 0, 1, 2]])
-    route(router, ones[[0, 1, 1, 2]])  # with the first: 3, 3, 2, 0 tokens
-    route(router.eval(), ones[[3, 3, 3, 3]])
+    train(router, ones[[0, 0, 1, 2]])
+    train(router, ones[[0, 1, 1, 2]])  # with the first: 3, 3, 2, 0 tokens
+    train(router.eval(), ones[[3, 3, 3, 3]])
     router.train().update_expert_bias()
     assert router.expert_bias is not None
     assert router.expert_bias.tolist() == [-0.125, -0.125, 0.0, 0.125]
     # Counting starts anew.
     router.update_expert_bias()
     assert router.expert_bias.tolist() == [-0.125, -0.125, 0.0, 0.125]
-    route(router, ones[[2, 2, 2, 3]])
+    train(router, ones[[2, 2, 2, 3]])
     router.update_expert_bias()
     assert router.expert_bias.tolist() == [0.0, 0.0, -0.125, 0.125]
 
@@ -346,7 +355,7 @@ def test_update_spreads_a_stuck_router() -> None:
     x_TH = torch.randn(200, 4) + torch.tensor([4.0, 0.0, 0.0, 0.0])
     loads = []
     for _ in range(100):
-        loads.append(route(router, x_TH).stats().expert_load_max_over_mean)
+        loads.append(train(router, x_TH).stats().expert_load_max_over_mean)
         router.update_expert_bias()
     assert loads[0] > 3
     assert loads[-1] < 1.3

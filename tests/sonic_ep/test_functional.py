@@ -302,7 +302,9 @@ def test_unknown_layouts_are_refused_and_halves_that_a_copy_would_take_the_gradi
 
 
 def test_unknown_activation_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="activation='swish' is not one of swiglu, swiglu_clamped, geglu"):
+    with pytest.raises(
+        ValueError, match="activation='swish' is not one of swiglu, swiglu_clamped, swiglu_clamped_7, geglu"
+    ):
         moe(**layer_arguments(), activation="swish")
 
 

@@ -54,7 +54,7 @@ CASES: dict[str, tuple[MoEConfig, str]] = {
     "shared-gate": (small(shared_n=5, shared_gate=True, bias=True, K=3), "ragged"),
     **{
         f"act-{name}": (small(activation=name, bias=True), "equal")
-        for name in ("swiglu_clamped", "geglu", "geglu_erf", "reglu", "swiglu_oai")
+        for name in ("swiglu_clamped", "swiglu_clamped_7", "geglu", "geglu_erf", "reglu", "swiglu_oai")
     },
     **{
         f"act-{name}": (small(activation=name, shared_n=4), "equal")

@@ -37,7 +37,9 @@ FIELDS: tuple[Field, ...] = (
     *honoured("the K scores divided by their sum", "route_norm"),
     *honoured("factor on every combine weight", "route_scale", "routed_scaling_factor"),
     *honoured("groups scored by their two best experts", "num_expert_groups", "num_limited_groups"),
-    *honoured("swiglu, geglu_tanh, swiglu_clamped (limit 10), swiglu_oai (alpha 1.702, limit 7)", "expert_activation"),
+    *honoured(
+        "swiglu, geglu_tanh, swiglu_clamped (limit 10 or 7), swiglu_oai (alpha 1.702, limit 7)", "expert_activation"
+    ),
     Field(
         "score_apply",
         "refused",
@@ -111,11 +113,13 @@ def check(spec: MoELayerSpec, config: AutoEPConfig) -> None:
 def activation_of(spec: MoELayerSpec) -> str:
     """Returns the name of the experts' activation here. Raises ValueError if there is none."""
     name, alpha, limit = spec.expert_activation, spec.expert_activation_alpha, spec.expert_activation_limit
+    if name == "swiglu_clamped" and limit == 7:
+        return "swiglu_clamped_7"
     wrong = (name == "swiglu_clamped" and limit != 10) or (name == "swiglu_oai" and (alpha, limit) != (1.702, 7))
     if wrong or name not in _ACTIVATIONS:
         raise ValueError(
             f"expert_activation={name!r} with alpha {alpha}, limit {limit} has no kernel here; supported are "
-            f"{', '.join(_ACTIVATIONS)}, with limit 10 for swiglu_clamped, alpha 1.702 and limit 7 for swiglu_oai"
+            f"{', '.join(_ACTIVATIONS)}, with limit 10 or 7 for swiglu_clamped, alpha 1.702 and limit 7 for swiglu_oai"
         )
     return _ACTIVATIONS[name]
 

@@ -50,5 +50,5 @@ class SonicEPRouter(TokenChoiceTopKRouter):
     ) -> tuple[Routing, list[Tensor]]:
         T = logits_TE.shape[0]
         # In place of rows, which it only hands on.
-        routed = route(self, logits_TE, logits_TE, bias_E, None, context, sequence_length=T)
+        routed = route(self, logits_TE, logits_TE, bias_E, context, sequence_length=T)
         return routed.routing, [routed.topk.counts_E()]

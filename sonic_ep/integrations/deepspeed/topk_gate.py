@@ -116,7 +116,7 @@ class TopKGate(nn.Module):
         topk = self._sampled(logits_TE) if self.samples and context.training else None
         T = logits_TE.shape[0]
         # In place of rows, which it only hands on.
-        routed = route(self.wg, logits_TE, logits_TE, None, None, context, sequence_length=T, topk=topk)
+        routed = route(self.wg, logits_TE, logits_TE, None, context, sequence_length=T, topk=topk)
         return self._results(routed, used_T)
 
     def _results(self, routed: Routed, used_T: Tensor | None) -> tuple[Routing, list[Tensor]]:

@@ -14,8 +14,11 @@ layouts every expert also has a Transformer Engine state of each of its linear l
 Plain state dicts hold only the local experts, under names that differ by module: `to_layout` lists those of Megatron's
 two. Our biases are flat there, (e * J,) and (e * H,), as in memory.
 
-Legend: e local experts, E experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I). In
-memory a gated fc1 has gate and up rows in turn (see experts.py); in files, gate rows first.
+In memory a gated fc1 has gate and up rows in turn (see experts.py); in files it has Megatron's order, gate rows first.
+With moe_mlp_glu_interleave_size=s Megatron's TEGroupedMLP has s gate rows, s up rows, and so on. It saves its rows as
+they lie in memory, so that the shards "gate" and "up" are the first and the second half of those. So do we.
+
+Legend: e local experts, E experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 Source: sharded_state_dict of SequentialMLP and TEGroupedMLP in megatron-core 0.19.2,
 megatron/core/transformer/moe/experts.py.
 """
@@ -29,8 +32,6 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
-
-from sonic_ep.kernels.experts.activations import concatenate, interleave
 
 Layout = Literal["sequential", "te_grouped"]
 Offsets = tuple[tuple[int, int, int], ...]
@@ -48,10 +49,23 @@ def by_expert(parameter: Tensor | None, count: int) -> Any:
     return parameter if parameter is None or parameter.dim() > 1 else parameter.view(count, -1)
 
 
+def to_pairs(rows: Tensor, block: int | None = None) -> Tensor:
+    """Returns gate and up rows in turn along dim 1, of rows in Megatron's order.
+
+    block: moe_mlp_glu_interleave_size: [g0, g1, u0, u1, g2, g3, u2, u3] for 2; None: all gate rows first.
+    """
+    return rows.unflatten(1, (-1, 2, block or rows.shape[1] // 2)).transpose(2, 3).flatten(1, 3)
+
+
+def from_pairs(rows: Tensor, block: int | None = None) -> Tensor:
+    """Returns rows in Megatron's order: the reverse of `to_pairs`."""
+    return rows.unflatten(1, (-1, block or rows.shape[1] // 2, 2)).transpose(2, 3).flatten(1, 3)
+
+
 class HeldExperts(NamedTuple):
     """Which experts a module holds: share `ep_rank` of `ep_size` equal ones, and of their width part `part` of `parts`.
 
-    copy: the index of this replica of them. gated: whether the activation is.
+    copy: the index of this replica of them. gated: whether the activation is. block: see `to_pairs`.
     """
 
     ep_rank: int
@@ -60,6 +74,7 @@ class HeldExperts(NamedTuple):
     gated: bool
     part: int = 0
     parts: int = 1
+    block: int | None = None
 
     def cut(self, axis: int, run: int = 0, runs: int = 1) -> Offsets:
         """Returns the offset of this part along `axis`, which has `runs` equal runs of rows; () for all of it."""
@@ -96,7 +111,9 @@ def sharded_experts(
                 at=prefix,
                 cut_axis=2 if name == "weight2" else 1,
             ),
-            partial(_merge_singletons if singleton else _merge, gated=gated, flat=parameter.dim() == 1),
+            partial(
+                _merge_singletons if singleton else _merge, gated=gated, flat=parameter.dim() == 1, block=held.block
+            ),
             (0, 0, held.copy),
         )
     for expert in range(held.ep_rank * num_local, (held.ep_rank + 1) * num_local):
@@ -136,7 +153,7 @@ def _build(
 
     if not gated:
         return shard(stacked, *held.cut(axes + cut_axis))
-    halves = enumerate(_gate_and_up(stacked))
+    halves = enumerate(from_pairs(stacked, held.block).chunk(2, 1))
     return [shard(half.contiguous(), *held.cut(axes + cut_axis, number, 2)) for number, half in halves]
 
 
@@ -173,24 +190,20 @@ def _build_singletons(
 
     if not gated:
         return singletons(stacked)
-    gate, up = _gate_and_up(stacked)
+    gate, up = from_pairs(stacked, held.block).chunk(2, 1)
     return [singletons(gate, "_w"), singletons(up, "_v")]
 
 
 @torch.no_grad()
-def _merge(loaded: Any, *, gated: bool, flat: bool) -> Tensor:
-    stacked = interleave(torch.cat(loaded, 1)) if gated else loaded
+def _merge(loaded: Any, *, gated: bool, flat: bool, block: int | None) -> Tensor:
+    stacked = to_pairs(torch.cat(loaded, 1), block) if gated else loaded
     return stacked.flatten() if flat else stacked
 
 
 @torch.no_grad()
-def _merge_singletons(loaded: Any, *, gated: bool, flat: bool) -> Tensor:
-    return _merge([torch.stack(half) for half in loaded] if gated else torch.stack(loaded), gated=gated, flat=flat)
-
-
-def _gate_and_up(stacked: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gate rows and the up rows of interleaved rows, as views."""
-    return stacked[:, 0::2], stacked[:, 1::2]
+def _merge_singletons(loaded: Any, *, gated: bool, flat: bool, block: int | None) -> Tensor:
+    stacked = [torch.stack(half) for half in loaded] if gated else torch.stack(loaded)
+    return _merge(stacked, gated=gated, flat=flat, block=block)
 
 
 def _refuse_flattened(flattened_range: slice | None) -> None:
@@ -201,16 +214,19 @@ def _refuse_flattened(flattened_range: slice | None) -> None:
         )
 
 
-def load_any_layout(experts: nn.Module, gated: bool) -> None:
+def load_any_layout(experts: nn.Module, gated: bool, block: int | None) -> None:
     """Makes `experts.load_state_dict` accept plain state dicts of SequentialMLP and TEGroupedMLP too.
 
     `_extra_state` entries are dropped.
     """
-    experts.register_load_state_dict_pre_hook(partial(_translate, gated=gated))
+    experts.register_load_state_dict_pre_hook(partial(_translate, gated=gated, block=block))
 
 
-def _translate(experts: Any, state_dict: dict[str, Any], prefix: str, *_: Any, gated: bool) -> None:
-    """Replaces Megatron's entries under `prefix` by ours. Entries that do not fit stay, and torch reports them."""
+def _translate(experts: Any, state_dict: dict[str, Any], prefix: str, *_: Any, gated: bool, block: int | None) -> None:
+    """Replaces Megatron's entries under `prefix` by ours. Entries that do not fit stay, and torch reports them.
+
+    block: of TEGroupedMLP; SequentialMLP always has gate rows first.
+    """
     for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
         del state_dict[key]
     for name, linear in LINEAR.items():
@@ -221,21 +237,23 @@ def _translate(experts: Any, state_dict: dict[str, Any], prefix: str, *_: Any, g
         count = experts.num_local_experts
         sequential = [f"{prefix}local_experts.{local}.{linear}" for local in range(count)]
         te_grouped = [f"{prefix}{module}.{kind}{local}" for local in range(count)]
-        for keys in (sequential, te_grouped):
+        for keys, rows in ((sequential, None), (te_grouped, block)):
             if all(key in state_dict for key in keys):
                 stacked = torch.stack([state_dict.pop(key) for key in keys])
-                stacked = interleave(stacked) if gated and module == "linear_fc1" else stacked
+                stacked = to_pairs(stacked, rows) if gated and module == "linear_fc1" else stacked
                 state_dict[prefix + name] = stacked.flatten() if ours.dim() == 1 else stacked
 
 
-def to_layout(state_dict: Mapping[str, Any], layout: Layout, *, gated: bool = True) -> dict[str, Any]:
+def to_layout(
+    state_dict: Mapping[str, Any], layout: Layout, *, gated: bool = True, interleave_size: int | None = None
+) -> dict[str, Any]:
     """Converts a plain state dict of a model with our experts to names and shapes of Megatron's experts. Returns it.
 
     For each MoE layer, under its `experts.`, for local experts i < e:
         "sequential"  local_experts.{i}.linear_fc1.weight (J, H), local_experts.{i}.linear_fc2.weight (H, I)
         "te_grouped"  linear_fc1.weight{i} (J, H), linear_fc2.weight{i} (H, I)
     Biases likewise, and an `_extra_state` of None where those modules have one. Other entries are unchanged. gated: the
-    model's gated_linear_unit.
+    model's gated_linear_unit. interleave_size: its moe_mlp_glu_interleave_size, which "sequential" does not have.
     Raises ValueError for another layout.
     """
     if layout not in ("sequential", "te_grouped"):
@@ -248,7 +266,8 @@ def to_layout(state_dict: Mapping[str, Any], layout: Layout, *, gated: bool = Tr
             continue
         module, kind = LINEAR[name].split(".")
         stacked = by_expert(value, len(state_dict[f"{prefix}.weight1" if prefix else "weight1"]))
-        stacked = concatenate(stacked) if gated and module == "linear_fc1" else stacked
+        if gated and module == "linear_fc1":
+            stacked = from_pairs(stacked, interleave_size if layout == "te_grouped" else None)
         result.update(_in_layout(f"{prefix}." if prefix else "", module, kind, stacked, layout))
     return result
 

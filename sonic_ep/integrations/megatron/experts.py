@@ -1,7 +1,7 @@
 """`SonicEPExperts`: the local experts' weights, stacked, with the attributes that Megatron's DDP and optimizer read.
 
 The weights have the kernels' layout, so that no step copies them: the rows of `weight1` alternate between gate and up,
-while Megatron has all gate rows first. checkpoint.py converts.
+while Megatron has all gate rows first, or blocks of moe_mlp_glu_interleave_size. checkpoint.py converts.
 
 Legend: T tokens on this rank, H hidden size, e local experts, I expert width, J pre-activation columns (2I if gated
 else I).
@@ -23,12 +23,18 @@ from torch import Tensor, nn
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.megatron.activation import activation_of
-from sonic_ep.integrations.megatron.checkpoint import HeldExperts, by_expert, load_any_layout, sharded_experts
+from sonic_ep.integrations.megatron.checkpoint import (
+    HeldExperts,
+    by_expert,
+    load_any_layout,
+    sharded_experts,
+    to_pairs,
+)
 from sonic_ep.integrations.megatron.groups import ExpertDivision
 from sonic_ep.integrations.megatron.routing_map import RouterOutput
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts
-from sonic_ep.kernels.experts.activations import activation_named, interleave
+from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_for
 
@@ -65,6 +71,7 @@ class SonicEPExperts(MegatronModule):
         self.transport = transport_for(self.group, options.transport)
         self.activation = activation_of(config)
         self.gated = activation_named(self.activation).gated
+        self.block = config.moe_mlp_glu_interleave_size if self.gated else None
         self.save_dispatched = options.save_dispatched
         K = config.moe_router_topk * self.parts
         self._recorded = RecordedExperts(self.group, self.transport, K, records=options.record_launches)
@@ -79,7 +86,7 @@ class SonicEPExperts(MegatronModule):
             self._mark_parameters()
         else:
             self.reset_parameters()
-        load_any_layout(self, self.gated)
+        load_any_layout(self, self.gated, self.block)
 
     def _parameter(self, *shape: int) -> nn.Parameter:
         config = self.config
@@ -113,7 +120,7 @@ class SonicEPExperts(MegatronModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws as SequentialMLP does: expert by expert, fc1 (gate rows first) before fc2. Biases are zero.
+        """Draws as SequentialMLP does: expert by expert, fc1 (rows in Megatron's order) before fc2. Biases are zero.
 
         With init_model_with_meta_device, Megatron-FSDP calls it once it has given the parameters memory.
         """
@@ -137,7 +144,7 @@ class SonicEPExperts(MegatronModule):
                 if whole > 1:
                     halves = [half.chunk(whole)[self.part] for half in fc1.chunk(2 if self.gated else 1)]
                     fc1, fc2 = torch.cat(halves), fc2.chunk(whole, dim=1)[self.part]
-                weight1.copy_(interleave(fc1, dim=0) if self.gated else fc1)
+                weight1.copy_(to_pairs(fc1[None], self.block)[0] if self.gated else fc1)
                 weight2.copy_(fc2)
         for bias in (self.bias1, self.bias2):
             if bias is not None:
@@ -209,7 +216,7 @@ class SonicEPExperts(MegatronModule):
     ) -> dict[str, Any]:
         """Returns the experts for Megatron's distributed checkpoints, in Megatron's own layout: see checkpoint.py."""
         ep, copy = self.ep_group, self.dp_group.rank()
-        held = HeldExperts(ep.rank(), ep.size(), copy, self.gated, self.part, self.parts)
+        held = HeldExperts(ep.rank(), ep.size(), copy, self.gated, self.part, self.parts, self.block)
         return sharded_experts(
             dict(self.named_parameters()),
             held,

@@ -36,7 +36,10 @@ def _refused(name: str, default: Any, why: str) -> Field:
 _ROUTER = "Megatron's router"
 _SHARED = "Megatron's shared expert"
 _GEMM = "which grouped GEMM Megatron would run"
-_ACTIVATION = "silu, gelu, fast_gelu and relu, gated or not, squared_relu, and gpt-oss's (quick_gelu, 7, 1)"
+_ACTIVATION = (
+    "by its values: silu, gelu, fast_gelu and relu, gated or not, squared_relu; silu with clamp 10 (DeepSeek-V4) or 7 "
+    "(Step-3.5), and quick_gelu with clamp 7 and offset 1 (gpt-oss, MiniMax-M3)"
+)
 _QUANTISED = "the rest of the model; the experts compute in params_dtype, with a warning, see SonicEPOptions"
 _TRANSPORT = "the layer brings its own transport"
 _FLEX = "read by the flex dispatcher, which this layer replaces"
@@ -149,7 +152,10 @@ FIELDS: tuple[Field, ...] = (
         "moe_single_grouped_bias",
         "use_transformer_engine_op_fuser",
     ),
-    _refused("moe_mlp_glu_interleave_size", None, "another order of gate and up rows in checkpoints"),
+    *honoured(
+        "order of gate and up rows in what Megatron draws and saves; divides moe_ffn_hidden_size, without expert TP",
+        "moe_mlp_glu_interleave_size",
+    ),
     *_without_effect("the layer permutes no rows", "moe_permute_fusion"),
     *honoured("with K = 1, and not together with token rounding or the fused router", "moe_apply_probs_on_input"),
     *honoured("Megatron's projections around dispatch and experts; need Transformer Engine", "moe_latent_size"),
@@ -227,6 +233,7 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
         if hasattr(config, field.name):
             check_field(field, getattr(config, field.name))
     activation_of(config)
+    _check_row_order(config)
     _check_graphs(config, options)
     _check_topk(config, options)
     if options.router == "fused":
@@ -258,6 +265,21 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
         value = getattr(config, new.name)
         if new.name.startswith("moe_") and new.name not in known and value != new.default:
             raise ValueError(f"{new.name}={value!r} is not known to this version of sonic_ep; set {new.default!r}")
+
+
+def _check_row_order(config: TransformerConfig) -> None:
+    block, n = config.moe_mlp_glu_interleave_size, config.moe_ffn_hidden_size
+    if block is None or not config.gated_linear_unit:
+        return
+    assert n is not None
+    name = f"moe_mlp_glu_interleave_size={block}"
+    if block < 1 or n % block:
+        raise ValueError(f"{name} does not divide moe_ffn_hidden_size={n} into blocks; set a divisor or None")
+    if (width := config.expert_tensor_parallel_size or 1) > 1:
+        raise ValueError(
+            f"{name} with expert_tensor_parallel_size={width}: Megatron's checkpoints then have another order of rows "
+            "for every such size; set expert_tensor_parallel_size=1 or moe_mlp_glu_interleave_size=None"
+        )
 
 
 def _check_topk(config: TransformerConfig, options: SonicEPOptions) -> None:

@@ -80,6 +80,7 @@ class SonicEPMoELayer(MoELayer):
         self.fwd_execution_map = ["route", "expert_compute", "postprocess"]
         router = _router_builder(submodules, options)
         self.router: Any = router(config=config, pg_collection=given, is_mtp_layer=is_mtp_layer)
+        _count_in_integers(self.router)
         if config.moe_latent_size:
             self.fc1_latent_proj, self.fc2_latent_proj = latent_projections(config, name)
         self.token_dispatcher: Any = NoDispatcher(copies=config.overlap_moe_expert_parallel_comm)
@@ -179,6 +180,18 @@ class SonicEPMoELayer(MoELayer):
         if self.config.moe_expert_capacity_factor is not None:
             return RouterOutput([probs, noted], functools.partial(routing_of_map, K=None), "tokens are dropped")
         return RouterOutput([probs, noted], functools.partial(routing_of_map, K=self.config.moe_router_topk * parts))
+
+
+# TopKRouter's buffers that count tokens and steps.
+_COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+
+
+def _count_in_integers(router: Any) -> None:
+    """Makes the router's counts int64. Megatron's are fp32, and bf16 in a bf16 model, where 256 and 1 are 256."""
+    for name in _COUNTS:
+        counts = getattr(router, name, None)
+        if counts is not None:
+            setattr(router, name, counts.long())
 
 
 def _router_builder(submodules: MoESubmodules, options: SonicEPOptions) -> Any:

@@ -46,8 +46,8 @@ def _equal_activation(experts: Any) -> str:
     raise ValueError(
         f"{type(experts).__name__} computes an activation ({_described(experts)}) that sonic_ep does not have; {gated} "
         f"ones are {', '.join(name for name, ours in ACTIVATIONS.items() if ours.gated == experts.has_gate)} "
-        "(swiglu_clamped: limit 10; swiglu_oai: alpha 1.702, limit 7; geglu and gelu: GELU's tanh approximation, with "
-        "_erf exact). Build the model with experts_implementation='grouped_mm'"
+        "(swiglu_clamped: limit 10, with _7 limit 7; swiglu_oai: alpha 1.702, limit 7; geglu and gelu: GELU's tanh "
+        "approximation, with _erf exact). Build the model with experts_implementation='grouped_mm'"
     )
 
 

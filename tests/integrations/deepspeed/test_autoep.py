@@ -226,7 +226,6 @@ def test_gradient_checkpointing_and_auxiliary_loss_are_as_with_stock(ranks: Rank
         ({"score_apply": "pre"}, "score_apply='pre' is not supported (weights act on the experts' output); set score"),
         ({"comm_backend": "deepep"}, "comm_backend='deepep' is not supported (the layer brings its own transport)"),
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2 is not supported"),
-        ({"expert_activation": "swiglu_clamped"}, "expert_activation='swiglu_clamped' with alpha 1.702, limit 7.0 has"),
     ],
 )
 def test_what_is_not_supported_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -242,7 +241,12 @@ def test_tensor_parallelism_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "alpha", "limit"),
-    [("geglu_tanh", 0.0, 0.0), ("swiglu_clamped", 0.0, 10.0), ("swiglu_oai", 1.702, 7.0)],
+    [
+        ("geglu_tanh", 0.0, 0.0),
+        ("swiglu_clamped", 0.0, 10.0),
+        ("swiglu_clamped", 0.0, 7.0),
+        ("swiglu_oai", 1.702, 7.0),
+    ],
 )
 def test_activations_are_those_of_deepspeed(name: str, alpha: float, limit: float) -> None:
     from deepspeed.moe.ep_experts import apply_expert_activation
@@ -256,6 +260,14 @@ def test_activations_are_those_of_deepspeed(name: str, alpha: float, limit: floa
     h = 20 * torch.randn(50, 2)
     wanted = apply_expert_activation(h[:, :1], h[:, 1:], name, alpha, limit, fused=False)
     torch.testing.assert_close(activation_named(activation_of(spec)).forward(h), wanted)
+
+
+def test_other_limits_are_refused() -> None:
+    from sonic_ep.integrations.deepspeed.autoep_fields import activation_of
+
+    spec = dataclasses.replace(spec_of(), expert_activation="swiglu_clamped", expert_activation_limit=8.0)
+    with pytest.raises(ValueError, match=r"^expert_activation='swiglu_clamped' with alpha .*, limit 8.0 has no kernel"):
+        activation_of(spec)
 
 
 def test_group_scores_of_deepseek_v2_are_refused() -> None:

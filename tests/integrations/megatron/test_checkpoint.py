@@ -40,7 +40,9 @@ def exchange(rank: int, folder: Path, variant: str) -> list[str]:
     kinds = list(KINDS)
     H, I = 6, 4  # noqa: E741
     J = I if variant == "not-gated" else 2 * I
-    shapes = {"fc1": (J, H), "fc2": (H, I)} | ({"b1": (J,), "b2": (H,)} if variant == "biases" else {})
+    shapes = {"fc1": (J, H), "fc2": (H, I)} | (
+        {"b1": (J,), "b2": (H,)} if VARIANTS[variant].get("add_bias_linear") else {}
+    )
     whole = {name: torch.randn(EXPERTS, *shape) for name, shape in shapes.items()}  # all ranks have one seed
     if rank == 0:
         for ep in EP_SIZES:

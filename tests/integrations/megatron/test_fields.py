@@ -12,11 +12,12 @@ import torch.nn.functional as F
 pytest.importorskip("megatron.core")
 
 from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from sonic_ep import RoundingConfig
-from sonic_ep.integrations.megatron.activation import activation_of
+from sonic_ep.integrations.megatron.activation import activation_of, curve_of
 from sonic_ep.integrations.megatron.fields import FIELDS, check
 from sonic_ep.integrations.options import SonicEPOptions
 
@@ -71,7 +72,6 @@ REFUSED: dict[str, Any] = {
     "moe_token_dropping": True,
     "moe_expert_rank_capacity_factor": 1.5,
     "moe_paged_stash": True,
-    "moe_mlp_glu_interleave_size": 32,
     "params_dtype": torch.float64,
     "enable_autocast": True,
     "batch_invariant_mode": True,
@@ -229,14 +229,26 @@ def test_a_new_moe_field_is_refused_unless_it_has_its_default(config: Transforme
         (fast_gelu, True, None, 0.0, "geglu"),
         (F.relu, True, None, 0.0, "reglu"),
         (quick_gelu, True, 7.0, 1.0, "swiglu_oai"),
+        (fused_bias_geglu.quick_gelu, True, 7.0, 1.0, "swiglu_oai"),  # what Megatron's parser and experts use
+        (F.silu, True, 10.0, 0.0, "swiglu_clamped"),
+        (torch.nn.SiLU(), True, 10, 0, "swiglu_clamped"),
+        (F.silu, True, 7.0, 0.0, "swiglu_clamped_7"),
+        (torch.nn.GELU(approximate="tanh"), True, None, 0.0, "geglu"),
+        (lambda x: x.float() * torch.sigmoid(x.float()), True, None, 0.0, "swiglu"),
         (F.silu, False, None, 0.0, "silu"),
         (fast_gelu, False, 3.0, 0.0, "gelu"),
         (squared_relu, False, None, 0.0, "relu2"),
         (F.gelu, True, None, 0.0, "geglu_erf"),
         (F.gelu, False, None, 0.0, "gelu_erf"),
         (F.relu, False, None, 0.0, "relu"),
-        (F.silu, True, 7.0, 0.0, None),
+        (F.silu, True, 10.5, 0.0, None),
+        (F.silu, True, 10.0, 1.0, None),
         (quick_gelu, True, 7.0, 0.0, None),
+        (quick_gelu, False, None, 0.0, None),
+        (torch.tanh, True, None, 0.0, None),
+        (lambda x: F.silu(x).clamp(max=30.0), True, None, 0.0, None),
+        (lambda x: x * torch.sigmoid(1.7 * x), True, 7.0, 1.0, None),
+        (lambda x, y: x * y, True, None, 0.0, None),
     ],
 )
 def test_activations_are_known_or_refused(
@@ -254,3 +266,24 @@ def test_activations_are_known_or_refused(
             check(changed, SonicEPOptions())
     else:
         assert activation_of(changed) == name
+
+
+def test_a_function_is_called_once() -> None:
+    calls: list[int] = []
+
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return F.silu(x)
+
+    assert [curve_of(silu) for _ in range(3)] == ["silu"] * 3
+    assert len(calls) == 1
+
+
+def test_blocks_of_gate_and_up_rows(config: TransformerConfig) -> None:
+    check(with_values(config, moe_mlp_glu_interleave_size=8), SonicEPOptions())
+    with pytest.raises(ValueError, match=r"^moe_mlp_glu_interleave_size=32 .*moe_ffn_hidden_size=16 .*; set a divisor"):
+        check(with_values(config, moe_mlp_glu_interleave_size=32), SonicEPOptions())
+    cut = with_values(config, moe_mlp_glu_interleave_size=8, expert_tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"^moe_mlp_glu_interleave_size=8 with expert_tensor_parallel_size=2.*; set "):
+        check(cut, SonicEPOptions())
+    check(with_values(config, moe_mlp_glu_interleave_size=32, gated_linear_unit=False), SonicEPOptions())

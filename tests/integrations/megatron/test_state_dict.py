@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from tests.helpers.launch import RankPool
-from tests.helpers.megatron_experts import VARIANTS, module_of, run_with
+from tests.helpers.megatron_experts import VARIANTS, bare_experts, module_of, run_with, weights
 
 pytest.importorskip("megatron.core")
+
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from sonic_ep.integrations.megatron.checkpoint import to_layout
 
@@ -29,17 +31,18 @@ def exchange(rank: int, variant: str) -> list[str]:
     from tests.helpers.megatron_training import parallel_state
 
     config = VARIANTS[variant]
-    gated = config.get("gated_linear_unit", True)
+    order = {"gated": config.get("gated_linear_unit", True)}
+    order["interleave_size"] = config.get("moe_mlp_glu_interleave_size")
     faults = []
     with parallel_state(expert=2):
         ours, sequential = run_with("ours", **config), run_with("sequential", **config)
         others = {"sequential": run_with("sequential", seed=1, **config)}
         saved: dict[str, dict[str, Any]] = {}
         for layout, run in others.items():
-            written = to_layout(module_of(ours).state_dict(), layout, gated=gated)  # type: ignore[arg-type]
+            written = to_layout(module_of(ours).state_dict(), layout, **order)  # type: ignore[arg-type]
             module_of(run).load_state_dict(written)
             saved[layout] = module_of(run).state_dict()
-        saved["te_grouped"] = to_layout(module_of(ours).state_dict(), "te_grouped", gated=gated)
+        saved["te_grouped"] = to_layout(module_of(ours).state_dict(), "te_grouped", **order)
         faults += [f"ours -> sequential: {name}" for name in differences(others["sequential"], sequential)]
         for layout, state in saved.items():
             back = run_with("ours", seed=1, **config)
@@ -91,6 +94,35 @@ def test_to_layout_by_hand(stacked: dict[str, Tensor]) -> None:
     assert te_grouped["experts.linear_fc2.weight0"].tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
+def test_to_layout_in_blocks_by_hand() -> None:
+    """Gate rows are 0 to 3, up rows 10 to 13."""
+    rows = torch.tensor([[0.0, 10, 1, 11, 2, 12, 3, 13]])[..., None].expand(1, 8, 3)
+    state = {"experts.weight1": rows, "experts.weight2": torch.zeros(1, 3, 4)}
+    te_grouped = to_layout(state, "te_grouped", interleave_size=2)["experts.linear_fc1.weight0"]
+    assert te_grouped[:, 0].tolist() == [0, 1, 10, 11, 2, 3, 12, 13]
+    assert TEGroupedMLP._remove_glu_interleaving(te_grouped.T, 2)[0].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    sequential = to_layout(state, "sequential", interleave_size=2)["experts.local_experts.0.linear_fc1.weight"]
+    assert sequential[:, 0].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]  # which knows no blocks
+
+
 def test_to_layout_says_what_it_cannot(stacked: dict[str, Tensor]) -> None:
     with pytest.raises(ValueError, match="layout='megablocks' is neither"):
         to_layout(stacked, "megablocks")  # type: ignore[arg-type]
+
+
+def drawn(rank: int) -> bool:
+    """Whether experts of one seed have the same rows in Megatron's order, with and without blocks."""
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    found = []
+    for block in (None, 2):
+        with parallel_state(seed=3):
+            torch.manual_seed(3)
+            experts = bare_experts("ours", gpt_config(moe_mlp_glu_interleave_size=block))
+            found.append(weights("ours", experts))
+    return all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@on_cpu
+def test_blocks_are_drawn_as_megatron_draws_them(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(1).run(drawn) == [True]

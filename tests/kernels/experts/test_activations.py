@@ -80,6 +80,15 @@ def test_deepseek_v4_beyond_the_clamp_by_hand() -> None:
     assert passes.tolist() == [[False, True], [False, False], [True, False], [True, True]]
 
 
+def test_step_35_beyond_the_clamp_by_hand() -> None:
+    activation = activation_named("swiglu_clamped_7")
+    h = torch.tensor([[8.0, 2.0], [8.0, 30.0], [1.0, -8.0]], dtype=torch.float64)
+    seven, one = (x / (1 + torch.tensor(-x, dtype=torch.float64).exp()) for x in (7.0, 1.0))
+    torch.testing.assert_close(activation.forward(h)[:, 0], torch.stack([2 * seven, 7 * seven, -7 * one]))
+    passes = activation.backward(torch.ones(3, 1, dtype=torch.float64), h) != 0
+    assert passes.tolist() == [[False, True], [False, False], [True, False]]
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_result_has_the_dtype_of_the_input(name: str, dtype: torch.dtype) -> None:

@@ -54,6 +54,8 @@ CASES = [
     Case((100, 28, 300), 200, 2880, 256, activation="swiglu_oai", bias=True),
     Case((100, 28, 300), 200, 256, 128, activation="swiglu_clamped"),
     Case((100, 28, 300), 200, 256, 192, activation="swiglu_clamped", bias=True),
+    Case((100, 28, 300), 200, 256, 192, activation="swiglu_clamped_7"),
+    Case((100, 28, 300), 200, 256, 128, activation="swiglu_clamped_7", bias=True),
     Case((100, 28, 300), 200, 256, 128, activation="geglu"),
     Case((100, 28, 300), 200, 256, 128, activation="geglu_erf"),
     Case((100, 28, 300), 200, 256, 192, activation="geglu_erf", bias=True),
