@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from sonic_ep.checks import ROW_ALIGNMENT
-from sonic_ep.groups.lost_ranks import LostRankError
 from sonic_ep.kernels.experts.tile_counter import counter_of_stream, recording_for
 from sonic_ep.kernels.launch_sequence.driver import raw_stream
 from sonic_ep.kernels.launch_sequence.recorder import leaves_of, record
@@ -124,6 +123,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class _NotRecordedError(RuntimeError):
+    """Raised where the launches of a step cannot be recorded."""
+
+
 @final
 class RecordedCalls:
     """The recordings of one layer's function, by input signature. A copy of it, as of its layer, starts without any.
@@ -197,12 +200,33 @@ class RecordedCalls:
         if problem is not None:
             _LOG.info("the code of %s runs, launches are not recorded: %s", type(layer).__name__, problem)
 
+    def _captured(
+        self,
+        layer: Any,
+        function: Callable[[list[Tensor]], list[Tensor]],
+        inputs: list[Tensor],
+        step: Any,
+        differentiable: list[int],
+    ) -> Replay:
+        """Returns the recording. Nothing runs here. Raises _NotRecordedError, whatever fails."""
+        device = inputs[0].device
+        stream = raw_stream(device)
+        counters = counter_of_stream(device, stream)
+        try:
+            with recording_for(stream), self._steps.captured():
+                state = [*self._state(layer, step), *counters]
+                recording = record(function, inputs, state, differentiable)
+            kinds = [kind_of(each) for each in state[: len(state) - len(counters)]]
+            return Replay(recording, differentiable, device, counters, kinds)
+        except Exception as error:
+            raise _NotRecordedError(f"{type(error).__name__}: {error}") from error
+
     def _recorded(self, layer: Any, inputs: list[Tensor], step: Any) -> tuple[Replay | None, str | None]:
         """Returns a replay, or the problem with it. Both are None if another rank has one, or this step is too large.
 
         A collective of the layer's ranks.
         """
-        code, device = self._code, inputs[0].device
+        code = self._code
 
         def function(tensors: list[Tensor]) -> list[Tensor]:
             for tensor, given in zip(tensors, inputs, strict=True):  # attributes, as allreduce of experts' weights
@@ -211,22 +235,14 @@ class RecordedCalls:
 
         replay, problem = None, None
         expected: list[Tensor | None] = []
-        try:
-            with self._steps.bounded(step):
+        with self._steps.bounded(step):
+            try:
                 with code.undone(layer):  # everything is compiled here, which a capture does not allow
                     expected, differentiable = _step(function, inputs)
                     expected += [tensor.clone() for tensor in code.state(layer)]
-                stream = raw_stream(device)
-                counters = counter_of_stream(device, stream)
-                with recording_for(stream), self._steps.captured():
-                    state = [*self._state(layer, step), *counters]
-                    recording = record(function, inputs, state, differentiable)
-                kinds = [kind_of(each) for each in state[: len(state) - len(counters)]]
-                replay = Replay(recording, differentiable, device, counters, kinds)
-        except LostRankError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for what this one says, whatever failed
-            problem = f"{type(error).__name__}: {error}"
+                replay = self._captured(layer, function, inputs, step, differentiable)
+            except (torch.OutOfMemoryError, OSError, _NotRecordedError) as error:  # of this rank; others wait for it
+                problem = str(error)
         if not self._steps.agreed(layer, problem):
             return None, problem
         assert replay is not None

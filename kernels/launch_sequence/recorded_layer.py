@@ -15,8 +15,8 @@ class _Parts:
 
     def __init__(self, layer: nn.Module) -> None:
         modules = dict(layer.named_modules())
-        self._modules, self._members = list(modules.values()), [_members(module) for module in modules.values()]
-        self._submodules = [module for module in modules.values() if module is not layer]
+        self._submodules = [module for module in modules.values() if module is not layer]  # no cycle through the layer
+        self._members = [_members(module) for module in (layer, *self._submodules)]
         self._places = [
             (module._parameters, name)
             for module in modules.values()
@@ -24,9 +24,9 @@ class _Parts:
             if p is not None
         ]
 
-    def are_current(self) -> bool:
+    def are_current(self, layer: nn.Module) -> bool:
         """Returns True unless a submodule, a parameter, a config or a forward was replaced, added or removed."""
-        return [_members(module) for module in self._modules] == self._members
+        return [_members(module) for module in (layer, *self._submodules)] == self._members
 
     def problem(self) -> str | None:
         """Returns why only the code of the submodules does what the user has asked for."""
@@ -87,7 +87,7 @@ class RecordedLayer:
         self._calls.observe(split_sizes)
 
     def _problem_with_parts(self, layer: nn.Module) -> str | None:
-        if self._parts is None or not self._parts.are_current():
+        if self._parts is None or not self._parts.are_current(layer):
             self._parts = _Parts(layer)
             self._calls.forget()
         return self._parts.problem()

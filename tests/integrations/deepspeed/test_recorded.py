@@ -41,7 +41,7 @@ class Recorded:
 def both(step: Callable[[], dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor], Recorded]:
     """A step by the code, the same by the recorded function, and what it got."""
     code, recorded = step(), Recorded()
-    with patch.object(RecordedCalls, "outputs", lambda _, *args: recorded.outputs(*args)):
+    with patch.object(RecordedCalls, "outputs", lambda _, *args, **__: recorded.outputs(*args)):
         return code, step(), recorded
 
 

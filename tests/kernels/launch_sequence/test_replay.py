@@ -205,6 +205,28 @@ def test_an_error_of_the_driver_is_raised(graph: FakeGraph) -> None:
         Replay(recording, [], torch.device("cpu"))((torch.zeros(4),), lambda: [])
 
 
+class Number:
+    """Stands for a tensor, as the order of backwards does."""
+
+    def data_ptr(self) -> int:
+        return 3
+
+
+def test_state_of_another_kind_is_refused(graph: FakeGraph) -> None:
+    forward, addresses = launches(graph, 1, [[X, Y]])
+    buffers = [Buffer(16, (FORWARD, 0), None) for _ in range(2)]
+    moved = [Address(a.node, a.word, (0, 1)[a.word], 0) for a in addresses]
+    place = Place(1, 0, (4,), (1,), torch.float32)
+    recording = Recording(1, 1, buffers, [(True, 1)], [forward], [moved], [place], [])
+    kinds = [(torch.int64, 0), (torch.float32, 0)]
+    made = Replay(recording, [], torch.device("cpu"), state_kinds=kinds)
+    tensor, number = torch.zeros(4), Number()
+    assert made._current(lambda: [number, tensor])[:2] == [number, tensor]
+    for other in (torch.zeros(4, dtype=torch.bfloat16), torch.zeros(5)[1:]):
+        with pytest.raises(RuntimeError, match="main_grad or a buffer of the layer was replaced"):
+            made._current(lambda other=other: [number, other])
+
+
 def test_a_step_makes_few_calls(repeated: Replay) -> None:
     """Of our own Python, forward and backward, which is where host time goes. The code of a layer makes hundreds."""
     x, w, state = inputs()
