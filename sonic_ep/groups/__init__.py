@@ -298,7 +298,7 @@ class EPGroup:
     ) -> None:
         """Raises ValueError, on every rank, if an all-to-all over gloo would end a process."""
         row_bytes = rows.shape[1:].numel() * rows.element_size()
-        own = torch.tensor([*send, *receive, row_bytes])
+        own = torch.tensor([*send, *receive, row_bytes], device="cpu")
         everywhere = self.all_gather(own, stage=f"{stage}, sizes", layer=layer)
         problem = problem_with_splits(everywhere.tolist(), stage)
         if problem is not None:
@@ -365,7 +365,7 @@ class EPGroup:
         if self.size == 1:
             return [*values]
         parts, ones = [_pickled(value) for value in values], [1] * self.size
-        self._gather_bytes(torch.empty(0, dtype=torch.uint8), OBJECT, stage)
+        self._gather_bytes(torch.empty(0, dtype=torch.uint8, device="cpu"), OBJECT, stage)
         send = [part.shape[0] for part in parts]
         lengths = self.all_to_all(torch.tensor(send, device=self._object_device), ones, ones, stage=stage)
         receive = self.to_host(lengths, stage=stage).tolist()

@@ -55,7 +55,7 @@ class Frame(NamedTuple):
         number, stage, layer, in_backward = self.collective
         name = stage.encode()[:95]
         numbers = self.num_bytes, IN_ANOTHER_CALL, self.exchange, number, layer, self.is_threaded
-        frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8, device="cpu")
         head = bytearray(_HEAD.pack(*numbers, self.size, in_backward, name))
         frame[: _HEAD.size] = torch.frombuffer(head, dtype=torch.uint8)
         inline = data[:_MAX_INLINE]
