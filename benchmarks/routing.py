@@ -57,7 +57,6 @@ class Case:
         self.x_TH = torch.randn(T, config.d, device="cuda", dtype=torch.bfloat16)
         self.logits_TE = torch.randn(T, config.E, device="cuda")
         self.bias_E = torch.zeros(config.E, device="cuda") if config.router.expert_bias else None
-        self.counter_E = torch.zeros(config.E, dtype=torch.int64, device="cuda")
         self.context = RoutingContext(
             config=self.config,
             group=group,
@@ -67,7 +66,7 @@ class Case:
         )
 
     def route(self) -> Routing:
-        given = self.x_TH, self.logits_TE, self.bias_E, self.counter_E, self.context
+        given = self.x_TH, self.logits_TE, self.bias_E, self.context
         return route(self, *given, sequence_length=self.T).routing
 
     def to_lists(self) -> Any:

@@ -217,13 +217,13 @@ def add_hidden_grads(
     ...
 
 
-def router_operations(logits_TE: Tensor, K: int) -> RouterOperations | None:
+def router_operations(device: torch.device, dtype: torch.dtype, K: int) -> RouterOperations | None:
     """Returns the router's fused kernels, or None where the plain torch twins of kernels/route/ run under autograd.
 
-    None on the CPU, for logits that are not fp32, for K > 16, without Triton, and under torch.compile, which fuses the
-    twins itself.
+    device, dtype: of the logits. None on the CPU, for logits that are not fp32, for K > 16, without Triton, and under
+    torch.compile, which fuses the twins itself.
     """
-    if torch.compiler.is_compiling() or not logits_TE.is_cuda or logits_TE.dtype != torch.float32 or K > _MAX_K:
+    if torch.compiler.is_compiling() or device.type != "cuda" or dtype != torch.float32 or K > _MAX_K:
         return None
     return _router_on_gpu()
 

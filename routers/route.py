@@ -15,9 +15,9 @@ from sonic_ep.kernels.backend import allows_spare_capacity, chosen_pairs, start_
 from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
 from sonic_ep.routers.replay import record_pairs, replayed_pairs
-from sonic_ep.routers.rounding import is_plain_topk, max_received, max_rows
+from sonic_ep.routers.rounding import is_plain_topk, leaves_sizes_open, max_received, max_rows, round_counts
 from sonic_ep.routers.topk import TopK
-from sonic_ep.routing import BalanceCounts, GroupCounts, RoutedPairs
+from sonic_ep.routing import BalanceCounts, GroupCounts, RoutedPairs, unrounded
 
 # From the (E,) number of pairs of each expert, and the length of the lists: token ids, expert ids, and whether the pair
 # is in its token's top-K.
@@ -65,6 +65,13 @@ def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: 
             context.meanwhile()
     else:
         rounding, training = context.config.rounding, context.training
+        alone = context.group.size == 1 and topk.bad_logits is None and context.problem is None
+        if alone and topk.tokens_1 is not None and counter_E is None:
+            if context.meanwhile is not None:
+                context.meanwhile()
+            routed_pairs = _pairs_of_one_rank(topk, topk.tokens_1, context, seed)
+            record_pairs(router, routed_pairs)
+            return routed_pairs
         status, group = _rank_status(topk, seed, context), context.group
         finish: FinishPairs | None = None
 
@@ -83,6 +90,24 @@ def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: 
         if training and counter_E is not None:
             counter_E += counts.chosen_SE[0] if group.size == 1 else counts.chosen_SE.sum(0)
     record_pairs(router, routed_pairs)
+    return routed_pairs
+
+
+def _pairs_of_one_rank(topk: TopK, tokens_1: Tensor, context: RoutingContext, seed: Tensor | None) -> RoutedPairs:
+    """Returns what `decide_pairs` does where no other rank has to know anything, and nothing is read by the host."""
+    rounding, training = context.config.rounding, context.training
+    chosen_E = topk.counts_E()
+    finish = start_pairs(topk, rounding, training=training)
+    chosen_SE = chosen_E.as_strided((1, chosen_E.shape[0]), (chosen_E.shape[0], 1))
+    if leaves_sizes_open(rounding, training=training):
+        seed = tokens_1 if seed is None else seed
+        rounded = round_counts(chosen_SE, tokens_1, rounding, training=training, seed=seed)
+        counts = GroupCounts(chosen_SE, rounded.rows_SE, rounded.pairs_SE, tokens_1, rounded.cut_S, rounded.t)
+    else:
+        counts = unrounded(chosen_SE, tokens_1)
+    routed_pairs = select(topk, counts, 0, rounding, training=training, finish=finish)
+    if topk.by_score_TK is not None:
+        routed_pairs = replace(routed_pairs, balance_counts=BalanceCounts(topk.by_score_TK, chosen_SE))
     return routed_pairs
 
 

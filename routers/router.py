@@ -19,6 +19,7 @@ from sonic_ep.initialization import fill_normal
 from sonic_ep.kernels.route.status.reference import NO_UPDATES
 from sonic_ep.routers.balance import updated_bias
 from sonic_ep.routers.compiled import constant_config_of, decide_pairs_in_graph, text_of
+from sonic_ep.routers.fused import FusedRoute, kernels_of_route
 from sonic_ep.routers.linear import linear
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.stats import RoutingStats, Traffic
@@ -162,11 +163,13 @@ class Router(nn.Module):
         """
         config = self._settings()
         expert_bias_E = self.expert_bias
-        if problem is None or torch.compiler.is_compiling():
-            logits_TE, x_TH = self.logits(x_TH)
-        else:  # x may be unusable, but this rank must still send its status
-            x_TH, expert_bias_E = x_TH[:0], None
-            logits_TE = x_TH.new_empty(0, config.E, dtype=torch.promote_types(x_TH.dtype, torch.float32))
+        kernels = None
+        if problem is None and not torch.compiler.is_compiling() and not (self.training and config.router.jitter):
+            kernels = kernels_of_route(x_TH, self.weight, config)
+        if problem is not None and not torch.compiler.is_compiling():
+            x_TH, expert_bias_E = x_TH[:0], None  # x may be unusable, but this rank must still send its status
+        if kernels is not None and meanwhile is not None and torch.is_grad_enabled():
+            meanwhile = torch.enable_grad()(meanwhile)  # one function of autograd calls it, and has no graph inside
         context = RoutingContext(
             config=config,
             group=group,
@@ -179,6 +182,17 @@ class Router(nn.Module):
             bias_updates=None if expert_bias_E is None or torch.compiler.is_compiling() else self._updates(),
             needs_backward=needs_backward,
         )
+        if kernels is not None:
+            fused = FusedRoute(self, kernels, expert_bias_E, context, sequence_length)
+            weights_N, loss, x_TH = fused(x_TH, self.weight, self.bias)
+            assert fused.topk is not None
+            assert fused.pairs is not None
+            routing = Routing.of(fused.pairs, weights_N, x_TH.shape[0])
+            return Routed(routing, loss, fused.topk, fused.pairs, x_TH)
+        if problem is None or torch.compiler.is_compiling():
+            logits_TE, x_TH = self.logits(x_TH)
+        else:
+            logits_TE = x_TH.new_empty(0, config.E, dtype=torch.promote_types(x_TH.dtype, torch.float32))
         if torch.compiler.is_compiling():
             counter_E = None if expert_bias_E is None or not torch.is_grad_enabled() else self._counter()
             if meanwhile is not None:

@@ -5,7 +5,7 @@ Legend: T tokens on this rank, E experts, K experts per token, g expert groups, 
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from sonic_ep.config import RouterConfig
 from sonic_ep.first_order import first_order
 from sonic_ep.kernels.backend import router_operations
-from sonic_ep.kernels.route.interface import FusedTopK, RouterOperations
+from sonic_ep.kernels.route.interface import RouterOperations
 from sonic_ep.kernels.route.topk.reference import experts_of_best_groups, scores_of, times_chosen, top_experts
 
 
@@ -26,7 +26,7 @@ class TopK:
     topk_ids_TK: int64 expert ids. plain_counts_E, plain_entropy_T: the results of `counts_E` and `entropy_T`, if a
     kernel computed them. bad_logits: () int64 number of NaN and inf logits; None unless router.check_logits is set.
     by_score_TK: int64, the K experts of highest score alone, if the balance loss counts these (`counts_by_score`), else
-    None.
+    None. tokens_1: (1,) int64, T, if a kernel wrote it.
     """
 
     scores_TE: Tensor
@@ -37,6 +37,11 @@ class TopK:
     plain_entropy_T: Tensor | None = None
     bad_logits: Tensor | None = None
     by_score_TK: Tensor | None = None
+    tokens_1: Tensor | None = None
+
+    def with_ids(self, topk_ids_TK: Tensor) -> Self:
+        """Returns this with another choice of experts."""
+        return replace(self, topk_ids_TK=topk_ids_TK, plain_counts_E=None)
 
     def counts_E(self) -> Tensor:
         """Returns (E,) int64 tokens per expert, before rounding."""
@@ -72,9 +77,10 @@ def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config
     Source:  group limits and bias as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). The bias affects only which
              experts are in the top-K, not the combine weights.
     """
-    fused = router_operations(logits_TE, K)
+    fused = router_operations(logits_TE.device, logits_TE.dtype, K)
     if fused is not None:
-        return _fused_topk(fused, logits_TE, expert_bias_E, K, config)
+        topk = fused_topk(fused, logits_TE.detach(), expert_bias_E, K, config)
+        return replace(topk, scores_TE=_Scores.apply(logits_TE, topk.scores_TE, config.score == "softmax"))
     scores_TE = scores_of(logits_TE, config)
     ranking_TE = scores_TE.detach() if expert_bias_E is None else scores_TE.detach() + expert_bias_E
     allowed_TE = None if config.num_groups == 1 else experts_of_best_groups(ranking_TE, config)
@@ -94,16 +100,15 @@ def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config
     )
 
 
-def _fused_topk(
+def fused_topk(
     operations: RouterOperations, logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig
 ) -> TopK:
-    chosen = operations.compute_topk(logits_TE.detach(), expert_bias_E, K, config)
-    scores_TE = _Scores.apply(logits_TE, chosen, config.score == "softmax")
-    by_score_TK = None
+    """Returns the same by kernels, with scores that have no gradient."""
+    chosen, by_score_TK = operations.compute_topk(logits_TE, expert_bias_E, K, config), None
     if counts_by_score(config):
-        by_score_TK = operations.compute_topk(logits_TE.detach(), None, K, _score_alone(config)).topk_ids_TK
+        by_score_TK = operations.compute_topk(logits_TE, None, K, _score_alone(config)).topk_ids_TK
     return TopK(
-        scores_TE,
+        chosen.scores_TE,
         chosen.ranking_TE,
         chosen.allowed_TE,
         chosen.topk_ids_TK,
@@ -111,6 +116,7 @@ def _fused_topk(
         chosen.entropy_T,
         chosen.bad_logits,
         by_score_TK,
+        chosen.tokens_1,
     )
 
 
@@ -123,10 +129,10 @@ class _Scores(torch.autograd.Function):
     """Returns the scores that a kernel computed from the logits. Backward is that of softmax or sigmoid."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, chosen: FusedTopK, is_softmax: bool) -> Tensor:
+    def forward(ctx: Any, logits_TE: Tensor, scores_TE: Tensor, is_softmax: bool) -> Tensor:
         ctx.is_softmax = is_softmax
-        ctx.save_for_backward(chosen.scores_TE)
-        return chosen.scores_TE.detach()
+        ctx.save_for_backward(scores_TE)
+        return scores_TE.detach()
 
     @staticmethod
     @first_order

@@ -47,7 +47,7 @@ def weights_and_losses(
     `pairs.topk_ids_TK`. balance_counts: default are those of `pairs`, which is a RoutedPairs then.
     """
     balance_counts = _balance_counts(pairs) if balance_counts is None else balance_counts
-    operations = router_operations(logits_TE, pairs.topk_ids_TK.shape[1])
+    operations = router_operations(logits_TE.device, logits_TE.dtype, pairs.topk_ids_TK.shape[1])
     if operations is None or logits_TE.shape[0] == 0:
         lists = pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N, pairs.chosen_N
         weights_N = weights_of_pairs(topk.scores_TE, *lists, config)
@@ -61,7 +61,7 @@ def losses_alone(
     logits_TE: Tensor, topk: TopK, sequence_length: int, config: RouterConfig, balance_counts: BalanceCounts
 ) -> Tensor:
     """Returns the () sum of losses that `weights_and_losses` returns, where weights of pairs follow later."""
-    operations = router_operations(logits_TE, topk.topk_ids_TK.shape[1])
+    operations = router_operations(logits_TE.device, logits_TE.dtype, topk.topk_ids_TK.shape[1])
     if operations is None or logits_TE.shape[0] == 0:
         balance = balance_loss(topk.scores_TE, balance_counts, sequence_length, config)
         return balance + z_loss(logits_TE, config)
@@ -74,6 +74,23 @@ def losses_alone(
 def _balance_counts(pairs: PairLists) -> BalanceCounts:
     assert isinstance(pairs, RoutedPairs)
     return pairs.balance_counts or BalanceCounts(pairs.topk_ids_TK, pairs.counts.chosen_SE)
+
+
+def fused_weights_and_losses(
+    operations: RouterOperations,
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    pairs: RoutedPairs,
+    sequence_length: int,
+    config: RouterConfig,
+) -> tuple[Tensor, Losses]:
+    """Returns the same by kernels, without gradients."""
+    lists = pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N
+    weights_N = operations.weights_of_pairs(scores_TE, *lists, config)
+    if config.balance == "none" and config.z_loss_coef == 0:
+        return weights_N, Losses(logits_TE.new_zeros(()), None)
+    call = _Call(scores_TE, pairs, _balance_counts(pairs), sequence_length, config, operations)
+    return weights_N, _losses(logits_TE, call)
 
 
 class _WeightsAndLosses(torch.autograd.Function):

@@ -108,8 +108,9 @@ def moe(
         lora = _padded(lora, halves=layout == "concatenated" or up_eIH is not None)
     if layout == "concatenated" and (b1_eJ is not None or torch.compiler.is_compiling()):
         w1_eJH, b1_eJ, layout = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ), "interleaved"
-    weights_N = routing.weights_N.to(torch.promote_types(routing.weights_N.dtype, torch.float32))
-    routing = replace(routing, weights_N=weights_N)
+    dtype = torch.promote_types(routing.weights_N.dtype, torch.float32)
+    if routing.weights_N.dtype != dtype:
+        routing = replace(routing, weights_N=routing.weights_N.to(dtype))
     if torch.compiler.is_compiling():
         w1_eJH, w2_eHI = (weight.contiguous() for weight in _by_rows(layout, w1_eJH, w2_eHI))
         weights = ExpertWeights(interleave_split(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH, lora=lora)
@@ -136,13 +137,13 @@ def moe(
         transposed=layout == "transposed",
         ranks=updates.ranks,
     )
-    plan = plan_for(routing.counts, group.rank)
     key = w1_eJH.data_ptr() if layer_key is None else layer_key
     call = Call(transport, group, act, save_dispatched, routing.tile_aligned, key)
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     tensors = w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, *updates.tensors()
+    plan = plan_for(routing.counts, group.rank)
     with _without_autocast(x_TH):
-        return _ExpertParallelMLP.apply(x_TH, weights_N, *tensors, routing, plan, call, params, layout)
+        return _ExpertParallelMLP.apply(x_TH, routing.weights_N, *tensors, routing, plan, call, params, layout)
 
 
 def _problem_with(

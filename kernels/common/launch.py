@@ -1,72 +1,120 @@
-"""A cached launcher for Triton kernels, which takes a fraction of the host time of Triton's own.
+"""Launches of Triton kernels that cost little more host time than the launch itself.
 
-At every launch, `kernel[grid](...)` reads settings, binds arguments to names and formats a specialization key. A layer
-has 40 launches per step. Here Triton makes the first launch for each specialization key. Later launches call the
-compiled kernel directly, as `kernel.warmup(...)[grid](...)` does in Triton's tutorials.
+At every launch, `kernel[grid](...)` of Triton reads settings, binds arguments to names and formats a specialization
+key, which takes five times as long as the launch. Here Triton makes the first launch of each *variant* of a kernel.
+Later launches hand addresses and numbers to the launcher that Triton compiled for it.
+
+A variant is what a kernel is compiled for: the device, the dtypes of its tensors, its constants, and those of its
+numbers that Triton may specialize. Numbers that change from step to step, as row counts do, must not be: a kernel names
+them in `do_not_specialize`. So no step compiles or looks up anything because a length changed.
+
+Example: `_starts[(blocks,)](bits_RW, sums, pair_starts_R, num_rows, WORDS=1, BLOCK=256, num_warps=4)`, where num_rows
+is in do_not_specialize, launches the variant (device, int32, int32, int32, 1, 256, 4).
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction, KernelInterface
 
-# Triton specializes a kernel on pointers aligned to 16 bytes and on integers divisible by 16.
-_ALIGNMENT = 16
+# Triton specializes a kernel on pointers aligned to 16 bytes, and takes numbers below 2^31 for int32.
+_ALIGNMENT, _MAX_INT32 = 16, 2**31 - 1
+# The launchers that Triton compiles are private to it: these versions have the one that `_Variant` calls.
+_HAS_KNOWN_LAUNCHER = triton.__version__.startswith("3.6.")
+
+_current_device: Callable[[], int] = torch._C._cuda_getDevice if hasattr(torch._C, "_cuda_getDevice") else lambda: 0
+_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
 def fast_launch(kernel: KernelInterface[Any]) -> KernelInterface[Any]:
-    """Decorates a Triton kernel with the cached launcher. Under TRITON_INTERPRET=1 returns the kernel itself.
+    """Decorates a Triton kernel with the launcher above. Under TRITON_INTERPRET=1 returns the kernel itself.
 
-    Pass all run-time arguments by position, then the tl.constexpr arguments and launch options by name.
+    Pass all run-time arguments by position, then the tl.constexpr arguments and launch options by name. Names of
+    pointers end with _ptr; they get a contiguous tensor, or any other that the kernel does not access. A number that
+    may exceed 32 bits and changes is annotated tl.int64.
     """
     return FastLauncher(kernel) if isinstance(kernel, JITFunction) else kernel
 
 
+class _Variant(NamedTuple):
+    """A compiled kernel. launch: called with grid, stream, `head`, the run-time arguments and `tail`."""
+
+    launch: Callable[..., None]
+    head: tuple[object, ...]
+    tail: tuple[object, ...]
+
+
 class FastLauncher(KernelInterface[Any]):
-    """One Triton kernel with its compiled versions, by device, specialization keys of the arguments and constants."""
+    """One Triton kernel with its variants."""
 
     def __init__(self, kernel: JITFunction[Any]) -> None:
         self.kernel = kernel
-        self._compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+        self._variants: dict[tuple[object, ...], _Variant] = {}
+        given = [parameter for parameter in kernel.params if not parameter.is_constexpr]
+        pointers = [i for i, parameter in enumerate(given) if parameter.name.endswith("_ptr")]
+        changing = [i for i, parameter in enumerate(given) if parameter.do_not_specialize]
+        fixed = [i for i in range(len(given)) if i not in pointers and i not in changing]
+        narrow = [i for i in changing if not given[i].annotation_type]
+        self._pointers, self._narrow, self._fixed = map(_items, (pointers, narrow, fixed))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *arguments: object, **named: object) -> None:
-        key = (torch.cuda.current_device(), *map(specialization_key, arguments), *named.items())
-        known = self._compiled.get(key)
-        if known is None:
-            compiled = self.kernel[grid](*arguments, **named)
-            self._compiled[key] = compiled, self._constants(len(arguments), named)
-        else:
-            compiled, constants = known
-            compiled[*grid, 1, 1](*arguments, *constants)
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: object) -> None:
+        device = _current_device()
+        dtypes = [tensor.dtype for tensor in self._pointers(arguments)]
+        key = (device, *dtypes, *self._fixed(arguments), *named.values())
+        variant = self._variants.get(key)
+        values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
+        if (
+            variant is None
+            or functools.reduce(or_, self._pointers(values)) % _ALIGNMENT
+            or max(self._narrow(values), default=0) > _MAX_INT32
+        ):
+            self._launch_by_triton(grid, key, arguments, named)
+            return
+        y, z = (*grid[1:], 1, 1)[:2]
+        variant.launch(grid[0], y, z, _stream_of(device), *variant.head, *values, *variant.tail)
 
-    def _constants(self, number: int, named: dict[str, object]) -> tuple[object, ...]:
-        """Returns the constexpr values in parameter order. A compiled kernel takes them after the run-time values."""
+    def _launch_by_triton(
+        self, grid: tuple[int, ...], key: tuple[object, ...], arguments: tuple[Any, ...], named: dict[str, object]
+    ) -> None:
+        """Launches as Triton does: any variant, also for unaligned tensors and for numbers of 64 bits."""
+        compiled = self.kernel[grid](*arguments, **named)
+        aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in self._pointers(arguments))
+        if aligned and max(self._narrow(arguments), default=0) <= _MAX_INT32:
+            self._variants[key] = self._variant(compiled, len(arguments), named)
+
+    def _variant(self, compiled: Any, number: int, named: dict[str, object]) -> _Variant:
         constants = self.kernel.params[number:]
         assert all(parameter.is_constexpr for parameter in constants), f"{self.kernel} has more run-time arguments"
-        return tuple(named[parameter.name] for parameter in constants)
+        tail = tuple(named[parameter.name] for parameter in constants)
+        run = compiled.run
+        if not _HAS_KNOWN_LAUNCHER or run.global_scratch_size or run.profile_scratch_size:
+            return _Variant(_launch_compiled, (compiled,), tail)
+        flags = run.launch_cooperative_grid, run.launch_pdl
+        nothing = None, None, None  # metadata for hooks, and two hooks
+        return _Variant(run.launch, (compiled.function, *flags, None, None, compiled.packed_metadata, *nothing), tail)
+
+
+def _launch_compiled(x: int, y: int, z: int, stream: int, compiled: Any, *arguments: object) -> None:
+    """Launches a compiled kernel by Triton's public interface. It takes the current stream."""
+    compiled[x, y, z](*arguments)
+
+
+def _items(indices: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """Returns a function that returns these items of a sequence, as a tuple."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return (lambda values: (values[indices[0]],)) if indices else (lambda _: ())
 
 
 @functools.cache
 def sm_major(device: torch.device) -> int:
     """Returns the major compute capability of a GPU, cached; 0 for the CPU, where kernels are interpreted."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-
-
-def specialization_key(argument: object) -> object:
-    """Returns a key that is equal for run-time arguments for which Triton compiles the same kernel.
-
-    Raises: TypeError unless the argument is a tensor, a number, a bool or None.
-    """
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
-    if type(argument) is int:
-        return argument == 1, argument % _ALIGNMENT == 0, -(1 << 31) <= argument < 1 << 31, argument < 1 << 63
-    if argument is None or type(argument) in (bool, float):
-        return type(argument)
-    raise TypeError(f"a kernel was given {argument!r}, wanted a tensor or a number")

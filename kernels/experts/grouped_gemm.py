@@ -1,8 +1,8 @@
 """The fused operations of kernels/experts/reference.py on quack's CuTe-DSL GEMMs, for Hopper and Blackwell.
 
 quack (Dao-AILab/quack, Apache-2.0) provides variable-length grouped GEMMs with a gathered operand, and epilogues
-written as functions of the accumulator. This module caches one *plan* (a compiled kernel and its launch recipe) per
-operation and shape class and launches it for any number of rows: no plan depends on row counts. On Hopper our
+written as functions of the accumulator. This module keeps one launcher of a compiled kernel for each operation
+and shape class, and launches it for any number of rows: none depends on row counts. On Hopper our
 overrides of quack's kernels apply, see sm90/row_gemm.py.
 
 Legend: R rows this rank receives, H hidden size, P rows of the pair buffer, e local experts, I expert width, J
@@ -11,7 +11,7 @@ pre-activation columns (2I if gated else I).
 
 import functools
 import logging
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from sonic_ep.kernels.common.sizes import cdiv
 from sonic_ep.kernels.experts.activations import Activation
 from sonic_ep.kernels.experts.gated_epilogues import EPILOGUES
 from sonic_ep.kernels.experts.quack_compat import (
+    EpiLauncher,
     EpiMod,
     GemmConfig,
     RowVecLoad,
@@ -33,7 +34,7 @@ from sonic_ep.kernels.experts.quack_compat import (
     leave_clusters,
     linear_act_mod,
 )
-from sonic_ep.kernels.experts.sm90.row_gemm import HopperMod, hopper_mod
+from sonic_ep.kernels.experts.sm90.row_gemm import hopper_mod
 from sonic_ep.kernels.experts.sm90.wgrad import WeightGemm
 from sonic_ep.kernels.experts.split_gate_up import interleaved_view, split_gate_up_mod
 from sonic_ep.kernels.experts.tile_counter import tile_counter
@@ -81,6 +82,7 @@ _HEAVY_BACKWARD = frozenset({"geglu", "geglu_erf", "gelu", "gelu_erf", "relu", *
 # Activations of which the epilogue with a bias takes more registers: see up_heavy in tile_table.py.
 _HEAVY_UP = frozenset({"gelu_erf", *_CLAMPED})
 ACTIVATION_NAMES = frozenset({*_QUACK_NAMES, *EPILOGUES})
+_AUXILIARY = "mAuxOut"  # quack's name of an epilogue's second output
 
 
 def _up_mod(activation: Activation, *, bias: bool = False, accumulate: bool = False) -> EpiMod:
@@ -107,18 +109,19 @@ def _accumulating_epilogue(acc, c):  # type: ignore[no-untyped-def]
     return {"D": acc + c}
 
 
-def _with_up_weights(mod: EpiMod, w1: Tensor, up_eIH: Tensor | None) -> tuple[EpiMod, Tensor]:
-    """Returns the epilogue and the (e, J, H) operand of a GEMM with w1, or with the split gate/up weights w1 and up.
+def _operand_of(w1: Tensor, up_eIH: Tensor | None) -> tuple[Tensor, bool]:
+    """Returns the (e, J, H) operand of a GEMM with w1, or with the split gate/up weights w1 and up; and whether it is
+    one for a `split_gate_up_mod`.
 
     Split weights are read in place where `interleaved_view` can describe them, else copied into one tensor.
     """
     if up_eIH is None:
-        return mod, w1
+        return w1, False
     operand = interleaved_view(w1, up_eIH)
     if operand is None:
         _say_that_weights_are_copied()
-        return mod, interleaved(w1, up_eIH)
-    return split_gate_up_mod(mod), operand
+        return interleaved(w1, up_eIH), False
+    return operand, True
 
 
 @functools.cache
@@ -126,38 +129,59 @@ def _say_that_weights_are_copied() -> None:
     _LOG.info("gate and up weights are copied into one, some layers in some passes: up does not lie behind gate")
 
 
-_PLANS: dict[tuple[object, ...], Any] = {}
+_LAUNCHERS: dict[tuple[object, ...], EpiLauncher] = {}
+_WEIGHT_GEMMS: dict[tuple[object, ...], WeightGemm] = {}
 
 
 def _run(
     key: tuple[object, ...],
+    plan: Callable[[], tuple[EpiMod, TileConfig]],
+    A: Tensor,
+    B: Tensor,
+    D: Tensor,
+    starts: Tensor,
+    *,
+    C: Tensor | None = None,
+    rows: Tensor | None = None,
+    reserve_for: ReserveFor | None = None,
+    **operands: Tensor,
+) -> None:
+    """Launches a GEMM over rows. The first launch of a key compiles it.
+
+    key: what the kernel depends on besides device, dtype, the sizes and the order of B, and `reserve_for`; first the
+    operation. plan: returns its epilogue and tile. operands: of the epilogue, and its outputs other than D.
+    """
+    key = (*key, A.get_device(), A.dtype, B.shape, B.stride(2) == 1, reserve_for)
+    launcher = _LAUNCHERS.get(key)
+    if launcher is None:
+        launcher = _LAUNCHERS[key] = _compiled(str(key[0]), *plan(), A, B, D, starts, C, rows, reserve_for, operands)
+    counter = None
+    if launcher.needs_counter:  # kernels for Hopper leave it at zero
+        counter = tile_counter(A, self_resetting=True)
+    launcher.run(A, B, D, C, tuple(operands.values()), starts, rows, counter)
+
+
+def _compiled(
+    operation: str,
     mod: EpiMod,
     tile: TileConfig,
     A: Tensor,
     B: Tensor,
-    C: Tensor | None = None,
-    *,
-    reserve_for: ReserveFor | None = None,
-    **arguments: Any,
-) -> None:
-    """Launches a GEMM over rows with the epilogue `mod`. The first launch of a shape class compiles the plan.
-
-    key: what the plan depends on besides the epilogue, the tile and `reserve_for`, see `_class_key`.
-    """
-    operation = key[0]
-    if get_device_capacity(A.device)[0] == 9:
-        mod = hopper_mod(mod)
-    key = (mod, tile, reserve_for, *key)
-    plan = _PLANS.get(key)
-    if plan is None:
-        wait_for(str(operation))
-        plan = mod.plan(A, B, C, config=_config(tile, A), **arguments)
-        plan.scratch = {}  # quack's scratch is not needed: every launch passes its own buffer for partial sums
-        if reserve_for == "exchange":
-            leave_clusters(plan, EXCHANGE_SHARE)
-        _PLANS[key] = plan
-    counter = tile_counter(A, self_resetting=isinstance(mod, HopperMod)) if plan.config.is_dynamic_persistent else None
-    plan.run(A, B, C, tile_count_semaphore=counter, **arguments)
+    D: Tensor,
+    starts: Tensor,
+    C: Tensor | None,
+    rows: Tensor | None,
+    reserve_for: ReserveFor | None,
+    operands: dict[str, Tensor],
+) -> EpiLauncher:
+    wait_for(operation)
+    mod = hopper_mod(mod) if get_device_capacity(A.device)[0] == 9 else mod
+    out = {"D": D, **{name: each for name, each in operands.items() if name == _AUXILIARY}}
+    others = {name: each for name, each in operands.items() if name not in out}
+    plan = mod.plan(A, B, C, config=_config(tile, A), out=out, cu_seqlens_m=starts, A_idx=rows, **others)
+    if reserve_for == "exchange":
+        leave_clusters(plan, EXCHANGE_SHARE)
+    return EpiLauncher(plan, tuple(operands))
 
 
 def _tile(operation: Operation, N: int, other: int, tensor: Tensor, *, tile_aligned: bool = False) -> TileConfig:
@@ -176,17 +200,6 @@ def _config(tile: TileConfig, tensor: Tensor) -> GemmConfig:
     )
 
 
-def _class_key(operation: Operation, *tensors: Tensor | None) -> tuple[object, ...]:
-    """Returns what a compiled kernel depends on: operation, device, dtypes, which dim of weights is contiguous, and all
-    sizes except row counts.
-    """
-    sizes = tuple(
-        None if t is None else (t.dtype, t.shape[1:] if t.dim() < 3 else (t.shape, t.stride(2) == 1)) for t in tensors
-    )
-    device = next(t.device for t in tensors if t is not None)
-    return operation, device, sizes
-
-
 def up_projection(
     x_RH: Tensor,
     w1: Tensor,
@@ -202,14 +215,16 @@ def up_projection(
     a_PI = x_RH.new_empty(P, J // 2 if activation.gated else J)
     if P == 0:
         return h_PJ, a_PI
-    mod, w1_eJH = _with_up_weights(_up_mod(activation, bias=b1_eJ is not None), w1, up_eIH)
-    arguments: dict[str, Any] = {"out": {"D": h_PJ, "mAuxOut": a_PI}, "cu_seqlens_m": expert_starts_e}
-    arguments["A_idx"] = row_of_pair_P
-    if b1_eJ is not None:
-        arguments["mRowVecBroadcast"] = b1_eJ
-    operation: Operation = "up_heavy" if activation.name in _HEAVY_UP and b1_eJ is not None else "up"
-    tile = _tile(operation, J, x_RH.shape[1], x_RH)
-    _run(_class_key("up", x_RH, w1_eJH, b1_eJ), mod, tile, x_RH, w1_eJH.mT, **arguments)
+    bias = {} if b1_eJ is None else {"mRowVecBroadcast": b1_eJ}
+    w1_eJH, in_place = _operand_of(w1, up_eIH)
+
+    def plan() -> tuple[EpiMod, TileConfig]:
+        operation: Operation = "up_heavy" if activation.name in _HEAVY_UP and b1_eJ is not None else "up"
+        mod = _up_mod(activation, bias=b1_eJ is not None)
+        return split_gate_up_mod(mod) if in_place else mod, _tile(operation, J, x_RH.shape[1], x_RH)
+
+    key = "up", activation.name, b1_eJ is None, in_place
+    _run(key, plan, x_RH, w1_eJH.mT, h_PJ, expert_starts_e, rows=row_of_pair_P, mAuxOut=a_PI, **bias)
     return h_PJ, a_PI
 
 
@@ -217,8 +232,8 @@ def down_projection(
     a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, tile_aligned: bool = False
 ) -> Tensor:
     """See kernels/experts/reference.py."""
-    mod, arguments = (identity_epi, {}) if b2_eH is None else (_bias_epilogue, {"bias": b2_eH})
-    return _grouped_rows("down", a_PI, w2_eHI.mT, expert_starts_e, mod, tile_aligned=tile_aligned, **arguments)
+    mod, operands = (identity_epi, {}) if b2_eH is None else (_bias_epilogue, {"bias": b2_eH})
+    return _grouped_rows("down", a_PI, w2_eHI.mT, expert_starts_e, mod, tile_aligned=tile_aligned, **operands)
 
 
 def up_projection_backward(
@@ -233,7 +248,8 @@ def up_projection_backward(
     """See kernels/experts/reference.py."""
     if dh_PJ.shape[0] == 0:
         return dh_PJ.new_empty(0, w1.shape[2])
-    mod, w1_eJH = _with_up_weights(identity_epi, w1, up_eIH)
+    w1_eJH, in_place = _operand_of(w1, up_eIH)
+    mod = split_gate_up_mod(identity_epi) if in_place else identity_epi
     options = {"tile_aligned": tile_aligned, "reserve_for": reserve_for}
     return _grouped_rows("up_backward", dh_PJ, w1_eJH, expert_starts_e, mod, **options)
 
@@ -247,7 +263,7 @@ def _grouped_rows(
     *,
     tile_aligned: bool,
     reserve_for: ReserveFor | None = None,
-    **arguments: Any,
+    **operands: Tensor,
 ) -> Tensor:
     """Returns rows_PK @ weights_eKN[expert of the row] after the epilogue: (P, N) in the dtype of the rows."""
     P, K = rows_PK.shape
@@ -255,16 +271,18 @@ def _grouped_rows(
     out_PN = rows_PK.new_empty(P, N)
     if P == 0:
         return out_PN
-    arguments |= {"out": {"D": out_PN}, "cu_seqlens_m": expert_starts_e}
-    tile = _tile(operation, N, K, rows_PK, tile_aligned=tile_aligned)
-    key = _class_key(operation, rows_PK, weights_eKN)
-    _run(key, mod, tile, rows_PK, weights_eKN, reserve_for=reserve_for, **arguments)
+
+    def plan() -> tuple[EpiMod, TileConfig]:
+        return mod, _tile(operation, N, K, rows_PK, tile_aligned=tile_aligned)
+
+    key = operation, mod, tile_aligned
+    _run(key, plan, rows_PK, weights_eKN, out_PN, expert_starts_e, reserve_for=reserve_for, **operands)
     return out_PN
 
 
 def accumulate_product(out_PN: Tensor, rows_PK: Tensor, weights_eKN: Tensor, expert_starts_e: Tensor) -> None:
     """See kernels/experts/reference.py."""
-    _accumulate(_accumulating_epilogue, {"D": out_PN}, rows_PK, weights_eKN, expert_starts_e)
+    _accumulate(_accumulating_epilogue, out_PN, rows_PK, weights_eKN, expert_starts_e)
 
 
 def accumulate_up_projection(
@@ -273,29 +291,22 @@ def accumulate_up_projection(
     """See kernels/experts/reference.py."""
     P, J = h_PJ.shape
     a_PI = h_PJ.new_empty(P, J // 2 if activation.gated else J)
-    out = {"D": h_PJ, "mAuxOut": a_PI}
-    _accumulate(_up_mod(activation, accumulate=True), out, rows_PK, weights_eKJ, expert_starts_e)
+    mod = _up_mod(activation, accumulate=True)
+    _accumulate(mod, h_PJ, rows_PK, weights_eKJ, expert_starts_e, mAuxOut=a_PI)
     return a_PI
 
 
 def _accumulate(
-    mod: EpiMod, out: dict[str, Tensor], rows_PK: Tensor, weights_eKN: Tensor, expert_starts_e: Tensor
+    mod: EpiMod, D: Tensor, rows_PK: Tensor, weights_eKN: Tensor, expert_starts_e: Tensor, **outputs: Tensor
 ) -> None:
     """Launches a GEMM with an epilogue that adds C, which is D itself: a CTA reads each piece before it stores it."""
     if rows_PK.shape[0] == 0:
         return
-    D = out["D"]
-    tile = _tile("accumulate", D.shape[1], rows_PK.shape[1], rows_PK)
-    _run(
-        _class_key("accumulate", rows_PK, weights_eKN),
-        mod,
-        tile,
-        rows_PK,
-        weights_eKN,
-        D,
-        out=out,
-        cu_seqlens_m=expert_starts_e,
-    )
+
+    def plan() -> tuple[EpiMod, TileConfig]:
+        return mod, _tile("accumulate", D.shape[1], rows_PK.shape[1], rows_PK)
+
+    _run(("accumulate", mod), plan, rows_PK, weights_eKN, D, expert_starts_e, C=D, **outputs)
 
 
 def down_projection_backward(
@@ -315,24 +326,33 @@ def down_projection_backward(
     dh_PJ, scaled_a_PI = h_PJ.new_empty(h_PJ.shape), h_PJ.new_empty(P, I)
     if P == 0:
         return dh_PJ, scaled_a_PI, weights_P[:, None]
-    mod = _down_backward_mod(activation)
-    operation: Operation = "down_backward_heavy" if activation.name in _HEAVY_BACKWARD else "down_backward"
-    tile = _tile(operation, I, H, do_RH)
+    tile = _down_backward_tile(activation.name, I, H, do_RH.device)
     # The epilogue writes one fp32 partial sum of dS per row and column tile.
     partial_PZ = torch.empty(P, cdiv(I, tile.n), dtype=torch.float32, device=h_PJ.device)
-    arguments: dict[str, Any] = {
-        "out": {"D": dh_PJ, "mAuxOut": scaled_a_PI},
-        "cu_seqlens_m": expert_starts_e,
-        "A_idx": row_of_pair_P,
-        "mColVecBroadcast": weights_P.float(),
-        "mColVecReduce": partial_PZ,
-    }
-    key = _class_key("down_backward", do_RH, w2_eHI, h_PJ)
-    _run(key, mod, tile, do_RH, w2_eHI, h_PJ, reserve_for=reserve_for, **arguments)
+    _run(
+        ("down_backward", activation.name),
+        lambda: (_down_backward_mod(activation), tile),
+        do_RH,
+        w2_eHI,
+        dh_PJ,
+        expert_starts_e,
+        C=h_PJ,
+        rows=row_of_pair_P,
+        reserve_for=reserve_for,
+        mAuxOut=scaled_a_PI,
+        mColVecBroadcast=weights_P.float(),
+        mColVecReduce=partial_PZ,
+    )
     if b2_eH is not None:
         dots_P = _row_dots(do_RH, b2_eH, row_of_pair_P, expert_starts_e)
         partial_PZ = torch.cat((partial_PZ, dots_P[:, None]), 1)
     return dh_PJ, scaled_a_PI, partial_PZ.to(weights_P.dtype)
+
+
+@functools.cache
+def _down_backward_tile(activation: str, I: int, H: int, device: torch.device) -> TileConfig:  # noqa: E741
+    operation: Operation = "down_backward_heavy" if activation in _HEAVY_BACKWARD else "down_backward"
+    return tile_config(operation, I, H, get_device_capacity(device)[0])
 
 
 def weight_grad(
@@ -354,16 +374,19 @@ def weight_grad(
     out = left_PA.new_empty((e, B, A) if transposed else (e, A, B)) if out_eAB is None else out_eAB
     if left_PA.shape[0] == 0:
         return out if accumulate else out.zero_()
-    operation: Operation = "weight_down" if transposed else "weight_up"
     # The gathered operand must be the GEMM's first one: out (e, B, A) = right^T[:, rows] left.
-    D = out if transposed else out.mT
-    key = (*_class_key(operation, left_PA, right_RB, out), accumulate, split_gate_up)
-    gemm = _PLANS.get(key)
+    D, device = out if transposed else out.mT, left_PA.get_device()
+    key = transposed, split_gate_up, accumulate, device, left_PA.dtype, out.dtype, out.shape
+    gemm = _WEIGHT_GEMMS.get(key)
     if gemm is None:
+        operation: Operation = "weight_down" if transposed else "weight_up"
         wait_for(operation)
         tile = _tile(operation, A, B, left_PA)
-        gemm = _PLANS[key] = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, split_gate_up=split_gate_up)
-    reserved = reserved_clusters(reserve_for, A, gemm.clusters, get_device_capacity(left_PA.device)[0])
+        gemm = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, split_gate_up=split_gate_up)
+        _WEIGHT_GEMMS[key] = gemm
+    reserved = 0
+    if reserve_for is not None:
+        reserved = reserved_clusters(reserve_for, A, gemm.clusters, get_device_capacity(left_PA.device)[0])
     counter = tile_counter(left_PA, self_resetting=True) if gemm.dynamic else None
     gemm.run(right_RB.T, left_PA.T, D, row_of_pair_P, expert_starts_e, counter, reserved)
     return out

@@ -61,7 +61,7 @@ def _new(like: Tensor, *shape: int) -> Tensor:
 def _of_a_stream(like: Tensor, stream: int | None = None) -> Tensor:
     if like.device not in _PAGES:
         _PAGES[like.device], _NUM_USED[like.device] = _new(like, _PAGE), 0
-    key = like.device, torch.cuda.current_stream(like.device).cuda_stream if stream is None else stream
+    key = like.device, torch._C._cuda_getCurrentRawStream(like.get_device()) if stream is None else stream
     if key not in _STREAM_COUNTERS:
         _STREAM_COUNTERS[key] = _new(like)
     return _STREAM_COUNTERS[key]

@@ -64,5 +64,5 @@ def test_operations_are_all_known() -> None:
 
 
 def test_the_router_has_no_kernels_on_the_cpu() -> None:
-    assert router_operations(torch.zeros(2, 8), 2) is None
+    assert router_operations(torch.device("cpu"), torch.float32, 2) is None
     assert router_linear(torch.zeros(2, 16, dtype=torch.bfloat16)) is None

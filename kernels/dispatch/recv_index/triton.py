@@ -27,6 +27,7 @@ from sonic_ep.kernels.dispatch.recv_index.reference import Chunks, PairBuffer
 from sonic_ep.routing import INDEX_DTYPE
 
 _BLOCK = 256
+_MIN_PROGRAMS = 64  # that `_starts` is compiled for: few variants, as the number of rows changes
 _TILE = 2048  # chunks per step of `_row_starts`
 
 
@@ -114,7 +115,6 @@ def _fill(
 @triton.jit(do_not_specialize=["num_rows"])
 def _starts(
     bits_ptr,
-    sums_ptr,
     pair_starts_ptr,
     num_rows,
     WORDS: tl.constexpr,
@@ -124,13 +124,15 @@ def _starts(
 ):
     """Writes pair_starts (R + 1,), the exclusive prefix sums of the number of bits per row.
 
-    A program handles BLOCK rows of bits (R, WORDS). It publishes its sum in `sums` before it waits for the sums of
-    lower-numbered programs, so no program waits for a later one. sums, one per program, start as zeros.
+    A program handles BLOCK rows of bits (R, WORDS). Behind the bits are the sums, one per program, which start as
+    zeros. A program publishes its sum before it waits for the sums of lower-numbered programs, so no program waits for
+    a later one.
     Grid: (cdiv(R, BLOCK),), at least one. Example: see reference.py.
     """
     if PDL_WAIT:
         pdl_wait_and_trigger()
     program = tl.program_id(0)
+    sums_ptr = bits_ptr + num_rows.to(tl.int64) * WORDS
     row = program * BLOCK + tl.arange(0, BLOCK)
     word = row.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     bits = tl.load(bits_ptr + word, mask=(row < num_rows)[:, None], other=0).to(tl.uint32, bitcast=True)
@@ -198,15 +200,13 @@ def pair_lists(
     C = table_FC.shape[1]
     W = next_power_of_2(cdiv(e, 32))
 
-    row_of_pair_P, slot_V = (
-        torch.empty(size, dtype=INDEX_DTYPE, device=weights_V.device) for size in (chunks.num_rows, chunks.num_pairs)
-    )
+    row_of_pair_P = weights_V.new_empty(chunks.num_rows, dtype=INDEX_DTYPE)
+    slot_V = row_of_pair_P.new_empty(chunks.num_pairs)
     pairs_by_row_V = torch.empty_like(slot_V)
     pair_starts_R = slot_V.new_empty(num_rows + 1)
     weights_P = weights_V.new_empty(chunks.num_rows)
     blocks = cdiv(num_rows, _BLOCK) or 1
-    scratch = torch.zeros(num_rows * W + blocks, dtype=INDEX_DTYPE, device=weights_V.device)
-    bits_RW, sums = scratch.split((num_rows * W, blocks))
+    bits_RW = torch.zeros(num_rows * W + blocks, dtype=INDEX_DTYPE, device=weights_V.device)  # and sums of `_starts`
     pdl_wait = supports_pdl(weights_V.device)
     common: dict[str, Any] = {"WORDS": W, "BLOCK": _BLOCK, "PDL_WAIT": pdl_wait, "num_warps": 4, "launch_pdl": pdl_wait}
     # Twice as many programs per chunk as chunks of equal size would need.
@@ -228,7 +228,8 @@ def pair_lists(
         ZEROED=chunks.zeroed,
         **common,
     )
-    _starts[(blocks,)](bits_RW, sums, pair_starts_R, num_rows, PROGRAMS=next_power_of_2(blocks), **common)
+    programs = max(_MIN_PROGRAMS, next_power_of_2(blocks))
+    _starts[(blocks,)](bits_RW, pair_starts_R, num_rows, PROGRAMS=programs, **common)
     _group[grid](table_FC, C, e, row_of_pair_P, bits_RW, pair_starts_R, pairs_by_row_V, **common)
     return PairBuffer(row_of_pair_P, weights_P, slot_V, pairs_by_row_V, pair_starts_R)
 

@@ -21,14 +21,18 @@ from sonic_ep.kernels.dispatch.symmetric.signals import signal_done_and_wait, wa
 
 @fast_launch
 @triton.jit(do_not_specialize=["timeout", "rank"])
-def _acquire_peers(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE: tl.constexpr, S: tl.constexpr):
+def _acquire_peers(
+    signals_ptr, state_ptr, host_status_ptr, timeout: tl.int64, rank, STAGE: tl.constexpr, S: tl.constexpr
+):
     """Signals READY and waits for READY of all peers, see `wait_peers_ready`. Grid: (1,)."""
     wait_peers_ready(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE, S)
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["timeout", "rank"])
-def _release_peers(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE: tl.constexpr, S: tl.constexpr):
+def _release_peers(
+    signals_ptr, state_ptr, host_status_ptr, timeout: tl.int64, rank, STAGE: tl.constexpr, S: tl.constexpr
+):
     """Signals ARRIVED, waits for ARRIVED of all peers and advances the epoch. Grid: (1,)."""
     signal_done_and_wait(signals_ptr, state_ptr, host_status_ptr, timeout, rank, STAGE, S)
 

@@ -271,6 +271,7 @@ class WeightGemm:
         self._compiled = _compile_weight_gemm(
             *dtypes, major, tile, accumulate, split_gate_up, capacity, sources_of(__name__)
         )
+        self._schedulers: dict[tuple[int, int], Any] = {}  # by the address of the counter and reserved clusters
         self.clusters = max_active_clusters(tile.cluster_m * tile.cluster_n, capacity)
         self.dynamic = tile.dynamic
 
@@ -289,6 +290,10 @@ class WeightGemm:
         counter: for a dynamic schedule, zero before the launch and zero again after it.
         reserved: how many of the clusters that fit the device to leave to other kernels.
         """
-        scheduler = make_scheduler_args(self.clusters - reserved, _SWIZZLE, counter, None)
+        key = 0 if counter is None else counter.data_ptr(), reserved
+        scheduler = self._schedulers.get(key)
+        if scheduler is None:
+            scheduler = make_scheduler_args(self.clusters - reserved, _SWIZZLE, counter, None)
+            self._schedulers[key] = scheduler
         varlen = make_varlen_args(None, expert_starts_e, row_of_pair_P)
         self._compiled(A_mR, B_nP, D_emn, None, _PLAIN, scheduler, varlen, None, None)

@@ -40,19 +40,19 @@ _PROGRAMS, _MIN_ROWS_PER_SPLIT, _MAX_SPLITS, _SPLIT_COST = 132, 512, 16, 0.03
 class _Parts(NamedTuple):
     """The bf16 parts of a matrix.
 
-    buffer: all slots. base: a view that starts at slot 0. slot, row: elements from one slot to the next, and from one
-    row to the next. `slot` is negative if the slots are in reverse order.
+    buffer: all slots. first: its element where slot 0 starts. slot, row: elements from one slot to the next, and from
+    one row to the next. `slot` is negative if the slots are in reverse order.
     """
 
     buffer: Tensor
-    base: Tensor
+    first: int
     slot: int
     row: int
 
 
 @fast_launch
-@triton.jit
-def _split(values_ptr, base_ptr, slot, row, size, R, C, PADDED_C: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["size", "R"])
+def _split(values_ptr, buffer_ptr, first, slot, row, size, R, C, PADDED_C: tl.constexpr, BLOCK: tl.constexpr):
     """Splits values (R, C) as fp32 into bf16 parts: high into slots 0 and 1, middle into slot 2, low into slot 3.
 
     A program splits BLOCK of the `size` elements of one slot; elements beyond (R, C) become zeros.
@@ -65,12 +65,12 @@ def _split(values_ptr, base_ptr, slot, row, size, R, C, PADDED_C: tl.constexpr, 
     rest = values - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
     low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-    base_ptr += r * row + c
+    buffer_ptr += first + r * row + c
     inside = places < size
-    tl.store(base_ptr, high, mask=inside)
-    tl.store(base_ptr + slot, high, mask=inside)
-    tl.store(base_ptr + 2 * slot, middle, mask=inside)
-    tl.store(base_ptr + 3 * slot, low, mask=inside)
+    tl.store(buffer_ptr, high, mask=inside)
+    tl.store(buffer_ptr + slot, high, mask=inside)
+    tl.store(buffer_ptr + 2 * slot, middle, mask=inside)
+    tl.store(buffer_ptr + 3 * slot, low, mask=inside)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _sum_of_parts(low, middle, high, right):
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["steps"])
+@triton.jit(do_not_specialize=["T", "steps"])
 def _multiply(
     left_ptr,
     right_ptr,
@@ -90,8 +90,9 @@ def _multiply(
     out_ptr,
     M,
     PADDED_M,
-    N,
-    K,
+    T,
+    H,
+    left_first,
     left_slot,
     left_m,
     left_k,
@@ -101,6 +102,7 @@ def _multiply(
     out_m,
     out_n,
     steps,
+    OVER_TOKENS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -109,15 +111,20 @@ def _multiply(
 ):
     """Computes out[split, m, n] = sum of left[m, k] * right[n, k] over the k of one split, plus bias[m] if HAS_BIAS.
 
-    A program reads the parts of `left` and bf16 `right`, and writes one tile of BLOCK_M x (BLOCK_N + EXTRA_N).
-    BLOCK_N and EXTRA_N are powers of two; EXTRA_N may be 0. A split has steps * BLOCK_K terms.
+    OVER_TOKENS: the k are the T tokens and the n the H columns of x, else the other way round. A program reads the
+    parts of `left` and bf16 `right`, and writes one tile of BLOCK_M x (BLOCK_N + EXTRA_N). BLOCK_N and EXTRA_N are
+    powers of two; EXTRA_N may be 0. A split has steps * BLOCK_K terms.
     Grid: (tiles of m * tiles of n, splits), with m fastest. Example: see reference.py.
     """
+    if OVER_TOKENS:
+        N, K = H, T
+    else:
+        N, K = T, H
     tiles_m = tl.cdiv(PADDED_M, BLOCK_M)
     first_m = (tl.program_id(0) % tiles_m).to(tl.int64) * BLOCK_M
     first_n = (tl.program_id(0) // tiles_m).to(tl.int64) * (BLOCK_N + EXTRA_N)
     first_k = tl.program_id(1).to(tl.int64) * (steps * BLOCK_K)
-    left_ptr += first_m * left_m + first_k * left_k
+    left_ptr += left_first + first_m * left_m + first_k * left_k
     right_ptr += first_n * right_n + first_k * right_k
     out_ptr += tl.program_id(1).to(tl.int64) * out_split + first_m * out_m + first_n * out_n
     # Offsets within a tile fit in 32 bits.
@@ -158,7 +165,7 @@ def _multiply(
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _add_splits(sums_ptr, out_ptr, size, splits, BLOCK: tl.constexpr):
     """Adds the partial sums (splits, size) of each element, in their order, and rounds once to the dtype of out.
 
@@ -181,8 +188,9 @@ def _fill(parts: _Parts, values: Tensor) -> _Parts:
     R, C = values.shape
     size = parts.buffer.numel() // 4
     padded_C = parts.row if parts.slot > 0 else -parts.slot
+    layout = parts.first, parts.slot, parts.row
     _split[(cdiv(size, _SPLIT_BLOCK),)](
-        values.contiguous(), parts.base, parts.slot, parts.row, size, R, C, PADDED_C=padded_C, BLOCK=_SPLIT_BLOCK
+        values.contiguous(), parts.buffer, *layout, size, R, C, PADDED_C=padded_C, BLOCK=_SPLIT_BLOCK
     )
     return parts
 
@@ -191,14 +199,14 @@ def _parts_of_weight(weight_EH: Tensor) -> _Parts:
     """Returns parts with a buffer (4, padded E, H)."""
     padded_E, H = _padded(weight_EH.shape[0]), weight_EH.shape[1]
     buffer = torch.empty(4, padded_E, H, dtype=torch.bfloat16, device=weight_EH.device)
-    return _fill(_Parts(buffer, buffer, padded_E * H, H), weight_EH)
+    return _fill(_Parts(buffer, 0, padded_E * H, H), weight_EH)
 
 
 def _parts_of_gradient(dlogits_TE: Tensor) -> _Parts:
     """Returns parts with a buffer (T, 4, padded E), slots in reverse order."""
     T, padded_E = dlogits_TE.shape[0], _padded(dlogits_TE.shape[1])
     buffer = torch.empty(T, 4, padded_E, dtype=torch.bfloat16, device=dlogits_TE.device)
-    return _fill(_Parts(buffer, buffer[:, 3], -padded_E, 4 * padded_E), dlogits_TE)
+    return _fill(_Parts(buffer, 3 * padded_E, -padded_E, 4 * padded_E), dlogits_TE)
 
 
 def _padded(E: int) -> int:
@@ -213,15 +221,16 @@ def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
     block_m = _rows_of_a_tile(E)
     extra = _extra_tokens(T, cdiv(E, block_m), x_TH.device)
     _multiply[(cdiv(E, block_m) * cdiv(T, _BLOCK_N + extra), 1)](
-        weight.base,
+        weight.buffer,
         x_TH,
         logits_TE if bias_E is None else bias_E.contiguous(),
         logits_TE,
         *(E, _padded(E), T, H),
-        *(weight.slot, weight.row, 1),
+        *(weight.first, weight.slot, weight.row, 1),
         *(H, 1),
         *(0, 1, E),
         cdiv(H, _BLOCK_K),
+        OVER_TOKENS=False,
         HAS_BIAS=bias_E is not None,
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
@@ -261,7 +270,9 @@ def gradients(
 
 
 def _gradient_of_x(dlogits: _Parts, weight_EH: Tensor, dx_others_TH: Tensor | None) -> Tensor:
-    left, right = dlogits.buffer[:, 1:].flatten(1), _parts_of_weight(weight_EH).buffer[:3].flatten(0, 1)
+    (T, slots, E), H = dlogits.buffer.shape, weight_EH.shape[1]
+    left = dlogits.buffer.as_strided((T, 3 * E), (slots * E, 1), E)  # without slot 3
+    right = _parts_of_weight(weight_EH).buffer.as_strided((3 * E, H), (H, 1))
     return left @ right if dx_others_TH is None else dx_others_TH.addmm_(left, right)
 
 
@@ -274,15 +285,16 @@ def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, weight_EH: Tensor) -> Ten
     dweight_EH = torch.empty_like(weight_EH, memory_format=torch.contiguous_format)
     sums_ZEH = dweight_EH if splits == 1 else torch.empty(splits, E, H, dtype=torch.float32, device=x_TH.device)
     _multiply[(tiles, splits)](
-        dlogits.base,
+        dlogits.buffer,
         x_TH,
         sums_ZEH,
         sums_ZEH,
-        *(E, _padded(E), H, T),
-        *(dlogits.slot, 1, dlogits.row),
+        *(E, _padded(E), T, H),
+        *(dlogits.first, dlogits.slot, 1, dlogits.row),
         *(1, H),
         *(E * H, H, 1),
         steps,
+        OVER_TOKENS=True,
         HAS_BIAS=False,
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,

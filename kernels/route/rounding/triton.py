@@ -7,6 +7,8 @@ ranks.
 Legend: S ranks of the EP group, E experts, e local experts. Integers are int64.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -94,9 +96,8 @@ def _round_counts(
     seed_ptr,
     rows_ptr,
     pairs_ptr,
-    pads_ptr,
     t_ptr,
-    total_ptr,
+    pads_ptr,
     cut_ptr,
     chosen_stride,
     tokens_stride,
@@ -124,7 +125,7 @@ def _round_counts(
 
     A program reads the counts (S, E) and tokens of all ranks, and writes rows and pairs of EXPERTS experts for all
     ranks. Each program sums all counts, which determine t and padding. Program 0 also writes t, whether chunks have the
-    plain top-K pairs (`pads`), the sum of all counts, and zeros to cut_S. EXPERTS * RANKS is about 1024.
+    plain top-K pairs (`pads`) and behind it the sum of all counts, and zeros to cut_S. EXPERTS * RANKS is about 1024.
     Grid: (cdiv(E, EXPERTS),). Example: see reference.py.
     """
     total = _sum(chosen_ptr, chosen_stride, S, E, BLOCK)
@@ -136,7 +137,7 @@ def _round_counts(
     if tl.program_id(0) == 0:
         tl.store(t_ptr, t)
         tl.store(pads_ptr, pads.to(tl.int64))
-        tl.store(total_ptr, total)
+        tl.store(pads_ptr + 1, total)
         source = tl.arange(0, RANKS)
         tl.store(cut_ptr + source, tl.zeros_like(source).to(tl.int64), mask=source < S)
     rank, expert = tl.arange(0, RANKS)[:, None], tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)[None, :]
@@ -183,7 +184,6 @@ def _cap_dst_ranks(
     rows_ptr,
     pads_ptr,
     t_ptr,
-    total_ptr,
     capped_ptr,
     S,
     e,
@@ -208,7 +208,7 @@ def _cap_dst_ranks(
         columns += tl.load(rows_ptr + rank * (S * e) + expert, mask=own < e, other=0)
         rank += 1
     columns = columns // unit
-    capacity = tl.load(total_ptr) * numerator // (denominator * S)
+    capacity = tl.load(pads_ptr + 1) * numerator // (denominator * S)
     allowed = tl.maximum(capacity // unit, 1)
     if allowed < tl.sum(columns, axis=0):  # else nothing is cut
         wanted = tl.zeros([1], dtype=tl.int64) + allowed
@@ -253,16 +253,20 @@ def _cap_sources(
         tl.atomic_add(cut_ptr + expert // (E // S), tl.sum(pairs - remaining, axis=0), mask=expert < E, sem="relaxed")
 
 
+@functools.cache
+def _thresholds(rule: RoundingRule) -> tuple[int, ...]:
+    never = (1 << 62, rule.t)
+    thresholds = (*rule.thresholds, *[never] * (_MAX_THRESHOLDS - len(rule.thresholds)))
+    return tuple(number for threshold in thresholds for number in threshold)
+
+
 def apply_rule(
     chosen_SE: Tensor, tokens_S: Tensor, seed: Tensor, rule: RoundingRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See kernels/route/rounding/reference.py."""
     S, E = chosen_SE.shape
-    rows_SE, pairs_SE = (torch.empty(S, E, dtype=torch.int64, device=chosen_SE.device) for _ in range(2))
-    pads, t, total = torch.empty(3, dtype=torch.int64, device=chosen_SE.device).unbind()
-    cut_S = torch.empty(S, dtype=torch.int64, device=chosen_SE.device)
-    never = (1 << 62, rule.t)
-    thresholds = (*rule.thresholds, *[never] * (_MAX_THRESHOLDS - len(rule.thresholds)))
+    rows_SE, pairs_SE = chosen_SE.new_empty(S, E), chosen_SE.new_empty(S, E)
+    t, pads, cut_S = chosen_SE.new_empty(()), chosen_SE.new_empty(2), chosen_SE.new_empty(S)
     ranks = next_power_of_2(S)
     experts = min(next_power_of_2(E), max(1, _TILE // ranks))
     grid = (cdiv(E, experts),)
@@ -273,15 +277,14 @@ def apply_rule(
         seed,
         rows_SE,
         pairs_SE,
-        pads,
         t,
-        total,
+        pads,
         cut_S,
         chosen_SE.stride(0),
         tokens_S.stride(0),
         S,
         E,
-        *(number for threshold in thresholds for number in threshold),
+        *_thresholds(rule),
         rule.t,
         rule.pads_below,
         rule.G,
@@ -299,7 +302,6 @@ def apply_rule(
             rows_SE,
             pads,
             t,
-            total,
             capped_E,
             S,
             E // S,

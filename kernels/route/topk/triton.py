@@ -6,6 +6,9 @@ gives exactly the same ids. The kernel's softmax and that of torch can differ in
 Legend: T tokens on this rank, E experts, K experts per token, g expert groups.
 """
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -76,7 +79,7 @@ def _allowed(
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _topk(
     logits_ptr,
     bias_ptr,
@@ -87,6 +90,7 @@ def _topk(
     counts_ptr,
     entropy_ptr,
     bad_ptr,
+    tokens_ptr,
     T,
     E: tl.constexpr,
     K: tl.constexpr,
@@ -103,7 +107,8 @@ def _topk(
 
     A program loops over tiles of ROWS tokens x all experts. It reads logits and the expert bias. It writes scores and
     ids; ranking (HAS_BIAS); the allowed mask (GROUPS > 1); and each token's entropy. It adds its counts per expert, and
-    its number of non-finite logits (COUNT_BAD), atomically to int64 counters that start at 0.
+    its number of non-finite logits (COUNT_BAD), atomically to int64 counters that start at 0. Program 0 writes T to
+    tokens (1,).
     Grid: (programs_for(T, tile),). Example: see reference.py.
     """
     # Each group is padded to GROUP_WIDTH columns, so the tile can be reshaped to (rows, groups, experts of a group).
@@ -114,6 +119,8 @@ def _topk(
     counts = tl.zeros([COLUMNS], dtype=tl.int32)
     bad = tl.zeros([ROWS], dtype=tl.int32)
     start = tl.program_id(0) * ROWS
+    if start == 0:
+        tl.store(tokens_ptr, T)
     while start < T:
         rows = start + tl.arange(0, ROWS)
         in_T = rows < T
@@ -161,21 +168,26 @@ def _topk(
         tl.atomic_add(bad_ptr, tl.sum(bad, axis=0).to(tl.int64), sem="relaxed")
 
 
+@functools.cache
+def _tile_of(columns: int) -> dict[str, Any]:
+    return tile_of(columns, _SHARED_WARPS if columns <= _SHARED_COUNT_COLUMNS else 1)
+
+
 def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedTopK:
     """See RouterOperations in kernels/route/interface.py."""
     T, E = logits_TE.shape
     width = next_power_of_2(E // config.num_groups)
     columns = next_power_of_2(config.num_groups) * width
-    tile = tile_of(columns, _SHARED_WARPS if columns <= _SHARED_COUNT_COLUMNS else 1)
+    tile = _tile_of(columns)
     logits_TE = logits_TE.contiguous()
-    scores_TE = torch.empty_like(logits_TE)
+    scores_TE, device = torch.empty_like(logits_TE), logits_TE.device
     ranking_TE = scores_TE if expert_bias_E is None else torch.empty_like(logits_TE)
     grouped = config.num_groups > 1
-    allowed_TE = torch.empty(T, E, dtype=torch.bool, device=logits_TE.device) if grouped else None
-    topk_ids_TK = torch.empty(T, K, dtype=torch.int64, device=logits_TE.device)
-    entropy_T = torch.empty(T, dtype=torch.float32, device=logits_TE.device)
-    counters = torch.zeros(E + 1, dtype=torch.int64, device=logits_TE.device)
-    counts_E, bad_logits = counters[:E], counters[E]
+    allowed_TE = torch.empty(T, E, dtype=torch.bool, device=device) if grouped else None
+    topk_ids_TK = scores_TE.new_empty(T, K, dtype=torch.int64)
+    entropy_T, tokens_1 = scores_TE.new_empty(T), topk_ids_TK.new_empty(1)
+    counts_E = torch.zeros(E, dtype=torch.int64, device=device)
+    bad_logits = torch.zeros((), dtype=torch.int64, device=device) if config.check_logits else None
     if T > 0:
         _topk[(programs_for(T, tile),)](
             logits_TE,
@@ -186,7 +198,8 @@ def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config
             topk_ids_TK,
             counts_E,
             entropy_T,
-            bad_logits,
+            counts_E if bad_logits is None else bad_logits,
+            tokens_1,
             T,
             E=E,
             K=K,
@@ -200,5 +213,6 @@ def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config
             # Without fusion score + bias rounds the stored score first, as any code does that adds the bias to it.
             enable_fp_fusion=False,
         )
-    bad_logits = bad_logits if config.check_logits else None
-    return FusedTopK(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, counts_E, entropy_T, bad_logits)
+    else:
+        tokens_1.zero_()
+    return FusedTopK(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, counts_E, entropy_T, bad_logits, tokens_1)

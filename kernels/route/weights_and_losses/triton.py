@@ -8,6 +8,8 @@ Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank
 sequence, S ranks of the EP group, Z partial sums of one value.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +31,7 @@ _EPSILON = tl.constexpr(1e-20)
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["N", "scale"])
 def _weights_of_pairs(
     scores_ptr,
     ids_ptr,
@@ -71,7 +73,7 @@ def _weights_of_pairs(
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["N", "scale"])
 def _spread_gradients(tokens_ptr, experts_ptr, dweights_ptr, dense_ptr, N, scale, E: tl.constexpr, PAIRS: tl.constexpr):
     """Writes dweights * scale of PAIRS pairs to their places in a zeroed (T, E) fp32 buffer. Spare entries are skipped.
 
@@ -96,7 +98,7 @@ def _is_chosen(ids_ptr, rows, in_T, experts, K: tl.constexpr):
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def _loss_terms(
     logits_ptr,
     ids_ptr,
@@ -152,7 +154,7 @@ def _loss_terms(
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["balance_factor", "z_factor", "pairs_of_sequence", "Z"])
 def _losses(
     shares_ptr,
     counts_ptr,
@@ -230,7 +232,7 @@ def _through_weights(dweights, scores, chosen, SOFTMAX: tl.constexpr):
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["L", "z_factor"])
 def _logits_gradient(
     logits_ptr,
     ids_ptr,
@@ -294,6 +296,9 @@ def _logits_gradient(
         start += tl.num_programs(1) * ROWS
 
 
+_tile_of = functools.cache(tile_of)
+
+
 def weights_of_pairs(
     scores_TE: Tensor, topk_ids_TK: Tensor, token_ids_N: Tensor, expert_ids_N: Tensor, config: RouterConfig
 ) -> Tensor:
@@ -308,7 +313,7 @@ def weights_of_pairs(
             expert_ids_N.contiguous(),
             weights_N,
             N,
-            config.scale,
+            float(config.scale),
             E=scores_TE.shape[1],
             K=K,
             K_PADDED=next_power_of_2(K),
@@ -357,7 +362,7 @@ def losses(logits_TE: Tensor, ids_TK: Tensor, times_SE: Tensor, num_sequences: i
         losses_B,
         losses_B if dshares_BE is None else dshares_BE,
         times_SE.stride(0),
-        config.balance_coef * E / T,
+        float(config.balance_coef) * E / T,
         config.z_loss_coef / T,
         L * K,
         Z,
@@ -382,10 +387,10 @@ def logits_gradient(
     T, E = logits_TE.shape
     dlogits_TE = torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
     if pairs is not None:
-        _spread(pairs, dlogits_TE.zero_(), config.scale)
+        _spread(pairs, dlogits_TE.zero_(), float(config.scale))
     dshares_BE = None if loss is None else loss.dshares_BE
     B = 1 if dshares_BE is None else dshares_BE.shape[0]
-    tile = tile_of(next_power_of_2(E))
+    tile = _tile_of(next_power_of_2(E))
     _logits_gradient[(B, programs_for(T // B, tile, B))](
         logits_TE.contiguous(),
         topk_ids_TK.contiguous(),
@@ -394,7 +399,7 @@ def logits_gradient(
         logits_TE if loss is None else loss.dloss,
         dlogits_TE,
         T // B,
-        2 * config.z_loss_coef / T,
+        2.0 * config.z_loss_coef / T,
         E=E,
         K=topk_ids_TK.shape[1],
         SOFTMAX=config.score == "softmax",

@@ -1,4 +1,4 @@
-"""kernels/common/launch.py: what was compiled is launched with those arguments alone that Triton compiles alike."""
+"""kernels/common/launch.py: a variant is launched with those arguments alone that Triton compiles alike."""
 
 from importlib import import_module
 from types import SimpleNamespace
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.helpers.triton_device import triton_device
@@ -16,77 +14,87 @@ DEVICE = triton_device()
 triton, tl = import_module("triton"), import_module("triton.language")
 launch: Any = import_module("sonic_ep.kernels.common.launch")
 
-EDGES = [-(1 << 63), -(1 << 31) - 1, -(1 << 31), -16, -1, 0, 1, 2, 15, 16, 17, (1 << 31) - 1, 1 << 31, (1 << 64) - 1]
-INTEGERS = st.sampled_from(EDGES) | st.integers(-(1 << 63), (1 << 64) - 1)
-TENSORS = st.builds(
-    lambda dtype, start, size: torch.zeros(64, dtype=dtype)[start : start + size],
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64]),
-    st.integers(0, 32),
-    st.integers(0, 32),
-)
-
-
-def compiled_for(argument: object) -> object:
-    """What Triton compiles for."""
-    backend = import_module("triton.backends.nvidia.compiler").CUDABackend
-    return import_module("triton._C.libtriton").native_specialize_impl(backend, argument, False, True, True)
-
-
-@given(st.lists(INTEGERS | TENSORS | st.booleans() | st.floats() | st.none(), min_size=2, max_size=8))
-def test_arguments_of_one_kind_are_compiled_alike(arguments: list[object]) -> None:
-    seen: dict[object, object] = {}
-    for argument in arguments:
-        assert seen.setdefault(launch.specialization_key(argument), compiled_for(argument)) == compiled_for(argument)
-
-
-def test_other_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"was given \[1\], wanted a tensor or a number"):
-        launch.specialization_key([1])
-
 
 class Recorder:
-    """Stands in for a kernel of Triton's and for what it compiles."""
+    """Stands in for a kernel of Triton's: notes its launches, and what was compiled notes its own."""
 
     def __init__(self) -> None:
-        self.params = [SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in ("x", "n", "A", "B")]
+        kinds = {"x_ptr": (), "n": ("do_not_specialize",), "wide": ("do_not_specialize", "annotation_type"), "H": ()}
+        self.params = [
+            SimpleNamespace(
+                name=name,
+                is_constexpr=name in ("A", "B"),
+                do_not_specialize="do_not_specialize" in flags,
+                annotation_type="i64" if "annotation_type" in flags else "",
+            )
+            for name, flags in {**kinds, "A": (), "B": ()}.items()
+        ]
         self.launches: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: object, **named: object) -> Any:
-            self.launches.append(("Triton", grid, arguments, named))
-            return Compiled(self.launches, named)
+            self.launches.append(("Triton", grid, arguments[1:], named["A"]))
+            return Compiled(self.launches)
 
         return run
 
 
 class Compiled:
-    def __init__(self, launches: list[tuple[Any, ...]], named: dict[str, object]) -> None:
-        self.launches, self.named = launches, named
+    """run: the launcher that Triton compiles. Without a version that is known, what was compiled is called by []."""
+
+    function, packed_metadata = 7, "metadata"
+
+    def __init__(self, launches: list[tuple[Any, ...]]) -> None:
+        self.launches = launches
+        self.run = SimpleNamespace(
+            global_scratch_size=0,
+            profile_scratch_size=0,
+            launch_cooperative_grid=False,
+            launch_pdl=True,
+            launch=self.launch,
+        )
+
+    def launch(self, x: int, y: int, z: int, stream: int, function: int, *given: Any) -> None:
+        assert function == self.function
+        assert given[:8] == (False, True, None, None, "metadata", None, None, None)
+        assert type(given[8]) is int  # the address of the tensor
+        self.launches.append(("launcher", (x, y, z), given[9:-2], given[-2]))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.launches.append(("compiled", grid, arguments, self.named))
+        return lambda *given: self.launches.append(("compiled", grid, given[1:-2], given[-2]))
 
 
-def test_the_second_launch_of_a_kind_goes_straight_to_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    recorder, x = Recorder(), torch.zeros(8)
+@pytest.mark.parametrize(("known", "way"), [(True, "launcher"), (False, "compiled")])
+def test_what_triton_compiles_for_is_looked_up(known: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_current_device", lambda: 0), ("_stream_of", lambda _: 0), ("_HAS_KNOWN_LAUNCHER", known)):
+        monkeypatch.setattr(launch, name, value)
+    recorder, x = Recorder(), torch.zeros(64)
     kernel = launch.FastLauncher(recorder)
     options = {"B": 2, "A": 3, "num_warps": 4}
-    for n, named in ((5, options), (6, options), (16, options), (7, options | {"A": 4}), (32, options)):
-        kernel[2, 3](x, n, **named)
-    kernel[5,](x[1:], 5, **options)
-    assert [(way, grid, arguments[1:], named["A"]) for way, grid, arguments, named in recorder.launches] == [
-        ("Triton", (2, 3), (5,), 3),
-        ("compiled", (2, 3, 1, 1), (6, 3, 2), 3),
-        ("Triton", (2, 3), (16,), 3),
-        ("Triton", (2, 3), (7,), 4),
-        ("compiled", (2, 3, 1, 1), (32, 3, 2), 3),
-        ("Triton", (5,), (5,), 3),
+    kernel[2, 3](x, 5, 6, 16, **options)
+    kernel[2, 3](x, 6, 1 << 40, 16, **options)  # numbers that change from step to step
+    kernel[2,](x, 1, 16, 16, **options)
+    kernel[2, 3](x, 5, 6, 32, **options)  # one that does not
+    kernel[2, 3](x, 5, 6, 16, **(options | {"A": 4}))
+    kernel[2, 3](x.long(), 5, 6, 16, **options)
+    kernel[2, 3](x[1:], 5, 6, 16, **options)  # Triton compiles for aligned tensors, and for 32 bits
+    kernel[2, 3](x, 1 << 31, 6, 16, **options)
+    kernel[2, 3](x, 7, 6, 16, **options)
+    assert recorder.launches == [
+        ("Triton", (2, 3), (5, 6, 16), 3),
+        (way, (2, 3, 1), (6, 1 << 40, 16), 3),
+        (way, (2, 1, 1), (1, 16, 16), 3),
+        ("Triton", (2, 3), (5, 6, 32), 3),
+        ("Triton", (2, 3), (5, 6, 16), 4),
+        ("Triton", (2, 3), (5, 6, 16), 3),
+        ("Triton", (2, 3), (5, 6, 16), 3),
+        ("Triton", (2, 3), (1 << 31, 6, 16), 3),
+        (way, (2, 3, 1), (7, 6, 16), 3),
     ]
 
 
 @launch.fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def scaled(x_ptr, factor, n, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + index, tl.load(x_ptr + index, mask=index < n) * factor, mask=index < n)
