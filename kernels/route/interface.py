@@ -17,7 +17,8 @@ class FusedTopK(NamedTuple):
     allowed_TE: bool, the experts of each token's best groups; None without group limits. topk_ids_TK: int64, best
     first. counts_E: int64, tokens per expert. entropy_T: fp32, in nats, of each token's scores divided by their sum;
     NaN for a token with a NaN or infinite logit.
-    bad_logits: () int64, the number of non-finite logits; None unless `config.check_logits`. tokens_1: (1,) int64, T.
+    bad_logits: () int64, the number of non-finite logits; None unless `config.check_logits`. tokens_1: (1,) int64, T;
+    None with it.
     """
 
     scores_TE: Tensor
@@ -27,7 +28,7 @@ class FusedTopK(NamedTuple):
     counts_E: Tensor
     entropy_T: Tensor
     bad_logits: Tensor | None
-    tokens_1: Tensor
+    tokens_1: Tensor | None
 
 
 class Losses(NamedTuple):

@@ -65,7 +65,7 @@ KERNELS = [
         TritonKernel(
             "dispatch.recv_index.triton",
             "_starts",
-            "*i32 *i32 *i32 i32",
+            "*i32 *i32 i32",
             {"WORDS": words, "PROGRAMS": programs, "BLOCK": 256, "PDL_WAIT": True},
         )
         for words, programs in ((1, 1), (4, 128), (16, 4096))
@@ -124,7 +124,7 @@ KERNELS = [
         TritonKernel(
             "route.rounding.triton",
             "_round_counts",
-            "*i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i64 i32 i64 i32 i64 i32 i64 i32 i32 i64 i32",
+            "*i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i64 i32 i64 i32 i64 i32 i64 i32 i32 i64 i32",
             {"MODE": mode, "BITS": 9, "ONE_RANK": ranks == 1, "RANKS": ranks, "EXPERTS": experts, "BLOCK": 1024},
         )
         for mode, ranks, experts in ((5, 1, 128), (5, 8, 128), (4, 64, 16), (1, 8, 128))
@@ -132,7 +132,7 @@ KERNELS = [
     TritonKernel(
         "route.rounding.triton",
         "_cap_dst_ranks",
-        "*i64 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i32",
+        "*i64 *i64 *i64 *i64 i32 i32 i32 i32 i32",
         {"MODE": 5, "BITS": 32, "EXPERTS": 512},
     ),
     TritonKernel(

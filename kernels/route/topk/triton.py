@@ -107,8 +107,8 @@ def _topk(
 
     A program loops over tiles of ROWS tokens x all experts. It reads logits and the expert bias. It writes scores and
     ids; ranking (HAS_BIAS); the allowed mask (GROUPS > 1); and each token's entropy. It adds its counts per expert, and
-    its number of non-finite logits (COUNT_BAD), atomically to int64 counters that start at 0. Program 0 writes T to
-    tokens (1,).
+    its number of non-finite logits (COUNT_BAD), atomically to int64 counters that start at 0. Without
+    COUNT_BAD program 0 writes T to tokens (1,).
     Grid: (programs_for(T, tile),). Example: see reference.py.
     """
     # Each group is padded to GROUP_WIDTH columns, so the tile can be reshaped to (rows, groups, experts of a group).
@@ -119,8 +119,9 @@ def _topk(
     counts = tl.zeros([COLUMNS], dtype=tl.int32)
     bad = tl.zeros([ROWS], dtype=tl.int32)
     start = tl.program_id(0) * ROWS
-    if start == 0:
-        tl.store(tokens_ptr, T)
+    if not COUNT_BAD:  # one register less where registers are few
+        if start == 0:
+            tl.store(tokens_ptr, T)
     while start < T:
         rows = start + tl.arange(0, ROWS)
         in_T = rows < T
@@ -215,4 +216,5 @@ def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config
         )
     else:
         tokens_1.zero_()
-    return FusedTopK(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, counts_E, entropy_T, bad_logits, tokens_1)
+    tokens = tokens_1 if bad_logits is None else None
+    return FusedTopK(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, counts_E, entropy_T, bad_logits, tokens)

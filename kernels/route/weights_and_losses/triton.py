@@ -98,7 +98,7 @@ def _is_chosen(ids_ptr, rows, in_T, experts, K: tl.constexpr):
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["L"])
+@triton.jit  # specialized for L: without, it spills at 512 experts on Blackwell
 def _loss_terms(
     logits_ptr,
     ids_ptr,

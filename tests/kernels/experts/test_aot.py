@@ -23,7 +23,7 @@ pytestmark = [needs_compilers, pytest.mark.slow]
 ARCHITECTURES = {"sm_90a": 2, "sm_100a": 1}
 OPERATIONS, OF_SPLIT_GATE_UP = 10, 4
 # The layers that have the latter.
-GATED_WITHOUT_BIAS = 10
+GATED_WITHOUT_BIAS = 11
 # Published shapes by name; the others as (d, n, activation, bias).
 LAYERS: dict[str, tuple[int, int, str, bool] | None] = {
     "qwen3_30b_a3b": None,
@@ -34,6 +34,7 @@ LAYERS: dict[str, tuple[int, int, str, bool] | None] = {
     "biased": (2304, 512, "swiglu", True),
     "swiglu_clamped": (512, 256, "swiglu_clamped", False),
     "swiglu_clamped_biased": (768, 384, "swiglu_clamped", True),
+    "swiglu_clamped_7": (512, 256, "swiglu_clamped_7", False),
     "geglu": (512, 256, "geglu", False),
     "geglu_erf": (512, 256, "geglu_erf", False),
     "geglu_erf_biased": (768, 384, "geglu_erf", True),
