@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sonic_ep import EPGroup, MoE, MoEConfig
 from sonic_ep.checks import problem_with_memory, problem_with_rows
+from tests.helpers.errors import message_of
 from tests.helpers.launch import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -52,14 +53,6 @@ def as_dtensor(x: torch.Tensor) -> torch.Tensor:
 
     mesh = DeviceMesh("cpu", [dist.get_rank()])
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-
-
-def message_of(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except ValueError as error:
-        return str(error)
-    return "no error"
 
 
 def inference_tensor(x: torch.Tensor) -> torch.Tensor:

@@ -11,18 +11,11 @@ from torch import nn
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep import layer as layer_module
+from tests.helpers.errors import message_of
 from tests.helpers.launch import RankPool
 
 Ranks = Callable[[int], RankPool]
 SIZES = {"d": 8, "n": 4, "E": 8, "K": 2}
-
-
-def message_of(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except ValueError as error:
-        return str(error)
-    return "no error"
 
 
 def construct(rank: int, changes: list[dict[str, object]], seeds: list[int | None]) -> str:
