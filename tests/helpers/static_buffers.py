@@ -9,7 +9,6 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import pad
 
-from sonic_ep.config import TransportConfig
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels import backend
@@ -36,10 +35,13 @@ def static_buffers(transport: GroupTransport, folder: str) -> AbstractContextMan
 @contextmanager
 def buffers_in_files(transport: GroupTransport, folder: str, *, static: bool) -> Iterator[None]:
     """Likewise, or through exact ones, whose sizes come late."""
-    group = transport.group
+    group, before = transport.group, dict(transport._chosen)
     transport._chosen["cpu"] = SymmetricTransport(group, shared_files(group, folder), timeout=60, static=static)
-    with lists_with_spare(), patch.object(AsyncSplitSizes, "is_ready", False):
-        yield
+    try:
+        with lists_with_spare(), patch.object(AsyncSplitSizes, "is_ready", False):
+            yield
+    finally:  # layers of a later test with these ranks and this config get the same transport, if one is left
+        transport._chosen = before
 
 
 def compares_nothing_in_backward() -> AbstractContextManager[object]:
@@ -50,14 +52,23 @@ def compares_nothing_in_backward() -> AbstractContextManager[object]:
 @contextmanager
 def static_buffers_in(folder: str, timeout: float = 60) -> Iterator[None]:
     """Let every transport that is chosen meanwhile move rows of CPU tensors through static buffers."""
+    changed: list[GroupTransport] = []
 
-    def chosen(group: EPGroup, config: TransportConfig, device: torch.device) -> SymmetricTransport:
-        allocate, is_static = shared_files(group, folder), config.buffers == "static"
-        return SymmetricTransport(group, allocate, timeout=timeout, static=is_static)
+    def on_device(transport: GroupTransport, device: torch.device) -> SymmetricTransport:
+        if device.type not in transport._chosen:
+            group, is_static = transport.group, transport.config.buffers == "static"
+            allocate = shared_files(group, folder)
+            changed.append(transport)
+            transport._chosen[device.type] = SymmetricTransport(group, allocate, timeout=timeout, static=is_static)
+        return transport._chosen[device.type]  # type: ignore[return-value]
 
-    with patch("sonic_ep.transports._choose", chosen), lists_with_spare():
-        with patch.object(AsyncSplitSizes, "is_ready", False):
-            yield
+    try:
+        with patch.object(GroupTransport, "on_device", on_device), lists_with_spare():
+            with patch.object(AsyncSplitSizes, "is_ready", False):
+                yield
+    finally:
+        for transport in changed:
+            transport._chosen.clear()
 
 
 def with_spare(routing: Routing, spare: int, **bounds: int) -> Routing:

@@ -43,7 +43,7 @@ def asked_for(rank: int) -> tuple[bool, str]:
     from sonic_ep.transports import transport_for
     from tests.helpers.deepspeed_cpu import deepspeed_world
 
-    all_to_all = TransportConfig(kind="all_to_all", timeout=5)
+    all_to_all = TransportConfig(kind="all_to_all", timeout=500)
     with deepspeed_world():
         layer = layer_of(rank, all_to_all)
         layer(tokens(rank))
