@@ -55,7 +55,7 @@ class ExpertsCall:
     route: returns the routing of `routed`, or that and a list of other tensors to return, by operations that depend on
     nothing else. A collective.
     training: of the layer. is_bounded: whether `route` bounds the rows that arrive (`Routing.max_received`).
-    settings: arguments of `moe`, the same in every call of a layer.
+    settings: hashable arguments of `moe`, in the same order in every call of a layer.
     problem: why the launches depend on more than these tensors and `depends_on`, or None. depends_on: what `route`
     depends on besides the tensors.
     """
@@ -162,7 +162,7 @@ class RecordedExperts:
             problem = call.problem or self._problem_with_main_grads() or call.problem_with_split()
             recorded = self._recordable(call) if problem is None else call
             kinds = [(each.dtype, each.shape) for each in self.main_grads()] if problem is None else []
-            settings = call.depends_on, *kinds, *sorted((name, str(each)) for name, each in call.settings.items())
+            settings = call.depends_on, *kinds, *call.settings.items()
             outputs = self._calls.outputs(self, recorded.tensors(), x_TH.shape[0], problem, settings=settings)
             if outputs is not None:
                 return outputs[0], outputs[_NUM_FIRST:]

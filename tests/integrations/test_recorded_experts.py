@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -172,6 +173,18 @@ def test_main_grads_of_another_dtype(device: str) -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_without_a_gpu_the_code_runs(ranks: Ranks, option: str) -> None:
     assert ranks(2).run(differing, "cpu", OPTIONS[option]) == [([], 0)] * 2
+
+
+def test_calls_are_told_apart_by_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(EPGroup.alone(), "cpu")
+    experts = RecordedExperts(layer.group, layer.transport, K)
+    noted: list[Any] = []
+    monkeypatch.setattr(experts._calls, "outputs", lambda *_, settings: noted.append(settings))
+    for changes in ({}, {}, {"save_dispatched": True}, {"activation": "geglu"}):
+        call = layer.call(0, 1.0)
+        experts(replace(call, settings={**call.settings, **changes}))
+    assert noted[0] == noted[1]
+    assert len({*noted}) == 3
 
 
 def computed_anew(rank: int) -> list[bool]:

@@ -30,8 +30,8 @@ _TOLERANCE = 1e-3  # of the largest weight, where weights and logits are in fp32
 def round_tokens(model: nn.Module, rounding: RoundingConfig) -> list[str]:
     """Rounds the routing of all experts of a model, in training mode. Returns the names of the experts' modules.
 
-    Call it once the model is built, on every rank; again to change the rounding, with mode="off" to end it. Its
-    capacity_factor takes the place of the one of `register`.
+    Call it once the model is built, on every rank, before or after PEFT adapts it; again to change the rounding, with
+    mode="off" to end it. Its capacity_factor takes the place of the one of `register`.
 
     Example: model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="sonic_ep")
              round_tokens(model, RoundingConfig())
@@ -47,7 +47,7 @@ def round_tokens(model: nn.Module, rounding: RoundingConfig) -> list[str]:
             "set another mode, or give it to register as SonicEPOptions(rounding=...)"
         )
     found = registered_experts(model, "there is nothing to round")
-    routers = {} if rounding.mode == "off" else {name: _router_next_to(model, name) for name in found}
+    routers = {} if rounding.mode == "off" else {name: _router_of(model, name) for name in found}
     for name, experts in found.items():
         before: TokenRounding | None = getattr(experts, TOKEN_ROUNDING, None)
         if before is not None:
@@ -56,22 +56,25 @@ def round_tokens(model: nn.Module, rounding: RoundingConfig) -> list[str]:
     return list(found)
 
 
-def _router_next_to(model: nn.Module, experts: str) -> nn.Module:
-    name = experts.rpartition(".")[0]
-    block = model.get_submodule(name)
-    router = next(
-        (getattr(block, each) for each in _ROUTERS if isinstance(getattr(block, each, None), nn.Module)), None
-    )
+def _router_of(model: nn.Module, experts: str) -> nn.Module:
+    """Returns the router next to the experts, either of which PEFT may have wrapped, several times."""
+    parts = experts.split(".")
+    around = [model.get_submodule(".".join(parts[:length])) for length in reversed(range(len(parts)))]
+    candidates = [getattr(block, name, None) for block in around for name in _ROUTERS]
+    router: Any = next((each for each in candidates if isinstance(each, nn.Module)), None)
     if router is None:
         raise ValueError(
-            f"{name} ({type(block).__name__}) has no module called {' or '.join(_ROUTERS)}, which would give the "
+            f"there is no module called {' or '.join(_ROUTERS)} next to {experts} or around it, which would give the "
             "logits that rounding needs; train this model without round_tokens"
         )
+    if hasattr(router, "get_base_layer"):  # LoRA of its weight: what is in PEFT's wrapper stays when that is removed
+        router = router.get_base_layer()
     groups = getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1
     if groups > 1:
         raise ValueError(
-            f"{name} limits each token to some of {groups} groups of experts, and rounding would add experts of other "
-            "groups; set n_group and topk_group to 1 in the model's config, or train it without round_tokens"
+            f"the router of {experts} limits each token to some of {groups} groups of experts, and rounding would add "
+            "experts of other groups; set n_group and topk_group to 1 in the model's config, or train it without "
+            "round_tokens"
         )
     return router
 
@@ -131,7 +134,8 @@ class TokenRounding:
         if not outputs:
             raise ValueError(
                 "the model's router was not called before its experts in this step, so there are no logits to round; "
-                "call the whole block, or train this model without round_tokens"
+                "call the whole block, and round_tokens again if either is a copy made since, as for PEFT's "
+                "modules_to_save"
             )
         tensors = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()]
         return next((each.reshape(-1, E) for each in tensors if each.dim() > 1 and each.shape[-1] == E), None)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-from sonic_ep.integrations.transformers import check, fuse_lora, lora
+from sonic_ep import RoundingConfig
+from sonic_ep.integrations.transformers import check, fuse_lora, lora, round_tokens
 from tests.helpers.hugging_face import batches, loss_of, model_of
-from tests.helpers.transformers_families import outputs_and_gradients, tiny_model
+from tests.helpers.transformers_families import outputs_and_gradients, tiny_model, token_ids
 
 peft: Any = importlib.import_module("peft")
 pytestmark = pytest.mark.usefixtures("registered", "quiet_peft")
@@ -135,6 +136,50 @@ def test_disabled_and_merged_adapters() -> None:
         getattr(ours, change)()
         torch.testing.assert_close(logits(ours), wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits(ours.merge_and_unload()), wanted, rtol=1e-4, atol=1e-4)
+
+
+ROUNDING = RoundingConfig(t=8, G=16)
+
+
+@pytest.mark.parametrize("targets", [EXPERTS, [*EXPERTS, "mlp.gate.weight"]], ids=["experts", "router"])
+def test_rounding_before_and_after_adapters(targets: list[str]) -> None:
+    plain = adapted("sonic_ep", target_parameters=targets).train()
+    results = []
+    for turn in range(3):
+        model: Any = model_of("qwen3_moe")
+        if turn == 0:
+            round_tokens(model, ROUNDING)
+        model = adapted("sonic_ep", model=model, target_parameters=targets, fused=False).train()
+        if turn == 1:
+            round_tokens(model, ROUNDING)
+        fuse_lora(model)
+        if turn == 2:
+            round_tokens(model, ROUNDING)
+        results.append(outputs_and_gradients(model))
+        torch.testing.assert_close(results[-1], results[0])
+        merged = model.merge_and_unload()(input_ids=token_ids(), use_cache=False)[0]
+        torch.testing.assert_close(merged, results[0][0], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(results[0][0], outputs_and_gradients(plain)[0], 1e-2, 1e-2)
+
+
+@pytest.mark.parametrize("copied", ["gate", "experts"])
+def test_rounding_of_a_router_or_experts_that_peft_copies(copied: str) -> None:
+    options: Any = {"target_parameters": None, "modules_to_save": [copied], "fused": False}
+    models = [adapted("sonic_ep", **options).train() for _ in range(2)]
+    round_tokens(models[0], ROUNDING)
+    models[1] = model_of("qwen3_moe")
+    round_tokens(models[1], ROUNDING)
+    models[1] = adapted("sonic_ep", model=models[1], **options).train()
+    with pytest.raises(ValueError, match="round_tokens again if either is a copy"):
+        outputs_and_gradients(models[1])
+    round_tokens(models[1], ROUNDING)
+    torch.testing.assert_close(*map(outputs_and_gradients, models))
+
+
+def test_rounding_refuses_an_adapted_router_with_groups() -> None:
+    model: Any = adapted("sonic_ep", model=model_of("deepseek_v3"), target_parameters=["mlp.gate.weight"], fused=False)
+    with pytest.raises(ValueError, match="some of 4 groups"):
+        round_tokens(model, ROUNDING)
 
 
 def test_gradient_checkpointing_deepcopy_and_autocast(made: list[str]) -> None:
