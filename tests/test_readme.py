@@ -1,5 +1,6 @@
-"""The README opens with what it is and how to use it, its example runs as it stands, and its sentences stay short."""
+"""The README's first screen has the figures of the records, its example runs as it stands, its sentences stay short."""
 
+import json
 import re
 from pathlib import Path
 
@@ -24,10 +25,37 @@ def test_every_link_leads_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_what_it_is_comes_before_what_was_measured() -> None:
-    sections = re.findall(r"^## (.+)$", README.read_text(), flags=re.MULTILINE)
-    assert sections[:2] == ["Install", "Use it"]
-    assert sections.index("Measurements") > sections.index("Integrations")
+def test_the_first_screen_says_what_it_is_how_fast_and_how_to_get_it() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 150
+    screen = lines[:30]
+    assert sum("**" in line for line in screen if line.startswith("|")) == len(STEPS)
+    assert "## Install" in screen
+    sections = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+    assert sections[:3] == ["Install", "Use it", "Integrations"]
+
+
+# By page: the record, and the two contestants in it.
+STEPS = {
+    "megatron.md": ("megatron_step_2_gpus", "MoELayer, TEGroupedMLP", "sonic_ep"),
+    "gpu_kernels.md": ("pretrain_no_reshard_2_gpus", "torch", "nearest"),
+    "transformers.md": ("transformers_step_2_gpus", "all_to_all, grouped_mm", "sonic_ep"),
+    "deepspeed.md": ("deepspeed_step_2_gpus", "AutoEP", "sonic_ep AutoEP"),
+}
+
+
+@pytest.mark.parametrize("page", STEPS)
+def test_the_first_table_has_the_figures_of_the_records(page: str) -> None:
+    name, *contestants = STEPS[page]
+    record = json.loads((README.parent / "benchmarks" / "results" / f"{name}.json").read_text())
+    found = record["contestants"] if "contestants" in record else record["cases"]["12"]
+    theirs, ours = (found[each]["step"] for each in contestants)
+    (line,) = [line for line in README.read_text().splitlines() if line.startswith("|") and f"docs/{page}#m" in line]
+    assert [cell.strip() for cell in line.split("|")[2:5]] == [
+        f"{theirs:.0f} ms",
+        f"{ours:.0f} ms",
+        f"**{theirs / ours:.1f}x**",
+    ]
 
 
 def test_a_sentence_has_at_most_two_numbers() -> None:
