@@ -35,6 +35,7 @@ _LOG = logging.getLogger("sonic_ep.kernels")
 _MODULE = "sonic_ep.kernels.experts.aot"
 # quack's and CuTe-DSL's names of the GPUs that we have kernels for.
 ARCHITECTURES = {(9, 0): ("90", "sm_90a"), (10, 0): ("100", "sm_100a")}
+CAPABILITIES = {cute_arch: capability for capability, (_, cute_arch) in ARCHITECTURES.items()}
 # Seconds: until a process that hangs is given up; between two looks at the file; until a line is worth printing.
 _TIMEOUT, _INTERVAL, _NOTICEABLE = 300.0, 0.02, 2.0
 _PROGRESS_FOLDER = "sonic_ep"
