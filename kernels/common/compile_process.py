@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sonic_ep.kernels.common.cache import quack_cache_folder
+from sonic_ep.kernels.common.cache import problem_with_quack_cache, quack_cache_folder
 from sonic_ep.kernels.common.sources import sources_of
 from sonic_ep.kernels.common.versions import SUPPORTED, installed_version
 
@@ -133,7 +133,7 @@ def wait_for(operation: str) -> None:
 
 def _has_another_cache() -> bool:
     """Whether this process does not read the cache that another would fill."""
-    is_off = os.environ.get("QUACK_CACHE_ENABLED", "1") != "1"
+    is_off = os.environ.get("QUACK_CACHE_ENABLED", "1") != "1" or problem_with_quack_cache() is not None
     # Our own import of quack says which folder it uses.
     return is_off or ("quack" in sys.modules and "sonic_ep.kernels.experts.quack_compat" not in sys.modules)
 

@@ -31,6 +31,15 @@ def test_an_unknown_architecture_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "invalid choice: 'sm_80'" in capsys.readouterr().err
 
 
+def test_a_cache_that_all_may_write_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QUACK_ARCH", "CUTE_DSL_ARCH", "QUACK_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(compile_module, "require_extra", lambda *_: None)
+    tmp_path.chmod(0o777)
+    with pytest.raises(SystemExit, match=f"sonic-ep: error: {tmp_path} with compiled code has mode 777: all may write"):
+        cli.main(["compile", "--config", "tiny", "--arch", "sm_90a", "--cache", str(tmp_path)])
+
+
 MISTAKES = """
 import sys
 from sonic_ep import cli
