@@ -389,6 +389,15 @@ def test_weights_without_memory_are_not_loaded_into() -> None:
         experts.load_state_dict(Model(True, k=2).layers[0].deepspeed_moe.experts.state_dict())
 
 
+def test_entries_that_are_no_tensors_are_refused_by_name() -> None:
+    from tests.helpers.deepspeed_moe import Model
+
+    experts = Model(True, k=2).layers[0].deepspeed_moe.experts
+    key = next(iter(state := experts.state_dict()))
+    with pytest.raises(RuntimeError, match=f"size mismatch for {key}: a list in the checkpoint"):
+        experts.load_state_dict({**state, key: [1, 2]})
+
+
 @pytest.mark.parametrize("frozen", ["gate_proj up_proj", "down_proj"])
 def test_what_is_frozen_in_the_template_stays_frozen(frozen: str) -> None:
     from sonic_ep.integrations.deepspeed.experts import StackedExperts
