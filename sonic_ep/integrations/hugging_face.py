@@ -74,7 +74,7 @@ def load_layer(folder: str | Path, block: str, layer: MoE) -> None:
     index that names files elsewhere. OSError, on every rank, for a file that cannot be read. The layer may then hold
     some of the weights.
     """
-    problem, kind = None, ValueError
+    problem = unreadable = None
     try:
         files = _files(Path(folder))
         _read(Path(folder), files, layer, _parts(layer, block, Path(folder), files))
@@ -83,8 +83,9 @@ def load_layer(folder: str | Path, block: str, layer: MoE) -> None:
     except SafetensorError as error:
         problem = _DAMAGED.format(folder, error)
     except OSError as error:
-        problem, kind = f"{folder}: {error}", OSError
-    layer.group.raise_together(problem, error=kind, stage="checkpoint")
+        unreadable = f"{folder}: {error}"
+    layer.group.raise_together(unreadable, error=OSError, stage="checkpoint")  # of one rank, maybe
+    layer.group.raise_together(problem, stage="checkpoint")
     layer.router.load_state_dict({}, strict=False)  # as after each load_state_dict, the router resets its counts
 
 

@@ -442,6 +442,23 @@ def test_packed_experts_need_a_config_that_is_an_object(tmp_path: Path) -> None:
         load_layer(tmp_path, BLOCK, layer_for("qwen3_moe", model))
 
 
+def from_a_file_that_one_rank_reads(rank: int, path: Path) -> None:
+    layer = layer_for("qwen3_moe", a_model("qwen3_moe"), EPGroup())
+    with pytest.raises(OSError, match=r"^rank 1: .*start"):
+        load_layer(path / "start", BLOCK, layer)
+
+
+def test_a_file_that_one_rank_cannot_read(ranks: Ranks, tmp_path: Path) -> None:
+    """With experts of the second rank alone."""
+    saved("qwen3_moe", tmp_path / "start")
+    values = load_file(tmp_path / "start" / "model.safetensors")
+    of_first = {name: value for name, value in values.items() if ".experts.7." not in name}
+    save_file(of_first, tmp_path / "start" / "model.safetensors", {"format": "pt"})
+    files = {name: "model.safetensors" if name in of_first else "lost.safetensors" for name in values}
+    (tmp_path / "start" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    ranks(2).run(from_a_file_that_one_rank_reads, tmp_path)
+
+
 def from_different_folders(rank: int, path: Path) -> None:
     layer = layer_for("qwen3_moe", a_model("qwen3_moe"), EPGroup())
     with pytest.raises(ValueError, match="disagree about checksum_of_names"):
