@@ -2,7 +2,7 @@
 # make test    run the tests, but for those marked slow            make test ARGS="tests/kernels -k silu"
 # make test-all    run all tests: the slow ones compile every kernel and train models for minutes
 # make test-exhaustive    run the rest of the grids of which test-all runs a part
-# make fuzz    random configurations, misuse and faults            make fuzz SECONDS=600 ARGS="--ranks 2 4 --seed 7"
+# make fuzz    random configurations, misuse, faults and folders   make fuzz SECONDS=600 ARGS="--ranks 2 4 --seed 7"
 # make cluster-test    two hosts, imitated by network namespaces or else on the loopback interface
 # make lint    what CI checks: format, rules, types, spelling      make format repairs the first two
 # make clean   remove .venv and caches (runs/ stays)

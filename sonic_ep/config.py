@@ -374,7 +374,9 @@ class MoEConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Returns the config of a nested dict. Raises ValueError for unknown or missing keys."""
+        """Returns the config of a nested dict. Raises ValueError for another value, and unknown or missing keys."""
+        if not isinstance(values, dict):
+            raise ValueError(f"config={values!r} must be a dict of MoEConfig's fields, as to_dict returns")
         parts = {part: _build(kind, values.get(part, {}), f"{part}.") for part, kind in _PARTS.items()}
         return _build(cls, {**values, **parts}, "")
 
@@ -388,7 +390,7 @@ def _build(cls: type, values: object, prefix: str) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1)
+            close = difflib.get_close_matches(str(key), fields, n=1)
             hint = f"; did you mean {prefix}{close[0]}?" if close else f"; known keys: {', '.join(fields)}"
             raise ValueError(f"unknown config key {prefix}{key}{hint}")
     required = {
@@ -419,8 +421,15 @@ def load_config(name_or_path: str | Path) -> MoEConfig:
         names = ", ".join(sorted(p.stem for p in shipped.glob("*.toml")))
         raise FileNotFoundError(f"no config {str(name_or_path)!r}: give a path that ends in .toml or one of {names}")
     try:
+        return _config_in(path)
+    except RecursionError:
+        raise ValueError(f"{path} nests tables or lists too deeply; the fields of a config are plain values") from None
+
+
+def _config_in(path: Path) -> MoEConfig:
+    try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is no TOML: {error}") from None
     for table in tables:
         if table not in ("moe", *_PARTS):

@@ -96,8 +96,9 @@ class Experts(nn.Module):
         for hook in hooks.values():  # now, because FSDP's shards the parameters that it has gathered
             hook(state_dict, *arguments)
         saved = state_dict.pop(f"{prefix}_extra_state", None)  # an older state dict says there whose experts it holds
-        held = local_metadata.get(_HELD) if saved is None else saved.tolist()
-        problem = self._problem_with_state(
+        held: Any = local_metadata.get(_HELD) if saved is None else saved
+        held = held if getattr(held, "is_meta", True) else held.tolist()  # of what is no tensor, itself
+        problem = _problem_with_held(prefix, held) or self._problem_with_state(
             state_dict, prefix, held, assign="assign_to_params_buffers" in local_metadata
         )
         if problem is not None:
@@ -236,6 +237,16 @@ def _hand_out(experts: Any, state_dict: dict[str, Any], prefix: str, local_metad
     for key, value in state_dict.items():
         if key.startswith(prefix) and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             state_dict[key] = of_all(experts, key, value)
+
+
+def _problem_with_held(prefix: str, held: object) -> str | None:
+    is_sequence = isinstance(held, list | tuple) and len(held) == 3 and all(type(number) is int for number in held)
+    if held is None or is_sequence:
+        return None
+    return (
+        f"{prefix}_extra_state or its metadata says {str(held):.60} of whose experts the state dict holds, wanted the "
+        "first expert, their number and that of all: use another state dict, or remove the entry"
+    )
 
 
 def _described(first: int, number: int, E: int) -> str:

@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sonic_ep.kernels.common.cache import quack_cache_folder
+from sonic_ep.kernels.common.cache import problem_with_quack_cache, quack_cache_folder
 from sonic_ep.kernels.common.sources import sources_of
 from sonic_ep.kernels.common.versions import SUPPORTED, installed_version
 
@@ -35,6 +35,7 @@ _LOG = logging.getLogger("sonic_ep.kernels")
 _MODULE = "sonic_ep.kernels.experts.aot"
 # quack's and CuTe-DSL's names of the GPUs that we have kernels for.
 ARCHITECTURES = {(9, 0): ("90", "sm_90a"), (10, 0): ("100", "sm_100a")}
+CAPABILITIES = {cute_arch: capability for capability, (_, cute_arch) in ARCHITECTURES.items()}
 # Seconds: until a process that hangs is given up; between two looks at the file; until a line is worth printing.
 _TIMEOUT, _INTERVAL, _NOTICEABLE = 300.0, 0.02, 2.0
 _PROGRESS_FOLDER = "sonic_ep"
@@ -132,7 +133,7 @@ def wait_for(operation: str) -> None:
 
 def _has_another_cache() -> bool:
     """Whether this process does not read the cache that another would fill."""
-    is_off = os.environ.get("QUACK_CACHE_ENABLED", "1") != "1"
+    is_off = os.environ.get("QUACK_CACHE_ENABLED", "1") != "1" or problem_with_quack_cache() is not None
     # Our own import of quack says which folder it uses.
     return is_off or ("quack" in sys.modules and "sonic_ep.kernels.experts.quack_compat" not in sys.modules)
 

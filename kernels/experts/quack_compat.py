@@ -19,6 +19,7 @@ import ast
 import functools
 import hashlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Generator
@@ -27,17 +28,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sonic_ep.kernels.common.cache import quack_cache_folder
+from sonic_ep.kernels.common.cache import problem_with_quack_cache, quack_cache_folder
 from sonic_ep.kernels.common.lazy_dynamo import lazy_dynamo
 from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.common.sources import sources_of
 from sonic_ep.kernels.common.versions import problem_with_versions
+
+_LOG = logging.getLogger("sonic_ep.kernels")
 
 if _problem := problem_with_versions():
     raise ImportError(_problem)
 
 # quack reads it when it is imported. Its own default is a folder for temporary files, which a reboot empties.
 os.environ.setdefault("QUACK_CACHE_DIR", str(quack_cache_folder()))
+if _problem := problem_with_quack_cache():
+    _LOG.warning("%s. Kernels are compiled anew in every process", _problem)
+    os.environ["QUACK_CACHE_ENABLED"] = "0"
 
 # quack decorates its autotuner and its quantizers, which we do not use.
 with lazy_dynamo():

@@ -1,6 +1,7 @@
 """The compiled part: driver.c, built once by the C compiler that Triton needs too, and its functions.
 
-The library goes to `cache_folder`, under a name with a digest of its source.
+The library goes to `cache_folder`, under a name with a digest of its source. What another user may have written is not
+loaded.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sonic_ep.kernels.common.cache import cache_folder
+from sonic_ep.kernels.common.cache import cache_folder, problem_with_access
 
 _SOURCE = Path(__file__).with_name("driver.c")
 _DRIVER = b"libcuda.so.1"
@@ -25,7 +26,8 @@ _MAX_SECONDS = 120
 
 
 class UnavailableError(RuntimeError):
-    """Raised where sequences cannot be launched: without a C compiler, cuda.h, or a driver that is new enough."""
+    """Raised where sequences cannot be launched: without a C compiler, cuda.h, a driver that is new enough, or a folder
+    of this user."""
 
 
 @functools.cache
@@ -33,17 +35,20 @@ def compiled_library() -> Path:
     """Returns the path of the compiled driver.c. Raises UnavailableError if it cannot be compiled."""
     digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
     path = cache_folder() / f"launch_sequence_{digest}.so"
-    if path.exists():
+    if (problem := problem_with_access(path.parent)) is not None:
+        raise UnavailableError(problem)
+    if path.exists() and problem_with_access(path) is None:
         return path
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise UnavailableError(f"none of {', '.join(_COMPILERS)} is on the PATH; install one, or set CC to one")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     handle, written = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     command = [compiler, "-O2", "-shared", "-fPIC", f"-I{header_folder()}", str(_SOURCE), "-o", written, "-ldl"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_MAX_SECONDS)
+        Path(written).chmod(0o755)
         Path(written).replace(path)  # at once, because other ranks may do the same
     except (OSError, subprocess.SubprocessError) as error:
         Path(written).unlink(missing_ok=True)

@@ -212,7 +212,7 @@ def verified_names(folder: Path, group: EPGroup) -> set[str] | None:
         return None
     try:
         files = sorted(json.loads(path.read_text())["files"].items())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint") from None
     for name, _ in files:
         if not _is_name(name):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from sonic_ep.config import MoEConfig, TransportKind, load_config
+from sonic_ep.config import MoEConfig, TransportKind
 from sonic_ep.dispatch.bounded_steps import bound_of
 from sonic_ep.dispatch.speculation import SizeBound
 from sonic_ep.dispatch.symmetric_buffers import LIST_GROWTH
@@ -155,9 +155,9 @@ def check_sizes(config: MoEConfig, options: dict[str, int]) -> None:
         raise ValueError(f"E={config.E} experts cannot be divided over {S} ranks; use a divisor of {config.E}")
 
 
-def print_plan(config_name: str, T: int, S: int, layers: int, dtype: str, memory_gib: float | None) -> None:
-    """Prints the plan. Raises FileNotFoundError for an unknown config, ValueError for sizes that cannot be."""
-    config, item_bytes = load_config(config_name), getattr(torch, dtype).itemsize
+def print_plan(config: MoEConfig, T: int, S: int, layers: int, dtype: str, memory_gib: float | None) -> None:
+    """Prints the plan. Raises ValueError for sizes that cannot be."""
+    item_bytes = getattr(torch, dtype).itemsize
     check_sizes(config, {"tokens": T, "ranks": S, "layers": layers})
     sizes = balanced_sizes(config, T, S)
     lines = [f"{config.name}: d={config.d}, n={config.n}, E={config.E}, K={config.K}, {config.activation}; {dtype}"]

@@ -19,13 +19,14 @@ from sonic_ep.cli.load import DrawnRoutes, Load, slowest_gpu
 from sonic_ep.cli.plan import Sizes, allocated_sizes, check_sizes, line, memory_parts, mib, rounding_lines, saved_bytes
 from sonic_ep.cli.time_constants import CONSTANTS
 from sonic_ep.cli.time_model import ITEM_BYTES, Kind, Layout, Stages, host_ms, rounding_tile, stages
-from sonic_ep.config import MoEConfig, TransportKind, load_config
+from sonic_ep.config import MoEConfig, TransportKind
 
 _COLUMN = 12
 _ORDER = (
     *("router", "host waits", "dispatch of dO", "dispatch of x", "dispatch", "shared expert", "down_backward"),
     *("up_backward", "up", "down", "sum", "weight_up", "weight_down", "combine", "launches"),
 )
+_MAX_GPUS = 2**20  # whose times are drawn
 _WORTH = 0.99  # of the time: more memory is taken for less than this
 
 
@@ -50,6 +51,8 @@ class Cluster:
         """Raises ValueError for a cluster that cannot be, with the option to change."""
         counts = {"hosts": self.hosts, "gpus-per-host": self.gpus_per_host, "ranks": self.ranks}
         check_sizes(config, counts)
+        if self.num_gpus > _MAX_GPUS:
+            raise ValueError(f"--hosts {self.hosts} of {self.gpus_per_host} GPUs: more than {_MAX_GPUS:,}; use fewer")
         if self.ranks == 1:
             raise ValueError("--ranks 1: a rank alone sends nothing; leave out --hosts")
         larger, smaller = sorted((self.ranks, self.gpus_per_host), reverse=True)
@@ -58,10 +61,8 @@ class Cluster:
                 f"--ranks {self.ranks} does not fit {self.hosts} hosts of {self.gpus_per_host} GPUs: give a divisor of "
                 f"{self.num_gpus} that divides {self.gpus_per_host} or that it divides"
             )
-        if self.layout.num_hosts > 1 and not 0 < self.link < float("inf"):
-            raise ValueError(
-                f"--link {self.link:g} must be the GB/s that a GPU sends to other hosts, above 0: some 45 at 400 Gb/s"
-            )
+        if self.layout.num_hosts > 1 and self.link == float("inf"):
+            raise ValueError("--link is missing: give the GB/s that a GPU sends to other hosts, some 45 at 400 Gb/s")
 
 
 class Option(NamedTuple):
@@ -185,7 +186,7 @@ def described(
 
 
 def print_hosts_plan(
-    config_name: str,
+    config: MoEConfig,
     T: int,
     cluster: Cluster,
     layers: int,
@@ -195,14 +196,11 @@ def print_hosts_plan(
     *,
     as_json: bool,
 ) -> None:
-    """Prints the plan. Raises FileNotFoundError for an unknown config, ValueError for sizes that cannot be."""
-    config = load_config(config_name)
+    """Prints the plan. Raises ValueError for sizes that cannot be."""
     if getattr(torch, dtype).itemsize != ITEM_BYTES:
         raise ValueError(
             f"--dtype {dtype}: times are known for bfloat16 and float16; leave out --hosts for memory alone"
         )
-    if not skew >= 0:
-        raise ValueError(f"--skew {skew:g} must be at least 0: the popularity's standard deviation over its mean")
     cluster.check(config)
     check_sizes(config, {"tokens": T, "layers": layers, "ranks": cluster.ranks})
     plan = described(config, T, cluster, layers, memory_gib, skew)

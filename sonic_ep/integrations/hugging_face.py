@@ -43,6 +43,8 @@ _QUANTIZED = re.compile(r".*(_blocks|_scales|scale_inv|\.qweight|\.scales)")
 _ALTERNATING = ("gpt_oss",)
 _GATE_BEFORE_UP = ("deepseek_v3", "mixtral", "olmoe", "qwen3_moe", "qwen3_next")
 _WEIGHT_FILE = re.compile(r"(pytorch_model|consolidated)[.-].*|.*\.(safetensors|gguf)")
+_DAMAGED = "{} has a damaged file ({}); use another copy"
+_DTYPES = ("F64", "F32", "F16", "BF16")
 _SHOWN = 3  # names in a message
 
 
@@ -67,21 +69,23 @@ def load_layer(folder: str | Path, block: str, layer: MoE) -> None:
     `update_expert_bias` start anew, because they belong to another bias.
 
     Raises ValueError, on every rank, if the folder lacks weights of the layer or has others under this name; for
-    another shape; for a dtype that the layer's does not hold exactly; for quantized weights; for packed weights of an
-    unknown model_type; for a layer on the meta device or sharded by FSDP; and for a damaged file. OSError, on every
-    rank, for a file that cannot be read. The layer may then hold some of the weights.
+    another shape; for a dtype that the layer's does not hold exactly; for integers and quantized weights; for packed
+    weights of an unknown model_type; for a layer on the meta device or sharded by FSDP; for a damaged file; and for an
+    index that names files elsewhere. OSError, on every rank, for a file that cannot be read. The layer may then hold
+    some of the weights.
     """
-    problem, kind = None, ValueError
+    problem = unreadable = None
     try:
         files = _files(Path(folder))
         _read(Path(folder), files, layer, _parts(layer, block, Path(folder), files))
     except ValueError as error:
         problem = str(error)
     except SafetensorError as error:
-        problem = f"{folder} has a damaged file ({error}); use another copy"
+        problem = _DAMAGED.format(folder, error)
     except OSError as error:
-        problem, kind = f"{folder}: {error}", OSError
-    layer.group.raise_together(problem, error=kind, stage="checkpoint")
+        unreadable = f"{folder}: {error}"
+    layer.group.raise_together(unreadable, error=OSError, stage="checkpoint")  # of one rank, maybe
+    layer.group.raise_together(problem, stage="checkpoint")
     layer.router.load_state_dict({}, strict=False)  # as after each load_state_dict, the router resets its counts
 
 
@@ -112,8 +116,10 @@ def save_folder(
             raise ValueError(f"{folder} exists; give the name of a new folder")
         parts = _parts_of_all(layers, source, files)
         shards = _shards(source, files, {name: part for name, (_, part) in parts.items()}, max_shard_size)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         problem = f"{source}: {error}"
+    except SafetensorError as error:
+        problem = _DAMAGED.format(source, error)
     digest = zlib.crc32(repr((shards, [*parts])).encode())
     group.raise_together(problem, stage="checkpoint", checksum_of_names=digest)
     _on_first_rank(group, folder, lambda: _copy_other_files(source, folder))
@@ -145,21 +151,43 @@ def _parts_of_all(layers: Mapping[str, MoE], source: Path, files: Mapping[str, s
     for file in sorted({files[name] for name in parts}):
         with _tensors_in(source / file) as tensors:
             for name in (name for name in parts if files[name] == file):
-                _check_shape(name, file, tensors.get_slice(name).get_shape(), parts[name][1])
+                _check_kind(name, file, tensors.get_slice(name), parts[name][1])
     return parts
 
 
 def _files(folder: Path) -> dict[str, str]:
     """Returns the file of each tensor."""
     if (folder / _INDEX).exists():
-        files = json.loads((folder / _INDEX).read_text(encoding="utf-8")).get("weight_map", {})
-        if strange := sorted(file for file in files.values() if Path(file).name != file):
-            raise ValueError(f"{_INDEX} names {_listed(strange)}, wanted names of files in {folder}; use another copy")
+        index = _object_in(folder / _INDEX)
+        files, metadata = index.get("weight_map"), index.get("metadata", {})
+        if not isinstance(files, dict) or not isinstance(metadata, dict):
+            raise ValueError(
+                f"{folder / _INDEX} lacks a weight_map, or has other metadata than objects; use another copy"
+            )
+        strange = {repr(file) for file in files.values() if not _is_tensor_file(file)}
+        if strange:
+            wanted = f"wanted names of .safetensors files in {folder}"
+            raise ValueError(f"{_INDEX} names {_listed(sorted(strange))}, {wanted}; use another copy")
         return files
     if not (folder / _SINGLE).exists():
         raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}; give a folder that save_pretrained wrote")
     with _tensors_in(folder / _SINGLE) as tensors:
         return dict.fromkeys(tensors.keys(), _SINGLE)
+
+
+def _is_tensor_file(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", name) is not None
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file. Raises ValueError if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({error}); use another copy") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {str(found):.60}, wanted an object; use another copy")
+    return found
 
 
 def _tensors_in(path: Path) -> Any:
@@ -206,7 +234,7 @@ def _alternates(folder: Path, block: str) -> bool:
     Raises ValueError if that is unknown.
     """
     config = folder / "config.json"
-    model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.exists() else None
+    model_type = _object_in(config).get("model_type") if config.exists() else None
     if model_type in _ALTERNATING + _GATE_BEFORE_UP:
         return model_type in _ALTERNATING
     raise ValueError(
@@ -314,16 +342,23 @@ def _sizes_in(path: Path, names: set[str]) -> dict[str, int]:
     """Returns the bytes of each tensor in a file, from its header."""
     with _tensors_in(path), path.open("rb") as file:  # the first checks the header
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
     if missing := sorted(names - header.keys()):
         raise ValueError(f"{path.name} lacks {_listed(missing)}, which {_INDEX} names; use another copy")
     return {name: header[name]["data_offsets"][1] - header[name]["data_offsets"][0] for name in names}
 
 
-def _check_shape(name: str, file: str, shape: list[int], part: _Part) -> None:
-    if tuple(shape) != part.shape:
+def _check_kind(name: str, file: str, tensor: Any, part: _Part) -> None:
+    """Raises ValueError unless a tensor of a file has the part's shape, and values that are floating point."""
+    if tensor.get_dtype() not in _DTYPES:
         raise ValueError(
-            f"{name} in {file} has shape {tuple(shape)}, the layer wants {part.shape}; give the layer a config with "
-            "the model's d, n, E and shared_n"
+            f"{name} in {file} is {tensor.get_dtype()}, wanted one of {', '.join(_DTYPES)}; if the model is quantized, "
+            "load it in transformers with dequantize=True, and save it"
+        )
+    if (shape := tuple(tensor.get_shape())) != part.shape:
+        raise ValueError(
+            f"{name} in {file} has shape {shape}, the layer wants {part.shape}; give the layer "
+            "a config with the model's d, n, E and shared_n"
         )
 
 
@@ -333,7 +368,7 @@ def _read(folder: Path, files: dict[str, str], layer: MoE, parts: dict[str, _Par
         with _tensors_in(folder / file) as tensors:
             for name in sorted(name for name in own if files[name] == file):
                 part, whole = own[name], tensors.get_slice(name)
-                _check_shape(name, file, whole.get_shape(), part)
+                _check_kind(name, file, whole, part)
                 first = layer.experts.first
                 value = whole[first : first + layer.experts.num_local] if part.packed else whole[:]
                 if torch.promote_types(value.dtype, part.view.dtype) != part.view.dtype:
@@ -389,7 +424,7 @@ def _write_index(source: Path, folder: Path, shards: Mapping[str, list[str]]) ->
         return
     total = sum(sum(_sizes_in(folder / file, set(names)).values()) for file, names in shards.items())
     there = source / _INDEX
-    index = json.loads(there.read_text(encoding="utf-8")) if there.exists() else {}
+    index = _object_in(there) if there.exists() else {}
     index["metadata"] = {**index.get("metadata", {}), "total_size": total}
     index["weight_map"] = dict(sorted((name, file) for file, names in shards.items() for name in names))
     (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

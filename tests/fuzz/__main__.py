@@ -1,4 +1,4 @@
-"""The hostile suite: random configurations against an oracle, misuse, and faults, for a given time.
+"""The hostile suite: random configurations against an oracle, misuse, faults, and hostile folders, for a given time.
 
     python -m tests.fuzz --seconds 600 --ranks 1 2 4
     python -m tests.fuzz --only misuse --ranks 2 --seed 7 --case 12      one case again
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
-from tests.fuzz import configurations, faults, misuse
+from tests.fuzz import configurations, faults, folders, misuse
 from tests.helpers.launch import RankError, RankPool, RankTimeoutError
 
 Check = Callable[[RankPool, int, int], None]
@@ -23,9 +23,10 @@ CHECKS: dict[str, Check] = {
     "configurations": configurations.check,
     "misuse": misuse.check,
     "faults": faults.check,
+    "folders": folders.check,
 }
 # How many cases of each kind a turn has, so that the time is shared.
-TURN = {"configurations": 20, "misuse": 10, "faults": 1}
+TURN = {"configurations": 20, "misuse": 10, "faults": 1, "folders": 2}
 # At most so many failures are shown; then the run ends.
 MOST_SHOWN, PROGRESS = 10, 10.0
 
@@ -97,10 +98,8 @@ def main() -> int:
                 failures[failure[0]] += 1
                 again = f"--only {kind} --ranks {size} --seed {seed} --case {number}"
                 _say(f'--- {failure[0]}: make fuzz ARGS="{again}"\n{failure[1]}')
-    _say(
-        f"{done['configurations']} configurations, {done['misuse']} misuses, {done['faults']} faults: "
-        f"{failures['differences']} differences, {failures['hangs']} hangs, {failures['aborts']} aborts"
-    )
+    counts = ", ".join(f"{done[kind]} {kind}" for kind in CHECKS)
+    _say(f"{counts}: {', '.join(f'{failures[how]} {how}' for how in ('differences', 'hangs', 'aborts'))}")
     return 1 if failures else 0
 
 

@@ -29,8 +29,9 @@ def without_checkpoints(size: int, number: int) -> list[int]:
         *(("configurations", 2, number) for number in without_checkpoints(2, 20)),
         *(("configurations", 4, number) for number in without_checkpoints(4, 6)),
         *(("misuse", 2, number) for number in range(len(dict.fromkeys(ALL)))),
-        *(("faults", 1, number) for number in range(3)),
-        *(("faults", 2, number) for number in (0, 1, 3)),
+        *(("faults", 1, number) for number in range(2)),
+        *(("faults", 2, number) for number in (0, 2)),
+        *(("folders", 2, number) for number in range(6)),
     ],
 )
 def test_a_case(ranks: Ranks, kind: str, size: int, number: int) -> None:

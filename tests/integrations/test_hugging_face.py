@@ -383,8 +383,80 @@ def test_an_index_that_names_too_much(tmp_path: Path) -> None:
         save_folder(tmp_path / "end", tmp_path / "start", {BLOCK: layer}, max_shard_size=10**6)
     index["weight_map"]["model.more.weight"] = "../other.safetensors"
     path.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"names \.\./other.safetensors, wanted names of files in"):
+    with pytest.raises(ValueError, match=r"names '\.\./other.safetensors', wanted names of .safetensors files in"):
         save_folder(tmp_path / "end", tmp_path / "start", {BLOCK: layer})
+
+
+NO_INDEX = {
+    "[]": r"holds \[\], wanted an object",
+    "null": "holds None, wanted an object",
+    "[" * 100_000: r"is no JSON \(maximum recursion",
+    "{}": "lacks a weight_map",
+    '{"weight_map": []}': "lacks a weight_map",
+    '{"weight_map": null}': "lacks a weight_map",
+    '{"weight_map": {}, "metadata": null}': "or has other metadata than objects",
+    '{"weight_map": {"a": 3}}': "names 3, wanted names",
+    '{"weight_map": {"a": null}}': "names None, wanted names",
+    '{"weight_map": {"a": ".."}}': r"names '\.\.', wanted names",
+    '{"weight_map": {"a": ""}}': "names '', wanted names",
+    '{"weight_map": {"a": "config.json"}}': "names 'config.json', wanted names",
+    '{"weight_map": {"a": "/x.safetensors"}}': "names '/x.safetensors', wanted names",
+}
+
+
+def without_an_index(rank: int, path: Path, text: str, message: str) -> None:
+    """Of the last rank's folder alone."""
+    layer = layer_for("qwen3_moe", a_model("qwen3_moe"), group := EPGroup())
+    folder = path / ("harmed" if rank == group.size - 1 else "start")
+    with pytest.raises(ValueError, match=f"{message}.*; use another copy"):
+        load_layer(folder, BLOCK, layer)
+    with pytest.raises(ValueError, match=f"{message}.*; use another copy"):
+        save_folder(path / "end", folder, {BLOCK: layer})
+
+
+@pytest.mark.parametrize("text", NO_INDEX)
+def test_an_index_that_is_none(ranks: Ranks, text: str, tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path / "start")
+    saved("qwen3_moe", tmp_path / "harmed")
+    (tmp_path / "harmed" / "model.safetensors.index.json").write_text(text)
+    ranks(2).run(without_an_index, tmp_path, text, NO_INDEX[text])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_weights_that_are_no_floating_point_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    layer = layer_for("qwen3_moe", saved("qwen3_moe", tmp_path / "start"))
+    path = tmp_path / "start" / "model.safetensors"
+    save_file({name: value.to(dtype) for name, value in load_file(path).items()}, path, {"format": "pt"})
+    message = r"in model.safetensors is [A-Z0-9_]+, wanted one of F64, F32, F16, BF16; if the model is quantized"
+    with pytest.raises(ValueError, match=message):
+        load_layer(tmp_path / "start", BLOCK, layer)
+    with pytest.raises(ValueError, match=message):
+        save_folder(tmp_path / "end", tmp_path / "start", {BLOCK: layer})
+
+
+def test_packed_experts_need_a_config_that_is_an_object(tmp_path: Path) -> None:
+    model = a_model("qwen3_moe")
+    model.save_pretrained(tmp_path, save_original_format=False)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config.json holds \[\], wanted an object; use another copy"):
+        load_layer(tmp_path, BLOCK, layer_for("qwen3_moe", model))
+
+
+def from_a_file_that_one_rank_reads(rank: int, path: Path) -> None:
+    layer = layer_for("qwen3_moe", a_model("qwen3_moe"), EPGroup())
+    with pytest.raises(OSError, match=r"^rank 1: .*start"):
+        load_layer(path / "start", BLOCK, layer)
+
+
+def test_a_file_that_one_rank_cannot_read(ranks: Ranks, tmp_path: Path) -> None:
+    """With experts of the second rank alone."""
+    saved("qwen3_moe", tmp_path / "start")
+    values = load_file(tmp_path / "start" / "model.safetensors")
+    of_first = {name: value for name, value in values.items() if ".experts.7." not in name}
+    save_file(of_first, tmp_path / "start" / "model.safetensors", {"format": "pt"})
+    files = {name: "model.safetensors" if name in of_first else "lost.safetensors" for name in values}
+    (tmp_path / "start" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    ranks(2).run(from_a_file_that_one_rank_reads, tmp_path)
 
 
 def from_different_folders(rank: int, path: Path) -> None:

@@ -262,6 +262,20 @@ def load_plainly(rank: int) -> None:
     assert _raised(lambda: other.load_state_dict(old), "experts 4..7 of 8, this rank has experts 0..3") == (rank == 0)
 
 
+@pytest.mark.parametrize("held", [torch.tensor(3), torch.ones(3), torch.ones(2, 2), [1], "0 8 8", 7, b"", {"a": 1}])
+@pytest.mark.parametrize("in_metadata", [False, True])
+def test_what_does_not_say_whose_experts_there_are(held: object, in_metadata: bool) -> None:
+    layer, state = MoE(CONFIG, seed=1), MoE(CONFIG, seed=0).state_dict()
+    if in_metadata:
+        state._metadata["experts"]["experts"] = held  # type: ignore[attr-defined]
+    else:
+        state["experts._extra_state"] = held  # type: ignore[assignment]
+    before = layer.experts.w1.clone()
+    with pytest.raises(RuntimeError, match=r"experts._extra_state or its metadata says .* wanted the first expert"):
+        layer.load_state_dict(state)
+    assert torch.equal(layer.experts.w1, before)
+
+
 def _raised(action: Callable[[], object], text: str) -> bool:
     try:
         action()

@@ -193,8 +193,9 @@ def test_nothing_is_written_through_links(ranks: Ranks, tmp_path: Path, name: st
     load(tmp_path / "latest")
 
 
-def test_damaged_checksums(written: Path) -> None:
-    (written / CHECKSUMS).write_text("{")
+@pytest.mark.parametrize("text", ["{", "[]", "null", pytest.param("[" * 100_000, id="nested")])
+def test_damaged_checksums(written: Path, text: str) -> None:
+    (written / CHECKSUMS).write_text(text)
     with pytest.raises(ValueError, match="checksums.json is damaged"):
         load(written)
 

@@ -127,6 +127,17 @@ def test_parts_have_their_types(part: str, value: Any, message: str) -> None:
             MoEConfig.from_dict({**SIZES, part: value})
 
 
+@pytest.mark.parametrize("values", [None, [], "tiny", 3, SIZES.items()])
+def test_only_a_dict_is_a_config(values: Any) -> None:
+    with pytest.raises(ValueError, match=r"^config=.* must be a dict of MoEConfig's fields, as to_dict returns"):
+        MoEConfig.from_dict(values)
+
+
+def test_keys_that_are_no_names_are_unknown() -> None:
+    with pytest.raises(ValueError, match=r"^unknown config key router.1; known keys: score"):
+        MoEConfig.from_dict({**SIZES, "router": {1: 2}})
+
+
 def write(folder: Path, text: str) -> Path:
     path = folder / "layer.toml"
     path.write_text(text)
@@ -157,6 +168,12 @@ def test_toml_gives_the_values_and_the_rest_by_default(tmp_path: Path) -> None:
         ("[layer]\nd = 64\n", r"unknown table \[layer\]"),
         ("moe = 3\n", r"moe=3 in .*layer.toml must be a table \[moe\]"),
         ("[moe]\nd = \n", r"layer.toml is no TOML: Invalid value"),
+        (f"[moe]\nd = {'9' * 5000}\n", r"layer.toml is no TOML: Exceeds the limit"),
+        (
+            f"[moe]\nd = {'[' * 5000}{']' * 5000}\n",
+            "layer.toml nests tables or lists too deeply; the fields of a config",
+        ),
+        (f"[router]\nscore{'.a' * 5000} = 1\n", "layer.toml nests tables or lists too deeply"),
     ],
 )
 def test_wrong_toml_is_refused(tmp_path: Path, text: str, message: str) -> None:

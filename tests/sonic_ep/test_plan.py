@@ -91,12 +91,23 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "--config", "tiny", "--tokens", "64", "--ranks", "4")["rounding"] == "none, padded to 16"
 
 
+TINY = ("--config", "tiny", "--tokens", "64")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--config", "tiny", "--tokens", "64", "--ranks", "3"), "E=16 experts cannot be divided over 3 ranks"),
         (("--config", "tiny", "--tokens", "0"), "--tokens 0 must be at least 1"),
         (("--config", "gpt9", "--tokens", "64"), "no config 'gpt9'"),
+        *(
+            ((*TINY, "--gpu-memory", memory), f"--gpu-memory {memory} must be 0.001 to 1,000,000, the GiB of a GPU")
+            for memory in ("inf", "nan", "-1", "0")
+        ),
+        *(
+            ((*TINY, option, "4"), f"{option} is for plans of several hosts: give --hosts")
+            for option in ("--gpus-per-host", "--link", "--skew")
+        ),
     ],
 )
 def test_what_cannot_be_planned(arguments: tuple[str, ...], message: str) -> None:

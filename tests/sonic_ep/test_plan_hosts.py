@@ -148,9 +148,12 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         (("--gpus-per-host", "6"), "E=128 experts cannot be divided over 24 ranks"),
         (("--ranks", "64"), "--ranks 64 does not fit 4 hosts of 8 GPUs"),
         (("--gpus-per-host", "6", "--ranks", "4"), "--ranks 4 does not fit 4 hosts of 6 GPUs: give a divisor of 24"),
-        (("--link", "0"), "--link 0 must be the GB/s that a GPU sends to other hosts"),
-        (("--link", "inf"), "--link inf must be the GB/s"),
-        (("--skew", "-1"), "--skew -1 must be at least 0"),
+        *(
+            (("--link", link), f"--link {link} must be 0.001 to 1,000,000, the GB/s that a GPU sends to other hosts")
+            for link in ("0", "-1", "nan", "inf")
+        ),
+        *((("--skew", skew), f"--skew {skew} must be 0 to 64") for skew in ("-1", "nan", "inf", "65")),
+        (("--hosts", str(2**20), "--ranks", "8"), "--hosts 1048576 of 8 GPUs: more than 1,048,576; use fewer"),
         (("--dtype", "float32"), "--dtype float32: times are known for bfloat16 and float16"),
         (("--tokens", "0"), "--tokens 0 must be at least 1"),
     ],
@@ -158,6 +161,11 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_planned(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(SystemExit, match=f"sonic-ep: error: {message}"):
         cli.main([*ARGUMENTS, *arguments])
+
+
+def test_several_hosts_need_a_link() -> None:
+    with pytest.raises(SystemExit, match="--link is missing: give the GB/s that a GPU sends to other hosts"):
+        cli.main(["plan", "--config", "tiny", "--tokens", "64", "--hosts", "2"])
 
 
 def test_json_needs_hosts() -> None:

@@ -139,9 +139,10 @@ class StackedExperts(nn.Module):
             value = state_dict.get(prefix + key)
             if value is None:
                 missing_keys.append(prefix + key)
-            elif value.shape != own.shape:
+            elif not isinstance(value, Tensor) or value.shape != own.shape:
+                given = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 error_msgs.append(
-                    f"size mismatch for {prefix}{key}: {tuple(value.shape)} in the checkpoint, {tuple(own.shape)} here"
+                    f"size mismatch for {prefix}{key}: {given} in the checkpoint, {tuple(own.shape)} here"
                 )
             else:
                 own.copy_(value)

@@ -238,10 +238,19 @@ def _translate(experts: Any, state_dict: dict[str, Any], prefix: str, *_: Any, g
         sequential = [f"{prefix}local_experts.{local}.{linear}" for local in range(count)]
         te_grouped = [f"{prefix}{module}.{kind}{local}" for local in range(count)]
         for keys, rows in ((sequential, None), (te_grouped, block)):
-            if all(key in state_dict for key in keys):
+            pairs = gated and module == "linear_fc1"
+            if _stack([state_dict.get(key) for key in keys], 2 * (rows or 1) if pairs else 1):
                 stacked = torch.stack([state_dict.pop(key) for key in keys])
-                stacked = to_pairs(stacked, rows) if gated and module == "linear_fc1" else stacked
+                stacked = to_pairs(stacked, rows) if pairs else stacked
                 state_dict[prefix + name] = stacked.flatten() if ours.dim() == 1 else stacked
+
+
+def _stack(values: list[Any], multiple: int) -> bool:
+    """Returns True if these are tensors of one shape with a multiple of so many rows."""
+    return all(
+        isinstance(value, Tensor) and value.dim() and value.shape == values[0].shape and value.shape[0] % multiple == 0
+        for value in values
+    )
 
 
 def to_layout(

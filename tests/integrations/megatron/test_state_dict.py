@@ -72,6 +72,32 @@ def test_weights_of_another_shape_are_refused(ranks: Callable[[int], RankPool]) 
     assert "size mismatch for decoder.layers.0.mlp.experts.weight1" in message
 
 
+def load_harmed(rank: int) -> list[str]:
+    """What is said of entries that cannot be stacked."""
+    from tests.helpers.megatron_training import parallel_state
+
+    said = []
+    with parallel_state():
+        model = module_of(run_with("ours"))
+        for layout in ("sequential", "te_grouped"):
+            written = to_layout(model.state_dict(), layout)
+            key = next(key for key in written if "linear_fc1.weight" in key)
+            for harmed in (None, 3, written[key][:-1], written[key].sum()):
+                try:
+                    model.load_state_dict({**written, key: harmed})
+                except RuntimeError as error:
+                    said.append(str(error))
+    return said
+
+
+@on_cpu
+def test_entries_that_cannot_be_stacked_are_refused_by_name(ranks: Callable[[int], RankPool]) -> None:
+    (said,) = ranks(1).run(load_harmed)
+    assert len(said) == 8
+    for text in said:
+        assert 'Missing key(s) in state_dict: "decoder.layers.0.mlp.experts.weight1"' in text
+
+
 @on_cpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_models_of_every_layout(ranks: Callable[[int], RankPool], variant: str) -> None:

@@ -50,11 +50,12 @@ LAYERS: dict[str, tuple[int, int, str, bool] | None] = {
 DTYPES = {"bfloat16": list(LAYERS), "float16": ["qwen3_30b_a3b"]}
 PROGRAM = """
 import sys
-from sonic_ep.cli import compile_aot
+from sonic_ep import load_config
+from sonic_ep.cli.compile import compile_aot
 arch, cache, *layers = sys.argv[1:]
 for layer in layers:
     config, dtype = layer.split(":")
-    compile_aot(config, arch, dtype, cache)
+    compile_aot(load_config(config), arch, dtype, cache)
 assert "torch._dynamo" not in sys.modules, "slow to import"
 """
 

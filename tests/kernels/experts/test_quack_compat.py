@@ -224,6 +224,24 @@ def test_operations_of_dropped_hooks_are_refused(compat: Any, kernel_with: Calla
         compat.require_no_dropped_hooks(kernel_with(_epi_ops=(tile,)))
 
 
+SHARED_CACHE = """
+from sonic_ep.kernels.common.compile_process import _has_another_cache
+from sonic_ep.kernels.experts import quack_compat
+import quack.cache
+print(quack.cache.CACHE_ENABLED, _has_another_cache())
+"""
+
+
+@needs_compilers
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_a_cache_that_all_may_write_is_not_read(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    ran = run(SHARED_CACHE, QUACK_CACHE_DIR=str(tmp_path))
+    is_shared = mode == 0o777
+    assert ran.stdout.split() == [str(not is_shared), str(is_shared)], ran.stderr
+    assert ("has mode 777: all may write" in ran.stderr) == is_shared
+
+
 LEAVE_CLUSTERS = """
 from unittest.mock import patch
 import torch
