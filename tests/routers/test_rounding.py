@@ -141,6 +141,7 @@ def test_aligned_counts_stay(case: Case, mode: str, seed: int) -> None:
 
 
 @settings(max_examples=150)
+@example(case=Case([[36, 0], [35, 0]], [50, 50], 48, 48))  # the unit that is not dealt has a priority of 35 > G / 2
 @given(case=cases())
 def test_apportion_rounds_an_experts_total_to_the_nearest_multiple_of_G(case: Case) -> None:
     totals = case.round_counts("apportion").rows_SE.sum(0).tolist()

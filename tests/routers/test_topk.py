@@ -124,6 +124,32 @@ def test_counts_are_of_the_plain_choice() -> None:
     assert topk.counts_E().tolist() == [ids.count(expert) for expert in range(6)]
 
 
+@pytest.mark.parametrize("balance", ["none", "batch"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_balance_loss_counts_by_score_alone_what_bias_or_groups_correct(name: str, balance: Any) -> None:
+    T, E, K = 20, 16, 4
+    config = RouterConfig(**OPTIONS[name], balance=balance, balance_coef=0.0 if balance == "none" else 0.1)
+    logits_TE, bias_E = torch.randn(T, E), torch.randn(E) if config.expert_bias else None
+    got = compute_topk(logits_TE, bias_E, K, config).by_score_TK
+    if balance == "none" or name in ("plain", "renormalized", "scaled"):
+        assert got is None
+    else:
+        assert got is not None
+        assert got.tolist() == [sorted(range(E), key=each.__getitem__, reverse=True)[:K] for each in logits_TE.tolist()]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_entropy_is_of_shares_of_the_sum_and_nan_where_a_logit_is_bad(score: dict[str, Any], bad: float) -> None:
+    config, logits_TE = RouterConfig(**score), torch.randn(4, 6, dtype=torch.float64) * 2
+    logits_TE[2, 1] = bad
+    entropy_T = compute_topk(logits_TE, None, 2, config).entropy_T().tolist()
+    assert math.isnan(entropy_T.pop(2))
+    scores = [route_by_hand(logits_TE[token].tolist(), [0.0] * 6, 2, config).scores for token in (0, 1, 3)]
+    shares = [[each / math.fsum(of_token) for each in of_token] for of_token in scores]
+    assert entropy_T == pytest.approx([-math.fsum(p * math.log(p) for p in of_token) for of_token in shares])
+
+
 class Selected(NamedTuple):
     topk: TopK
     token_ids_N: Tensor

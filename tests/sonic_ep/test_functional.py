@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -282,14 +283,17 @@ def test_wrong_arguments_name_value_and_limit(name: str, change: Callable[[Tenso
         moe(**arguments)
 
 
-def test_half_precision_weights_of_pairs_count_in_fp32() -> None:
+def test_half_precision_weights_of_pairs_count_and_are_kept_in_fp32() -> None:
     arguments = layer_arguments()
-    pair_weights = arguments["routing"].weights_N.bfloat16()
-    rounded = replace(arguments["routing"], weights_N=pair_weights.float())
-    wanted = moe(**{**arguments, "routing": rounded})
-    leaf = pair_weights.requires_grad_(True)
-    got = moe(**{**arguments, "routing": replace(arguments["routing"], weights_N=leaf)})
-    assert torch.equal(got, wanted)
+    owned = [arguments["x_TH"].requires_grad_(True)]
+    leaf = arguments["routing"].weights_N.bfloat16().requires_grad_(True)
+    half, full = (
+        partial(moe, **{**arguments, "routing": replace(arguments["routing"], weights_N=weights_N)})
+        for weights_N in (leaf, leaf.detach().float())
+    )
+    assert saved_bytes(half, owned) == saved_bytes(full, owned)
+    got = half()
+    assert torch.equal(got, full())
     got.sum().backward()
     assert leaf.grad.dtype == torch.bfloat16
 
@@ -333,11 +337,19 @@ def test_weight_gradients_accumulate_in_main_grad(dtype: torch.dtype, poison: No
         assert weight.grad.shape == weight.shape  # DDP's hooks want one
 
 
-def test_main_grad_in_float64_is_of_float64_weights() -> None:
-    """quack's GEMMs write none."""
+@pytest.mark.parametrize(
+    "zeros",
+    [
+        lambda w: torch.zeros_like(w, dtype=torch.float64),  # quack's GEMMs write none for other weights
+        lambda w: torch.zeros_like(w.mT, memory_format=torch.contiguous_format).mT,
+        lambda w: torch.zeros(w.numel() + 1)[1:].view_as(w),
+    ],
+    ids=["float64", "strided", "unaligned"],
+)
+def test_main_grad_that_kernels_cannot_write_to_is_left_alone(zeros: Callable[[Tensor], Tensor]) -> None:
     arguments = layer_arguments()
     w1 = arguments["w1_eJH"].requires_grad_()
-    w1.main_grad = torch.zeros_like(w1, dtype=torch.float64)
+    w1.main_grad = zeros(w1.detach())
     moe(**arguments, accumulate_into_main_grad=True).sum().backward()
     assert w1.grad.abs().sum() > 0
     assert w1.main_grad.abs().sum() == 0
