@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.kernels.route.rounding.reference import deal_units
-from sonic_ep.routers.rounding import max_received, max_rows, round_counts
+from sonic_ep.routers.rounding import is_plain_topk, leaves_sizes_open, max_received, max_rows, round_counts
 from tests.routers.rounding_cases import MODES, Case, assert_same, cases
 
 PER_RANK_MODES = ("nearest", "up", "down", "stochastic")
@@ -82,6 +82,25 @@ def test_without_training_it_is_off(case: Case, mode: str, factor: float | None)
     assert rounded.cut_S.tolist() == [0] * len(case.tokens)
     assert int(rounded.t) == 1
     assert_same(rounded, case.round_counts("off"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "factor", "training", "is_plain", "is_open"),
+    [
+        ("off", None, True, True, False),
+        ("off", 1.0, True, False, True),
+        ("pad", None, True, True, True),
+        ("pad", 1.0, True, False, True),
+        ("apportion", None, True, False, True),
+        ("apportion", 1.0, False, True, False),
+    ],
+)
+def test_which_settings_leave_the_pairs_of_plain_topk_and_which_the_number_of_rows_open(
+    mode: Any, factor: float | None, training: bool, is_plain: bool, is_open: bool
+) -> None:
+    rounding = RoundingConfig(mode=mode, capacity_factor=factor)
+    assert is_plain_topk(rounding, training=training) == is_plain
+    assert leaves_sizes_open(rounding, training=training) == is_open
 
 
 @st.composite

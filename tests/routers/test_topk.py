@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.route.select.reference import pairs_of_mask, pairs_of_topk, select_tokens
+from sonic_ep.kernels.route.topk.reference import scores_of
 from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
-from sonic_ep.routers.topk import TopK, compute_topk
+from sonic_ep.routers.topk import TopK, _Scores, compute_topk
 
 
 class Token(NamedTuple):
@@ -242,6 +243,16 @@ def test_gradcheck_of_gates(score: dict[str, Any], options: dict[str, Any]) -> N
         return select(logits_TE, torch.zeros(16, dtype=torch.float64), 4, pairs_E, config).weights_N
 
     assert torch.autograd.gradcheck(pair_weights, logits_TE)
+
+
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_gradient_of_scores_that_a_kernel_computed(score: dict[str, Any]) -> None:
+    config, logits_TE = RouterConfig(**score), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    wanted_TE = scores_of(logits_TE, config)
+    got_TE = _Scores.apply(logits_TE, wanted_TE.detach(), config.score == "softmax")
+    weight_TE = torch.randn(3, 5, dtype=torch.float64)
+    got, wanted = (torch.autograd.grad((each * weight_TE).sum(), logits_TE) for each in (got_TE, wanted_TE))
+    torch.testing.assert_close(got, wanted)
 
 
 def test_ranking_carries_no_gradient() -> None:
