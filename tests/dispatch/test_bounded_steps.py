@@ -142,6 +142,16 @@ def test_ranks_record_with_the_first_8_bounds_alone() -> None:
     assert len(steps._recorded) == 8
 
 
+def test_memory_for_a_bound_is_there_before_the_code_runs_with_it() -> None:
+    steps, calls, bound = steps_of(EPGroup.alone()), [], SizeBound(8, 128, 128)
+    steps._mailbox = cast(Any, object())
+    transport: Any = SimpleNamespace(
+        reserve=lambda *given: calls.append(given), bounded_by=lambda *given: calls.append(given)
+    )
+    steps.bounded(Step(LayerTransport(transport, 16, torch.device("cpu"), False), bound, 8, may_record=False))
+    assert calls == [(16, bound), (bound,)]
+
+
 def test_static_buffers_hold_every_step() -> None:
     steps = steps_of(EPGroup.alone(), static=True)
     steps.observe(sizes_of(8, 32, 32))

@@ -177,18 +177,18 @@ LOSSES = {
 @pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_one_function_of_autograd_is_the_separate_operations(score: Any, losses: dict[str, Any]) -> None:
-    settings = RouterConfig(score=score, linear_bias=True, **losses)
+    settings = RouterConfig(score=score, linear_bias=bool(losses), **losses)
     router = Router(MoEConfig(d=16, n=8, E=8, K=2, router=settings, rounding=RoundingConfig(mode="off")), device=DEVICE)
     torch.nn.init.normal_(router.weight)
     x_TH, passed_TH = (torch.randn(32, 16, device=DEVICE) for _ in range(2))
     weights_N = torch.randn(64, device=DEVICE)
-    leaves = [x_TH.requires_grad_(True), router.weight, router.bias]
+    leaves = [x_TH.requires_grad_(True), *router.parameters()]
     results = []
     for kernels in (None, (linear, import_module("sonic_ep.kernels.route.fused"))):
         with routing_by(kernels=False), patch("sonic_ep.routers.router.kernels_of_route", lambda *_, k=kernels: k):
             routed = router(x_TH, group=EPGroup.alone(), sequence_length=16)
         loss = routed.aux_loss + (routed.routing.weights_N * weights_N).sum() + (routed.x_TH * passed_TH).sum()
         results.append((routed.routing.token_ids_N, routed.aux_loss, *torch.autograd.grad(loss, leaves)))
-    for name, wanted, got in zip(("tokens", "loss", "dx", "dweight", "dbias"), *results, strict=True):
-        assert_near(got, wanted, share=1e-5, msg=f"{name} differ")
+    for place, (wanted, got) in enumerate(zip(*results, strict=True)):
+        assert_near(got, wanted, share=1e-5, msg=f"{('tokens', 'loss', 'dx', 'dweight', 'dbias')[place]} differ")
     assert (results[0][1] != 0) == bool(losses)
