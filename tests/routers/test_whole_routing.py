@@ -179,7 +179,8 @@ LOSSES = {
 def test_one_function_of_autograd_is_the_separate_operations(score: Any, losses: dict[str, Any]) -> None:
     settings = RouterConfig(score=score, linear_bias=bool(losses), **losses)
     router = Router(MoEConfig(d=16, n=8, E=8, K=2, router=settings, rounding=RoundingConfig(mode="off")), device=DEVICE)
-    torch.nn.init.normal_(router.weight)
+    for values in router.state_dict().values():
+        torch.nn.init.normal_(values)
     x_TH, passed_TH = (torch.randn(32, 16, device=DEVICE) for _ in range(2))
     weights_N = torch.randn(64, device=DEVICE)
     leaves = [x_TH.requires_grad_(True), *router.parameters()]
