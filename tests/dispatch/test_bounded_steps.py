@@ -133,6 +133,25 @@ def test_ranks_record_in_the_first_calls_and_then_rarely() -> None:
     assert begun(steps, layer()).may_record  # the first call with this bound
 
 
+def test_ranks_record_with_the_first_8_bounds_alone() -> None:
+    steps, may_record = steps_of(EPGroup.alone()), []
+    for rows in [*(2000 * number for number in range(1, 11)), 20000]:
+        steps.observe(sizes_of(8, rows, rows))
+        may_record.append(begun(steps, layer()).may_record)
+    assert may_record == [True] * 8 + [False] * 3
+    assert len(steps._recorded) == 8
+
+
+def test_memory_for_a_bound_is_there_before_the_code_runs_with_it() -> None:
+    steps, calls, bound = steps_of(EPGroup.alone()), [], SizeBound(8, 128, 128)
+    steps._mailbox = cast(Any, object())
+    transport: Any = SimpleNamespace(
+        reserve=lambda *given: calls.append(given), bounded_by=lambda *given: calls.append(given)
+    )
+    steps.bounded(Step(LayerTransport(transport, 16, torch.device("cpu"), False), bound, 8, may_record=False))
+    assert calls == [(16, bound), (bound,)]
+
+
 def test_static_buffers_hold_every_step() -> None:
     steps = steps_of(EPGroup.alone(), static=True)
     steps.observe(sizes_of(8, 32, 32))

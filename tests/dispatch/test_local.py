@@ -1,9 +1,10 @@
 """One rank takes no collective and copies no row."""
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
-from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -52,6 +53,15 @@ def test_nothing_of_torch_distributed_is_called() -> None:
         rows = transport.dispatch(CASE.bits(0, torch.float32), prepared.handle).result()
         combine_rows(transport, rows, prepared.handle)
         transport.combine_scalars(prepared.weights_P[:, None], prepared.handle).result()
+
+
+def test_statuses_are_checked_before_lists_are_made() -> None:
+    def check() -> None:
+        raise ValueError("NaN or inf")
+
+    routing = replace(CASE.routing(0), max_rows=None, split_sizes=cast(Any, SimpleNamespace(check=check)))
+    with pytest.raises(ValueError, match="NaN or inf"):
+        LocalTransport().prepare(routing, CASE.plan().of_rank(0))
 
 
 def test_no_row_is_copied() -> None:

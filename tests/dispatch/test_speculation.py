@@ -1,5 +1,6 @@
 """The bound of the next step's sizes, and the plan that is empty where the bound does not hold."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,17 +8,33 @@ from hypothesis import strategies as st
 from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor
 from sonic_ep.kernels.dispatch.plan.reference import Plan, bounded_plan
 from sonic_ep.kernels.dispatch.split_sizes.reference import pack_split_sizes
-from sonic_ep.routing import AsyncSplitSizes, SplitSizes
+from sonic_ep.routing import AsyncSplitSizes
 
 
-def test_bound_by_hand() -> None:
-    """Rank 0 sends 3 + 4 pairs and receives 3 + 9, rank 1 sends 9 + 1 and receives 4 + 1."""
-    sizes = SplitSizes((5, 8), ((3, 6), (10, 1)), ((3, 4), (9, 1)))
-    assert SizeBound.needed_by(sizes) == (8, 13, 12)
-    assert SizeBound(8, 13, 12).holds(SizeBound.needed_by(sizes))
-    assert SizeBound(8, 14, 13).holds(SizeBound.needed_by(sizes))
-    for bound in ((7, 13, 12), (9, 13, 12), (8, 12, 12), (8, 13, 11)):
-        assert not SizeBound(*bound).holds(SizeBound.needed_by(sizes))
+@pytest.mark.parametrize(
+    ("rows", "pairs"),
+    [([[3, 6], [10, 1]], [[3, 4], [9, 1]]), ([[3, 10], [6, 3]], [[3, 9], [4, 1]])],
+    ids=["received", "sent"],
+)
+def test_bound_by_hand(rows: list[list[int]], pairs: list[list[int]]) -> None:
+    """Rank 0 sends 3 + 4 pairs and receives 3 + 9, rank 1 sends 9 + 1 and receives 4 + 1. Then the other way round."""
+    rows_SE, pairs_SE = torch.tensor(rows), torch.tensor(pairs)
+    values = pack_split_sizes(torch.tensor([5, 8]), rows_SE, pairs_SE, None)
+    needed, plan = (
+        SizeBound.needed_by(AsyncSplitSizes(values, 2).read()),
+        Plan.from_counts(rows_SE, pairs_SE).of_rank(0),
+    )
+    assert needed == (8, 13, 12)
+    for bound in ((8, 13, 12), (8, 14, 13), (7, 13, 12), (9, 13, 12), (8, 12, 12), (8, 13, 11)):
+        holds = bound in ((8, 13, 12), (8, 14, 13))
+        assert SizeBound(*bound).holds(needed) == holds
+        assert bool(bounded_plan(plan, values, *bound).table_FC.any()) == holds
+
+
+def test_joined_bounds_have_the_larger_of_each_size() -> None:
+    one, other = SizeBound(8, 13, 12), SizeBound(8, 11, 14)
+    assert one.joined(other) == other.joined(one) == (8, 13, 14)
+    assert one.joined(None) == one.joined(SizeBound(9, 20, 20)) == one
 
 
 def test_the_example_of_the_module() -> None:

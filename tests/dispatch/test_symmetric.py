@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -23,6 +24,7 @@ from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import DispatchHandle, PreparedDispatch, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
+from sonic_ep.dispatch.symmetric_buffers import PeerBuffers
 from sonic_ep.groups import EPGroup
 from sonic_ep.groups.frames import FRAME_INTS
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
@@ -472,3 +474,12 @@ def test_a_late_rank_is_told_too(ranks: Ranks, tmp_path: Path) -> None:
     *others, late = ranks(3).run(comes_late, Case((5, 4, 3), 3, 3, "all"), str(tmp_path))
     assert all(raised.startswith("rank 2 of the EP group did not come to lists within 3 s") for raised in others)
     assert late.startswith("rank 0 of the EP group did not come to lists within 6 s")
+
+
+def test_ranks_meet_before_memory_is_replaced() -> None:
+    meetings: list[None] = []
+    group: Any = SimpleNamespace(size=2, all_gather_object=meetings.append)
+    buffers = PeerBuffers(group, cast(Any, torch.empty))
+    for needed, met in ((10, 0), (10, 0), (1000, 1)):
+        buffers.lists(needed)
+        assert len(meetings) == met

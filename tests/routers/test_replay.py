@@ -4,6 +4,7 @@ Legend: T tokens on this rank, H hidden size, E experts.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, set_checkpoint_early_stop
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup
-from sonic_ep.routers.replay import replay_contexts
+from sonic_ep.routers.replay import _save_collectives, replay_contexts
 from sonic_ep.routers.router import Routed, Router
 from tests.helpers.launch import RankPool
 
@@ -314,3 +315,21 @@ def test_a_recomputation_takes_no_collective(ranks: Callable[[int], RankPool], p
         assert result["backward"] == 0
         first, again = result["seen"]
         assert first == again
+
+
+@pytest.mark.parametrize(
+    ("name", "ep_size", "policy"),
+    [
+        ("decide_pairs", 1, CheckpointPolicy.MUST_SAVE),
+        ("combine", 2, CheckpointPolicy.MUST_SAVE),
+        ("combine", 1, CheckpointPolicy.PREFER_RECOMPUTE),
+        ("combine", None, CheckpointPolicy.PREFER_RECOMPUTE),
+    ],
+)
+def test_a_traced_checkpoint_saves_the_choice_and_what_ranks_exchange(
+    name: str, ep_size: int | None, policy: CheckpointPolicy
+) -> None:
+    arguments = [] if ep_size is None else [SimpleNamespace(name="ep_size")]
+    schema = SimpleNamespace(arguments=arguments)
+    operation = SimpleNamespace(namespace="sonic_ep", name=lambda: f"sonic_ep::{name}", _schema=schema)
+    assert _save_collectives(None, operation, *([] if ep_size is None else [ep_size])) == policy

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.kernels.route.rounding.reference import deal_units
-from sonic_ep.routers.rounding import max_received, max_rows, round_counts
+from sonic_ep.routers.rounding import is_plain_topk, leaves_sizes_open, max_received, max_rows, round_counts
 from tests.routers.rounding_cases import MODES, Case, assert_same, cases
 
 PER_RANK_MODES = ("nearest", "up", "down", "stochastic")
@@ -84,6 +84,25 @@ def test_without_training_it_is_off(case: Case, mode: str, factor: float | None)
     assert_same(rounded, case.round_counts("off"))
 
 
+@pytest.mark.parametrize(
+    ("mode", "factor", "training", "is_plain", "is_open"),
+    [
+        ("off", None, True, True, False),
+        ("off", 1.0, True, False, True),
+        ("pad", None, True, True, True),
+        ("pad", 1.0, True, False, True),
+        ("apportion", None, True, False, True),
+        ("apportion", 1.0, False, True, False),
+    ],
+)
+def test_which_settings_leave_the_pairs_of_plain_topk_and_which_the_number_of_rows_open(
+    mode: Any, factor: float | None, training: bool, is_plain: bool, is_open: bool
+) -> None:
+    rounding = RoundingConfig(mode=mode, capacity_factor=factor)
+    assert is_plain_topk(rounding, training=training) == is_plain
+    assert leaves_sizes_open(rounding, training=training) == is_open
+
+
 @st.composite
 def aligned_cases(seed: st.DrawFn) -> Case:
     """Every count a multiple of t, every column sum one of G: rounding has nothing to do."""
@@ -141,6 +160,7 @@ def test_aligned_counts_stay(case: Case, mode: str, seed: int) -> None:
 
 
 @settings(max_examples=150)
+@example(case=Case([[36, 0], [35, 0]], [50, 50], 48, 48))  # the unit that is not dealt has a priority of 35 > G / 2
 @given(case=cases())
 def test_apportion_rounds_an_experts_total_to_the_nearest_multiple_of_G(case: Case) -> None:
     totals = case.round_counts("apportion").rows_SE.sum(0).tolist()

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.route.status.reference import NO_UPDATES
 from sonic_ep.routers.replay import replay_contexts
 from sonic_ep.routers.router import Routed, Router
 
@@ -318,6 +319,18 @@ def test_what_is_read_into_a_router_is_fp32_and_starts_to_count_anew() -> None:
     assert not router._counts_since_update_E.any()
 
 
+def test_an_initialised_router_has_a_drawn_weight_and_no_biases() -> None:
+    router = make_router(E=64, linear_bias=True, expert_bias=True)
+    assert router.bias is not None
+    assert router.expert_bias is not None
+    for bias in (router.bias.data, router.expert_bias):
+        bias.fill_(1.0)
+    router.initialize(0.3, torch.Generator().manual_seed(1))
+    assert 0.27 < router.weight.std() < 0.33
+    assert not router.bias.any()
+    assert not router.expert_bias.any()
+
+
 def test_update_counts_plain_choices_since_the_last_update_in_training_only() -> None:
     # Every pair is dropped by `down`; the bias must move by what the tokens chose.
     router = identity_router(4, rounding=RoundingConfig(mode="down", t=64), expert_bias=True, expert_bias_rate=0.125)
@@ -328,6 +341,7 @@ def test_update_counts_plain_choices_since_the_last_update_in_training_only() ->
     router.train().update_expert_bias()
     assert router.expert_bias is not None
     assert router.expert_bias.tolist() == [-0.125, -0.125, 0.0, 0.125]
+    assert int(router._bias_updates) == NO_UPDATES + 1
     # Counting starts anew.
     router.update_expert_bias()
     assert router.expert_bias.tolist() == [-0.125, -0.125, 0.0, 0.125]

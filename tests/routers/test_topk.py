@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.route.select.reference import pairs_of_mask, pairs_of_topk, select_tokens
+from sonic_ep.kernels.route.topk.reference import scores_of
 from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
-from sonic_ep.routers.topk import TopK, compute_topk
+from sonic_ep.routers.topk import TopK, _Scores, compute_topk
 
 
 class Token(NamedTuple):
@@ -124,6 +125,32 @@ def test_counts_are_of_the_plain_choice() -> None:
     assert topk.counts_E().tolist() == [ids.count(expert) for expert in range(6)]
 
 
+@pytest.mark.parametrize("balance", ["none", "batch"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_balance_loss_counts_by_score_alone_what_bias_or_groups_correct(name: str, balance: Any) -> None:
+    T, E, K = 20, 16, 4
+    config = RouterConfig(**OPTIONS[name], balance=balance, balance_coef=0.0 if balance == "none" else 0.1)
+    logits_TE, bias_E = torch.randn(T, E), torch.randn(E) if config.expert_bias else None
+    got = compute_topk(logits_TE, bias_E, K, config).by_score_TK
+    if balance == "none" or name in ("plain", "renormalized", "scaled"):
+        assert got is None
+    else:
+        assert got is not None
+        assert got.tolist() == [sorted(range(E), key=each.__getitem__, reverse=True)[:K] for each in logits_TE.tolist()]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_entropy_is_of_shares_of_the_sum_and_nan_where_a_logit_is_bad(score: dict[str, Any], bad: float) -> None:
+    config, logits_TE = RouterConfig(**score), torch.randn(4, 6, dtype=torch.float64) * 2
+    logits_TE[2, 1] = bad
+    entropy_T = compute_topk(logits_TE, None, 2, config).entropy_T().tolist()
+    assert math.isnan(entropy_T.pop(2))
+    scores = [route_by_hand(logits_TE[token].tolist(), [0.0] * 6, 2, config).scores for token in (0, 1, 3)]
+    shares = [[each / math.fsum(of_token) for each in of_token] for of_token in scores]
+    assert entropy_T == pytest.approx([-math.fsum(p * math.log(p) for p in of_token) for of_token in shares])
+
+
 class Selected(NamedTuple):
     topk: TopK
     token_ids_N: Tensor
@@ -216,6 +243,16 @@ def test_gradcheck_of_gates(score: dict[str, Any], options: dict[str, Any]) -> N
         return select(logits_TE, torch.zeros(16, dtype=torch.float64), 4, pairs_E, config).weights_N
 
     assert torch.autograd.gradcheck(pair_weights, logits_TE)
+
+
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_gradient_of_scores_that_a_kernel_computed(score: dict[str, Any]) -> None:
+    config, logits_TE = RouterConfig(**score), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    wanted_TE = scores_of(logits_TE, config)
+    got_TE = _Scores.apply(logits_TE, wanted_TE.detach(), config.score == "softmax")
+    weight_TE = torch.randn(3, 5, dtype=torch.float64)
+    got, wanted = (torch.autograd.grad((each * weight_TE).sum(), logits_TE) for each in (got_TE, wanted_TE))
+    torch.testing.assert_close(got, wanted)
 
 
 def test_ranking_carries_no_gradient() -> None:

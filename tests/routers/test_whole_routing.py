@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import get_args
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -20,8 +20,10 @@ from sonic_ep.config import MoEConfig, RoundingConfig, RoundingMode, RouterConfi
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.route.linear import reference as linear
 from sonic_ep.kernels.route.topk.reference import top_experts
 from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.router import Router
 from sonic_ep.routers.topk import TopK, compute_topk
 from sonic_ep.routers.weights_and_losses import weights_and_losses
 from sonic_ep.routing import Routing
@@ -162,3 +164,32 @@ def test_the_better_tokens_stay_though_score_plus_bias_rounds_alike(*, kernels: 
         topk = compute_topk(logits_TE, torch.ones(2, device=DEVICE), 1, config.router)
         pairs = decide_pairs(object(), topk, None, context)
     assert [token for token in pairs.token_ids_N.tolist() if token >= 0] == [1, 2]
+
+
+LOSSES = {
+    "none": {},
+    "balance": {"balance": "batch", "balance_coef": 0.3},
+    "z": {"z_loss_coef": 0.2},
+    "both": {"balance": "sequence", "balance_coef": 0.3, "z_loss_coef": 0.2, "expert_bias": True},
+}
+
+
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_one_function_of_autograd_is_the_separate_operations(score: Any, losses: dict[str, Any]) -> None:
+    settings = RouterConfig(score=score, linear_bias=bool(losses), **losses)
+    router = Router(MoEConfig(d=16, n=8, E=8, K=2, router=settings, rounding=RoundingConfig(mode="off")), device=DEVICE)
+    for values in router.state_dict().values():
+        torch.nn.init.normal_(values)
+    x_TH, passed_TH = (torch.randn(32, 16, device=DEVICE) for _ in range(2))
+    weights_N = torch.randn(64, device=DEVICE)
+    leaves = [x_TH.requires_grad_(True), *router.parameters()]
+    results = []
+    for kernels in (None, (linear, import_module("sonic_ep.kernels.route.fused"))):
+        with routing_by(kernels=False), patch("sonic_ep.routers.router.kernels_of_route", lambda *_, k=kernels: k):
+            routed = router(x_TH, group=EPGroup.alone(), sequence_length=16)
+        loss = routed.aux_loss + (routed.routing.weights_N * weights_N).sum() + (routed.x_TH * passed_TH).sum()
+        results.append((routed.routing.token_ids_N, routed.aux_loss, *torch.autograd.grad(loss, leaves)))
+    for place, (wanted, got) in enumerate(zip(*results, strict=True)):
+        assert_near(got, wanted, share=1e-5, msg=f"{('tokens', 'loss', 'dx', 'dweight', 'dbias')[place]} differ")
+    assert (results[0][1] != 0) == bool(losses)

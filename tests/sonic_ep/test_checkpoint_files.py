@@ -366,6 +366,15 @@ def test_metadata_runs_no_code(written: Path, tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "message"), [("load", r"it refers to torch\.load"), ("float32", "holds a dtype, wanted Metadata")]
+)
+def test_metadata_refers_to_dtypes_of_torch_and_to_no_function(written: Path, name: str, message: str) -> None:
+    (written / METADATA).write_bytes(f"ctorch\n{name}\n.".encode())  # c: the name of a module and one in it
+    with pytest.raises(ValueError, match=message):
+        read_metadata(written)
+
+
 def test_values_run_no_code(tmp_path: Path) -> None:
     marker, folder = tmp_path / "ran", tmp_path / "saved"
     layer = MoE(CONFIG, seed=1)

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from sonic_ep import EPGroup, MoEConfig, RouterConfig, Routing
 from sonic_ep.cli import plan
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.kernels.experts import reference
 from sonic_ep.kernels.experts.activations import concatenate
@@ -178,6 +180,12 @@ def test_both_weight_layouts_give_one_result(bias: bool) -> None:
     assert torch.equal(got_dx, dx)
 
 
+@pytest.mark.parametrize("change", [{"activation": "relu2"}, {"up_eIH": torch.randn(4, 6, D)}], ids=["relu2", "up"])
+def test_without_two_halves_concatenated_is_the_order_of_the_rows(change: dict[str, Any]) -> None:
+    arguments = {**layer_arguments(), "w1_eJH": torch.randn(4, 6, D), **change}
+    assert torch.equal(moe(**arguments, layout="concatenated"), moe(**arguments))
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_transposed_weights_give_the_same_and_are_not_copied(bias: bool, activation: str) -> None:
@@ -282,16 +290,32 @@ def test_wrong_arguments_name_value_and_limit(name: str, change: Callable[[Tenso
         moe(**arguments)
 
 
-def test_half_precision_weights_of_pairs_count_in_fp32() -> None:
+def test_half_precision_weights_of_pairs_count_and_are_kept_in_fp32() -> None:
     arguments = layer_arguments()
-    pair_weights = arguments["routing"].weights_N.bfloat16()
-    rounded = replace(arguments["routing"], weights_N=pair_weights.float())
-    wanted = moe(**{**arguments, "routing": rounded})
-    leaf = pair_weights.requires_grad_(True)
-    got = moe(**{**arguments, "routing": replace(arguments["routing"], weights_N=leaf)})
-    assert torch.equal(got, wanted)
+    owned = [arguments["x_TH"].requires_grad_(True)]
+    leaf = arguments["routing"].weights_N.bfloat16().requires_grad_(True)
+    half, full = (
+        partial(moe, **{**arguments, "routing": replace(arguments["routing"], weights_N=weights_N)})
+        for weights_N in (leaf, leaf.detach().float())
+    )
+    assert saved_bytes(half, owned) == saved_bytes(full, owned)
+    got = half()
+    assert torch.equal(got, full())
     got.sum().backward()
     assert leaf.grad.dtype == torch.bfloat16
+
+
+def test_rows_are_predicted_by_the_key_of_the_caller_or_else_the_address_of_w1(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, keys, prepare = layer_arguments(), [], LocalTransport.prepare
+
+    def seen(*given: Any) -> Any:
+        keys.append(given[-1])
+        return prepare(*given)
+
+    monkeypatch.setattr(LocalTransport, "prepare", seen)
+    for layer_key in (None, 0, 7):
+        moe(**arguments, layer_key=layer_key)
+    assert keys == [arguments["w1_eJH"].data_ptr(), 0, 7]
 
 
 def test_unknown_layouts_are_refused_and_halves_that_a_copy_would_take_the_gradient_of() -> None:
@@ -333,11 +357,19 @@ def test_weight_gradients_accumulate_in_main_grad(dtype: torch.dtype, poison: No
         assert weight.grad.shape == weight.shape  # DDP's hooks want one
 
 
-def test_main_grad_in_float64_is_of_float64_weights() -> None:
-    """quack's GEMMs write none."""
+@pytest.mark.parametrize(
+    "zeros",
+    [
+        lambda w: torch.zeros_like(w, dtype=torch.float64),  # quack's GEMMs write none for other weights
+        lambda w: torch.zeros_like(w.mT, memory_format=torch.contiguous_format).mT,
+        lambda w: torch.zeros(w.numel() + 1)[1:].view_as(w),
+    ],
+    ids=["float64", "strided", "unaligned"],
+)
+def test_main_grad_that_kernels_cannot_write_to_is_left_alone(zeros: Callable[[Tensor], Tensor]) -> None:
     arguments = layer_arguments()
     w1 = arguments["w1_eJH"].requires_grad_()
-    w1.main_grad = torch.zeros_like(w1, dtype=torch.float64)
+    w1.main_grad = zeros(w1.detach())
     moe(**arguments, accumulate_into_main_grad=True).sum().backward()
     assert w1.grad.abs().sum() > 0
     assert w1.main_grad.abs().sum() == 0

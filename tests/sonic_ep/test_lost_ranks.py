@@ -236,6 +236,12 @@ def test_a_rank_that_comes_too_late_is_told_as_well(tmp_path: Path) -> None:
             True,
             "lists of layer 1 of the EP group took longer than 3 s, though every rank came\ntorch says: so\nlook for",
         ),
+        # Later than the others by half of the limit, and by more.
+        (
+            {rank: (9, "lists", waited, "timeout") for rank, waited in enumerate((3.0, 1.5, 1.4, 3.0))},
+            True,
+            "rank 2 of the EP group came too late to lists of layer 1: the limit is 3 s\ntorch says: so\nlook for",
+        ),
         (
             {rank: (9, "lists", 1.0, "connection") for rank in range(4)},
             True,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.kernels.backend import _implementation, runs_triton
+from sonic_ep.kernels.route.rounding import reference
 from sonic_ep.routers.rounding import CHUNK_MULTIPLES, RoundedCounts, round_counts, rule_of
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.triton_device import triton_device
@@ -61,6 +62,28 @@ def test_every_t_of_auto_and_padding() -> None:
         check(chosen_SE, [tokens] * 4, RoundingConfig())
         seen.add(int(round_counts(chosen_SE, torch.full((4,), tokens), RoundingConfig()).t))
     assert seen == set(CHUNK_MULTIPLES)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "t", "rows", "pairs"),
+    [
+        ((20, 29), 16, [32, 32], [20, 29]),
+        ((20, 30), 16, [32, 32], [32, 32]),  # apportioned
+        ((50, 49), 16, [48, 48], [48, 48]),
+        ((51, 49), 32, [64, 32], [64, 32]),
+    ],
+)
+@pytest.mark.parametrize("apply", [reference.apply_rule, KERNEL.apply_rule], ids=["reference", "kernel"])
+def test_at_50_pairs_padding_ends_and_at_100_t_grows(
+    apply: Any, chosen: tuple[int, int], t: int, rows: list[int], pairs: list[int]
+) -> None:
+    rule = reference.RoundingRule("apportion", G=32, t=16, thresholds=((100, 32),), pads_below=50, capacity=None)
+    chosen_SE = torch.tensor([[each, 0] for each in chosen], device=DEVICE)
+    tokens_S, seed = torch.tensor([1000, 1000], device=DEVICE), torch.tensor(0, device=DEVICE)
+    rows_SE, pairs_SE, _, got_t = apply(chosen_SE, tokens_S, seed, rule)
+    assert int(got_t) == t
+    assert rows_SE[:, 0].tolist() == rows
+    assert pairs_SE[:, 0].tolist() == pairs
 
 
 @pytest.mark.gpu

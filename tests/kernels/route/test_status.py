@@ -33,6 +33,10 @@ def test_a_report_is_header_and_counts(E: int, draw: int | None, bad_logits: int
         assert wide[: E + 4].tolist() == expected
 
 
+def test_the_number_of_a_layer_takes_the_bits_below_the_sign() -> None:
+    assert PLAIN.LAYER * PLAIN.MAX_LAYER == 2**63
+
+
 def voided(module: Any, device: str, gathered: Tensor, fields: int) -> Tensor:
     """As count_exchange.py calls it: on columns of what was gathered."""
     gathered = gathered.to(device, copy=True)
