@@ -161,3 +161,22 @@ def test_run_ranks_uses_processes_of_its_own() -> None:
     (pid, size, _, _), *others = run_ranks(surroundings, 1)
     assert (size, others) == (1, [])
     assert pid != os.getpid()
+
+
+def makes_a_group_on_rank_0(rank: int) -> None:
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+        dist.distributed_c10d._world.group_count += 1  # as new_group without it does
+
+
+def test_ranks_that_make_different_groups_are_found_and_the_next_call_works() -> None:
+    with RankPool(2) as pool:
+        with pytest.raises(RuntimeError, match=r"makes_a_group_on_rank_0 made \[1, 0\] process groups"):
+            pool.run(makes_a_group_on_rank_0)
+        assert [total for _, total in pool.run(sums_over_new_groups)] == [1.0, 1.0]
+
+
+def sums_over_new_groups(rank: int) -> tuple[int, float]:
+    group, x = dist.new_group([0, 1]), torch.tensor(float(rank))
+    dist.all_reduce(x, group=group)
+    return rank, x.item()

@@ -36,6 +36,7 @@ Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
 
 START_TIMEOUT = 120.0
+_MOST_GROUPS = 10_000  # that a call makes
 # Once a rank has failed, how long to wait for what the others have to say.
 GRACE = 0.5
 # How long a killed rank may take to end. A driver that does not let go of a GPU would hold up the tests for ever.
@@ -116,6 +117,7 @@ class _Request(NamedTuple):
     worker: _Address
     args: bytes  # pickled apart: they may hold classes of the worker's module, which must be loaded first
     warning_filters: list[Any]
+    first_name: int  # of the process groups that the worker makes
 
 
 class _Answer(NamedTuple):
@@ -131,13 +133,15 @@ def _perform(rank: int, request: _Request) -> object:
     worker = request.worker.load()
     args = pickle.loads(request.args)
     torch.manual_seed(0)
+    # torch names groups by counting those that a rank has made. Ranks that count differently would wait for each other.
+    distributed_c10d._world.group_count = request.first_name
     result = worker(rank, *args)
     if not dist.is_initialized():
         raise RuntimeError("the worker destroyed the default process group, which belongs to its pool")
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    return result
+    return result, distributed_c10d._world.group_count - request.first_name
 
 
 def _answer(rank: int, request: bytes) -> bytes:
@@ -179,6 +183,7 @@ class RankPool:
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._stacks: tempfile.TemporaryDirectory[str] | None = None
+        self._calls = 0
 
     def __enter__(self) -> Self:
         return self
@@ -190,21 +195,26 @@ class RankPool:
         """Call worker(rank, *args) on every rank; the results by rank.
 
         Raises: RankError when a rank raises or dies, RankTimeoutError after `timeout` seconds, ValueError for a worker
-        that is no module-level function.
+        that is no module-level function, RuntimeError for one that makes more process groups on some ranks.
         """
         __tracebackhide__ = True
         address = _Address.of(worker)
-        request = pickle.dumps(_Request(address, pickle.dumps(args), list(warnings.filters)))
+        self._calls += 1
+        first_name = _MOST_GROUPS * self._calls
+        request = pickle.dumps(_Request(address, pickle.dumps(args), list(warnings.filters), first_name))
         try:
             if not self._processes or not all(process.is_alive() for process in self._processes):
                 self.close()
                 self._start()
             for pipe in self._pipes:
                 pipe.send_bytes(request)
-            return self._collect(timeout)
+            answers = self._collect(timeout)
         except BaseException:
             self.close()
             raise
+        if len({made for _, made in answers}) > 1:
+            raise RuntimeError(f"{address.function} made {[made for _, made in answers]} process groups, by rank")
+        return [result for result, _ in answers]
 
     def close(self) -> None:
         """Stop all ranks; a later `run` starts new ones. They are killed: idle ranks have nothing to finish.
