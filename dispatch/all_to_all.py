@@ -9,15 +9,13 @@ Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows th
 R rows this rank receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
 """
 
-from collections import Counter
-from collections.abc import Callable
 from typing import final
 
 import torch
 from torch import Tensor
 
 from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, Pending, PreparedDispatch, Splits
-from sonic_ep.dispatch.row_exchange import RowExchange
+from sonic_ep.dispatch.row_exchange import CollectiveTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
@@ -25,29 +23,11 @@ from sonic_ep.routing import Routing
 
 
 @final
-class AllToAllTransport:
+class AllToAllTransport(CollectiveTransport):
     """Variable-size all-to-all over `group`."""
 
     def __init__(self, group: EPGroup) -> None:
-        self.group = group
-        self.name = f"{group.name} all-to-all"
-        self._exchange = RowExchange(group)
-
-    @property
-    def wire_bytes(self) -> Counter[str]:
-        """Bytes that this rank has sent to other ranks, by kind, see RowExchange."""
-        return self._exchange.wire_bytes
-
-    def problem_with(self, num_tokens: int) -> str | None:
-        return None
-
-    def all_gather(
-        self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
-    ) -> Tensor:
-        return self.group.all_gather(values, meanwhile, used=used)
-
-    def raise_if_lost(self) -> None:
-        pass
+        super().__init__(group, "all-to-all")
 
     def prepare(
         self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
@@ -97,6 +77,3 @@ class AllToAllTransport:
 
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
         return self._exchange.start(exchange, sums_RH, overlap=overlap)
-
-    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        return self._exchange.scalars(parts_PZ, handle, overlap=overlap)

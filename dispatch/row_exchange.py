@@ -115,6 +115,37 @@ class RowExchange:
         return self.start(exchange, values_V, overlap=overlap)
 
 
+class CollectiveTransport:
+    """What transports over torch.distributed share. They take any number of tokens, and the group reports lost peers.
+
+    kind: follows the group in the name. ranks_per_host: see RowExchange.
+    """
+
+    def __init__(self, group: EPGroup, kind: str, ranks_per_host: int | None = None) -> None:
+        self.group = group
+        self.name = f"{group.name} {kind}"
+        self._exchange = RowExchange(group, ranks_per_host)
+
+    @property
+    def wire_bytes(self) -> Counter[str]:
+        """See RowExchange."""
+        return self._exchange.wire_bytes
+
+    def problem_with(self, num_tokens: int) -> str | None:
+        return None
+
+    def all_gather(
+        self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
+    ) -> Tensor:
+        return self.group.all_gather(values, meanwhile, used=used)
+
+    def raise_if_lost(self) -> None:
+        pass
+
+    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
+        return self._exchange.scalars(parts_PZ, handle, overlap=overlap)
+
+
 def _pack(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:
     """Returns (N, units): row index and weight of each pair side by side, so that one exchange sends both."""
     parts, unit = (row_ids_N, weights_N), _unit(weights_N.dtype)

@@ -21,7 +21,7 @@ this rank receives, V pairs this rank receives, P rows of the pair buffer, e loc
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self, final
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, Pending, PreparedDispatch, Splits
-from sonic_ep.dispatch.row_exchange import RowExchange
+from sonic_ep.dispatch.row_exchange import CollectiveTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists
 from sonic_ep.kernels.dispatch.recv_index.reference import PairBuffer, RankPlan
@@ -97,7 +97,7 @@ class _Hops(NamedTuple):
 
 
 @final
-class TwoHopTransport:
+class TwoHopTransport(CollectiveTransport):
     """Sends each row once to each host, and forwards it there. Hosts are blocks of `ranks_per_host` consecutive ranks.
 
     Both hops are all-to-alls of the whole group, in which a rank sends to the ranks of its hop alone. So a rank that is
@@ -108,29 +108,12 @@ class TwoHopTransport:
     """
 
     def __init__(self, group: EPGroup, ranks_per_host: int) -> None:
-        self.group = group
-        self.name = f"{group.name} two-hop {ranks_per_host}"
+        super().__init__(group, f"two-hop {ranks_per_host}", ranks_per_host)
         self._ranks = _Ranks(group.rank, group.size, ranks_per_host)
-        self._exchange = RowExchange(group, ranks_per_host)
-
-    @property
-    def wire_bytes(self) -> Counter[str]:
-        return self._exchange.wire_bytes
 
     @property
     def bytes_across_hosts(self) -> Counter[str]:
         return self._exchange.bytes_across_hosts
-
-    def problem_with(self, num_tokens: int) -> str | None:
-        return None
-
-    def all_gather(
-        self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
-    ) -> Tensor:
-        return self.group.all_gather(values, meanwhile, used=used)
-
-    def raise_if_lost(self) -> None:
-        pass
 
     def prepare(
         self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
@@ -189,9 +172,6 @@ class TwoHopTransport:
 
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
         return self._exchange.start(exchange, sums_RH, overlap=overlap)
-
-    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        return self._exchange.scalars(parts_PZ, handle, overlap=overlap)
 
     def _across_hosts(
         self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], layer: int

@@ -66,7 +66,7 @@ def route(
     topk = compute_topk(logits_TE, expert_bias_E, config.K, config.router) if topk is None else topk
     routed_pairs = decide_pairs(router, topk, None, context)
     if routed_pairs.topk_ids_TK is not topk.topk_ids_TK:  # replayed
-        topk = dataclasses.replace(topk, topk_ids_TK=routed_pairs.topk_ids_TK, plain_counts_E=None)
+        topk = topk.with_ids(routed_pairs.topk_ids_TK)
     return _routed(x_TH, logits_TE, topk, routed_pairs, config, sequence_length)
 
 

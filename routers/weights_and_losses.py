@@ -85,24 +85,16 @@ def fused_weights_and_losses(
     config: RouterConfig,
 ) -> tuple[Tensor, Losses]:
     """Returns the same by kernels, without gradients."""
-    lists = pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N
-    weights_N = operations.weights_of_pairs(scores_TE, *lists, config)
-    if config.balance == "none" and config.z_loss_coef == 0:
-        return weights_N, Losses(logits_TE.new_zeros(()), None)
     call = _Call(scores_TE, pairs, _balance_counts(pairs), sequence_length, config, operations)
-    return weights_N, _losses(logits_TE, call)
+    return _weights(call), _losses(logits_TE, call)
 
 
 class _WeightsAndLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        chosen, config = call.pairs, call.config
-        weights_N = call.operations.weights_of_pairs(
-            call.scores_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, config
-        )
-        losses = _losses(logits_TE, call)
+        chosen, weights_N, losses = call.pairs, _weights(call), _losses(logits_TE, call)
         ctx.save_for_backward(logits_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, losses.dshares_BE)
-        ctx.config, ctx.operations = config, call.operations
+        ctx.config, ctx.operations = call.config, call.operations
         ctx.set_materialize_grads(False)
         return weights_N, losses.value
 
@@ -130,6 +122,11 @@ class _Losses(torch.autograd.Function):
         logits_TE, topk_ids_TK, dshares_BE = ctx.saved_tensors
         loss = LossGradient(grad_outputs[0], dshares_BE)
         return ctx.operations.logits_gradient(logits_TE, topk_ids_TK, None, loss, ctx.config), None
+
+
+def _weights(call: _Call) -> Tensor:
+    lists = call.pairs.topk_ids_TK, call.pairs.token_ids_N, call.pairs.expert_ids_N
+    return call.operations.weights_of_pairs(call.scores_TE, *lists, call.config)
 
 
 def _losses(logits_TE: Tensor, call: _Call) -> Losses:

@@ -198,16 +198,8 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    x_TH: Tensor,
-    weights_N: Tensor,
-    weights_P: Tensor,
-    lists: list[Tensor],
-    splits_FS: Tensor,
-    w1_eJH: Tensor,
-    *others: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    *_, save_dispatched, _tile_aligned = others
+def _(x_TH: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, weights_P, lists, _, w1_eJH, *_, save_dispatched, _tile_aligned = others
     (T, H), R = x_TH.shape, lists[_PAIR_STARTS].shape[0] - 1
     return (
         x_TH.new_empty(T, H),
@@ -250,22 +242,9 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    dout_TH: Tensor,
-    rows: Tensor,
-    h_PJ: Tensor,
-    weights_P: Tensor,
-    lists: list[Tensor],
-    splits_FS: Tensor,
-    w1_eJH: Tensor,
-    w2_eHI: Tensor,
-    b1_eJ: Tensor | None,
-    b2_eH: Tensor | None,
-    num_pairs: int,
-    *constants: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *_, needs = constants
-    weights = zip((w1_eJH, w2_eHI, b1_eJ, b2_eH), needs, strict=True)
+def _(dout_TH: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _, _, weights_P, _, _, w1, w2, b1, b2, num_pairs, *_, needs = others
+    weights = zip((w1, w2, b1, b2), needs, strict=True)
     dw1, dw2, db1, db2 = (dout_TH.new_empty(weight.shape if weight is not None and n else 0) for weight, n in weights)
     return dout_TH.new_empty(dout_TH.shape), weights_P.new_empty(num_pairs), dw1, dw2, db1, db2
 

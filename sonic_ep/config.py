@@ -56,19 +56,20 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
         raise ValueError(f"{name}={value} must be {limit}")
 
 
-def _check_non_negative(**values: float) -> None:
-    for name, value in values.items():
+def _check_non_negative(config: object, prefix: str, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
         # torch multiplies by no integer that is larger than its own.
         limit = 2**63 if isinstance(value, int) else float("inf")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < limit:
             fix = "; write it as a float" if isinstance(value, int) and value >= limit else ""
-            raise ValueError(f"{name}={value!r} must be a finite number >= 0{fix}")
+            raise ValueError(f"{prefix}{name}={value!r} must be a finite number >= 0{fix}")
 
 
-def _check_flags(**values: object) -> None:
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} must be true or false")
+def _check_flags(config: object, prefix: str, *names: str) -> None:
+    for name in names:
+        if not isinstance(value := getattr(config, name), bool):
+            raise ValueError(f"{prefix}{name}={value!r} must be true or false")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,18 +123,8 @@ class RouterConfig:
         _check_one_of("router.score", self.score, get_args(ScoreFunction))
         _check_one_of("router.linear_dtype", self.linear_dtype, get_args(LinearDtype))
         _check_one_of("router.balance", self.balance, get_args(Balance))
-        _check_flags(
-            **{
-                f"router.{name}": getattr(self, name)
-                for name in ("renormalize", "linear_bias", "expert_bias", "check_logits")
-            }
-        )
-        _check_non_negative(
-            **{
-                f"router.{name}": getattr(self, name)
-                for name in ("scale", "expert_bias_rate", "balance_coef", "z_loss_coef", "jitter")
-            }
-        )
+        _check_flags(self, "router.", "renormalize", "linear_bias", "expert_bias", "check_logits")
+        _check_non_negative(self, "router.", "scale", "expert_bias_rate", "balance_coef", "z_loss_coef", "jitter")
         _check_int("router.num_groups", self.num_groups, 1)
         _check_int("router.groups_per_token", self.groups_per_token, 1, self.num_groups)
         if self.hosts_per_token is not None:
@@ -182,7 +173,7 @@ class RoundingConfig:
             if self.G % self.t:
                 raise ValueError(f"rounding.G={self.G} must be a multiple of rounding.t={self.t}")
         if self.capacity_factor is not None:
-            _check_non_negative(**{"rounding.capacity_factor": self.capacity_factor})
+            _check_non_negative(self, "rounding.", "capacity_factor")
             if self.capacity_factor < 1:
                 raise ValueError(
                     f"rounding.capacity_factor={self.capacity_factor} must be >= 1: below it even perfectly "
@@ -225,7 +216,7 @@ class TransportConfig:
         _check_one_of("transport.kind", self.kind, get_args(TransportKind))
         _check_one_of("transport.buffers", self.buffers, get_args(Buffers))
         _check_one_of("transport.dispatch", self.dispatch, get_args(Dispatch))
-        _check_non_negative(**{"transport.timeout": self.timeout})
+        _check_non_negative(self, "transport.", "timeout")
         if not MIN_TIMEOUT <= self.timeout <= MAX_TIMEOUT:
             raise ValueError(
                 f"transport.timeout={self.timeout:g} must be within {MIN_TIMEOUT:g} and {MAX_TIMEOUT:g} seconds: "
@@ -264,9 +255,8 @@ class MoEConfig:
     name: a label. `load_config` takes the file's name, unless the file sets one.
     activation: gated are swiglu, swiglu_clamped (DeepSeek-V4: gate at most 10, up within -10 and 10), swiglu_clamped_7
         (Step-3.5: 7 instead), geglu (tanh approximation of GELU), geglu_erf (exact GELU), reglu and swiglu_oai
-        (gpt-oss: clamped, alpha 1.702). Not gated
-        are gelu (tanh approximation: torch's approximate="tanh", transformers' gelu_pytorch_tanh), gelu_erf (exact:
-        torch's F.gelu, transformers' gelu), silu, relu and relu2.
+        (gpt-oss: clamped, alpha 1.702). Not gated are gelu (tanh approximation: torch's approximate="tanh",
+        transformers' gelu_pytorch_tanh), gelu_erf (exact: torch's F.gelu, transformers' gelu), silu, relu and relu2.
     bias: give both projections of every expert, and of the shared expert, a bias.
     shared_n: intermediate size of a shared expert, which computes on every token; 0 for none.
     shared_gate: multiply the shared expert's output by sigmoid(x @ gate).
@@ -308,9 +298,8 @@ class MoEConfig:
         for part, kind in _PARTS.items():
             if not isinstance(value := getattr(self, part), kind):
                 raise ValueError(f"{part}={value!r} must be a {kind.__name__}; MoEConfig.from_dict takes nested dicts")
-        flags = ("bias", "shared_gate", "save_dispatched", "record_launches")
-        _check_flags(**{name: getattr(self, name) for name in flags})
-        _check_non_negative(init_std=self.init_std)
+        _check_flags(self, "", "bias", "shared_gate", "save_dispatched", "record_launches")
+        _check_non_negative(self, "", "init_std")
         if self.K > self.E:
             raise ValueError(
                 f"K={self.K} experts per token exceed the E={self.E} experts there are; lower K or raise E"

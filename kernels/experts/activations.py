@@ -179,17 +179,16 @@ def activation_named(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-def interleave(concatenated: Tensor, dim: int = 1) -> Tensor:
-    """Returns a copy with gate and up alternating along `dim`: [g0, g1, u0, u1] -> [g0, u0, g1, u1]. Differentiable."""
-    gate, up = concatenated.chunk(2, dim)
-    return interleave_split(gate, up, dim)
+def interleave(concatenated: Tensor) -> Tensor:
+    """Returns a copy with gate and up alternating along dim 1: [g0, g1, u0, u1] -> [g0, u0, g1, u1]. Differentiable."""
+    return interleave_split(*concatenated.chunk(2, 1))
 
 
-def interleave_split(w1: Tensor, up: Tensor | None, dim: int = 1) -> Tensor:
+def interleave_split(w1: Tensor, up: Tensor | None) -> Tensor:
     """Returns `interleave` of gate and up in two tensors, w1 and `up`. If `up` is None, returns w1 itself."""
-    return w1 if up is None else torch.stack([w1, up], dim + 1).flatten(dim, dim + 1)
+    return w1 if up is None else torch.stack([w1, up], 2).flatten(1, 2)
 
 
-def concatenate(interleaved: Tensor, dim: int = 1) -> Tensor:
-    """Returns a copy with all of gate before up along `dim`: [g0, u0, g1, u1] -> [g0, g1, u0, u1]. Differentiable."""
-    return torch.cat(interleaved.unflatten(dim, (-1, 2)).unbind(dim + 1), dim)
+def concatenate(interleaved: Tensor) -> Tensor:
+    """Returns a copy with all of gate before up along dim 1: [g0, u0, g1, u1] -> [g0, g1, u0, u1]. Differentiable."""
+    return torch.cat(interleaved.unflatten(1, (-1, 2)).unbind(2), 1)

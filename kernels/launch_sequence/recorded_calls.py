@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sonic_ep.checks import ROW_ALIGNMENT
+from sonic_ep.groups.lost_ranks import in_backward
 from sonic_ep.kernels.experts.tile_counter import counter_of_stream, recording_for
 from sonic_ep.kernels.launch_sequence.driver import raw_stream
 from sonic_ep.kernels.launch_sequence.recorder import leaves_of, record
@@ -114,15 +115,6 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def in_backward() -> bool:
-    """Returns True in the recomputation of activation checkpointing, which runs within a backward.
-
-    Nothing is recorded there, by a thread of autograd: a process died at the start of such a recording. So under
-    reentrant checkpointing the recomputation runs the code, unless the layer has recorded elsewhere.
-    """
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
-
-
 class _NotRecordedError(RuntimeError):
     """Raised where the launches of a step cannot be recorded."""
 
@@ -164,6 +156,8 @@ class RecordedCalls:
         problem = problem or problem_with_x(inputs[0]) or self._steps.problem_with_call(step, num_tokens)
         signature = None if problem is not None else _signature(layer, inputs, (step.key, settings))
         known = signature in self._replays or len(self._replays) == _MAX_SIGNATURES
+        # Not in a recomputation of activation checkpointing, by a thread of autograd: a process died at the start of
+        # such a recording. So under reentrant checkpointing that runs the code, unless the layer has recorded before.
         if self._steps.may_record(step, signature, known=known) and not in_backward():
             self._record(layer, inputs, step, signature, problem)
         replay = self._replays.get(signature)

@@ -39,15 +39,15 @@ class _Parts:
                 return "the forward or a parameter of a submodule is replaced"
         return None
 
-    def modes(self) -> list[bool]:
-        return [module.training for module in self._submodules]
+    def modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._submodules)
 
     def parameters(self) -> list[Tensor]:
         return [parameters[name] for parameters, name in self._places]  # pyright: ignore[reportReturnType]
 
 
 def _members(module: nn.Module) -> tuple[object, ...]:
-    """Returns what is compared to see that a module is as it was. id: a config that is equal may be another type's."""
+    """Returns what is compared to see that a module is as it was. Configs by id: those of two types may be equal."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     return type(module), id(vars(module).get("config")), "forward" in vars(module), names, dict(module._modules)
 
@@ -80,7 +80,7 @@ class RecordedLayer:
         if problem is not None:
             return self._calls.outputs(layer, [], 0, problem)
         inputs, modes = [x, *self._parts.parameters()], self._parts.modes()
-        return self._calls.outputs(layer, inputs, x.shape[:-1].numel(), None, settings=(*modes,))
+        return self._calls.outputs(layer, inputs, x.shape[:-1].numel(), None, settings=modes)
 
     def observe(self, split_sizes: Any) -> None:
         """Is called after the layer's code has run because `outputs` returned None. split_sizes: of its routing."""

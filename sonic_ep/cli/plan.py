@@ -84,7 +84,7 @@ def saved_bytes(config: MoEConfig, sizes: Sizes, item_bytes: int, kind: Transpor
     name, rows = ("received rows", R) if config.save_dispatched else ("x", T)
     found = {
         name: rows * config.d * item_bytes,
-        "H": P * _columns(config) * item_bytes,
+        "H": P * columns(config) * item_bytes,
         "lists": 4 * P + 4 * P + 8 * V + 4 * (R + 1) + 4 * (config.E // S + 1),
     }
     if S > 1:
@@ -111,13 +111,13 @@ def backward_stages(config: MoEConfig, sizes: Sizes, item_bytes: int) -> list[tu
     sizes: those allocated. For S > 1 over symmetric memory, with so many tokens that sums are copied.
     """
     hidden, rows = sizes.P * config.n * item_bytes, sizes.P * config.d * item_bytes
-    columns, sums = sizes.P * _columns(config) * item_bytes, sizes.S * sizes.T * config.d * item_bytes
+    h, sums = sizes.P * columns(config) * item_bytes, sizes.S * sizes.T * config.d * item_bytes
     dw2 = config.E // sizes.S * config.d * config.n * item_bytes
-    both = dw2 + config.E // sizes.S * _columns(config) * config.d * item_bytes
+    both = dw2 + config.E // sizes.S * columns(config) * config.d * item_bytes
     if sizes.S == 1:
-        return [(columns + hidden, 0), (hidden, dw2), (rows + sums, both)]
+        return [(h + hidden, 0), (hidden, dw2), (rows + sums, both)]
     dx = sizes.T * config.d * item_bytes
-    return [(columns + hidden, 0), (hidden + rows + sums, 0), (hidden + sums, dw2), (sums + dx, both)]
+    return [(h + hidden, 0), (hidden + rows + sums, 0), (hidden + sums, dw2), (sums + dx, both)]
 
 
 def wire_bytes(config: MoEConfig, sizes: Sizes, item_bytes: int) -> dict[str, int]:
@@ -135,12 +135,12 @@ def symmetric_buffers(config: MoEConfig, sizes: Sizes, item_bytes: int) -> int:
 
 def expert_parameters(config: MoEConfig, S: int) -> int:
     """Returns the parameters of this rank's experts."""
-    J = _columns(config)
+    J = columns(config)
     biases = J + config.d if config.bias else 0
     return config.E // S * (J * config.d + config.d * config.n + biases)
 
 
-def _columns(config: MoEConfig) -> int:
+def columns(config: MoEConfig) -> int:
     """Returns J."""
     return 2 * config.n if activation_named(config.activation).gated else config.n
 

@@ -86,10 +86,10 @@ def transports_on(layout: Layout) -> tuple[Kind, ...]:
     return ("all_to_all", "pairs") if layout.D == 1 else ("two_hop", "all_to_all", "pairs")
 
 
-def load_of(config: MoEConfig, T: int, cluster: Cluster, skew: float, seed: int = 0) -> Load:
+def load_of(config: MoEConfig, T: int, cluster: Cluster, skew: float) -> Load:
     """Returns the load of the slowest rank of an EP group, and of the slowest GPU of all."""
-    gpu = slowest_gpu(cluster.num_gpus, CONSTANTS["GPU"].values[0], seed)
-    return DrawnRoutes(config, T * cluster.ranks, skew, seed).load(cluster.ranks, cluster.layout.D, gpu)
+    gpu = slowest_gpu(cluster.num_gpus, CONSTANTS["GPU"].values[0])
+    return DrawnRoutes(config, T * cluster.ranks, skew).load(cluster.ranks, cluster.layout.D, gpu)
 
 
 def sent_bytes(config: MoEConfig, T: int, layout: Layout, kind: Kind) -> dict[str, tuple[int, int]]:

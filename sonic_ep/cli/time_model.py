@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple
 
 from sonic_ep.cli.expected_rows import RowsPerToken, rows_per_token
 from sonic_ep.cli.load import BALANCED, Load
+from sonic_ep.cli.plan import columns
 from sonic_ep.cli.time_constants import CONSTANTS
 from sonic_ep.config import MoEConfig
-from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.kernels.experts.tile_table import EXCHANGE_SHARE
 from sonic_ep.routers.rounding import rule_of
 
@@ -168,11 +168,6 @@ class _Work(NamedTuple):
         return us("gather_sum", (1, self.mb(self.config.K * self.load.pairs)))
 
 
-def columns(config: MoEConfig) -> int:
-    """Returns J."""
-    return 2 * config.n if activation_named(config.activation).gated else config.n
-
-
 def rows_of_rounding(config: MoEConfig, T: int, S: int) -> tuple[float, float]:
     """Returns, for an expert, the rows of weight zero that rounding adds, and those that its last tile lacks."""
     t = rounding_tile(config, T, S)
@@ -282,12 +277,3 @@ def _two_hops(work: _Work) -> tuple[dict[str, float], dict[str, float]]:
         within = exchange_us(name, local, 0, work.mb(rows.ranks), work.layout.link)
         hops.append({" across hosts": max(least, across), " within a host": max(least, within)})
     return hops[0], hops[1]
-
-
-def overlapped_us(remote_mb: float, local_mb: float, link: float, local: float) -> float:
-    """Returns the microseconds on the wire of two hops that overlap perfectly: those of the slower one.
-
-    link, local: GB/s between hosts and within one. dispatch/two_hop.py does not overlap its hops; DeepEP and Hybrid-EP
-    do, and tests/sonic_ep/test_published_times.py compares this with what they publish.
-    """
-    return 1e3 * max(remote_mb / link, local_mb / local)

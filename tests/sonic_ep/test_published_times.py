@@ -1,7 +1,7 @@
 """Times of rows between hosts as others have published them, against the model: within 25 %.
 
 They publish the bytes of distinct (token, destination host) rows, those of the own host included, over the time.
-Their kernels overlap the two hops, so the time is that of the slower hop (`overlapped_us`).
+Their kernels overlap the two hops, so the time is that of the slower hop. Those of dispatch/two_hop.py do not.
 
 Taken from them: a 400 Gb/s card moves 45 GB/s, because DeepEP V2 has 90 GB/s on two hosts, half of it crosses; and what
 an H800 sends to its host, which is what DeepEP V1 has there. An H100 sends what our push kernel does.
@@ -19,7 +19,6 @@ import pytest
 from sonic_ep import MoEConfig, RouterConfig
 from sonic_ep.cli.expected_rows import RowsPerToken, rows_per_token
 from sonic_ep.cli.time_constants import CONSTANTS
-from sonic_ep.cli.time_model import overlapped_us
 
 DEEP_EP = "https://github.com/deepseek-ai/DeepEP/blob"
 V1 = f"{DEEP_EP}/0297fc801788b14b338a46554faca28d419e518a/docs/legacy.md"
@@ -72,7 +71,7 @@ def modelled_over_published(figure: Published) -> float:
     rows, mb = rows_of(figure), figure.T * figure.row_bytes / 1e6
     _, per_mb, per_mb_and_rank = CONSTANTS["push"].values
     nvlink = figure.nvlink or 1e3 / (per_mb + D * per_mb_and_rank)
-    modelled = overlapped_us(rows.remote_hosts * mb, rows.ranks * (D - 1) / D * mb, LINK, nvlink)
+    modelled = 1e3 * max(rows.remote_hosts * mb / LINK, rows.ranks * (D - 1) / D * mb / nvlink)
     return modelled / (1e3 * rows.hosts * mb / figure.gb_s)
 
 

@@ -67,22 +67,13 @@ def _load_checkpoint(
     engine: Any,
     load_dir: str,
     tag: str,
-    load_module_strict: bool = True,
+    *,
     load_optimizer_states: bool = True,
-    load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
-    custom_load_fn: Callable[..., Any] | None = None,
+    **options: Any,
 ) -> Any:
     if load_optimizer_states and not load_module_only and not engine.load_universal_checkpoint():
         ep_sizes = {module.ep_size for module in engine.module.modules() if isinstance(module, SonicEPAutoEPLayer)}
         refuse_other_autoep_size(engine, ep_sizes, load_dir, tag)
-    return stock(
-        engine,
-        load_dir,
-        tag,
-        load_module_strict=load_module_strict,
-        load_optimizer_states=load_optimizer_states,
-        load_lr_scheduler_states=load_lr_scheduler_states,
-        load_module_only=load_module_only,
-        custom_load_fn=custom_load_fn,
-    )
+    options |= {"load_optimizer_states": load_optimizer_states, "load_module_only": load_module_only}
+    return stock(engine, load_dir, tag, **options)

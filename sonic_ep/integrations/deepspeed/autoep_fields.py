@@ -15,6 +15,12 @@ _DETECTION = "by AutoEP, which finds the blocks and copies their weights"
 _GEMM = "which grouped GEMM AutoEP would run"
 _DEEPEP = "of the DeepEP backend"
 
+
+def _refused(name: str, only: object, why: str) -> Field:
+    """Returns a field of which the layer accepts one value."""
+    return Field(name, "refused", why, lambda value: value == only, f"{name}={only!r}")
+
+
 FIELDS: tuple[Field, ...] = (
     *honoured("", "enabled"),
     *honoured("ep_size; a divisor of the number of experts", "autoep_size"),
@@ -47,27 +53,13 @@ FIELDS: tuple[Field, ...] = (
         lambda value: value in ("auto", "post"),
         "score_apply='post'",
     ),
-    Field(
-        "comm_backend",
-        "refused",
-        "the layer brings its own transport",
-        lambda value: value == "comm",
-        "comm_backend='comm'",
-    ),
-    Field(
+    _refused("comm_backend", "comm", "the layer brings its own transport"),
+    _refused(
         "expert_tensor_parallel_size",
-        "refused",
+        1,
         "experts are dealt to ranks whole; nor is tensor_parallel.autotp_size > 1 taken",
-        lambda value: value == 1,
-        "expert_tensor_parallel_size=1",
     ),
-    Field(
-        "load_balance_coeff",
-        "refused",
-        "by DeepSpeed itself",
-        lambda value: value is None,
-        "load_balance_coeff=None",
-    ),
+    _refused("load_balance_coeff", None, "by DeepSpeed itself"),
     *without_effect(_GEMM, use_grouped_mm=True, disable_triton_grouped_mm=False, gate_up_impl="separate"),
     *without_effect("the combine is one fused sum in fp32", combine_impl="auto"),
     *without_effect("counts reach the host late as it is", async_split_plan=False),

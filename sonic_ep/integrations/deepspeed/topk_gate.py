@@ -132,8 +132,7 @@ class TopKGate(nn.Module):
     def _sampled(self, logits_TE: Tensor) -> TopK:
         """Returns a sampled expert of each token. The noise is DeepSpeed's, from torch's generator of the device."""
         noisy_TE = logits_TE.detach() + gumbel_rsample(logits_TE.shape, logits_TE.device)
-        topk = compute_topk(logits_TE, None, 1, self.wg.config.router)
-        return replace(topk, topk_ids_TK=noisy_TE.argmax(1, keepdim=True), plain_counts_E=None)
+        return compute_topk(logits_TE, None, 1, self.wg.config.router).with_ids(noisy_TE.argmax(1, keepdim=True))
 
 
 def _of_used(routing: Routing, used_T: Tensor) -> Routing:

@@ -103,17 +103,15 @@ def sharded_experts(
             f"{prefix}experts.{LINEAR[name]}",
             parameter,
             partial(
-                _build_singletons if singleton else _build,
+                _build,
                 num_local=num_local,
                 gated=gated,
                 held=held,
                 offsets=sharded_offsets,
-                at=prefix,
+                singletons_at=prefix if singleton else None,
                 cut_axis=2 if name == "weight2" else 1,
             ),
-            partial(
-                _merge_singletons if singleton else _merge, gated=gated, flat=parameter.dim() == 1, block=held.block
-            ),
+            partial(_merge, singletons=singleton, gated=gated, flat=parameter.dim() == 1, block=held.block),
             (0, 0, held.copy),
         )
     for expert in range(held.ep_rank * num_local, (held.ep_rank + 1) * num_local):
@@ -140,78 +138,44 @@ def _build(
     gated: bool,
     held: HeldExperts,
     offsets: Offsets,
-    at: str,
+    singletons_at: str | None,
     cut_axis: int,
 ) -> Any:
-    """Returns this rank's shard of one tensor of all experts; for a gated fc1 two shards, [gate, up]."""
-    _refuse_flattened(flattened_range)
-    stacked, axes = by_expert(stored, num_local), len(offsets)
+    """Returns this rank's shard of one tensor of all experts; for a gated fc1 two shards, [gate, up].
 
-    def shard(part: Tensor, *rows: tuple[int, int, int]) -> ShardedTensor:
-        where = (*offsets, (axes, held.ep_rank, held.ep_size), *rows)
-        return ShardedTensor.from_rank_offsets(key, part, *where, replica_id=replica_id, prepend_axis_num=axes)
-
-    if not gated:
-        return shard(stacked, *held.cut(axes + cut_axis))
-    halves = enumerate(from_pairs(stacked, held.block).chunk(2, 1))
-    return [shard(half.contiguous(), *held.cut(axes + cut_axis, number, 2)) for number, half in halves]
-
-
-@torch.no_grad()
-def _build_singletons(
-    key: str,
-    stored: Tensor,
-    replica_id: ReplicaId,
-    flattened_range: slice | None,
-    *,
-    num_local: int,
-    gated: bool,
-    held: HeldExperts,
-    offsets: Offsets,
-    at: str,
-    cut_axis: int,
-) -> Any:
-    """Returns a tensor for each local expert; for a gated fc1 two, [[gate, ...], [up, ...]]."""
-    _refuse_flattened(flattened_range)
-    stacked, first, axes = by_expert(stored, num_local), held.ep_rank * num_local, len(offsets)
-
-    def singletons(part: Tensor, suffix: str = "") -> list[ShardedTensor]:
-        return [
-            ShardedTensor.from_rank_offsets(
-                key.replace(f"{at}experts.", f"{at}experts.{first + local}.") + suffix,
-                expert.contiguous(),
-                *offsets,
-                *held.cut(axes + cut_axis - 1),
-                replica_id=replica_id,
-                prepend_axis_num=axes,
-            )
-            for local, expert in enumerate(part)
-        ]
-
-    if not gated:
-        return singletons(stacked)
-    gate, up = from_pairs(stacked, held.block).chunk(2, 1)
-    return [singletons(gate, "_w"), singletons(up, "_v")]
-
-
-@torch.no_grad()
-def _merge(loaded: Any, *, gated: bool, flat: bool, block: int | None) -> Tensor:
-    stacked = to_pairs(torch.cat(loaded, 1), block) if gated else loaded
-    return stacked.flatten() if flat else stacked
-
-
-@torch.no_grad()
-def _merge_singletons(loaded: Any, *, gated: bool, flat: bool, block: int | None) -> Tensor:
-    stacked = [torch.stack(half) for half in loaded] if gated else torch.stack(loaded)
-    return _merge(stacked, gated=gated, flat=flat, block=block)
-
-
-def _refuse_flattened(flattened_range: slice | None) -> None:
+    singletons_at: the prefix of `key` if each local expert has a tensor; then for a shard there is a list of theirs.
+    """
     if flattened_range is not None:
         raise ValueError(
             "the optimizer state comes in flat pieces (distrib_optim_sharding_type='fully_sharded_model_space'), which "
             "cannot be cut by expert; set metadata['distrib_optim_sharding_type'] = 'fully_reshardable'"
         )
+    stacked, axes = by_expert(stored, num_local), len(offsets)
+    parts = from_pairs(stacked, held.block).chunk(2, 1) if gated else (stacked,)
+    shard = partial(ShardedTensor.from_rank_offsets, replica_id=replica_id, prepend_axis_num=axes)
+    shards = []
+    for number, part in enumerate(parts):
+        if singletons_at is None:
+            cut = held.cut(axes + cut_axis, number, len(parts))
+            shards.append(shard(key, part.contiguous(), *offsets, (axes, held.ep_rank, held.ep_size), *cut))
+            continue
+        where = *offsets, *held.cut(axes + cut_axis - 1)
+        start, end = f"{singletons_at}experts.", ("_w", "_v")[number] if gated else ""
+        shards.append(
+            [
+                shard(key.replace(start, f"{start}{expert}.") + end, rows.contiguous(), *where)
+                for expert, rows in enumerate(part, held.ep_rank * num_local)
+            ]
+        )
+    return shards if gated else shards[0]
+
+
+@torch.no_grad()
+def _merge(loaded: Any, *, singletons: bool, gated: bool, flat: bool, block: int | None) -> Tensor:
+    if singletons:
+        loaded = [torch.stack(half) for half in loaded] if gated else torch.stack(loaded)
+    stacked = to_pairs(torch.cat(loaded, 1), block) if gated else loaded
+    return stacked.flatten() if flat else stacked
 
 
 def load_any_layout(experts: nn.Module, gated: bool, block: int | None) -> None:

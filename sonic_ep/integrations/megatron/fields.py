@@ -20,6 +20,7 @@ from sonic_ep.integrations.megatron.fused_router import check_fused
 from sonic_ep.integrations.options import SonicEPOptions
 
 _LOG = logging.getLogger("sonic_ep.integrations.megatron")
+_warn_once = functools.cache(_LOG.warning)
 
 _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
@@ -319,18 +320,15 @@ def log_replaced(config: TransformerConfig, options: SonicEPOptions, experts: An
     """Says once in a process what runs in place of what the config names: transport, precision, offloading."""
     used = f"{type(experts.transport).__name__} over {experts.group.size} ranks"
     if config.moe_token_dispatcher_type == "flex":
-        _once(f"moe_token_dispatcher_type='flex' ({config.moe_flex_dispatcher_backend}) has no effect; used: {used}")
+        _warn_once(
+            f"moe_token_dispatcher_type='flex' ({config.moe_flex_dispatcher_backend}) has no effect; used: {used}"
+        )
     quantised = [name for name in QUANTISED if getattr(config, name)]
     if quantised:
-        _once(
+        _warn_once(
             f"{', '.join(quantised)}: the experts compute in {config.params_dtype}; "
             "SonicEPOptions(quantised='refuse') refuses such a config"
         )
     left = sorted(_OFFLOADED & set(config.offload_modules or ())) if config.fine_grained_activation_offloading else []
     if left:
-        _once(f"offload_modules={left} of the experts stay on the GPU; expert activations are computed again")
-
-
-@functools.cache
-def _once(message: str) -> None:
-    _LOG.warning(message)
+        _warn_once(f"offload_modules={left} of the experts stay on the GPU; expert activations are computed again")

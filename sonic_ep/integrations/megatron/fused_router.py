@@ -249,7 +249,7 @@ class FusedRouter(TopKRouter):
         _, ids_TK = self.router_replay.get_replay_topk(topk.ranking_TE, self.topk, default_compute_topk=chosen)  # pyright: ignore[reportArgumentType]
         if ids_TK is topk.topk_ids_TK:
             return topk
-        return replace(topk, topk_ids_TK=ids_TK.long(), plain_counts_E=None)
+        return topk.with_ids(ids_TK.long())
 
     def _weights_of(self, pairs: PairLists, call: _Call) -> Tensor:
         """Returns weights_N of the pairs, with the auxiliary losses attached, which are logged."""
@@ -327,8 +327,7 @@ class RoundedFusedRouter:
     def _routing(self, logits_TE: Tensor, topk_ids_TK: Tensor, bias_E: Tensor | None = None, **call: Any) -> Routing:
         """call: the other arguments of a RoutingContext."""
         T, config = logits_TE.shape[0], self.router.moe_config
-        topk = compute_topk(logits_TE, bias_E, config.K, config.router)
-        topk = replace(topk, topk_ids_TK=topk_ids_TK, plain_counts_E=None)  # of a replay, perhaps
+        topk = compute_topk(logits_TE, bias_E, config.K, config.router).with_ids(topk_ids_TK)  # of a replay, perhaps
         context = RoutingContext(config=config, **call)
         routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router has its own counter
         weights_N, _ = weights_and_losses(logits_TE, topk, routed_pairs, T, config.router)

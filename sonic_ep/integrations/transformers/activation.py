@@ -29,18 +29,13 @@ def activation_of(experts: Any) -> str:
 
 
 @_disable_dynamo
-def _find_activation(experts: Any) -> str:
-    name = _equal_activation(experts)
-    setattr(experts, _ATTRIBUTE, name)
-    return name
-
-
 @torch.no_grad()
-def _equal_activation(experts: Any) -> str:
+def _find_activation(experts: Any) -> str:
     interleaved_PJ = _probe(gated=experts.has_gate)
     theirs = _their_activation(experts, interleaved_PJ)
     for name, ours in ACTIVATIONS.items():
         if ours.gated == experts.has_gate and torch.allclose(ours.forward(interleaved_PJ), theirs, 1e-5, 1e-6):
+            setattr(experts, _ATTRIBUTE, name)
             return name
     gated = "gated" if experts.has_gate else "not gated"
     raise ValueError(

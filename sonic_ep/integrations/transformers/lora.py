@@ -26,7 +26,7 @@ from sonic_ep.integrations.transformers.experts import LORA, uses_registry
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 
 _LOG = logging.getLogger("sonic_ep.integrations.transformers")
-_LOGGED: set[str] = set()
+_warn_once = functools.cache(_LOG.warning)
 _UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 
 
@@ -67,7 +67,7 @@ def _forward(wrapper: Any, *args: Any, **kwargs: Any) -> Tensor:
     if plain:
         return type(wrapper).forward(wrapper, *args, **kwargs)
     if (problem := _problem(experts, wrappers)) is not None:
-        _log(experts, problem)
+        _warn_once(f"{type(experts).__name__}: PEFT makes W + B A in each forward: {problem}")
         return type(wrapper).forward(wrapper, *args, **kwargs)
     setattr(experts, LORA, Adapters(*(_factors(wrappers, names) for names in (_UP, (_DOWN,)))))
     try:
@@ -95,12 +95,6 @@ def _problem(experts: Any, wrappers: list[Any]) -> str | None:
         if getattr(wrapper, "_did_swap_in_out_features", None) is experts.is_transposed:
             return f"this version of PEFT has the factors of {name} in another order than 0.21"
     return None
-
-
-def _log(experts: Any, problem: str) -> None:
-    if (message := f"{type(experts).__name__}: PEFT makes W + B A in each forward: {problem}") not in _LOGGED:
-        _LOGGED.add(message)
-        _LOG.warning(message)
 
 
 @dataclass(frozen=True, slots=True)

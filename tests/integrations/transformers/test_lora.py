@@ -29,7 +29,7 @@ EXPERTS = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
 @pytest.fixture
 def quiet_peft() -> Iterator[None]:
     """PEFT warns of a missing tokenizer, of vocabularies and of parameters that it does not find in every layer."""
-    lora._LOGGED.clear()
+    lora._warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sonic_ep.groups.lost_ranks import in_backward
 from sonic_ep.kernels.launch_sequence import recorded_calls, recorded_layer
-from sonic_ep.kernels.launch_sequence.recorded_calls import Code, RecordedCalls, Steps, in_backward
+from sonic_ep.kernels.launch_sequence.recorded_calls import Code, RecordedCalls, Steps
 from sonic_ep.kernels.launch_sequence.recorded_layer import RecordedLayer
 
 
