@@ -92,7 +92,9 @@ INPUTS: dict[str, Callable[[Tensor], object]] = {
     "nested": lambda x: torch.nested.as_nested_tensor([x], layout=torch.jagged),
     "strided nested": lambda x: torch.nested.nested_tensor([x]),
     "inference": _as_inference,
-    "DTensor": lambda x: DTensor.from_local(x, DeviceMesh("cpu", [dist.get_rank()]), [Replicate()], run_check=False),
+    "DTensor": lambda x: DTensor.from_local(
+        x, DeviceMesh("cpu", [dist.get_rank()], _init_backend=False), [Replicate()], run_check=False
+    ),
     "fake": lambda x: FakeTensorMode().from_tensor(x),
     "masked": lambda x: torch.masked.masked_tensor(x, x > 0),
     "lazy": lambda x: torch.nn.UninitializedParameter(),

@@ -51,7 +51,7 @@ def test_weights_that_start_in_the_middle_of_16_bytes(offset: int) -> None:
 def as_dtensor(x: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh = DeviceMesh("cpu", [dist.get_rank()])
+    mesh = DeviceMesh("cpu", [dist.get_rank()], _init_backend=False)
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
 
