@@ -143,6 +143,12 @@ class Runner:
         return {"step": scale * step, "host": scale * host}
 
 
+def warmed_up(way: Way, problem: Problem, clock: Clock) -> tuple[Runner, dict[str, Any]]:
+    """Returns a runner that has taken its first steps, and what they took."""
+    runner = Runner(way, problem)
+    return runner, clock.largest(runner.warm_up(clock))
+
+
 def measure(case: str, group: EPGroup, options: argparse.Namespace, errors: dict[str, str]) -> dict[str, Any]:
     config, T = parsed(case)
     clock, problem = Clock(group, options.device), Problem(config, T, group, options.device)
@@ -152,10 +158,9 @@ def measure(case: str, group: EPGroup, options: argparse.Namespace, errors: dict
         kind = WAYS[name].kind
         if (kind == "all_to_all" and group.size == 1) or (kind == "two_hop" and group.size < 2 * HOSTS):
             continue
-        runner = attempt(lambda name=name: Runner(WAYS[name], problem), f"{case}: {name}", errors)
-        warm = attempt(lambda runner=runner: runner.warm_up(clock), f"{case}: {name}: first steps", errors)
-        if warm is not None:
-            runners[name], records[name] = runner, clock.largest(warm)
+        made = attempt(lambda name=name: warmed_up(WAYS[name], problem, clock), f"{case}: {name}", errors)
+        if made is not None:
+            runners[name], records[name] = made
     gc.collect()
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
     numbers = {}

@@ -166,11 +166,11 @@ def check(pool: RankPool, seed: int, number: int) -> None:
     is_checkpoint = number % 2 == 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for seed in (1, 2):
+        for state in (1, 2):
             if is_checkpoint:
-                pool.run(faults.save, folder / str(seed), seed, timeout=TIMEOUT)
+                pool.run(faults.save, folder / str(state), state, timeout=TIMEOUT)
             else:
-                pool.run(write_hugging_face, folder / str(seed), folder / f"source-{seed}", seed, timeout=TIMEOUT)
+                pool.run(write_hugging_face, folder / str(state), folder / f"source-{state}", state, timeout=TIMEOUT)
         for turn in range(FOLDERS_OF_A_CASE):
             harmed = folder / f"harmed-{turn}"
             shutil.copytree(folder / "1", harmed)
