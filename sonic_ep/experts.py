@@ -97,7 +97,7 @@ class Experts(nn.Module):
             hook(state_dict, *arguments)
         saved = state_dict.pop(f"{prefix}_extra_state", None)  # an older state dict says there whose experts it holds
         held: Any = local_metadata.get(_HELD) if saved is None else saved
-        held = held if getattr(held, "is_meta", True) else held.tolist()  # of what is no tensor, itself
+        held = held if getattr(held, "is_meta", True) else held.tolist()  # what is no tensor stays as it is
         problem = _problem_with_held(prefix, held) or self._problem_with_state(
             state_dict, prefix, held, assign="assign_to_params_buffers" in local_metadata
         )
