@@ -134,12 +134,13 @@ def in_two_threads(rank: int, same_layer: bool) -> tuple[list[str], float, str]:
 
 @pytest.mark.parametrize("same_layer", [False, True])
 def test_two_threads_on_one_group_end_no_process(same_layer: bool) -> None:
-    """Which of the two errors comes is a matter of luck; after a LostRankError the group is of no more use."""
+    """Which of the three errors comes, and in how many threads, is a matter of luck: different calls, backwards in
+    different orders, or a LostRankError, after which the group is of no more use."""
     with RankPool(2) as pool:
         for raised, took, after in pool.run(in_two_threads, same_layer):
             assert took < 60
-            assert len(raised) == 2
-            assert all("the ranks of the EP group " in text and "different c" in text for text in raised), raised
+            assert 1 <= len(raised) <= 2
+            assert all("the ranks of the EP group " in text and "different" in text for text in raised), raised
             assert after == "a step" or any(text.startswith("LostRankError") for text in raised)
 
 
