@@ -179,7 +179,7 @@ def measure(problem: Problem, clock: Clock, options: argparse.Namespace, errors:
     records: dict[str, dict[str, Any]] = {name: {} for name in contestants}
     for name, each in contestants.items():
         if each.layer is not None:
-            records[name]["recorded"] = each.layer._recorded.num_recorded
+            records[name]["recorded"] = each.layer.num_repeated
     if on_gpu:
         for name, times in race(contestants, clock, options.rounds, options.seconds, errors).items():
             records[name] |= times

@@ -176,7 +176,7 @@ def measure(case: str, group: EPGroup, options: argparse.Namespace, errors: dict
             turns[name].append({**turn, "peak_gib": peak})
     for name, each in turns.items():
         medians = {key: statistics.median(turn[key] for turn in each) for key in each[0]}
-        records[name] |= clock.largest({**medians, "recorded": runners[name].layer._recorded.num_recorded})
+        records[name] |= clock.largest({**medians, "recorded": runners[name].layer.num_repeated})
     return {"T": T, "ways": records}
 
 

@@ -101,10 +101,7 @@ class BoundedSteps(Steps):
     ) -> None:
         super().__init__()
         self._group, self._K, self._check, self._transport_of = group, K, check, transport_of
-        # What the largest step of this window and of the last one needed, and the steps of this one.
-        self._recent: SizeBound | None = None
-        self._before: SizeBound | None = None
-        self._in_window = 0
+        self._window = _Window()
         self._calls: Counter[object] = Counter()
         self._recorded: set[object] = set()  # bounds
         self._mailbox: Mailbox | None = None
@@ -115,18 +112,19 @@ class BoundedSteps(Steps):
 
     def begin(self, layer: Any) -> Step | None:
         """Counts a call. Returns None, on every rank, if the code has to run: the first call has no bound."""
-        largest = self._recent or self._before
+        largest = self._window.largest()
         via = None if largest is None else self._transport_of(layer)
         if via is None or largest is None:
             return None
-        bound = bound_of(largest.joined(self._before), self._K)
+        bound = bound_of(largest, self._K)
+        via.transport.least_tokens = bound.tokens  # so ranks that run their code send to the same places
         self._calls[bound] += 1
         number = self._calls[bound]
         in_time = number <= _FIRST_CALLS or number & (number - 1) == 0
         may_record = in_time and (bound in self._recorded or len(self._recorded) < _MAX_BOUNDS)
         if may_record:
             self._recorded.add(bound)
-        return Step(via, None if via.is_static else bound, largest.tokens, may_record)
+        return Step(via, None if via.is_static else bound, bound.tokens, may_record)
 
     def may_record(self, step: Step, signature: object, *, known: bool) -> bool:
         """Returns True, on every rank, if the ranks may record now, whatever each of them has recorded."""
@@ -156,6 +154,17 @@ class BoundedSteps(Steps):
             return nullcontext()
         step.via.transport.reserve(step.via.row_bytes, step.bound)
         return step.via.transport.bounded_by(step.bound)
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """Pinned memory from which `finish` reads the sizes of a step."""
+        assert self._mailbox is not None
+        return self._mailbox.values
+
+    @property
+    def order_of_step(self) -> int:
+        """The order of backwards that the exchange of counts sends, from `start` on."""
+        return self._order.value
 
     def captured(self) -> AbstractContextManager[object]:
         """Returns a context in which copies of sizes go to where `finish` reads them."""
@@ -188,7 +197,8 @@ class BoundedSteps(Steps):
         sizes, status_fields = SplitSizes.unpacked(self._mailbox.read(), self._group.size)
         self._check(status_fields)
         needed = self._learn(sizes)
-        return None if step.bound is None or step.bound.holds(needed) else sizes
+        fits = step.bound is None or step.bound.holds(needed.with_tokens(step.bound.tokens))
+        return None if fits else sizes
 
     def observe(self, split_sizes: AsyncSplitSizes | None) -> None:
         """Learns from a step that the code ran. Every rank calls it, or `finish`, in every step."""
@@ -199,12 +209,26 @@ class BoundedSteps(Steps):
     def _learn(self, sizes: SplitSizes) -> SizeBound:
         """Returns what a step needed."""
         needed = SizeBound.needed_by(sizes)
-        self._recent = needed.joined(self._recent)
-        self._before = None if self._before is None or self._before.tokens != needed.tokens else self._before
-        self._in_window += 1
-        if self._in_window == _WINDOW:
-            self._recent, self._before, self._in_window = None, self._recent, 0
+        self._window.add(needed)
         return needed
+
+
+class _Window:
+    """What the largest of the last `_WINDOW` to 2 * `_WINDOW` - 1 steps needed: of this window and the one before."""
+
+    def __init__(self) -> None:
+        self._recent: SizeBound | None = None
+        self._before: SizeBound | None = None
+        self._steps = 0  # of this window
+
+    def largest(self) -> SizeBound | None:
+        return self._before if self._recent is None else self._recent.joined(self._before)
+
+    def add(self, needed: SizeBound) -> None:
+        self._recent = needed.joined(self._recent)
+        self._steps += 1
+        if self._steps == _WINDOW:
+            self._recent, self._before, self._steps = None, self._recent, 0
 
 
 def bound_of(needed: SizeBound, K: int) -> SizeBound:

@@ -1,10 +1,12 @@
 """`SideStream`: the CUDA stream on which a transport sends while the experts compute."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
+
+from sonic_ep.kernels.program.trace import current_trace
 
 
 @final
@@ -19,6 +21,8 @@ class SideStream:
 
     def fork(self, like: Tensor) -> AbstractContextManager[object]:
         """Returns a context that launches on it, after what the current stream has so far."""
+        if (trace := current_trace()) is not None:
+            return trace.on_lane(1)
         if not like.is_cuda:
             return nullcontext()
         if self._stream is None:
@@ -28,5 +32,22 @@ class SideStream:
 
     def join(self, like: Tensor) -> None:
         """Makes the current stream wait for all that was launched on it."""
-        if self._stream is not None:
+        if (trace := current_trace()) is not None:
+            with trace.at_lane(1):
+                event = trace.event()
+            trace.wait(event)
+        elif self._stream is not None:
             torch.cuda.current_stream(like.device).wait_stream(self._stream)
+
+    def event(self, like: Tensor) -> Any:
+        """Returns an event behind what the current stream has so far, for `wait`. None on the CPU."""
+        if (trace := current_trace()) is not None:
+            return trace.event()
+        return torch.cuda.current_stream().record_event() if like.is_cuda else None
+
+    def wait(self, event: Any) -> None:
+        """Makes the current stream wait for an event."""
+        if (trace := current_trace()) is not None:
+            trace.wait(event)
+        elif event is not None:
+            torch.cuda.current_stream().wait_event(event)

@@ -35,7 +35,7 @@ _MAX_RECORDS = 1024  # layer keys
 class SizeBound(NamedTuple):
     """Group-wide bounds of a step's sizes, equal on all ranks.
 
-    tokens: the most tokens of any rank; must be exact, because the regions of the row buffers follow from it. rows: at
+    tokens: the most tokens of any rank, or the rows of a region that all ranks have agreed on; must be exact. rows: at
     least the pair-buffer rows of any destination rank. pairs: at least the pairs that any rank sends or receives.
     """
 
@@ -62,10 +62,12 @@ class SizeBound(NamedTuple):
         return self._replace(rows=rows, pairs=pairs)
 
     def joined(self, other: "SizeBound | None") -> Self:
-        """Returns the smallest bound of both. That of another number of tokens is left out."""
-        if other is None or other.tokens != self.tokens:
-            return self
-        return self._replace(rows=max(self.rows, other.rows), pairs=max(self.pairs, other.pairs))
+        """Returns the smallest bound of both."""
+        return self if other is None else type(self)(*map(max, self, other))
+
+    def with_tokens(self, least: int) -> Self:
+        """Returns the same where regions have at least so many rows."""
+        return self._replace(tokens=max(self.tokens, least))
 
     def holds(self, needed: "SizeBound") -> bool:
         """Returns True if a step that needs `needed` fits. The device decides the same in `bounded_plan`."""

@@ -8,8 +8,9 @@ has a pair, the kernels of lists, dispatch and combine return at once. No step u
 buffers does.
 
 Buffers are shared by all layers of a group: one for lists and scalars, and row buffers for each row width in bytes. In
-a row buffer each sender has a region of `stride` rows, stride being the most tokens of any rank. The row of token t is
-row t of the region. So received rows have gaps, R = S * stride, and no rank needs to number or count rows.
+a row buffer each sender has a region of `stride` rows, stride being the most tokens of any rank, or `least_tokens` if
+that is more. The row of token t is row t of the region. So received rows have gaps, R = S * stride, and no rank needs
+to number or count rows.
 
     bytes of a rank  =  3 * S * stride * row_bytes, for each row width, + 20 a pair, + signals and counts
 
@@ -32,7 +33,7 @@ R rows this rank receives, V pairs this rank receives, P rows of the pair buffer
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import NamedTuple, final
+from typing import NamedTuple, cast, final
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import bounded_plan, gather_sum, is_token_in_rank, pair_lists, symmetric_kernels
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.kernels.dispatch.symmetric.signal_pad import SignalPad, Stage, num_signals
+from sonic_ep.kernels.program.trace import current_trace
 from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, Routing
 from sonic_ep.symmetric_memory import PeerMemory
 
@@ -109,6 +111,7 @@ class SymmetricTransport:
         self._regions: dict[int, Tensor] = {}
         self._row_buffer = 0
         self._bound: SizeBound | None = None
+        self.least_tokens = 0  # rows of a region, at least. All ranks have the same, whatever runs their steps
         self._memory: tuple[object, list[Tensor]] | None = None  # the last result of `memory`, and what it depends on
         self._side = SideStream()
 
@@ -150,9 +153,14 @@ class SymmetricTransport:
         key = row_bytes, tokens, device, self._buffers.generation
         if self._memory is None or self._memory[0] != key:
             assert self._pad is not None
-            starts_S = self._starts_of_regions(max(1, tokens), device)
+            starts_S = self.starts_of_regions(tokens, device)
             self._memory = key, [*self._pad.tensors(), *self._buffers.tensors(row_bytes), starts_S]
         return self._memory[1]
+
+    @property
+    def generation(self) -> int:
+        """Counts allocations of its buffers, whose addresses programs know."""
+        return self._buffers.generation
 
     @property
     def capacity_of_counts(self) -> int:
@@ -189,12 +197,13 @@ class SymmetricTransport:
         in_rank = is_token_in_rank(routing.token_ids_N.contiguous(), plan.pair_starts_Q, routing.num_tokens)
         if arriving_sizes is None:
             return self._launch(routing, plan, in_rank, x_TH, self._static_sizes(routing, x_TH))
-        bound, speculative = self._bound, None
+        bound, speculative, least = self._bound, None, self.least_tokens
         if bound is None:
             bound = self._speculative_bound(arriving_sizes, routing.num_tokens, x_TH)
         if bound is not None:
+            least = bound.tokens if self._bound is not None else least
             sizes = _Sizes(max(1, bound.tokens), bound.rows, bound.pairs, bound.pairs, may_exceed=True)
-            bounded = bounded_plan(plan, arriving_sizes.on_device, *bound)
+            bounded = bounded_plan(plan, arriving_sizes.on_device, *bound, least)
             speculative = self._launch(routing, bounded, in_rank, x_TH, sizes)
             if self._bound is not None:
                 return speculative
@@ -202,7 +211,7 @@ class SymmetricTransport:
         def resolve_sizes() -> tuple[PreparedDispatch, bool]:
             # The host waits only here, while the device runs what has been launched.
             known = arriving_sizes.read()
-            needed = SizeBound.needed_by(known)
+            needed = SizeBound.needed_by(known).with_tokens(least)
             P, V = known.num_rows(self.group.rank), sum(known.pairs_in(self.group.rank))
             self._size_predictor.record(needed, routing.num_tokens)
             self._row_predictor.record(layer_key, P, routing.num_tokens)
@@ -235,7 +244,7 @@ class SymmetricTransport:
         row_in_source_V = pairs.rows.view((sizes.num_pairs,), INDEX_DTYPE)
         weights_V = pairs.weights.view((sizes.num_pairs,), routing.weights_N.dtype)
         chunks = plan.chunks(sizes.num_rows, sizes.num_pairs, zeroed=sizes.may_exceed)
-        row_starts_S = self._starts_of_regions(sizes.stride, weights_V.device)
+        row_starts_S = self.starts_of_regions(sizes.stride, weights_V.device)
         buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, S * sizes.stride)
         handle_sizes = HandleSizes(
             splits=Splits.none(S),
@@ -279,8 +288,8 @@ class SymmetricTransport:
     def _copy_sums(self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle) -> Pending:
         stride = self._stride(handle)
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-        rows, sums_of = self._buffers.rows(row_bytes(sums_RH), stride), sums_RH.split(stride)
-        sent = {rank: sums_of[rank] for rank in self._others()}
+        rows = self._buffers.rows(row_bytes(sums_RH), stride)
+        sent = {rank: sums_RH[rank * stride : (rank + 1) * stride] for rank in self._others()}
         arrive = self._start_copies(Stage.COMBINE, sent, rows, 2, stride)
 
         def wait() -> Tensor:
@@ -346,11 +355,10 @@ class SymmetricTransport:
         with self._side.fork(like):
             for rank, values in sent.items():
                 rows.copy(values, buffer, rank, self.group.rank * stride)
-            copied = torch.cuda.current_stream().record_event() if like.is_cuda else None
+            copied = self._side.event(like)
 
         def wait() -> None:
-            if copied is not None:  # an event: the side stream may have later work by now
-                torch.cuda.current_stream().wait_event(copied)
+            self._side.wait(copied)  # the side stream may have later work by now
             sent.clear()  # from here on the current stream may reuse that memory
             kernels.release_peers(pad, stage)
 
@@ -413,11 +421,14 @@ class SymmetricTransport:
             return False
         return self._buffers.has_rows(row_bytes(x_TH), stride) and self._buffers.pair_capacity >= max(1, num_pairs)
 
-    def _starts_of_regions(self, stride: int, device: torch.device) -> Tensor:
-        """Returns (S + 1,) int32: the first row of each source's region, and S * stride.
+    def starts_of_regions(self, stride: int, device: torch.device) -> Tensor:
+        """Returns (S + 1,) int32: the first row of each source's region, and S * stride, of at least one row each.
 
         The tensor of a stride stays, because a CUDA graph may hold it.
         """
+        if (trace := current_trace()) is not None:
+            return cast(Tensor, trace.named("regions", (self.group.size + 1,), INDEX_DTYPE))
+        stride = max(1, stride)
         if stride not in self._regions:
             ends = (self.group.size + 1) * stride
             self._regions[stride] = torch.arange(0, ends, stride, dtype=INDEX_DTYPE, device=device)

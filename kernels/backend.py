@@ -136,7 +136,7 @@ def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> R
 
 
 @op("dispatch.plan", on=1)
-def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan:
+def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int, least: int = 0) -> RankPlan:
     """Returns the plan, or an empty plan if the true sizes do not fit (tokens, rows, pairs)."""
     ...
 

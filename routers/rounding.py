@@ -135,9 +135,9 @@ def round_counts(
     """
     ep_size, E = chosen_SE.shape
     if not training or (rounding.mode == "off" and rounding.capacity_factor is None):
-        one = torch.ones((), dtype=torch.int64, device=chosen_SE.device)
-        return RoundedCounts(chosen_SE, chosen_SE, torch.zeros_like(tokens_S), one)
-    seed_tensor = seed if isinstance(seed, Tensor) else torch.full((), seed, device=chosen_SE.device)
+        zeros_S, one = tokens_S.new_zeros(tokens_S.shape), chosen_SE.new_ones(())
+        return RoundedCounts(chosen_SE, chosen_SE, zeros_S, one)
+    seed_tensor = torch.full((), seed, device=chosen_SE.device) if isinstance(seed, int) else seed
     return RoundedCounts(*apply_rule(chosen_SE, tokens_S, seed_tensor, rule_of(rounding, ep_size, E)))
 
 

@@ -66,10 +66,10 @@ def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: 
     else:
         rounding, training = context.config.rounding, context.training
         alone = context.group.size == 1 and topk.bad_logits is None and context.problem is None
-        if alone and topk.tokens_1 is not None and counter_E is None:
+        if alone and counter_E is None and topk.tokens_1 is not None:
             if context.meanwhile is not None:
                 context.meanwhile()
-            routed_pairs = _pairs_of_one_rank(topk, topk.tokens_1, context, seed)
+            routed_pairs = pairs_of_one_rank(topk, context, seed)
             record_pairs(router, routed_pairs)
             return routed_pairs
         status, group = _rank_status(topk, seed, context), context.group
@@ -93,10 +93,11 @@ def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: 
     return routed_pairs
 
 
-def _pairs_of_one_rank(topk: TopK, tokens_1: Tensor, context: RoutingContext, seed: Tensor | None) -> RoutedPairs:
+def pairs_of_one_rank(topk: TopK, context: RoutingContext, seed: Tensor | None) -> RoutedPairs:
     """Returns what `decide_pairs` does where no other rank has to know anything, and nothing is read by the host."""
     rounding, training = context.config.rounding, context.training
-    chosen_E = topk.counts_E()
+    chosen_E, tokens_1 = topk.counts_E(), topk.tokens_1
+    assert tokens_1 is not None
     finish = start_pairs(topk, rounding, training=training)
     chosen_SE = chosen_E.as_strided((1, chosen_E.shape[0]), (chosen_E.shape[0], 1))
     if leaves_sizes_open(rounding, training=training):

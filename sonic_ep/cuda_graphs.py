@@ -1,5 +1,6 @@
 """CUDA graphs of the MoE layers in a model that otherwise runs eagerly. A replay needs almost no host time."""
 
+import gc
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -57,6 +58,7 @@ def graph_layers(layers: Sequence[MoE], x: Tensor) -> None:
     with ExitStack() as uncounted:
         for layer in layers:
             uncounted.enter_context(layer.router.uncounted())
+        gc.collect()  # an older graph that is garbage must not be destroyed during the capture
         torch.cuda.make_graphed_callables(tuple(layers), samples)
     gradients, saved = _Gradients(), _Saved(len(layers))
     for position, layer in enumerate(layers):

@@ -33,6 +33,7 @@ from sonic_ep.routers.router import Router
 from sonic_ep.routers.stats import RoutingStats
 from sonic_ep.routing import AsyncSplitSizes, BalanceCounts, GroupCounts, RoutedPairs, SplitSizes
 from sonic_ep.shared_expert import SharedExpert
+from sonic_ep.steps.program_steps import ProgramSteps
 from sonic_ep.transports import bounded_transport, steps_of, transport_for
 
 _ROUTER_RNG, _SHARED_RNG = -1, -2
@@ -104,9 +105,15 @@ class MoE(nn.Module):
         start_compiling(self.experts.w2, config.activation, bias=config.bias)
         self.shared = SharedExpert(config, device=device, dtype=dtype) if config.shared_n else None
         self.transport = transport_for(self.group, config.transport)
-        self._recorded = RecordedLayer(_CODE, steps_of(self.group, self.transport, config.K, _layer_transport))
+        steps = steps_of(self.group, self.transport, config.K, _layer_transport)
+        self._programs, self._recorded = ProgramSteps(_CODE, steps), RecordedLayer(_CODE, steps)
         self._shapes = {name: weight.shape for name, weight in (*self.named_parameters(), *self.named_buffers())}
         self.initialize(seed)
+
+    @property
+    def num_repeated(self) -> int:
+        """The number of programs and recordings that steps run as."""
+        return self._programs.num_programs + self._recorded.num_recorded
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -137,11 +144,12 @@ class MoE(nn.Module):
         if not self._may_repeat_launches(x):
             return self._compute(x)[0]
         self.group.enter_layer(self._number)
-        outputs = self._recorded.outputs(self, x)
+        repeated = self._programs if self._programs.support(self) else self._recorded
+        outputs = repeated.outputs(self, x)
         if outputs is not None:
             return _output_of(outputs)
         output, routed_pairs = self._compute(x)
-        self._recorded.observe(routed_pairs.split_sizes)
+        repeated.observe(routed_pairs.split_sizes)
         return output
 
     def _refuse_transforms(self) -> None:

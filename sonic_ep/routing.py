@@ -39,7 +39,9 @@ class GroupCounts(NamedTuple):
 
 def unrounded(chosen_SE: Tensor, tokens_S: Tensor) -> GroupCounts:
     """Returns the counts of a routing that is neither rounded nor cut."""
-    return GroupCounts(chosen_SE, chosen_SE, chosen_SE, tokens_S, torch.zeros_like(tokens_S), tokens_S.new_ones(()))
+    return GroupCounts(
+        chosen_SE, chosen_SE, chosen_SE, tokens_S, tokens_S.new_zeros(tokens_S.shape), tokens_S.new_ones(())
+    )
 
 
 class SplitSizes(NamedTuple):

@@ -3,9 +3,11 @@
 NVLink multicast is not used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,18 @@ from torch import Tensor
 
 from sonic_ep.groups import EPGroup
 from sonic_ep.groups.hosts import host_name
+
+_MAKE_PART: ContextVar[Callable[..., Any] | None] = ContextVar("sonic_ep_make_part", default=None)
+
+
+@contextmanager
+def parts_made_by(make: Callable[..., Any]) -> Generator[None]:
+    """A context in which views are what `make` returns for memory, a byte of it, a shape and a dtype."""
+    before = _MAKE_PART.set(make)
+    try:
+        yield
+    finally:
+        _MAKE_PART.reset(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,9 @@ class PeerMemory:
 
 
 def _part(memory: Tensor, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    make = _MAKE_PART.get()
+    if make is not None:
+        return make(memory, offset, size, dtype)
     count = torch.Size(size).numel() * dtype.itemsize
     return memory[offset : offset + count].view(dtype).view(size)
 

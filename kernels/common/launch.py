@@ -22,6 +22,9 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction, KernelInterface
 
+from sonic_ep.kernels.program.sizes import Size, concrete
+from sonic_ep.kernels.program.trace import current_trace
+
 # Triton specializes a kernel on pointers aligned to 16 bytes, and takes numbers below 2^31 for int32.
 _ALIGNMENT, _MAX_INT32 = 16, 2**31 - 1
 # The launchers that Triton compiles are private to it: these versions have the one that `_Variant` calls.
@@ -42,11 +45,20 @@ def fast_launch(kernel: KernelInterface[Any]) -> KernelInterface[Any]:
 
 
 class _Variant(NamedTuple):
-    """A compiled kernel. launch: called with grid, stream, `head`, the run-time arguments and `tail`."""
+    """A compiled kernel. launch: called with grid, stream, `head`, the run-time arguments and `tail`.
+
+    The rest is for programs. function: CUDA's. passed: the indices of the run-time arguments that it takes. overlaps:
+    whether it may start before the kernel in front of it ends.
+    """
 
     launch: Callable[..., None]
     head: tuple[object, ...]
     tail: tuple[object, ...]
+    function: int = 0
+    passed: tuple[int, ...] = ()
+    threads: int = 0
+    shared_bytes: int = 0
+    overlaps: bool = False
 
 
 class FastLauncher(KernelInterface[Any]):
@@ -61,11 +73,29 @@ class FastLauncher(KernelInterface[Any]):
         fixed = [i for i in range(len(given)) if i not in pointers and i not in changing]
         narrow = [i for i in changing if not given[i].annotation_type]
         self._pointers, self._narrow, self._fixed = map(_items, (pointers, narrow, fixed))
+        self._indices_of_fixed = fixed
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
 
+    def variant(self, kinds: list[Any], named: dict[str, object]) -> _Variant:
+        """Returns the variant for run-time arguments: kinds has dtypes or `Unaligned` for tensors, and numbers."""
+        for index in self._indices_of_fixed:
+            if type(kinds[index]) is Size:
+                kinds[index] = _specialized(kinds[index])
+        key = (_current_device(), *self._pointers(kinds), *self._fixed(kinds), *named.values())
+        if key not in self._variants:
+            numbers = [
+                concrete(kind) if type(kind) is Size else kind for kind in kinds
+            ]  # Triton takes dtypes for pointers
+            self._variants[key] = self._variant(self.kernel.warmup(*numbers, grid=(1,), **named), len(kinds), named)
+        return self._variants[key]
+
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: object) -> None:
+        trace = current_trace()
+        if trace is not None:
+            trace.launch(self, grid, arguments, named)
+            return
         device = _current_device()
         dtypes = [tensor.dtype for tensor in self._pointers(arguments)]
         key = (device, *dtypes, *self._fixed(arguments), *named.values())
@@ -99,7 +129,19 @@ class FastLauncher(KernelInterface[Any]):
             return _Variant(_launch_compiled, (compiled,), tail)
         flags = run.launch_cooperative_grid, run.launch_pdl
         nothing = None, None, None  # metadata for hooks, and two hooks
-        return _Variant(run.launch, (compiled.function, *flags, None, None, compiled.packed_metadata, *nothing), tail)
+        head = compiled.function, *flags, None, None, compiled.packed_metadata, *nothing
+        passed = [i for i, kind in enumerate(compiled.src.signature.values()) if kind != "constexpr"]
+        data = compiled.metadata
+        assert not run.launch_cooperative_grid
+        assert data.num_ctas == 1
+        return _Variant(
+            run.launch, head, tail, compiled.function, tuple(passed), 32 * data.num_warps, data.shared, run.launch_pdl
+        )
+
+
+def _specialized(size: Size) -> int:
+    """Returns a number for which Triton compiles the same as for this one."""
+    return 1 if size == 1 else _ALIGNMENT if size % _ALIGNMENT == 0 else _ALIGNMENT + 1
 
 
 def _launch_compiled(x: int, y: int, z: int, stream: int, compiled: Any, *arguments: object) -> None:

@@ -12,6 +12,7 @@ pre-activation columns (2I if gated else I).
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ from sonic_ep.kernels.experts.tile_table import (
     tile_config,
 )
 from sonic_ep.kernels.interleave.triton import interleaved
+from sonic_ep.kernels.program.trace import Slot
 
 __all__ = [
     "ACTIVATION_NAMES",
@@ -154,26 +156,29 @@ def _run(
     key = (*key, A.get_device(), A.dtype, B.shape, B.stride(2) == 1, reserve_for)
     launcher = _LAUNCHERS.get(key)
     if launcher is None:
-        launcher = _LAUNCHERS[key] = _compiled(str(key[0]), *plan(), A, B, D, starts, C, rows, reserve_for, operands)
+        tensors = [_of_kind(each) for each in (A, B, D, starts, C, rows)]
+        samples = {name: _of_kind(each) for name, each in operands.items()}
+        launcher = _LAUNCHERS[key] = _compiled(str(key[0]), *plan(), tensors, reserve_for, samples)
     counter = None
     if launcher.needs_counter:  # kernels for Hopper leave it at zero
         counter = tile_counter(A, self_resetting=True)
     launcher.run(A, B, D, C, tuple(operands.values()), starts, rows, counter)
 
 
+def _of_kind(tensor: Any) -> Any:
+    """Returns a tensor for what is compiled by the kind of one."""
+    return tensor.sample() if isinstance(tensor, Slot) else tensor
+
+
 def _compiled(
     operation: str,
     mod: EpiMod,
     tile: TileConfig,
-    A: Tensor,
-    B: Tensor,
-    D: Tensor,
-    starts: Tensor,
-    C: Tensor | None,
-    rows: Tensor | None,
+    tensors: list[Any],
     reserve_for: ReserveFor | None,
     operands: dict[str, Tensor],
 ) -> EpiLauncher:
+    A, B, D, starts, C, rows = tensors
     wait_for(operation)
     mod = hopper_mod(mod) if get_device_capacity(A.device)[0] == 9 else mod
     out = {"D": D, **{name: each for name, each in operands.items() if name == _AUXILIARY}}
@@ -328,7 +333,7 @@ def down_projection_backward(
         return dh_PJ, scaled_a_PI, weights_P[:, None]
     tile = _down_backward_tile(activation.name, I, H, do_RH.device)
     # The epilogue writes one fp32 partial sum of dS per row and column tile.
-    partial_PZ = torch.empty(P, cdiv(I, tile.n), dtype=torch.float32, device=h_PJ.device)
+    partial_PZ = h_PJ.new_empty(P, cdiv(I, tile.n), dtype=torch.float32)
     _run(
         ("down_backward", activation.name),
         lambda: (_down_backward_mod(activation), tile),
@@ -382,7 +387,7 @@ def weight_grad(
         operation: Operation = "weight_down" if transposed else "weight_up"
         wait_for(operation)
         tile = _tile(operation, A, B, left_PA)
-        gemm = WeightGemm(right_RB.T, D, tile, accumulate=accumulate, split_gate_up=split_gate_up)
+        gemm = WeightGemm(_of_kind(right_RB.T), _of_kind(D), tile, accumulate=accumulate, split_gate_up=split_gate_up)
         _WEIGHT_GEMMS[key] = gemm
     reserved = 0
     if reserve_for is not None:

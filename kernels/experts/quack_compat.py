@@ -33,6 +33,7 @@ from sonic_ep.kernels.common.lazy_dynamo import lazy_dynamo
 from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.common.sources import sources_of
 from sonic_ep.kernels.common.versions import problem_with_versions
+from sonic_ep.kernels.program.trace import Slot
 
 _LOG = logging.getLogger("sonic_ep.kernels")
 
@@ -109,6 +110,7 @@ __all__ = [
     "griddepcontrol_wait",
     "identity_epi",
     "jit_cache",
+    "launch_or_note",
     "leave_clusters",
     "linear_act_mod",
     "make_fake_gemm_tensors",
@@ -344,7 +346,15 @@ class EpiLauncher:
             self._schedulers[address] = scheduler
         given = *operands, None
         epilogue = self._epilogue([given[index] for index in self._order])
-        self._launch(A, B, D, C, epilogue, scheduler, make_varlen_args(starts, None, rows), None, None)
+        launch_or_note(self._launch, A, B, D, C, epilogue, scheduler, make_varlen_args(starts, None, rows), None, None)
+
+
+def launch_or_note(function: Any, *arguments: Any) -> None:
+    """Calls a compiled GEMM, or notes the call if its first operand is one of a trace."""
+    if isinstance(arguments[0], Slot):
+        arguments[0].trace.foreign(getattr(function, "_tvm_ffi_function", function), arguments)
+    else:
+        function(*arguments)
 
 
 @contextmanager

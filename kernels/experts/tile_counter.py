@@ -16,6 +16,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from sonic_ep.kernels.program.trace import Slot
+
 _SIZE = 2  # values of a counter: the tile index, and tile_prefetch.py's count of clusters; quack uses only the first
 _PAGE = 4096  # counters of a page, for all graphs of a device together; a graph of 60 layers takes about 400
 
@@ -40,6 +42,9 @@ def recording_for(stream: int) -> Generator[None]:
 
 def tile_counter(like: Tensor, *, self_resetting: bool = False) -> Tensor:
     """Returns (2,) int32 zeros on the device of `like`. self_resetting: whether the kernel leaves them at zero."""
+    if isinstance(like, Slot):
+        assert self_resetting
+        return like.trace.counter()  # type: ignore[return-value]
     if self_resetting and not like.is_meta:
         recorded_for = _RECORDED_FOR.get()
         if recorded_for is None and torch.cuda.is_current_stream_capturing():

@@ -30,10 +30,16 @@ class UnavailableError(RuntimeError):
     of this user."""
 
 
-@functools.cache
 def compiled_library() -> Path:
     """Returns the path of the compiled driver.c. Raises UnavailableError if it cannot be compiled."""
-    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    return compiled("driver.c")
+
+
+@functools.cache
+def compiled(name: str) -> Path:
+    """Returns the path of a compiled file. Raises UnavailableError if it cannot be compiled."""
+    source = _SOURCE if name == "driver.c" else _SOURCE.parent.parent / "program" / name
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
     path = cache_folder() / f"launch_sequence_{digest}.so"
     if (problem := problem_with_access(path.parent)) is not None:
         raise UnavailableError(problem)
@@ -45,7 +51,7 @@ def compiled_library() -> Path:
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     handle, written = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
-    command = [compiler, "-O2", "-shared", "-fPIC", f"-I{header_folder()}", str(_SOURCE), "-o", written, "-ldl"]
+    command = [compiler, "-O2", "-shared", "-fPIC", f"-I{header_folder()}", str(source), "-o", written, "-ldl"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_MAX_SECONDS)
         Path(written).chmod(0o755)

@@ -102,13 +102,21 @@ def test_a_bound_holds_the_largest_of_this_window_of_64_steps_and_the_last(needs
         assert [bound] == bounds_of([max(needs[number - length : number])])
 
 
-def test_other_tokens_start_a_bound_anew() -> None:
+def test_a_bound_holds_all_lengths_of_a_window() -> None:
     steps = steps_of(EPGroup.alone())
-    for tokens, rows in ((8192, 32000), (1024, 4000)):
-        steps.observe(sizes_of(tokens, rows, rows))
-        bound = begun(steps, layer()).bound
-        assert bound is not None
-        assert bound.rows < 5 / 4 * rows
+    for tokens in (6000, 8192, 1024):
+        steps.observe(sizes_of(tokens, K * tokens, K * tokens))
+    step = begun(steps, layer())
+    assert step.bound == SizeBound(8192, 34816, 34816)
+    assert step.via.transport.least_tokens == 8192
+    assert step.tokens == 8192
+
+
+def test_ranks_of_which_one_is_in_another_mode_begin_alike() -> None:
+    """The exchange of counts finds that, so they must come to it in the same way."""
+    steps = steps_of(EPGroup.alone())
+    steps.observe(sizes_of(8192, 32000, 32000))
+    assert begun(steps, layer(training=False)).bound == begun(steps, layer()).bound
 
 
 def test_the_code_runs_before_sizes_are_known_and_without_symmetric_memory() -> None:

@@ -29,12 +29,17 @@ def test_bound_by_hand(rows: list[list[int]], pairs: list[list[int]]) -> None:
         holds = bound in ((8, 13, 12), (8, 14, 13))
         assert SizeBound(*bound).holds(needed) == holds
         assert bool(bounded_plan(plan, values, *bound).table_FC.any()) == holds
+    assert SizeBound(9, 13, 12).holds(needed.with_tokens(9))
+    assert bounded_plan(plan, values, 9, 13, 12, 9).table_FC.any()
+    assert not bounded_plan(plan, values, 8, 13, 12, 9).table_FC.any()
+    assert bounded_plan(plan, values, 8, 13, 12, 7).table_FC.any()
 
 
 def test_joined_bounds_have_the_larger_of_each_size() -> None:
     one, other = SizeBound(8, 13, 12), SizeBound(8, 11, 14)
     assert one.joined(other) == other.joined(one) == (8, 13, 14)
-    assert one.joined(None) == one.joined(SizeBound(9, 20, 20)) == one
+    assert one.joined(None) == one
+    assert one.joined(SizeBound(9, 2, 20)) == (9, 13, 20)
 
 
 def test_the_example_of_the_module() -> None:

@@ -325,10 +325,10 @@ def test_what_a_graph_has_captured_is_kept(ranks: Ranks, tmp_path: Path) -> None
 
 def test_the_regions_of_a_stride_stay() -> None:
     transport = SymmetricTransport(EPGroup.alone(), lambda _: pytest.fail("no memory is needed"), timeout=1)
-    captured = transport._starts_of_regions(4, torch.device("cpu"))
+    captured = transport.starts_of_regions(4, torch.device("cpu"))
     assert captured.tolist() == [0, 4]
-    assert transport._starts_of_regions(7, torch.device("cpu")).tolist() == [0, 7]
-    assert transport._starts_of_regions(4, torch.device("cpu")) is captured
+    assert transport.starts_of_regions(7, torch.device("cpu")).tolist() == [0, 7]
+    assert transport.starts_of_regions(4, torch.device("cpu")) is captured
 
 
 def static_with_spare(rank: int, case: Case, folder: str, dispatch: Dispatch) -> None:

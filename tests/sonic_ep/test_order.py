@@ -164,7 +164,7 @@ def run_crossed(
         for number in range(warm):
             step(layers, number, runs)
         if warm > 1 and transport.kind != "all_to_all":
-            assert [layer._recorded.num_recorded > 0 for layer in layers] == [True, True]
+            assert [layer.num_repeated > 0 for layer in layers] == [True, True]
         x = rows(layers[0])
         outs = [runs[number if cross != "steps" else 0](x).y for number in range(2)]
 

@@ -101,14 +101,14 @@ def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> R
     return Plan.from_counts(rows_SE, pairs_SE, tile_rows).of_rank(rank)
 
 
-def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan:
+def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int, least: int = 0) -> RankPlan:
     """Returns the plan if the step fits the size bound. Otherwise returns it without rows and pairs, on every rank.
 
     A speculative launch uses it: if the bound was too small, no rank sends or waits. The device decides, so the host
     does not wait either. pair_starts_Q stays as it is.
 
-    The step fits if the most tokens of any rank equal `tokens`, no rank receives more than `rows` rows, and none sends
-    or receives more than `pairs` pairs.
+    The step fits if the most tokens of any rank, or `least` if that is more, equal `tokens`, no rank receives more than
+    `rows` rows, and none sends or receives more than `pairs` pairs.
 
     sizes:   of `pack_split_sizes` (kernels/dispatch/split_sizes/reference.py), the same on every rank.
     Example: 2 ranks with 4 tokens each. Rank 0 receives 11 rows.
@@ -124,7 +124,7 @@ def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: i
     S = plan.pair_starts_Q.shape[0] - 1
     tokens_S, rows_SQ, pairs_SQ = sizes[: S + 2 * S * S].split((S, S * S, S * S))
     received_Q, pairs_SQ = rows_SQ.view(S, S).sum(0), pairs_SQ.view(S, S)
-    holds = (tokens_S.max() == tokens) & (received_Q.max() <= rows)
+    holds = (tokens_S.max().clamp(min=least) == tokens) & (received_Q.max() <= rows)
     holds &= torch.maximum(pairs_SQ.sum(0).max(), pairs_SQ.sum(1).max()) <= pairs
     table_FC, starts_e, pairs_SQ = (values * holds for values in (plan.table_FC, plan.expert_starts_e, plan.pairs_SQ))
     return plan._replace(table_FC=table_FC, expert_starts_e=starts_e, pairs_SQ=pairs_SQ)

@@ -4,7 +4,6 @@ Legend: S ranks of the EP group, Q destination ranks, E experts, e local experts
 F fields of a table.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -80,7 +79,7 @@ def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> R
     e = E // S
 
     def empty(*size: int) -> Tensor:
-        return torch.empty(size, dtype=INDEX_DTYPE, device=rows_SE.device)
+        return rows_SE.new_empty(size, dtype=INDEX_DTYPE)
 
     plan = RankPlan(empty(6, E), empty(e + 1), empty(S + 1), empty(S * S))
     _plan[(1 + S,)](
@@ -105,7 +104,7 @@ def _copy_if(values_ptr, out_ptr, size, index, fits):
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["tokens", "max_rows", "max_pairs"])
+@triton.jit(do_not_specialize=["tokens", "max_rows", "max_pairs", "least"])
 def _bounded_plan(
     table_ptr,
     starts_ptr,
@@ -117,6 +116,7 @@ def _bounded_plan(
     tokens,
     max_rows,
     max_pairs,
+    least,
     S,
     e,
     SOURCES: tl.constexpr,
@@ -134,7 +134,9 @@ def _bounded_plan(
     tokens_S = tl.load(sizes_ptr + source, mask=source < S, other=0)
     rows_SQ = tl.load(sizes_ptr + S + from_to, mask=inside, other=0)
     pairs_SQ = tl.load(sizes_ptr + S + S * S + from_to, mask=inside, other=0)
-    fits = (tl.max(tokens_S, axis=0) == tokens) & (tl.max(tl.sum(rows_SQ, axis=0), axis=0) <= max_rows)
+    fits = (tl.maximum(tl.max(tokens_S, axis=0), least) == tokens) & (
+        tl.max(tl.sum(rows_SQ, axis=0), axis=0) <= max_rows
+    )
     fits = fits & (tl.max(tl.sum(pairs_SQ, axis=0), axis=0) <= max_pairs)
     fits = fits & (tl.max(tl.sum(pairs_SQ, axis=1), axis=0) <= max_pairs)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -143,13 +145,13 @@ def _bounded_plan(
     _copy_if(pairs_to_dst_ptr, out_pairs_to_dst_ptr, S * S, index, fits)
 
 
-def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int) -> RankPlan:
+def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int, least: int = 0) -> RankPlan:
     """See kernels/dispatch/plan/reference.py."""
     S, e = plan.pair_starts_Q.shape[0] - 1, plan.expert_starts_e.shape[0] - 1
     within = plan._replace(
-        table_FC=torch.empty_like(plan.table_FC),
-        expert_starts_e=torch.empty_like(plan.expert_starts_e),
-        pairs_SQ=torch.empty_like(plan.pairs_SQ),
+        table_FC=plan.table_FC.new_empty(plan.table_FC.shape),
+        expert_starts_e=plan.expert_starts_e.new_empty(plan.expert_starts_e.shape),
+        pairs_SQ=plan.pairs_SQ.new_empty(plan.pairs_SQ.shape),
     )
     _bounded_plan[(cdiv(max(plan.table_FC.numel(), e + 1, S * S), _BLOCK),)](
         plan.table_FC,
@@ -162,6 +164,7 @@ def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: i
         tokens,
         rows,
         pairs,
+        least,
         S,
         e,
         SOURCES=next_power_of_2(S),

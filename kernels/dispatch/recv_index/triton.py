@@ -14,7 +14,6 @@ this rank receives, P rows of the pair buffer, R rows this rank receives, W 32-b
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -202,11 +201,11 @@ def pair_lists(
 
     row_of_pair_P = weights_V.new_empty(chunks.num_rows, dtype=INDEX_DTYPE)
     slot_V = row_of_pair_P.new_empty(chunks.num_pairs)
-    pairs_by_row_V = torch.empty_like(slot_V)
+    pairs_by_row_V = slot_V.new_empty(chunks.num_pairs)
     pair_starts_R = slot_V.new_empty(num_rows + 1)
     weights_P = weights_V.new_empty(chunks.num_rows)
     blocks = cdiv(num_rows, _BLOCK) or 1
-    bits_RW = torch.zeros(num_rows * W + blocks, dtype=INDEX_DTYPE, device=weights_V.device)  # and sums of `_starts`
+    bits_RW = slot_V.new_zeros(num_rows * W + blocks)  # and sums of `_starts`
     pdl_wait = supports_pdl(weights_V.device)
     common: dict[str, Any] = {"WORDS": W, "BLOCK": _BLOCK, "PDL_WAIT": pdl_wait, "num_warps": 4, "launch_pdl": pdl_wait}
     # Twice as many programs per chunk as chunks of equal size would need.

@@ -111,7 +111,7 @@ def _by_token(
 def is_token_in_rank(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
     """See kernels/dispatch/send_index/reference.py."""
     Q = pair_starts_Q.shape[0] - 1
-    is_token_in_rank_QT = torch.zeros(Q * num_tokens, dtype=INDEX_DTYPE, device=token_ids_N.device)
+    is_token_in_rank_QT = token_ids_N.new_zeros(Q * num_tokens, dtype=INDEX_DTYPE)
     _mark_tokens(token_ids_N.contiguous(), pair_starts_Q, is_token_in_rank_QT, None, num_tokens)
     return is_token_in_rank_QT
 

@@ -57,7 +57,7 @@ def pack_split_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, status
     statuses = tokens_S[:, None][:, :0] if status_SF is None else status_SF
     F = statuses.shape[1]
     assert statuses.stride(1) == 1
-    sizes = torch.empty(S * (1 + 2 * S + F), dtype=torch.int64, device=rows_SE.device)
+    sizes = rows_SE.new_empty(S * (1 + 2 * S + F), dtype=torch.int64)
     _pack_split_sizes[(S,)](
         tokens_S,
         rows_SE.contiguous(),

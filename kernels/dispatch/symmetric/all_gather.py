@@ -25,6 +25,7 @@ from triton.runtime.jit import KernelInterface
 from sonic_ep.kernels.common.launch import fast_launch
 from sonic_ep.kernels.dispatch.symmetric.signal_pad import SignalPad, Stage
 from sonic_ep.kernels.dispatch.symmetric.signals import ARRIVED, lost_peer, put_signal, retire_program, wait_signals
+from sonic_ep.kernels.program.trace import new_empty
 
 NUM_SLOTS = 2
 _BLOCK = 512
@@ -124,7 +125,7 @@ def all_gather_wait(pad: SignalPad, slots_S: Tensor, count: int, capacity: int) 
 
     After a timeout, the rows of missing peers and all rows that are copied later are zero.
     """
-    gathered_SF = torch.empty(pad.size, count, dtype=torch.int64, device=slots_S.device)
+    gathered_SF = new_empty(slots_S, (pad.size, count), torch.int64)
     _launch(_all_gather_wait, pad, (slots_S, gathered_SF), count, capacity)
     return gathered_SF
 

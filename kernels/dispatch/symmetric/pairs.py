@@ -14,7 +14,6 @@ scalars of its received pairs 0 and 1 to entries 1 and 2 of rank 0.
 Legend: S ranks of the EP group, Q destination ranks, N pairs this rank sends, V pairs this rank receives.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -182,7 +181,7 @@ def collect_scalars(pad: SignalPad, buffer: Tensor, pairs_SQ: Tensor, num_listed
 
     Entries after the last pair that was sent are zero.
     """
-    values_N = torch.empty(num_listed, dtype=buffer.dtype, device=buffer.device)
+    values_N = buffer.new_empty(num_listed)
     if num_listed:
         _collect_scalars[(cdiv(num_listed, _BLOCK),)](
             buffer,

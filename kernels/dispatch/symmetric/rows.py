@@ -309,7 +309,7 @@ def combine_reduce(
             region; it may be `buffer`. is_token_in_rank as in `push_rows`.
     """
     H = buffer.shape[1]
-    out_TH = torch.empty(num_tokens, H, dtype=buffer.dtype, device=buffer.device)
+    out_TH = buffer.new_empty(num_tokens, H)
     block = block_of(H)
     if out_TH.numel():
         _combine_reduce[(num_tokens * cdiv(H, block),)](

@@ -33,6 +33,7 @@ from sonic_ep.kernels.experts.quack_compat import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     jit_cache,
+    launch_or_note,
     make_fake_gemm_tensors,
     make_fake_scheduler_args,
     make_fake_varlen_args,
@@ -296,4 +297,4 @@ class WeightGemm:
             scheduler = make_scheduler_args(self.clusters - reserved, _SWIZZLE, counter, None)
             self._schedulers[key] = scheduler
         varlen = make_varlen_args(None, expert_starts_e, row_of_pair_P)
-        self._compiled(A_mR, B_nP, D_emn, None, _PLAIN, scheduler, varlen, None, None)
+        launch_or_note(self._compiled, A_mR, B_nP, D_emn, None, _PLAIN, scheduler, varlen, None, None)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sonic_ep.kernels.common.launch import fast_launch, sm_major
 from sonic_ep.kernels.common.sizes import cdiv
+from sonic_ep.kernels.program.sizes import item_of, smaller
 
 _ALIGNMENT = 16
 _SPLIT_BLOCK, _ADDED_BLOCK = 1024, 512  # elements of a program
@@ -198,14 +199,14 @@ def _fill(parts: _Parts, values: Tensor) -> _Parts:
 def _parts_of_weight(weight_EH: Tensor) -> _Parts:
     """Returns parts with a buffer (4, padded E, H)."""
     padded_E, H = _padded(weight_EH.shape[0]), weight_EH.shape[1]
-    buffer = torch.empty(4, padded_E, H, dtype=torch.bfloat16, device=weight_EH.device)
+    buffer = weight_EH.new_empty(4, padded_E, H, dtype=torch.bfloat16)
     return _fill(_Parts(buffer, 0, padded_E * H, H), weight_EH)
 
 
 def _parts_of_gradient(dlogits_TE: Tensor) -> _Parts:
     """Returns parts with a buffer (T, 4, padded E), slots in reverse order."""
     T, padded_E = dlogits_TE.shape[0], _padded(dlogits_TE.shape[1])
-    buffer = torch.empty(T, 4, padded_E, dtype=torch.bfloat16, device=dlogits_TE.device)
+    buffer = dlogits_TE.new_empty(T, 4, padded_E, dtype=torch.bfloat16)
     return _fill(_Parts(buffer, 3 * padded_E, -padded_E, 4 * padded_E), dlogits_TE)
 
 
@@ -217,7 +218,7 @@ def logits(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
     """See RouterLinear in kernels/route/interface.py."""
     x_TH, weight = x_TH.contiguous(), _parts_of_weight(weight_EH)
     (T, H), E = x_TH.shape, weight_EH.shape[0]
-    logits_TE = torch.empty(T, E, dtype=torch.float32, device=x_TH.device)
+    logits_TE = x_TH.new_empty(T, E, dtype=torch.float32)
     block_m = _rows_of_a_tile(E)
     extra = _extra_tokens(T, cdiv(E, block_m), x_TH.device)
     _multiply[(cdiv(E, block_m) * cdiv(T, _BLOCK_N + extra), 1)](
@@ -280,10 +281,11 @@ def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, weight_EH: Tensor) -> Ten
     (T, H), E = x_TH.shape, weight_EH.shape[0]
     block_m = _rows_of_a_tile(E)
     tiles = cdiv(E, block_m) * cdiv(H, _BLOCK_N)
-    steps = cdiv(cdiv(T, _splits(tiles, min(_MAX_SPLITS, cdiv(T, _MIN_ROWS_PER_SPLIT)))), _BLOCK_K)
+    splits = item_of(_splits(tiles), smaller(cdiv(T, _MIN_ROWS_PER_SPLIT), _MAX_SPLITS))
+    steps = cdiv(cdiv(T, splits), _BLOCK_K)
     splits = cdiv(T, steps * _BLOCK_K)
-    dweight_EH = torch.empty_like(weight_EH, memory_format=torch.contiguous_format)
-    sums_ZEH = dweight_EH if splits == 1 else torch.empty(splits, E, H, dtype=torch.float32, device=x_TH.device)
+    dweight_EH = weight_EH.new_empty(E, H)
+    sums_ZEH = dweight_EH if splits == 1 else x_TH.new_empty(splits, E, H, dtype=torch.float32)
     _multiply[(tiles, splits)](
         dlogits.buffer,
         x_TH,
@@ -309,11 +311,13 @@ def _gradient_of_weight(dlogits: _Parts, x_TH: Tensor, weight_EH: Tensor) -> Ten
 
 
 @functools.cache
-def _splits(tiles: int, most: int) -> int:
-    """Returns the number of splits of a sum, at most `most`, with the least cost: few idle SMs in the last wave."""
-    return min(
-        range(1, most + 1), key=lambda splits: cdiv(tiles * splits, _PROGRAMS) / splits * (1 + _SPLIT_COST * splits)
-    )
+def _splits(tiles: int) -> list[int]:
+    """Returns, by the most splits of a sum, the number with the least cost: few idle SMs in the last wave."""
+
+    def cost(splits: int) -> float:
+        return cdiv(tiles * splits, _PROGRAMS) / splits * (1 + _SPLIT_COST * splits)
+
+    return [0, *(min(range(1, most + 1), key=cost) for most in range(1, _MAX_SPLITS + 1))]
 
 
 def _rows_of_a_tile(E: int) -> int:

@@ -9,7 +9,6 @@ Legend: S ranks of the EP group, E experts, e local experts. Integers are int64.
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -297,7 +296,7 @@ def apply_rule(
         num_warps=4,
     )
     if rule.capacity is not None:
-        capped_E = torch.empty(E, dtype=torch.int64, device=chosen_SE.device)
+        capped_E = chosen_SE.new_empty(E)
         _cap_dst_ranks[(S,)](
             rows_SE,
             pads,

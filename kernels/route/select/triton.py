@@ -225,13 +225,13 @@ def start_selection(
 
 
 def _transposed(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | None, E: int) -> _Transposed:
-    (T, K), device = topk_ids_TK.shape, topk_ids_TK.device
+    T, K = topk_ids_TK.shape
     tiles = cdiv(T, 32 * _TILE_WORDS)
     W = tiles * _TILE_WORDS
-    chosen_EW = torch.empty(E, W, dtype=torch.int32, device=device)
+    chosen_EW = topk_ids_TK.new_empty(E, W, dtype=torch.int32)
     # A variant does not access the tables that it does not need, so any tensor can stand for them.
-    eligible_EW = chosen_EW if allowed_TE is None else torch.empty_like(chosen_EW)
-    keys_ET = chosen_EW if scores_TE is None else torch.empty(E, 32 * W, dtype=torch.int32, device=device)
+    eligible_EW = chosen_EW if allowed_TE is None else chosen_EW.new_empty(E, W)
+    keys_ET = chosen_EW if scores_TE is None else chosen_EW.new_empty(E, 32 * W)
     flags = {"HAS_SCORES": scores_TE is not None, "HAS_ALLOWED": allowed_TE is not None}
     if T:
         _transpose[(tiles, cdiv(E, 32))](
@@ -254,9 +254,9 @@ def _transposed(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tenso
 
 
 def _listed(tables: _Transposed, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
-    (E, W), device = tables.chosen_EW.shape, tables.chosen_EW.device
+    E, W = tables.chosen_EW.shape
     token_ids_N, expert_ids_N, chosen_N = (
-        torch.empty(num_pairs, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64, torch.bool)
+        tables.chosen_EW.new_empty(num_pairs, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.bool)
     )
     if num_pairs == 0:
         return token_ids_N, expert_ids_N, chosen_N
@@ -264,7 +264,7 @@ def _listed(tables: _Transposed, pairs_E: Tensor, num_pairs: int) -> tuple[Tenso
         tables.chosen_EW,
         tables.eligible_EW,
         tables.keys_ET,
-        torch.empty(E, 4, W, dtype=torch.int32, device=device),
+        tables.chosen_EW.new_empty(E, 4, W),
         pairs_E.contiguous(),
         token_ids_N,
         expert_ids_N,

@@ -3,7 +3,6 @@
 Legend: S ranks of the EP group, E experts, F fields of a table.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -93,7 +92,7 @@ def pack_rank_status(
 ) -> Tensor:
     """See kernels/route/status/reference.py."""
     E = counts_E.shape[0]
-    packed = torch.empty(max(HEADER + E, width), dtype=torch.int64, device=counts_E.device)
+    packed = counts_E.new_empty(max(HEADER + E, width))
     _pack_rank_status[(cdiv(E, _BLOCK),)](
         counts_E.contiguous(),
         counts_E if bad_logits is None else bad_logits,
@@ -115,7 +114,7 @@ def zero_counts_on_error(counts_SE: Tensor, header_SF: Tensor, healthy: int) -> 
     """See kernels/route/status/reference.py."""
     S, E = counts_SE.shape
     assert counts_SE.stride(1) == header_SF.stride(1) == 1
-    out_SE = torch.empty(S, E, dtype=torch.int64, device=counts_SE.device)
+    out_SE = counts_SE.new_empty(S, E)
     _zero_counts_on_error[(cdiv(S * E, _BLOCK),)](
         counts_SE,
         header_SF,

@@ -181,14 +181,14 @@ def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config
     columns = next_power_of_2(config.num_groups) * width
     tile = _tile_of(columns)
     logits_TE = logits_TE.contiguous()
-    scores_TE, device = torch.empty_like(logits_TE), logits_TE.device
-    ranking_TE = scores_TE if expert_bias_E is None else torch.empty_like(logits_TE)
+    scores_TE = logits_TE.new_empty(T, E)
+    ranking_TE = scores_TE if expert_bias_E is None else logits_TE.new_empty(T, E)
     grouped = config.num_groups > 1
-    allowed_TE = torch.empty(T, E, dtype=torch.bool, device=device) if grouped else None
+    allowed_TE = logits_TE.new_empty(T, E, dtype=torch.bool) if grouped else None
     topk_ids_TK = scores_TE.new_empty(T, K, dtype=torch.int64)
     entropy_T, tokens_1 = scores_TE.new_empty(T), topk_ids_TK.new_empty(1)
-    counts_E = torch.zeros(E, dtype=torch.int64, device=device)
-    bad_logits = torch.zeros((), dtype=torch.int64, device=device) if config.check_logits else None
+    counts_E = topk_ids_TK.new_zeros(E)
+    bad_logits = topk_ids_TK.new_zeros(()) if config.check_logits else None
     if T > 0:
         _topk[(programs_for(T, tile),)](
             logits_TE,

@@ -373,7 +373,7 @@ def losses(logits_TE: Tensor, ids_TK: Tensor, times_SE: Tensor, num_sequences: i
         num_warps=8,
         **flags,
     )
-    return Losses(losses_B.view(()) if B == 1 else losses_B.sum(), dshares_BE)
+    return Losses(losses_B.as_strided((), ()) if B == 1 else losses_B.sum(), dshares_BE)
 
 
 def logits_gradient(
@@ -385,7 +385,7 @@ def logits_gradient(
 ) -> Tensor:
     """See RouterOperations in kernels/route/interface.py."""
     T, E = logits_TE.shape
-    dlogits_TE = torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
+    dlogits_TE = logits_TE.new_empty(T, E)
     if pairs is not None:
         _spread(pairs, dlogits_TE.zero_(), float(config.scale))
     dshares_BE = None if loss is None else loss.dshares_BE

@@ -43,6 +43,8 @@ class Compiled:
     """run: the launcher that Triton compiles. Without a version that is known, what was compiled is called by []."""
 
     function, packed_metadata = 7, "metadata"
+    src = SimpleNamespace(signature={"x": "*fp32", "A": "constexpr"})
+    metadata = SimpleNamespace(num_ctas=1, num_warps=4, shared=0)
 
     def __init__(self, launches: list[tuple[Any, ...]]) -> None:
         self.launches = launches

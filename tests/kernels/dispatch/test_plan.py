@@ -51,12 +51,13 @@ def check_within(size: int, e: int, multiple: int, pairs_SE: torch.Tensor, chang
     needed = SizeBound.needed_by(AsyncSplitSizes(values, size).read())
     bound = SizeBound(*(most + more for most, more in zip(needed, change, strict=True)))
     plan = Plan.from_counts(rows_SE, pairs_SE, 4).of_rank(size - 1)
-    with poisoned_empty():
-        got = KERNEL.bounded_plan(RankPlan(*(part.to(DEVICE) for part in plan)), values.to(DEVICE), *bound)
-    for part, wanted in zip(got, bounded_plan(plan, values, *bound), strict=True):
-        assert part.dtype == torch.int32
-        assert part.is_contiguous()
-        assert torch.equal(part.cpu(), wanted)
+    for least in (0, bound.tokens):
+        with poisoned_empty():
+            got = KERNEL.bounded_plan(RankPlan(*(part.to(DEVICE) for part in plan)), values.to(DEVICE), *bound, least)
+        for part, wanted in zip(got, bounded_plan(plan, values, *bound, least), strict=True):
+            assert part.dtype == torch.int32
+            assert part.is_contiguous()
+            assert torch.equal(part.cpu(), wanted)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)

@@ -205,7 +205,7 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setenv("SONIC_EP_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    driver.compiled_library.cache_clear()
+    driver.compiled.cache_clear()
     try:
         with pytest.raises(driver.UnavailableError, match="install one, or set CC"):
             driver.compiled_library()
@@ -214,24 +214,24 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
             driver.compiled_library()
         assert list(tmp_path.iterdir()) == []
     finally:
-        driver.compiled_library.cache_clear()
+        driver.compiled.cache_clear()
 
 
 @pytest.fixture
 def cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The path of the library in a folder of its own, built anew."""
     monkeypatch.setenv("SONIC_EP_CACHE_DIR", str(tmp_path / "cache"))
-    driver.compiled_library.cache_clear()
+    driver.compiled.cache_clear()
     yield driver.compiled_library()
-    driver.compiled_library.cache_clear()
+    driver.compiled.cache_clear()
 
 
 def test_a_library_that_all_may_write_is_built_anew(cached: Path) -> None:
     cached.write_bytes(b"not a library")
-    driver.compiled_library.cache_clear()
+    driver.compiled.cache_clear()
     assert driver.compiled_library().read_bytes() == b"not a library"
     cached.chmod(0o777)
-    driver.compiled_library.cache_clear()
+    driver.compiled.cache_clear()
     assert driver.compiled_library() == cached
     assert cached.stat().st_mode & 0o777 == 0o755
     assert cached.read_bytes().startswith(b"\x7fELF")
@@ -239,7 +239,7 @@ def test_a_library_that_all_may_write_is_built_anew(cached: Path) -> None:
 
 def test_a_folder_that_all_may_write_is_refused(cached: Path) -> None:
     cached.parent.chmod(0o777)
-    driver.compiled_library.cache_clear()
+    driver.compiled.cache_clear()
     with pytest.raises(driver.UnavailableError, match=r"cache with compiled code has mode 777: all may write"):
         driver.compiled_library()
 

@@ -123,7 +123,7 @@ def test_splits_fill_waves(tiles: int, most: int) -> None:
         waves = -(-tiles * splits // KERNELS._PROGRAMS)
         return tiles * splits / (waves * KERNELS._PROGRAMS)
 
-    splits = KERNELS._splits(tiles, most)
+    splits = KERNELS._splits(tiles)[most]
     assert 1 <= splits <= most
     assert busy(splits) * (1 + KERNELS._SPLIT_COST * most) >= max(map(busy, range(1, most + 1)))
 

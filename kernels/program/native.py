@@ -1,0 +1,115 @@
+"""launch.c: compiled once by the C compiler that Triton needs too, and called without giving up Python's lock."""
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sonic_ep.kernels.launch_sequence.driver import compiled
+
+ITEM = struct.Struct("PP2I3I3I2I")  # an Item of launch.c
+KERNEL, SET, COPY, RECORD, WAIT, CALL, ALLOCATE, FREE, VIEW, ADDMM = range(10)  # its kinds
+MAX_ARGUMENTS, MAX_DIMS = 64, 4  # of a kernel, and of what is allocated
+
+
+@functools.cache
+def launcher() -> Callable[..., int]:
+    """Returns a function of the address of the first item, the number of items, the addresses of arguments and values,
+    the streams by lane, a type of devices and a device. It runs them and returns CUDA's error, -1 - the number of an
+    item that failed, or 0.
+    """
+    import tvm_ffi
+
+    library = ctypes.PyDLL(str(compiled("launch.c")))
+    driver, ffi = ctypes.CDLL("libcuda.so.1"), tvm_ffi.LIB
+    return bound(
+        library,
+        driver.cuLaunchKernelEx,
+        driver.cuMemsetD8Async,
+        driver.cuMemcpyAsync,
+        driver.cuEventRecord,
+        driver.cuStreamWaitEvent,
+        ffi.TVMFFIFunctionCall,
+        ffi.TVMFFIEnvSetStream,
+        *functions_of_torch("cuda"),
+    )
+
+
+def functions_of_torch(device_type: str) -> list[Any]:
+    """Returns torch's last functions of the table in launch.c."""
+    names = "empty_strided create_tensor_from_blob _reinterpret_tensor get_data_ptr delete_tensor_object".split()
+    addmm = _library_of_torch(device_type)[f"aoti_torch_{device_type}_addmm_out"]
+    return [*[_library_of_torch("cpu")[f"aoti_torch_{name}"] for name in names], addmm]
+
+
+def number_of_dtype(dtype: torch.dtype) -> int:
+    """Returns torch's number of a dtype."""
+    return _library_of_torch("cpu")["aoti_torch_dtype_" + str(dtype).removeprefix("torch.")]()
+
+
+def number_of_device_type(device_type: str) -> int:
+    """Returns torch's number of a type of devices."""
+    return _library_of_torch("cpu")[f"aoti_torch_device_type_{device_type}"]()
+
+
+def tensor_at(
+    address: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Returns a tensor in memory that somebody else owns."""
+    sizes, steps = ((ctypes.c_int64 * len(each))(*each) for each in (shape, strides))
+    handle, kind = ctypes.c_void_p(), number_of_device_type(device.type)
+    error = _library_of_torch("cpu")["aoti_torch_create_tensor_from_blob"](
+        *(ctypes.c_void_p(address), ctypes.c_int64(len(shape)), sizes, steps, ctypes.c_int64(0)),
+        *(number_of_dtype(dtype), kind, device.index or 0, ctypes.byref(handle)),
+    )
+    if error or handle.value is None:
+        raise RuntimeError(f"torch made no tensor of shape {tuple(shape)} and dtype {dtype} on {device}")
+    return tensors_of([handle.value])[0]
+
+
+@functools.cache
+def _library_of_torch(device_type: str) -> ctypes.PyDLL:
+    return ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_{device_type}.so"))
+
+
+def tensors_of(handles: Iterable[int]) -> list[Tensor]:
+    """Returns the tensors that items allocated, and takes them over: nobody else may use the handles any more."""
+    tensors_of_pointers = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs  # pyright: ignore[reportAttributeAccessIssue]
+    return tensors_of_pointers([_new_capsule(each, None, None) for each in handles])
+
+
+_new_capsule: Callable[..., Any] = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3  # type: ignore[attr-defined]
+
+
+def bound(library: ctypes.PyDLL, *functions: Any) -> Callable[..., int]:
+    """Returns `program_launch` of the library, with these functions of CUDA's driver and of tvm-ffi."""
+    pointer = ctypes.c_void_p
+    table = (pointer * len(functions))(*[ctypes.cast(each, pointer) for each in functions])
+    function = library.program_launch
+    function.restype = ctypes.c_int
+    function.argtypes = [pointer, ctypes.c_int, pointer, pointer, pointer, ctypes.c_int, ctypes.c_int, pointer]
+
+    def launch(items: int, number: int, arguments: int, values: int, streams: int, kind: int, device: int) -> int:
+        return function(items, number, arguments, values, streams, kind, device, table)
+
+    return launch
+
+
+def address_of(memory: Any) -> int:
+    """Returns the address of a ctypes object."""
+    return ctypes.addressof(memory)
+
+
+def new_event() -> int:
+    """Returns a CUDA event without timing. It is never destroyed: programs live as long as their layer's config."""
+    event = ctypes.c_void_p()
+    error = ctypes.CDLL("libcuda.so.1").cuEventCreate(ctypes.byref(event), 2)  # CU_EVENT_DISABLE_TIMING
+    if error or event.value is None:
+        raise RuntimeError(f"CUDA returned error {error} for an event")
+    return event.value

@@ -1,0 +1,376 @@
+"""`Trace`: runs the code of a pass once on placeholders, and notes what it allocates, launches, calls and frees.
+
+The code is the one that runs on tensors. A `Slot` stands for a tensor: it has a shape, whose numbers may be `Size`s,
+and the methods that the code of a pass uses. Kernels (kernels/common/launch.py) and GEMMs that get a slot are noted
+instead of launched. A buffer is freed where the code drops its last slot, as its memory would be. So a program
+(program.py) does what the code does, in the same order and with the same memory.
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast, final
+
+import torch
+
+from sonic_ep.kernels.program.foreign import Address, Operand
+from sonic_ep.kernels.program.native import tensor_at
+from sonic_ep.kernels.program.sizes import Guards, Size, concrete, specialized
+
+Shape = tuple[Any, ...]  # of int and Size
+_ALIGNMENT = 16  # bytes, for which Triton specializes kernels
+_current: list["Trace"] = []  # the innermost trace is last; a trace runs on one thread, under Python's lock
+
+
+@final
+class Buffer:
+    """The memory of one tensor of a pass. index: of the tensor. shape, dtype: it is allocated as."""
+
+    __slots__ = ("__weakref__", "dtype", "index", "shape", "trace")
+
+    def __init__(self, trace: "Trace", index: int, shape: Shape, dtype: torch.dtype) -> None:
+        self.trace, self.index, self.shape, self.dtype = trace, index, shape, dtype
+
+    def __del__(self) -> None:
+        self.trace.free(self.index)
+
+
+@final
+class Fixed:
+    """Memory that outlives the program, as that of a transport. It has an address instead of a number."""
+
+    __slots__ = ("dtype", "index", "shape", "tensor", "trace")
+
+    def __init__(self, trace: "Trace", tensor: torch.Tensor) -> None:
+        self.trace, self.tensor, self.shape, self.dtype, self.index = trace, tensor, tensor.shape, tensor.dtype, None
+
+
+@final
+class Slot:
+    """Stands for a tensor: a view of a buffer, which starts `offset` elements (of its own dtype) behind it."""
+
+    is_cuda, is_meta, is_nested, requires_grad, layout = True, False, False, False, torch.strided
+
+    def __init__(
+        self,
+        buffer: "Buffer | Fixed",
+        shape: Shape,
+        strides: Shape | None = None,
+        offset: Any = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.buffer, self.shape, self.offset = buffer, shape, offset
+        self.dtype = buffer.dtype if dtype is None else dtype
+        self.strides = contiguous_strides(shape) if strides is None else strides
+
+    @property
+    def trace(self) -> "Trace":
+        return self.buffer.trace
+
+    @property
+    def device(self) -> torch.device:
+        return self.trace.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def mT(self) -> "Slot":
+        shape, strides = list(self.shape), list(self.strides)
+        shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
+        return Slot(self.buffer, tuple(shape), tuple(strides), self.offset, self.dtype)
+
+    @property
+    def T(self) -> "Slot":
+        return self.mT
+
+    def get_device(self) -> int:
+        return self.device.index
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def numel(self) -> Any:
+        return product(self.shape)
+
+    def stride(self, dim: int) -> Any:
+        return self.strides[dim]
+
+    def storage_offset(self) -> int:
+        return 0  # of an input: a program gets aligned ones
+
+    @property
+    def first_byte(self) -> Any:
+        """Behind the start of the buffer, or the address of fixed memory."""
+        base = self.buffer.tensor.data_ptr() if type(self.buffer) is Fixed else 0
+        return base + self.offset * self.itemsize
+
+    def data_ptr(self) -> Address:
+        return Address(self.buffer.index, self.first_byte)
+
+    def detach(self) -> "Slot":
+        return self
+
+    def contiguous(self) -> "Slot":
+        if [concrete(s) for s in self.strides] != [concrete(s) for s in contiguous_strides(self.shape)]:
+            raise NotImplementedError(f"a copy of strides {self.strides} in a traced pass")
+        return self
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def to(self, dtype: torch.dtype) -> "Slot":
+        if dtype != self.dtype:
+            raise NotImplementedError(f"{self.dtype} to {dtype} in a traced pass")
+        return self
+
+    def float(self) -> "Slot":
+        return self.to(torch.float32)
+
+    def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> "Slot":
+        size = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        return self.trace.empty(tuple(size), self.dtype if dtype is None else dtype)
+
+    def new_zeros(self, *shape: Any, dtype: torch.dtype | None = None) -> "Slot":
+        return self.new_empty(*shape, dtype=dtype).zero_()
+
+    def new_ones(self, *shape: Any, dtype: torch.dtype | None = None) -> "Slot":
+        """Returns one, as an integer: the byte at its address is its last one."""
+        one = self.new_zeros(*shape, dtype=dtype)
+        assert one.shape == ()
+        assert not one.dtype.is_floating_point
+        self.trace.items.append(("set", (one.buffer.index, one.first_byte), 1, 1, self.trace.lane))
+        return one
+
+    def zero_(self) -> "Slot":
+        self.contiguous()
+        place = self.buffer.index, self.first_byte
+        self.trace.items.append(("set", place, self.numel() * self.itemsize, 0, self.trace.lane))
+        return self
+
+    def addmm_(self, left: "Slot", right: "Slot") -> "Slot":
+        self.trace.items.append(("addmm", *map(_operands, (self, left, right))))
+        return self
+
+    def as_strided(self, shape: Shape, strides: Shape, offset: Any = 0) -> "Slot":
+        return Slot(self.buffer, shape, strides, offset, self.dtype)
+
+    def view(self, dtype: torch.dtype) -> "Slot":
+        if dtype.itemsize != self.dtype.itemsize:
+            raise NotImplementedError(f"{self.dtype} as {dtype} in a traced pass")
+        return Slot(self.buffer, self.shape, self.strides, self.offset, dtype)
+
+    def copy_(self, values: "Slot", non_blocking: bool = False) -> "Slot":
+        """Both contiguous; one may be memory of the host."""
+        self.contiguous()
+        values.contiguous()
+        places = [(each.buffer.index, each.first_byte) for each in (self, values)]
+        self.trace.items.append(("copy", *places, values.numel() * values.itemsize, self.trace.lane))
+        return self
+
+    def __getitem__(self, items: Any) -> "Slot":
+        """Returns a view by numbers and slices without a step."""
+        shape, strides, offset = list[Any](), list[Any](), self.offset
+        items = items if isinstance(items, tuple) else (items,)
+        for dim, item in enumerate((*items, *[slice(None)] * (self.ndim - len(items)))):
+            size, stride = self.shape[dim], self.strides[dim]
+            if isinstance(item, slice):
+                assert item.step is None
+                first, end = item.start or 0, size if item.stop is None else item.stop
+                shape.append(end - first)
+                strides.append(stride)
+            else:
+                first = item
+            first = size + first if concrete(first) < 0 else first
+            offset = offset + first * stride
+        return Slot(self.buffer, tuple(shape), tuple(strides), offset, self.dtype)
+
+    def sample(self) -> torch.Tensor:
+        """Returns a tensor like this one, for what is compiled by the kind of a tensor. Its memory must not be used."""
+        shape, strides = (list(map(concrete, each)) for each in (self.shape, self.strides))
+        memory = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=self.device)
+        return tensor_at(memory.data_ptr(), shape, strides, self.dtype, self.device)
+
+
+def _operands(argument: Any) -> Any:
+    """Returns the argument with operands in place of its slots, so that it keeps no memory."""
+    if isinstance(argument, Slot):
+        return Operand(argument.buffer.index, argument.first_byte, argument.shape, argument.strides, argument.dtype)
+    if isinstance(argument, tuple | list) and not isinstance(argument, Address):
+        return tuple([_operands(each) for each in argument])
+    return argument
+
+
+def contiguous_strides(shape: Sequence[Any]) -> Shape:
+    """Returns the strides of a contiguous tensor."""
+    strides: list[Any] = []
+    step: Any = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step = size * step
+    return tuple(strides)
+
+
+def product(sizes: Sequence[Any]) -> Any:
+    """Returns the product of sizes."""
+    result: Any = 1
+    for size in sizes:
+        result = size * result
+    return result
+
+
+@dataclass(frozen=True)
+class Unaligned:
+    """For Triton, a tensor that does not start at a multiple of `_ALIGNMENT`."""
+
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return 1
+
+
+def current_trace() -> "Trace | None":
+    """Returns the trace that runs on this thread."""
+    return _current[-1] if _current else None
+
+
+def new_empty(like: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a new tensor on the device of `like`, which is no slot even in a traced pass."""
+    trace = current_trace()
+    return like.new_empty(shape, dtype=dtype) if trace is None else cast(torch.Tensor, trace.empty(shape, dtype))
+
+
+@final
+class Trace:
+    """What a pass did. items: in order, see program.py. guards: see sizes.py.
+
+    sizes: of the traced step, by name. usual: of a large one, for the choice of tensors that share memory.
+    """
+
+    def __init__(self, device: torch.device, sizes: dict[str, int], usual: dict[str, int]) -> None:
+        self.device, self.guards = device, Guards()
+        self.names, self.usual = list(sizes), usual
+        self.sizes = [Size(name, value, self.guards) for name, value in sizes.items()]
+        self.items: list[tuple[Any, ...]] = []
+        self.num_buffers, self._done = 0, False
+        self._counter: Slot | None = None
+        self.lane, self.num_events = 0, 0
+        self.extra: dict[str, Slot] = {}  # inputs that code asks for by name
+        self.held: list[object] = []  # fixed memory
+
+    @classmethod
+    def like(cls, other: "Trace") -> "Trace":
+        """Returns a trace of another pass of the same step: with the same sizes and guards."""
+        trace = cls(other.device, {}, other.usual)
+        trace.guards, trace.names, trace.sizes = other.guards, other.names, other.sizes
+        return trace
+
+    def input(self, shape: Shape, dtype: torch.dtype, strides: Shape | None = None) -> Slot:
+        """Returns a slot for a tensor that the pass gets, at an aligned address. strides: None if contiguous."""
+        buffer = Buffer(self, self.num_buffers, shape, dtype)
+        self.num_buffers += 1
+        return Slot(buffer, shape, strides)
+
+    def part(
+        self, block: Slot, first_byte: Any, shape: Shape, dtype: torch.dtype, strides: Shape | None = None
+    ) -> Slot:
+        """Returns a slot for what starts at this byte of a block."""
+        return Slot(block.buffer, shape, strides, first_byte // dtype.itemsize, dtype)
+
+    def empty(self, shape: Shape, dtype: torch.dtype) -> Slot:
+        slot = self.input(shape, dtype)
+        self.items.append(("allocate", slot.buffer.index, shape, dtype))
+        return slot
+
+    def launch(self, kernel: Any, grid: tuple[Any, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        places, dtypes = list[Any](), list[Any]()
+        for each in arguments:
+            if isinstance(each, Slot | torch.Tensor):
+                slot = each if isinstance(each, Slot) else self.fixed(each)
+                places.append((slot.buffer.index, slot.first_byte))
+                dtypes.append(Unaligned(slot.dtype) if concrete(slot.first_byte) % _ALIGNMENT else slot.dtype)
+            else:
+                places.append(0 if each is None else each)
+                dtypes.append(each)
+        named = {name: specialized(value) if type(value) is Size else value for name, value in named.items()}
+        self.items.append(("launch", kernel.variant(dtypes, named), grid, places, self.lane))
+
+    def foreign(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        """Notes a call of a function of tvm-ffi."""
+        self.items.append(("foreign", function, _operands(arguments)))
+
+    def fixed(self, tensor: torch.Tensor) -> Slot:
+        """Returns a slot for a tensor that lives as long as the program, at one address. It may be on the host."""
+        self.held.append(tensor)
+        return Slot(Fixed(self, tensor), tuple(tensor.shape), tuple(tensor.stride()), 0, tensor.dtype)
+
+    def fixed_part(self, memory: torch.Tensor, first_byte: Any, shape: Shape, dtype: torch.dtype) -> Slot:
+        """Returns a slot for what starts at this byte of such a tensor."""
+        return Slot(self.fixed(memory).buffer, shape, None, first_byte // dtype.itemsize, dtype)
+
+    def named(self, name: str, shape: Shape, dtype: torch.dtype) -> Slot:
+        """Returns the slot of an input that whoever runs the program gives under this name."""
+        if name not in self.extra:
+            self.extra[name] = self.input(shape, dtype)
+        return self.extra[name]
+
+    def event(self) -> int:
+        """Notes an event on the current lane, a stream. Returns its number."""
+        self.num_events += 1
+        self.items.append(("record", self.num_events - 1, self.lane))
+        return self.num_events - 1
+
+    def wait(self, event: int) -> None:
+        """Makes the current lane wait for an event."""
+        self.items.append(("wait", event, self.lane))
+
+    @contextmanager
+    def at_lane(self, lane: int) -> Generator[None]:
+        """A context in which launches, copies and events are on another lane."""
+        before, self.lane = self.lane, lane
+        try:
+            yield
+        finally:
+            self.lane = before
+
+    @contextmanager
+    def on_lane(self, lane: int) -> Generator[None]:
+        """Likewise, behind what the current lane has so far."""
+        event = self.event()
+        with self.at_lane(lane):
+            self.wait(event)
+            yield
+
+    def counter(self) -> Slot:
+        """Returns the slot of the stream's tile counter (kernels/experts/tile_counter.py)."""
+        if self._counter is None:
+            self._counter = self.input((2,), torch.int32)
+        return self._counter
+
+    @property
+    def counter_index(self) -> int | None:
+        return None if self._counter is None else self._counter.buffer.index
+
+    def free(self, index: int) -> None:
+        if not self._done:
+            self.items.append(("free", index))
+
+    def finish(self) -> None:
+        """Call it while all slots that the pass returns exist."""
+        self._done = True
+
+    def __enter__(self) -> "Trace":
+        _current.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.pop()
+        self._done = True
