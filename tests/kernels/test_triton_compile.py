@@ -155,7 +155,7 @@ KERNELS = [
         TritonKernel(
             "dispatch.plan.triton",
             "_bounded_plan",
-            "*i32 *i32 *i32 *i32 *i32 *i32 *i64 i32 i32 i32 i32 i32",
+            "*i32 *i32 *i32 *i32 *i32 *i32 *i64 i32 i32 i32 i32 i32 i32",
             {"SOURCES": sources, "BLOCK": 1024},
         )
         for sources in (2, 8, 64)
