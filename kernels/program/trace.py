@@ -8,6 +8,7 @@ instead of launched. A buffer is freed where the code drops its last slot, as it
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast, final
 
@@ -19,7 +20,7 @@ from sonic_ep.kernels.program.sizes import Guards, Size, concrete, specialized
 
 Shape = tuple[Any, ...]  # of int and Size
 _ALIGNMENT = 16  # bytes, for which Triton specializes kernels
-_current: list["Trace"] = []  # the innermost trace is last; a trace runs on one thread, under Python's lock
+_CURRENT: ContextVar["Trace | None"] = ContextVar("sonic_ep_trace", default=None)  # other threads launch meanwhile
 
 
 @final
@@ -239,7 +240,7 @@ class Unaligned:
 
 def current_trace() -> "Trace | None":
     """Returns the trace that runs on this thread."""
-    return _current[-1] if _current else None
+    return _CURRENT.get()
 
 
 def new_empty(like: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -368,9 +369,9 @@ class Trace:
         self._done = True
 
     def __enter__(self) -> "Trace":
-        _current.append(self)
+        self._before = _CURRENT.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _current.pop()
+        _CURRENT.reset(self._before)
         self._done = True

@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch import Tensor
 from sonic_ep.kernels.launch_sequence.driver import UnavailableError, compiled
 from sonic_ep.kernels.program import native, program
 from sonic_ep.kernels.program.program import Program
-from sonic_ep.kernels.program.trace import Slot, Trace
+from sonic_ep.kernels.program.trace import Slot, Trace, current_trace
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
 pytest.importorskip("triton")
@@ -229,6 +230,17 @@ def test_without_memory() -> None:
     forward, _ = two_passes(3, 64)
     with pytest.raises((RuntimeError, torch.OutOfMemoryError), match="memory|storage"):
         forward.run((2**50,), [torch.zeros(4)])
+
+
+def test_other_threads_launch_while_one_traces() -> None:
+    found = list[object]()
+    with Trace(torch.device("cpu"), {}, {}) as trace:
+        thread = threading.Thread(target=lambda: found.append(current_trace()))
+        thread.start()
+        thread.join()
+        assert current_trace() is trace
+    assert found == [None]
+    assert current_trace() is None
 
 
 def test_a_sample_is_like_its_slot() -> None:
