@@ -121,12 +121,12 @@ class Slot:
         return self
 
     def contiguous(self) -> "Slot":
-        if [concrete(s) for s in self.strides] != [concrete(s) for s in contiguous_strides(self.shape)]:
+        if not self.is_contiguous():
             raise NotImplementedError(f"a copy of strides {self.strides} in a traced pass")
         return self
 
     def is_contiguous(self) -> bool:
-        return True
+        return [concrete(s) for s in self.strides] == [concrete(s) for s in contiguous_strides(self.shape)]
 
     def to(self, dtype: torch.dtype) -> "Slot":
         if dtype != self.dtype:

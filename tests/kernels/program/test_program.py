@@ -271,3 +271,4 @@ def test_views_are_those_of_tensors(name: str) -> None:
     assert (*found.strides,) == wanted.stride()
     assert found.offset == wanted.storage_offset()
     assert found.dtype == wanted.dtype
+    assert found.is_contiguous() == wanted.is_contiguous()
