@@ -33,13 +33,13 @@ over --rounds, and the largest of all ranks, in milliseconds unless said otherwi
                           the read cannot be hidden; here they are given those of the call before, and AutoEP then does
                           not exchange its counts
     saved_mib             what one MoE layer holds between forward and backward, without input and output
-    recorded              recordings of the first MoE layer of ours; 0: its code runs, and the log says why
-    recorded_in_turn      recordings of launches in the steps that count; a turn with one is repeated, at most twice
+    programs              the number of the first MoE layer of ours; 0: its code runs, and the log says why
+    traced_in_turn        programs that are new in the steps that count; a turn with one is repeated, at most twice
     first_loss            of the first rank before any step, without l_aux: contestants without rounding agree but for
                           bf16
     turns                 the number of turns
 
-With --code ours do not record their launches. What fails is in `errors`, and the others go on.
+With --code ours run their code. What fails is in `errors`, and the others go on.
 """
 
 import argparse
@@ -73,17 +73,17 @@ SIZES = ("shape", "layers", "micro_batches", "tokens", "length", "code")
 
 
 class Kind(NamedTuple):
-    """section: fields of `expert_parallel`, None for the MoE layer. ours, rounding, records: of the layers."""
+    """section: fields of `expert_parallel`, None for the MoE layer. ours, rounding, programs: of the layers."""
 
     section: dict[str, Any] | None
     ours: bool = False
     rounding: RoundingConfig | None = None
-    records: bool = True
+    programs: bool = True
 
-    def recorded(self, block: Any) -> int | None:
-        """Returns the number of recordings of a MoE block, None if it is not ours."""
+    def num_programs(self, block: Any) -> int | None:
+        """Returns the number of a MoE block, None if it is not ours."""
         layer = block.moe.deepspeed_moe if isinstance(block, Block) else block
-        return layer._recorded.num_recorded if self.ours else None
+        return layer._experts.num_programs if self.ours else None
 
 
 FUSED: dict[str, Any] = {"combine_impl": "fused_weighted_sum", "gate_up_impl": "fused", "async_split_plan": True}
@@ -120,7 +120,7 @@ class Block(nn.Module):
 
         from sonic_ep.integrations.deepspeed import MoE, SonicEPOptions
 
-        options = SonicEPOptions(rounding=kind.rounding, record_launches=kind.records)
+        options = SonicEPOptions(rounding=kind.rounding, record_launches=kind.programs)
         make: Any = partial(MoE, options=options) if kind.ours else StockMoE
         weight, ranks = block.gate.weight, dist.get_world_size()
         with weight.device:
@@ -157,7 +157,7 @@ class Model:
     """A contestant's model in its engine."""
 
     def __init__(self, family: tuple[str, ...], options: argparse.Namespace) -> None:
-        self.kind, self.options = CONTESTANTS[family[0]]._replace(records=not options.code), options
+        self.kind, self.options = CONTESTANTS[family[0]]._replace(programs=not options.code), options
         config = model_config(options)
         self.ids = own_sequences(config, options)
         torch.manual_seed(0)
@@ -189,8 +189,8 @@ class Model:
             self.run.backward(loss)
             self.run.step()  # the optimizer's, after the last of them
 
-    def num_recorded(self) -> int:
-        return sum(self.kind.recorded(block) or 0 for block in self.blocks)
+    def num_programs(self) -> int:
+        return sum(self.kind.num_programs(block) or 0 for block in self.blocks)
 
     def warmed_up(self) -> None:
         """Does nothing."""
@@ -208,7 +208,7 @@ class Model:
             forward=lambda: block(x),
             backward=lambda out: torch.autograd.grad(out, [x, *parameters], dout, allow_unused=True),
             known_sizes=nullcontext if self.kind.ours else partial(known_sizes, block),
-            recorded=self.kind.recorded(block),
+            num_programs=self.kind.num_programs(block),
         )
 
     def free(self) -> None:
@@ -240,7 +240,7 @@ def autoep_of(kind: Kind) -> Generator[None]:
     from sonic_ep.integrations.deepspeed import AutoEP, SonicEPOptions
 
     if kind.ours:
-        AutoEP.install(SonicEPOptions(rounding=kind.rounding, record_launches=kind.records))
+        AutoEP.install(SonicEPOptions(rounding=kind.rounding, record_launches=kind.programs))
     try:
         yield
     finally:
@@ -316,7 +316,7 @@ def parsed() -> argparse.Namespace:
     parser = step_parser(__doc__, shape="qwen3_30b_a3b", shapes=SHAPES, tokens=8192, seconds=2.0)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=1, help="of --tokens each, before the optimizer's step")
-    parser.add_argument("--code", action="store_true", help="ours by their code, without recorded launches")
+    parser.add_argument("--code", action="store_true", help="ours by their code, without programs")
     return parsed_options(parser)
 
 

@@ -20,8 +20,8 @@ Times, in milliseconds a step of forward and backward:
     driver        of the calls into the CUDA runtime and driver, by CUPTI, which slows them down
 Counts of a step of the first rank, each in a pass of its own: kernels, copies, fills (CUPTI); aten (operations that
 reach a dispatch mode, views and allocations too) and the most frequent ones; python and builtin (calls of functions);
-calls (into the CUDA runtime and driver, by name); recorded, the recordings that the layer repeats (0: its code runs;
-the log says why).
+calls (into the CUDA runtime and driver, by name); programs, the number that the layer has (0: its code runs; the log
+says why).
 Profile: functions of most own time and of most time in all, [function, calls, own us, us in all] a step, by cProfile,
 which makes short functions look longer than they are.
 """
@@ -179,7 +179,7 @@ def measure(problem: Problem, clock: Clock, options: argparse.Namespace, errors:
     records: dict[str, dict[str, Any]] = {name: {} for name in contestants}
     for name, each in contestants.items():
         if each.layer is not None:
-            records[name]["recorded"] = each.layer.num_repeated
+            records[name]["programs"] = each.layer.num_programs
     if on_gpu:
         for name, times in race(contestants, clock, options.rounds, options.seconds, errors).items():
             records[name] |= times
@@ -198,7 +198,7 @@ def measure(problem: Problem, clock: Clock, options: argparse.Namespace, errors:
 
 
 def warm(contestant: Contestant) -> Contestant:
-    """Returns it, compiled and recorded."""
+    """Returns it, compiled and traced."""
     for _ in range(WARM_UP):
         contestant.step()
     return contestant

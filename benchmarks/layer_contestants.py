@@ -155,18 +155,18 @@ class Problem:
             kind: TransportKind = "auto",
             buffers: Buffers = "exact",
             *,
-            record: bool = True,
+            programs: bool = True,
             linear_dtype: LinearDtype = "float32",
         ) -> None:
             words = [mode, *([] if kind == "auto" else [kind]), *([] if buffers == "exact" else [buffers])]
-            words += ([] if record else ["code"]) + ([BF16_ROUTER] if linear_dtype == "input" else [])
+            words += ([] if programs else ["code"]) + ([BF16_ROUTER] if linear_dtype == "input" else [])
             router = RouterConfig(linear_dtype=linear_dtype)
-            makers[", ".join(words)] = lambda: self.sonic_ep(mode, kind, buffers, router, record=record)
+            makers[", ".join(words)] = lambda: self.sonic_ep(mode, kind, buffers, router, programs=programs)
 
         if self.group.size == 1:
             for mode in ("off", "nearest"):
                 add(mode)
-                add(mode, record=False)
+                add(mode, programs=False)
                 add(mode, linear_dtype="input")
             return makers
         kinds: tuple[TransportKind, ...] = ("all_to_all", "two_hop")
@@ -176,7 +176,7 @@ class Problem:
             for mode in modes:
                 add(mode, kind)
                 if kind == "symmetric":
-                    add(mode, kind, record=False)
+                    add(mode, kind, programs=False)
                     add(mode, kind, linear_dtype="input")
         if self.device == "cuda":
             add("nearest", "symmetric", "static")
@@ -184,7 +184,7 @@ class Problem:
         return makers
 
     def sonic_ep(
-        self, mode: RoundingMode, kind: TransportKind, buffers: Buffers, router: RouterConfig, *, record: bool
+        self, mode: RoundingMode, kind: TransportKind, buffers: Buffers, router: RouterConfig, *, programs: bool
     ) -> Contestant:
         c, static = self.config, buffers == "static"
         rounding = RoundingConfig(mode=mode, capacity_factor=CAPACITY if static else None)
@@ -199,7 +199,7 @@ class Problem:
                 router=router,
                 rounding=rounding,
                 transport=transport,
-                record_launches=record,
+                record_launches=programs,
             )
         )
         layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data

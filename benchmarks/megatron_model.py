@@ -119,9 +119,9 @@ class Model:
             else:
                 vars(layer.router).pop("routing", None)
 
-    def num_recorded(self) -> int:
-        ours = [layer.experts._recorded for layer in self.layers if hasattr(layer.experts, "_recorded")]
-        return sum(each.num_recorded for each in ours)
+    def num_programs(self) -> int:
+        ours = [layer.experts._experts for layer in self.layers if hasattr(layer.experts, "_experts")]
+        return sum(each.num_programs for each in ours)
 
     def step(self) -> None:
         self.model.zero_grad_buffer()

@@ -16,7 +16,7 @@ Contestants:
     sonic_ep, graphs           ours, with Megatron's CUDA graphs of router and preprocessing; its rounds come last
 
 A round builds one model after the other, each in the memory of the last, and its contestants take their turns of
---seconds. A turn begins once its contestant has no launches left to record. Medians over --rounds, and the largest of
+--seconds. A turn begins once its contestant traces no more programs. Medians over --rounds, and the largest of
 all ranks, in milliseconds unless said otherwise:
 
     step, host            forward and backward of --micro-batches, and optimizer, back to back; its calls until they
@@ -31,7 +31,7 @@ all ranks, in milliseconds unless said otherwise:
                           are free until this one is done. The stock dispatcher is given its row counts, for which it
                           would wait
     saved_mib             what one MoE layer holds between forward and backward, without input and output
-    recorded_in_turn      recordings of launches in the steps that count; a turn with one is repeated, at most twice
+    traced_in_turn        programs that are new in the steps that count; a turn with one is repeated, at most twice
     first_loss            of the first rank before any step: contestants without rounding agree but for bf16
 
 With graphs the layer is not called alone. What fails is in `errors`, and the others go on.

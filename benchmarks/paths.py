@@ -7,7 +7,7 @@ All ways of a case have the same tokens and weights, and take turns of back-to-b
 
     fixed                    T tokens in every step
     forward                  forward alone, with what backward would need
-    code                     without recorded launches
+    code                     without programs
     8 lengths                one of eight lengths, the same on every rank, drawn anew in each step
     any length               any multiple of 8 between 3/4 T and T, drawn anew in each step, and on each rank
     checkpoint               torch's activation checkpointing, not reentrant
@@ -18,7 +18,7 @@ All ways of a case have the same tokens and weights, and take turns of back-to-b
 
 Medians over rounds, the largest of all ranks. step and host are milliseconds for T tokens: a step of t tokens counts
 t / T. host is until the calls return. warm_s is the seconds that the steps before the first turn took, slow how many of
-them took above 50 ms, and recorded how many recordings the layer has at the end. peak_gib is of torch's allocator.
+them took above 50 ms, and programs how many the layer has at the end. peak_gib is of torch's allocator.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Way(NamedTuple):
     of: Callable[[MoE], Function]
     lengths: str = "fixed"
     kind: TransportKind = "auto"
-    record: bool = True
+    programs: bool = True
     backward: bool = True
 
 
@@ -81,7 +81,7 @@ _CHECKPOINTED = partial(_checkpointed, use_reentrant=False)
 WAYS = {
     "fixed": Way(_plain),
     "forward": Way(_plain, backward=False),
-    "code": Way(_plain, record=False),
+    "code": Way(_plain, programs=False),
     "8 lengths": Way(_plain, "8 lengths"),
     "any length": Way(_plain, "any length"),
     "checkpoint": Way(_CHECKPOINTED),
@@ -109,7 +109,7 @@ class Runner:
 
     def __init__(self, way: Way, problem: Problem) -> None:
         mode = "nearest" if problem.group.size == 1 else "apportion"
-        contestant = problem.sonic_ep(mode, way.kind, "exact", RouterConfig(), record=way.record)
+        contestant = problem.sonic_ep(mode, way.kind, "exact", RouterConfig(), programs=way.programs)
         assert contestant.layer is not None
         self.layer, self._weights, self._way, self._problem = contestant.layer, contestant.inputs[1:], way, problem
         self._function = way.of(self.layer)
@@ -176,7 +176,7 @@ def measure(case: str, group: EPGroup, options: argparse.Namespace, errors: dict
             turns[name].append({**turn, "peak_gib": peak})
     for name, each in turns.items():
         medians = {key: statistics.median(turn[key] for turn in each) for key in each[0]}
-        records[name] |= clock.largest({**medians, "recorded": runners[name].layer.num_repeated})
+        records[name] |= clock.largest({**medians, "programs": runners[name].layer.num_programs})
     return {"T": T, "ways": records}
 
 

@@ -20,8 +20,8 @@ slowest of all ranks:
     peak_gib             the most that torch allocated in a turn
     tokens_per_day       of 64 GPUs at this rate, an extrapolation
     loss                 cross-entropy after a step more, in nats
-    recorded_in_turn     recordings of launches in the steps that count; a turn with one is repeated, at most twice
-    recorded             recordings that a layer of ours has, the most of all; 0: its code runs, and the log says why
+    traced_in_turn       programs that are new in the steps that count; a turn with one is repeated, at most twice
+    programs             the number that a layer of ours has, the most of all; 0: its code runs, and the log says why
 """
 
 import argparse
@@ -45,7 +45,7 @@ import torch.distributed as dist
 from host_time import Clock, machine
 from layer_contestants import BF16_ROUTER, CAPACITY, sonic_moe_layer, torch_layer, torch_layer_across_ranks
 from pretrain_model import DENSE, ExchangeableMoE, Layer, Model, flops_per_token, groups_by_mesh
-from step_options import parsed_options, start_rank, step_parser, train_until_recorded, turn_without_recording
+from step_options import parsed_options, start_rank, step_parser, train_until_traced, turn_without_tracing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -159,32 +159,32 @@ class Trainer:
     def turn(self, contestant: str, steps: int, clock: Clock) -> dict[str, float]:
         self.model.choose(contestant)
 
-        def recordings() -> int:
-            return sum(self.num_recorded(contestant))
+        def num_programs() -> int:
+            return sum(self.num_programs(contestant))
 
-        train_until_recorded(self.step, recordings, clock)
+        train_until_traced(self.step, num_programs, clock)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        ms, host, recorded_in_turn = turn_without_recording(self.step, steps, recordings, clock)
+        ms, host, traced_in_turn = turn_without_tracing(self.step, steps, num_programs, clock)
         return {
             "step": ms,
             "host": host,
-            "recorded_in_turn": recorded_in_turn,
+            "traced_in_turn": traced_in_turn,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0,
             "loss": float(self.step()),
         }
 
-    def num_recorded(self, contestant: str) -> list[int]:
-        """Recordings of each layer of ours; empty for others."""
+    def num_programs(self, contestant: str) -> list[int]:
+        """Those of each layer of ours; empty for others."""
         moes = [block.moe for block in self.model.blocks]
         layers = [
             moe.layers[contestant] for moe in moes if isinstance(moe, ExchangeableMoE) and contestant in moe.layers
         ]
-        return [layer._recorded.num_recorded for layer in layers if isinstance(layer, MoE)]
+        return [layer.num_programs for layer in layers if isinstance(layer, MoE)]
 
-    def recorded(self, contestant: str) -> dict[str, float]:
+    def most_programs(self, contestant: str) -> dict[str, float]:
         """The most of a layer."""
-        return {"recorded": max(numbers)} if (numbers := self.num_recorded(contestant)) else {}
+        return {"programs": max(numbers)} if (numbers := self.num_programs(contestant)) else {}
 
     def figures(self, times: dict[str, float]) -> dict[str, float]:
         rate = 1000 * self.options.micro_batches * self.options.tokens / times["step"]
@@ -210,7 +210,7 @@ def _shard_with_experts(block: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceM
 
 
 def race(trainer: Trainer, clock: Clock) -> Iterator[dict[str, dict[str, float]]]:
-    """Every contestant compiles and records what it needs, then all take turns. Yields the figures after each round."""
+    """Every contestant compiles and traces what it needs, then all take turns. Yields the figures after each round."""
     options = trainer.options
     steps: dict[str, int] = {}
     for name in trainer.contestants():
@@ -232,7 +232,8 @@ def race(trainer: Trainer, clock: Clock) -> Iterator[dict[str, dict[str, float]]
             for name, each in turns.items()
         }
         yield {
-            name: {**trainer.figures(clock.largest(times)), **trainer.recorded(name)} for name, times in medians.items()
+            name: {**trainer.figures(clock.largest(times)), **trainer.most_programs(name)}
+            for name, times in medians.items()
         }
 
 

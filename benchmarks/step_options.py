@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from host_time import Clock
 
-QUIET, FEW, MOST = 8, 3, 24  # steps before a turn
+FEW, MOST = 3, 24  # steps before a turn
 ATTEMPTS = 3  # of a turn
 
 
@@ -43,33 +43,33 @@ def start_rank(device: str) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
 
 
-def train_until_recorded(step: Callable[[], object], num_recorded: Callable[[], int], clock: Clock) -> None:
-    """Trains until QUIET steps behind each other have recorded no launches on any rank, but at most MOST steps.
+def train_until_traced(step: Callable[[], object], num_programs: Callable[[], int], clock: Clock) -> None:
+    """Trains until FEW steps behind each other have traced no program on any rank, but at most MOST steps.
 
-    num_recorded: returns how many recordings there are. Without any, FEW steps do, in which memory is arranged anew.
-    Sizes that other contestants have trained to are recorded, once each, as kernels are compiled once.
+    A program is traced at the first or second step of its kind. In the steps after it memory is arranged anew.
+    num_programs: returns how many there are.
     """
     quiet = 0
     for _ in range(MOST):
-        before = num_recorded()
+        before = num_programs()
         step()
-        found = clock.largest({"new": num_recorded() - before, "all": num_recorded()})
-        quiet = quiet + 1 if found["new"] == 0 else 0
-        if quiet >= (QUIET if found["all"] else FEW):
+        new = clock.largest({"new": num_programs() - before})["new"]
+        quiet = quiet + 1 if new == 0 else 0
+        if quiet == FEW:
             break
 
 
-def turn_without_recording(
-    step: Callable[[], object], number: int, num_recorded: Callable[[], int], clock: Clock, *, untimed: int = 0
+def turn_without_tracing(
+    step: Callable[[], object], number: int, num_programs: Callable[[], int], clock: Clock, *, untimed: int = 0
 ) -> tuple[float, float, float]:
-    """Times steps back to back. Returns milliseconds a step, those of its calls, and how many recordings it has made.
+    """Times steps back to back. Returns milliseconds a step, those of its calls, and how many programs are new.
 
-    A recording takes as long as some layers, once in a training for each size. So a turn that has made one on any rank
-    is repeated, at most ATTEMPTS - 1 times.
+    A trace takes as long as many steps of a layer, and all lengths together need a handful. So a turn with one on any
+    rank is repeated, at most ATTEMPTS - 1 times.
     """
     ms, host, new, attempts = 0.0, 0.0, 1.0, 0
     while new and attempts < ATTEMPTS:
-        attempts, before = attempts + 1, num_recorded()
+        attempts, before = attempts + 1, num_programs()
         ms, host = clock.back_to_back(step, number, untimed=untimed)
-        new = clock.largest({"new": num_recorded() - before})["new"]
+        new = clock.largest({"new": num_programs() - before})["new"]
     return ms, host, new

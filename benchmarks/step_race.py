@@ -1,7 +1,7 @@
 """The race of benchmarks that build a model for each family of contestants: megatron_step.py and deepspeed_layer.py.
 
 A round builds one model after the other, each in the memory of the last, and its contestants take their turns of
---seconds: whole steps back to back, once there are no launches left to record, then the first MoE layer alone. Results
+--seconds: whole steps back to back, once no step traces a program, then the first MoE layer alone. Results
 are written after each round. A contestant that fails is in `errors`, and the others go on.
 """
 
@@ -22,13 +22,13 @@ import torch.distributed as dist
 from across_ranks import timed
 from host_time import Clock, machine
 from pretrain_model import DENSE, flops_per_token
-from step_options import train_until_recorded, turn_without_recording
+from step_options import train_until_traced, turn_without_tracing
 from torch import Tensor
 
 from sonic_ep import load_config
 from sonic_ep.kernels.common.versions import installed_version
 
-WARM_UP = 5  # steps of a new model, or calls of a layer alone, which records its launches in them
+WARM_UP = 5  # steps of a new model, or calls of a layer alone, which traces its programs in them
 SHARE_OF_LAYER = 0.3  # of a turn's seconds
 HIDDEN = 4  # samples of layer_device in a turn
 BUSY = 60_000_000  # cycles, some 35 ms: longer than the launches of a stock layer's forward or backward
@@ -41,14 +41,13 @@ class LayerAlone:
     """A MoE layer on random rows.
 
     forward: returns its output. backward: computes from that all gradients of a step. known_sizes: a context in which
-    the layer takes from the host what it reads there otherwise. recorded: the number of its recordings; None: it is not
-    ours.
+    the layer takes from the host what it reads there otherwise. num_programs: None if the layer is not ours.
     """
 
     forward: Callable[[], Tensor]
     backward: Callable[[Tensor], object]
     known_sizes: Callable[[], AbstractContextManager[object]] = nullcontext
-    recorded: int | None = None
+    num_programs: int | None = None
 
     def step(self) -> None:
         self.backward(self.forward())
@@ -77,14 +76,14 @@ class LayerAlone:
 class StepModel(Protocol):
     """The model of a family. `choose` says which of its contestants trains it.
 
-    num_recorded: recordings of all layers of ours. warmed_up: is called when a turn's steps have been recorded.
+    num_programs: of all layers of ours. warmed_up: is called when the programs of a turn's steps have been traced.
     layer_alone: a context with the first MoE layer, None if it is not to be called alone.
     """
 
     def choose(self, name: str) -> None: ...
     def loss(self) -> float: ...
     def step(self) -> None: ...
-    def num_recorded(self) -> int: ...
+    def num_programs(self) -> int: ...
     def warmed_up(self) -> None: ...
     def layer_alone(self) -> AbstractContextManager[LayerAlone | None]: ...
     def free(self) -> None: ...
@@ -161,7 +160,7 @@ class Race:
         model.choose(name)
         start = time.perf_counter()
         self.clock.back_to_back(model.step, WARM_UP)
-        train_until_recorded(model.step, model.num_recorded, self.clock)
+        train_until_traced(model.step, model.num_programs, self.clock)
         model.warmed_up()
         if name not in self.steps:
             estimate = self.clock.largest({"ms": self.clock.back_to_back(model.step, 2)[0]})["ms"]
@@ -170,8 +169,8 @@ class Race:
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         times: dict[str, float] = {}
-        turn = turn_without_recording(model.step, self.steps[name], model.num_recorded, self.clock)
-        times["step"], times["host"], times["recorded_in_turn"] = turn
+        turn = turn_without_tracing(model.step, self.steps[name], model.num_programs, self.clock)
+        times["step"], times["host"], times["traced_in_turn"] = turn
         if self.on_gpu:
             times["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         times |= self.layer_times(name, model)
@@ -189,8 +188,8 @@ class Race:
             if self.on_gpu:
                 times["saved_mib"] = alone.saved_bytes() / 2**20
                 times["layer_device"] = alone.device_ms()
-            if alone.recorded is not None:
-                times["recorded"] = alone.recorded
+            if alone.num_programs is not None:
+                times["programs"] = alone.num_programs
         return times
 
     def figures(self) -> dict[str, dict[str, float]]:

@@ -10,6 +10,7 @@ weights and take turns. Times are medians over rounds, in milliseconds a step, a
     step        of the host or the device, whichever is slower
     host        of calls until they return, the device idle before
     tflops      18 T K d n / step, in TFLOP/s of a rank: what tokens need, without the router
+    programs    the number that the layer has; 0: its code runs, and the log says why
     wire_mib    MiB that a rank sends to other ranks in a step, and across_mib those to the other host: of the
                 transports over torch.distributed, where "two_hop" takes the ranks for two hosts
 """
@@ -74,7 +75,7 @@ def measure(case: str, group: EPGroup, options: argparse.Namespace, errors: dict
         record["tflops"] = flops / record["step"] / 1e9
         layer = contestants[name].layer
         if layer is not None:
-            record["recorded"] = layer._recorded.num_recorded
+            record["programs"] = layer.num_programs
             record |= clock.largest(mib_of_a_step(contestants[name]))
     sizes = {"T": T, "E": config.E, "K": config.K, "d": config.d, "n": config.n}
     return {"sizes": sizes, "contestants": times}

@@ -10,8 +10,8 @@ ranks and divides the experts among them. Each rank has its own sequences of ran
 transposed, its gate and up rows alternate, and its experts have biases. Its attention has sinks, for which transformers
 has only eager attention without a compiler or a hub: memory grows with the square of --length.
 
-Contestants train the same weights, one after the other, in turns of --seconds, which begin once there are no
-launches left to record:
+Contestants train the same weights, one after the other, in turns of --seconds, which begin once no step traces a
+program:
 
     all_to_all, grouped_mm     transformers' own: every (token, expert) pair travels; its fastest experts without a hub
     sonic_ep                   ours
@@ -32,8 +32,8 @@ Medians over --rounds, and the largest of all ranks, in milliseconds unless said
     layer_tflops      18 T K d n / layer, in TFLOP/s of a rank: what tokens need, without the router
     saved_mib         what one MoE block saves in its forward for its backward, without its input and its weights
     peak_gib          the most that torch allocated in a turn of steps
-    recorded_in_steps, recorded_in_layers
-                      recordings of launches in the turns that count; a turn with one is repeated, at most twice
+    traced_in_steps, traced_in_layers
+                      programs that are new in the turns that count; a turn with one is repeated, at most twice
     first_loss        of the first rank, before any step: contestants without rounding agree but for bf16
 """
 
@@ -52,7 +52,7 @@ import torch.distributed as dist
 from host_time import Clock, machine
 from hugging_face_models import QWEN3, SHAPES, model_config, own_sequences
 from pretrain_model import groups_by_mesh
-from step_options import parsed_options, start_rank, step_parser, train_until_recorded, turn_without_recording
+from step_options import parsed_options, start_rank, step_parser, train_until_traced, turn_without_tracing
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed import DistributedConfig
@@ -66,7 +66,7 @@ from sonic_ep import EPGroup, RoundingConfig, TransportConfig
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.transformers import fuse_lora, register, round_tokens
 from sonic_ep.integrations.transformers.expert_parallel import implementation_with
-from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, num_recorded, registered_experts
+from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, num_programs, registered_experts
 
 STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportion"
 STATIC = "sonic_ep, static"
@@ -133,8 +133,8 @@ class Training:
         for name, module in self.experts.items():
             setattr(module, TOKEN_ROUNDING, self.rounding[name] if contestant == ROUNDED else None)
 
-    def num_recorded(self) -> int:
-        return sum(num_recorded(module) for module in self.experts.values())
+    def num_programs(self) -> int:
+        return sum(num_programs(module) for module in self.experts.values())
 
     def loss_with(self, contestant: str) -> float:
         self.choose(contestant)
@@ -215,8 +215,8 @@ class Block:
     def step(self) -> None:
         torch.autograd.grad(self._out(), [self.x, *self.block.parameters()], self.dout)
 
-    def num_recorded(self) -> int:
-        return num_recorded(self.block.experts)
+    def num_programs(self) -> int:
+        return num_programs(self.block.experts)
 
     def saved_bytes(self) -> int:
         """What is saved for backward and is neither a weight nor the block's input."""
@@ -255,12 +255,12 @@ def race(training: Training, clock: Clock, options: argparse.Namespace) -> dict[
         for i in range(options.rounds):
             for name in names:
                 what.choose(name)
-                train_until_recorded(what.step, what.num_recorded, clock)
+                train_until_traced(what.step, what.num_programs, clock)
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
                 turn, host = turns[name][i], "host" if part == "step" else "layer_host"
-                timed = turn_without_recording(what.step, steps[name], what.num_recorded, clock, untimed=UNTIMED)
-                turn[part], turn[host], turn[f"recorded_in_{part}s"] = timed
+                timed = turn_without_tracing(what.step, steps[name], what.num_programs, clock, untimed=UNTIMED)
+                turn[part], turn[host], turn[f"traced_in_{part}s"] = timed
                 if part == "layer":
                     turn["saved_mib"] = what.saved_bytes() / 2**20
                 elif on_gpu:

@@ -24,8 +24,8 @@ How sizes are known:
   bounded      as static, with a bound from the caller (`bounded_by`), who finds out later whether it holds.
 
 Dispatches of a step alternate between two row buffers, and every step begins with the same one. So what a dispatch
-returns is valid until the second dispatch after it or the next step, and ranks that repeat recorded launches agree with
-those that do not. All kernels must be launched on streams that wait for each other, as autograd's do.
+returns is valid until the second dispatch after it or the next step, and ranks that run programs agree with those that
+run their code. All kernels must be launched on streams that wait for each other, as autograd's do.
 
 Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, S ranks of the EP group,
 R rows this rank receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
@@ -38,7 +38,7 @@ from typing import NamedTuple, cast, final
 import torch
 from torch import Tensor
 
-from sonic_ep.async_d2h import host_can_read
+from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import (
@@ -112,7 +112,6 @@ class SymmetricTransport:
         self._row_buffer = 0
         self._bound: SizeBound | None = None
         self.least_tokens = 0  # rows of a region, at least. All ranks have the same, whatever runs their steps
-        self._memory: tuple[object, list[Tensor]] | None = None  # the last result of `memory`, and what it depends on
         self._side = SideStream()
 
     def problem_with(self, num_tokens: int) -> str | None:
@@ -145,27 +144,10 @@ class SymmetricTransport:
         self._buffers.rows(row_bytes, max(1, bound.tokens))
         self._buffers.lists(bound.pairs)
 
-    def memory(self, row_bytes: int, tokens: int, device: torch.device) -> list[Tensor]:
-        """Returns the tensors that live from step to step and that kernels of a step read or write.
-
-        tokens: the most of any rank. The buffers of such a step must exist.
-        """
-        key = row_bytes, tokens, device, self._buffers.generation
-        if self._memory is None or self._memory[0] != key:
-            assert self._pad is not None
-            starts_S = self.starts_of_regions(tokens, device)
-            self._memory = key, [*self._pad.tensors(), *self._buffers.tensors(row_bytes), starts_S]
-        return self._memory[1]
-
     @property
     def generation(self) -> int:
         """Counts allocations of its buffers, whose addresses programs know."""
         return self._buffers.generation
-
-    @property
-    def capacity_of_counts(self) -> int:
-        """The number of integers a rank for which the all-gather of counts has memory. A parameter of its kernels."""
-        return self._buffers.capacity_of_counts
 
     def all_gather(
         self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
@@ -370,7 +352,7 @@ class SymmetricTransport:
         return self._buffers.rows(row_bytes(x_TH), stride)
 
     def _start_split_sizes(self, routing: Routing) -> AsyncSplitSizes:
-        if not host_can_read(routing.token_ids_N):
+        if not host_may_wait(routing.token_ids_N):
             raise RuntimeError(
                 "sizes of buffers are read on the host, which a CUDA graph cannot capture; set "
                 "transport.buffers='static' and rounding.capacity_factor, and capture training steps"
@@ -440,6 +422,6 @@ class SymmetricTransport:
             self._flags = self._buffers.signals(num_signals(self.group.size))
             self._pad = SignalPad.of(self.group.rank, self._flags.addresses_S, round(self._timeout * 1e9))
         self.raise_if_lost()
-        if not host_can_read(self._pad.state):
+        if not host_may_wait(self._pad.state):
             self._buffers.retain_for_graphs()
         return self._pad

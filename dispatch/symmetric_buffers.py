@@ -94,19 +94,6 @@ class PeerBuffers:
             self._counts = needed, self._new(_aligned(num_bytes))
         return self._counts
 
-    @property
-    def capacity_of_counts(self) -> int:
-        """The number of integers a rank for which the all-gather of counts has memory."""
-        return 0 if self._counts is None else self._counts[0]
-
-    def tensors(self, row_bytes: int) -> list[Tensor]:
-        """Returns the tensors of the present buffers, of the row buffers those for this width."""
-        assert self._counts is not None
-        assert self.list_buffers is not None
-        lists, rows = self.list_buffers, self._rows[row_bytes]
-        memories = (self._counts[1], lists.rows, lists.weights, lists.values, *rows.buffers)
-        return [tensor for memory in memories for tensor in memory.tensors()]
-
     def lists(self, needed: int) -> ListBuffers:
         """Returns list buffers for at least `needed` pairs."""
         if self.list_buffers is None or self.list_buffers.capacity < needed:

@@ -8,16 +8,14 @@ Legend: S ranks of the EP group, E experts, F fields of a table.
 """
 
 import functools
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sonic_ep.async_d2h import host_can_read, host_may_wait, recorded_order
+from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.groups.frames import FRAME_INTS, problem_with_calls
@@ -28,10 +26,11 @@ from sonic_ep.kernels.backend import (
     pack_split_sizes,
     zero_counts_on_error,
 )
+from sonic_ep.kernels.program.trace import by_torch, current_trace
 from sonic_ep.kernels.route.select.reference import MAX_TOKENS
 from sonic_ep.kernels.route.status.reference import BAD_LOGIT, HEADER, LAYER, NO_UPDATES, ORDER, SEED, STATUS, TOKENS
 from sonic_ep.routers.rounding import leaves_sizes_open, round_counts
-from sonic_ep.routing import AsyncSplitSizes, GroupCounts, SplitSizes
+from sonic_ep.routing import AsyncSplitSizes, GroupCounts
 
 # Of x: what a status word can name.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -80,19 +79,6 @@ class GroupDecision(NamedTuple):
     by_score_SE: Tensor | None
 
 
-_DECIDED: ContextVar[tuple[GroupCounts, SplitSizes] | None] = ContextVar("sonic_ep_decided_counts", default=None)
-
-
-@contextmanager
-def decided_counts(counts: GroupCounts, sizes: SplitSizes) -> Generator[None]:
-    """A context in which `gather_counts` returns these without a collective: a step's that is computed anew."""
-    token = _DECIDED.set((counts, sizes))
-    try:
-        yield
-    finally:
-        _DECIDED.reset(token)
-
-
 def gather_counts(
     status: RankStatus,
     rounding: RoundingConfig,
@@ -113,13 +99,6 @@ def gather_counts(
              the last exchange; RuntimeError for a lost peer. While a CUDA graph is captured nothing is checked: eager
              steps before the capture must have passed.
     """
-    decided = _DECIDED.get()
-    if decided is not None:
-        if meanwhile is not None:
-            meanwhile()
-        counts, sizes = decided
-        known = AsyncSplitSizes(counts.rows_SE, group.size, known=sizes, exchange=group.order.exchange)
-        return GroupDecision(counts, known, None)
     problem = status.problem
     if problem is None and status.num_tokens >= MAX_TOKENS:
         problem = f"T={status.num_tokens} tokens on one rank exceed the limit of {MAX_TOKENS - 1}; split the batch"
@@ -127,7 +106,8 @@ def gather_counts(
         problem = f"x has dtype {status.dtype}; supported are {', '.join(map(str, DTYPES))}"
     code = _PROBLEM if problem is not None else _FIRST_CODE + 2 * DTYPES.index(status.dtype) + status.training
     counts_E, E = status.counts_E, status.counts_E.shape[0]
-    counts_E = counts_E if status.by_score_E is None else torch.cat([counts_E, status.by_score_E])
+    if status.by_score_E is not None:
+        counts_E = by_torch(_joined, (2 * E,), counts_E.dtype, counts_E, status.by_score_E)
     word = code + LAYER * (2 * status.layer + status.needs_backward)
     seed = status.bias_updates if status.seed is None and group.size > 1 else status.seed
     order = _order_to_send(group, counts_E)
@@ -140,7 +120,7 @@ def gather_counts(
     if problem is not None:
         # The counts may be meaningless. The other ranks raise when they read the status.
         raise_problems(status_SF.flatten().tolist(), problem, group, exchange)
-    readable = host_can_read(status_SF)
+    readable = host_may_wait(status_SF)
     zeroed_on_error = readable and group.size > 1
     if zeroed_on_error:
         chosen_SE = zero_counts_on_error(chosen_SE, status_SF, code)
@@ -169,17 +149,21 @@ def gather_counts(
     return GroupDecision(counts, split_sizes, by_score_SE)
 
 
+def _joined(one_E: Tensor, two_E: Tensor) -> Tensor:
+    return torch.cat([one_E, two_E])
+
+
 def _order_to_send(group: EPGroup, counts_E: Tensor) -> int:
     """Returns what `pack_rank_status` gets: the order of this rank's backwards, of which it starts a new list.
 
-    In a recording, the address that each repetition replaces by its order. Neither there nor in a CUDA graph is this an
-    exchange, because nothing runs.
+    In a traced pass, the size that is the order in each run. Neither there nor in a CUDA graph is this an exchange,
+    because nothing runs.
     """
     if group.size == 1:
         return NO_ORDER
-    recorded = recorded_order()
-    if recorded is not None:
-        return recorded.data_ptr()
+    trace = current_trace()
+    if trace is not None:
+        return trace.size("order")
     return group.order.send() if host_may_wait(counts_E) else NO_ORDER
 
 

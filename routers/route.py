@@ -3,6 +3,7 @@
 Legend: T tokens on this rank, E experts, N pairs this rank sends.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from sonic_ep.config import MoEConfig, RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.kernels.backend import allows_spare_capacity, chosen_pairs, start_selection
+from sonic_ep.kernels.program.trace import by_torch
 from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
 from sonic_ep.routers.replay import record_pairs, replayed_pairs
@@ -124,7 +126,7 @@ def _rank_status(topk: TopK, seed: Tensor | None, context: RoutingContext) -> Ra
     of_all_ranks = topk.by_score_TK if context.config.router.balance == "global" else None
     return RankStatus(
         counts_E=topk.counts_E(),
-        by_score_E=None if of_all_ranks is None else times_chosen(of_all_ranks, topk.scores_TE.shape[1]),
+        by_score_E=None if of_all_ranks is None else _times_chosen(of_all_ranks, context.config.E),
         num_tokens=num_tokens,
         dtype=context.dtype,
         training=context.training,
@@ -135,6 +137,15 @@ def _rank_status(topk: TopK, seed: Tensor | None, context: RoutingContext) -> Ra
         needs_backward=context.needs_backward,
         bias_updates=context.bias_updates,
     )
+
+
+def _times_chosen(ids_TK: Tensor, E: int) -> Tensor:
+    return by_torch(_counting(E), (E,), torch.int64, ids_TK)
+
+
+@functools.cache
+def _counting(E: int) -> Callable[[Tensor], Tensor]:
+    return functools.partial(times_chosen, E=E)
 
 
 def start_pairs(topk: TopK, rounding: RoundingConfig, *, training: bool) -> FinishPairs:

@@ -253,11 +253,6 @@ class Router(nn.Module):
         self._counts_since_update_E = _moved(self._counts_since_update_E, device)
         self._bias_updates = _moved(self._bias_updates, device, NO_UPDATES)
 
-    def state(self) -> list[Tensor]:
-        """Returns the tensors besides the parameters that forward reads or changes."""
-        counts_E = self._counter()
-        return [counts_E] if self.expert_bias is None else [counts_E, self.expert_bias, self._bias_updates]
-
     @contextmanager
     def uncounted(self) -> Generator[None]:
         """A context in which steps do not count for `update_expert_bias`."""

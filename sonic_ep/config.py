@@ -162,7 +162,7 @@ class RoundingConfig:
 
     @property
     def draws_numbers(self) -> bool:
-        """True if rounding in training depends on random numbers, so that its launches cannot be repeated."""
+        """True if rounding in training depends on random numbers, so that a layer runs its code."""
         return self.mode == "stochastic"
 
     def __post_init__(self) -> None:
@@ -263,8 +263,8 @@ class MoEConfig:
     init_std: standard deviation of the initial weights.
     save_dispatched: save the R received rows for backward, instead of dispatching x a second time. With bf16 this takes
         2*R*d bytes more.
-    record_launches: on GPUs, run steps as programs with little host time, or repeat recorded launches, where possible
-        (docs/how_a_step_runs.md). False: always run the layer's code.
+    record_launches: on GPUs, run steps as programs, with little host time, where possible (docs/how_a_step_runs.md).
+        False: always run the layer's code.
     router, rounding, transport: see RouterConfig, RoundingConfig and TransportConfig.
 
     Raises ValueError for any value outside its limits.

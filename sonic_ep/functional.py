@@ -6,7 +6,7 @@ expert width, J pre-activation columns (2I if gated else I).
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,16 +26,16 @@ from sonic_ep.expert_parallel_mlp import NO_LORA, Call, SavedForBackward, backwa
 from sonic_ep.first_order import first_order
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import start_compiling
-from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.kernels.experts.activations import Activation, activation_named, interleave, interleave_split
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routers.compiled import pending_sizes
 from sonic_ep.routing import Routing
+from sonic_ep.steps.experts_step import ExpertsStep, MoEWeights, RunsAs
 from sonic_ep.transports import transport_type
 
 Layout = Literal["interleaved", "concatenated", "transposed"]
-_NUM_WEIGHTS = 9  # of the arguments of _ExpertParallelMLP: w1, up, w2, two biases, A and B of two updates
+_NUM_WEIGHTS = len(MoEWeights._fields)
 
 
 def moe(
@@ -55,6 +55,7 @@ def moe(
     save_dispatched: bool = False,
     accumulate_into_main_grad: bool = False,
     layer_key: int | None = None,
+    runs_as: RunsAs | None = None,
 ) -> Tensor:
     """Returns out: out[t] is the sum of s * expert_i(x[t]) over the routing's pairs (token t, expert i, weight s).
 
@@ -80,6 +81,7 @@ def moe(
              placeholder: zeros if `w.zero_out_wgrad`, else uninitialised. Not with `up_eIH`, nor with "concatenated".
     Predicts: over symmetric memory, how many rows arrive, from the last call with the same `layer_key`; default: the
              address of w1, which FSDP changes in every step.
+    Runs:    as a program where `runs_as` allows it (docs/how_a_step_runs.md). Not under torch.compile.
     Raises:  ValueError, before any collective, for weights of the wrong shape, dtype, device or strides and for a
              routing of another number of tokens. This check is local: if only one rank makes a mistake, the others wait
              for it. `MoE` and `Routing.from_pairs` check on all ranks. Also the errors of `Routing.check`.
@@ -140,10 +142,18 @@ def moe(
     key = w1_eJH.data_ptr() if layer_key is None else layer_key
     call = Call(transport, group, act, save_dispatched, routing.tile_aligned, key)
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
-    tensors = w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, *updates.tensors()
-    plan = plan_for(routing.counts, group.rank)
+    weights = MoEWeights(w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, *updates.tensors())
+    step = None
+    if runs_as is not None:
+        with routing.status_first():
+            into = main_grad_of(params[0]), main_grad_of(params[1])
+            step = runs_as.find(x_TH, routing, weights, into, call, layout)
+    arguments: Any = x_TH, routing.weights_N, *weights, routing, call, params, layout
     with _without_autocast(x_TH):
-        return _ExpertParallelMLP.apply(x_TH, routing.weights_N, *tensors, routing, plan, call, params, layout)
+        out_TH = _ExpertParallelMLP.apply(*arguments, step)
+        if runs_as is not None and runs_as.exceeded(routing):
+            out_TH = _ExpertParallelMLP.apply(*arguments, None)
+    return out_TH
 
 
 def _problem_with(
@@ -230,76 +240,70 @@ def _check(routing: Routing) -> None:
 
 class _ExpertParallelMLP(torch.autograd.Function):
     @staticmethod
-    def forward(  # autograd needs every tensor as an argument of its own
-        ctx: Any,
-        x_TH: Tensor,
-        weights_N: Tensor,
-        w1: Tensor,
-        up_eIH: Tensor | None,
-        w2_eHI: Tensor,
-        b1_eJ: Tensor | None,
-        b2_eH: Tensor | None,
-        lora_a1: Tensor | None,
-        lora_b1: Tensor | None,
-        lora_a2: Tensor | None,
-        lora_b2: Tensor | None,
-        routing: Routing,
-        plan: RankPlan,
-        call: Call,
-        params: tuple[Tensor | None, Tensor | None],
-        layout: Layout,
-    ) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, weights_N: Tensor, *arguments: Any) -> Tensor:
+        """arguments: the tensors of MoEWeights, each an argument of its own for autograd, then those of `_Others`."""
         x_TH = x_TH.contiguous()
-        weights = (w1, up_eIH, w2_eHI, b1_eJ, b2_eH, lora_a1, lora_b1, lora_a2, lora_b2)
+        weights, others = MoEWeights(*arguments[:_NUM_WEIGHTS]), _Others(*arguments[_NUM_WEIGHTS:])
+        routing, call, step = others.routing, others.call, others.step
+        rows, sizes = None, None
         with routing.status_first():
-            prepared = call.transport.prepare(routing, plan, x_TH, call.layer_key)
-            out_TH, saved = forward(x_TH, prepared, _expert_weights(*weights, layout=layout), call)
+            if step is not None:
+                out_TH, saved = step.forward(x_TH, weights_N, weights)
+                rows = None if step.kind.save_dispatched else x_TH
+            else:
+                plan = plan_for(routing.counts, call.group.rank)
+                prepared = call.transport.prepare(routing, plan, x_TH, call.layer_key)
+                out_TH, state = forward(x_TH, prepared, weights.of_experts(others.layout), call)
+                rows, sizes = state.rows, state.handle.without_lists()
+                saved = [state.h_PJ, state.weights_P, *state.handle.lists()]
         routing.check()  # after all launches, because it may block
-        ctx.save_for_backward(saved.rows, saved.h_PJ, saved.weights_P, *weights, *saved.handle.lists())
+        ctx.save_for_backward(rows, *weights, *saved)
         # params are not read from saved_tensors: saved-tensor hooks may return tensors without attributes.
-        ctx.sizes, ctx.call, ctx.params, ctx.layout = saved.handle.without_lists(), call, params, layout
+        ctx.sizes, ctx.others = sizes, others._replace(routing=None)
         return out_TH
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows, h_PJ, weights_P, *tensors = ctx.saved_tensors
-        (w1, up_eIH, *_), lists = tensors[:_NUM_WEIGHTS], tensors[_NUM_WEIGHTS:]
+        rows, *tensors = ctx.saved_tensors
+        weights, saved = MoEWeights(*tensors[:_NUM_WEIGHTS]), tensors[_NUM_WEIGHTS:]
         # So that `saved` alone refers to H and the weights of pairs. Has no effect if the graph is retained.
         ctx.maybe_clear_saved_tensors()
-        saved = SavedForBackward(rows, h_PJ, weights_P, ctx.sizes.with_lists(tuple(lists)))
-        del h_PJ, weights_P
-        weights = _expert_weights(*tensors[:_NUM_WEIGHTS], layout=ctx.layout)
+        del tensors
+        _, call, (param1, param2), layout, step = ctx.others
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
         needs_lora = (any(ctx.needs_input_grad[7:9]), any(ctx.needs_input_grad[9:11]))
-        needs, (param1, param2) = (needs_gate or needs_up, *needs, *needs_lora), ctx.params
+        needs = needs_gate or needs_up, *needs, *needs_lora
         into = main_grad_of(param1) if needs[0] else None, main_grad_of(param2) if needs[1] else None
-        with _without_autocast(w1):
-            grads = backward(grad_outputs[0], saved, weights, ctx.call, needs, into)
+        with _without_autocast(weights.w1):
+            if step is not None:
+                grads = step.backward(grad_outputs[0], rows, saved, weights, into)
+            else:
+                h_PJ, weights_P, *lists = saved
+                state = SavedForBackward(rows, h_PJ, weights_P, ctx.sizes.with_lists(lists))
+                saved.clear()
+                del h_PJ, weights_P
+                grads = backward(grad_outputs[0], state, weights.of_experts(layout), call, needs, into)
         dw1 = grads.dw1 if into[0] is None else gradient_placeholder(param1)
         dw2 = grads.dw2 if into[1] is None else gradient_placeholder(param2)
         dup = None
-        if up_eIH is not None and dw1 is not None:
+        if weights.up_eIH is not None and dw1 is not None:
             dw1, dup = dw1.chunk(2, 1)
         weight_grads = dw1, dup, dw2, grads.db1_eJ, grads.db2_eH, *grads.lora.tensors()
         return grads.dx_TH, grads.dweights_N, *weight_grads, None, None, None, None, None
 
 
-def _expert_weights(
-    w1: Tensor,
-    up_eIH: Tensor | None,
-    w2_eHI: Tensor,
-    b1_eJ: Tensor | None,
-    b2_eH: Tensor | None,
-    *lora: Tensor | None,
-    layout: Layout,
-) -> ExpertWeights:
-    """layout: of w1 and w2. lora: A1, B1, A2 and B2."""
-    w1, w2_eHI = _by_rows(layout, w1, w2_eHI)
-    if layout == "concatenated":
-        w1, up_eIH = w1.chunk(2, 1)
-    updates = None if all(each is None for each in lora) else ExpertsLoRA(*lora)
-    return ExpertWeights(w1, w2_eHI, b1_eJ, b2_eH, up_eIH, updates, transposed=layout == "transposed")
+class _Others(NamedTuple):
+    """The arguments of `_ExpertParallelMLP` without a gradient. params: with the main_grad to which backward adds.
+
+    step: that of programs, or None where the code runs.
+    """
+
+    routing: Any
+    call: Call
+    params: tuple[Tensor | None, Tensor | None]
+    layout: Layout
+    step: ExpertsStep | None
 
 
 def _without_autocast(like: Tensor) -> AbstractContextManager[object]:

@@ -6,7 +6,6 @@ Legend: T tokens on this rank, H hidden size.
 import json
 import operator
 from collections import Counter
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -23,16 +22,15 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import rng_for
 from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.mlp import ExpertWeights
-from sonic_ep.kernels.launch_sequence.recorded_calls import Code
-from sonic_ep.kernels.launch_sequence.recorded_layer import RecordedLayer
 from sonic_ep.kernels.route.status.reference import MAX_LAYER
 from sonic_ep.routers.count_exchange import DTYPES
-from sonic_ep.routers.replay import in_region, repeated_pairs
+from sonic_ep.routers.replay import repeated_pairs
 from sonic_ep.routers.rounding import max_received, max_rows
 from sonic_ep.routers.router import Router
 from sonic_ep.routers.stats import RoutingStats
 from sonic_ep.routing import AsyncSplitSizes, BalanceCounts, GroupCounts, RoutedPairs, SplitSizes
 from sonic_ep.shared_expert import SharedExpert
+from sonic_ep.steps.experts_step import RunsAs
 from sonic_ep.steps.program_steps import ProgramSteps
 from sonic_ep.transports import bounded_transport, steps_of, transport_for
 
@@ -105,15 +103,14 @@ class MoE(nn.Module):
         start_compiling(self.experts.w2, config.activation, bias=config.bias)
         self.shared = SharedExpert(config, device=device, dtype=dtype) if config.shared_n else None
         self.transport = transport_for(self.group, config.transport)
-        steps = steps_of(self.group, self.transport, config.K, _layer_transport)
-        self._programs, self._recorded = ProgramSteps(_CODE, steps), RecordedLayer(_CODE, steps)
+        self._programs = ProgramSteps(_again, steps_of(self.group, self.transport, _layer_transport), config.K)
         self._shapes = {name: weight.shape for name, weight in (*self.named_parameters(), *self.named_buffers())}
         self.initialize(seed)
 
     @property
-    def num_repeated(self) -> int:
-        """The number of programs and recordings that steps run as."""
-        return self._programs.num_programs + self._recorded.num_recorded
+    def num_programs(self) -> int:
+        """The number of programs that steps run as."""
+        return self._programs.num_programs
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -141,15 +138,14 @@ class MoE(nn.Module):
         return output
 
     def _output(self, x: Tensor) -> MoEOutput:
-        if not self._may_repeat_launches(x):
+        if not self._may_run_programs(x):
             return self._compute(x)[0]
         self.group.enter_layer(self._number)
-        repeated = self._programs if self._programs.support(self) else self._recorded
-        outputs = repeated.outputs(self, x)
+        outputs = self._programs.outputs(self, x)
         if outputs is not None:
             return _output_of(outputs)
-        output, routed_pairs = self._compute(x)
-        repeated.observe(routed_pairs.split_sizes)
+        output, routed_pairs = self._compute(x, self._programs.runs_as(self))
+        self._programs.observe(routed_pairs.split_sizes)
         return output
 
     def _refuse_transforms(self) -> None:
@@ -161,13 +157,13 @@ class MoE(nn.Module):
         with temporarily_clear_interpreter_stack():
             self.forward(cast(Any, _Transformed()))
 
-    def _may_repeat_launches(self, x: Tensor) -> bool:
+    def _may_run_programs(self, x: Tensor) -> bool:
         """Returns the same on every rank."""
-        if not self.config.record_launches or torch.compiler.is_compiling() or in_region():
+        if not self.config.record_launches or torch.compiler.is_compiling():
             return False
         return not isinstance(x, Tensor) or host_may_wait(x)
 
-    def _compute(self, x: Tensor) -> tuple[MoEOutput, RoutedPairs]:
+    def _compute(self, x: Tensor, runs_as: RunsAs | None = None) -> tuple[MoEOutput, RoutedPairs]:
         """Routes, dispatches, computes and combines. The last three are `moe`, which has one backward for them."""
         x, weights, problem = self._checked(x)
         x_TH, shared = _rows_of(x), self.shared
@@ -189,9 +185,9 @@ class MoE(nn.Module):
             *(weights.w1, weights.w2_eHI, weights.b1_eJ, weights.b2_eH),
             transport=self.transport,
             group=self.group,
-            activation=self.config.activation,
-            save_dispatched=self.config.save_dispatched,
+            **{"activation": self.config.activation, "save_dispatched": self.config.save_dispatched},
             layer_key=None if torch.compiler.is_compiling() else id(self),
+            runs_as=runs_as,
         )
         self.router.prevent_dce(y_TH, self.group)
         if shared_TH:
@@ -302,28 +298,22 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# What the recordings of a layer need to know of it, see Code. Module level, because layers are pickled.
-
-
-def _flat_outputs(layer: MoE, inputs: list[Tensor]) -> list[Tensor]:
-    """Returns the fields of the layer's MoEOutput, then the lists of its pairs."""
-    (x,) = inputs
-    (y, aux_loss, stats), pairs = layer._compute(x)
-    lists = [pairs.topk_ids_TK, pairs.expert_ids_N, pairs.chosen_N, *(pairs.balance_counts or ())]
-    return [y, aux_loss, stats.entropy_T, stats.token_ids_N, *stats.counts, *lists]
+# What programs need to know of a layer. Module level, because layers are pickled.
 
 
 def _output_of(outputs: list[Tensor]) -> MoEOutput:
-    y, aux_loss, entropy_T, token_ids_N, *counts = outputs[:_NUM_OUTPUTS]
+    y, aux_loss, entropy_T, token_ids_N, *counts = outputs
     return MoEOutput(y, aux_loss, RoutingStats(entropy_T, token_ids_N, GroupCounts(*counts)))
 
 
-def _again(layer: MoE, inputs: list[Tensor], outputs: list[Tensor], sizes: SplitSizes) -> list[Tensor]:
-    """Computes with the pairs of these outputs, which were launched with buffers that are too small."""
-    x = inputs[0]
+def _again(layer: MoE, x: Tensor, outputs: list[Tensor], lists: list[Tensor], sizes: SplitSizes) -> list[Tensor]:
+    """Computes with the pairs of these outputs, which were launched with buffers that are too small.
+
+    lists: of its pairs.
+    """
     c, S, T = layer.config, layer.group.size, x.numel() // layer.config.d
     stats = _output_of(outputs).stats
-    topk_ids_TK, expert_ids_N, chosen_N, *balance_counts = outputs[_NUM_OUTPUTS:]
+    topk_ids_TK, expert_ids_N, chosen_N, *balance_counts = lists
     pairs = RoutedPairs(
         topk_ids_TK,
         stats.token_ids_N,
@@ -336,34 +326,8 @@ def _again(layer: MoE, inputs: list[Tensor], outputs: list[Tensor], sizes: Split
         BalanceCounts(*balance_counts) if balance_counts else None,
     )
     with repeated_pairs(layer.router, pairs):
-        return _flat_outputs(layer, [x])
-
-
-def _state(layer: MoE) -> list[Tensor]:
-    return layer.router.state()
-
-
-def _uncounted(layer: MoE) -> AbstractContextManager[None]:
-    return layer.router.uncounted()
-
-
-def _problem_with_recording(layer: MoE, inputs: list[Tensor]) -> str | None:
-    config = layer.config
-    if config.router.check_logits:
-        return "router.check_logits=True reads logits on the host"
-    if layer.training and (config.rounding.draws_numbers or config.router.jitter):
-        return "the layer draws random numbers"
-    return None if inputs[0].numel() else "x is empty"
-
-
-_CODE = Code(
-    compute=_flat_outputs,
-    state=_state,
-    undone=_uncounted,
-    problem=_problem_with_recording,
-    again=_again,
-)
-_NUM_OUTPUTS = 4 + len(GroupCounts._fields)  # of the layer; the lists of pairs follow
+        y, aux_loss, stats = layer._compute(x)[0]
+    return [y, aux_loss, stats.entropy_T, stats.token_ids_N, *stats.counts]
 
 
 def _layer_transport(layer: MoE) -> LayerTransport | None:

@@ -150,8 +150,8 @@ class AsyncSplitSizes:
         return self._check is None or self._zeroed_on_error
 
     def check(self) -> None:
-        """Raises as `read` does. Blocks only if there is something to check. A recorded copy is checked elsewhere."""
-        if self._check is not None and not (self._copy is not None and self._copy.is_recorded):
+        """Raises as `read` does. Blocks only if there is something to check. A traced copy is checked elsewhere."""
+        if self._check is not None and not (self._copy is not None and self._copy.is_traced):
             self.read()
 
     def _unpacked(self) -> tuple[SplitSizes, list[int]]:

@@ -49,10 +49,6 @@ class PeerMemory:
         """Returns the memory of a rank from byte `offset` as a tensor of this size and dtype."""
         return _part(self.peer_views[rank], offset, size, dtype)
 
-    def tensors(self) -> list[Tensor]:
-        """Returns all tensors, each once."""
-        return [self.own, self.addresses_S, *[view for view in self.peer_views if view is not self.own]]
-
 
 def _part(memory: Tensor, offset: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     make = _MAKE_PART.get()

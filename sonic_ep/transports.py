@@ -20,7 +20,6 @@ from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.extras import missing_extra
 from sonic_ep.groups import EPGroup, HostLayout, exchange_named, register_exchange
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
-from sonic_ep.kernels.launch_sequence.recorded_calls import Steps
 from sonic_ep.routers.count_exchange import raise_problems
 from sonic_ep.routing import Routing
 from sonic_ep.symmetric_memory import problem_with_peers, symmetric_memory
@@ -136,16 +135,13 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
 
 
 def steps_of(
-    group: EPGroup,
-    transport: LocalTransport | GroupTransport,
-    K: int,
-    transport_of: Callable[[Any], LayerTransport | None],
-) -> Steps:
-    """Returns the steps of a layer that records its launches. transport_of: see BoundedSteps."""
+    group: EPGroup, transport: LocalTransport | GroupTransport, transport_of: Callable[[Any], LayerTransport | None]
+) -> BoundedSteps | None:
+    """Returns the steps of a layer; None on one rank, where sizes follow from T. transport_of: see BoundedSteps."""
     if group.size == 1:
-        return Steps()
+        return None
     check = functools.partial(raise_problems, problem=None, group=group, exchange=transport)
-    return BoundedSteps(group, K, check, transport_of)
+    return BoundedSteps(group, check, transport_of)
 
 
 def bounded_transport(

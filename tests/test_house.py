@@ -292,7 +292,7 @@ def callers(called: set[str]) -> set[tuple[str, str]]:
 
 def test_forward_and_backward_of_the_experts_are_written_once() -> None:
     """functional.py and compiled.py give the same two functions to autograd, eagerly and in a compiled graph, and
-    layer_step.py traces them."""
+    steps/ traces them."""
     tree = ast.parse((ROOT / "kernels" / "experts" / "mlp.py").read_text(encoding="utf-8"))
     steps = {f"mlp.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert {"mlp.forward", "mlp.backward_hidden", "mlp.backward_pairs"} <= steps
@@ -302,7 +302,8 @@ def test_forward_and_backward_of_the_experts_are_written_once() -> None:
         for path in FILES
         if "sonic_ep.expert_parallel_mlp.backward" in imports(ast.parse(path.read_text(encoding="utf-8")))
     }
-    assert both == {"sonic_ep/functional.py", "sonic_ep/compiled.py", "sonic_ep/steps/layer_step.py"}
+    steps = {f"sonic_ep/steps/{name}_step.py" for name in ("layer", "experts")}
+    assert both == {"sonic_ep/functional.py", "sonic_ep/compiled.py", *steps}
 
 
 def test_no_object_gets_another_class() -> None:

@@ -10,7 +10,6 @@ pre-activation columns (2I if gated else I).
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +36,7 @@ from sonic_ep.kernels.experts.quack_compat import (
 )
 from sonic_ep.kernels.experts.sm90.row_gemm import hopper_mod
 from sonic_ep.kernels.experts.sm90.wgrad import WeightGemm
-from sonic_ep.kernels.experts.split_gate_up import interleaved_view, split_gate_up_mod
+from sonic_ep.kernels.experts.split_gate_up import interleaved_view, readable, split_gate_up_mod, view_of_slots
 from sonic_ep.kernels.experts.tile_counter import tile_counter
 from sonic_ep.kernels.experts.tile_table import (
     EXCHANGE_SHARE,
@@ -47,8 +46,8 @@ from sonic_ep.kernels.experts.tile_table import (
     reserved_clusters,
     tile_config,
 )
-from sonic_ep.kernels.interleave.triton import interleaved
-from sonic_ep.kernels.program.trace import Slot
+from sonic_ep.kernels.lora.low_rank import row_numbers
+from sonic_ep.kernels.program.trace import Slot, by_torch
 
 __all__ = [
     "ACTIVATION_NAMES",
@@ -62,8 +61,6 @@ __all__ = [
     "up_projection_backward",
     "weight_grad",
 ]
-
-_LOG = logging.getLogger("sonic_ep.kernels")
 
 # quack's names of our activations.
 _QUACK_NAMES = {
@@ -111,24 +108,16 @@ def _accumulating_epilogue(acc, c):  # type: ignore[no-untyped-def]
     return {"D": acc + c}
 
 
-def _operand_of(w1: Tensor, up_eIH: Tensor | None) -> tuple[Tensor, bool]:
-    """Returns the (e, J, H) operand of a GEMM with w1, or with the split gate/up weights w1 and up; and whether it is
-    one for a `split_gate_up_mod`.
+def _operand_of(w1: Tensor, up_eIH: Tensor | None) -> Any:
+    """Returns the (e, J, H) operand of a GEMM with w1; with split gate/up weights one for a `split_gate_up_mod`.
 
-    Split weights are read in place where `interleaved_view` can describe them, else copied into one tensor.
+    Those are the results of `readable`, which the operand does not keep alive.
     """
     if up_eIH is None:
-        return w1, False
-    operand = interleaved_view(w1, up_eIH)
-    if operand is None:
-        _say_that_weights_are_copied()
-        return interleaved(w1, up_eIH), False
-    return operand, True
-
-
-@functools.cache
-def _say_that_weights_are_copied() -> None:
-    _LOG.info("gate and up weights are copied into one, some layers in some passes: up does not lie behind gate")
+        return w1
+    operand = view_of_slots(w1, up_eIH) if isinstance(w1, Slot) else interleaved_view(w1, up_eIH)
+    assert operand is not None
+    return operand
 
 
 _LAUNCHERS: dict[tuple[object, ...], EpiLauncher] = {}
@@ -221,14 +210,15 @@ def up_projection(
     if P == 0:
         return h_PJ, a_PI
     bias = {} if b1_eJ is None else {"mRowVecBroadcast": b1_eJ}
-    w1_eJH, in_place = _operand_of(w1, up_eIH)
+    w1, up_eIH = (w1, None) if up_eIH is None else readable(w1, up_eIH)
+    w1_eJH, is_split = _operand_of(w1, up_eIH), up_eIH is not None
 
     def plan() -> tuple[EpiMod, TileConfig]:
         operation: Operation = "up_heavy" if activation.name in _HEAVY_UP and b1_eJ is not None else "up"
         mod = _up_mod(activation, bias=b1_eJ is not None)
-        return split_gate_up_mod(mod) if in_place else mod, _tile(operation, J, x_RH.shape[1], x_RH)
+        return split_gate_up_mod(mod) if is_split else mod, _tile(operation, J, x_RH.shape[1], x_RH)
 
-    key = "up", activation.name, b1_eJ is None, in_place
+    key = "up", activation.name, b1_eJ is None, is_split
     _run(key, plan, x_RH, w1_eJH.mT, h_PJ, expert_starts_e, rows=row_of_pair_P, mAuxOut=a_PI, **bias)
     return h_PJ, a_PI
 
@@ -253,8 +243,8 @@ def up_projection_backward(
     """See kernels/experts/reference.py."""
     if dh_PJ.shape[0] == 0:
         return dh_PJ.new_empty(0, w1.shape[2])
-    w1_eJH, in_place = _operand_of(w1, up_eIH)
-    mod = split_gate_up_mod(identity_epi) if in_place else identity_epi
+    w1, up_eIH = (w1, None) if up_eIH is None else readable(w1, up_eIH)
+    w1_eJH, mod = _operand_of(w1, up_eIH), identity_epi if up_eIH is None else split_gate_up_mod(identity_epi)
     options = {"tile_aligned": tile_aligned, "reserve_for": reserve_for}
     return _grouped_rows("up_backward", dh_PJ, w1_eJH, expert_starts_e, mod, **options)
 
@@ -349,8 +339,8 @@ def down_projection_backward(
         mColVecReduce=partial_PZ,
     )
     if b2_eH is not None:
-        dots_P = _row_dots(do_RH, b2_eH, row_of_pair_P, expert_starts_e)
-        partial_PZ = torch.cat((partial_PZ, dots_P[:, None]), 1)
+        operands = partial_PZ, do_RH, b2_eH, row_of_pair_P, expert_starts_e
+        partial_PZ = by_torch(_with_row_dots, (P, partial_PZ.shape[1] + 1), torch.float32, *operands)
     return dh_PJ, scaled_a_PI, partial_PZ.to(weights_P.dtype)
 
 
@@ -403,20 +393,31 @@ def _expert_of_pair(expert_starts_e: Tensor, P: int) -> Tensor:
     return torch.searchsorted(expert_starts_e[1:-1], slots_P, right=True)
 
 
-def _row_dots(do_RH: Tensor, b2_eH: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:
-    """Returns <dO[row], b2[expert]> of each pair, (P,) fp32, from the (R, e) table of all products, a thin GEMM."""
+def _with_row_dots(
+    partial_PZ: Tensor, do_RH: Tensor, b2_eH: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor
+) -> Tensor:
+    """Returns partial sums of dS with one more, <dO[row], b2[expert]>, (P, Z + 1) fp32.
+
+    It is from the (R, e) table of all products, a thin GEMM.
+    """
     table_Re = do_RH.float() @ b2_eH.float().T
-    return table_Re[row_of_pair_P.long(), _expert_of_pair(expert_starts_e, row_of_pair_P.shape[0])]
+    dots_P = table_Re[row_of_pair_P.long(), _expert_of_pair(expert_starts_e, row_of_pair_P.shape[0])]
+    return torch.cat((partial_PZ, dots_P[:, None]), 1)
 
 
 def bias_grad(values_PB: Tensor, expert_starts_e: Tensor) -> Tensor:
     """See kernels/experts/reference.py."""
-    pairs = torch.arange(values_PB.shape[0], dtype=torch.int32, device=values_PB.device)
+    pairs = by_torch(row_numbers, (values_PB.shape[0],), torch.int32, values_PB)
     return gather_sum(values_PB, pairs, expert_starts_e)
 
 
 def gathered_bias_grad(do_RH: Tensor, weights_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:
     """See kernels/experts/reference.py."""
+    shape, operands = (expert_starts_e.shape[0] - 1, do_RH.shape[1]), (weights_P, row_of_pair_P, expert_starts_e)
+    return by_torch(_gathered_bias_grad, shape, do_RH.dtype, do_RH, *operands)
+
+
+def _gathered_bias_grad(do_RH: Tensor, weights_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor) -> Tensor:
     e, R = expert_starts_e.shape[0] - 1, do_RH.shape[0]
     table_eR = torch.zeros(e, R, dtype=torch.float32, device=do_RH.device)
     expert_P = _expert_of_pair(expert_starts_e, weights_P.shape[0])

@@ -11,6 +11,7 @@ Legend: e local experts, I expert width, J pre-activation columns (2I if gated e
 """
 
 import functools
+import logging
 from typing import Any
 
 import cutlass.cute as cute
@@ -19,7 +20,9 @@ from cutlass import Int64, const_expr
 from torch import Tensor
 
 from sonic_ep.kernels.experts.quack_compat import EpiMod, OverriddenEpiMod
+from sonic_ep.kernels.program.trace import Slot
 
+_LOG = logging.getLogger("sonic_ep.kernels")
 _STRIDE_UNIT, _STRIDE_LIMIT = 16, 1 << 40  # bytes: TMA strides are multiples of 16 and below 2^40
 
 
@@ -31,15 +34,42 @@ def interleaved_view(gate_eIH: Tensor, up_eIH: Tensor) -> Tensor | None:
     behind gate in memory or 2^40 bytes or more behind it, or the address of either is not a multiple of 16 bytes.
     """
     e, I, H = gate_eIH.shape  # noqa: E741
-    start, distance = gate_eIH.data_ptr(), up_eIH.data_ptr() - gate_eIH.data_ptr()
     if gate_eIH.is_meta:  # compiled only, never read
-        distance = _STRIDE_UNIT
-    if not 0 < distance < _STRIDE_LIMIT or start % _STRIDE_UNIT or distance % _STRIDE_UNIT:
+        strides = gate_eIH.stride(0), _STRIDE_UNIT // gate_eIH.element_size(), 1
+        return torch.empty_strided((e, 2 * I, H), strides, dtype=gate_eIH.dtype, device="meta")
+    distance = _distance(gate_eIH, up_eIH)
+    if distance is None:
         return None
     strides = gate_eIH.stride(0), distance // gate_eIH.element_size(), 1
-    if gate_eIH.is_meta:
-        return torch.empty_strided((e, 2 * I, H), strides, dtype=gate_eIH.dtype, device="meta")
     return torch.as_tensor(_Memory(gate_eIH, (e, 2 * I, H), strides), device=gate_eIH.device).view(gate_eIH.dtype)
+
+
+def view_of_slots(gate_eIH: Slot, up_eIH: Any) -> Slot:
+    """Returns the same of a traced pass, whose inputs such a view can describe. up: a view of gate's buffer."""
+    e, I, H = gate_eIH.shape  # noqa: E741
+    strides = gate_eIH.stride(0), up_eIH.offset - gate_eIH.offset, 1
+    return gate_eIH.as_strided((e, 2 * I, H), strides, gate_eIH.offset)
+
+
+def readable(gate_eIH: Tensor, up_eIH: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns both, copied to one memory if TMA cannot load them as one operand where they are."""
+    if isinstance(gate_eIH, Slot) or gate_eIH.is_meta or _distance(gate_eIH, up_eIH) is not None:
+        return gate_eIH, up_eIH
+    _say_that_weights_are_copied()
+    gate_eIH, up_eIH = torch.stack((gate_eIH, up_eIH))
+    return gate_eIH, up_eIH
+
+
+@functools.cache
+def _say_that_weights_are_copied() -> None:
+    _LOG.info("gate and up weights are copied, some layers in some passes: up does not lie behind gate")
+
+
+def _distance(gate_eIH: Tensor, up_eIH: Tensor) -> int | None:
+    """Returns how many bytes up is behind gate, or None if TMA cannot load both as one operand."""
+    start, distance = gate_eIH.data_ptr(), up_eIH.data_ptr() - gate_eIH.data_ptr()
+    usable = 0 < distance < _STRIDE_LIMIT and distance % _STRIDE_UNIT == 0 and start % _STRIDE_UNIT == 0
+    return distance if usable else None
 
 
 class _Memory:

@@ -1,17 +1,12 @@
 """Tile counters: the CTAs of a dynamic schedule fetch their next tile from one.
 
-A counter must be zero when its kernel starts. There are four cases:
+A counter must be zero when its kernel starts. There are three cases:
 - A kernel that resets its counter to zero (see sm90/tile_prefetch.py) uses the counter of its stream, because kernels
   on a stream run one after another.
 - Such a kernel under CUDA graph capture gets a counter of its own, because the graph may be replayed concurrently with
   kernels on that stream. It comes from a page that was zeroed before the capture, so the graph need not zero it.
 - Any other kernel gets a new counter, which a separate kernel zeroes before every launch.
-- Launches that are recorded under capture, to be repeated on one stream, use the counter of that stream.
 """
-
-from collections.abc import Generator
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -27,17 +22,6 @@ _STREAM_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 # its graph may still exist.
 _PAGES: dict[torch.device, Tensor] = {}
 _NUM_USED: dict[torch.device, int] = {}
-_RECORDED_FOR: ContextVar[int | None] = ContextVar("sonic_ep_recorded_for", default=None)
-
-
-@contextmanager
-def recording_for(stream: int) -> Generator[None]:
-    """A context in which captured kernels get the counter of this stream (a raw handle), on which they will run."""
-    token = _RECORDED_FOR.set(stream)
-    try:
-        yield
-    finally:
-        _RECORDED_FOR.reset(token)
 
 
 def tile_counter(like: Tensor, *, self_resetting: bool = False) -> Tensor:
@@ -46,27 +30,18 @@ def tile_counter(like: Tensor, *, self_resetting: bool = False) -> Tensor:
         assert self_resetting
         return like.trace.counter()  # type: ignore[return-value]
     if self_resetting and not like.is_meta:
-        recorded_for = _RECORDED_FOR.get()
-        if recorded_for is None and torch.cuda.is_current_stream_capturing():
-            return _of_a_graph(like)
-        return _of_a_stream(like, recorded_for)
+        return _of_a_graph(like) if torch.cuda.is_current_stream_capturing() else _of_a_stream(like)
     return _new(like)
-
-
-def counter_of_stream(device: torch.device, stream: int) -> list[Tensor]:
-    """Returns the counter of a stream, if a kernel has used it."""
-    counter = _STREAM_COUNTERS.get((device, stream))
-    return [] if counter is None else [counter]
 
 
 def _new(like: Tensor, *shape: int) -> Tensor:
     return like.new_zeros((*shape, _SIZE), dtype=torch.int32)
 
 
-def _of_a_stream(like: Tensor, stream: int | None = None) -> Tensor:
+def _of_a_stream(like: Tensor) -> Tensor:
     if like.device not in _PAGES:
         _PAGES[like.device], _NUM_USED[like.device] = _new(like, _PAGE), 0
-    key = like.device, torch._C._cuda_getCurrentRawStream(like.get_device()) if stream is None else stream
+    key = like.device, torch._C._cuda_getCurrentRawStream(like.get_device())
     if key not in _STREAM_COUNTERS:
         _STREAM_COUNTERS[key] = _new(like)
     return _STREAM_COUNTERS[key]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sonic_ep.kernels.backend import COLUMN_MULTIPLE, Operations, add_hidden_grads
 from sonic_ep.kernels.experts.activations import Activation, activation_named
+from sonic_ep.kernels.program.trace import by_torch
 
 if TYPE_CHECKING:
     from sonic_ep.kernels.experts.mlp import PairLists
@@ -113,7 +114,9 @@ def add_backward_hidden(
     """Adds to dH and dS, of `grads` dh_PJ, scaled_a_PI and ds_PZ, what W2's update gives. Returns u_Pr, or None."""
     if lora.a2_erI is None or lora.b2_eHr is None:
         return None
-    u_Pr = _gathered(ops, do_RH, lora.b2_eHr.transpose(1, 2).contiguous(), lists)
+    e, H, r = lora.b2_eHr.shape
+    b2_erH = by_torch(_transposed, (e, r, H), lora.b2_eHr.dtype, lora.b2_eHr)
+    u_Pr = _gathered(ops, do_RH, b2_erH, lists)
     dh_PJ, _, ds_PZ = grads
     da_PI = _product_back(ops, u_Pr, lora.a2_erI, lists)
     add_hidden_grads(dh_PJ, ds_PZ, h_PJ, da_PI, weights_P, activation)
@@ -155,4 +158,13 @@ def backward_up(
 
 def _own_rows(values: Tensor) -> Tensor:
     """Returns the row list of a gather that moves nothing."""
+    return by_torch(row_numbers, (values.shape[0],), torch.int32, values)
+
+
+def row_numbers(values: Tensor) -> Tensor:
+    """Returns 0, 1, ... for each row, int32."""
     return torch.arange(values.shape[0], dtype=torch.int32, device=values.device)
+
+
+def _transposed(values: Tensor) -> Tensor:
+    return values.transpose(1, 2).contiguous()

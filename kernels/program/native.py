@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import struct
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.launch_sequence.driver import compiled
+from sonic_ep.kernels.program.c_library import compiled_library
 
 ITEM = struct.Struct("PP2I3I3I2I")  # an Item of launch.c
 KERNEL, SET, COPY, RECORD, WAIT, CALL, ALLOCATE, FREE, VIEW, ADDMM = range(10)  # its kinds
@@ -25,8 +26,8 @@ def launcher() -> Callable[..., int]:
     """
     import tvm_ffi
 
-    library = ctypes.PyDLL(str(compiled("launch.c")))
-    driver, ffi = ctypes.CDLL("libcuda.so.1"), tvm_ffi.LIB
+    library = ctypes.PyDLL(str(compiled_library()))
+    driver, ffi = _driver(), tvm_ffi.LIB
     return bound(
         library,
         driver.cuLaunchKernelEx,
@@ -58,14 +59,14 @@ def number_of_device_type(device_type: str) -> int:
 
 
 def tensor_at(
-    address: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+    address: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: tuple[int, int]
 ) -> Tensor:
-    """Returns a tensor in memory that somebody else owns."""
+    """Returns a tensor in memory that somebody else owns. device: torch's number of its type, and its index."""
     sizes, steps = ((ctypes.c_int64 * len(each))(*each) for each in (shape, strides))
-    handle, kind = ctypes.c_void_p(), number_of_device_type(device.type)
+    handle = ctypes.c_void_p()
     error = _library_of_torch("cpu")["aoti_torch_create_tensor_from_blob"](
         *(ctypes.c_void_p(address), ctypes.c_int64(len(shape)), sizes, steps, ctypes.c_int64(0)),
-        *(number_of_dtype(dtype), kind, device.index or 0, ctypes.byref(handle)),
+        *(number_of_dtype(dtype), *device, ctypes.byref(handle)),
     )
     if error or handle.value is None:
         raise RuntimeError(f"torch made no tensor of shape {tuple(shape)} and dtype {dtype} on {device}")
@@ -109,7 +110,45 @@ def address_of(memory: Any) -> int:
 def new_event() -> int:
     """Returns a CUDA event without timing. It is never destroyed: programs live as long as their layer's config."""
     event = ctypes.c_void_p()
-    error = ctypes.CDLL("libcuda.so.1").cuEventCreate(ctypes.byref(event), 2)  # CU_EVENT_DISABLE_TIMING
+    error = _driver().cuEventCreate(ctypes.byref(event), 2)  # CU_EVENT_DISABLE_TIMING
     if error or event.value is None:
         raise RuntimeError(f"CUDA returned error {error} for an event")
     return event.value
+
+
+def wait_for_event(event: int) -> None:
+    """Blocks until the device has come to where the event was recorded last. Raises RuntimeError if it has failed."""
+    error = _driver().cuEventSynchronize(ctypes.c_void_p(event))
+    if error:
+        torch.cuda.synchronize()  # raises, with all that CUDA says
+        raise RuntimeError(f"CUDA returned error {error} for an event")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def raw_stream(device: torch.device) -> int:
+    """Returns `torch.cuda.current_stream(device).cuda_stream` in a fraction of its time. device: with an index."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_THREAD = _Thread()
+
+
+def ensure_context(device: torch.device) -> None:
+    """Makes a CUDA context current on this thread. A thread of autograd has none in its first backward, where torch
+    warns of it as soon as it runs cuBLAS."""
+    if _THREAD.has_context:
+        return
+    context, driver = ctypes.c_void_p(), _driver()
+    driver.cuCtxGetCurrent(ctypes.byref(context))
+    if context.value is None:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index)
+        driver.cuCtxSetCurrent(context)
+    _THREAD.has_context = True

@@ -2,7 +2,8 @@
 
 A run has one array of *values*, 8 bytes each: numbers, addresses of tensors, and handles of those that it allocates.
 All sizes are computed at once, by one function that is made of their expressions. Then a run is one call of launch.c,
-which allocates, launches and frees; it is cut where an input is dropped, so that the memory is free for what follows.
+which allocates, launches and frees; it is cut where an input is dropped, so that the memory is free for what follows,
+and where the pass calls a function of torch.
 Tensors of which only kernels know share allocations: small temporary ones one, and those that another pass needs
 another, the *block*.
 """
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sonic_ep.kernels.experts.tile_counter import tile_counter
-from sonic_ep.kernels.launch_sequence.driver import raw_stream
 from sonic_ep.kernels.program.foreign import Arguments
 from sonic_ep.kernels.program.native import (
     ADDMM,
@@ -35,10 +35,13 @@ from sonic_ep.kernels.program.native import (
     VIEW,
     WAIT,
     address_of,
+    ensure_context,
     launcher,
     new_event,
     number_of_device_type,
     number_of_dtype,
+    raw_stream,
+    tensor_at,
     tensors_of,
 )
 from sonic_ep.kernels.program.sizes import Size
@@ -85,8 +88,7 @@ class Program:
             else None
             for slot in later
         ]
-        events = [new_event() for _ in range(trace.num_events)]
-        self._segments = list[tuple[int, int, list[int]]]()
+        events = [new_event() if event is None else event for event in trace.events]
         items = _without(trace.items, small | set(pack))
         results, views, bases = list[int](), list[tuple[Any, ...]](), set[int]()
         own_later = [slot for slot in later if slot.buffer.index not in block]
@@ -98,7 +100,9 @@ class Program:
                 views.append(("view", results[-1], slot))
                 bases.add(_PACK if slot.buffer.index in pack else slot.buffer.index)
         results += [_BLOCK] if block else []
-        frees = [("free", index) for index in ({_SHARED} if shared else set()) | (bases - set(results))]
+        freed = {item[1] for item in items if item[0] == "free"}
+        left = bytes_of.keys() - small - set(pack) - freed  # what the pass still had at its end
+        frees = [("free", index) for index in (left | ({_SHARED} if shared else set()) | bases) - set(results)]
         self._num_inputs = len(inputs)
         for item in (*allocate, *items, *views, *frees):
             numbers.add(item, trace, events, inputs)
@@ -172,18 +176,37 @@ class Program:
                 values[place] = address + values[offset]
         launch, streams, where = launcher(), self._streams_of(raw_stream(self.device)), values.buffer_info()[0]
         items, arguments = self._native[:2]
-        for first, count, dropped in self._segments:
+        ensure_context(self.device)
+        for first, count, calls, dropped in self._segments:
             error = launch(items + first * ITEM.size, count, arguments, where, streams, *self._device)
             if error:
                 self._raise(error, first - 1 - error, values)
+            for function, operands in calls:
+                self._call(function, operands, values)
             for number in dropped:
                 inputs[number] = None  # type: ignore[call-overload]
         inputs.clear()
         return tensors_of([values[place] for place in self._outputs])
 
+    def _call(self, function: Callable[..., Tensor], operands: "list[_Tensor]", values: Any) -> None:
+        try:
+            out, *given = [
+                tensor_at(values[each.address], *each.sizes_and_strides(values), each.dtype, self._device)
+                for each in operands
+            ]
+            with torch.autocast(self.device.type, enabled=False):
+                out.copy_(function(*given))
+        except BaseException:
+            self._free(values)
+            raise
+
+    def _free(self, values: Any) -> None:
+        """Frees what has been allocated."""
+        tensors_of([handle for handle in values[self._first_handle :] if handle])
+
     def _raise(self, error: int, item: int, values: Any) -> None:
         """Raises what an item's error means, and frees what has been allocated."""
-        tensors_of([handle for handle in values[self._first_handle :] if handle])
+        self._free(values)
         if error > 0:
             raise RuntimeError(f"CUDA returned error {error}")
         if item in self._allocations:
@@ -264,8 +287,9 @@ class _Numbers:
     """The values of a program: constants, then sizes, addresses and handles. Until `finish`, a size is -1 - its number,
     an address a pair of a tensor and the text of an offset, and a handle a `_Handle`.
 
-    segments: the first item of each, how many it has, and which inputs are dropped behind it. allocations: by item, the
-    values of the shape, and the dtype. places: by tensor, pairs of values of an address and of an offset.
+    segments: the first item of each, how many it has, and what is called and which inputs are dropped behind it.
+    allocations: by item, the values of the shape, and the dtype. places: by tensor, pairs of values of an address and
+    of an offset.
     """
 
     def __init__(self) -> None:
@@ -278,10 +302,11 @@ class _Numbers:
         self._items: list[tuple[_Native, Any]] = []
         self._held: list[object] = []
         self._dropped: dict[int, list[int]] = {}  # by item, the inputs that are dropped in front of it
+        self._calls: dict[int, list[tuple[Any, list[Any]]]] = {}  # by item, of torch, in front of it
         self.offset_in: dict[int, tuple[int, Any]] = {}  # of a tensor: which other one it shares, and where
         self.places: dict[int, list[tuple[int, int]]] = {}
         self.first_size = self.first_handle = 0
-        self.segments: list[tuple[int, int, list[int]]] = []
+        self.segments: list[tuple[int, int, list[tuple[Any, list[_Tensor]]], list[int]]] = []
         self.allocations: dict[int, tuple[list[int], torch.dtype]] = {}
         self.values, self.native = array("q"), (0, 0, ())
 
@@ -348,6 +373,13 @@ class _Numbers:
                 native, given = _Native(COPY, lane), [address(*into), address(*of), number(num_bytes)]
             case ("record" | "wait") as kind, event, lane:
                 native, given = _Native(RECORD if kind == "record" else WAIT, lane, events[event]), []
+            case "torch", function, *operands:
+                views = [
+                    (address(each.buffer, each.first_byte), [*map(number, (*each.shape, *each.strides))], each.dtype)
+                    for each in operands
+                ]
+                self._calls.setdefault(len(self._items), []).append((function, views))
+                return
             case "foreign", function, values:
                 device = (2, trace.device.index) if trace.device.type == "cuda" else (1, 0)
                 arguments = Arguments(values, number, address, device)
@@ -390,9 +422,15 @@ class _Numbers:
             for number, (shape, dtype) in self.allocations.items()
         }
         cuts = _late(self._dropped, set(self.allocations))
-        ends = sorted({*cuts, len(self._items)} - {0})
+        calls = {
+            item: [(function, [*map(self._tensor, views)]) for function, views in of_item]
+            for item, of_item in self._calls.items()
+        }
+        ends = sorted({*cuts, *calls, len(self._items)} - {0})
         starts = [0, *ends[:-1]]
-        self.segments = [(start, end - start, cuts.get(end, [])) for start, end in zip(starts, ends, strict=True)]
+        self.segments = [
+            (start, end - start, calls.get(end, []), cuts.get(end, [])) for start, end in zip(starts, ends, strict=True)
+        ]
         blocks = ctypes.create_string_buffer(bytes(native), max(1, len(native)))
         places = (ctypes.c_uint32 * max(1, len(arguments)))(*arguments)
         self.native = address_of(blocks), address_of(places), (blocks, places, self._held)
@@ -400,6 +438,10 @@ class _Numbers:
     def handle_of(self, index: int) -> int:
         """Returns the value of the handle of a tensor, once finished."""
         return self._index(self.handle(index))
+
+    def _tensor(self, view: tuple[Any, list[Any], torch.dtype]) -> "_Tensor":
+        place, dims, dtype = view
+        return _Tensor(self._index(place), [*map(self._index, dims)], dtype)
 
     def _index(self, number: Any) -> int:
         if type(number) is _Byte:
@@ -409,6 +451,18 @@ class _Numbers:
         if type(number) is tuple:
             return self.first_size + len(self.expressions) + self._addresses[number]
         return self.first_size - 1 - number if number < 0 else number
+
+
+class _Tensor(NamedTuple):
+    """What a function of torch gets. address: its value. dims: those of its sizes, then of its strides."""
+
+    address: int
+    dims: list[int]
+    dtype: torch.dtype
+
+    def sizes_and_strides(self, values: Any) -> tuple[list[int], list[int]]:
+        dims = [values[place] for place in self.dims]
+        return dims[: len(dims) // 2], dims[len(dims) // 2 :]
 
 
 class _Handle(NamedTuple):

@@ -6,7 +6,7 @@ instead of launched. A buffer is freed where the code drops its last slot, as it
 (program.py) does what the code does, in the same order and with the same memory.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from typing import Any, cast, final
 import torch
 
 from sonic_ep.kernels.program.foreign import Address, Operand
-from sonic_ep.kernels.program.native import tensor_at
+from sonic_ep.kernels.program.mailbox import Mailbox
+from sonic_ep.kernels.program.native import number_of_device_type, tensor_at
 from sonic_ep.kernels.program.sizes import Guards, Size, concrete, specialized
 
 Shape = tuple[Any, ...]  # of int and Size
@@ -84,7 +85,7 @@ class Slot:
     def mT(self) -> "Slot":
         shape, strides = list(self.shape), list(self.strides)
         shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
-        return Slot(self.buffer, tuple(shape), tuple(strides), self.offset, self.dtype)
+        return self.as_strided(tuple(shape), tuple(strides), self.offset)
 
     @property
     def T(self) -> "Slot":
@@ -136,6 +137,15 @@ class Slot:
     def float(self) -> "Slot":
         return self.to(torch.float32)
 
+    def clone(self) -> "Slot":
+        return self.new_empty(self.shape).copy_(self)
+
+    def chunk(self, number: int, dim: int) -> "list[Slot]":
+        """Returns equal parts of it along a dimension."""
+        size = self.shape[dim] // number
+        before = (slice(None),) * dim
+        return [self[(*before, slice(part * size, (part + 1) * size))] for part in range(number)]
+
     def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> "Slot":
         size = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
         return self.trace.empty(tuple(size), self.dtype if dtype is None else dtype)
@@ -177,6 +187,11 @@ class Slot:
         self.trace.items.append(("copy", *places, values.numel() * values.itemsize, self.trace.lane))
         return self
 
+    def bring_to_host(self) -> None:
+        """Notes a copy of these integers to the trace's mailbox."""
+        assert self.trace.mailbox is not None
+        self.trace.mailbox.receive(self, self.trace)
+
     def __getitem__(self, items: Any) -> "Slot":
         """Returns a view by numbers and slices without a step."""
         shape, strides, offset = list[Any](), list[Any](), self.offset
@@ -198,7 +213,8 @@ class Slot:
         """Returns a tensor like this one, for what is compiled by the kind of a tensor. Its memory must not be used."""
         shape, strides = (list(map(concrete, each)) for each in (self.shape, self.strides))
         memory = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=self.device)
-        return tensor_at(memory.data_ptr(), shape, strides, self.dtype, self.device)
+        device = number_of_device_type(self.device.type), self.device.index or 0
+        return tensor_at(memory.data_ptr(), shape, strides, self.dtype, device)
 
 
 def _operands(argument: Any) -> Any:
@@ -243,6 +259,21 @@ def current_trace() -> "Trace | None":
     return _CURRENT.get()
 
 
+def by_torch(
+    function: Callable[..., torch.Tensor], shape: Shape, dtype: torch.dtype, *inputs: torch.Tensor
+) -> torch.Tensor:
+    """Returns function(*inputs), a contiguous tensor of this shape and dtype. A program calls the function in each run.
+
+    It takes no numbers that may be a `Size`, and its result must not depend on strides of the inputs.
+    """
+    trace = current_trace()
+    if trace is None:
+        return function(*inputs)
+    out = trace.empty(shape, dtype)
+    trace.items.append(("torch", function, *map(_operands, (out, *inputs))))
+    return cast(torch.Tensor, out)
+
+
 def new_empty(like: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     """Returns a new tensor on the device of `like`, which is no slot even in a traced pass."""
     trace = current_trace()
@@ -263,7 +294,9 @@ class Trace:
         self.items: list[tuple[Any, ...]] = []
         self.num_buffers, self._done = 0, False
         self._counter: Slot | None = None
-        self.lane, self.num_events = 0, 0
+        self.lane = 0
+        self.events: list[int | None] = []  # CUDA's, or None for one that the program makes
+        self.mailbox: Mailbox | None = None  # of what code brings to the host
         self.extra: dict[str, Slot] = {}  # inputs that code asks for by name
         self.held: list[object] = []  # fixed memory
 
@@ -323,11 +356,15 @@ class Trace:
             self.extra[name] = self.input(shape, dtype)
         return self.extra[name]
 
-    def event(self) -> int:
-        """Notes an event on the current lane, a stream. Returns its number."""
-        self.num_events += 1
-        self.items.append(("record", self.num_events - 1, self.lane))
-        return self.num_events - 1
+    def event(self, event: int | None = None) -> int:
+        """Notes an event on the current lane, a stream. Returns its number. event: of CUDA; None for a new one."""
+        self.events.append(event)
+        self.items.append(("record", len(self.events) - 1, self.lane))
+        return len(self.events) - 1
+
+    def size(self, name: str) -> Any:
+        """Returns the size of this name, or None."""
+        return self.sizes[self.names.index(name)] if name in self.names else None
 
     def wait(self, event: int) -> None:
         """Makes the current lane wait for an event."""

@@ -10,9 +10,8 @@ import platform
 import sys
 import time
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import problem_with_expert_kernels
 from sonic_ep.kernels.common.cache import cache_folder, quack_cache_folder
 from sonic_ep.kernels.common.versions import SUPPORTED, installed_version
+from sonic_ep.kernels.program.c_library import UnavailableError, compiled_library
 from sonic_ep.layer import MoE
 from sonic_ep.symmetric_memory import problem_with_peers
 
@@ -116,16 +116,15 @@ def _kernels(device: torch.device) -> list[Finding]:
     reason = missing_extra("cuda", "triton")
     text = "Triton kernels" if reason is None else "plain torch, which is slow on a GPU"
     found.append(Finding("ok" if reason is None else "problem", "router", text, reason))
-    return [*found, _recorded_launches()]
+    return [*found, _programs()]
 
 
-def _recorded_launches() -> Finding:
-    module: Any = import_module("sonic_ep.kernels.launch_sequence.driver")
+def _programs() -> Finding:
     try:
-        module.driver()
-    except module.UnavailableError as error:
-        return Finding("note", "recorded launches", "none: a step needs five times the host time", str(error))
-    return Finding("ok", "recorded launches", "launches of a layer are recorded and repeated")
+        compiled_library()
+    except UnavailableError as error:
+        return Finding("note", "programs", "none: a step needs three times the host time", str(error))
+    return Finding("ok", "programs", "steps of a layer run as programs")
 
 
 def _transport(group: EPGroup, device: torch.device) -> list[Finding]:

@@ -62,7 +62,7 @@ def allocated_sizes(config: MoEConfig, sizes: Sizes, kind: TransportKind) -> Siz
     if config.transport.buffers == "static" and received is not None:
         return Sizes(T, S, U, R, received, received)
     if config.record_launches:
-        _, P, V = bound_of(SizeBound(T, P, V), config.K)
+        _, P, V = bound_of(SizeBound(T, P, V))
     return Sizes(T, S, U, R, V, P)
 
 
@@ -106,7 +106,7 @@ def router_backward_bytes(config: MoEConfig, T: int) -> int:
 def backward_stages(config: MoEConfig, sizes: Sizes, item_bytes: int) -> list[tuple[int, int]]:
     """Returns what the largest stages of a backward take on a GPU: bytes besides what is saved, and of dW1 and dW2.
 
-    The router's are not among them. Launches that are repeated have them in all stages.
+    The router's are not among them. In a program they exist in all stages, as far as they share an allocation.
 
     sizes: those allocated. For S > 1 over symmetric memory, with so many tokens that sums are copied.
     """

@@ -12,13 +12,11 @@ The forwards of layers in CUDA graphs (cuda_graphs.py) exchange nothing that a h
 from itertools import zip_longest
 from typing import NamedTuple, final
 
-# A hash is the one before, multiplied by an odd number, plus an identity, in the low bits of an int64. What is sent has
-# _IS_SENT, so that kernels get an integer of one type, and is a multiple of _STEP, as is the address that stands for it
-# in a recording.
-_FACTOR, _BITS, _STEP, _IS_SENT = 6364136223846793005, 51, 16, 2**55
+# A hash is the one before, multiplied by an odd number, plus an identity, in the low bits of an int64.
+_FACTOR, _BITS = 6364136223846793005, 62
 _MAX_LISTED = 1024  # of one list; the hash goes on
 # What is sent where there is nothing to compare: with one rank, and while a CUDA graph is captured.
-NO_ORDER = _IS_SENT
+NO_ORDER = 0
 
 
 class Forward(NamedTuple):
@@ -37,22 +35,27 @@ class Forward(NamedTuple):
 class Ran(NamedTuple):
     """What a rank ran: the backward of a forward, or with `is_replay` the replay of a forward's CUDA graph.
 
-    is_graphed: whether the forward is that of a CUDA graph.
+    is_graphed: whether the forward is that of a CUDA graph. has_hooks: no backward, but a forward that begins, and
+    whose saved tensors go through hooks.
     """
 
     forward: Forward
     is_graphed: bool = False
     is_replay: bool = False
+    has_hooks: bool = False
 
     @property
     def identity(self) -> int:
         """The same on every rank, and of no other. A forward that exchanges counts needs no layer, which may be 0."""
         layer, exchange, _ = self.forward
-        return (exchange << 20) + (layer << 3) * self.is_graphed + 2 * self.is_replay + self.is_graphed + 1
+        kind = 4 * self.has_hooks + 2 * self.is_replay + self.is_graphed + 1
+        return (exchange << 20) + (layer << 3) * self.is_graphed + kind
 
     def __str__(self) -> str:
         layer, number, _ = self.forward
         of_layer = f"layer {layer}" if layer else "a layer"
+        if self.has_hooks:
+            return f"a forward of {of_layer} whose saved tensors go through hooks"
         return (
             f"replay {number} of {of_layer}" if self.is_replay else f"the backward of forward {number}, of {of_layer}"
         )
@@ -82,6 +85,12 @@ class Order:
         if len(self._ran) < _MAX_LISTED:
             self._ran.append(ran)
 
+    def add_hooks(self, layer: int) -> None:
+        """Call it in front of an exchange of counts if what the forward saves goes through hooks."""
+        last = self.last
+        self.add_ran(Ran(Forward(layer), has_hooks=True))
+        self.last = last
+
     def ran(self) -> tuple[int, list[Ran]]:
         """Returns the hash, and the list that it stands for."""
         return self._hash, self._ran
@@ -91,7 +100,7 @@ class Order:
         self.exchange += 1
         self.sent, self._ran = self._ran, []
         value, self._hash = self._hash, 0
-        return _IS_SENT + _STEP * value
+        return value
 
     def restart(self, exchange: int) -> None:
         """Starts a new list, and counts exchanges from there: all ranks call it after an exchange that was none."""
@@ -106,6 +115,11 @@ def problem_with_orders(lists: list[list[Ran]]) -> str:
         if len({None if ran is None else ran.identity for ran in each}) > 1:
             texts = (f"{'nothing more' if ran is None else ran} on rank {rank}" for rank, ran in enumerate(each))
             shown = f"number {number} since the last forward was {', '.join(texts)}"
+            if any(ran is not None and ran.has_hooks for ran in each):
+                return (
+                    f"the ranks of the EP group disagree whether activations are checkpointed ({shown}), and wait for "
+                    "sizes in different ways; use activation checkpointing, or other saved-tensor hooks, on all alike"
+                )
             break
     return (
         f"the ranks of the EP group ran backwards in different orders, which gives wrong gradients: {shown}; run the "

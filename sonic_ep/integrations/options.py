@@ -16,8 +16,8 @@ class SonicEPOptions:
     transport: see TransportConfig.
     quantised: what to do with a Megatron config in fp8 or fp4, of which the experts stay in params_dtype: "warn" once
         and train, or "refuse" it.
-    record_launches: on GPUs, record the launches of the experts once and repeat them with little host time, where
-        possible; see MoEConfig.
+    record_launches: on GPUs, run the experts as programs, with little host time, where possible
+        (docs/how_a_step_runs.md). False: always run their code.
     router: of a Megatron model: "megatron" for its own, "fused" for ours with the same numbers, which refuses what it
         cannot compute. Other frameworks' integrations do not read it.
 

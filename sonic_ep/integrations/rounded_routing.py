@@ -5,13 +5,9 @@ Source: SonicMoE, arXiv 2512.14080, section 5; docs/token_rounding.md.
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.first_order import first_order
 from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
 from sonic_ep.routing import PairLists, RoutedPairs, Routing
 
@@ -28,8 +24,7 @@ def rounded_routing(
     weights_N = given_weights(pairs, given_TE).to(scores_TE.dtype)
     lists = pairs.token_ids_N, pairs.expert_ids_N, pairs.chosen_N
     added_N = scale * weights_of_pairs(scores_TE, pairs.topk_ids_TK, *lists, config)
-    # Not torch.where, which allocates where no recording of launches sees it.
-    return Routing.of(pairs, weights_N + added_N.masked_fill(pairs.chosen_N, 0), T)
+    return Routing.of(pairs, weights_N.where(pairs.chosen_N, added_N), T)
 
 
 def given_weights(pairs: PairLists, given_TE: Tensor) -> Tensor:
@@ -37,26 +32,3 @@ def given_weights(pairs: PairLists, given_TE: Tensor) -> Tensor:
     # A spare entry has token -1; its weight is never used.
     pairs_N = (pairs.token_ids_N.long() * given_TE.shape[1] + pairs.expert_ids_N).clamp(min=0)
     return given_TE.reshape(-1).index_select(0, pairs_N)
-
-
-def softmax(logits_TE: Tensor) -> Tensor:
-    """Returns each token's shares, (T, E) like the logits. Differentiable.
-
-    The backward of torch's own allocates where no recording of launches sees it.
-    """
-    return _Softmax.apply(logits_TE)
-
-
-class _Softmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor) -> Tensor:
-        shares_TE = logits_TE.softmax(1)
-        ctx.save_for_backward(shares_TE)
-        return shares_TE
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (shares_TE,) = ctx.saved_tensors
-        products_TE = grad_outputs[0] * shares_TE
-        return (products_TE - shares_TE * products_TE.sum(1, keepdim=True),)

@@ -1,28 +1,22 @@
-"""`LayerStep`: the step of a layer on one rank, as programs (kernels/program/): one for forward, one for backward.
-
-The layer's code is traced once for each kind of step: config, mode, dtypes, and which tensors need gradients. The
-programs then run for every length. Autograd sees one function, from x and the weights to y and the auxiliary loss.
+"""The step of a layer as programs: from x and all weights to y and the auxiliary loss, one function for autograd.
 
 Legend: T tokens on this rank, H hidden size, E experts.
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self, cast, final
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
 
-from sonic_ep.async_d2h import copies_recorded
 from sonic_ep.config import MoEConfig
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import HandleSizes
 from sonic_ep.dispatch.speculation import SizeBound
-from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.expert_parallel_mlp import Call, SavedForBackward, backward, forward
 from sonic_ep.first_order import first_order
 from sonic_ep.groups import EPGroup
@@ -30,136 +24,70 @@ from sonic_ep.kernels.backend import operations_for
 from sonic_ep.kernels.experts import reference
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.kernels.experts.mlp import ExpertWeights
-from sonic_ep.kernels.program.native import launcher
 from sonic_ep.kernels.program.program import Program
-from sonic_ep.kernels.program.trace import Slot, Trace
+from sonic_ep.kernels.program.trace import Trace, by_torch
 from sonic_ep.kernels.route.interface import LossGradient, PairGradients
 from sonic_ep.routers.fused import kernels_of_route
 from sonic_ep.routers.route import RoutingContext, decide_pairs, pairs_of_one_rank
 from sonic_ep.routers.topk import fused_topk
 from sonic_ep.routers.weights_and_losses import fused_weights_and_losses
 from sonic_ep.routing import GroupCounts, Routing
+from sonic_ep.steps.programs import USUAL_TOKENS, Later, Programs, Ranks, Sizes, numbers_of
 from sonic_ep.symmetric_memory import parts_made_by
-from sonic_ep.transports import GroupTransport
 
-_LOG = logging.getLogger("sonic_ep.launches")
 _NUM_STATISTICS = 2 + len(GroupCounts._fields)
-MAX_TOKENS, _USUAL_TOKENS = 2**20, 8192
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Ranks:
-    """The EP group of a step of several ranks. symmetric: what `transport` has chosen. layer: the number of the layer.
-
-    sizes: pinned memory to which a run copies the sizes of the step.
-    """
-
-    group: EPGroup
-    transport: GroupTransport
-    symmetric: SymmetricTransport
-    layer: int
-    sizes: Tensor
-
-
-class _OrderSize(NamedTuple):
-    """In place of a tensor: launches get the integer."""
-
-    size: Any
-
-    def data_ptr(self) -> Any:
-        return self.size
+MAX_TOKENS = 2**20
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Kind:
-    """What the programs of a step depend on, besides sizes. needs: whether x, the router's weight, w1 and w2 need
-    gradients. router: the dtype of the router's weight.
+    """What the programs of a step depend on, besides sizes. needs: whether x and the weights need gradients, those that
+    are present. present: which of `LayerWeights` are. router: the dtype of the router's weight, and of its bias.
     """
 
     config: MoEConfig
     training: bool
-    needs: tuple[bool, bool, bool, bool]
+    needs: tuple[bool, ...]
+    present: tuple[bool, ...]
     dtype: torch.dtype
-    router: torch.dtype
+    router: tuple[torch.dtype, ...]
     device: torch.device
     ranks: Ranks | None = None
 
     @property
     def usual_sizes(self) -> dict[str, int]:
-        """By name: tokens of this rank and of a sequence; on several ranks also the most tokens of a rank, rows of the
-        pair buffer, pairs that a rank sends or receives, and the order of backwards."""
-        T = _USUAL_TOKENS
-        sizes = {"T": T, "L": T, "M": T, "P": self.config.K * T, "V": self.config.K * T, "order": 0}
-        return sizes if self.ranks is not None else {"T": T, "L": T}
+        """By name: tokens of this rank and of a sequence; on several ranks also the order of backwards; and unless
+        buffers are static the most tokens of a rank, rows of the pair buffer, and pairs that a rank sends or receives.
+        """
+        sizes, rows = {"T": USUAL_TOKENS, "L": USUAL_TOKENS}, self.config.K * USUAL_TOKENS
+        if self.ranks is not None:
+            sizes |= {} if self.ranks.is_static else {"M": USUAL_TOKENS, "P": rows, "V": rows}
+            sizes["order"] = 0
+        return sizes
 
 
-class Programs(NamedTuple):
-    """forward: x, state, weights -> y, loss, statistics, what backward needs. backward: by whether the loss has a
-    gradient. num_lists: how many of the later tensors backward does not need, the last ones. generation: of the buffers
-    whose addresses they know.
-    """
+class LayerWeights(NamedTuple):
+    """The weights of a layer. Biases are None without one."""
 
-    forward: Program
-    backward: dict[bool, Program]
-    num_lists: int
-    generation: int
-
-    def lists(self, later: list[Tensor], sizes: tuple[int, ...]) -> list[Tensor]:
-        """Returns them, from what a run of forward returned behind its outputs."""
-        starts = self.forward.in_block
-        own = iter(later)
-        found = [
-            next(own) if start is None else self.forward.part_of_block(number, later[-1], sizes)
-            for number, start in enumerate(starts)
-        ]
-        return found[len(found) - self.num_lists :]
-
-    def saved(self, later: list[Tensor]) -> list[Tensor]:
-        """Returns what backward needs of them."""
-        own_lists = sum(start is None for start in self.forward.in_block[-self.num_lists or len(later) * 2 :])
-        num_own = sum(start is None for start in self.forward.in_block)
-        return later if not own_lists else [*later[: num_own - own_lists], *later[num_own:]]
-
-
-@final
-class LayerStep:
-    """The programs of one layer. A copy of it starts without any."""
-
-    def __init__(self) -> None:
-        self._programs: dict[Kind, list[Programs]] = {}
-        self._failed: set[Kind] = set()
-        self._last: tuple[Kind | None, tuple[int, ...], Programs | None] = None, (), None
-
-    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        return type(self), ()
+    router: Tensor
+    router_bias: Tensor | None
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
 
     @property
-    def num_programs(self) -> int:
-        return sum(map(len, self._programs.values()))
+    def present(self) -> list[Tensor]:
+        return [each for each in self if each is not None]
 
-    def find(self, kind: Kind, sizes: tuple[int, ...]) -> Programs | None:
-        """Returns the programs of such a step, traced at the first one; None if they cannot be.
+    @property
+    def of_experts(self) -> ExpertWeights:
+        return ExpertWeights(*self[2:])
 
-        sizes: see `Kind.usual_sizes`.
-        """
-        last_kind, last_sizes, programs = self._last
-        if kind is last_kind and sizes == last_sizes:
-            return programs
-        known = self._programs.setdefault(kind, [])
-        programs = next((each for each in known if each.forward.fits(*sizes)), None)
-        if programs is None:
-            if kind in self._failed:
-                return None
-            try:
-                launcher()
-                programs = _traced(kind, sizes)
-            except (AttributeError, NotImplementedError, OSError, RuntimeError, TypeError):  # the code can still run
-                _LOG.warning("a layer runs its code, because its steps cannot run as programs", exc_info=True)
-                self._failed.add(kind)
-                return None
-            known.append(programs)
-        self._last = kind, sizes, programs
-        return programs
+    def with_experts_in(self, dtype: torch.dtype) -> Self:
+        """Returns these with the experts' weights cast."""
+        b1, b2 = (None if each is None else each.to(dtype) for each in self[4:])
+        return self._replace(w1=self.w1.to(dtype), w2=self.w2.to(dtype), b1=b1, b2=b2)
 
 
 @dataclass(slots=True)
@@ -177,11 +105,11 @@ class StepCall:
 
 
 def run(
-    programs: Programs, kind: Kind, sizes: tuple[int, ...], call: StepCall, *tensors: Tensor
+    programs: Programs, kind: Kind, sizes: Sizes, call: StepCall, *tensors: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns y_TH, the auxiliary loss, and entropy_T, token_ids_N and the fields of GroupCounts.
 
-    programs: of `LayerStep.find`. call: gets the lists of pairs. tensors: x_TH, the router's weight, w1 and w2.
+    programs: of `StepPrograms.find`. call: gets the lists of pairs. tensors: x_TH, then the weights that are present.
     """
     y_TH, loss = _Step.apply(programs, kind, sizes, call, *tensors)
     return y_TH, loss, call.statistics
@@ -190,7 +118,7 @@ def run(
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, programs: Programs, kind: Kind, sizes: tuple[int, ...], call: StepCall, *inputs: Tensor
+        ctx: Any, programs: Programs, kind: Kind, sizes: Sizes, call: StepCall, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         given = [*inputs] if call.expert_bias_E is None else [*inputs, call.expert_bias_E]
         given += [call.extra[name] for name in programs.forward.extra]
@@ -217,8 +145,10 @@ class _Step(torch.autograd.Function):
         inputs = [*given, *saved]
         del saved, given, dy_TH, grad_outputs
         programs, ranks = ctx.programs, ctx.kind.ranks
-        if ranks is not None and ranks.symmetric.generation != programs.generation:
-            programs = _traced(ctx.kind, ctx.sizes)  # larger buffers have taken the place of those that forward used
+        if ranks is not None:
+            ranks.symmetric.raise_if_lost()
+            if ranks.symmetric.generation != programs.generation:
+                programs = traced(ctx.kind, ctx.sizes)  # larger buffers have taken the place of those of forward
         found = iter(programs.backward[dloss is not None].run(ctx.sizes, inputs))
         return None, None, None, None, *[next(found) if needed else None for needed in ctx.needs_input_grad[4:]]
 
@@ -232,7 +162,7 @@ def kernels_compute(dtype: torch.dtype, of_router: torch.dtype, device: torch.de
     return computes is not reference and kernels_of_route(rows, router, config) is not None
 
 
-def _traced(kind: Kind, sizes: tuple[int, ...]) -> Programs:
+def traced(kind: Kind, sizes: Sizes) -> Programs:
     """Traces the programs of this kind. The sizes are those of the traced step."""
     config, device, ranks, alone = kind.config, kind.device, kind.ranks, EPGroup.alone()
     transport = LocalTransport() if ranks is None else ranks.transport
@@ -240,7 +170,7 @@ def _traced(kind: Kind, sizes: tuple[int, ...]) -> Programs:
         transport,
         alone,  # the order of backwards is noted by whoever runs the programs
         activation_named(config.activation),
-        False,
+        config.save_dispatched and ranks is not None,
         config.rounding.mode != "off" or config.rounding.capacity_factor is not None,
     )
     usual = kind.usual_sizes
@@ -252,18 +182,15 @@ def _traced(kind: Kind, sizes: tuple[int, ...]) -> Programs:
         bias_E: Any = trace.input((config.E,), torch.float32) if config.router.expert_bias else None
         updates = None
         if ranks is not None:
-            *sizes_of_step, order = bound
+            trace.mailbox = ranks.mailbox
             stack.enter_context(parts_made_by(trace.fixed_part))
-            stack.enter_context(
-                copies_recorded(cast(Tensor, trace.fixed(ranks.sizes)), cast(Tensor, _OrderSize(order)))
-            )
-            stack.enter_context(ranks.symmetric.bounded_by(SizeBound(*sizes_of_step)))
+            if not ranks.is_static:
+                stack.enter_context(ranks.symmetric.bounded_by(SizeBound(*bound[:-1])))
             updates: Any = None if bias_E is None else trace.named("updates", (), torch.int64)
-        router, w1, w2 = weights
-        kernels = kernels_of_route(x, router, config)
+        kernels = kernels_of_route(x, weights.router, config)
         assert kernels is not None
         linear, operations = kernels
-        logits = linear.logits(x, router, None)
+        logits = linear.logits(x, weights.router, weights.router_bias)
         topk = fused_topk(operations, logits, bias_E, config.K, config.router)
         context = RoutingContext(
             config=config,
@@ -282,92 +209,90 @@ def _traced(kind: Kind, sizes: tuple[int, ...]) -> Programs:
         routing = Routing.of(pairs, weights_N, T)
         prepared = transport.prepare(routing, plan_for(routing.counts, context.group.rank), x)
         call = replace(call, tile_aligned=routing.tile_aligned)
-        experts = ExpertWeights(w1, w2)
-        y, saved = forward(x, prepared, experts, call)
+        y, saved = forward(x, prepared, weights.of_experts, call)
         del prepared
-        given = [each.buffer.index for each in (x, *weights, bias_E) if each is not None]
+        given = numbers_of([x, *weights.present, *([] if bias_E is None else [bias_E])])
         later = []
         handle_sizes = saved.handle.without_lists()
         if any(kind.needs):
             later = [logits, pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N]
             later += [] if losses.dshares_BE is None else [losses.dshares_BE]
+            later += [saved.rows] if call.save_dispatched else []
             later += [saved.h_PJ, saved.weights_P, *saved.handle.lists()]
         lists = [] if ranks is None else [pairs.topk_ids_TK, pairs.expert_ids_N, pairs.chosen_N]
         lists += [] if ranks is None else (pairs.balance_counts or ())
-        later += lists
-        outputs, packed = [y, losses.value, entropy_T, pairs.token_ids_N], [*pairs.counts]
+        later: list[Any] = [*later, *lists]
+        outputs: list[Any] = [y, losses.value, entropy_T, pairs.token_ids_N]
+        packed: list[Any] = [*pairs.counts]
         has_shares = losses.dshares_BE is not None
         trace.finish()
-    program = Program(trace, given, *(cast(list[Slot], each) for each in (outputs, later, packed)))
-    described = [
-        (each.shape, each.dtype, start, each.strides)
-        for each, start in zip(cast(list[Slot], later), program.in_block, strict=True)
-    ]
-    backwards = {}
+    program, backwards = Program(trace, given, outputs, later, packed), {}
     if any(kind.needs):
+        saved = Later.of(later, program)[: len(later) - len(lists)]
         for has_loss in (False, True):
-            saved = described[: len(described) - len(lists)]
-            of_backward = _trace_backward(kind, trace, saved, handle_sizes, call, kernels, has_loss, has_shares)
+            of_backward = _traced_backward(kind, trace, saved, handle_sizes, call, kernels, has_loss, has_shares)
             backwards[has_loss] = Program(*of_backward)
-    return Programs(program, backwards, len(lists), 0 if ranks is None else ranks.symmetric.generation)
+    return Programs(program, backwards, 0 if ranks is None else ranks.symmetric.generation, num_lists=len(lists))
 
 
-def _trace_backward(
+def _traced_backward(
     kind: Kind,
     of_forward: Trace,
-    later: list[Any],
+    later: list[Later],
     handle_sizes: HandleSizes,
     call: Call,
     kernels: Any,
     has_loss: bool,
     has_shares: bool,
-) -> tuple[Trace, list[Any], list[Any]]:
+) -> tuple[Trace, list[int], list[Any]]:
     config, (T, *_) = kind.config, of_forward.sizes
     linear, operations = kernels
     trace = Trace.like(of_forward)
     with trace, parts_made_by(trace.fixed_part):
-        given: list[Any] = [trace.input((T, config.d), kind.dtype)]
-        if has_loss:
-            given.append(trace.input((), torch.float32))
-        given.append(trace.input((T, config.d), kind.dtype))
+        dy: Any = trace.input((T, config.d), kind.dtype)
+        dloss: Any = trace.input((), torch.float32) if has_loss else None
+        x: Any = trace.input((T, config.d), kind.dtype)
         weights = _weights(trace, kind)
-        own = [trace.input(shape, dtype, strides) for shape, dtype, start, strides in later if start is None]
-        block = trace.input((T,), torch.uint8)
-        given += [*weights, *own, *([block] * (len(own) < len(later)))]
-        saved: list[Any] = [
-            own.pop(0) if start is None else trace.part(block, start, shape, dtype, strides)
-            for shape, dtype, start, strides in later
-        ]
-        del own, block
-        inputs, dloss = [each.buffer.index for each in given], given[1] if has_loss else None
-        dy, x = given[0], given[1 + has_loss]
-        del given
-        router, w1, w2 = weights
+        saved, own = cast(tuple[list[Any], list[Any]], Later.inputs(trace, later))
+        inputs = numbers_of([dy, *([dloss] if has_loss else []), x, *weights.present, *own])
+        del own
         logits, ids, token_ids, expert_ids, *rest = saved
         del saved
         dshares = rest.pop(0) if has_shares else None
+        rows = rest.pop(0) if call.save_dispatched else x
         h, weights_P, *lists = rest
         del rest
-        state = SavedForBackward(x, h, weights_P, handle_sizes.with_lists(lists))
-        del h, weights_P
-        of_x, of_router, *needs = kind.needs
-        grads = backward(dy, state, ExpertWeights(w1, w2), call, (*needs, False, False, False, False))
+        state = SavedForBackward(rows, h, weights_P, handle_sizes.with_lists(lists))
+        del h, weights_P, rows
+        left = [*kind.needs]
+        of_x, of_router, of_bias, *needs = left.pop(0), *[is_there and left.pop(0) for is_there in kind.present]
+        grads = backward(dy, state, weights.of_experts, call, (*needs, False, False))
         loss = None if dloss is None else LossGradient(dloss, dshares)
         gradients = PairGradients(token_ids, expert_ids, grads.dweights_N)
         dlogits = operations.logits_gradient(logits, ids, gradients, loss, config.router)
         dx, drouter = linear.gradients(
-            dlogits, x, router, of_x=of_x, of_weight=of_router, dx_others_TH=grads.dx_TH if of_x else None
+            dlogits, x, weights.router, of_x=of_x, of_weight=of_router, dx_others_TH=grads.dx_TH if of_x else None
         )
-        found = dx, drouter, grads.dw1, grads.dw2
-        outputs = [each for each, needed in zip(found, kind.needs, strict=True) if needed]
+        dbias = by_torch(_sum_of_tokens, (config.E,), torch.float32, dlogits) if of_bias else None
+        found = dx, drouter, dbias, grads.dw1, grads.dw2, grads.db1_eJ, grads.db2_eH
+        outputs: list[Any] = [each for each in found if each is not None]
         trace.finish()
     return trace, inputs, outputs
 
 
-def _weights(trace: Trace, kind: Kind) -> list[Any]:
-    """Returns slots for the router's weight, w1 and w2. The code takes slots for tensors."""
+def _sum_of_tokens(dlogits_TE: Tensor) -> Tensor:
+    return dlogits_TE.sum(0)
+
+
+def _weights(trace: Trace, kind: Kind) -> LayerWeights:
+    """Returns slots for the weights. The code takes slots for tensors."""
     c = kind.config
     J = 2 * c.n if activation_named(c.activation).gated else c.n
     e = c.E if kind.ranks is None else c.E // kind.ranks.group.size
-    experts = [trace.input(shape, kind.dtype) for shape in ((e, J, c.d), (e, c.d, c.n))]
-    return [trace.input((c.E, c.d), kind.router), *experts]
+    shapes = (c.E, c.d), (c.E,), (e, J, c.d), (e, c.d, c.n), (e, J), (e, c.d)
+    dtypes = kind.router[0], kind.router[-1], *[kind.dtype] * 4
+    slots: list[Any] = [
+        trace.input(shape, dtype) if is_there else None
+        for shape, dtype, is_there in zip(shapes, dtypes, kind.present, strict=True)
+    ]
+    return LayerWeights(*slots)

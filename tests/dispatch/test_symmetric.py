@@ -310,9 +310,9 @@ def grown_after_capture(rank: int, folder: str) -> list[int]:
         everything(transport, rank, case, torch.float32)
         transport.all_gather(counts_of(rank, 0, FRAME_INTS * factor))
         if factor == 3:
-            can_read, symmetric.host_can_read = symmetric.host_can_read, lambda _: False
+            can_read, symmetric.host_may_wait = symmetric.host_may_wait, lambda _: False
             transport.all_gather(counts_of(rank, 0, FRAME_INTS * factor))
-            symmetric.host_can_read = can_read
+            symmetric.host_may_wait = can_read
         if factor > 1:
             counts.append(len(given))
             given.clear()

@@ -15,24 +15,28 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
-from sonic_ep import EPGroup, MoEConfig
+from sonic_ep import EPGroup, MoEConfig, TransportConfig
 from sonic_ep.dispatch.speculation import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.kernels import backend
-from sonic_ep.kernels.launch_sequence.driver import UnavailableError, compiled
 from sonic_ep.kernels.program import native, program
+from sonic_ep.kernels.program.c_library import UnavailableError, compiled_library
+from sonic_ep.kernels.program.foreign import Arguments
+from sonic_ep.kernels.program.mailbox import Mailbox
+from sonic_ep.kernels.program.native import ITEM
+from sonic_ep.kernels.program.program import Program
 from sonic_ep.kernels.route.status.reference import HEADER
 from sonic_ep.routing import SplitSizes
-from sonic_ep.steps import layer_step
-from sonic_ep.steps.layer_step import Kind, Ranks
+from sonic_ep.steps import programs
+from sonic_ep.steps.layer_step import Kind
+from sonic_ep.steps.programs import Ranks
 from sonic_ep.symmetric_memory import PeerMemory
 from sonic_ep.transports import GroupTransport
 
 CUDA, HOPPER = torch.device("cuda", 0), (9, 0)
 _SMS, _LAUNCH = 132, "sonic_ep.kernels.common.launch"
-_MAX_TOKENS = 2**14  # of a rank, on several
+_MAX_TOKENS, STATIC_TOKENS = 2**14, 4096  # of a rank, on several
 _nothing = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)  # C passes more arguments, which it does not read
 
 
@@ -89,7 +93,7 @@ def fake_cuda() -> Generator[Memory]:
     for package in (*backend.CUDA_MODULES, "tvm_ffi"):
         pytest.importorskip(package)
     try:
-        library = ctypes.PyDLL(str(compiled("launch.c")))
+        library = ctypes.PyDLL(str(compiled_library()))
     except UnavailableError as error:
         pytest.skip(str(error))
     memory = Memory()
@@ -102,9 +106,10 @@ def fake_cuda() -> Generator[Memory]:
         replace(torch.cuda, get_device_properties=lambda _=None: properties)
         replace(torch.cuda, is_current_stream_capturing=lambda: False)
         replace(torch.cuda, Stream=lambda _: SimpleNamespace(cuda_stream=0))
-        replace(layer_step, launcher=lambda: launch)
+        replace(programs, launcher=lambda: launch)
         of_cpu, counter = native.number_of_device_type("cpu"), torch.zeros(2, dtype=torch.int32)
         replace(program, launcher=lambda: launch, raw_stream=lambda _: 0, new_event=lambda: 1)
+        replace(program, ensure_context=lambda _: None)
         replace(program, number_of_device_type=lambda _: of_cpu, tile_counter=lambda *_, **__: counter)
         _replace_triton(stack)
         _replace_gemms(stack)
@@ -165,11 +170,16 @@ def kind_of(
     config: MoEConfig, num_ranks: int = 1, *, training: bool = True, dtype: torch.dtype = torch.bfloat16
 ) -> Kind:
     """The step of a layer on such a GPU, of which everything needs gradients in training."""
-    ranks = None if num_ranks == 1 else _ranks(config, num_ranks, dtype)
-    return Kind(config, training, (training,) * 4, dtype, torch.float32, CUDA, ranks)
+    ranks = None if num_ranks == 1 else ranks_of(num_ranks, config.d, config.E, config.K, dtype=dtype)
+    biases = config.router.linear_bias, config.bias, config.bias
+    present = True, biases[0], True, True, *biases[1:]
+    needs, router = (training,) * (1 + sum(present)), (torch.float32,) * (1 + biases[0])
+    return Kind(config, training, needs, present, dtype, router, CUDA, ranks)
 
 
-def _ranks(config: MoEConfig, size: int, dtype: torch.dtype) -> Ranks:
+def ranks_of(
+    size: int, d: int, E: int, K: int, *, dtype: torch.dtype = torch.bfloat16, is_static: bool = False
+) -> Ranks:
     """Ranks of which only the first exists: all have its memory."""
     group: Any = EPGroup.alone()
     group.size, group.name, group._watch = size, "imitated", SimpleNamespace(layer=0)
@@ -178,11 +188,31 @@ def _ranks(config: MoEConfig, size: int, dtype: torch.dtype) -> Ranks:
         own = torch.empty(num_bytes, dtype=torch.uint8)
         return PeerMemory(own, torch.zeros(size, dtype=torch.int64), [own] * size)
 
-    symmetric = SymmetricTransport(group, allocate, timeout=60)
-    symmetric.reserve(config.d * dtype.itemsize, SizeBound(_MAX_TOKENS, 0, 2 * config.K * _MAX_TOKENS))
-    symmetric._buffers.counts(16 * config.E)
+    symmetric = SymmetricTransport(group, allocate, timeout=60, static=is_static)
+    symmetric.reserve(d * dtype.itemsize, SizeBound(_MAX_TOKENS, 0, 2 * K * _MAX_TOKENS))
+    symmetric._buffers.counts(16 * E)
+    symmetric._tokens = STATIC_TOKENS if is_static else None
     symmetric._signal_pad()
     transport: Any = GroupTransport.__new__(GroupTransport)
-    transport.group, transport.config, transport._chosen = group, config.transport, {CUDA.type: symmetric}
-    sizes: Tensor = torch.zeros(SplitSizes.num_values(size, HEADER), dtype=torch.int64)
-    return Ranks(group, transport, symmetric, 1, sizes)
+    transport.group, transport.config, transport._chosen = group, TransportConfig(), {CUDA.type: symmetric}
+    return Ranks(group, transport, symmetric, is_static, 1, mailbox(size))
+
+
+def mailbox(num_ranks: int) -> Mailbox:
+    made: Any = Mailbox.__new__(Mailbox)
+    made.values, made._event = torch.zeros(SplitSizes.num_values(num_ranks, HEADER), dtype=torch.int64), 1
+    return made
+
+
+def described(program: Program, sizes: tuple[int, ...]) -> dict[str, object]:
+    """All that a run with these sizes depends on, but for what is at another address in each program."""
+    native: Any = program._native[2]
+    items, arguments, held = native
+    return {
+        "values": program._values_for(sizes),
+        "segments": program._segments,
+        "items": [each[2:] for each in ITEM.iter_unpack(items.raw)],
+        "arguments": [*arguments],
+        "GEMMs": [(each._bytes, each._pointers, each.patches) for each in held if isinstance(each, Arguments)],
+        "outputs": (program._outputs, program.extra, [getattr(each, "text", each) for each in program.in_block]),
+    }

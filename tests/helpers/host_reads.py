@@ -19,7 +19,10 @@ _METHODS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__"
 # Operations that return a value, or a tensor with a shape that depends on values.
 _OPERATIONS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim")
 _KERNELS = ("triton/runtime/interpreter.py", "kernels/experts/reference.py")
-_SEEN_BY_CAPTURES = ("async_d2h", "integrations.recorded_experts", "integrations.transformers.rounding")
+_SEEN_BY_CAPTURES = (
+    *("async_d2h", "routers.count_exchange", "dispatch.symmetric"),
+    *("integrations.framework_experts", "integrations.transformers.rounding"),
+)
 
 
 class Step(TorchDispatchMode):

@@ -9,7 +9,7 @@ _WARM_UP = 4
 
 
 def assert_nothing_waits(call: Callable[[], object]) -> None:
-    """Run `call` until its kernels are compiled and its launches recorded, and again under torch's watch.
+    """Run `call` until its kernels are compiled and its programs traced, and again under torch's watch.
 
     That raises where the host waits.
     """

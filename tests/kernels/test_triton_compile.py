@@ -88,7 +88,6 @@ KERNELS = [
         )
         for parts, columns, block, overlapped in ((2, 2, 256, True), (75, 128, 32, True), (1, 1, 256, False))
     ),
-    TritonKernel("interleave.triton", "_interleaved", "*bf16 *bf16 *bf16 i32 i32 i32", {"BLOCK": 2048}),
     *(
         TritonKernel(
             "lora.triton",

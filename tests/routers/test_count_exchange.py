@@ -15,7 +15,7 @@ from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.route.select.reference import MAX_TOKENS
 from sonic_ep.kernels.route.status.reference import HEADER
-from sonic_ep.routers.count_exchange import RankStatus, decided_counts, gather_counts, raise_problems
+from sonic_ep.routers.count_exchange import RankStatus, gather_counts, raise_problems
 from sonic_ep.routers.router import Router
 from tests.helpers.launch import RankPool
 
@@ -226,19 +226,6 @@ def test_alone_the_counts_are_the_reports() -> None:
     assert counts.rows_SE.tolist() == counts.pairs_SE.tolist() == [[8, 16, 0]]
     assert counts.tokens_S.tolist() == [20]
     assert counts.t == 8
-
-
-def test_counts_that_were_decided_are_returned_and_the_other_work_is_done() -> None:
-    status, work = status_of([5, 12, 0]), []
-    counts, split_sizes, _ = gather_counts(status, ROUNDINGS["nearest"], EPGroup.alone())
-    assert split_sizes is not None
-    with decided_counts(counts, split_sizes.read()):
-        again = gather_counts(status_of([9, 9, 9]), ROUNDINGS["nearest"], EPGroup.alone(), None, lambda: work.append(1))
-        gather_counts(status, ROUNDINGS["nearest"], EPGroup.alone())
-    assert again.counts is counts
-    assert again.split_sizes is not None
-    assert again.split_sizes.read() == split_sizes.read()
-    assert work == [1]
 
 
 def test_a_lost_peer_has_precedence_over_a_problem() -> None:

@@ -223,7 +223,7 @@ def in_mixed_precision(rank: int, world: int) -> tuple[list[int], list[bool]]:
         for parameter in model.parameters():
             assert isinstance(parameter.grad, DTensor)
             found.append(parameter.grad.to_local())
-        numbers.append(model.moe.num_repeated)
+        numbers.append(model.moe.num_programs)
         results.append(found)
     return numbers, [torch.equal(one, two) for one, two in zip(*results, strict=True)]
 

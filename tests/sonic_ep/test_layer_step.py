@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonic_ep import MoEConfig, RoundingConfig, RouterConfig, load_config
-from sonic_ep.kernels.program.foreign import Arguments
-from sonic_ep.kernels.program.native import ITEM
-from sonic_ep.kernels.program.program import Program
 from sonic_ep.steps import layer_step
-from sonic_ep.steps.layer_step import Kind, LayerStep, StepCall, run
-from tests.helpers.fake_cuda import Memory, Shape, fake_cuda, kind_of
+from sonic_ep.steps.layer_step import Kind, StepCall, run
+from sonic_ep.steps.programs import StepPrograms
+from tests.helpers.fake_cuda import Memory, Shape, described, fake_cuda, kind_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = "sonic_ep", "kernels", "dispatch", "routers"
@@ -38,6 +36,10 @@ CONFIGS = {
     "bias": replace(NEAREST, router=RouterConfig(expert_bias=True)),
     "losses": replace(NEAREST, router=RouterConfig(balance="batch", balance_coef=0.01, z_loss_coef=0.001)),
     "groups": replace(PLAIN, router=RouterConfig(score="sigmoid", num_groups=8, groups_per_token=4)),
+    "biases": replace(NEAREST, bias=True, router=RouterConfig(linear_bias=True)),
+    "sequence": replace(NEAREST, router=RouterConfig(balance="sequence", balance_coef=0.01)),
+    "global": replace(NEAREST, router=RouterConfig(balance="global", balance_coef=0.01, expert_bias=True)),
+    "rows": replace(NEAREST, save_dispatched=True),
 }
 
 
@@ -45,20 +47,6 @@ CONFIGS = {
 def memory() -> Iterator[Memory]:
     with fake_cuda() as memory:
         yield memory
-
-
-def described(program: Program, sizes: Sizes) -> dict[str, object]:
-    """All that a run with these sizes depends on, but for what is at another address in each program."""
-    native: Any = program._native[2]
-    items, arguments, held = native
-    return {
-        "values": program._values_for(sizes),
-        "segments": program._segments,
-        "items": [each[2:] for each in ITEM.iter_unpack(items.raw)],
-        "arguments": [*arguments],
-        "GEMMs": [(each._bytes, each._pointers, each.patches) for each in held if isinstance(each, Arguments)],
-        "outputs": (program._outputs, program.extra, [getattr(each, "text", each) for each in program.in_block]),
-    }
 
 
 @pytest.mark.usefixtures("memory")
@@ -70,10 +58,10 @@ def test_a_program_of_other_sizes_is_the_one_that_these_would_give(name: str, tr
     kind = kind_of(CONFIGS[name], num_ranks, training=training)
     for traced, other in (
         ((8192, 4096, 8192, 70_000, 70_000, 5), (7008, 3504, 7100, 60_001, 61_003, 8)),
-        ((640, 320, 700, 6000, 6000, 0), (3008, 3008, 3010, 30_100, 30_001, 3)),
+        ((640, 320, 700, 6000, 6000, 0), (3008, 1504, 3010, 30_100, 30_001, 3)),
     ):
         length = len(kind.usual_sizes)
-        one, two = (layer_step._traced(kind, sizes[:length]) for sizes in (traced, other))
+        one, two = (layer_step.traced(kind, sizes[:length]) for sizes in (traced, other))
         assert one.forward.fits(*other[:length])
         assert one.backward.keys() == two.backward.keys() == ({False, True} if training else set())
         passes = [(one.forward, two.forward), *zip(one.backward.values(), two.backward.values(), strict=True)]
@@ -87,7 +75,7 @@ def test_a_program_of_other_sizes_is_the_one_that_these_would_give(name: str, tr
     [("off", 1, 6), ("off", 2, 8), ("losses", 2, 16)],  # the losses' kernel is one of two, by whether 16 divides L
 )
 def test_few_programs_serve_all_lengths(name: str, num_ranks: int, most: int) -> None:
-    kind, step = kind_of(CONFIGS[name], num_ranks), LayerStep()
+    kind, step = kind_of(CONFIGS[name], num_ranks), StepPrograms(layer_step.traced)
     for T in (*range(1, 40), *range(40, 9001, 61)):
         rows = -(-8 * T // 128) * 128 + 8192
         assert step.find(kind, (T, T, T, rows, rows, -1)[: len(kind.usual_sizes)]) is not None
@@ -95,9 +83,9 @@ def test_few_programs_serve_all_lengths(name: str, num_ranks: int, most: int) ->
 
 
 def test_a_step_that_cannot_be_traced_runs_the_code(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
-    kind, step = kind_of(PLAIN), LayerStep()
+    kind, step = kind_of(PLAIN), StepPrograms(layer_step.traced)
     with (
-        patch.object(layer_step, "_traced", side_effect=AttributeError("no such method")) as traced,
+        patch.object(step, "_traced", side_effect=AttributeError("no such method")) as traced,
         caplog.at_level(logging.WARNING, "sonic_ep.launches"),
     ):
         assert [step.find(kind, (T, T)) for T in (512, 512, 8)] == [None] * 3
@@ -117,14 +105,14 @@ class Inputs(NamedTuple):
 def inputs(kind: Kind, T: int) -> Inputs:
     c, e = kind.config, kind.config.E // (1 if kind.ranks is None else kind.ranks.group.size)
     shapes = (T, c.d), (c.E, c.d), (e, 2 * c.n, c.d), (e, c.d, c.n)
-    dtypes = kind.dtype, kind.router, kind.dtype, kind.dtype
+    dtypes = kind.dtype, *kind.router, kind.dtype, kind.dtype
     found = (torch.empty(*s, dtype=t, requires_grad=True) for s, t in zip(shapes, dtypes, strict=True))
     return Inputs(*found)
 
 
 @pytest.mark.parametrize("config", [PLAIN, CONFIGS["nearest"]], ids=lambda config: config.name)
 def test_memory_of_a_step(memory: Memory, config: MoEConfig) -> None:
-    kind, step = kind_of(config, 2), LayerStep()
+    kind, step = kind_of(config, 2), StepPrograms(layer_step.traced)
     T, P, d, n, e = 8192, 70_000, config.d, config.n, config.E // 2
     sizes, extra = (T, T, T, P, P, 0), {"regions": torch.zeros(2, dtype=torch.int64)}
     allocated = list[Shape]()
@@ -158,6 +146,18 @@ def test_memory_of_a_step(memory: Memory, config: MoEConfig) -> None:
     assert (P, 2 * n) in others
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_step_without_gradients_keeps_its_outputs_alone(memory: Memory, training: bool) -> None:
+    kind, T = kind_of(NEAREST, training=training), 512
+    kind = replace(kind, needs=(False,) * len(kind.needs))
+    programs = layer_step.traced(kind, (T, T))
+    given = inputs(kind, T)
+    with torch.no_grad():
+        y_TH, loss, statistics = run(programs, kind, (T, T), StepCall(), *given)
+    outputs = y_TH, loss, *statistics[:2]  # the counts are views of another tensor
+    assert Counter(memory.live.values()) == Counter(tuple(each.shape) for each in outputs)
+
+
 def calls_of(function: Callable[[], object]) -> tuple[int, Counter[str]]:
     """The number of calls of Python functions of the product in this call, and those by file. Not those of C, torch,
     the standard library, and the tests."""
@@ -181,7 +181,7 @@ def calls_of(function: Callable[[], object]) -> tuple[int, Counter[str]]:
 def test_a_step_calls_little_python() -> None:
     """Counts calls of functions of ours, from `find` on, in a step whose program there is."""
     config = MoEConfig(d=256, n=128, E=16, K=4, rounding=RoundingConfig(mode="nearest"))
-    kind, step, T = kind_of(config), LayerStep(), 512
+    kind, step, T = kind_of(config), StepPrograms(layer_step.traced), 512
     given, dy_TH = inputs(kind, T), torch.empty(T, config.d, dtype=torch.bfloat16)
 
     def forward() -> Tensor:

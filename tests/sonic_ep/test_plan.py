@@ -82,9 +82,9 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["rounding"] == "apportion, t=128, G=128"
     assert found["assignments changed, predicted"] == "6.5%"
     assert found["pairs a rank computes"] == "65,536"
-    assert found["a layer saves, H"] == "204.0 MiB"
-    assert found["in all"] == "68,397.1 MiB"
-    assert found["left for the rest of the model"] == "13,522.9 MiB of 80 GiB"
+    assert found["a layer saves, H"] == "198.0 MiB"
+    assert found["in all"] == "68,096.6 MiB"
+    assert found["left for the rest of the model"] == "13,823.4 MiB of 80 GiB"
     assert printed(capsys, *arguments, "--gpu-memory", "48")["left for the rest of the model"].endswith("too little")
     alone = printed(capsys, "--config", "tiny", "--tokens", "64")
     assert "buffers over symmetric memory" not in alone

@@ -93,7 +93,7 @@ def measured(rank: int, name: str, buffers: Buffers, ranks: int) -> dict[str, fl
     x = torch.randn_like(dout).requires_grad_()
     for _ in range(4):
         torch.autograd.grad(layer(x).y, [x, *layer.parameters()], dout)
-    assert layer.num_repeated >= 1
+    assert layer.num_programs >= 1
     del x
     gc.collect()
     torch.cuda.synchronize()

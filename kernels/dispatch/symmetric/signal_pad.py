@@ -73,10 +73,6 @@ class SignalPad:
         """The arguments that every kernel of a stage takes, in this order."""
         return self.signals_S, self.state, self.host_status, self.timeout, self.rank
 
-    def tensors(self) -> list[Tensor]:
-        """Returns the tensors that kernels get."""
-        return [self.signals_S, self.state, self.host_status]
-
     def lost_peer(self) -> tuple[Stage, int] | None:
         """Returns (stage, rank) of a lost peer, or None if there is none. Does not block."""
         host_status = int(self.host_view[0])

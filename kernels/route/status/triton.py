@@ -34,7 +34,7 @@ def _pack_rank_status(
     """Packs one rank's status header and counts.
 
     A program copies BLOCK of the E counts behind the header. Program 0 also writes the four header fields. order: by
-    value, so that a recording relocates it like an address (dispatch/bounded_steps.py).
+    value, because a program takes it as it takes sizes (dispatch/bounded_steps.py).
     Grid: (cdiv(E, BLOCK),). Example: see reference.py.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

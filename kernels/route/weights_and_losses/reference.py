@@ -50,8 +50,7 @@ def weights_of_pairs(
         # We divide before the gather: pairs are distinct, so its backward never adds two gradients atomically.
         divided_N = (scores_TE / sums_T1).reshape(-1).index_select(0, pairs_N)
         if config.score == "softmax":
-            # Not torch.where: its backward allocates where no recording of launches sees it.
-            divided_N = divided_N.masked_fill(~chosen_N, 0) + weights_N.masked_fill(chosen_N, 0)
+            divided_N = divided_N.where(chosen_N, weights_N)
         weights_N = divided_N
     return weights_N * config.scale if config.scale != 1 else weights_N
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.common.launch import fast_launch
 from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
+from sonic_ep.kernels.program.trace import by_torch
 from sonic_ep.kernels.route.interface import Losses, LossGradient, PairGradients
 from sonic_ep.kernels.route.scores import programs_for, sigmoid, softmax, tile_of
 
@@ -373,7 +374,8 @@ def losses(logits_TE: Tensor, ids_TK: Tensor, times_SE: Tensor, num_sequences: i
         num_warps=8,
         **flags,
     )
-    return Losses(losses_B.as_strided((), ()) if B == 1 else losses_B.sum(), dshares_BE)
+    value = losses_B.as_strided((), ()) if B == 1 else by_torch(torch.sum, (), losses_B.dtype, losses_B)
+    return Losses(value, dshares_BE)
 
 
 def logits_gradient(

@@ -18,8 +18,8 @@ from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.deepspeed.autoep_fields import activation_of, check, config_of
 from sonic_ep.integrations.deepspeed.autoep_router import SonicEPRouter
+from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts, RouterTensors
 from sonic_ep.transports import transport_for
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -82,13 +82,13 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
     def _use_group(self, group: EPGroup) -> None:
         self.ep, options = group, self.experts.options
         transport = transport_for(group, options.transport)
-        self._recorded = RecordedExperts(group, transport, self.top_k, records=options.record_launches)
+        self._experts = FrameworkExperts(group, transport, self.top_k, as_programs=options.record_launches)
 
     def _forward(self, hidden_states: Tensor) -> Any:
         H = hidden_states.shape[-1]
         x_TH = hidden_states.reshape(-1, H)
-        given = self.router(x_TH, self.ep, self._recorded.transport)
-        out_TH, (counts_E,) = self.experts(x_TH, given, self._recorded)
+        given = self.router(x_TH, self.ep, self._experts.transport)
+        out_TH, (counts_E,) = self.experts(x_TH, given, self._experts)
         output = out_TH.view_as(hidden_states)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts_E)  # after `moe`, which raises if any rank has a problem
@@ -106,7 +106,7 @@ class SonicEPGroupedExperts(GroupedExperts):
         self.our_activation, self.options = our_activation, options
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x_TH: Tensor, given: RouterTensors, recorded: RecordedExperts
+        self, x_TH: Tensor, given: RouterTensors, computes: FrameworkExperts
     ) -> tuple[Tensor, list[Tensor]]:
         """Returns each token's weighted sum over its experts, (T, H) like x, and the other tensors of the route.
 
@@ -119,7 +119,7 @@ class SonicEPGroupedExperts(GroupedExperts):
         }
         if torch.compiler.is_compiling():
             routing, others = given.route(*given.tensors)
-            where = {"transport": recorded.transport, "group": recorded.group}
+            where = {"transport": computes.transport, "group": computes.group}
             return moe(x_TH, routing, gate_eIH, down_eHI, up_eIH=up_eIH, **where, **settings), others
         call = ExpertsCall(
             x_TH=x_TH,
@@ -127,11 +127,6 @@ class SonicEPGroupedExperts(GroupedExperts):
             weights=(gate_eIH, down_eHI, None, None),
             up_eIH=up_eIH,
             route=given.route,
-            training=self.training,
             settings={**settings, "layer_key": id(self)},
-            problem=given.problem or self._problem_with_recording(),
         )
-        return recorded.with_others(call)
-
-    def _problem_with_recording(self) -> str | None:
-        return "ZeRO 3 gathers the weights in every pass" if hasattr(self.w1, "ds_id") else None
+        return computes.with_others(call)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.integrations.recorded_experts import RouterTensors
+from sonic_ep.integrations.framework_experts import RouterTensors
 from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.router import route
 from sonic_ep.routing import Routing
@@ -42,8 +42,7 @@ class SonicEPRouter(TokenChoiceTopKRouter):
             training=self.training,
             exchange=exchange,
         )
-        draws = self.training and self.config.rounding.draws_numbers
-        return RouterTensors(tensors, partial(self._route, context), "rounding draws random numbers" if draws else None)
+        return RouterTensors(tensors, partial(self._route, context))
 
     def _route(
         self, context: RoutingContext, logits_TE: Tensor, bias_E: Tensor | None = None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sonic_ep.functional import moe
 from sonic_ep.integrations.deepspeed.module_experts import ModuleExperts
 from sonic_ep.integrations.deepspeed.template import SUPPORTED, Template, read_template
-from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts, RouterTensors
+from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
 
 # Our names -> the template's, in the order of an MLP of two layers.
 NAMES = {"w1": "w1", "bias1": "b1", "w2": "w2", "bias2": "b2"}
@@ -79,29 +79,27 @@ class StackedExperts(nn.Module):
         return [self.w1.dtype]
 
     def forward(
-        self, x_TH: Tensor, given: RouterTensors, recorded: RecordedExperts, *, save_dispatched: bool
+        self, x_TH: Tensor, given: RouterTensors, computes: FrameworkExperts, *, save_dispatched: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Returns `moe` of these experts, (T, H) in the dtype of x, and the other tensors of the route. A collective.
 
-        The weights are cast to the dtype of x. recorded: of the layer.
+        The weights are cast to the dtype of x. computes: them, of the layer.
         """
         values = {name: value.to(x_TH.dtype) for name, value in self.stacked().items()}
         weights = values["w1"], values["w2"], values.get("b1"), values.get("b2")
         settings: dict[str, Any] = {"activation": self.template.activation, "save_dispatched": save_dispatched}
         if torch.compiler.is_compiling():
             routing, others = given.route(*given.tensors)
-            where = {"transport": recorded.transport, "group": recorded.group}
+            where = {"transport": computes.transport, "group": computes.group}
             return moe(x_TH, routing, *weights, **where, **settings), others
         call = ExpertsCall(
             x_TH=x_TH,
             routed=given.tensors,
             weights=weights,
             route=given.route,
-            training=self.training,
             settings={**settings, "layer_key": id(self)},
-            problem=given.problem,
         )
-        return recorded.with_others(call)
+        return computes.with_others(call)
 
     def stacked(self) -> dict[str, Tensor]:
         """Returns the parameters by the template's names, with experts along dim 0."""

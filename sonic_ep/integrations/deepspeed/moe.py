@@ -24,8 +24,8 @@ from sonic_ep.integrations.deepspeed.module_experts import ModuleExperts
 from sonic_ep.integrations.deepspeed.moe_options import check
 from sonic_ep.integrations.deepspeed.optimizer_states import guard_optimizer_states
 from sonic_ep.integrations.deepspeed.topk_gate import TopKGate
+from sonic_ep.integrations.framework_experts import FrameworkExperts
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.integrations.recorded_experts import RecordedExperts
 from sonic_ep.transports import transport_for
 
 
@@ -122,7 +122,7 @@ class RoutedExperts(nn.Module):
         self.gate, self.experts, self.options = gate, experts, options
         self.ep_size = ep_size
         self.group: EPGroup | None = None
-        self._recorded: RecordedExperts | None = None
+        self._experts: FrameworkExperts | None = None
         if ep_size == 1:
             self._use_group(EPGroup.alone())
 
@@ -136,7 +136,7 @@ class RoutedExperts(nn.Module):
     def _use_group(self, group: EPGroup) -> None:
         self.group, options = group, self.options
         transport = transport_for(group, options.transport)
-        self._recorded = RecordedExperts(group, transport, self.gate.k, records=options.record_launches)
+        self._experts = FrameworkExperts(group, transport, self.gate.k, as_programs=options.record_launches)
 
     def forward(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(self.experts, ModuleExperts):
@@ -148,17 +148,17 @@ class RoutedExperts(nn.Module):
         return self._routed(x, used_token)
 
     def _routed(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        if self.group is None or self._recorded is None:
+        if self.group is None or self._experts is None:
             raise RuntimeError(
                 f"the layer has no expert-parallel group of ep_size={self.ep_size} yet: call deepspeed.initialize, or "
                 "set_deepspeed_parallelism() on every rank"
             )
         x_TH, problem = self._rows(x)
         used_T, used_problem = self._used(used_token, x_TH)
-        where: dict[str, Any] = {"group": self.group, "exchange": self._recorded.transport}
+        where: dict[str, Any] = {"group": self.group, "exchange": self._experts.transport}
         x_TH, given = self.gate(x_TH, used_T, problem=problem or used_problem, **where)
         save_dispatched = self.options.save_dispatched
-        y_TH, (l_aux, counts_E) = self.experts(x_TH, given, self._recorded, save_dispatched=save_dispatched)
+        y_TH, (l_aux, counts_E) = self.experts(x_TH, given, self._experts, save_dispatched=save_dispatched)
         return y_TH.view_as(x), l_aux, counts_E
 
     def _rows(self, x: object) -> tuple[Tensor, str | None]:

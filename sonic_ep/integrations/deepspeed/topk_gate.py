@@ -26,7 +26,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, without im
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.integrations.recorded_experts import RouterTensors
+from sonic_ep.integrations.framework_experts import RouterTensors
 from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.router import Routed, Router, route
 from sonic_ep.routers.topk import TopK, compute_topk
@@ -105,10 +105,8 @@ class TopKGate(nn.Module):
             problem=problem,
             exchange=exchange,
         )
-        draws = self.training and (self.samples or self.wg.config.rounding.draws_numbers)
-        why = problem or ("the layer draws random numbers" if draws else None)
         tensors = [logits_TE] if used_T is None else [logits_TE, used_T]
-        return x_TH, RouterTensors(tensors, partial(self._route, context), why)
+        return x_TH, RouterTensors(tensors, partial(self._route, context))
 
     def _route(
         self, context: RoutingContext, logits_TE: Tensor, used_T: Tensor | None = None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
+from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
 from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.megatron.checkpoint import (
     HeldExperts,
@@ -33,7 +34,6 @@ from sonic_ep.integrations.megatron.checkpoint import (
 from sonic_ep.integrations.megatron.groups import ExpertDivision
 from sonic_ep.integrations.megatron.routing_map import RouterOutput
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_for
@@ -74,7 +74,7 @@ class SonicEPExperts(MegatronModule):
         self.block = config.moe_mlp_glu_interleave_size if self.gated else None
         self.save_dispatched = options.save_dispatched
         K = config.moe_router_topk * self.parts
-        self._recorded = RecordedExperts(self.group, self.transport, K, records=options.record_launches)
+        self._experts = FrameworkExperts(self.group, self.transport, K, as_programs=options.record_launches)
         assert config.moe_ffn_hidden_size is not None  # TransformerConfig fills it in
         H, I = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size // self.parts  # noqa: E741
         J = 2 * I if self.gated else I
@@ -168,12 +168,10 @@ class SonicEPExperts(MegatronModule):
             routed=routed.tensors,
             weights=(self.weight1, self.weight2, b1, b2),
             route=partial(routed.route, **self._of_routes(x_TH)),
-            training=self.training,
             is_bounded=routed.is_bounded,
             settings=settings,
-            problem=routed.problem,
         )
-        return self._recorded(call)
+        return self._experts(call)
 
     def routing_of(self, routed: RouterOutput, x: Tensor) -> Routing:
         """Returns the routing of what a router returned for x. A collective of the EP group."""

@@ -129,9 +129,9 @@ class SonicEPMoELayer(MoELayer):
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what dispatch gets: hidden states, in the latent size if there is one, and weights of pairs.
 
-        The weights are probs_TE, or (N,) of a FusedRouter. Rounding comes later, where recorded launches may repeat it.
-        But a batch that overlaps cuts autograd's graph after this step, and rounding reads the router's logits. So it
-        rounds here, and returns the (N,) weights of that.
+        The weights are probs_TE, or (N,) of a FusedRouter. Rounding comes later, in the forward of the experts. But a
+        batch that overlaps cuts autograd's graph after this step, and rounding reads the router's logits. So it rounds
+        here, and returns the (N,) weights of that.
         """
         hidden_states, probs = super().preprocess(hidden_states, probs, routing_map)
         if self.rounded_router is None or not self.training:
@@ -178,7 +178,7 @@ class SonicEPMoELayer(MoELayer):
         if parts > 1:
             probs, noted = (in_parts(each_TE, self.num_local_experts, parts) for each_TE in (probs, noted))
         if self.config.moe_expert_capacity_factor is not None:
-            return RouterOutput([probs, noted], functools.partial(routing_of_map, K=None), "tokens are dropped")
+            return RouterOutput([probs, noted], functools.partial(routing_of_map, K=None))
         return RouterOutput([probs, noted], functools.partial(routing_of_map, K=self.config.moe_router_topk * parts))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.integrations.megatron.routing_map import RouterOutput, topk_ids
-from sonic_ep.integrations.rounded_routing import rounded_routing, softmax
+from sonic_ep.integrations.rounded_routing import rounded_routing
 from sonic_ep.kernels.route.topk.reference import scores_of, topk_mask
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK
@@ -48,15 +48,14 @@ class RoundedRouter:
         """Returns what the rounded routing of the router's last (probs, routing_map) is made of. For training only."""
         logits, self._logits = self._logits, None
         assert logits is not None
-        bias_E, groups = self.router.expert_bias, self.config.moe_router_num_groups
+        bias_E = self.router.expert_bias
         tensors = [
             probs_TE,
             routing_map_TE,
             logits.reshape(routing_map_TE.shape),
             *([] if bias_E is None else [bias_E]),
         ]
-        problem = "groups are limited" if groups else None
-        return RouterOutput.of_rounding(tensors, self._routing, self.moe_config.rounding, problem)
+        return RouterOutput.of_rounding(tensors, self._routing, self.moe_config.rounding)
 
     def _routing(
         self,
@@ -72,7 +71,7 @@ class RoundedRouter:
         """
         K, is_softmax = self.config.moe_router_topk, self.config.moe_router_score_function == "softmax"
         ids_TK, wide_TE = topk_ids(routing_map_TE, K), logits_TE.float()
-        scores_TE = softmax(wide_TE) if is_softmax else scores_of(wide_TE, self.moe_config.router)
+        scores_TE = wide_TE.softmax(1) if is_softmax else scores_of(wide_TE, self.moe_config.router)
         ranking_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
         # If softmax comes after top-K, Megatron's group limits rank the logits.
         by_logits = is_softmax and not self.config.moe_router_pre_softmax

@@ -21,10 +21,7 @@ _OFF = RoundingConfig(mode="off")
 
 
 def topk_ids(routing_map_TE: Tensor, K: int) -> Tensor:
-    """Returns (T, K) int64: the K experts of each token, in order.
-
-    By operations that allocate no memory of their own, which a recording could not see.
-    """
+    """Returns (T, K) int64: the K experts of each token, in order."""
     chosen_TE = routing_map_TE.long()
     number_TE = chosen_TE.cumsum(1) * chosen_TE  # 1 for the first expert of a token, 0 for no expert
     numbers_K = torch.arange(1, K + 1, device=number_TE.device)
@@ -51,22 +48,18 @@ class PlainPairs(NamedTuple):
 class RouterOutput(NamedTuple):
     """What a router returns, and how a routing is made of it.
 
-    route: `routing_of_map`, `routing_of_pairs` or that of rounding, without the arguments that all need. problem: why
-    launches of the experts cannot be recorded, or None. is_bounded: see ExpertsCall.
+    route: `routing_of_map`, `routing_of_pairs` or that of rounding, without the arguments that all need. is_bounded:
+    see ExpertsCall.
     """
 
     tensors: list[Tensor]
     route: Callable[..., Routing]
-    problem: str | None = None
     is_bounded: bool = False
 
     @classmethod
-    def of_rounding(
-        cls, tensors: list[Tensor], route: Callable[..., Routing], rounding: RoundingConfig, problem: str | None = None
-    ) -> Self:
+    def of_rounding(cls, tensors: list[Tensor], route: Callable[..., Routing], rounding: RoundingConfig) -> Self:
         """Returns what a router and then `rounding` make."""
-        problem = "rounding draws random numbers" if rounding.draws_numbers else problem
-        return cls(tensors, route, problem, rounding.capacity_factor is not None)
+        return cls(tensors, route, rounding.capacity_factor is not None)
 
 
 def routing_of_map(

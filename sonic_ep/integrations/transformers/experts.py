@@ -17,7 +17,7 @@ from sonic_ep.config import RoundingConfig
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.recorded_experts import ExpertsCall, RecordedExperts
+from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
 from sonic_ep.integrations.transformers.activation import activation_of
 from sonic_ep.integrations.transformers.topk_routing import capped_routing, routing_of_topk
 from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weight_dtype, weights_of
@@ -26,7 +26,7 @@ from sonic_ep.transports import GroupTransport
 
 # Attributes of a module of experts. LORA: lora.py's Adapters during a forward with them, or None.
 LORA = "_sonic_ep_lora"
-_RECORDED: WeakKeyDictionary[nn.Module, dict[object, RecordedExperts]] = WeakKeyDictionary()  # by transport
+_EXPERTS: WeakKeyDictionary[nn.Module, dict[object, FrameworkExperts]] = WeakKeyDictionary()  # by transport
 _NO_CAPACITY = RoundingConfig(mode="off")
 TOKEN_ROUNDING = "_sonic_ep_rounding"  # attribute of a module of experts: rounding.py's TokenRounding, or None
 
@@ -102,20 +102,17 @@ def compute_experts(
     if torch.compiler.is_compiling() or not record_launches:
         out_TH = moe(x, route(*routed), *weights, lora=lora, transport=transport, group=group, **settings)
     else:
-        recorded = _recorded(experts, group, transport, topk_ids_TK.shape[1])
+        framework_experts = _experts_of(experts, group, transport, topk_ids_TK.shape[1])
         call = ExpertsCall(
             x_TH=x,
             routed=routed,
             weights=weights,
             route=route,
-            training=experts.training,
             lora=lora,
             is_bounded=(capacity if rounding is None else rounding.config).capacity_factor is not None,
             settings=settings,
-            problem=_problem_with_recording(rounding, has_sentinels=has_sentinels),
-            depends_on=capacity if rounding is None else (rounding, rounding.config),
         )
-        out_TH = recorded(call)
+        out_TH = framework_experts(call)
     return out_TH.to(x_TH.dtype)
 
 
@@ -146,26 +143,18 @@ def _route(
     return partial(capped_routing, experts, **common, capacity=capacity)
 
 
-def _recorded(
+def _experts_of(
     experts: nn.Module, group: EPGroup, transport: LocalTransport | GroupTransport, K: int
-) -> RecordedExperts:
-    by_transport = _RECORDED.setdefault(experts, {})
+) -> FrameworkExperts:
+    by_transport = _EXPERTS.setdefault(experts, {})
     if transport not in by_transport:
-        by_transport[transport] = RecordedExperts(group, transport, K)
+        by_transport[transport] = FrameworkExperts(group, transport, K)
     return by_transport[transport]
 
 
-def num_recorded(experts: nn.Module) -> int:
-    """Returns how many recordings of launches there are for a module of experts."""
-    return sum(each.num_recorded for each in _RECORDED.get(experts, {}).values())
-
-
-def _problem_with_recording(rounding: Any, *, has_sentinels: bool) -> str | None:
-    if has_sentinels:
-        return "experts of other ranks are skipped"
-    if rounding is not None and rounding.config.draws_numbers:
-        return "rounding draws random numbers"
-    return None if rounding is None or rounding.knows_weights else "rounding reads the router's weights"
+def num_programs(experts: nn.Module) -> int:
+    """Returns how many programs there are for a module of experts."""
+    return sum(each.num_programs for each in _EXPERTS.get(experts, {}).values())
 
 
 def uses_registry(module: Any) -> bool:

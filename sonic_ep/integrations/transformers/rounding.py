@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.config import RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.integrations.rounded_routing import rounded_routing, softmax
+from sonic_ep.integrations.rounded_routing import rounded_routing
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
 from sonic_ep.integrations.transformers.topk_routing import config_of
 from sonic_ep.routers.route import RoutingContext, decide_pairs
@@ -93,7 +93,7 @@ class _Rule(NamedTuple):
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Returns (T, E) scores in fp32 or fp64."""
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        return softmax(logits_TE) if self.config.score == "softmax" else logits_TE.sigmoid()
+        return logits_TE.softmax(1) if self.config.score == "softmax" else logits_TE.sigmoid()
 
 
 def _rules(K: int) -> list[_Rule]:
@@ -114,11 +114,6 @@ class TokenRounding:
         self._outputs: tuple[Any, ...] = ()  # of the router in this step
         self._rule: _Rule | None = None
         self._hook = router.register_forward_hook(self._note)
-
-    @property
-    def knows_weights(self) -> bool:
-        """True once the rule is known by which the router makes weights of its logits."""
-        return self._rule is not None
 
     def remove(self) -> None:
         """Ends it."""

@@ -110,10 +110,7 @@ def capped_routing(
 
 
 def _order_of_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> Tensor:
-    """Returns where the pairs are in the flattened table, by expert, then token: (N,) int64.
-
-    By a kernel of ours on GPUs. torch's sort there allocates memory that a recording cannot see.
-    """
+    """Returns where the pairs are in the flattened table, by expert, then token: (N,) int64."""
     token_ids_N, expert_ids_N, _ = chosen_pairs(topk_ids_TK, counts_E)
     token_ids_N = token_ids_N.long()
     slot_N = (topk_ids_TK.index_select(0, token_ids_N) == expert_ids_N[:, None]).to(torch.uint8).argmax(1)

@@ -96,21 +96,21 @@ def test_it_trains_as_stock(gpus: Ranks, zero: int, ep_size: int) -> None:
         assert step.loss == pytest.approx(wanted.loss, rel=5e-2, abs=1e-2)
 
 
-def with_and_without_recordings(rank: int, zero: int, ep_size: int) -> tuple[bool, list[int]]:
-    """Whether both ways train alike, to the bit, and the recordings of a layer of each."""
-    curves, recorded = [], []
-    for records in (True, False):
+def as_programs_and_code(rank: int, zero: int, ep_size: int) -> tuple[bool, list[int]]:
+    """Whether both ways train alike, to the bit, and the programs of a layer of each."""
+    curves, numbers = [], []
+    for as_programs in (True, False):
         with deepspeed_world():
-            run = fresh_engine(zero, ep_size, ours=True, options={"record_launches": records})
+            run = fresh_engine(zero, ep_size, ours=True, options={"record_launches": as_programs})
             curves.append(steps_of(run, rank, 8))
-            recorded.append(run.module.model.layers[-1].mlp._recorded.num_recorded)
-    return curves[0] == curves[1], recorded
+            numbers.append(run.module.model.layers[-1].mlp._experts.num_programs)
+    return curves[0] == curves[1], numbers
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("ep_size", [1, 2])
-def test_launches_are_recorded_and_repeated(gpus: Ranks, zero: int, ep_size: int) -> None:
-    for alike, (with_them, without) in gpus(2).run(with_and_without_recordings, zero, ep_size, timeout=600):
+def test_steps_are_programs(gpus: Ranks, zero: int, ep_size: int) -> None:
+    for alike, (with_them, without) in gpus(2).run(as_programs_and_code, zero, ep_size, timeout=600):
         assert alike
         assert with_them > 0
         assert without == 0

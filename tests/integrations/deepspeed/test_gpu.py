@@ -133,30 +133,30 @@ def test_it_trains_as_deepspeeds(gpus: Ranks, zero: int) -> None:
         assert step == pytest.approx(wanted, rel=3e-2)
 
 
-def with_and_without_recordings(rank: int, k: int, rounding: RoundingConfig | None) -> tuple[bool, list[int]]:
-    """Whether both ways give the same bits, and the recordings of a layer of each."""
+def as_programs_and_code(rank: int, k: int, rounding: RoundingConfig | None) -> tuple[bool, list[int]]:
+    """Whether both ways give the same bits, and the programs of a layer of each."""
     from sonic_ep.integrations.deepspeed import SonicEPOptions
     from tests.helpers.deepspeed_cpu import deepspeed_world
 
-    found, recorded = [], []
+    found, numbers = [], []
     with deepspeed_world():
-        for records in (True, False):
-            options = SonicEPOptions(record_launches=records, rounding=rounding)
+        for as_programs in (True, False):
+            options = SonicEPOptions(record_launches=as_programs, rounding=rounding)
             layer = model_of(rank, True, 2, k=k, options=options).layers[0].to("cuda", torch.bfloat16)
             layer.set_deepspeed_parallelism()
             found.append([])
             for step in range(6):
                 layer.zero_grad()
                 found[-1].append(outcome(layer, tokens(rank, step)))
-            recorded.append(layer.deepspeed_moe._recorded.num_recorded)
+            numbers.append(layer.deepspeed_moe._experts.num_programs)
     pairs = [(one[name], two[name]) for one, two in zip(*found, strict=True) for name in one]
-    return all(torch.equal(one, two) for one, two in pairs), recorded
+    return all(torch.equal(one, two) for one, two in pairs), numbers
 
 
 @pytest.mark.parametrize("rounding", [None, RoundingConfig(t=64)], ids=["plain", "rounded"])
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_launches_are_recorded_and_repeated(gpus: Ranks, k: int, rounding: RoundingConfig | None) -> None:
-    for alike, (with_them, without) in gpus(2).run(with_and_without_recordings, k, rounding, timeout=600):
+def test_steps_are_programs(gpus: Ranks, k: int, rounding: RoundingConfig | None) -> None:
+    for alike, (with_them, without) in gpus(2).run(as_programs_and_code, k, rounding, timeout=600):
         assert alike
         assert with_them > 0
         assert without == 0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sonic_ep import RoundingConfig
 from sonic_ep.functional import moe
-from sonic_ep.integrations import recorded_experts
+from sonic_ep.integrations import framework_experts
 from sonic_ep.kernels.experts.activations import concatenate
 from tests.helpers.launch import RankPool
 
@@ -176,7 +176,7 @@ def rounded(rank: int, ep_size: int) -> tuple[list[int], list[float], bool]:
         _, plain = layers(config)
         _, ours = layers(config, RoundingConfig(t=64))
         x = hidden_states(rank, config)
-        with patch.object(recorded_experts, "moe", noted):
+        with patch.object(framework_experts, "moe", noted):
             ours_rounded = run_layer(ours, x)
         far = distances(ours_rounded, run_layer(plain, x))
         ours.eval()

@@ -189,11 +189,3 @@ def test_recomputation_decides_alike(ranks: Ranks) -> None:
     assert saved[-1][0] < saved[0][0]
     assert ranks(2).run(rounded_curve, full, timeout=600)[0] == saved
     assert ranks(2).run(rounded_curve, moe, timeout=600)[0] == saved
-
-
-@pytest.mark.parametrize(("mode", "problem"), [("stochastic", "rounding draws random numbers"), ("apportion", None)])
-def test_launches_are_not_recorded_where_rounding_draws(mode: Any, problem: str | None) -> None:
-    from sonic_ep.integrations.megatron.routing_map import RouterOutput
-
-    routed = RouterOutput.of_rounding([], lambda: None, RoundingConfig(mode=mode, capacity_factor=1.5))  # type: ignore[arg-type, return-value]
-    assert (routed.problem, routed.is_bounded) == (problem, True)

@@ -166,7 +166,7 @@ def test_every_family_rounds_or_says_why_not(family: str) -> None:
 
 
 def test_experts_compute_multiples_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sonic_ep.integrations import recorded_experts as module
+    from sonic_ep.integrations import framework_experts as module
     from sonic_ep.integrations.transformers import round_tokens
 
     routings: list[Any] = []

@@ -95,8 +95,9 @@ def static_and_exact(rank: int, folder: str, limit: str) -> dict[str, Any]:
 
 
 def addresses(block: Any) -> list[int]:
-    transport = block.transport.on(torch.empty(0))
-    return [each.data_ptr() for each in transport.memory(32 * 4, T, torch.device("cpu"))]
+    buffers = block.transport.on(torch.empty(0))._buffers
+    lists, rows = buffers.list_buffers, buffers.rows(32 * 4, T)
+    return [each.own.data_ptr() for each in (lists.rows, lists.weights, lists.values, *rows.buffers)]
 
 
 @pytest.mark.parametrize("limit", LIMITS)

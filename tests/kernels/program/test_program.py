@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.launch_sequence.driver import UnavailableError, compiled
 from sonic_ep.kernels.program import native, program
+from sonic_ep.kernels.program.c_library import UnavailableError, compiled_library
 from sonic_ep.kernels.program.program import Program
 from sonic_ep.kernels.program.trace import Slot, Trace, current_trace
 
@@ -99,13 +99,14 @@ class Fake:
 @pytest.fixture
 def runs() -> Any:
     try:
-        library = ctypes.PyDLL(str(compiled("launch.c")))
+        library = ctypes.PyDLL(str(compiled_library()))
     except UnavailableError as error:
         pytest.skip(str(error))
     launch = native.bound(library, add, zero, *[unused] * 3, negate, stream, *native.functions_of_torch("cpu"))
     with (
         patch.object(program, "launcher", lambda: launch),
-        patch.object(program, "raw_stream", lambda _: 0, create=True),
+        patch.object(program, "raw_stream", lambda _: 0),
+        patch.object(program, "ensure_context", lambda _: None),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""A layer that repeats its recorded launches computes, bit for bit, what its code computes, in every order of calls."""
+"""A layer whose steps are programs computes, bit for bit, what its code computes, in every order of calls."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -26,17 +26,21 @@ CONFIGS = {
         **SHAPE, rounding=RoundingConfig(mode="pad"), router=RouterConfig(expert_bias=True)
     ),
     "capacity": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="nearest", capacity_factor=1.0)),
+    "biases": MoEConfig(**SHAPE, bias=True, router=RouterConfig(linear_bias=True)),
+    "received rows": MoEConfig(**SHAPE, save_dispatched=True),
+    "sequences": MoEConfig(**SHAPE, router=RouterConfig(balance="sequence", balance_coef=0.01, z_loss_coef=0.01)),
+    "global": MoEConfig(**SHAPE, router=RouterConfig(balance="global", balance_coef=0.01, expert_bias=True)),
 }
 
 
 def layers(config: MoEConfig, number: int = 1) -> tuple[list[MoE], list[MoE]]:
-    """The same layers twice: repeating launches, and running their code."""
+    """The same layers twice: as programs, and running their code."""
 
-    def made(*, record: bool) -> list[MoE]:
-        config_of = replace(config, record_launches=record)
+    def made(*, programs: bool) -> list[MoE]:
+        config_of = replace(config, record_launches=programs)
         return [MoE(config_of, seed=seed, device="cuda", dtype=torch.bfloat16) for seed in range(number)]
 
-    return made(record=True), made(record=False)
+    return made(programs=True), made(programs=False)
 
 
 def inputs(step: int) -> Tensor:
@@ -48,7 +52,7 @@ def run(layer: MoE, x: Tensor, *, losses: bool = True) -> list[Tensor]:
     torch.full((50_000_000,), float("nan"), device="cuda")
     x = x.detach().requires_grad_()
     layer.zero_grad()
-    out = layer(x)
+    out = layer(x.view(2, -1, D) if layer.config.router.balance == "sequence" else x)
     total = (out.y * out.y).sum() + (out.aux_loss if losses else 0)
     total.backward()
     grads = [parameter.grad for parameter in layer.parameters()]
@@ -57,11 +61,11 @@ def run(layer: MoE, x: Tensor, *, losses: bool = True) -> list[Tensor]:
     return [out.y.detach(), out.aux_loss.detach(), out.stats.entropy_T, *out.stats.counts, x.grad, *grads]  # pyright: ignore[reportReturnType]
 
 
-def recorded_by_now(layer: MoE, x: Tensor) -> None:
-    """Calls a layer twice, so that it repeats steps like x."""
+def traced_by_now(layer: MoE, x: Tensor) -> None:
+    """Runs steps like x, so that the layer has programs for them."""
     for _ in range(2):
         run(layer, x)
-    assert (layer.num_repeated > 0) == layer.config.record_launches
+    assert (layer.num_programs > 0) == layer.config.record_launches
 
 
 def assert_same(one: Sequence[Tensor], two: Sequence[Tensor]) -> None:
@@ -69,20 +73,20 @@ def assert_same(one: Sequence[Tensor], two: Sequence[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_repeated_launches_compute_what_the_code_does(name: str) -> None:
-    (recorded,), (code,) = layers(CONFIGS[name])
+def test_programs_compute_what_the_code_does(name: str) -> None:
+    (program,), (code,) = layers(CONFIGS[name])
     for step in range(4):
-        assert_same(*(run(layer, inputs(step), losses=step != 2) for layer in (recorded, code)))
-        for layer in (recorded, code):
+        assert_same(*(run(layer, inputs(step), losses=step != 2) for layer in (program, code)))
+        for layer in (program, code):
             with torch.no_grad():
                 for parameter in layer.parameters():
                     assert parameter.grad is not None
                     parameter -= 0.1 * parameter.grad
             if layer.config.router.expert_bias:
                 layer.update_expert_bias()
-    assert recorded.num_repeated == 1
+    assert program.num_programs == 1
     if code.router.expert_bias is not None:
-        assert torch.equal(code.router.expert_bias, recorded.router.expert_bias)
+        assert torch.equal(code.router.expert_bias, program.router.expert_bias)
         assert code.router.expert_bias.any()
 
 
@@ -96,7 +100,7 @@ def test_backward_in_any_order() -> None:
         results = []
         for stack in layers(CONFIGS["nearest"], 4):
             for layer in stack:
-                recorded_by_now(layer, inputs(1))
+                traced_by_now(layer, inputs(1))
                 layer.zero_grad()
             x = inputs(0).requires_grad_()
             outs = [layer(x).y for layer in stack]
@@ -109,7 +113,7 @@ def test_backward_in_any_order() -> None:
 def test_a_retained_graph_runs_backward_twice() -> None:
     results = []
     for (layer,) in layers(CONFIGS["nearest"]):
-        recorded_by_now(layer, inputs(0))
+        traced_by_now(layer, inputs(0))
         layer.zero_grad()
         x = inputs(1).requires_grad_()
         loss = (layer(x).y ** 2).sum()
@@ -120,60 +124,60 @@ def test_a_retained_graph_runs_backward_twice() -> None:
 
 
 def test_lengths_share_programs() -> None:
-    (recorded,), (code,) = layers(CONFIGS["nearest"])
+    (program,), (code,) = layers(CONFIGS["nearest"])
     lengths = (*range(1, T, 13), 512, 511, 1, T)
     for x in (*(inputs(length)[:length] for length in lengths), inputs(3).view(2, T // 2, D)):
-        assert_same(run(recorded, x), run(code, x))
-    known = recorded.num_repeated
+        assert_same(run(program, x), run(code, x))
+    known = program.num_programs
     assert 1 <= known <= 6
     for length in range(2, T, 17):
-        run(recorded, inputs(length)[:length])
-    assert recorded.num_repeated == known
-    recorded.experts.requires_grad_(False)
+        run(program, inputs(length)[:length])
+    assert program.num_programs == known
+    program.experts.requires_grad_(False)
     code.experts.requires_grad_(False)
     for step in range(3):
-        outs = [layer(inputs(step)) for layer in (recorded, code)]
-        weights = recorded.router.weight, code.router.weight
+        outs = [layer(inputs(step)) for layer in (program, code)]
+        weights = program.router.weight, code.router.weight
         grads = [torch.autograd.grad((out.y**2).sum(), weight) for out, weight in zip(outs, weights, strict=True)]
         assert_same(*grads)
-    assert recorded.num_repeated == known + 1
+    assert program.num_programs == known + 1
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_without_gradients(training: bool) -> None:
-    (recorded,), (code,) = layers(CONFIGS["nearest"])
-    for layer in (recorded, code):
+    (program,), (code,) = layers(CONFIGS["nearest"])
+    for layer in (program, code):
         layer.train(training)
     with torch.no_grad():
         for step in range(5):
-            one, two = (layer(inputs(step)) for layer in (recorded, code))
+            one, two = (layer(inputs(step)) for layer in (program, code))
             assert_same([one.y, *one.stats.counts], [two.y, *two.stats.counts])
-    assert recorded.num_repeated == 1
+    assert program.num_programs == 1
 
 
 def test_a_copy_and_moved_weights() -> None:
-    (recorded,), (code,) = layers(CONFIGS["off"])
-    recorded_by_now(recorded, inputs(0))
-    copied = copy.deepcopy(recorded)
-    assert copied.num_repeated == 0
-    recorded_by_now(copied, inputs(0))
+    (program,), (code,) = layers(CONFIGS["off"])
+    traced_by_now(program, inputs(0))
+    copied = copy.deepcopy(program)
+    assert copied.num_programs == 0
+    traced_by_now(copied, inputs(0))
     assert_same(run(copied, inputs(1)), run(code, inputs(1)))
-    for layer in (recorded, code):
+    for layer in (program, code):
         for parameter in layer.parameters():
             parameter.data = parameter.data.clone() * 0.5
-    assert_same(run(recorded, inputs(2)), run(code, inputs(2)))
-    assert recorded.num_repeated == 1
+    assert_same(run(program, inputs(2)), run(code, inputs(2)))
+    assert program.num_programs == 1
 
 
 def test_autocast() -> None:
     config = CONFIGS["nearest"]
-    recorded, code = (
-        MoE(replace(config, record_launches=record), seed=0, device="cuda", dtype=torch.float32)
-        for record in (True, False)
+    program, code = (
+        MoE(replace(config, record_launches=programs), seed=0, device="cuda", dtype=torch.float32)
+        for programs in (True, False)
     )
     for step in range(3):
         results = []
-        for layer in (recorded, code):
+        for layer in (program, code):
             x = inputs(step).float().requires_grad_()
             with torch.autocast("cuda", torch.bfloat16):
                 out = layer(x)
@@ -184,24 +188,25 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("contexts", [None, replay_contexts])
 def test_activation_checkpointing(contexts: Any) -> None:
     more = {} if contexts is None else {"context_fn": contexts}
-    (recorded,), (code,) = layers(CONFIGS["nearest"])
+    (program,), (code,) = layers(CONFIGS["nearest"])
     for step in range(3):
         results = []
-        for layer in (recorded, code):
+        for layer in (program, code):
             x = inputs(step).requires_grad_()
             y = checkpoint(lambda x, layer=layer: layer(x).y * 2, x, use_reentrant=False, **more)
             results.append([y, *torch.autograd.grad((y**2).sum(), [x, *layer.parameters()])])
         assert_same(*results)
+    assert program.num_programs == 1
 
 
-def test_a_repeated_step_needs_no_more_memory() -> None:
+def test_a_program_needs_no_more_memory() -> None:
     config = MoEConfig(d=1024, n=512, E=16, K=4, rounding=RoundingConfig(mode="off"))
     peaks, saved = [], []
     for (layer,) in layers(config):
         x = leaning_tokens(0, 8192, 1024, "cuda", torch.bfloat16).requires_grad_()
         for _ in range(2):
             torch.autograd.grad(layer(x).y.sum(), [x, *layer.parameters()])
-        assert layer.num_repeated == layer.config.record_launches
+        assert layer.num_programs == layer.config.record_launches
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -215,22 +220,28 @@ def test_a_repeated_step_needs_no_more_memory() -> None:
 
 
 def test_hooks_of_submodules_run() -> None:
-    (recorded,), _ = layers(CONFIGS["off"])
-    recorded_by_now(recorded, inputs(0))
+    (program,), _ = layers(CONFIGS["off"])
+    traced_by_now(program, inputs(0))
     seen: list[Any] = []
-    handle = recorded.router.register_forward_hook(lambda *_: seen.append(1))
-    run(recorded, inputs(1))
+    handle = program.router.register_forward_hook(lambda *_: seen.append(1))
+    run(program, inputs(1))
     assert seen == [1]
     handle.remove()
-    run(recorded, inputs(2))
+    run(program, inputs(2))
     assert seen == [1]
 
 
-def test_what_depends_on_more_than_addresses_runs_the_code(caplog: pytest.LogCaptureFixture) -> None:
-    config = replace(CONFIGS["off"], router=RouterConfig(jitter=0.1))
-    layer = MoE(config, seed=0, device="cuda", dtype=torch.bfloat16)
-    with caplog.at_level("INFO", logger="sonic_ep.launches"):
-        for step in range(2):
-            run(layer, inputs(step))
-    assert layer.num_repeated == 0
-    assert "draws random numbers" in caplog.text
+@pytest.mark.parametrize("how", ["jitter", "hook", "check"])
+def test_experts_run_as_programs_where_the_router_runs_its_code(how: str) -> None:
+    router = {"jitter": RouterConfig(jitter=0.1), "check": RouterConfig(check_logits=True)}.get(how, RouterConfig())
+    (program,), (code,) = layers(replace(CONFIGS["nearest"], router=router))
+    for step in range(3):
+        results = []
+        for layer in (program, code):
+            handle = layer.router.register_forward_hook(lambda *_: None) if how == "hook" else None
+            torch.manual_seed(step)
+            results.append(run(layer, inputs(step)))
+            if handle is not None:
+                handle.remove()
+        assert_same(*results)
+    assert program.num_programs == 1

@@ -1,0 +1,145 @@
+"""The programs (kernels/program/) of a step: one for forward, and one for backward.
+
+The code of a step is traced once for each kind of step. The programs then run for every length.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, cast, final
+
+import torch
+from torch import Tensor
+
+from sonic_ep.dispatch.symmetric import SymmetricTransport
+from sonic_ep.groups import EPGroup
+from sonic_ep.kernels.program.mailbox import Mailbox
+from sonic_ep.kernels.program.native import launcher
+from sonic_ep.kernels.program.program import Program
+from sonic_ep.kernels.program.trace import Slot, Trace
+from sonic_ep.transports import GroupTransport
+
+_LOG = logging.getLogger("sonic_ep.launches")
+USUAL_TOKENS = 8192
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ranks:
+    """The EP group of a step of several ranks. symmetric: what `transport` has chosen. is_static: see LayerTransport.
+
+    layer: the number of the layer. mailbox: to which a run brings the sizes of the step, if it exchanges counts.
+    """
+
+    group: EPGroup
+    transport: GroupTransport
+    symmetric: SymmetricTransport
+    is_static: bool = False
+    layer: int = 0
+    mailbox: Mailbox | None = None
+
+
+class Programs(NamedTuple):
+    """The passes of a step. backward: by which gradients it gets or adds to. generation: of the buffers whose addresses
+    they know. saved_inputs: the numbers of forward's inputs that backward needs besides x and weights.
+    num_lists: how many of the later tensors backward does not need, the last ones.
+    """
+
+    forward: Program
+    backward: dict[Any, Program]
+    generation: int
+    saved_inputs: tuple[int, ...] = ()
+    num_lists: int = 0
+
+    def lists(self, later: list[Tensor], sizes: Sizes) -> list[Tensor]:
+        """Returns the later tensors that backward does not need, from what a run returned behind its outputs."""
+        own = iter(later)
+        found = [
+            next(own) if start is None else self.forward.part_of_block(number, later[-1], sizes)
+            for number, start in enumerate(self.forward.in_block)
+        ]
+        return found[len(found) - self.num_lists :]
+
+    def saved(self, later: list[Tensor]) -> list[Tensor]:
+        """Returns what backward needs of them."""
+        own_lists = sum(start is None for start in self.forward.in_block[-self.num_lists or len(later) * 2 :])
+        num_own = sum(start is None for start in self.forward.in_block)
+        return later if not own_lists else [*later[: num_own - own_lists], *later[num_own:]]
+
+
+class Later(NamedTuple):
+    """A tensor that forward leaves for backward. first_byte: in the block that small ones share; None if it has a
+    tensor of its own."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    strides: tuple[Any, ...]
+    first_byte: Any
+
+    @classmethod
+    def of(cls, slots: Sequence[Any], program: Program) -> list[Self]:
+        """Returns those of the later slots of a program."""
+        pairs = zip(slots, program.in_block, strict=True)
+        return [cls(slot.shape, slot.dtype, slot.strides, start) for slot, start in pairs]
+
+    @staticmethod
+    def inputs(trace: Trace, later: "list[Later]") -> tuple[list[Slot], list[Slot]]:
+        """Returns a slot for each, and those that a run of backward is given: tensors of their own, then the block."""
+        own = [trace.input(each.shape, each.dtype, each.strides) for each in later if each.first_byte is None]
+        left, given = [*own], own
+        if len(own) < len(later):
+            given = [*own, block := trace.input((1,), torch.uint8)]
+            return [
+                left.pop(0)
+                if each.first_byte is None
+                else trace.part(block, each.first_byte, each.shape, each.dtype, each.strides)
+                for each in later
+            ], given
+        return left, given
+
+
+def numbers_of(slots: Sequence[Any]) -> list[int]:
+    """Returns the numbers of the tensors of inputs."""
+    return [cast(int, slot.buffer.index) for slot in slots]
+
+
+@final
+class StepPrograms:
+    """The programs of one layer, by kind of step. A copy starts without any.
+
+    traced: returns the programs for a kind, which is hashable, and the sizes of a step.
+    """
+
+    def __init__(self, traced: Callable[[Any, Sizes], Programs]) -> None:
+        self._traced = traced
+        self._programs: dict[Any, list[Programs]] = {}
+        self._failed: set[Any] = set()
+        self._last: tuple[Any, Sizes, Programs | None] = None, (), None
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any]]:
+        return type(self), (self._traced,)
+
+    @property
+    def num_programs(self) -> int:
+        return sum(map(len, self._programs.values()))
+
+    def find(self, kind: Any, sizes: Sizes) -> Programs | None:
+        """Returns the programs of such a step, traced at the first one; None if they cannot be."""
+        last_kind, last_sizes, programs = self._last
+        if sizes == last_sizes and kind == last_kind:
+            return programs
+        known = self._programs.setdefault(kind, [])
+        programs = next((each for each in known if each.forward.fits(*sizes)), None)
+        if programs is None:
+            if kind in self._failed:
+                return None
+            try:
+                launcher()
+                programs = self._traced(kind, sizes)
+            except (AttributeError, NotImplementedError, OSError, RuntimeError, TypeError):  # the code can still run
+                _LOG.warning("a layer runs its code, because its steps cannot run as programs", exc_info=True)
+                self._failed.add(kind)
+                return None
+            known.append(programs)
+        self._last = kind, sizes, programs
+        return programs

@@ -1,0 +1,101 @@
+"""`moe` is traced once for a kind of step, and its programs serve many sizes; on a CPU that imitates a GPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sonic_ep.steps.experts_step import ExpertsKind, traced
+from tests.helpers.fake_cuda import CUDA, Memory, described, fake_cuda, ranks_of
+
+E, H, I, K = 16, 256, 128, 4  # noqa: E741
+Shapes = tuple[torch.Size | None, ...]
+SIZES = {  # of the traced step and of another; see ExpertsKind.usual_sizes
+    "T": (4096, 5120),
+    "N": (16_384, 20_480),
+    "R": (18_432, 22_528),
+    "M": (4096, 6144),
+    "P": (18_432, 20_608),
+    "V": (18_432, 20_608),
+    "C": (36_864, 45_056),
+    "D": (2**26, 2**27),
+}
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[Memory]:
+    with fake_cuda() as memory:
+        yield memory
+
+
+def shapes_of(e: int, *, bias: bool = False, layout: str = "interleaved", split: bool = False, r: int = 0) -> Shapes:
+    w1, w2 = ((e, H, 2 * I), (e, I, H)) if layout == "transposed" else ((e, 2 * I, H), (e, H, I))
+    w1, up = ((e, I, H), (e, I, H)) if split else (w1, None)
+    biases = ((e, 2 * I), (e, H)) if bias else (None, None)
+    lora = ((e, r, H), (e, 2 * I, r), (e, r, I), (e, H, r)) if r else (None,) * 4
+    return tuple(None if shape is None else torch.Size(shape) for shape in (w1, up, w2, *biases, *lora))
+
+
+def kind_of(num_ranks: int = 1, **changes: Any) -> ExpertsKind:
+    layout = changes.get("layout", "interleaved")
+    options = {name: changes.pop(name) for name in ("bias", "split", "r") if name in changes}
+    static = changes.pop("static", False)
+    shapes = shapes_of(E // num_ranks, layout=layout, **options)
+    ranks = None if num_ranks == 1 else ranks_of(num_ranks, H, E, K, is_static=static)
+    needs = True, True, *(each is not None for each in shapes[3:5]), shapes[5] is not None, shapes[7] is not None
+    kind = ExpertsKind(
+        activation="swiglu",
+        layout=layout,
+        save_dispatched=False,
+        rounded=False,
+        same_counts=True,
+        E=E,
+        H=H,
+        K=K,
+        dtype=torch.bfloat16,
+        weights_dtype=torch.float32,
+        shapes=shapes,
+        needs=needs,
+        into=(None, None),
+        has_backward=True,
+        device=CUDA,
+        ranks=ranks,
+    )
+    return kind._replace(**changes)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rounded": {"rounded": True, "same_counts": False},
+    "bias": {"bias": True},
+    "main_grad": {"into": (torch.float32, torch.bfloat16)},
+    "concatenated": {"layout": "concatenated"},
+    "transposed": {"layout": "transposed", "bias": True},
+    "split": {"split": True},
+    "lora": {"r": 8},
+    "frozen": {"needs": (False, True, False, False, False, False)},
+    "evaluation": {"has_backward": False},
+}
+OF_RANKS: dict[str, dict[str, Any]] = {"rows": {"save_dispatched": True}, "static": {"static": True, "rounded": True}}
+
+
+def sizes_of(kind: ExpertsKind, step: int) -> tuple[int, ...]:
+    return tuple(SIZES[name][step] for name in kind.usual_sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [*[(name, size) for name in KINDS for size in (1, 2)], *[(name, 2) for name in OF_RANKS]]
+)
+def test_a_program_of_other_sizes_is_the_one_that_these_would_give(name: str, num_ranks: int) -> None:
+    kind = kind_of(num_ranks, **{**KINDS, **OF_RANKS}[name])
+    sizes, other = sizes_of(kind, 0), sizes_of(kind, 1)
+    one = traced(kind, sizes)
+    if name == "static":  # its number of tokens does not change
+        assert not one.forward.fits(*other)
+        return
+    two = traced(kind, other)
+    assert one.forward.fits(*other)
+    assert one.backward.keys() == two.backward.keys() == ({kind.into} if kind.has_backward else set())
+    for found, wanted in [(one.forward, two.forward), *zip(one.backward.values(), two.backward.values(), strict=True)]:
+        assert described(found, other) == described(wanted, other)
