@@ -8,6 +8,7 @@ torch.distributed: a pair has one destination rank, so no way is shorter.
 Legend: N pairs this rank sends, V pairs this rank receives, P rows of the pair buffer.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import final
@@ -23,6 +24,7 @@ from sonic_ep.dispatch.side_stream import SideStream
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import values_of_pairs
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
+from sonic_ep.kernels.program.trace import by_torch
 from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
 
 
@@ -54,15 +56,17 @@ class RowExchange:
             return Pending.done(exchange(values))
         with self._side.fork(values):
             exchanged = exchange(values)
-            done = torch.cuda.current_stream(values.device).record_event()
-        held = [values]  # in memory that the current stream may not reuse before it has waited
+            done = self._side.event(values)
+        held = [values, exchanged]  # in memory that the current stream may not reuse before it has waited
 
         def result() -> Tensor:
-            current = torch.cuda.current_stream(exchanged.device)
-            current.wait_event(done)  # the side stream may have later work by now
-            exchanged.record_stream(current)
+            self._side.wait(done)  # the side stream may have later work by now
+            found = held.pop()
+            self._side.hand_over(found)
             held.clear()
-            return exchanged
+            return found
+
+        del values, exchanged
 
         return Pending(result, reserve_for="exchange")
 
@@ -88,11 +92,25 @@ class RowExchange:
         rows: (sum(send), ...), `send[q]` for each rank q, in order of q. kind: see `wire_bytes`. layer: its number.
         hop: follows the kind in errors.
         """
+        shape = sum(receive), *rows.shape[1:]
+        exchange = functools.partial(self._rows, kind, layer, hop)
+        return by_torch(exchange, shape, rows.dtype, rows, tuple(send), tuple(receive), into=True)
+
+    def _rows(
+        self,
+        kind: str,
+        layer: int,
+        hop: str,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        out: Tensor | None = None,
+    ) -> Tensor:
         row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
         total = sum(send)
         self.wire_bytes[kind] += (total - send[self.group.rank]) * row_bytes
         self.bytes_across_hosts[kind] += (total - sum(send[self._own_host])) * row_bytes
-        return self.group.all_to_all(rows, send, receive, stage=f"{kind}{hop}", layer=layer)
+        return self.group.all_to_all(rows, send, receive, stage=f"{kind}{hop}", layer=layer, out=out)
 
     def lists(
         self, routing: Routing, row_of_pair_N: Tensor, pairs_out: Sequence[int], pairs_in: Sequence[int]
@@ -110,7 +128,7 @@ class RowExchange:
         def exchange(values_V: Tensor) -> Tensor:
             values_N = self.rows("combine_scalars", values_V, splits.pairs_in, splits.pairs_out, handle.forward.layer)
             spare = handle.num_listed - values_N.shape[0]
-            return pad(values_N, (0, spare)) if spare else values_N
+            return by_torch(_padded, (handle.num_listed,), values_N.dtype, values_N, (spare,)) if spare else values_N
 
         return self.start(exchange, values_V, overlap=overlap)
 
@@ -144,6 +162,10 @@ class CollectiveTransport:
 
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         return self._exchange.scalars(parts_PZ, handle, overlap=overlap)
+
+
+def _padded(values_N: Tensor, spare: Sequence[int]) -> Tensor:
+    return pad(values_N, (0, spare[0]))
 
 
 def _pack(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:

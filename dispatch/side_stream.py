@@ -45,6 +45,11 @@ class SideStream:
             return trace.event()
         return torch.cuda.current_stream().record_event() if like.is_cuda else None
 
+    def hand_over(self, values: Tensor) -> None:
+        """Lets the current stream use memory that was allocated on this one. Call it behind `wait`."""
+        if values.is_cuda and current_trace() is None:
+            values.record_stream(torch.cuda.current_stream(values.device))
+
     def wait(self, event: Any) -> None:
         """Makes the current stream wait for an event."""
         if (trace := current_trace()) is not None:

@@ -3,9 +3,9 @@
 Legend: T tokens on this rank, E experts, N pairs this rank sends.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -140,12 +140,7 @@ def _rank_status(topk: TopK, seed: Tensor | None, context: RoutingContext) -> Ra
 
 
 def _times_chosen(ids_TK: Tensor, E: int) -> Tensor:
-    return by_torch(_counting(E), (E,), torch.int64, ids_TK)
-
-
-@functools.cache
-def _counting(E: int) -> Callable[[Tensor], Tensor]:
-    return functools.partial(times_chosen, E=E)
+    return by_torch(partial(times_chosen, E=E), (E,), torch.int64, ids_TK)
 
 
 def start_pairs(topk: TopK, rounding: RoundingConfig, *, training: bool) -> FinishPairs:

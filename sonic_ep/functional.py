@@ -21,7 +21,7 @@ from sonic_ep.checks import (
 )
 from sonic_ep.compiled import moe_in_graph
 from sonic_ep.dispatch.plan import plan_for
-from sonic_ep.dispatch.protocol import Transport
+from sonic_ep.dispatch.protocol import PreparedDispatch, Transport
 from sonic_ep.expert_parallel_mlp import NO_LORA, Call, SavedForBackward, backward, forward
 from sonic_ep.first_order import first_order
 from sonic_ep.groups import EPGroup
@@ -31,7 +31,8 @@ from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routers.compiled import pending_sizes
 from sonic_ep.routing import Routing
-from sonic_ep.steps.experts_step import ExpertsStep, MoEWeights, RunsAs
+from sonic_ep.steps.experts_step import ExpertsStep, RunsAs
+from sonic_ep.steps.experts_trace import MoEWeights
 from sonic_ep.transports import transport_type
 
 Layout = Literal["interleaved", "concatenated", "transposed"]
@@ -143,13 +144,14 @@ def moe(
     call = Call(transport, group, act, save_dispatched, routing.tile_aligned, key)
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     weights = MoEWeights(w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, *updates.tensors())
-    step = None
-    if runs_as is not None:
-        with routing.status_first():
-            into = main_grad_of(params[0]), main_grad_of(params[1])
-            step = runs_as.find(x_TH, routing, weights, into, call, layout)
-    arguments: Any = x_TH, routing.weights_N, *weights, routing, call, params, layout
+    step, prepared = None, None
     with _without_autocast(x_TH):
+        if runs_as is not None:
+            into = main_grad_of(params[0]), main_grad_of(params[1])
+            with routing.status_first():
+                step = runs_as.find(x_TH, routing, weights, into, call, layout)
+            prepared = runs_as.prepared
+        arguments: Any = x_TH, routing.weights_N, *weights, routing, call, params, layout, prepared
         out_TH = _ExpertParallelMLP.apply(*arguments, step)
         if runs_as is not None and runs_as.exceeded(routing):
             out_TH = _ExpertParallelMLP.apply(*arguments, None)
@@ -251,15 +253,17 @@ class _ExpertParallelMLP(torch.autograd.Function):
                 out_TH, saved = step.forward(x_TH, weights_N, weights)
                 rows = None if step.kind.save_dispatched else x_TH
             else:
-                plan = plan_for(routing.counts, call.group.rank)
-                prepared = call.transport.prepare(routing, plan, x_TH, call.layer_key)
+                prepared = others.prepared
+                if prepared is None:
+                    plan = plan_for(routing.counts, call.group.rank)
+                    prepared = call.transport.prepare(routing, plan, x_TH, call.layer_key)
                 out_TH, state = forward(x_TH, prepared, weights.of_experts(others.layout), call)
                 rows, sizes = state.rows, state.handle.without_lists()
                 saved = [state.h_PJ, state.weights_P, *state.handle.lists()]
         routing.check()  # after all launches, because it may block
         ctx.save_for_backward(rows, *weights, *saved)
         # params are not read from saved_tensors: saved-tensor hooks may return tensors without attributes.
-        ctx.sizes, ctx.others = sizes, others._replace(routing=None)
+        ctx.sizes, ctx.others = sizes, others._replace(routing=None, prepared=None)
         return out_TH
 
     @staticmethod
@@ -270,7 +274,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         # So that `saved` alone refers to H and the weights of pairs. Has no effect if the graph is retained.
         ctx.maybe_clear_saved_tensors()
         del tensors
-        _, call, (param1, param2), layout, step = ctx.others
+        _, call, (param1, param2), layout, _, step = ctx.others
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
         needs_lora = (any(ctx.needs_input_grad[7:9]), any(ctx.needs_input_grad[9:11]))
         needs = needs_gate or needs_up, *needs, *needs_lora
@@ -290,19 +294,20 @@ class _ExpertParallelMLP(torch.autograd.Function):
         if weights.up_eIH is not None and dw1 is not None:
             dw1, dup = dw1.chunk(2, 1)
         weight_grads = dw1, dup, dw2, grads.db1_eJ, grads.db2_eH, *grads.lora.tensors()
-        return grads.dx_TH, grads.dweights_N, *weight_grads, None, None, None, None, None
+        return grads.dx_TH, grads.dweights_N, *weight_grads, *[None] * len(_Others._fields)
 
 
 class _Others(NamedTuple):
     """The arguments of `_ExpertParallelMLP` without a gradient. params: with the main_grad to which backward adds.
 
-    step: that of programs, or None where the code runs.
+    prepared: by the transport, if it has been called. step: that of programs, or None where the code runs.
     """
 
     routing: Any
     call: Call
     params: tuple[Tensor | None, Tensor | None]
     layout: Layout
+    prepared: PreparedDispatch | None
     step: ExpertsStep | None
 
 

@@ -93,6 +93,10 @@ class GroupTransport:
         """
         return device if device.type in self._chosen or not self._chosen else torch.device(next(iter(self._chosen)))
 
+    def chosen(self, device: torch.device) -> _Chosen | None:
+        """Returns the transport for a device type, if it has been chosen."""
+        return self._chosen.get(device.type)
+
     def on(self, values: Tensor) -> _Chosen:
         """Returns the transport for the device type of `values`. A collective at its first use."""
         return self.on_device(values.device)

@@ -302,7 +302,7 @@ def test_forward_and_backward_of_the_experts_are_written_once() -> None:
         for path in FILES
         if "sonic_ep.expert_parallel_mlp.backward" in imports(ast.parse(path.read_text(encoding="utf-8")))
     }
-    steps = {f"sonic_ep/steps/{name}_step.py" for name in ("layer", "experts")}
+    steps = {f"sonic_ep/steps/{name}.py" for name in ("layer_step", "experts_trace")}
     assert both == {"sonic_ep/functional.py", "sonic_ep/compiled.py", *steps}
 
 

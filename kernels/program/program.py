@@ -10,42 +10,29 @@ another, the *block*.
 
 import ctypes
 import math
-import struct
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from sonic_ep.kernels.experts.tile_counter import tile_counter
-from sonic_ep.kernels.program.foreign import Arguments
 from sonic_ep.kernels.program.native import (
-    ADDMM,
-    ALLOCATE,
-    CALL,
-    COPY,
-    FREE,
     ITEM,
-    KERNEL,
-    MAX_ARGUMENTS,
-    MAX_DIMS,
-    RECORD,
-    SET,
-    VIEW,
-    WAIT,
     address_of,
     ensure_context,
     launcher,
     new_event,
     number_of_device_type,
-    number_of_dtype,
     raw_stream,
     tensor_at,
     tensors_of,
 )
 from sonic_ep.kernels.program.sizes import Size
 from sonic_ep.kernels.program.trace import Slot, Trace, contiguous_strides, product
+from sonic_ep.kernels.program.values import Numbers, TensorOperand, TorchCall, bits_of
 
 _ALIGNMENT = 256  # bytes, of tensors that share an allocation, as torch's allocator gives at least
 _INPUT_ALIGNMENT = 16  # bytes, that kernels need
@@ -72,7 +59,7 @@ class Program:
         later: Sequence[Slot] = (),
         packed: Sequence[Slot] = (),
     ) -> None:
-        self.device, numbers, own_bytes = trace.device, _Numbers(), _own_bytes(trace)
+        self.device, numbers, own_bytes = trace.device, Numbers(), _own_bytes(trace)
         bytes_of = {what[0]: product(what[1]) * what[2].itemsize for kind, *what in trace.items if kind == "allocate"}
         pack = {slot.buffer.index: bytes_of[slot.buffer.index] for slot in packed}
         own = {slot.buffer.index for slot in outputs} | set(pack)
@@ -118,6 +105,7 @@ class Program:
         self._first, self._end = numbers.first_size, numbers.first_size + len(numbers.expressions)
         self._native = numbers.native
         self._streams: dict[int, tuple[Any, int]] = {}
+        self._others: list[torch.cuda.Stream] = []  # of the lanes behind the first
         self._num_lanes = 1 + max((item[-1] for item in trace.items if item[0] in ("record", "wait")), default=0)
         self._device = number_of_device_type(self.device.type), self.device.index or 0
         self._held, self._later = trace.held, [_Later(tuple(slot.shape), slot.dtype) for slot in later]
@@ -147,8 +135,9 @@ class Program:
         """Returns the address of the streams of all lanes, where this one is current."""
         if stream not in self._streams:
             # torch's streams come from a pool and are never destroyed.
-            others = [torch.cuda.Stream(self.device).cuda_stream for _ in range(1, self._num_lanes)]
-            lanes = (ctypes.c_void_p * self._num_lanes)(stream, *others)
+            while len(self._others) < self._num_lanes - 1:
+                self._others.append(torch.cuda.Stream(self.device))
+            lanes = (ctypes.c_void_p * self._num_lanes)(stream, *[each.cuda_stream for each in self._others])
             self._streams[stream] = lanes, address_of(lanes)
         return self._streams[stream][1]
 
@@ -156,7 +145,7 @@ class Program:
         """Returns the values of a step with these sizes, without addresses."""
         values, derived = self._values[:], list(self._derive(*sizes))
         for index in self._floats:
-            derived[index] = _bits(derived[index])
+            derived[index] = bits_of(derived[index])
         values[self._first : self._end] = array("q", derived)
         self._last = sizes, values[:]
         return values
@@ -181,21 +170,28 @@ class Program:
             error = launch(items + first * ITEM.size, count, arguments, where, streams, *self._device)
             if error:
                 self._raise(error, first - 1 - error, values)
-            for function, operands in calls:
-                self._call(function, operands, values)
+            for call in calls:
+                self._call(call, values)
             for number in dropped:
                 inputs[number] = None  # type: ignore[call-overload]
         inputs.clear()
         return tensors_of([values[place] for place in self._outputs])
 
-    def _call(self, function: Callable[..., Tensor], operands: "list[_Tensor]", values: Any) -> None:
+    def _call(self, call: "TorchCall", values: Any) -> None:
+        stream = torch.cuda.stream(self._others[call.lane - 1]) if call.lane else nullcontext()
+        operands: list[Any] = [
+            tensor_at(values[each.address], *each.sizes_and_strides(values), each.dtype, self._device)
+            if isinstance(each, TensorOperand)
+            else [values[place] for place in each]
+            for each in call.operands
+        ]
+        out, *given = operands
         try:
-            out, *given = [
-                tensor_at(values[each.address], *each.sizes_and_strides(values), each.dtype, self._device)
-                for each in operands
-            ]
-            with torch.autocast(self.device.type, enabled=False):
-                out.copy_(function(*given))
+            with torch.autocast(self.device.type, enabled=False), stream:
+                if call.into:
+                    call.function(*given, out=out)
+                else:
+                    out.copy_(call.function(*given))
         except BaseException:
             self._free(values)
             raise
@@ -217,7 +213,7 @@ class Program:
         raise RuntimeError(f"item {item} failed")
 
 
-def _place(index: int, members: dict[int, Any], numbers: "_Numbers") -> Any:
+def _place(index: int, members: dict[int, Any], numbers: Numbers) -> Any:
     """Gives each member a place in the tensor `index`. Returns the bytes that they need."""
     total: Any = 0
     for member, num_bytes in members.items():
@@ -226,7 +222,7 @@ def _place(index: int, members: dict[int, Any], numbers: "_Numbers") -> Any:
     return total
 
 
-def _allocation(index: int, members: dict[int, Any], dtype: torch.dtype, numbers: "_Numbers") -> list[tuple[Any, ...]]:
+def _allocation(index: int, members: dict[int, Any], dtype: torch.dtype, numbers: Numbers) -> list[tuple[Any, ...]]:
     size = _place(index, members, numbers)
     return [("allocate", index, (size // dtype.itemsize,), dtype)] if members else []
 
@@ -267,228 +263,3 @@ def _text(size: Any) -> str:
 def _without(items: list[tuple[Any, ...]], shared: set[int]) -> list[tuple[Any, ...]]:
     """Returns the items without allocations and frees of tensors that share one."""
     return [item for item in items if item[0] not in ("free", "allocate") or item[1] not in shared]
-
-
-class _Native(NamedTuple):
-    """An item of launch.c, but for its arguments."""
-
-    kind: int
-    lane: int = 0
-    object: int = 0
-    memory: int = 0
-    grid: Sequence[Any] = (0, 0, 0)
-    threads: int = 0
-    shared_bytes: int = 0
-    overlaps: bool = False
-
-
-@final
-class _Numbers:
-    """The values of a program: constants, then sizes, addresses and handles. Until `finish`, a size is -1 - its number,
-    an address a pair of a tensor and the text of an offset, and a handle a `_Handle`.
-
-    segments: the first item of each, how many it has, and what is called and which inputs are dropped behind it.
-    allocations: by item, the values of the shape, and the dtype. places: by tensor, pairs of values of an address and
-    of an offset.
-    """
-
-    def __init__(self) -> None:
-        self._constants: list[int] = [0, 1]
-        self.expressions: list[str] = []
-        self.floats: list[int] = []  # of the expressions
-        self._sizes: dict[str, int] = {}
-        self._addresses: dict[tuple[int, str], int] = {}
-        self._handles: dict[int, int] = {}
-        self._items: list[tuple[_Native, Any]] = []
-        self._held: list[object] = []
-        self._dropped: dict[int, list[int]] = {}  # by item, the inputs that are dropped in front of it
-        self._calls: dict[int, list[tuple[Any, list[Any]]]] = {}  # by item, of torch, in front of it
-        self.offset_in: dict[int, tuple[int, Any]] = {}  # of a tensor: which other one it shares, and where
-        self.places: dict[int, list[tuple[int, int]]] = {}
-        self.first_size = self.first_handle = 0
-        self.segments: list[tuple[int, int, list[tuple[Any, list[_Tensor]]], list[int]]] = []
-        self.allocations: dict[int, tuple[list[int], torch.dtype]] = {}
-        self.values, self.native = array("q"), (0, 0, ())
-
-    def number(self, value: Any) -> int:
-        if type(value) is Size:
-            if value.text not in self._sizes:
-                self._sizes[value.text] = -1 - len(self.expressions)
-                if type(value.value) is float:
-                    self.floats.append(len(self.expressions))
-                self.expressions.append(value.text)
-            return self._sizes[value.text]
-        value = _bits(value) if type(value) is float else value
-        if value not in self._constants:
-            self._constants.append(value)
-        return self._constants.index(value)
-
-    def address(self, index: int | None, offset: Any) -> Any:
-        if index is None:  # of fixed memory
-            return self.number(offset)
-        if index in self.offset_in:
-            index, first = self.offset_in[index]
-            offset = first + offset
-        number = self.number(offset)
-        key = index, str(number)
-        self._addresses.setdefault(key, len(self._addresses))
-        return key
-
-    def handle(self, index: int) -> "_Handle":
-        return _Handle(self._handles.setdefault(index, len(self._handles)))
-
-    def add(self, item: tuple[Any, ...], trace: Trace, events: list[int], inputs: Sequence[int]) -> None:
-        """Adds an item of a trace. inputs: the numbers of tensors, which a run drops."""
-        number, address, native = self.number, self.address, _Native
-        given: Any
-        match item:
-            case "allocate", index, shape, dtype:
-                dims = [number(size) for size in shape]
-                self.allocations[len(self._items)] = dims, dtype
-                native = _Native(ALLOCATE, grid=(len(dims), 0, 0), threads=number_of_dtype(dtype))
-                given = [self.handle(index), *dims, index]  # the places of its addresses follow: `finish`
-            case "free", index if index in inputs:
-                self._dropped.setdefault(len(self._items), []).append(inputs.index(index))
-                return
-            case "free", index if index in self._handles:
-                native, given = _Native(FREE), [self.handle(index)]
-            case "free", _:
-                return  # of further inputs, which a run keeps
-            case "view", index, slot:
-                base, first = self.offset_in.get(slot.buffer.index, (slot.buffer.index, 0))
-                assert slot.dtype == slot.buffer.dtype
-                offset = first // slot.itemsize + slot.offset
-                given = [self.handle(base), self.handle(index), *map(number, (*slot.shape, *slot.strides, offset))]
-                native = _Native(VIEW, grid=(slot.ndim, 0, 0))
-            case "addmm", *operands:
-                given = [
-                    place
-                    for each in operands
-                    for place in (address(each.buffer, each.first_byte), *map(number, (*each.shape, *each.strides)))
-                ]
-                native = _Native(ADDMM, threads=number_of_dtype(operands[0].dtype))
-            case "set", place, num_bytes, value, lane:
-                native, given = _Native(SET, lane), [address(*place), number(num_bytes), number(value)]
-            case "copy", into, of, num_bytes, lane:
-                native, given = _Native(COPY, lane), [address(*into), address(*of), number(num_bytes)]
-            case ("record" | "wait") as kind, event, lane:
-                native, given = _Native(RECORD if kind == "record" else WAIT, lane, events[event]), []
-            case "torch", function, *operands:
-                views = [
-                    (address(each.buffer, each.first_byte), [*map(number, (*each.shape, *each.strides))], each.dtype)
-                    for each in operands
-                ]
-                self._calls.setdefault(len(self._items), []).append((function, views))
-                return
-            case "foreign", function, values:
-                device = (2, trace.device.index) if trace.device.type == "cuda" else (1, 0)
-                arguments = Arguments(values, number, address, device)
-                self._held += [function, arguments]
-                memory = address_of(arguments.memory)
-                native = _Native(CALL, 0, function.__chandle__(), memory, (len(values), 0, 0))
-                given = [each for byte, place in arguments.patches for each in (_Byte(byte), place)]
-            case "launch", kernel, grid, places, lane:
-                places = [address(*each) if type(each) is tuple else number(each) for each in places]
-                given = [places[index] for index in kernel.passed] + [number(0)] * 2
-                grid = [_Value(number(size)) for size in (*grid, 1, 1)[:3]]
-                sizes = kernel.threads, kernel.shared_bytes, kernel.overlaps
-                native = _Native(KERNEL, lane, kernel.function, 0, grid, *sizes)
-            case _:
-                raise AssertionError(item)
-        assert native.kind != KERNEL or len(given) <= MAX_ARGUMENTS
-        assert native.kind not in (ALLOCATE, VIEW) or native.grid[0] <= MAX_DIMS
-        self._items.append((native, given))
-
-    def finish(self) -> None:
-        """Call it when all items have been added."""
-        self.first_size = len(self._constants)
-        first = self.first_size + len(self.expressions)
-        self.first_handle = first + len(self._addresses)
-        for (index, offset), number in self._addresses.items():
-            self.places.setdefault(index, []).append((first + number, self._index(int(offset))))
-        self.values = array("q", [*self._constants, *[0] * (self.first_handle + len(self._handles) - self.first_size)])
-        native, arguments = bytearray(), list[int]()
-        for item, given in self._items:
-            if item.kind == ALLOCATE:
-                given = [*given[:-1], *[_Byte(each) for pair in self.places.get(given[-1], []) for each in pair]]
-            grid = [self._index(each.number) if type(each) is _Value else each for each in item.grid]
-            sizes = item.threads, item.shared_bytes, item.overlaps
-            native += ITEM.pack(
-                item.object, item.memory, item.kind, item.lane, *grid, *sizes, len(arguments), len(given)
-            )
-            arguments += map(self._index, given)
-        self.allocations = {
-            number: ([self._index(size) for size in shape], dtype)
-            for number, (shape, dtype) in self.allocations.items()
-        }
-        cuts = _late(self._dropped, set(self.allocations))
-        calls = {
-            item: [(function, [*map(self._tensor, views)]) for function, views in of_item]
-            for item, of_item in self._calls.items()
-        }
-        ends = sorted({*cuts, *calls, len(self._items)} - {0})
-        starts = [0, *ends[:-1]]
-        self.segments = [
-            (start, end - start, calls.get(end, []), cuts.get(end, [])) for start, end in zip(starts, ends, strict=True)
-        ]
-        blocks = ctypes.create_string_buffer(bytes(native), max(1, len(native)))
-        places = (ctypes.c_uint32 * max(1, len(arguments)))(*arguments)
-        self.native = address_of(blocks), address_of(places), (blocks, places, self._held)
-
-    def handle_of(self, index: int) -> int:
-        """Returns the value of the handle of a tensor, once finished."""
-        return self._index(self.handle(index))
-
-    def _tensor(self, view: tuple[Any, list[Any], torch.dtype]) -> "_Tensor":
-        place, dims, dtype = view
-        return _Tensor(self._index(place), [*map(self._index, dims)], dtype)
-
-    def _index(self, number: Any) -> int:
-        if type(number) is _Byte:
-            return number.number
-        if type(number) is _Handle:
-            return self.first_handle + number.number
-        if type(number) is tuple:
-            return self.first_size + len(self.expressions) + self._addresses[number]
-        return self.first_size - 1 - number if number < 0 else number
-
-
-class _Tensor(NamedTuple):
-    """What a function of torch gets. address: its value. dims: those of its sizes, then of its strides."""
-
-    address: int
-    dims: list[int]
-    dtype: torch.dtype
-
-    def sizes_and_strides(self, values: Any) -> tuple[list[int], list[int]]:
-        dims = [values[place] for place in self.dims]
-        return dims[: len(dims) // 2], dims[len(dims) // 2 :]
-
-
-class _Handle(NamedTuple):
-    number: int
-
-
-class _Byte(NamedTuple):
-    """What an item gets as it is."""
-
-    number: int
-
-
-class _Value(NamedTuple):
-    number: int
-
-
-def _late(dropped: dict[int, list[int]], allocations: set[int]) -> dict[int, list[int]]:
-    """Returns the same inputs, each dropped in front of the next allocation. Those that none follows are left out."""
-    late: dict[int, list[int]] = {}
-    for item, inputs in dropped.items():
-        following = [number for number in allocations if number >= item]
-        if following:
-            late.setdefault(min(following), []).extend(inputs)
-    return late
-
-
-def _bits(value: float) -> int:
-    """Returns the bits of a number as a kernel's float32."""
-    return struct.unpack("i", struct.pack("f", value))[0]

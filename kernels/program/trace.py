@@ -140,6 +140,19 @@ class Slot:
     def clone(self) -> "Slot":
         return self.new_empty(self.shape).copy_(self)
 
+    def index_select(self, dim: int, index: "Slot") -> "Slot":
+        assert dim == 0
+        shape = index.shape[0], *self.shape[1:]
+        return cast(Slot, by_torch(_selected, shape, self.dtype, self, index, into=True))
+
+    def split(self, sizes: Sequence[Any]) -> "list[Slot]":
+        """Returns parts of these sizes along the first dimension."""
+        parts, start = list[Slot](), 0
+        for size in sizes:
+            parts.append(self[start : start + size])
+            start = start + size
+        return parts
+
     def chunk(self, number: int, dim: int) -> "list[Slot]":
         """Returns equal parts of it along a dimension."""
         size = self.shape[dim] // number
@@ -260,18 +273,23 @@ def current_trace() -> "Trace | None":
 
 
 def by_torch(
-    function: Callable[..., torch.Tensor], shape: Shape, dtype: torch.dtype, *inputs: torch.Tensor
+    function: Callable[..., torch.Tensor], shape: Shape, dtype: torch.dtype, *inputs: Any, into: bool = False
 ) -> torch.Tensor:
     """Returns function(*inputs), a contiguous tensor of this shape and dtype. A program calls the function in each run.
 
-    It takes no numbers that may be a `Size`, and its result must not depend on strides of the inputs.
+    inputs: tensors, and tuples of numbers. The result must not depend on strides of the tensors. into: the function
+    takes `out`, to which it writes; otherwise a program copies its result.
     """
     trace = current_trace()
     if trace is None:
         return function(*inputs)
     out = trace.empty(shape, dtype)
-    trace.items.append(("torch", function, *map(_operands, (out, *inputs))))
+    trace.items.append(("torch", function, into, trace.lane, *map(_operands, (out, *inputs))))
     return cast(torch.Tensor, out)
+
+
+def _selected(values: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.index_select(values, 0, index, out=out)
 
 
 def new_empty(like: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -293,6 +311,9 @@ class Trace:
         self.sizes = [Size(name, value, self.guards) for name, value in sizes.items()]
         self.items: list[tuple[Any, ...]] = []
         self.num_buffers, self._done = 0, False
+        # Buffers that another lane has dropped. They are freed once lane 0 has waited for an event behind that.
+        self._dropped: list[int] = []
+        self._dropped_before: dict[int, list[int]] = {}
         self._counter: Slot | None = None
         self.lane = 0
         self.events: list[int | None] = []  # CUDA's, or None for one that the program makes
@@ -359,8 +380,11 @@ class Trace:
     def event(self, event: int | None = None) -> int:
         """Notes an event on the current lane, a stream. Returns its number. event: of CUDA; None for a new one."""
         self.events.append(event)
-        self.items.append(("record", len(self.events) - 1, self.lane))
-        return len(self.events) - 1
+        number = len(self.events) - 1
+        self.items.append(("record", number, self.lane))
+        if self.lane:
+            self._dropped_before[number], self._dropped = self._dropped, []
+        return number
 
     def size(self, name: str) -> Any:
         """Returns the size of this name, or None."""
@@ -369,6 +393,9 @@ class Trace:
     def wait(self, event: int) -> None:
         """Makes the current lane wait for an event."""
         self.items.append(("wait", event, self.lane))
+        if self.lane == 0:
+            for number in [each for each in self._dropped_before if each <= event]:
+                self.items += [("free", index) for index in self._dropped_before.pop(number)]
 
     @contextmanager
     def at_lane(self, lane: int) -> Generator[None]:
@@ -398,7 +425,9 @@ class Trace:
         return None if self._counter is None else self._counter.buffer.index
 
     def free(self, index: int) -> None:
-        if not self._done:
+        if self.lane:
+            self._dropped.append(index)
+        elif not self._done:
             self.items.append(("free", index))
 
     def finish(self) -> None:

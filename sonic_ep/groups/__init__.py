@@ -272,15 +272,19 @@ class EPGroup:
         *,
         stage: str = "an all-to-all",
         layer: int | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Sends `send[q]` consecutive rows to each rank q. Returns the received rows, `receive[s]` from each rank s.
 
         rows: (sum(send), ...) in order of destination rank. Result: (sum(receive), ...) in order of source rank, in the
-        dtype of `rows`; with one rank, `rows` itself. layer: its number, if it is not `self.layer`.
+        dtype of `rows`; with one rank, `rows` itself. layer: its number, if it is not `self.layer`. out: in place of a
+        new tensor for the result, with several ranks.
         """
         if self.size == 1:
             return rows
-        received, send, receive = rows.new_empty((sum(receive), *rows.shape[1:])), list(send), list(receive)
+        received, send, receive = out, list(send), list(receive)
+        if received is None:
+            received = rows.new_empty((sum(receive), *rows.shape[1:]))
         if not self._is_over_gloo(rows):
             self._watch.begin(stage, layer)
             dist.all_to_all_single(received, rows.contiguous(), receive, send, group=self.process_group)

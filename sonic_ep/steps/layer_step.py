@@ -145,7 +145,7 @@ class _Step(torch.autograd.Function):
         inputs = [*given, *saved]
         del saved, given, dy_TH, grad_outputs
         programs, ranks = ctx.programs, ctx.kind.ranks
-        if ranks is not None:
+        if ranks is not None and ranks.symmetric is not None:
             ranks.symmetric.raise_if_lost()
             if ranks.symmetric.generation != programs.generation:
                 programs = traced(ctx.kind, ctx.sizes)  # larger buffers have taken the place of those of forward
@@ -184,6 +184,7 @@ def traced(kind: Kind, sizes: Sizes) -> Programs:
         if ranks is not None:
             trace.mailbox = ranks.mailbox
             stack.enter_context(parts_made_by(trace.fixed_part))
+            assert ranks.symmetric is not None
             if not ranks.is_static:
                 stack.enter_context(ranks.symmetric.bounded_by(SizeBound(*bound[:-1])))
             updates: Any = None if bias_E is None else trace.named("updates", (), torch.int64)
@@ -232,7 +233,8 @@ def traced(kind: Kind, sizes: Sizes) -> Programs:
         for has_loss in (False, True):
             of_backward = _traced_backward(kind, trace, saved, handle_sizes, call, kernels, has_loss, has_shares)
             backwards[has_loss] = Program(*of_backward)
-    return Programs(program, backwards, 0 if ranks is None else ranks.symmetric.generation, num_lists=len(lists))
+    generation = 0 if ranks is None or ranks.symmetric is None else ranks.symmetric.generation
+    return Programs(program, backwards, generation, num_lists=len(lists))
 
 
 def _traced_backward(

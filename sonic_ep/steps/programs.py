@@ -26,14 +26,15 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ranks:
-    """The EP group of a step of several ranks. symmetric: what `transport` has chosen. is_static: see LayerTransport.
+    """The EP group of a step of several ranks. symmetric: what `transport` has chosen, or None for one that needs its
+    sizes on the host. is_static: see LayerTransport.
 
     layer: the number of the layer. mailbox: to which a run brings the sizes of the step, if it exchanges counts.
     """
 
     group: EPGroup
     transport: GroupTransport
-    symmetric: SymmetricTransport
+    symmetric: SymmetricTransport | None
     is_static: bool = False
     layer: int = 0
     mailbox: Mailbox | None = None

@@ -204,13 +204,21 @@ def mailbox(num_ranks: int) -> Mailbox:
     return made
 
 
+def _function(call: Any) -> object:
+    function = call.function
+    return (function.func, *function.args) if isinstance(function, functools.partial) else function
+
+
 def described(program: Program, sizes: tuple[int, ...]) -> dict[str, object]:
     """All that a run with these sizes depends on, but for what is at another address in each program."""
     native: Any = program._native[2]
     items, arguments, held = native
     return {
         "values": program._values_for(sizes),
-        "segments": program._segments,
+        "segments": [
+            (*where, [(_function(call), *call[1:]) for call in calls], dropped)
+            for *where, calls, dropped in program._segments
+        ],
         "items": [each[2:] for each in ITEM.iter_unpack(items.raw)],
         "arguments": [*arguments],
         "GEMMs": [(each._bytes, each._pointers, each.patches) for each in held if isinstance(each, Arguments)],

@@ -33,6 +33,13 @@ CONFIGS = {
         **SHAPE, rounding=ROUNDED, router=RouterConfig(balance="global", balance_coef=0.01, expert_bias=True)
     ),
     "biases": MoEConfig(**SHAPE, rounding=ROUNDED, bias=True, router=RouterConfig(linear_bias=True)),
+    "all-to-all": MoEConfig(**SHAPE, rounding=ROUNDED, transport=TransportConfig(kind="all_to_all")),
+    "two hops": MoEConfig(
+        **SHAPE,
+        rounding=RoundingConfig(mode="off"),
+        save_dispatched=True,
+        transport=TransportConfig(kind="two_hop", ranks_per_host=1),
+    ),
     "shared": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="off"), shared_n=128),
     "small": MoEConfig(  # outputs of the experts' first GEMM in memory with small addresses
         **SHAPE, rounding=replace(ROUNDED, capacity_factor=1.25), transport=TransportConfig(buffers="static")
@@ -194,7 +201,7 @@ def under_checkpoint(rank: int, reentrant: bool, more: dict[str, Any], name: str
     assert both[1].num_programs == 0
 
 
-@pytest.mark.parametrize("name", ["nearest", "off", "apportion", "static", "biases"])
+@pytest.mark.parametrize("name", ["nearest", "off", "apportion", "static", "biases", "all-to-all"])
 @pytest.mark.parametrize(
     ("reentrant", "more"),
     [(False, {}), (True, {}), (False, {"context_fn": replay_contexts})],

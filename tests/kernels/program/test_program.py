@@ -15,7 +15,7 @@ from torch import Tensor
 from sonic_ep.kernels.program import native, program
 from sonic_ep.kernels.program.c_library import UnavailableError, compiled_library
 from sonic_ep.kernels.program.program import Program
-from sonic_ep.kernels.program.trace import Slot, Trace, current_trace
+from sonic_ep.kernels.program.trace import Slot, Trace, by_torch, current_trace
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
 pytest.importorskip("triton")
@@ -201,6 +201,65 @@ def test_products_are_added() -> None:
         torch.testing.assert_close(program.run((T,), [x, weight])[0], x[:, :6] @ weight)
 
 
+def scaled(values: Tensor, numbers: list[int]) -> Tensor:
+    return values[: numbers[0]] * numbers[1]
+
+
+def joined(one: Tensor, two: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.cat((one, two), out=out)
+
+
+@pytest.mark.usefixtures("runs")
+def test_functions_of_torch_get_tensors_and_numbers() -> None:
+    trace = Trace(torch.device("cpu"), {"T": 2}, {"T": 8192})
+    (T,) = trace.sizes
+    with trace:
+        x: Any = trace.input((2 * T,), torch.float32)
+        twice: Any = by_torch(scaled, (T,), torch.float32, x, (T, 3))
+        y: Any = by_torch(joined, (3 * T,), torch.float32, twice, x, into=True)
+        launch(y, y, y, 1.0)
+        trace.finish()
+    program = Program(trace, [0], [y])
+    for T in (4, 8):
+        x = torch.randn(2 * T)
+        (found,) = program.run((T,), [x])
+        torch.testing.assert_close(found, 2 * torch.cat((3 * x[:T], x)))
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_function_that_fails_leaves_no_memory() -> None:
+    trace = Trace(torch.device("cpu"), {"T": 2}, {"T": 8192})
+    with trace:
+        x: Any = trace.input((2,), torch.float32)
+        y: Any = by_torch(joined, (5,), torch.float32, x)
+        trace.finish()
+    program, freed = Program(trace, [0], [y]), list[object]()
+    with (
+        patch.object(Program, "_free", lambda _, values: freed.append(values)),
+        pytest.raises(TypeError, match="missing 1 required"),
+    ):
+        program.run((2,), [torch.zeros(2)])
+    assert len(freed) == 1
+
+
+def test_what_another_lane_drops_is_freed_when_the_first_has_waited() -> None:
+    trace = Trace(torch.device("cpu"), {}, {})
+    with trace:
+        x = trace.input((4,), torch.float32)
+        with trace.on_lane(1):
+            one = x.new_empty(4)
+            index = one.buffer.index
+            del one
+            first = trace.event()
+            two = x.new_empty(4)
+            del two
+            trace.event()
+        assert not any(item[0] == "free" for item in trace.items)
+        trace.wait(first)
+        assert [item for item in trace.items if item[0] == "free"] == [("free", index)]
+        trace.finish()
+
+
 @pytest.mark.usefixtures("runs")
 def test_memory_is_freed_where_the_pass_frees_it() -> None:
     trace = Trace(torch.device("cpu"), {"T": 2}, {"T": 8192})
@@ -260,6 +319,8 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "as_strided": lambda t: t.as_strided((2, 3), (5, 1), 4),
     "view": lambda t: t.view(torch.int32),
     "row of the rest": lambda t: t[1:][1],
+    "second half": lambda t: t.chunk(2, 0)[1],
+    "last part": lambda t: t.split([1, 3])[1],
 }
 
 

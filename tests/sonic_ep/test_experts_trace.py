@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from sonic_ep.steps.experts_step import ExpertsKind, traced
+from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.dispatch.two_hop import TwoHopTransport
+from sonic_ep.steps.experts_trace import ExpertsKind, PreparedKind, traced
+from sonic_ep.steps.programs import Ranks
 from tests.helpers.fake_cuda import CUDA, Memory, described, fake_cuda, ranks_of
 
 E, H, I, K = 16, 256, 128, 4  # noqa: E741
@@ -40,7 +43,7 @@ def shapes_of(e: int, *, bias: bool = False, layout: str = "interleaved", split:
 def kind_of(num_ranks: int = 1, **changes: Any) -> ExpertsKind:
     layout = changes.get("layout", "interleaved")
     options = {name: changes.pop(name) for name in ("bias", "split", "r") if name in changes}
-    static = changes.pop("static", False)
+    static, hosts = changes.pop("static", False), changes.pop("hosts", 0)
     shapes = shapes_of(E // num_ranks, layout=layout, **options)
     ranks = None if num_ranks == 1 else ranks_of(num_ranks, H, E, K, is_static=static)
     needs = True, True, *(each is not None for each in shapes[3:5]), shapes[5] is not None, shapes[7] is not None
@@ -62,6 +65,9 @@ def kind_of(num_ranks: int = 1, **changes: Any) -> ExpertsKind:
         device=CUDA,
         ranks=ranks,
     )
+    if hosts:
+        ranks, prepared = prepared_by_code(num_ranks, hosts)
+        kind = kind._replace(ranks=ranks, prepared=prepared)
     return kind._replace(**changes)
 
 
@@ -77,11 +83,36 @@ KINDS: dict[str, dict[str, Any]] = {
     "frozen": {"needs": (False, True, False, False, False, False)},
     "evaluation": {"has_backward": False},
 }
-OF_RANKS: dict[str, dict[str, Any]] = {"rows": {"save_dispatched": True}, "static": {"static": True, "rounded": True}}
+OF_RANKS: dict[str, dict[str, Any]] = {
+    "rows": {"save_dispatched": True},
+    "static": {"static": True, "rounded": True},
+    "all-to-all": {"hosts": 1},
+    "all-to-all, rounded": {"hosts": 1, "rounded": True},
+    "two hops": {"hosts": 2, "save_dispatched": True},
+}
+
+
+def prepared_by_code(num_ranks: int, hosts: int) -> tuple[Ranks, PreparedKind]:
+    """Transports over torch.distributed. Nothing is exchanged here."""
+    group: Any = ranks_of(num_ranks, H, E, K).group
+    transport: Any = AllToAllTransport(group) if hosts == 1 else TwoHopTransport(group, num_ranks // hosts)
+    lengths = num_ranks, num_ranks, num_ranks, num_ranks, *([num_ranks] * 4 if hosts > 1 else [0] * 4)
+    return Ranks(group, transport, None), PreparedKind(lengths, 8)
 
 
 def sizes_of(kind: ExpertsKind, step: int) -> tuple[int, ...]:
-    return tuple(SIZES[name][step] for name in kind.usual_sizes)
+    """Of what the code has prepared, each rank sends and gets as many rows."""
+    T, N = SIZES["T"][step], SIZES["N"][step]
+    rows = 2 * T
+    lengths = N, N, rows + 1, N, E // 2 + 1, rows, rows, T + 1
+    sizes = {**{name: each[step] for name, each in SIZES.items()}, "A": rows, "w": N}
+    if kind.prepared is not None:
+        two_hops = kind.prepared.splits[4] > 0
+        lengths = (*lengths[:5], *((2 * rows, 2 * rows, T + 1 + rows + 1) if two_hops else lengths[5:]))
+        sizes |= {f"l{number}": length for number, length in enumerate(lengths)}
+        splits = [rows // 2] * 4 + [N // 2] * 4 + [rows // 2] * 8
+        sizes |= {f"s{number}": size for number, size in enumerate(splits)}
+    return tuple(sizes[name] for name in kind.usual_sizes)
 
 
 @pytest.mark.parametrize(
