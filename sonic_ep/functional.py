@@ -31,7 +31,7 @@ from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routers.compiled import pending_sizes
 from sonic_ep.routing import Routing
-from sonic_ep.steps.experts_step import ExpertsStep, RunsAs
+from sonic_ep.steps.experts_step import ExpertsStep, MoECall, RunsAs
 from sonic_ep.steps.experts_trace import MoEWeights
 from sonic_ep.transports import transport_type
 
@@ -149,7 +149,7 @@ def moe(
         if runs_as is not None:
             into = main_grad_of(params[0]), main_grad_of(params[1])
             with routing.status_first():
-                step = runs_as.find(x_TH, routing, weights, into, call, layout)
+                step = runs_as.find(MoECall(x_TH, routing, weights, into, call, layout))
             prepared = runs_as.prepared
         arguments: Any = x_TH, routing.weights_N, *weights, routing, call, params, layout, prepared
         out_TH = _ExpertParallelMLP.apply(*arguments, step)

@@ -28,6 +28,17 @@ from sonic_ep.steps.programs import Programs, Ranks, Sizes, StepPrograms
 from sonic_ep.transports import GroupTransport
 
 
+class MoECall(NamedTuple):
+    """The arguments of `moe` in one call. into: the buffers to which backward adds dW1 and dW2."""
+
+    x_TH: Tensor
+    routing: Routing
+    weights: MoEWeights
+    into: tuple[Tensor | None, Tensor | None]
+    call: Call
+    layout: str
+
+
 @final
 class ExpertsPrograms:
     """The programs of one layer's experts. A copy starts without any.
@@ -50,21 +61,17 @@ class ExpertsPrograms:
 
     def step(
         self,
-        x_TH: Tensor,
-        routing: Routing,
-        weights: MoEWeights,
-        into: tuple[Tensor | None, Tensor | None],
-        call: Call,
-        layout: str,
+        given: MoECall,
         ranks: Ranks | None = None,
         bound: SizeBound | None = None,
         prepared: PreparedDispatch | None = None,
     ) -> "ExpertsStep | None":
         """Returns what runs this step, or None where the code has to.
 
-        into: to which backward adds. call, layout: see functional.py. ranks, bound: on several; no bound with static
-        buffers. prepared: by the transport, if that needs its sizes on the host.
+        ranks, bound: on several; no bound with static buffers. prepared: by the transport, if that needs its sizes on
+        the host.
         """
+        x_TH, routing, weights, into, call, layout = given
         if _problem_with(x_TH, routing, weights, call, ranks) is not None:
             return None
         if prepared is not None and not all(PreparedKind.sizes(prepared)[: len(prepared.handle.lists()) + 2]):
@@ -236,19 +243,13 @@ class RunsAs:
             return cls(programs, Ranks(group, transport, None))
         return cls(programs, Ranks(group, transport, step.via.transport, step.via.is_static), step)
 
-    def find(
-        self,
-        x_TH: Tensor,
-        routing: Routing,
-        weights: MoEWeights,
-        into: tuple[Tensor | None, Tensor | None],
-        call: Call,
-        layout: str,
-    ) -> ExpertsStep | None:
-        """Returns `ExpertsPrograms.step` of these arguments. A collective if the host waits for sizes."""
-        bound, step = None, self.step
+    def find(self, given: MoECall) -> ExpertsStep | None:
+        """Returns `ExpertsPrograms.step` of this call. A collective if the host waits for sizes."""
+        bound, step, (x_TH, routing, *_) = None, self.step, given
         if self.ranks is not None and step is None:
-            return self._prepared_step(x_TH, routing, weights, into, call, layout)
+            self._prepare(x_TH, routing, self.ranks)
+            if self.prepared is None:
+                return None  # symmetric memory, of which no sizes are known yet
         if self.ranks is not None and step is not None:
             bound = step.bound
             if step.is_exact and routing.split_sizes is not None:
@@ -256,29 +257,15 @@ class RunsAs:
                 step.via.transport.reserve(x_TH.shape[1] * x_TH.element_size(), bound)
             elif not self.ranks.is_static and x_TH.shape[0] > step.tokens:
                 return None
-        found = self.programs.step(x_TH, routing, weights, into, call, layout, self.ranks, bound)
+        found = self.programs.step(given, self.ranks, bound, self.prepared)
         self.as_program = found is not None
         return found
 
-    def _prepared_step(
-        self,
-        x_TH: Tensor,
-        routing: Routing,
-        weights: MoEWeights,
-        into: tuple[Tensor | None, Tensor | None],
-        call: Call,
-        layout: str,
-    ) -> ExpertsStep | None:
-        assert self.ranks is not None
-        transport = self.ranks.transport
-        if not x_TH.is_cuda or not isinstance(transport.chosen(x_TH.device), CollectiveTransport):
-            return None  # symmetric memory, of which no sizes are known yet
-        with torch.no_grad():
-            self.prepared = transport.prepare(routing, plan_for(routing.counts, self.ranks.group.rank))
-        arguments = x_TH, routing, weights, into, call, layout, self.ranks
-        found = self.programs.step(*arguments, prepared=self.prepared)
-        self.as_program = found is not None
-        return found
+    def _prepare(self, x_TH: Tensor, routing: Routing, ranks: Ranks) -> None:
+        """Lets a transport over torch.distributed send its lists, on GPUs."""
+        if x_TH.is_cuda and isinstance(ranks.transport.chosen(x_TH.device), CollectiveTransport):
+            with torch.no_grad():
+                self.prepared = ranks.transport.prepare(routing, plan_for(routing.counts, ranks.group.rank))
 
     def exceeded(self, routing: Routing) -> bool:
         """Returns True if the program has computed nothing, as the step needed more. Call it once that is checked."""
