@@ -29,9 +29,7 @@ class AllToAllTransport(CollectiveTransport):
     def __init__(self, group: EPGroup) -> None:
         super().__init__(group, "all-to-all")
 
-    def prepare(
-        self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
-    ) -> PreparedDispatch:
+    def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         sizes, rank = self._exchange.sizes(routing, plan, "the all-to-all"), self.group.rank
         splits = pairs_out, pairs_in = sizes.pairs_SQ[rank], sizes.pairs_in(rank)
         sent = sent_rows(routing.token_ids_N[: sum(pairs_out)], plan.pair_starts_Q, routing.num_tokens)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, final
 
 import torch
 
-from sonic_ep.dispatch.speculation import SizeBound
+from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.groups.order import NO_ORDER, Forward

@@ -41,9 +41,7 @@ class LocalTransport:
     def raise_if_lost(self) -> None:
         pass
 
-    def prepare(
-        self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
-    ) -> PreparedDispatch:
+    def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         token_ids_N, T = routing.token_ids_N, routing.num_tokens
         P = V = N = token_ids_N.shape[0]
         spare = routing.max_rows is not None and allows_spare_capacity(token_ids_N)

@@ -10,8 +10,8 @@
 
 The source rank holds a token, the destination rank an expert. The destination rank applies the combine weights. So
 dispatch and combine of received rows only move and add rows, and each is the other's backward. All four are
-collectives: every rank of the EP group calls them, in the same order. They launch work for the device; only `prepare`,
-and `resolve_sizes` of its result, may block the host until sizes arrive from the device.
+collectives: every rank of the EP group calls them, in the same order. They launch work for the device; only `prepare`
+may block the host until sizes arrive from the device.
 
 Legend: T tokens on this rank, H hidden size, N pairs this rank sends, U rows this rank sends, R rows this rank
 receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
@@ -152,18 +152,11 @@ class PreparedDispatch:
     handle: the DispatchHandle of this step.
     weights_P: (P,) combine weight of each pair-buffer row, zero on padding rows.
     rows_RH: (R, H) received rows, if `prepare` already sent the x_TH that it got; else None, and `dispatch` sends them.
-    resolve_sizes: Set only on a speculative handle, whose lists were sized from the previous step because the host does
-        not know this step's sizes yet. Call it once, after launching the experts and before any other call of the
-        transport. Blocks until the sizes arrive and returns (prepared, hit). Hit: the guess was large enough;
-        `prepared` is this one, its lists cut to the true sizes. Miss: the device found the guess too small and sent
-        nothing; `prepared` is a new one, launched with exact sizes. The experts' rows are a second guess, the length of
-        weights_P. After a miss, or if the true P exceeds that length, launch the experts again on `prepared`.
     """
 
     handle: DispatchHandle
     weights_P: Tensor
     rows_RH: Tensor | None = None
-    resolve_sizes: "Callable[[], tuple[PreparedDispatch, bool]] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,20 +186,15 @@ class Transport(Exchange, Protocol):
     handle. Every method is a collective. Each raises RuntimeError if the transport knows that a peer is lost.
     """
 
-    def prepare(
-        self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
-    ) -> PreparedDispatch:
+    def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         """Sends the row index and the weight of each pair to its destination rank, and returns the step's handle.
 
         plan: this rank's plan of the routing's counts (dispatch/plan.py).
         x_TH: the (T, H) rows to dispatch next, if the transport may send them already. All ranks pass rows, or none.
             The call may then return before the rank status has been checked: call `routing.check` after all launches.
-        layer_key: identifies the experts that compute on these rows, equal in every step (speculation.py). With it the
-            result may be speculative: call its `resolve_sizes`, if set, after launching the experts. Without it the
-            result is never speculative.
 
-        Blocks the host until this step's sizes arrive, unless they follow from T and K, buffers are static or the
-        result is speculative.
+        Blocks the host until this step's sizes arrive, unless they follow from T and K, or buffers are static or
+        bounded.
         Raises:  ValueError or RuntimeError of `routing.check`. RuntimeError while a CUDA graph is captured, if the host
                  must read sizes. ValueError if buffers are static and the number of tokens changes or differs by rank.
         """

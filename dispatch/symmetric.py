@@ -17,8 +17,6 @@ to number or count rows.
 How sizes are known:
 
   exact        the host waits once in a forward for this step's sizes. Lists have these sizes.
-  speculative  an exact step whose rows, lists and forward GEMMs are launched before that wait, with sizes guessed from
-               the last step, and launched again if the guess was too small (speculation.py).
   static       lists have capacity for the most rows that the router's capacity factor allows. The host waits for no
                size, so a CUDA graph can be captured.
   bounded      as static, with a bound from the caller (`bounded_by`), who finds out later whether it holds.
@@ -49,7 +47,7 @@ from sonic_ep.dispatch.protocol import (
     Splits,
 )
 from sonic_ep.dispatch.side_stream import SideStream
-from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor, cut_to, guessed
+from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.dispatch.symmetric_buffers import Allocate, PeerBuffers, RowBuffers, row_bytes
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import bounded_plan, gather_sum, is_token_in_rank, pair_lists, symmetric_kernels
@@ -105,7 +103,6 @@ class SymmetricTransport:
         self.is_static = static
         self._dispatch = dispatch
         self._tokens: int | None = None  # of every rank and step, if static
-        self._size_predictor, self._row_predictor = SizePredictor(), RowPredictor()  # for exact steps
         self._flags: PeerMemory | None = None
         self._pad: SignalPad | None = None
         self._regions: dict[int, Tensor] = {}
@@ -170,42 +167,22 @@ class SymmetricTransport:
                 "it died, it is stuck, or it is slower than that; look at its log, or raise transport.timeout"
             )
 
-    def prepare(
-        self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
-    ) -> PreparedDispatch:
+    def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         x_TH = None if x_TH is None else x_TH.contiguous()
         static = self.is_static and routing.max_received is not None
-        arriving_sizes = None if static else self._start_split_sizes(routing)
+        arriving_sizes, bound = None if static else self._start_split_sizes(routing), self._bound
         in_rank = is_token_in_rank(routing.token_ids_N.contiguous(), plan.pair_starts_Q, routing.num_tokens)
         if arriving_sizes is None:
-            return self._launch(routing, plan, in_rank, x_TH, self._static_sizes(routing, x_TH))
-        bound, speculative, least = self._bound, None, self.least_tokens
-        if bound is None:
-            bound = self._speculative_bound(arriving_sizes, routing.num_tokens, x_TH)
-        if bound is not None:
-            least = bound.tokens if self._bound is not None else least
+            sizes = self._static_sizes(routing, x_TH)
+        elif bound is not None:
             sizes = _Sizes(max(1, bound.tokens), bound.rows, bound.pairs, bound.pairs, may_exceed=True)
-            bounded = bounded_plan(plan, arriving_sizes.on_device, *bound, least)
-            speculative = self._launch(routing, bounded, in_rank, x_TH, sizes)
-            if self._bound is not None:
-                return speculative
-
-        def resolve_sizes() -> tuple[PreparedDispatch, bool]:
-            # The host waits only here, while the device runs what has been launched.
-            known = arriving_sizes.read()
-            needed = SizeBound.needed_by(known).with_tokens(least)
-            P, V = known.num_rows(self.group.rank), sum(known.pairs_in(self.group.rank))
-            self._size_predictor.record(needed, routing.num_tokens)
-            self._row_predictor.record(layer_key, P, routing.num_tokens)
-            if bound is not None and speculative is not None and bound.holds(needed):
-                return cut_to(speculative, P, V), True
+            plan = bounded_plan(plan, arriving_sizes.on_device, *bound, bound.tokens)
+        else:
+            known, rank = arriving_sizes.read(), self.group.rank  # the host waits only here
+            needed = SizeBound.needed_by(known).with_tokens(self.least_tokens)
+            P, V = known.num_rows(rank), sum(known.pairs_in(rank))
             sizes = _Sizes(max(1, needed.tokens), P, V, needed.pairs, may_exceed=False)
-            return self._launch(routing, plan, in_rank, x_TH, sizes), False
-
-        rows = self._row_predictor.rows(layer_key, routing.num_tokens)
-        if speculative is None or rows is None or arriving_sizes.is_ready:
-            return resolve_sizes()[0]
-        return guessed(speculative, rows, resolve_sizes)
+        return self._launch(routing, plan, in_rank, x_TH, sizes)
 
     def _launch(
         self, routing: Routing, plan: RankPlan, in_rank: Tensor, x_TH: Tensor | None, sizes: _Sizes
@@ -358,15 +335,6 @@ class SymmetricTransport:
                 "transport.buffers='static' and rounding.capacity_factor, and capture training steps"
             )
         return split_sizes_async(routing)
-
-    def _speculative_bound(
-        self, arriving_sizes: AsyncSplitSizes, num_tokens: int, x_TH: Tensor | None
-    ) -> SizeBound | None:
-        """Returns the bound for a speculative launch, or None if the sizes have arrived or it is not possible."""
-        if arriving_sizes.is_ready or not arriving_sizes.may_launch_unchecked:
-            return None
-        bound = self._size_predictor.bound(num_tokens, self._buffers.pair_capacity)
-        return bound if bound is not None and self._is_ready(x_TH, bound.tokens, bound.pairs) else None
 
     def _static_sizes(self, routing: Routing, x_TH: Tensor | None) -> _Sizes:
         """Returns upper bounds that hold for every step.

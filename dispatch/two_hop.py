@@ -115,9 +115,7 @@ class TwoHopTransport(CollectiveTransport):
     def bytes_across_hosts(self) -> Counter[str]:
         return self._exchange.bytes_across_hosts
 
-    def prepare(
-        self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
-    ) -> PreparedDispatch:
+    def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         sizes, ranks = self._exchange.sizes(routing, plan, "the two-hop transport"), self._ranks
         pairs = pairs_out, pairs_in = sizes.pairs_SQ[ranks.rank], sizes.pairs_in(ranks.rank)
         sent = sent_rows(routing.token_ids_N[: sum(pairs_out)], plan.pair_starts_Q, routing.num_tokens)

@@ -31,7 +31,6 @@ from sonic_ep.kernels.lora import low_rank
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 
 NO_LORA = ExpertsLoRA()
-_MIN_FILL = 15 / 16  # If P fills less of the speculative H, we clone the P rows, to free the spare capacity.
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Call:
     """The arguments of one call that are no tensors.
 
     group: of the transport. save_dispatched: save the received rows for backward instead of x.
-    tile_aligned: `Routing.tile_aligned`. layer_key: identifies the experts for predictions (`Transport.prepare`).
+    tile_aligned: `Routing.tile_aligned`.
     """
 
     transport: Transport
@@ -47,7 +46,6 @@ class Call:
     activation: Activation
     save_dispatched: bool
     tile_aligned: bool
-    layer_key: int | None = None
 
 
 @dataclass(slots=True)
@@ -89,38 +87,17 @@ def forward(
     """Returns out_TH (T, H) and what backward needs. A collective.
 
     x_TH: contiguous; the same rows that `prepare` got, if it got any. prepared: the result of `call.transport.prepare`.
-
-    A speculative `prepared` is resolved after the experts have been launched. If a guess was too small, they are
-    launched again (`PreparedDispatch.resolve_sizes`).
     """
-    rows_RH, y_PH, h_PJ = _experts(x_TH, prepared, weights, call)
-    if prepared.resolve_sizes is not None:
-        resolved, hit = prepared.resolve_sizes()
-        P = resolved.weights_P.shape[0]
-        capacity = prepared.weights_P.shape[0]
-        if hit and P <= capacity:
-            y_PH, h_PJ = y_PH[:P], h_PJ[:P] if P >= capacity * _MIN_FILL else h_PJ[:P].clone()
-        else:
-            del y_PH, h_PJ
-            rows_RH, y_PH, h_PJ = _experts(x_TH, resolved, weights, call)
-        prepared = resolved
+    rows_RH = prepared.rows_RH
+    if rows_RH is None:
+        rows_RH = call.transport.dispatch(x_TH, prepared.handle).result()
+    ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
+    y_PH, h_PJ = mlp.forward(ops, rows_RH, weights, _pair_lists(prepared.handle, call), call.activation)
     saved_rows = x_TH
     if call.save_dispatched:
         saved_rows = rows_RH.clone() if prepared.handle.rows_are_reused else rows_RH
     saved = SavedForBackward(saved_rows, h_PJ, prepared.weights_P, prepared.handle)
     return call.transport.combine(y_PH, prepared.weights_P, prepared.handle).result(), saved
-
-
-def _experts(
-    x_TH: Tensor, prepared: PreparedDispatch, weights: ExpertWeights, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rows_RH, y_PH and h_PJ."""
-    rows_RH = prepared.rows_RH
-    if rows_RH is None:
-        rows_RH = call.transport.dispatch(x_TH, prepared.handle).result()
-    ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
-    pairs = _pair_lists(prepared.handle, call)
-    return rows_RH, *mlp.forward(ops, rows_RH, weights, pairs, call.activation)
 
 
 def backward(

@@ -55,7 +55,6 @@ def moe(
     layout: Layout = "interleaved",
     save_dispatched: bool = False,
     accumulate_into_main_grad: bool = False,
-    layer_key: int | None = None,
     runs_as: RunsAs | None = None,
 ) -> Tensor:
     """Returns out: out[t] is the sum of s * expert_i(x[t]) over the routing's pairs (token t, expert i, weight s).
@@ -80,8 +79,6 @@ def moe(
              has one, and sets `w.grad_added_to_main_grad = True`, as Megatron-Core's layers do. main_grad may have any
              floating dtype, but float64 for float64 weights only. The gradient that autograd passes on is then a
              placeholder: zeros if `w.zero_out_wgrad`, else uninitialised. Not with `up_eIH`, nor with "concatenated".
-    Predicts: over symmetric memory, how many rows arrive, from the last call with the same `layer_key`; default: the
-             address of w1, which FSDP changes in every step.
     Runs:    as a program where `runs_as` allows it (docs/how_a_step_runs.md). Not under torch.compile.
     Raises:  ValueError, before any collective, for weights of the wrong shape, dtype, device or strides and for a
              routing of another number of tokens. This check is local: if only one rank makes a mistake, the others wait
@@ -140,8 +137,7 @@ def moe(
         transposed=layout == "transposed",
         ranks=updates.ranks,
     )
-    key = w1_eJH.data_ptr() if layer_key is None else layer_key
-    call = Call(transport, group, act, save_dispatched, routing.tile_aligned, key)
+    call = Call(transport, group, act, save_dispatched, routing.tile_aligned)
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     weights = MoEWeights(w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, *updates.tensors())
     step, prepared = None, None
@@ -256,7 +252,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
                 prepared = others.prepared
                 if prepared is None:
                     plan = plan_for(routing.counts, call.group.rank)
-                    prepared = call.transport.prepare(routing, plan, x_TH, call.layer_key)
+                    prepared = call.transport.prepare(routing, plan, x_TH)
                 out_TH, state = forward(x_TH, prepared, weights.of_experts(others.layout), call)
                 rows, sizes = state.rows, state.handle.without_lists()
                 saved = [state.h_PJ, state.weights_P, *state.handle.lists()]

@@ -185,8 +185,8 @@ class MoE(nn.Module):
             *(weights.w1, weights.w2_eHI, weights.b1_eJ, weights.b2_eH),
             transport=self.transport,
             group=self.group,
-            **{"activation": self.config.activation, "save_dispatched": self.config.save_dispatched},
-            layer_key=None if torch.compiler.is_compiling() else id(self),
+            activation=self.config.activation,
+            save_dispatched=self.config.save_dispatched,
             runs_as=runs_as,
         )
         self.router.prevent_dce(y_TH, self.group)

@@ -68,12 +68,10 @@ class GroupTransport:
         for transport in self._chosen.values():
             transport.raise_if_lost()
 
-    def prepare(
-        self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None, layer_key: int | None = None
-    ) -> PreparedDispatch:
+    def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         if routing.weights_N.device.type not in self._chosen:
             routing.check()  # choosing a transport is a collective
-        return self.on(routing.weights_N).prepare(routing, plan, x_TH, layer_key)
+        return self.on(routing.weights_N).prepare(routing, plan, x_TH)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         return self.on(x_TH).dispatch(x_TH, handle, overlap=overlap)

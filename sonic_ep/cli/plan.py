@@ -16,7 +16,7 @@ import torch
 
 from sonic_ep.config import MoEConfig, TransportKind
 from sonic_ep.dispatch.bounded_steps import bound_of
-from sonic_ep.dispatch.speculation import SizeBound
+from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.dispatch.symmetric_buffers import LIST_GROWTH
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.routers.rounding import is_plain_topk, max_received, max_rows, predicted_change, rule_of

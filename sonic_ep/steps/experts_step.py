@@ -15,7 +15,7 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import PreparedDispatch
 from sonic_ep.dispatch.row_exchange import CollectiveTransport
-from sonic_ep.dispatch.speculation import SizeBound
+from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.expert_parallel_mlp import Call, Gradients
 from sonic_ep.groups import EPGroup
 from sonic_ep.groups.order import Forward

@@ -16,7 +16,7 @@ from torch import Tensor
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, PreparedDispatch, Splits
-from sonic_ep.dispatch.speculation import SizeBound
+from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.expert_parallel_mlp import Call, SavedForBackward, backward, forward
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.experts.activations import activation_named

@@ -16,7 +16,7 @@ from sonic_ep.config import MoEConfig
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import HandleSizes
-from sonic_ep.dispatch.speculation import SizeBound
+from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.expert_parallel_mlp import Call, SavedForBackward, backward, forward
 from sonic_ep.first_order import first_order
 from sonic_ep.groups import EPGroup

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport, Step, exact_bound
-from sonic_ep.dispatch.speculation import SizeBound
+from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.groups import EPGroup
 from sonic_ep.groups.order import Forward, Order
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes

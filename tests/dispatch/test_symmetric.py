@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from sonic_ep.config import Dispatch, RoundingConfig
 from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
-from sonic_ep.dispatch.protocol import DispatchHandle, PreparedDispatch, Transport
+from sonic_ep.dispatch.protocol import DispatchHandle, Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.dispatch.symmetric_buffers import PeerBuffers
 from sonic_ep.groups import EPGroup
@@ -58,30 +58,10 @@ CASES = [
 ]
 
 
-def resolved(speculative: PreparedDispatch) -> PreparedDispatch:
-    """What becomes of lists that experts compute on before sizes are known: they have no rows where P is too many."""
-    if speculative.resolve_sizes is None:
-        return speculative
-    prepared, hit = speculative.resolve_sizes()
-    assert prepared.resolve_sizes is None
-    P, bound = prepared.weights_P.shape[0], speculative.weights_P.shape[0]
-    if hit:
-        assert torch.equal(speculative.handle.expert_starts_e, prepared.handle.expert_starts_e * (P <= bound))
-        for early, known in (
-            (speculative.weights_P, prepared.weights_P),
-            (speculative.handle.row_of_pair_P, prepared.handle.row_of_pair_P),
-        ):
-            assert torch.equal(early[:P], known[:bound])
-            assert not early[P:].any()
-    else:
-        assert not speculative.handle.expert_starts_e.any()
-    return prepared
-
-
 def everything(transport: Transport, rank: int, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a rank sees of one exchange; received rows by source and token, without gaps."""
     x_TH = torch.randn(case.tokens[rank], case.H, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    prepared = resolved(transport.prepare(case.routing(rank), case.plan().of_rank(rank), x_TH, layer_key=7))
+    prepared = transport.prepare(case.routing(rank), case.plan().of_rank(rank), x_TH)
     handle, P = prepared.handle, prepared.weights_P.shape[0]
     early = prepared.rows_RH
     early = None if early is None else early[used(handle)]
@@ -157,8 +137,8 @@ def test_the_same_as_all_to_all(ranks: Ranks, case: Case, dispatch: Dispatch, tm
     ranks(case.size).run(same_as_all_to_all, [case, case], str(tmp_path), dispatch)
 
 
-def before_sizes(rank: int, cases: list[Case], folder: str, early: int | None = None) -> list[str]:
-    """Steps of changing sizes; how each of them was opened. early: a rank that has its sizes at once."""
+def changing_sizes(rank: int, cases: list[Case], folder: str) -> list[str]:
+    """Steps of changing sizes; how each of them was opened."""
     group, how = EPGroup(), []
     transport = SymmetricTransport(group, shared_files(group, folder), timeout=60)
     for case in cases:
@@ -169,45 +149,28 @@ def before_sizes(rank: int, cases: list[Case], folder: str, early: int | None = 
             poisoned_empty(),
             noting(how, "o", SymmetricTransport, "_launch"),
             noting(how, "r", AsyncSplitSizes, "read"),
-            patch.object(AsyncSplitSizes, "is_ready", rank == early),
         ):
             assert_equal(everything(transport, rank, case, torch.float32), expected)
         assert transport._row_buffer == 3 % 2  # every step begins with the same row buffer
     return how
 
 
-# How the first rank opens each: ahead of reading, after it, or, where there was not room enough, twice.
-CHANGING = {
-    Case((13, 9), 5, 4, multiple=8): "ro",  # buffers are made
-    Case((13, 9), 5, 4, multiple=8, seed=1): "or",
-    Case((13, 14), 5, 4): "oro",  # another rank has a token more
-    Case((14, 2), 5, 4): "ro",  # nobody guesses after that
-    Case((14, 14), 5, 4, "all"): "oro",  # many more pairs
-    Case((14, 1), 5, 4, seed=2): "or",
-    Case((14, 14), 6, 4): "ro",  # rows of another width
-    Case((14, 12), 6, 12, "last", multiple=4): "or",  # other experts
-    Case((0, 0), 5, 4): "ro",
-    Case((0, 0), 5, 4, seed=1): "or",
-    Case((0, 3), 5, 4): "oro",
-}
+CHANGING = [
+    Case((13, 9), 5, 4, multiple=8),
+    Case((13, 9), 5, 4, multiple=8, seed=1),
+    Case((13, 14), 5, 4),  # another rank has a token more
+    Case((14, 2), 5, 4),
+    Case((14, 14), 5, 4, "all"),  # many more pairs
+    Case((14, 14), 6, 4),  # rows of another width
+    Case((14, 12), 6, 12, "last", multiple=4),  # other experts
+    Case((0, 0), 5, 4),
+    Case((0, 3), 5, 4),
+]
 
 
-def test_what_is_launched_before_sizes_are_known(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks(2).run(before_sizes, list(CHANGING), str(tmp_path))
-    assert first == list(CHANGING.values())
-    assert second != first  # each guesses by its own tokens
-
-
-def test_ranks_need_not_know_their_sizes_alike(ranks: Ranks, tmp_path: Path) -> None:
-    late, early = ranks(2).run(before_sizes, list(CHANGING), str(tmp_path), 1)
-    assert late == list(CHANGING.values())
-    assert set(early) == {"ro"}
-
-
-def test_steps_that_are_alike_are_launched_before_sizes_are_known(ranks: Ranks, tmp_path: Path) -> None:
-    cases = [Case((7, 8, 9, 10), 4, 8, "all", seed=seed) for seed in range(3)]
-    for how in ranks(4).run(before_sizes, cases, str(tmp_path)):
-        assert how == ["ro", "or", "or"]
+def test_sizes_are_read_once_and_before_anything_is_sent(ranks: Ranks, tmp_path: Path) -> None:
+    for how in ranks(2).run(changing_sizes, CHANGING, str(tmp_path)):
+        assert how == ["ro"] * len(CHANGING)
 
 
 @pytest.mark.parametrize("size", [2, 4])

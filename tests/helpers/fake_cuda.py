@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sonic_ep import EPGroup, MoEConfig, TransportConfig
-from sonic_ep.dispatch.speculation import SizeBound
+from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.kernels import backend
 from sonic_ep.kernels.program import native, program

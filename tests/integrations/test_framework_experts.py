@@ -98,7 +98,6 @@ class Layer:
             route=route,
             lora=ExpertsLoRA(*self.updates) if self.updates else None,
             settings={
-                "layer_key": id(self),
                 "accumulate_into_main_grad": self.main_grad,
                 "layout": self.layout,
                 "save_dispatched": self.save_dispatched,

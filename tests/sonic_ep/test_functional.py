@@ -13,7 +13,6 @@ from torch import Tensor
 from sonic_ep import EPGroup, MoEConfig, RouterConfig, Routing
 from sonic_ep.cli import plan
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
-from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.kernels.experts import reference
 from sonic_ep.kernels.experts.activations import concatenate
@@ -303,19 +302,6 @@ def test_half_precision_weights_of_pairs_count_and_are_kept_in_fp32() -> None:
     assert torch.equal(got, full())
     got.sum().backward()
     assert leaf.grad.dtype == torch.bfloat16
-
-
-def test_rows_are_predicted_by_the_key_of_the_caller_or_else_the_address_of_w1(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, keys, prepare = layer_arguments(), [], LocalTransport.prepare
-
-    def seen(*given: Any) -> Any:
-        keys.append(given[-1])
-        return prepare(*given)
-
-    monkeypatch.setattr(LocalTransport, "prepare", seen)
-    for layer_key in (None, 0, 7):
-        moe(**arguments, layer_key=layer_key)
-    assert keys == [arguments["w1_eJH"].data_ptr(), 0, 7]
 
 
 def test_unknown_layouts_are_refused_and_halves_that_a_copy_would_take_the_gradient_of() -> None:

@@ -13,7 +13,6 @@ from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
-from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.routers.replay import replay_contexts
 from sonic_ep.routing import RoutedPairs
 from tests.helpers import oracle
@@ -391,22 +390,6 @@ def test_an_evaluation_in_inference_mode_leaves_a_layer_that_trains() -> None:
         layer.eval()(x)
     layer.train()(x).y.sum().backward()
     layer.update_expert_bias()
-
-
-def test_predictions_of_a_layer_survive_weights_at_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As FSDP gives it in every step."""
-    keys, layers = [], [MoE(small(), seed=seed) for seed in range(2)]
-    prepare = LocalTransport.prepare
-
-    def noting(transport: LocalTransport, *arguments: Any) -> Any:
-        keys.append(arguments[-1])
-        return prepare(transport, *arguments)
-
-    monkeypatch.setattr(LocalTransport, "prepare", noting)
-    for layer in (layers[0], layers[0], layers[1]):
-        layer(torch.randn(6, layer.config.d))
-        layer.experts.w1.data = layer.experts.w1.data.clone()
-    assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -104,7 +104,7 @@ def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> R
 def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int, least: int = 0) -> RankPlan:
     """Returns the plan if the step fits the size bound. Otherwise returns it without rows and pairs, on every rank.
 
-    A speculative launch uses it: if the bound was too small, no rank sends or waits. The device decides, so the host
+    A bounded launch uses it: if the bound was too small, no rank sends or waits. The device decides, so the host
     does not wait either. pair_starts_Q stays as it is.
 
     The step fits if the most tokens of any rank, or `least` if that is more, equal `tokens`, no rank receives more than

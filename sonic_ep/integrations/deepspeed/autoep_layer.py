@@ -127,6 +127,6 @@ class SonicEPGroupedExperts(GroupedExperts):
             weights=(gate_eIH, down_eHI, None, None),
             up_eIH=up_eIH,
             route=given.route,
-            settings={**settings, "layer_key": id(self)},
+            settings=settings,
         )
         return computes.with_others(call)

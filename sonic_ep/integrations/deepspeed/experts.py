@@ -97,7 +97,7 @@ class StackedExperts(nn.Module):
             routed=given.tensors,
             weights=weights,
             route=given.route,
-            settings={**settings, "layer_key": id(self)},
+            settings=settings,
         )
         return computes.with_others(call)
 

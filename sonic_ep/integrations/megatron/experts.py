@@ -157,7 +157,6 @@ class SonicEPExperts(MegatronModule):
             "activation": self.activation,
             "save_dispatched": self.save_dispatched,
             "accumulate_into_main_grad": accumulates,
-            "layer_key": id(self),
         }
         b1, b2 = by_expert(self.bias1, e), by_expert(self.bias2, e)
         if isinstance(routed, Routing):

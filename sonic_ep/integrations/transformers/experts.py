@@ -92,8 +92,6 @@ def compute_experts(
         "activation": activation,
         "layout": layout_of(experts),
         "save_dispatched": save_dispatched,
-        # Not the address of the weights, which may be copies.
-        "layer_key": None if torch.compiler.is_compiling() else id(experts),
     }
     adapters = getattr(experts, LORA, None)
     lora = None if adapters is None else adapters.of_rank(group, num_local_experts(experts), dtype)

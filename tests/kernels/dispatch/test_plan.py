@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sonic_ep.dispatch.speculation import SizeBound
+from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.kernels.dispatch.plan.reference import Plan, bounded_plan
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.kernels.dispatch.split_sizes.reference import pack_split_sizes

@@ -1,11 +1,11 @@
-"""The bound of the next step's sizes, and the plan that is empty where the bound does not hold."""
+"""The bound of a step's sizes, and the plan that is empty where the bound does not hold."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sonic_ep.dispatch.speculation import RowPredictor, SizeBound, SizePredictor
+from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.kernels.dispatch.plan.reference import Plan, bounded_plan
 from sonic_ep.kernels.dispatch.split_sizes.reference import pack_split_sizes
 from sonic_ep.routing import AsyncSplitSizes
@@ -42,16 +42,6 @@ def test_joined_bounds_have_the_larger_of_each_size() -> None:
     assert one.joined(SizeBound(9, 2, 20)) == (9, 13, 20)
 
 
-def test_the_example_of_the_module() -> None:
-    sizes, rows = SizePredictor(), RowPredictor()
-    sizes.record(SizeBound(500, 1000, 1000), 500)
-    rows.record(7, 1000, 500)
-    bound = sizes.bound(500, max_pairs=10_000)
-    assert bound == (500, 1250, 1250)
-    assert rows.rows(7, 500) == 1031
-    assert [bound.holds(SizeBound(500, size, size)) for size in (1020, 1100, 1300)] == [True, True, False]
-
-
 @given(size=st.integers(1, 4), e=st.integers(1, 4), multiple=st.integers(1, 9), data=st.data())
 def test_the_device_says_what_the_host_does(size: int, e: int, multiple: int, data: st.DataObject) -> None:
     row = st.lists(st.one_of(st.just(0), st.integers(0, 40)), min_size=size * e, max_size=size * e)
@@ -69,53 +59,3 @@ def test_the_device_says_what_the_host_does(size: int, e: int, multiple: int, da
         assert not got.table_FC.any()
         assert not got.expert_starts_e.any()
         assert not got.pairs_SQ.any()
-
-
-@given(st.lists(st.tuples(*3 * [st.integers(0, 10**6)]), min_size=1, max_size=9), st.data())
-def test_a_forecast_follows_steps(steps: list[tuple[int, int, int]], data: st.DataObject) -> None:
-    """Room for a quarter more than the last step took, if this rank has as many tokens as then."""
-    predictor = SizePredictor()
-    assert predictor.bound(0, 10**7) is None
-    for step in steps:
-        own = data.draw(st.integers(0, step[0]))
-        predictor.record(SizeBound(*step), own)
-        assert predictor.bound(own + 1, 10**7) is None
-        bound = predictor.bound(own, 10**7)
-        assert bound is not None
-        assert bound.holds(SizeBound(step[0], step[1] + step[1] // 4, step[2] + step[2] // 4))
-        assert predictor.bound(own, 5) == bound._replace(pairs=min(5, bound.pairs))
-
-
-def test_room_shrinks_by_little() -> None:
-    """A layer of few pairs does not take the room of the next one."""
-    predictor = SizePredictor()
-    for needed in (1600, 16, 16):
-        predictor.record(SizeBound(9, needed, 2 * needed), 9)
-    bound = predictor.bound(9, 10**6)
-    assert bound is not None
-    assert bound.holds(SizeBound(9, 1600, 3200))
-    for _ in range(200):
-        predictor.record(SizeBound(9, 16, 32), 9)
-    bound = predictor.bound(9, 10**6)
-    assert bound is not None
-    assert bound.pairs < 80
-
-
-def test_rows_of_the_next_step() -> None:
-    """A thirty-second more than the same experts' last one, whatever came before, for as many tokens."""
-    predictor = RowPredictor()
-    assert predictor.rows(1, 9) is None
-    predictor.record(2, 32, 9)
-    for rows, more in ((640, 660), (64, 66), (0, 0), (320, 330)):
-        predictor.record(1, rows, 9)
-        assert predictor.rows(1, 9) == more
-        assert predictor.rows(1, 8) is None
-        assert predictor.rows(2, 9) == 33
-
-
-def test_numbers_that_nobody_keeps_are_forgotten() -> None:
-    predictor = RowPredictor()
-    for layer_key in range(5000):
-        predictor.record(layer_key, 64, 9)
-    assert predictor.rows(4999, 9) == 66
-    assert predictor.rows(0, 9) is None
