@@ -19,10 +19,20 @@ def test_the_usage_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_link_leads_somewhere() -> None:
     root = README.parent
-    for page in (README, *sorted((root / "docs").glob("*.md"))):
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for page in (README, root / "CONTRIBUTING.md", root / "dev" / "LOG.md", *sorted((root / "docs").glob("*.md"))):
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if target.startswith("http"):
+                continue
+            file, _, anchor = target.partition("#")
+            found = page.parent / file if file else page
+            assert found.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(found.read_text()), f"{page.name} links to {target}"
+
+
+def anchors(page: str) -> set[str]:
+    """What a link may name after #: the headings as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_first_screen_says_what_it_is_how_fast_and_how_to_get_it() -> None:
@@ -38,7 +48,7 @@ def test_the_first_screen_says_what_it_is_how_fast_and_how_to_get_it() -> None:
 # By page: the record, and the two contestants in it.
 STEPS = {
     "megatron.md": ("megatron_step_2_gpus", "MoELayer, TEGroupedMLP", "sonic_ep"),
-    "gpu_kernels.md": ("pretrain_no_reshard_2_gpus", "torch", "nearest"),
+    "benchmarks.md": ("pretrain_no_reshard_2_gpus", "torch", "nearest"),
     "transformers.md": ("transformers_step_2_gpus", "all_to_all, grouped_mm", "sonic_ep"),
     "deepspeed.md": ("deepspeed_step_2_gpus", "AutoEP", "sonic_ep AutoEP"),
 }
@@ -50,7 +60,7 @@ def test_the_first_table_has_the_figures_of_the_records(page: str) -> None:
     record = json.loads((README.parent / "benchmarks" / "results" / f"{name}.json").read_text())
     found = record["contestants"] if "contestants" in record else record["cases"]["12"]
     theirs, ours = (found[each]["step"] for each in contestants)
-    (line,) = [line for line in README.read_text().splitlines() if line.startswith("|") and f"docs/{page}#m" in line]
+    (line,) = [line for line in README.read_text().splitlines() if line.startswith("|") and f"(docs/{page}#" in line]
     assert [cell.strip() for cell in line.split("|")[2:5]] == [
         f"{theirs:.0f} ms",
         f"{ours:.0f} ms",
