@@ -129,7 +129,7 @@ class MoE(nn.Module):
         Raises:  ValueError, on every rank, if on any rank x or a weight has a wrong shape, dtype, device or strides,
                  FSDP has sharded the experts, or (router.check_logits) logits are not finite; if training mode, dtype
                  or order of backwards differ between ranks; under a transform of torch.func, which on one rank is a
-                 RuntimeError. RuntimeError if a rank is lost (docs/transports.md).
+                 RuntimeError. RuntimeError if a rank is lost (docs/failures.md).
         """
         if _is_transformed():
             self._refuse_transforms()

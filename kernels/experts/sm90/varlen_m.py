@@ -31,7 +31,7 @@ from sonic_ep.kernels.experts.sm90.tile_prefetch import KTiles, TilePrefetchLoad
 
 _WGMMA_ROWS = 64  # rows of one WGMMA instruction
 # Accumulators per thread from which dgated's epilogue spills registers under quack's settings. A ping-pong tile of
-# 128x192 has 128 * 192 / 128 threads = 192 of them (docs/gpu_kernels.md, "Tiles that end where their expert does").
+# 128x192 has 128 * 192 / 128 threads = 192 of them (docs/gpu_kernels.md, "What differs from quack's kernels").
 _ACCUMULATORS_THAT_SPILL = 192
 # Low bits of a scheduler record that hold a row count: the rows of a cluster's tiles, at most 2 * 256. The bits above
 # hold the expert.
