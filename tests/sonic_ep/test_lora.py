@@ -1,6 +1,7 @@
 """`moe(..., lora=)` equals, in float64, `moe` with W + B A as its weights, and makes no such weights."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonic_ep import EPGroup, Routing
+from sonic_ep.dispatch.plan import split_sizes_async
+from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import ExpertsLoRA, moe
 from sonic_ep.kernels.experts import reference
 from sonic_ep.kernels.experts.activations import ACTIVATIONS
-from sonic_ep.routing import AsyncSplitSizes
 from sonic_ep.transports import transport_for
 from tests.helpers.launch import RankPool
 from tests.helpers.poison import poisoned_empty
@@ -284,16 +286,15 @@ def with_spare_capacity(rank: int, folder: str) -> None:
         rows.append(a_PI.shape[0])
         return down_projection(a_PI, *args, **options)
 
-    for _ in range(2):  # the second time the experts are launched before sizes are known
-        late, noting_rows = (
-            patch.object(AsyncSplitSizes, "is_ready", False),
-            patch.object(reference, "down_projection", noted),
-        )
-        with lists_with_spare(), poisoned_empty(), late, noting_rows:
+    tokens, *needed = SizeBound.needed_by(split_sizes_async(arguments["routing"]).read())
+    bound = SizeBound(tokens, *(size + 9 for size in needed))
+    for bounds in (nullcontext(), transport.bounded_by(bound)):
+        noting_rows = patch.object(reference, "down_projection", noted)
+        with lists_with_spare(), poisoned_empty(), bounds, noting_rows:
             got = outputs({**arguments, "transport": transport}, lora, fused=True)
         for name, value in wanted.items():
             torch.testing.assert_close(got[name], value, msg=name)
-    assert len(set(rows)) > 1  # more rows than pairs at first
+    assert len(set(rows)) > 1  # more rows than pairs in the second step
 
 
 def test_spare_rows_reach_no_result(ranks: Ranks, tmp_path: Path) -> None:
