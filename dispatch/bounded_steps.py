@@ -10,8 +10,6 @@ know the same sizes, so they have the same bound, and they allocate the buffers 
 Activation checkpointing compares the shapes of what a forward and its recomputation save, and a bound may change
 between the two. So where tensors are saved through hooks, the host waits for the true sizes before it launches the
 experts: such a step is *exact*. All ranks must have hooks then, or none: each tells the others, see groups/order.py.
-
-Legend: K experts per token.
 """
 
 from collections.abc import Callable

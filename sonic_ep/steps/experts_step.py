@@ -43,7 +43,7 @@ class MoECall(NamedTuple):
 class ExpertsPrograms:
     """The programs of one layer's experts. A copy starts without any.
 
-    K: about how many experts a token has. group, transport: of the experts.
+    K: about how many experts a token has.
     """
 
     def __init__(self, K: int) -> None:
@@ -74,7 +74,8 @@ class ExpertsPrograms:
         x_TH, routing, weights, into, call, layout = given
         if _problem_with(x_TH, routing, weights, call, ranks) is not None:
             return None
-        if prepared is not None and not all(PreparedKind.sizes(prepared)[: len(prepared.handle.lists()) + 2]):
+        of_prepared = [] if prepared is None else PreparedKind.sizes(prepared)
+        if prepared is not None and not all(of_prepared[: len(prepared.handle.lists()) + 2]):
             return None  # there is a list without an entry
         generation = 0 if ranks is None or ranks.symmetric is None else ranks.symmetric.generation
         if self._ranks is None or ranks is None or not _same(self._ranks, ranks) or self._generation != generation:
@@ -103,10 +104,8 @@ class ExpertsPrograms:
             ranks=self._ranks,
             prepared=None if prepared is None else PreparedKind.of(prepared.handle),
         )
-        sizes = [routing.num_tokens, routing.token_ids_N.shape[0]]
-        if prepared is not None:
-            sizes += PreparedKind.sizes(prepared)
-        elif routing.max_rows is not None:
+        sizes = [routing.num_tokens, routing.token_ids_N.shape[0], *of_prepared]
+        if prepared is None and routing.max_rows is not None:
             sizes.append(routing.max_rows)
         if ranks is not None and prepared is None:
             sizes += [routing.max_received or 0] if bound is None else bound
@@ -235,7 +234,7 @@ class RunsAs:
     @classmethod
     def of(
         cls, programs: ExpertsPrograms, group: EPGroup, transport: LocalTransport | GroupTransport, step: Step | None
-    ) -> Self | None:
+    ) -> Self:
         """step: None where there is no bound."""
         if isinstance(transport, LocalTransport):
             return cls(programs)

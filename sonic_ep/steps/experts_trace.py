@@ -24,6 +24,7 @@ from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.kernels.program.program import Program
 from sonic_ep.kernels.program.trace import Slot, Trace
+from sonic_ep.kernels.route.status.reference import HEADER
 from sonic_ep.routing import INDEX_DTYPE, GroupCounts, Routing, SplitSizes
 from sonic_ep.steps.programs import USUAL_TOKENS, Later, Programs, Ranks, Sizes, numbers_of
 from sonic_ep.symmetric_memory import parts_made_by
@@ -78,9 +79,8 @@ class ExpertsKind(NamedTuple):
 
     rounded: whether `Routing.max_rows` bounds the rows. same_counts: rows and pairs are counted by one tensor.
     weights_dtype: of the weights of pairs. prepared: of what the code has prepared, if the host knows its sizes.
-    shapes: of `MoEWeights`, None for what does not exist. needs: see `backward`
-    in expert_parallel_mlp.py. into: dtypes of the buffers to which backward adds dW1 and dW2. has_backward: whether
-    there is one.
+    shapes: of `MoEWeights`, None for what does not exist. needs: see `backward` in expert_parallel_mlp.py. into: dtypes
+    of the buffers to which backward adds dW1 and dW2. has_backward: whether there is one.
     """
 
     activation: str
@@ -269,10 +269,10 @@ def _routing(trace: Trace, kind: ExpertsKind) -> tuple[Routing, list[Slot]]:
 class _SizesOnDevice:
     """In place of AsyncSplitSizes: the sizes of the step, which nobody reads while it is traced."""
 
-    exchange, is_ready, may_launch_unchecked = 0, False, True
+    exchange, may_launch_unchecked = 0, True
 
     def __init__(self, trace: Trace, num_ranks: int) -> None:
-        length = SplitSizes.num_values(num_ranks, import_module("sonic_ep.kernels.route.status.reference").HEADER)
+        length = SplitSizes.num_values(num_ranks, HEADER)
         self.on_device = trace.named("sizes", (length,), torch.int64)
 
 

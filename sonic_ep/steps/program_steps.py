@@ -73,7 +73,7 @@ class ProgramSteps:
         programs = self._programs.find(kind, sizes)
         return None if programs is None else _outputs_of(layer, x, programs, kind, sizes, _call_of(layer))
 
-    def runs_as(self, layer: Any) -> RunsAs | None:
+    def runs_as(self, layer: Any) -> RunsAs:
         """Returns how what follows the router may run, if `outputs` has returned None."""
         return RunsAs.of(self._experts, layer.group, layer.transport, self._step)
 
