@@ -70,7 +70,9 @@ class Fault:
         for group in (self.mesh.world, self.mesh.ep, *of_layers):
             group.timeout = TIMEOUT
 
-    def all_to_all(self, group: EPGroup, *args: Any, stage: str = "", layer: int | None = None) -> torch.Tensor:
+    def all_to_all(
+        self, group: EPGroup, *args: Any, stage: str = "", layer: int | None = None, **others: Any
+    ) -> torch.Tensor:
         backward = torch._C._current_graph_task_id() != -1
         place = PLACES["forward" if self.place == "checkpoint" else self.place]
         if (stage, layer, backward) == place:
@@ -79,7 +81,7 @@ class Fault:
                 self.shorten_limits()
             if self.calls == self.step and self.place != "checkpoint":
                 self.strike()
-        return self._all_to_all(group, *args, stage=stage, layer=layer)
+        return self._all_to_all(group, *args, stage=stage, layer=layer, **others)
 
     def watch_files(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and str(args[0]).endswith(f"step_{self.step:06d}.partial/__{self.rank}_0.distcp"):
