@@ -2,7 +2,7 @@
 
 Source of the layouts: pytorch/torchtitan, torchtitan/models/common/moe.py and torchtitan/models/gpt_oss/moe.py.
 
-Legend: e local experts, H hidden size, I expert width, J = 2I pre-activation columns.
+Legend: e local experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
 
 from typing import Any, NamedTuple
@@ -32,8 +32,9 @@ def problem_with_experts(config: GroupedExperts.Config) -> str | None:
     if type(config) in (GroupedExperts.Config, GptOssGroupedExperts.Config):
         return None
     return (
-        f"inner_experts is a {type(config).__qualname__}, and sonic_ep computes GroupedExperts and GptOssGroupedExperts "
-        "only; remove the converter or the override that makes it, or take sonic_ep out of override.imports"
+        f"inner_experts is a {type(config).__qualname__}, and sonic_ep computes only GroupedExperts and "
+        "GptOssGroupedExperts; remove the converter or the override that makes it, or take sonic_ep out of "
+        "override.imports"
     )
 
 
@@ -71,7 +72,7 @@ def _local(experts: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
 
 
 class _Share(torch.autograd.Function):
-    """values / number, with the gradient of values."""
+    """Returns values / number, and passes the gradient on as it is."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, number: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The overrides that torchtitan finds by their names in `override.imports`.
 
-`routed_experts` replaces RoutedExperts.Config, the smallest node that holds both dispatch and experts. So every class of
-MoE, its router, expert bias, token counts and shared experts stay torchtitan's, and other overrides may replace these.
+`routed_experts` replaces RoutedExperts.Config, the smallest node that holds both dispatch and experts. So the MoE with
+its router, expert bias, token counts and shared experts stays torchtitan's, and other overrides may replace its parts.
 Rounding needs the router's scores, so `rounded_moe` replaces the node above, MoE.Config, and leaves its class as it is.
 
 Source: pytorch/torchtitan, torchtitan/config/override.py.
@@ -35,7 +35,11 @@ def routed_experts(
     Raises ValueError for experts or a token dispatcher that are not torchtitan's plain ones, TypeError for fields that
     are not known.
     """
-    options = _options(None, transport, save_dispatched=save_dispatched, record_launches=record_launches)
+    options = SonicEPOptions(
+        transport=TransportConfig(**(transport or {})),
+        save_dispatched=save_dispatched,
+        record_launches=record_launches,
+    )
     return derive(config, SonicEPRoutedExperts.Config, options=options)
 
 
@@ -54,8 +58,12 @@ def rounded_moe(
 
     Raises ValueError as `routed_experts` does, and for a router that is not torchtitan's plain one.
     """
-    given = RoundingConfig(**(rounding or {}))
-    options = _options(given, transport, save_dispatched=save_dispatched, record_launches=record_launches)
+    options = SonicEPOptions(
+        rounding=RoundingConfig(**(rounding or {})),
+        transport=TransportConfig(**(transport or {})),
+        save_dispatched=save_dispatched,
+        record_launches=record_launches,
+    )
     experts = derive(
         config.routed_experts,
         SonicEPRoutedExperts.Config,
@@ -63,9 +71,3 @@ def rounded_moe(
         router=router_config_of(config.router),
     )
     return dataclasses.replace(config, router=derive(config.router, ScoringRouter.Config), routed_experts=experts)
-
-
-def _options(
-    rounding: RoundingConfig | None, transport: Mapping[str, Any] | None, **others: bool
-) -> SonicEPOptions:
-    return SonicEPOptions(rounding=rounding, transport=TransportConfig(**(transport or {})), **others)

@@ -65,12 +65,18 @@ class SonicEPRoutedExperts(RoutedExperts):
     def parallelize(self, parallel_dims: Any) -> None:
         """Shards the module as torchtitan's sharding_config says. A collective of the EP group.
 
-        Raises ValueError if the experts cannot be divided among its ranks.
+        Raises ValueError if the experts cannot be divided among its ranks, or these would round differently.
         """
         if self.num_experts % parallel_dims.ep:
             raise ValueError(
                 f"num_experts={self.num_experts} is no multiple of expert_parallel_degree={parallel_dims.ep}; "
                 "set a degree that divides it"
+            )
+        rounding = self.options.rounding
+        if rounding is not None and rounding.draws_numbers and parallel_dims.ep == 1 and parallel_dims.tp > 1:
+            raise ValueError(
+                f"rounding.mode={rounding.mode!r} draws numbers on each of {parallel_dims.tp} tensor parallel ranks, "
+                "which must round alike; set expert_parallel_degree, or another mode"
             )
         super().parallelize(parallel_dims)
         ep_mesh = parallel_dims.get_optional_mesh("ep")
@@ -118,10 +124,12 @@ class SonicEPRoutedExperts(RoutedExperts):
 
     def _rounded(self, ids_TK: Tensor, columns_TC: Tensor, *, dtype: torch.dtype) -> Routing:
         group, exchange = self._experts.group, self._experts.transport
-        (T, K), E, router, rounding = ids_TK.shape, self.num_experts, self.router_config, self.options.rounding
+        K, E, router, rounding = ids_TK.shape[1], self.num_experts, self.router_config, self.options.rounding
         assert router is not None
         assert rounding is not None
-        weights_TK, scores_TE, allowed_TE = split(columns_TC.to(torch.promote_types(columns_TC.dtype, torch.float32)), K, E)
+        weights_TK, scores_TE, allowed_TE = split(
+            columns_TC.to(torch.promote_types(columns_TC.dtype, torch.float32)), K, E
+        )
         context = RoutingContext(
             config=config_of(E, K, router, rounding), group=group, dtype=dtype, training=True, exchange=exchange
         )

@@ -18,8 +18,8 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
-from sonic_ep.integrations.transformers.activation import activation_of
 from sonic_ep.integrations.topk_routing import capped_routing, routing_of_topk
+from sonic_ep.integrations.transformers.activation import activation_of
 from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weight_dtype, weights_of
 from sonic_ep.routing import Routing
 from sonic_ep.transports import GroupTransport

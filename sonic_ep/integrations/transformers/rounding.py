@@ -16,8 +16,8 @@ from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.config import RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.integrations.rounded_routing import rounded_routing
-from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
 from sonic_ep.integrations.topk_routing import config_of
+from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
