@@ -97,11 +97,17 @@ class SonicEPRoutedExperts(RoutedExperts):
         Without EP, tensor parallel ranks each return the part of their slices of the experts, which torchtitan sums.
         topk_scores_BLK, topk_expert_ids_BLK: what the router returned. num_local_tokens_per_expert_E is not read: `moe`
         counts pairs itself.
+
+        Raises ValueError under torch.compile with EP or rounding, and what `moe` and the exchange of counts raise.
         """
         (B, L, D), K = x_BLD.shape, topk_expert_ids_BLK.shape[-1]
         dtype = dtype_of(self.inner_experts)
         weights, up_eIH = weights_of(self.inner_experts, dtype, self.tp_size)
         rounding = self.options.rounding if self.training else None
+        if torch.compiler.is_compiling() and (rounding is not None or self._experts.group.size > 1):
+            raise ValueError(
+                "compile.enable=True goes with neither expert parallelism nor rounding here; set compile.enable=False"
+            )
         route = partial(self._routing if rounding is None else self._rounded, dtype=dtype)
         call = ExpertsCall(
             x_TH=x_BLD.reshape(B * L, D).to(dtype),

@@ -150,6 +150,16 @@ def test_rounding_changes_training_alone() -> None:
         assert torch.equal(rounded.eval()(x_BLD), plain.eval()(x_BLD))
 
 
+def test_one_rank_compiles_and_rounding_is_refused() -> None:
+    plain, compiled = build("qwen3", EXPERTS), build("qwen3", EXPERTS)
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    assert_equal_steps(step(compiled), step(plain), share=1e-9)
+    rounded = build("qwen3", ROUNDED)
+    rounded.compile(backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="set compile.enable=False"):
+        step(rounded)
+
+
 def refused(config: MoE.Config, entry: Any) -> str:
     with pytest.raises((ValueError, TypeError)) as raised:
         with_override(config, entry)
