@@ -9,7 +9,18 @@ from torch import Tensor
 
 pytest.importorskip("torchtitan")
 
-from tests.helpers.torchtitan_cpu import DIM, EXPERTS, ROUNDED, experts_in_own_dtype, moe_config  # isort: skip
+# isort: off
+from tests.helpers.torchtitan_cpu import (  # before torchtitan
+    DIM,
+    EXPERTS,
+    MODELS,
+    ROUNDED,
+    draw_weights,
+    experts_in_own_dtype,
+    moe_config,
+)
+
+# isort: on
 
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.common.moe import MoE, RoutedExperts
@@ -197,3 +208,22 @@ def with_override_of_several(config: MoE.Config, *imports: Any) -> Any:
     tree = Tree.Config(moe=config)
     apply_overrides(OverrideConfig(imports=[*imports]), tree)
     return tree.moe
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_hugging_face_names_are_torchtitans(model: str) -> None:
+    spec = MODELS[model]()
+    theirs: Any = spec.model.build()
+    assert apply_overrides(OverrideConfig(imports=[EXPERTS]), spec.model)
+    ours: Any = spec.model.build()
+    draw_weights(theirs)
+    draw_weights(ours)
+    assert spec.state_dict_adapter is not None
+    adapter: Any = spec.state_dict_adapter(spec.model, None)
+    wanted, found = (adapter.to_hf(each.state_dict()) for each in (theirs, ours))
+    assert [*found] == [*wanted]
+    assert any("mlp.experts.7.gate_proj.weight" in name for name in found)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    loaded: Any = spec.model.build()
+    loaded.load_state_dict(adapter.from_hf(found), strict=False)
+    assert all(torch.equal(*pair) for pair in zip(loaded.parameters(), theirs.parameters(), strict=True))
