@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.async_d2h import host_may_wait
+from sonic_ep.checks import problem_with_kind
 
 UNSET = -1  # in place of an expert id: of a token that is padding
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -114,6 +115,10 @@ def _problem_with(name: str, values: object, dtypes: tuple[torch.dtype, ...], sh
         return None
     if not isinstance(values, Tensor):
         return f"{name} is a {type(values).__name__}, wanted a torch.Tensor"
+    if values.layout != torch.strided or values.is_nested:
+        return f"{name} has layout {'nested' if values.is_nested else values.layout}, wanted a dense tensor"
+    if (problem := problem_with_kind(name, values)) is not None:
+        return problem
     if values.dtype not in dtypes:
         return f"{name} has dtype {values.dtype}, wanted {', '.join(map(str, dtypes))}"
     if values.shape != shape:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 
 from sonic_ep.async_d2h import host_may_wait
-from sonic_ep.checks import problem_with_input, problem_with_memory
+from sonic_ep.checks import problem_with_input, problem_with_kind, problem_with_memory
 from sonic_ep.config import MoEConfig
 from sonic_ep.dispatch.bounded_steps import LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
@@ -148,7 +148,7 @@ class MoE(nn.Module):
     @_disable_dynamo
     def _output_of_given(self, x: Tensor, routed_experts: Tensor | None, padding_mask: Tensor | None) -> MoEOutput:
         config, given = self.config, NOTHING_GIVEN
-        if isinstance(x, Tensor) and x.dim() in (2, 3):  # else the layer raises
+        if _has_rows(x):  # else the layer raises
             ragged = config.router.balance != "sequence"
             given = GivenRouting.of(x, routed_experts, padding_mask, E=config.E, K=config.K, ragged=ragged)
         output = self._output(x if given.rows_T is None else given.take(_rows_of(x)), given)
@@ -311,6 +311,12 @@ class MoE(nn.Module):
 def _is_gathered_later(weight: Tensor) -> bool:
     """Returns True for a shard of DeepSpeed's ZeRO 3 or torch's first FSDP, which gather it before it is used."""
     return weight.shape == (0,) and (hasattr(weight, "ds_id") or hasattr(weight, "_fsdp_flattened"))
+
+
+def _has_rows(x: object) -> bool:
+    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or problem_with_kind("x", x) is not None:
+        return False
+    return x.dim() in (2, 3)
 
 
 def _rows_of(x: Tensor) -> Tensor:
