@@ -123,7 +123,7 @@ def compute_experts(
             settings=settings,
         )
         out_TH = framework_experts(call)
-    if not torch.compiler.is_compiling() and recording():
+    if recording():
         add_to_records(experts, routed[0], x_TH.shape[:1], given)
     return given.put(out_TH).to(x_TH.dtype)
 
