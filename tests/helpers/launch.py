@@ -43,7 +43,7 @@ GRACE = 0.5
 # How long a killed rank may take to end. A driver that does not let go of a GPU would hold up the tests for ever.
 END_TIMEOUT = 60.0
 # What ranks import at once, and what takes them seconds if this process has imported the package.
-_PRELOADED = ("torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "sonic_ep.layer")
+_PRELOADED = ("torch.distributed.tensor", "torch.distributed.checkpoint", "sonic_ep.layer")
 _PRELOADED_WITH = {
     "transformers": ("transformers.modeling_utils",),
     "megatron.core": ("megatron.core.models.gpt", "megatron.core.dist_checkpointing", "sonic_ep.integrations.megatron"),
@@ -181,8 +181,11 @@ def fork_server() -> ForkServerContext:
     0.3 s instead of 3 to 8 s. The server of a process is made once, with what this one has imported at the first start.
     """
     context = multiprocessing.get_context("forkserver")
-    used = [module for package, modules in _PRELOADED_WITH.items() if package in sys.modules for module in modules]
-    context.set_forkserver_preload([*_PRELOADED, *used])
+    modules = ["torch", "torch.distributed"]
+    if not torch.cuda.is_available():  # an import that looks for GPUs would leave CUDA unusable in what is forked
+        modules += _PRELOADED
+        modules += [name for package, names in _PRELOADED_WITH.items() if package in sys.modules for name in names]
+    context.set_forkserver_preload(modules)
     return context
 
 
