@@ -36,7 +36,7 @@ train: $(STAMP)
 	@WORLD_SIZE=$(NPROC) LOCAL_WORLD_SIZE=$(NPROC) $(RUN) examples/train.py --check $(ARGS)
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train.py $(ARGS)
 
-# In tests/conftest.py's order, not by the number of tests in a file: the longest files come first.
+# In the order of tests/conftest.py, not by the number of tests in a file: files with slow tests come first.
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
