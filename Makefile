@@ -1,6 +1,6 @@
 # make train   train the example model over NPROC processes        make train NPROC=2 ARGS="--text book.txt"
 # make test    run the tests, but for those marked slow            make test ARGS="tests/kernels -k silu"
-# make test-all    run all tests: the slow ones compile every kernel and train models for minutes
+# make test-all    run all tests, the slow ones too: they compile every kernel and train models for minutes
 # make test-exhaustive    run the rest of the grids of which test-all runs a part
 # make fuzz    random configurations, misuse, faults and folders   make fuzz SECONDS=600 ARGS="--ranks 2 4 --seed 7"
 # make cluster-test    two hosts, imitated by network namespaces or else on the loopback interface
@@ -26,22 +26,28 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --constraint constraint
 
 # One thread a process: NPROC of them share the cores.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes of the tests import the same modules: the first one compiles them for all.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-exhaustive fuzz cluster-test lint format clean
+.PHONY: train test test-all test-compiled test-exhaustive fuzz cluster-test lint format clean
 
 # The first command finds mistakes in ARGS alone, so that they are not printed by every process and the launcher.
 train: $(STAMP)
 	@WORLD_SIZE=$(NPROC) LOCAL_WORLD_SIZE=$(NPROC) $(RUN) examples/train.py --check $(ARGS)
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train.py $(ARGS)
 
-test: $(STAMP)
-	$(RUN) -m pytest $(if $(ARGS),$(ARGS),--numprocesses $(WORKERS) --dist loadfile -m "not slow and not exhaustive")
+# In the order of tests/conftest.py, not by the number of tests in a file: files with slow tests come first.
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Slow tests start processes of their own, so they run one after another. Without a GPU, Triton's kernels are interpreted
-# in the first run, and what is interpreted cannot be compiled: some tests compile the launches of their own process, and
-# so have a run of their own.
-test-all: test
-	$(RUN) -m pytest -m slow
+test: $(STAMP)
+	$(RUN) -m pytest $(if $(ARGS),$(ARGS),$(PARALLEL) -m "not slow and not exhaustive")
+
+test-all: $(STAMP) test-compiled
+	$(RUN) -m pytest $(PARALLEL) -m "not exhaustive"
+
+# Without a GPU, Triton's kernels are interpreted in the other runs, and what is interpreted cannot be compiled. These
+# tests compile the launches of their own process.
+test-compiled: $(STAMP)
 	TRITON_INTERPRET=0 $(RUN) -m pytest tests/kernels/route/test_router_compile.py tests/kernels/route/test_select_compile.py
 
 test-exhaustive: $(STAMP)

@@ -36,8 +36,9 @@ from sonic_ep.routing import AsyncSplitSizes, GroupCounts
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # The status word. A rank without a problem sends _FIRST_CODE + 2 * (index of its dtype) + (1 if training), which must
 # be equal on all ranks, plus BAD_LOGIT for each non-finite logit. A rank with a problem sends _PROBLEM. The word of a
-# lost peer is 0, so no code is 0. A layer with a number adds LAYER * (2 * number + (1 if it needs a backward)).
-_FIRST_CODE, _PROBLEM = 2, 16
+# lost peer is 0, so no code is 0. With experts that a caller gives, a rank in training has codes of their own, because
+# those are not rounded. A layer with a number adds LAYER * (2 * number + (1 if it needs a backward)).
+_FIRST_CODE, _GIVEN_CODE, _PROBLEM = 2, 10, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,8 @@ class RankStatus:
     NaN and inf logits, None if not requested. problem: why this rank cannot continue, or None. layer: the number of the
     layer, equal on all ranks that give one; 0 for none. needs_backward: whether this rank will run a backward, equal on
     all ranks that give a number; False without one. bias_updates: () int64, NO_UPDATES plus the number of updates of
-    the expert bias, equal on all ranks that give it; not sent with a seed.
+    the expert bias, equal on all ranks that give it; not sent with a seed. has_given_experts: whether a caller gives
+    the experts of the tokens; in training it must be equal on all ranks.
     """
 
     counts_E: Tensor
@@ -64,6 +66,22 @@ class RankStatus:
     layer: int = 0
     needs_backward: bool = False
     bias_updates: Tensor | None = None
+    has_given_experts: bool = False
+
+    @property
+    def code(self) -> int:
+        """What the status word of a rank without a problem has."""
+        dtype = DTYPES.index(self.dtype)
+        if self.training and self.has_given_experts:
+            return _GIVEN_CODE + dtype
+        return _FIRST_CODE + 2 * dtype + self.training
+
+
+def _description_of(code: int) -> str:
+    if code >= _GIVEN_CODE:
+        return f"{DTYPES[code - _GIVEN_CODE]} training with routed_experts"
+    dtype, training = divmod(code - _FIRST_CODE, 2)
+    return f"{DTYPES[dtype]} {'training' if training else 'eval'}"
 
 
 class GroupDecision(NamedTuple):
@@ -104,7 +122,7 @@ def gather_counts(
         problem = f"T={status.num_tokens} tokens on one rank exceed the limit of {MAX_TOKENS - 1}; split the batch"
     if problem is None and status.dtype not in DTYPES:
         problem = f"x has dtype {status.dtype}; supported are {', '.join(map(str, DTYPES))}"
-    code = _PROBLEM if problem is not None else _FIRST_CODE + 2 * DTYPES.index(status.dtype) + status.training
+    code = _PROBLEM if problem is not None else status.code
     counts_E, E = status.counts_E, status.counts_E.shape[0]
     if status.by_score_E is not None:
         counts_E = by_torch(_joined, (2 * E,), counts_E.dtype, counts_E, status.by_score_E)
@@ -182,12 +200,9 @@ def raise_problems(status_fields: list[int], problem: str | None, group: EPGroup
     status_words = [word % LAYER for word in status_fields[STATUS::HEADER]]
     if any(code & _PROBLEM for code in status_words):
         group.raise_together(problem, stage="the report of a problem")
-    dtype_codes = [code % _PROBLEM - _FIRST_CODE for code in status_words]
-    if len(set(dtype_codes)) > 1:
-        described = ", ".join(
-            f"rank {rank}: {DTYPES[dtype_code // 2]} {'training' if dtype_code % 2 else 'eval'}"
-            for rank, dtype_code in enumerate(dtype_codes)
-        )
+    codes = [word % _PROBLEM for word in status_words]
+    if len(set(codes)) > 1:
+        described = ", ".join(f"rank {rank}: {_description_of(code)}" for rank, code in enumerate(codes))
         raise ValueError(f"the ranks of the EP group disagree about input dtype or training mode: {described}")
     _raise_for_layers({rank: layer for rank, layer in enumerate(layers) if layer})
     _raise_for_updates({rank: seed - NO_UPDATES for rank, seed in enumerate(status_fields[SEED::HEADER])})

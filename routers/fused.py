@@ -69,6 +69,8 @@ class _FusedRoute(torch.autograd.Function):
         linear, operations = call.kernels
         logits_TE = linear.logits(x_TH, weight_EH, bias_E)
         topk = fused_topk(operations, logits_TE, call.expert_bias_E, config.K, config.router)
+        if call.context.expert_ids_TK is not None:
+            topk = topk.with_given(call.context.expert_ids_TK)
         pairs = decide_pairs(call.router, topk, None, call.context)
         if pairs.topk_ids_TK is not topk.topk_ids_TK:  # replayed
             topk = topk.with_ids(pairs.topk_ids_TK)

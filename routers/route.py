@@ -3,9 +3,10 @@
 Legend: T tokens on this rank, E experts, N pairs this rank sends.
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from sonic_ep.routers.rounding import is_plain_topk, leaves_sizes_open, max_rece
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import BalanceCounts, GroupCounts, RoutedPairs, unrounded
 
+_LOG = logging.getLogger("sonic_ep")
 # From the (E,) number of pairs of each expert, and the length of the lists: token ids, expert ids, and whether the pair
 # is in its token's top-K.
 FinishPairs = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
@@ -32,7 +34,8 @@ class RoutingContext:
 
     dtype: of x. training: training mode. problem: why this rank cannot continue, or None. exchange: the transport that
     gathers the counts, or None for the group's own all-gather. meanwhile: called once while the gather is in flight, to
-    launch work that does not need its result. layer, needs_backward, bias_updates: see RankStatus.
+    launch work that does not need its result. layer, needs_backward, bias_updates: see RankStatus. expert_ids_TK:
+    int64, the experts of each token in place of its top-K, or None; with them config is `without_rounding`.
     """
 
     config: MoEConfig
@@ -45,6 +48,16 @@ class RoutingContext:
     layer: int = 0
     needs_backward: bool = False
     bias_updates: Tensor | None = None
+    expert_ids_TK: Tensor | None = None
+
+
+@functools.cache
+def without_rounding(config: MoEConfig) -> MoEConfig:
+    """Returns the config for tokens whose experts are given. Logs that they are not rounded, once for each config."""
+    if config.rounding.mode == "off":
+        return config
+    _LOG.warning("rounding.mode=%r has no effect in steps with routed_experts", config.rounding.mode)
+    return replace(config, rounding=replace(config.rounding, mode="off"))
 
 
 def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: RoutingContext) -> RoutedPairs:
@@ -136,11 +149,12 @@ def _rank_status(topk: TopK, seed: Tensor | None, context: RoutingContext) -> Ra
         layer=context.layer,
         needs_backward=context.needs_backward,
         bias_updates=context.bias_updates,
+        has_given_experts=context.expert_ids_TK is not None,
     )
 
 
 def _times_chosen(ids_TK: Tensor, E: int) -> Tensor:
-    return by_torch(partial(times_chosen, E=E), (E,), torch.int64, ids_TK)
+    return by_torch(functools.partial(times_chosen, E=E), (E,), torch.int64, ids_TK)
 
 
 def start_pairs(topk: TopK, rounding: RoundingConfig, *, training: bool) -> FinishPairs:

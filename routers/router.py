@@ -21,7 +21,7 @@ from sonic_ep.routers.balance import updated_bias
 from sonic_ep.routers.compiled import constant_config_of, decide_pairs_in_graph, text_of
 from sonic_ep.routers.fused import FusedRoute, kernels_of_route
 from sonic_ep.routers.linear import linear
-from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.route import RoutingContext, decide_pairs, without_rounding
 from sonic_ep.routers.stats import RoutingStats, Traffic
 from sonic_ep.routers.topk import TopK, compute_topk
 from sonic_ep.routers.weights_and_losses import weights_and_losses
@@ -64,6 +64,7 @@ def route(
     """
     config = context.config
     topk = compute_topk(logits_TE, expert_bias_E, config.K, config.router) if topk is None else topk
+    topk = topk if context.expert_ids_TK is None else topk.with_given(context.expert_ids_TK)
     routed_pairs = decide_pairs(router, topk, None, context)
     if routed_pairs.topk_ids_TK is not topk.topk_ids_TK:  # replayed
         topk = topk.with_ids(routed_pairs.topk_ids_TK)
@@ -145,6 +146,7 @@ class Router(nn.Module):
         dispatched_next: bool = False,
         layer: int = 0,
         needs_backward: bool = False,
+        expert_ids_TK: Tensor | None = None,
     ) -> Routed:
         """Routes this rank's tokens. A collective: every rank of the group calls it.
 
@@ -158,10 +160,13 @@ class Router(nn.Module):
             instead of here.
         layer, needs_backward: of the caller, see RankStatus. A compiled graph, which equal layers share, gives none.
 
+        expert_ids_TK: int64, the distinct experts of each token in place of its top-K. Nothing is rounded then. Not in
+            a compiled graph.
+
         Raises:  ValueError for `problem`. Problems of other ranks raise when the routing is checked (`Routing.check`).
                  Before that, the only communication in the group may be what transports send for this routing.
         """
-        config = self._settings()
+        config = self._settings() if expert_ids_TK is None else without_rounding(self.config)
         expert_bias_E = self.expert_bias
         kernels = None
         if problem is None and not torch.compiler.is_compiling() and not (self.training and config.router.jitter):
@@ -181,6 +186,7 @@ class Router(nn.Module):
             layer=0 if torch.compiler.is_compiling() else layer,
             bias_updates=None if expert_bias_E is None or torch.compiler.is_compiling() else self._updates(),
             needs_backward=needs_backward,
+            expert_ids_TK=None if problem is not None else expert_ids_TK,
         )
         if kernels is not None:
             fused = FusedRoute(self, kernels, expert_bias_E, context, sequence_length)

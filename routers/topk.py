@@ -43,6 +43,10 @@ class TopK:
         """Returns this with another choice of experts."""
         return replace(self, topk_ids_TK=topk_ids_TK, plain_counts_E=None)
 
+    def with_given(self, topk_ids_TK: Tensor) -> Self:
+        """Returns this with experts that a caller gives, in any groups."""
+        return replace(self.with_ids(topk_ids_TK), allowed_TE=None)
+
     def counts_E(self) -> Tensor:
         """Returns (E,) int64 tokens per expert, before rounding."""
         if self.plain_counts_E is not None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sonic_ep.groups import EPGroup as EPGroup
     from sonic_ep.layer import MoE as MoE
     from sonic_ep.layer import MoEOutput as MoEOutput
+    from sonic_ep.routers.given_routing import record_routing as record_routing
     from sonic_ep.routers.replay import replay_contexts as replay_contexts
     from sonic_ep.routers.stats import RoutingStats as RoutingStats
     from sonic_ep.routing import Routing as Routing
@@ -35,6 +36,7 @@ _HOMES = {
     "TransportConfig": "sonic_ep.config",
     "graph_layers": "sonic_ep.cuda_graphs",
     "load_config": "sonic_ep.config",
+    "record_routing": "sonic_ep.routers.given_routing",
     "replay_contexts": "sonic_ep.routers.replay",
 }
 
@@ -51,6 +53,7 @@ __all__ = [
     "checkpoint",
     "graph_layers",
     "load_config",
+    "record_routing",
     "replay_contexts",
 ]
 

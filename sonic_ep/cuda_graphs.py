@@ -168,13 +168,15 @@ class _Replays:
         self._gradients, self._saved, self._position = gradients, saved, position
         self._num_forwards = 0
         self._last_backward = 0  # the number of the forward of which the last backward was
-        layer.register_forward_pre_hook(self._before)
+        layer.register_forward_pre_hook(self._before, with_kwargs=True)
         layer.register_forward_hook(self._after)
         for parameter in layer.parameters():
             if parameter.requires_grad:
                 gradients.watch(parameter)
 
-    def _before(self, layer: MoE, args: tuple[Any, ...]) -> tuple[Tensor] | None:
+    def _before(
+        self, layer: MoE, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Tensor], dict[str, Any]] | None:
         if layer is not self._layer():
             raise RuntimeError("a copy of a graphed layer would compute with the original's weights; copy it before")
         if not layer.training:
@@ -182,6 +184,8 @@ class _Replays:
         layer.transport.raise_if_lost()
         if in_region():
             raise RuntimeError("a graphed layer decides anew in every forward; keep it out of activation checkpointing")
+        if kwargs:
+            raise ValueError(f"a graphed layer takes x alone, and got {', '.join(kwargs)}; leave this layer eager")
         given = _signature(args[0]) if len(args) == 1 and isinstance(args[0], Tensor) else args
         if given != self._wanted:
             raise ValueError(f"x is {given}, the layer was graphed for {self._wanted}; pass x alone, and pad the batch")
@@ -201,7 +205,7 @@ class _Replays:
             return None
         x = x.view_as(x)
         x.register_hook(Tensor.clone)  # otherwise the leaf's `grad` would be the graph's buffer
-        return (x,)
+        return (x,), {}
 
     def _after(self, layer: MoE, args: object, output: MoEOutput) -> MoEOutput:
         if not layer.training:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 
 from sonic_ep.async_d2h import host_may_wait
-from sonic_ep.checks import problem_with_input, problem_with_memory
+from sonic_ep.checks import problem_with_input, problem_with_kind, problem_with_memory
 from sonic_ep.config import MoEConfig
 from sonic_ep.dispatch.bounded_steps import LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
@@ -24,6 +25,7 @@ from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.route.status.reference import MAX_LAYER
 from sonic_ep.routers.count_exchange import DTYPES
+from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting, add_to_records, recording
 from sonic_ep.routers.replay import repeated_pairs
 from sonic_ep.routers.rounding import max_received, max_rows
 from sonic_ep.routers.router import Router
@@ -35,6 +37,7 @@ from sonic_ep.steps.program_steps import ProgramSteps
 from sonic_ep.transports import bounded_transport, steps_of, transport_for
 
 _ROUTER_RNG, _SHARED_RNG = -1, -2
+# For y, in place of a view: a caller who changes a view in place loses the hooks that FSDP has put on it.
 _unsafe_view = torch.ops.aten._unsafe_view
 _NUM_BUILT: Counter[str] = Counter()  # layers, by the name of their group
 _NO_TRANSFORMS = (
@@ -54,6 +57,9 @@ class MoEOutput(NamedTuple):
     y: Tensor
     aux_loss: Tensor
     stats: RoutingStats
+
+
+_Computed = tuple[MoEOutput, RoutedPairs]
 
 
 @final
@@ -121,31 +127,54 @@ class MoE(nn.Module):
         if self.shared is not None:
             self.shared.initialize(std, rng_for(seed, _SHARED_RNG))
 
-    def forward(self, x: Tensor) -> MoEOutput:
+    def forward(self, x: Tensor, routed_experts: Tensor | None = None, padding_mask: Tensor | None = None) -> MoEOutput:
         """Applies the layer. A collective: every rank of the group calls it, in the same order and the same mode.
 
         Shapes:  x (T, d) or (B, L, d) in the dtype of the expert weights, or any floating dtype under autocast. y has
                  the shape of x. T may be 0. It may differ between ranks, except in training with static buffers.
+        Given:   routed_experts (T, K) or (B, L, K) and padding_mask (T,) or (B, L), see `GivenRouting`.
         Raises:  ValueError, on every rank, if on any rank x or a weight has a wrong shape, dtype, device or strides,
-                 FSDP has sharded the experts, or (router.check_logits) logits are not finite; if training mode, dtype
-                 or order of backwards differ between ranks; under a transform of torch.func, which on one rank is a
-                 RuntimeError. RuntimeError if a rank is lost (docs/failures.md).
+                 routed_experts or padding_mask a wrong shape, dtype or value, FSDP has sharded the experts, padding
+                 meets router.balance="sequence", or (router.check_logits) logits are not finite; if training mode, the
+                 use of routed_experts in it, dtype or order of backwards differ between ranks; under a transform of
+                 torch.func, which on one rank is a RuntimeError. RuntimeError if a rank is lost (docs/failures.md).
         """
         if _is_transformed():
             self._refuse_transforms()
-        output = self._output(x)
+        if routed_experts is None and padding_mask is None:
+            return self._counted(self._output(x))
+        return self._output_of_given(x, routed_experts, padding_mask)
+
+    @_disable_dynamo
+    def _output_of_given(self, x: Tensor, routed_experts: Tensor | None, padding_mask: Tensor | None) -> MoEOutput:
+        config, given = self.config, NOTHING_GIVEN
+        if _has_rows(x):  # else the layer raises
+            ragged = config.router.balance != "sequence"
+            given = GivenRouting.of(x, routed_experts, padding_mask, E=config.E, K=config.K, ragged=ragged)
+        output = self._output(x if given.rows_T is None else given.take(_rows_of(x)), given)
+        if given.rows_T is not None:
+            output = output._replace(y=_unsafe_view(given.put(output.y), x.shape))
+        return self._counted(output)
+
+    def _counted(self, output: MoEOutput) -> MoEOutput:
         self.router.count_in_backward(output.y, output.stats.counts)
         return output
 
-    def _output(self, x: Tensor) -> MoEOutput:
+    def _output(self, x: Tensor, given: GivenRouting = NOTHING_GIVEN) -> MoEOutput:
+        """Returns the output for the rows of x that are no padding."""
         if not self._may_run_programs(x):
-            return self._compute(x)[0]
-        self.group.enter_layer(self._number)
-        outputs = self._programs.outputs(self, x)
-        if outputs is not None:
-            return _output_of(outputs)
-        output, routed_pairs = self._compute(x, self._programs.runs_as(self))
-        self._programs.observe(routed_pairs.split_sizes)
+            output, routed_pairs = self._compute(x, None, given)
+        else:
+            self.group.enter_layer(self._number)
+            only_code = given.expert_ids_TK is not None or given.problem is not None or recording()
+            outputs = self._programs.outputs(self, x, only_code=only_code)
+            if outputs is not None:
+                return _output_of(outputs)
+            output, routed_pairs = self._compute(x, self._programs.runs_as(self), given)
+            self._programs.observe(routed_pairs.split_sizes)
+        if recording():
+            shape = x.shape[:-1] if given is NOTHING_GIVEN else given.shape
+            add_to_records(self, routed_pairs.topk_ids_TK, shape, given)
         return output
 
     def _refuse_transforms(self) -> None:
@@ -163,9 +192,9 @@ class MoE(nn.Module):
             return False
         return not isinstance(x, Tensor) or host_may_wait(x)
 
-    def _compute(self, x: Tensor, runs_as: RunsAs | None = None) -> tuple[MoEOutput, RoutedPairs]:
+    def _compute(self, x: Tensor, runs_as: RunsAs | None, given: GivenRouting = NOTHING_GIVEN) -> _Computed:
         """Routes, dispatches, computes and combines. The last three are `moe`, which has one backward for them."""
-        x, weights, problem = self._checked(x)
+        x, weights, problem = self._checked(x, given.problem)
         x_TH, shared = _rows_of(x), self.shared
         shared_TH: list[Tensor] = []
         routed = self.router(
@@ -178,6 +207,7 @@ class MoE(nn.Module):
             dispatched_next=True,
             layer=self._number,
             needs_backward=self._needs_backward(x_TH),
+            expert_ids_TK=None if given is None else given.expert_ids_TK,
         )
         y_TH = moe(
             routed.x_TH,
@@ -192,18 +222,18 @@ class MoE(nn.Module):
         self.router.prevent_dce(y_TH, self.group)
         if shared_TH:
             y_TH = y_TH + shared_TH[0]
-        # Not as a view: a caller who changes a view in place loses the hooks that FSDP has put on it.
         return MoEOutput(_unsafe_view(y_TH, x.shape), routed.aux_loss, routed.stats()), routed.routed_pairs
 
-    def _checked(self, x: Tensor) -> tuple[Tensor, ExpertWeights, str | None]:
+    def _checked(self, x: Tensor, problem: str | None = None) -> tuple[Tensor, ExpertWeights, str | None]:
         """Returns x and the expert weights, in the dtype of autocast if it is on, and this rank's problem, or None.
+
+        problem: one that is known already.
 
         With a problem, x is empty: the router sends the problem to all ranks, and every rank raises it.
         """
         dtype, checks = self._autocast_dtype(), not torch.compiler.is_compiling()
-        problem = None
         if checks:
-            problem = self.experts.problem_with_sharding(shared=self.group.size == 1)
+            problem = problem or self.experts.problem_with_sharding(shared=self.group.size == 1)
             problem = problem or self.experts.problem_with_ddp(self.group)
         weights = self.experts(dtype)
         if checks:
@@ -283,6 +313,12 @@ def _is_gathered_later(weight: Tensor) -> bool:
     return weight.shape == (0,) and (hasattr(weight, "ds_id") or hasattr(weight, "_fsdp_flattened"))
 
 
+def _has_rows(x: object) -> bool:
+    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or problem_with_kind("x", x) is not None:
+        return False
+    return x.dim() in (2, 3)
+
+
 def _rows_of(x: Tensor) -> Tensor:
     """Returns x as (T, d), contiguous: GEMMs on other strides sum in another order, and give other bits."""
     return x.reshape(-1, x.shape[-1]).contiguous()
@@ -326,7 +362,7 @@ def _again(layer: MoE, x: Tensor, outputs: list[Tensor], lists: list[Tensor], si
         BalanceCounts(*balance_counts) if balance_counts else None,
     )
     with repeated_pairs(layer.router, pairs):
-        y, aux_loss, stats = layer._compute(x)[0]
+        y, aux_loss, stats = layer._compute(x, None)[0]
     return [y, aux_loss, stats.entropy_T, stats.token_ids_N, *stats.counts]
 
 

@@ -125,11 +125,6 @@ class AsyncSplitSizes:
             raise
         return sizes
 
-    @property
-    def is_ready(self) -> bool:
-        """True if `read` would not block."""
-        return self._copy is None or self._copy.is_ready
-
     def wait(self, group: EPGroup) -> None:
         """Returns once `read` would not block. Raises LostRankError, see `EPGroup.wait_until`."""
         copy = self._copy

@@ -42,6 +42,9 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files with slow tests come first: at the end no worker waits for another that has just begun one.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     for item in items:
         if torch.cuda.is_available():
             if getattr(getattr(item, "module", None), "DEVICE", None) == "cuda":  # that of triton_device.py

@@ -20,6 +20,7 @@ NAMES = {
     "checkpoint",
     "graph_layers",
     "load_config",
+    "record_routing",
     "replay_contexts",
 }
 

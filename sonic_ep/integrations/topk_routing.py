@@ -43,6 +43,8 @@ def routing_of_topk(
     training: bool,
     has_sentinels: bool = False,
     capacity: RoundingConfig = _OFF,
+    has_given_experts: bool = False,
+    problem: str | None = None,
 ) -> Routing:
     """Returns the routing of every (token, expert) pair. A collective: with several ranks, one all-gather of counts.
 
@@ -53,7 +55,10 @@ def routing_of_topk(
                get gradients of zero. On the CPU the host reads the number of pairs.
     capacity:  its capacity_factor, if any, is at least ep_size: in training it bounds the rows that arrive, and removes
                no pair. Then ValueError, on every rank, if static buffers do not take T tokens.
+    has_given_experts: see RankStatus. problem: why this rank cannot route, which all ranks raise as ValueError.
     """
+    if problem is not None and group.size == 1:
+        raise ValueError(problem)
     T, K = topk_ids_TK.shape
     if has_sentinels or torch.compiler.is_compiling():  # in operations that torch.compile can trace
         ids_N, order_N = topk_ids_TK.flatten().to(INDEX_DTYPE).sort(stable=True)  # by expert, then token
@@ -66,8 +71,15 @@ def routing_of_topk(
     if group.size == 1:
         counts, split_sizes = unrounded(counts_E[None], counts_E.new_full((1,), T)), None
     else:
-        problem = None if received is None else exchange.problem_with(T)
-        status = RankStatus(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training, problem=problem)
+        problem = problem or (None if received is None else exchange.problem_with(T))
+        status = RankStatus(
+            counts_E=counts_E,
+            num_tokens=T,
+            dtype=dtype,
+            training=training,
+            problem=problem,
+            has_given_experts=has_given_experts,
+        )
         counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
     max_rows = T * K if has_sentinels and allows_spare_capacity(topk_ids_TK) else None
     if has_sentinels and max_rows is None:
@@ -93,6 +105,7 @@ def capped_routing(
     exchange: Exchange,
     dtype: torch.dtype,
     capacity: RoundingConfig,
+    has_given_experts: bool = False,
 ) -> Routing:
     """Returns the routing without the pairs of least weight of experts on ranks that would receive too many rows.
 
@@ -104,7 +117,14 @@ def capped_routing(
     weights_TK = topk_weights_TK.to(torch.promote_types(topk_weights_TK.dtype, torch.float32))
     given_TE = weights_TK.new_zeros(T, E).scatter(1, ids_TK, weights_TK)
     config = config_of(E, K, RouterConfig(), capacity)
-    context = RoutingContext(config=config, group=group, dtype=dtype, training=True, exchange=exchange)
+    context = RoutingContext(
+        config=config,
+        group=group,
+        dtype=dtype,
+        training=True,
+        exchange=exchange,
+        expert_ids_TK=ids_TK if has_given_experts else None,
+    )
     pairs = decide_pairs(experts, TopK(given_TE, given_TE.detach(), None, ids_TK), None, context)
     return Routing.of(pairs, given_weights(pairs, given_TE), T)
 

@@ -55,9 +55,10 @@ class ProgramSteps:
         """The number of programs for forward, of whole steps and of experts alone."""
         return self._programs.num_programs + self._experts.num_programs
 
-    def outputs(self, layer: Any, x: Tensor) -> list[Tensor] | None:
+    def outputs(self, layer: Any, x: Tensor, *, only_code: bool = False) -> list[Tensor] | None:
         """Returns y, the loss and the fields of the statistics; or None where the layer's code has to run.
 
+        only_code: the code has to, whatever x is.
         A collective of the layer's ranks. Not while a CUDA graph is captured.
         """
         config = layer.config
@@ -65,8 +66,8 @@ class ProgramSteps:
             self._config = config
             self._forget()
         if self._steps is not None:
-            return self._outputs_of_ranks(layer, x, self._steps)
-        kind = self._kind_of_call(layer, x)
+            return self._outputs_of_ranks(layer, x, self._steps, only_code=only_code)
+        kind = None if only_code else self._kind_of_call(layer, x)
         if kind is None:
             return None
         sizes = x.numel() // layer.config.d, x.shape[-2]
@@ -83,9 +84,9 @@ class ProgramSteps:
         if self._steps is not None:
             self._steps.observe(split_sizes)
 
-    def _outputs_of_ranks(self, layer: Any, x: Tensor, steps: BoundedSteps) -> list[Tensor] | None:
+    def _outputs_of_ranks(self, layer: Any, x: Tensor, steps: BoundedSteps, *, only_code: bool) -> list[Tensor] | None:
         step = self._step = steps.begin(layer)
-        kind = self._kind_of_call(layer, x, step)
+        kind = None if only_code else self._kind_of_call(layer, x, step)
         if step is None or kind is None:
             return None
         sizes = x.numel() // layer.config.d, x.shape[-2], *(step.bound or ())

@@ -1,18 +1,15 @@
 """benchmarks/deepspeed_layer.py on the CPU: contestants take turns on equal weights, and one that fails is reported."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.programs import run_program
+
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[2]
 PLAIN = ("MoE", "sonic_ep MoE", "AutoEP", "sonic_ep AutoEP")
 ROUNDED = ("sonic_ep MoE, apportion", "sonic_ep AutoEP, apportion")
 
@@ -20,12 +17,9 @@ ROUNDED = ("sonic_ep MoE, apportion", "sonic_ep AutoEP, apportion")
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("deepspeed_layer") / "out.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/deepspeed_layer.py"]
     sizes = "--shape tiny --layers 2 --tokens 1024 --length 128 --micro-batches 2".split()
     turns = "--device cpu --rounds 2 --seconds 0.1".split()
-    command = [sys.executable, *launcher, *sizes, *turns, "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
+    run_program("benchmarks/deepspeed_layer.py", *sizes, *turns, "--out", str(out), processes=2)
     return json.loads(out.read_text())
 
 

@@ -1,17 +1,14 @@
 """benchmarks/megatron_step.py on the CPU: contestants that run there take turns on equal weights and report."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.programs import run_program
+
 pytest.importorskip("megatron.core")
 
-ROOT = Path(__file__).parents[2]
 OURS, SEQUENTIAL = "sonic_ep", "MoELayer, SequentialMLP"
 FUSED, ROUNDED = "sonic_ep, fused router", ("sonic_ep, apportion", "sonic_ep, fused router, apportion")
 
@@ -19,26 +16,9 @@ FUSED, ROUNDED = "sonic_ep, fused router", ("sonic_ep, apportion", "sonic_ep, fu
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("megatron_step") / "out.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/megatron_step.py"]
-    tiny = [
-        "--device",
-        "cpu",
-        "--shape",
-        "tiny",
-        "--layers",
-        "2",
-        "--tokens",
-        "512",
-        "--length",
-        "128",
-        "--micro-batches",
-        "2",
-        "--rounds",
-        "2",
-    ]
-    command = [sys.executable, *launcher, *tiny, "--seconds", "0.1", "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
+    tiny = "--shape tiny --layers 2 --tokens 512 --length 128 --micro-batches 2".split()
+    turns = "--device cpu --rounds 2 --seconds 0.1".split()
+    run_program("benchmarks/megatron_step.py", *tiny, *turns, "--out", str(out), processes=2)
     return json.loads(out.read_text())
 
 

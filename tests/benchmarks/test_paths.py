@@ -2,15 +2,12 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.programs import ROOT, run_program
 
 
 def test_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,18 +30,15 @@ def test_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_runs(tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     some = ["fixed", "forward", "code", "8 lengths", "any length", "checkpoint"]
-    for launcher, only in (
-        ([], [*some, "checkpoint, reentrant", "checkpoint, replay"]),
-        ([*torchrun, "2"], [*some, "all_to_all"]),
-        ([*torchrun, "4"], ["all_to_all", "two_hop"]),
+    for processes, only in (
+        (None, [*some, "checkpoint, reentrant", "checkpoint, replay"]),
+        (2, [*some, "all_to_all"]),
+        (4, ["all_to_all", "two_hop"]),
     ):
         out = tmp_path / "results.json"
         options = ["--device", "cpu", "--case", "tiny:64", "--rounds", "1", "--seconds", "0", "--least", "3"]
-        command = [sys.executable, *launcher, "benchmarks/paths.py", *options, "--out", str(out), "--only", *only]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=300)
+        run_program("benchmarks/paths.py", *options, "--out", str(out), "--only", *only, processes=processes)
         found = json.loads(out.read_text())
         assert found["errors"] == {}
         ways = found["cases"]["tiny:64"]["ways"]

@@ -1,16 +1,14 @@
 """benchmarks/transformers_step.py on the CPU: contestants of both families take turns on equal weights and report."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import run_program
+
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[2]
 STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportion"
 
 
@@ -22,12 +20,9 @@ def test_contestants_take_turns_on_equal_weights(shape: str, tmp_path: Path) -> 
     if not has_parallel_registry():
         pytest.skip("transformers before 5.23 has no registry for expert parallelism")
     out = tmp_path / "out.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     sizes = ["--shape", shape, "--layers", "2", "--tokens", "64", "--length", "32", "--rounds", "2"]
-    run = ["benchmarks/transformers_step.py", "--device", "cpu", *sizes, "--seconds", "0.1", "--out", str(out)]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *launcher, *run], check=True, cwd=ROOT, env=environment, timeout=300)
+    flags = ["--device", "cpu", *sizes, "--seconds", "0.1", "--out", str(out)]
+    run_program("benchmarks/transformers_step.py", *flags, processes=2)
     record = json.loads(out.read_text())
     found = record["contestants"]
     assert record["shape"] == shape

@@ -177,7 +177,7 @@ def test_sums_beside_the_gradient_of_the_weights_have_the_same_bits(n: int) -> N
 
     combine = LocalTransport.combine
     with (
-        patch.object(LocalTransport, "combine", lambda *arguments, overlap=False: combine(*arguments)),
+        patch.object(LocalTransport, "combine", lambda *args, overlap=False, **named: combine(*args, **named)),
         patch.object(local, "values_of_pairs", not_overlapped),
     ):
         expected = gradients()

@@ -4,7 +4,6 @@ import functools
 import re
 import time
 from collections.abc import Callable
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
-from sonic_ep.routing import AsyncSplitSizes
 from sonic_ep.symmetric_memory import problem_with_peers, symmetric_memory
 from tests.dispatch.gpu_steps import NAMES, expert_step, routing_of
 from tests.helpers.launch import RankPool, most_gpus
@@ -37,12 +35,6 @@ def here() -> torch.device:
 def symmetric(group: EPGroup, timeout: float = 20, dispatch: Dispatch = "auto") -> SymmetricTransport:
     allocate = functools.partial(symmetric_memory, group, here())
     return SymmetricTransport(group, allocate, timeout=timeout, dispatch=dispatch)
-
-
-def sent_early(rank: int, shape: tuple[int, int, int, int, tuple[int, ...]], early: int) -> list[str]:
-    """`same_as_all_to_all` where one rank, or none, has the sizes of a step at once."""
-    with patch.object(AsyncSplitSizes, "is_ready", rank == early):
-        return same_as_all_to_all(rank, shape, "auto")
 
 
 def same_as_all_to_all(rank: int, shape: tuple[int, int, int, int, tuple[int, ...]], dispatch: Dispatch) -> list[str]:
@@ -74,14 +66,6 @@ def test_the_same_bits_as_all_to_all(
     gpus: Gpus, size: int, shape: tuple[int, int, int, int, tuple[int, ...]], dispatch: Dispatch
 ) -> None:
     assert gpus(size).run(same_as_all_to_all, shape, dispatch) == [[]] * size
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("early", [-1, 1])
-def test_the_same_bits_ahead_of_sizes(
-    gpus: Gpus, shape: tuple[int, int, int, int, tuple[int, ...]], early: int
-) -> None:
-    assert gpus(2).run(sent_early, shape, early) == [[]] * 2
 
 
 def counts_of_all(rank: int) -> bool:

@@ -114,6 +114,66 @@ def _input(change: Callable[[Tensor], Any]) -> Action:
     return act
 
 
+def _ids(setting: Setting) -> Tensor:
+    """K distinct experts of each token."""
+    shape, c = setting.x.shape[:-1], setting.config
+    starts = torch.arange(shape.numel()).view(*shape, 1)
+    return (starts + torch.arange(c.K)) % c.E
+
+
+GIVEN: dict[str, Callable[[Tensor, MoEConfig], object]] = {
+    "range": lambda ids, c: ids + c.E,
+    "below": lambda ids, c: ids - c.E - 1,
+    "part": lambda ids, c: torch.cat([ids[..., :-1], ids[..., :1] * 0 - 1], -1) if c.K > 1 else ids - 2 * c.E,
+    "twice": lambda ids, c: ids[..., :1].expand(ids.shape) if c.K > 1 else ids + c.E,
+    "width": lambda ids, c: ids.repeat(*[1] * (ids.dim() - 1), 2),
+    "fewer": lambda ids, c: ids[:-1],
+    "one dimension": lambda ids, c: ids.flatten() if c.K > 1 else ids.flatten()[:-1],
+    "floats": lambda ids, c: ids.float(),
+    "bool": lambda ids, c: ids > 0,
+    "unsigned": lambda ids, c: ids.to(torch.uint32),
+    "list": lambda ids, c: ids.tolist(),
+    "numpy": lambda ids, c: ids.numpy(),
+    "meta": lambda ids, c: ids.to("meta"),
+    "sparse": lambda ids, c: ids.to_sparse(),
+    "nested": lambda ids, c: torch.nested.as_nested_tensor([ids], layout=torch.jagged),
+    "fake": lambda ids, c: FakeTensorMode().from_tensor(ids),
+}
+MASKS: dict[str, Callable[[Tensor], object]] = {
+    "integers": lambda mask: mask.long(),
+    "fewer": lambda mask: mask[:-1],
+    "wider": lambda mask: mask[..., None],
+    "list": lambda mask: mask.tolist(),
+    "meta": lambda mask: mask.to("meta"),
+}
+
+
+def _replay(setting: Setting) -> object:
+    return setting.layer(setting.x, routed_experts=_ids(setting))
+
+
+def _given_experts(change: Callable[[Tensor, MoEConfig], Any]) -> Action:
+    return lambda setting: setting.layer(setting.x, routed_experts=change(_ids(setting), setting.config))
+
+
+def _with_mask(change: Callable[[Tensor], Any]) -> Action:
+    def act(setting: Setting) -> object:
+        mask = torch.arange(setting.x[..., 0].numel()).view(setting.x.shape[:-1]) % 3 == 1
+        return setting.layer(setting.x, padding_mask=change(mask))
+
+    return act
+
+
+def _input_and_ids(change: Callable[[Tensor], Any]) -> Action:
+    def act(setting: Setting) -> object:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            x = change(setting.x)
+        return setting.layer(x, routed_experts=_ids(setting))
+
+    return act
+
+
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "fewer": lambda w: w[:-1].clone(),
     "more": lambda w: torch.cat([w, w]),
@@ -346,6 +406,10 @@ def _hostile(setting: Setting) -> object:
 
 KINDS = {
     "input": Kind(_forward, {name: _input(change) for name, change in INPUTS.items()}),
+    "input with experts": Kind(_replay, {name: _input_and_ids(change) for name, change in INPUTS.items()}),
+    "given experts": Kind(_replay, {name: _given_experts(change) for name, change in GIVEN.items()}),
+    "given experts that differ": Kind(_replay, {"none": _forward}, everywhere=False),
+    "padding": Kind(_forward, {name: _with_mask(change) for name, change in MASKS.items()}),
     "weights": Kind(_forward, {name: _weights(change) for name, change in CHANGES.items()}, lenient=True),
     "mode": Kind(_forward, MODES, everywhere=False),
     "order": Kind(_two(0, 1), {"crossed": _two(1, 0)}, everywhere=False),

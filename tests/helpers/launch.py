@@ -21,6 +21,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,13 @@ _MOST_GROUPS = 10_000  # that a call makes
 GRACE = 0.5
 # How long a killed rank may take to end. A driver that does not let go of a GPU would hold up the tests for ever.
 END_TIMEOUT = 60.0
+# What ranks import at once, and what takes them seconds if this process has imported the package.
+_PRELOADED = ("torch.distributed.tensor", "torch.distributed.checkpoint", "sonic_ep.layer")
+_PRELOADED_WITH = {
+    "transformers": ("transformers.modeling_utils",),
+    "megatron.core": ("megatron.core.models.gpt", "megatron.core.dist_checkpointing", "sonic_ep.integrations.megatron"),
+    "deepspeed": ("deepspeed",),
+}
 # Asks a rank where it stands, and how long it may take to tell, in C, whatever it waits for.
 _ASK, _TELLS = signal.SIGUSR1, 0.2
 
@@ -168,6 +176,19 @@ def _serve(rank: int, world_size: int, backend: str, port: int, pipe: Connection
             pipe.send_bytes(_answer(rank, pipe.recv_bytes()))
 
 
+def fork_server() -> ForkServerContext:
+    """The context whose processes are forked from a clean server that has imported what takes seconds: a start takes
+    0.3 s instead of 3 to 8 s. The server of a process is made once, with what this one has imported at the first start.
+    """
+    context = multiprocessing.get_context("forkserver")
+    modules = ["torch", "torch.distributed"]
+    if not torch.cuda.is_available():  # an import that looks for GPUs would leave CUDA unusable in what is forked
+        modules += _PRELOADED
+        modules += [name for package, names in _PRELOADED_WITH.items() if package in sys.modules for name in names]
+    context.set_forkserver_preload(modules)
+    return context
+
+
 class RankPool:
     """`world_size` processes in one process group, started at the first call of `run`.
 
@@ -238,9 +259,7 @@ class RankPool:
             raise RuntimeError(f"not ended {END_TIMEOUT:g} s after it was killed: {'; '.join(left)}")
 
     def _start(self) -> None:
-        # Ranks are forked from a clean server that has imported torch once: a start takes 0.3 s instead of 3 s.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context = fork_server()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stacks = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):

@@ -26,8 +26,8 @@ def make_replayed_callables(modules: tuple[nn.Module, ...], samples: tuple[tuple
 
 
 def _replaying(
-    module: nn.Module, sample: Tensor, forward: Callable[[Tensor], Any], of_modules: list[list[Tensor]], number: int
-) -> Callable[[Tensor], Any]:
+    module: nn.Module, sample: Tensor, forward: Callable[..., Any], of_modules: list[list[Tensor]], number: int
+) -> Callable[..., Any]:
     surface = (sample, *module.parameters())
     weights = [parameter.data_ptr() for parameter in module.parameters()]
     places: list[Tensor] = []
@@ -57,9 +57,10 @@ def _replaying(
             each = iter(gradients)
             return tuple(next(each).detach() if value.requires_grad else None for value in surface)
 
-    def replay(x: Tensor) -> Any:
+    def replay(x: Tensor, **others: Tensor) -> Any:
         if not module.training:
-            return forward(x)
+            return forward(x, **others)
+        assert not others
         outputs = Replay.apply(x, *surface[1:])
         return tree_unflatten(outputs, live[1])
 

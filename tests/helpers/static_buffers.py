@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels import backend
-from sonic_ep.routing import AsyncSplitSizes, Routing
+from sonic_ep.routing import Routing
 from sonic_ep.transports import GroupTransport
 from tests.helpers.shared_files import shared_files
 from tests.helpers.triton_device import kernel_module
@@ -38,7 +38,7 @@ def buffers_in_files(transport: GroupTransport, folder: str, *, static: bool) ->
     group, before = transport.group, dict(transport._chosen)
     transport._chosen["cpu"] = SymmetricTransport(group, shared_files(group, folder), timeout=60, static=static)
     try:
-        with lists_with_spare(), patch.object(AsyncSplitSizes, "is_ready", False):
+        with lists_with_spare():
             yield
     finally:  # layers of a later test with these ranks and this config get the same transport, if one is left
         transport._chosen = before
@@ -64,8 +64,7 @@ def static_buffers_in(folder: str, timeout: float = 60) -> Iterator[None]:
 
     try:
         with patch.object(GroupTransport, "on_device", on_device), lists_with_spare():
-            with patch.object(AsyncSplitSizes, "is_ready", False):
-                yield
+            yield
     finally:
         for transport in changed:
             transport._chosen.clear()

@@ -230,6 +230,15 @@ def test_other_inputs_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("replays")
+def test_given_experts_and_padding_are_refused() -> None:
+    layer, mask_T = graphed_layer(), torch.zeros(TOKENS, dtype=torch.bool)
+    with pytest.raises(ValueError, match="takes x alone, and got padding_mask; leave this layer eager"):
+        layer(sample(), padding_mask=mask_T)
+    layer.eval()
+    layer(sample(), padding_mask=mask_T)
+
+
+@pytest.mark.usefixtures("replays")
 def test_moved_parameters_are_refused() -> None:
     layer = graphed_layer()
     layer.load_state_dict(small_layer().state_dict())

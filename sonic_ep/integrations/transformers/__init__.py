@@ -10,9 +10,23 @@ from sonic_ep.extras import require_extra
 require_extra("transformers", "transformers")
 
 from sonic_ep.integrations.options import SonicEPOptions  # noqa: E402
+from sonic_ep.integrations.transformers.batch_fields import (  # noqa: E402
+    recorded_experts,
+    replay_routing,
+    skip_padding,
+)
 from sonic_ep.integrations.transformers.check import check  # noqa: E402
 from sonic_ep.integrations.transformers.lora import fuse_lora  # noqa: E402
 from sonic_ep.integrations.transformers.register import register  # noqa: E402
 from sonic_ep.integrations.transformers.rounding import round_tokens  # noqa: E402
 
-__all__ = ["SonicEPOptions", "check", "fuse_lora", "register", "round_tokens"]
+__all__ = [
+    "SonicEPOptions",
+    "check",
+    "fuse_lora",
+    "recorded_experts",
+    "register",
+    "replay_routing",
+    "round_tokens",
+    "skip_padding",
+]

@@ -5,8 +5,10 @@ Source: huggingface/transformers, src/transformers/integrations/moe.py, `Experts
 Legend: T tokens on this rank, H hidden size, K experts per token.
 """
 
+import logging
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,15 +22,20 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
 from sonic_ep.integrations.topk_routing import capped_routing, routing_of_topk
 from sonic_ep.integrations.transformers.activation import activation_of
+from sonic_ep.integrations.transformers.router_outputs import RouterOutputs
 from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weight_dtype, weights_of
+from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting, add_to_records, recording
 from sonic_ep.routing import Routing
 from sonic_ep.transports import GroupTransport
 
 # Attributes of a module of experts. LORA: lora.py's Adapters during a forward with them, or None.
 LORA = "_sonic_ep_lora"
 _EXPERTS: WeakKeyDictionary[nn.Module, dict[object, FrameworkExperts]] = WeakKeyDictionary()  # by transport
+_say_once = cache(logging.getLogger("sonic_ep").warning)
 _NO_CAPACITY = RoundingConfig(mode="off")
 TOKEN_ROUNDING = "_sonic_ep_rounding"  # attribute of a module of experts: rounding.py's TokenRounding, or None
+# Of batch_fields.py: the function from E and K to what a batch gives the next call, or None; RouterOutputs.
+GIVEN, ROUTER_OUTPUTS = "_sonic_ep_given", "_sonic_ep_router_outputs"
 
 
 class LocalExperts:
@@ -84,10 +91,15 @@ def compute_experts(
     activation, dtype = activation_of(experts), _compute_dtype(experts, x_TH)
     E, rounding = num_local_experts(experts) * group.size, getattr(experts, TOKEN_ROUNDING, None)
     rounding, capacity = (rounding, capacity or _NO_CAPACITY) if experts.training else (None, _NO_CAPACITY)
-    routed, common = [topk_ids_TK, topk_weights_TK], {"E": E, "group": group, "exchange": transport, "dtype": dtype}
-    route = _route(experts, rounding, capacity, has_sentinels=has_sentinels, **common)
-    if rounding is not None and (logits_TE := rounding.pop_logits(E)) is not None:
+    routed = [topk_ids_TK, topk_weights_TK]
+    if rounding is not None and (logits_TE := rounding.outputs.pop_logits(E)) is not None:
         routed.append(logits_TE if own_slice is None else own_slice(logits_TE))
+    given, routed = _given(experts, x_TH, routed, E, has_sentinels=has_sentinels)
+    if given.expert_ids_TK is not None and rounding is not None:
+        _say_once("rounding.mode=%r has no effect in steps with routed_experts", rounding.config.mode)
+        rounding = None
+    common = {"E": E, "group": group, "exchange": transport, "dtype": dtype}
+    route = _route(experts, rounding, capacity, given, has_sentinels=has_sentinels, **common)
     settings = {
         "activation": activation,
         "layout": layout_of(experts),
@@ -95,7 +107,7 @@ def compute_experts(
     }
     adapters = getattr(experts, LORA, None)
     lora = None if adapters is None else adapters.of_rank(group, num_local_experts(experts), dtype)
-    w, x = weights_of(experts, dtype), x_TH.to(dtype)
+    w, x = weights_of(experts, dtype), given.take(x_TH).to(dtype)
     weights = w.w1, w.w2_eHI, w.b1_eJ, w.b2_eH
     if torch.compiler.is_compiling() or not record_launches:
         out_TH = moe(x, route(*routed), *weights, lora=lora, transport=transport, group=group, **settings)
@@ -111,14 +123,62 @@ def compute_experts(
             settings=settings,
         )
         out_TH = framework_experts(call)
-    return out_TH.to(x_TH.dtype)
+    if recording():
+        add_to_records(experts, routed[0], x_TH.shape[:1], given)
+    return given.put(out_TH).to(x_TH.dtype)
+
+
+def _given(
+    experts: nn.Module, x_TH: Tensor, routed: list[Tensor], E: int, *, has_sentinels: bool
+) -> tuple[GivenRouting, list[Tensor]]:
+    """Returns what the batch gives for this layer, and what the router returned, without padding and with the experts
+    that are given."""
+    outputs: RouterOutputs | None = getattr(experts, ROUTER_OUTPUTS, None)
+    logits_TE = None if outputs is None else outputs.pop_logits(E)
+    given_for: Callable[[int, int], GivenRouting] | None = getattr(experts, GIVEN, None)
+    if given_for is None:
+        return NOTHING_GIVEN, routed
+    setattr(experts, GIVEN, None)
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "routed_experts and padding are read on the host, which torch.compile does not trace; train without "
+            "torch.compile, or without replay_routing and skip_padding"
+        )
+    given = given_for(E, routed[0].shape[1])
+    if given.shape.numel() != x_TH.shape[0]:
+        raise ValueError(
+            f"the batch has {given.shape.numel()} tokens and the experts get {x_TH.shape[0]}; routed_experts and "
+            "padding go with tp_size=1, where a rank computes all tokens of its batch"
+        )
+    if given.problem is not None or given.expert_ids_TK is None:
+        return given, [given.take(each) for each in routed]
+    if has_sentinels or outputs is None:
+        raise ValueError(
+            "ep_implementation='all_reduce' gives each rank only the experts that it has, and routed_experts names "
+            "all; build the model with DistributedConfig(ep_implementation='sonic_ep')"
+        )
+    rule, problem = outputs.rule_of(logits_TE, routed[0].long(), routed[1], E)
+    if problem is not None or logits_TE is None:
+        return replace(given, problem=problem), routed
+    own = (given.take(each) for each in (logits_TE, routed[0].long(), routed[1]))
+    return given, [given.expert_ids_TK, rule.weights_in_place_of(*own, given.expert_ids_TK)]
 
 
 def _route(
-    experts: Any, rounding: Any, capacity: RoundingConfig, *, has_sentinels: bool, **common: Any
+    experts: Any,
+    rounding: Any,
+    capacity: RoundingConfig,
+    given: GivenRouting,
+    *,
+    has_sentinels: bool,
+    **common: Any,
 ) -> Callable[..., Routing]:
     """Returns the function that makes a routing of what the router returned. rounding: TokenRounding, or None."""
     ep_size = common["group"].size
+    if given.problem is not None:
+        common |= {"training": experts.training, "problem": given.problem}
+        return partial(routing_of_topk, **common)
+    has_given_experts = given.expert_ids_TK is not None
     if rounding is not None and has_sentinels:
         raise ValueError(
             "ep_implementation='all_reduce' gives each rank only the experts that it has, and rounding needs all; "
@@ -132,13 +192,14 @@ def _route(
         return partial(rounding.routing, experts, **common)
     if (capacity.capacity_factor or ep_size) >= ep_size:
         common |= {"training": experts.training, "has_sentinels": has_sentinels, "capacity": capacity}
+        common["has_given_experts"] = has_given_experts
         return partial(routing_of_topk, **common)
     if torch.compiler.is_compiling():
         raise ValueError(
             f"capacity_factor={capacity.capacity_factor} below ep_size={ep_size} removes pairs by operations that "
             "torch.compile does not trace; set it to ep_size, or train without torch.compile"
         )
-    return partial(capped_routing, experts, **common, capacity=capacity)
+    return partial(capped_routing, experts, **common, capacity=capacity, has_given_experts=has_given_experts)
 
 
 def _experts_of(

@@ -153,8 +153,8 @@ def test_spare_capacity_of_the_lists_changes_nothing(monkeypatch: pytest.MonkeyP
     wanted = outcome(layer, x)
     layer.zero_grad()
 
-    def spacious(transport: LocalTransport, *arguments: Any) -> PreparedDispatch:
-        prepared = exact(transport, *arguments)
+    def spacious(transport: LocalTransport, *arguments: Any, **named: Any) -> PreparedDispatch:
+        prepared = exact(transport, *arguments, **named)
         lists = prepared.handle.row_of_pair_P, prepared.weights_P
         rows_P, weights_P = (torch.cat((values, values.new_zeros(3))) for values in lists)
         return PreparedDispatch(replace(prepared.handle, row_of_pair_P=rows_P), weights_P)

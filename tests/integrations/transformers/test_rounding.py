@@ -22,7 +22,7 @@ Ranks = Callable[[int], RankPool]
 ROUNDING = RoundingConfig(t=8, G=16)
 # Weights that are no scaled scores (noise in training, a factor of each expert), or logits of more experts.
 REFUSED = {
-    **dict.fromkeys(("diffusion_gemma", "gemma4", "inkling", "phimoe"), "the weights of added pairs are not known"),
+    **dict.fromkeys(("diffusion_gemma", "gemma4", "inkling", "phimoe"), "the weights of other experts are not known"),
     "zaya": "no tensor with the logits of 24 tokens and 8 experts",
 }
 # How the router of a tiny model of the family makes weights, as our config says it.

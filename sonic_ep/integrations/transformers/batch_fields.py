@@ -1,0 +1,190 @@
+"""Given experts and padding for models of transformers: fields of the batch that reach the experts of every layer.
+
+A model hands keyword arguments that it does not know to its decoder layers, and these to their attention, also where
+gradient checkpointing computes a layer again. So a hook on the model puts both fields into one argument, and hooks on
+the parts of layers take it out.
+
+Legend: B sequences, L tokens of a sequence, T tokens on this rank, E experts, K experts per token.
+"""
+
+import functools
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from sonic_ep.integrations.transformers.experts import GIVEN, ROUTER_OUTPUTS, registered_experts
+from sonic_ep.integrations.transformers.router_outputs import RouterOutputs, router_next_to
+from sonic_ep.routers.given_routing import GivenRouting, RoutingRecord
+
+_ARGUMENT, _FIELDS = "sonic_ep_batch", "_sonic_ep_batch_fields"
+
+
+def replay_routing(model: nn.Module) -> list[str]:
+    """Lets a model take `routed_experts`, the experts of each token. Returns the names of the experts' modules.
+
+    Call it once the model is built, on every rank, after PEFT has adapted it. From then on
+    `model(**batch, routed_experts=ids)` computes with these experts, ids (B, L, layers, K) integers with -1 in place of
+    each for padding. Weights come of the live logits. Nothing is rounded. Without the field the router chooses.
+
+    Example: replay_routing(model)
+             with sonic_ep.record_routing() as record:
+                 model(input_ids)
+             model(input_ids, routed_experts=recorded_experts(model, record).unflatten(0, input_ids.shape))
+
+    Raises:  ValueError, with the fix, if there are no experts that sonic_ep could compute, or no router next to them.
+             A forward raises ValueError, on every rank of expert parallelism, for wrong ids, a router whose weights are
+             no scaled scores, `tp_size` above 1 and ep_implementation="all_reduce"; RuntimeError if the field does not
+             reach a layer.
+    """
+    found = registered_experts(model, "there is no routing to replay")
+    routers = {name: router_next_to(model, name) for name in found}
+    for name, experts in found.items():
+        before: RouterOutputs | None = getattr(experts, ROUTER_OUTPUTS, None)
+        if before is not None:
+            before.remove()
+        setattr(experts, ROUTER_OUTPUTS, RouterOutputs(routers[name], "replay_routing", training_only=False))
+    _fields_of(model, found).takes_experts = True
+    return list(found)
+
+
+def skip_padding(model: nn.Module) -> list[str]:
+    """Leaves tokens out of all experts that `attention_mask`, (B, L), marks with 0. Returns their names.
+
+    Call it once the model is built, on every rank, after PEFT has adapted it. The experts' output is 0 for padding,
+    which is not dispatched and takes no part in rounding.
+
+    Raises:  ValueError, with the fix, if there are no experts that sonic_ep could compute. A forward raises ValueError
+             for a mask of another shape; RuntimeError if the mask does not reach a layer.
+    """
+    found = registered_experts(model, "there are no experts that could skip padding")
+    _fields_of(model, found).skips_padding = True
+    return list(found)
+
+
+def recorded_experts(model: nn.Module, record: RoutingRecord) -> Tensor:
+    """Returns what the routers of a model chose in its last recorded forward: (T, layers, K) int64.
+
+    T are the tokens of all sequences, layers those with experts. Raises RuntimeError without a recorded forward.
+    """
+    found = registered_experts(model, "there is no recorded routing")
+    return torch.stack([record.of(experts)[-1] for experts in found.values()], 1)
+
+
+@final
+class _Batch:
+    """The fields of one forward. reached: the layers that have read them."""
+
+    def __init__(self, tokens: Tensor, routed_experts: Tensor | None, padding_mask: Tensor | None, layers: int) -> None:
+        self._fields, self._layers = (tokens, routed_experts, padding_mask), layers
+        self._given: GivenRouting | None = None
+        self.reached: set[int] = set()
+
+    def given(self, layer: int, E: int, K: int) -> GivenRouting:
+        """Returns what is given for a layer. The host waits in the first one."""
+        self.reached.add(layer)
+        if self._given is None:
+            self._given = GivenRouting.of(*self._fields, E=E, K=K, layers=(self._layers,))
+        return self._given.of_layer(layer)
+
+
+@final
+class _BatchFields:
+    """The hooks of one model."""
+
+    def __init__(self, model: nn.Module, found: dict[str, nn.Module]) -> None:
+        self.takes_experts = self.skips_padding = False
+        self._num_layers = len(found)
+        self._experts: dict[nn.Module, list[tuple[int, nn.Module]]] = {}  # by decoder layer
+        for index, (name, experts) in enumerate(found.items()):
+            layer, siblings = _layer_around(model, name)
+            for each in siblings:
+                self._experts.setdefault(each, [])
+            self._experts[layer].append((index, experts))
+        model.register_forward_pre_hook(self._before_model, with_kwargs=True)
+        model.register_forward_hook(self._after_model, with_kwargs=True)
+        for layer in self._experts:
+            layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
+            for part in layer.children():  # transformers 5.24 computes a layer again without the layer's hooks
+                part.register_forward_pre_hook(functools.partial(self._before_part, layer), with_kwargs=True)
+
+    def _before_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        routed_experts = kwargs.pop("routed_experts", None)
+        if routed_experts is not None and not self.takes_experts:
+            raise ValueError("the batch has routed_experts, which this model does not take; call replay_routing(model)")
+        tokens = _tokens_of(args, kwargs)
+        padding_mask = _padding_of(kwargs.get("attention_mask"), tokens) if self.skips_padding else None
+        if routed_experts is None and padding_mask is None:
+            return args, kwargs
+        return args, {**kwargs, _ARGUMENT: _Batch(tokens, routed_experts, padding_mask, self._num_layers)}
+
+    def _after_model(self, model: nn.Module, _: Any, kwargs: dict[str, Any], __: object) -> None:
+        batch: _Batch | None = kwargs.get(_ARGUMENT)
+        if batch is not None and len(batch.reached) < self._num_layers:
+            raise RuntimeError(
+                f"routed_experts or padding reached {len(batch.reached)} of {self._num_layers} layers with experts: "
+                f"{type(model).__name__} does not hand on keyword arguments, or other experts computed; use "
+                "experts_implementation='sonic_ep', or train this model without replay_routing and skip_padding"
+            )
+
+    def _before_layer(self, layer: nn.Module, _: object, kwargs: dict[str, Any]) -> None:
+        batch: _Batch | None = kwargs.get(_ARGUMENT)
+        is_recomputed = layer.training and getattr(layer, "gradient_checkpointing", False)
+        for index, experts in self._experts[layer]:
+            given: Any = None if batch is None else functools.partial(batch.given, index)
+            setattr(experts, GIVEN, _refuse_to_recompute if is_recomputed and batch is not None else given)
+
+    def _before_part(self, layer: nn.Module, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch: _Batch | None = kwargs.pop(_ARGUMENT, None)
+        if batch is not None:
+            for index, experts in self._experts[layer]:
+                setattr(experts, GIVEN, functools.partial(batch.given, index))
+        return args, kwargs
+
+
+def _refuse_to_recompute(*_: object) -> GivenRouting:
+    """In place of what is given, unless a part of the layer gets it, as it does again in a recomputation."""
+    raise RuntimeError(
+        "this layer hands routed_experts and padding to none of its parts, so a recomputation would not have them; "
+        "train this model without gradient checkpointing, or without replay_routing and skip_padding"
+    )
+
+
+def _fields_of(model: nn.Module, found: dict[str, nn.Module]) -> _BatchFields:
+    fields: _BatchFields | None = getattr(model, _FIELDS, None)
+    if fields is None:
+        fields = _BatchFields(model, found)
+        setattr(model, _FIELDS, fields)
+    return fields
+
+
+def _layer_around(model: nn.Module, experts: str) -> tuple[nn.Module, list[nn.Module]]:
+    """Returns the decoder layer that holds the experts of this name, and all layers of its list."""
+    parts = experts.split(".")
+    for length in reversed(range(1, len(parts))):
+        siblings = model.get_submodule(".".join(parts[:length]))
+        if isinstance(siblings, nn.ModuleList):
+            return siblings[int(parts[length])], [*siblings]
+    raise ValueError(
+        f"{experts} is in no layer of an nn.ModuleList, to which a model would hand the fields of a batch; train this "
+        "model without replay_routing and skip_padding"
+    )
+
+
+def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Returns a tensor (B, L, anything) of the batch."""
+    embeds, ids = kwargs.get("inputs_embeds"), kwargs.get("input_ids", args[0] if args else None)
+    if isinstance(embeds, Tensor):
+        return embeds
+    if isinstance(ids, Tensor):
+        return ids[..., None]
+    raise ValueError("replay_routing and skip_padding need input_ids or inputs_embeds of (B, L); give one of them")
+
+
+def _padding_of(attention_mask: Any, tokens: Tensor) -> Tensor | None:
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ValueError(f"attention_mask is {shape}, and skip_padding needs (B, L) with 0 for padding; give that")
+    return attention_mask[:, -tokens.shape[1] :] == 0  # in generation the mask has earlier tokens, too
