@@ -30,8 +30,8 @@ over --rounds, and the largest of all ranks, in milliseconds unless said otherwi
     layer_tflops          18 T K d n / layer, in TFLOP/s of a rank: what tokens need, without the router
     layer_device          the same, launched while the device is busy: forward and backward, each from when all devices
                           are free until this one is done. Stock layers read sizes on the host, so that launches behind
-                          the read cannot be hidden; here they are given those of the call before, and AutoEP then does
-                          not exchange its counts
+                          the read cannot be hidden; here they take the sizes of the call before, and AutoEP then
+                          does not exchange its counts
     saved_mib             what one MoE layer holds between forward and backward, without input and output
     programs              the number of the first MoE layer of ours; 0: its code runs, and the log says why
     traced_in_turn        programs that are new in the steps that count; a turn with one is repeated, at most twice
@@ -39,7 +39,7 @@ over --rounds, and the largest of all ranks, in milliseconds unless said otherwi
                           bf16
     turns                 the number of turns
 
-With --code ours run their code. What fails is in `errors`, and the others go on.
+With --code ours run their code. A contestant that fails is in `errors`, and the others go on.
 """
 
 import argparse
@@ -54,22 +54,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from host_time import Clock
 from hugging_face_models import model_config, own_sequences
-from step_options import parsed_options, start_rank, step_parser
-from step_race import LayerAlone, Race, release_memory
+from pretrain_model import DENSE
+from runs import group_of_ranks
+from step_race import LayerAlone, Race, StepModel, parsed_options, release_memory, step_parser
 from torch import Tensor, nn
 from transformers import Qwen3MoeForCausalLM
 
-from sonic_ep import EPGroup, RoundingConfig
+from sonic_ep import RoundingConfig, load_config
 from sonic_ep.kernels.common.replaced import replaced
 
 SHAPES = ("qwen3_30b_a3b", "tiny")
 AUX_WEIGHT = 0.001
 LEARNING_RATE = 1e-5
 ROUNDING = RoundingConfig(mode="apportion")
-VERSIONS = ("deepspeed", "transformers")
-SIZES = ("shape", "layers", "micro_batches", "tokens", "length", "code")
+PACKAGES = ("deepspeed", "transformers")
+SIZES = ("micro_batches", "code")
 
 
 class Kind(NamedTuple):
@@ -153,7 +153,7 @@ def entries_of(block: Any, num_local_experts: int) -> dict[str, Tensor]:
     return entries
 
 
-class Model:
+class Model(StepModel):
     """A contestant's model in its engine."""
 
     def __init__(self, family: tuple[str, ...], options: argparse.Namespace) -> None:
@@ -174,9 +174,6 @@ class Model:
                 self.run = engine(model, options, expert_parallel=section | self.kind.section)
         self.blocks = [layer.mlp for layer in self.run.module.model.layers]
 
-    def choose(self, name: str) -> None:
-        """Does nothing: every contestant has a model of its own."""
-
     def loss(self) -> float:
         with torch.no_grad():
             return float(self.run.module(input_ids=self.ids, labels=self.ids, use_cache=False).loss)
@@ -192,8 +189,9 @@ class Model:
     def num_programs(self) -> int:
         return sum(self.kind.num_programs(block) or 0 for block in self.blocks)
 
-    def warmed_up(self) -> None:
-        """Does nothing."""
+    def more_figures(self) -> dict[str, float]:
+        programs = self.kind.num_programs(self.blocks[0])
+        return {} if programs is None else {"programs": programs}
 
     @contextmanager
     def layer_alone(self) -> Generator[LayerAlone]:
@@ -208,7 +206,6 @@ class Model:
             forward=lambda: block(x),
             backward=lambda out: torch.autograd.grad(out, [x, *parameters], dout, allow_unused=True),
             known_sizes=nullcontext if self.kind.ours else partial(known_sizes, block),
-            num_programs=self.kind.num_programs(block),
         )
 
     def free(self) -> None:
@@ -267,7 +264,7 @@ def engine(model: nn.Module, options: argparse.Namespace, **more: Any) -> Any:
 def known_sizes(block: Any) -> Generator[None]:
     """A context in which a stock layer does not wait for sizes.
 
-    It takes those of the call before, so launches can be hidden as in ours. The input has to be the same.
+    It takes the sizes of the call before, so launches can be hidden as in ours. The input has to be the same.
     """
     from deepspeed.module_inject import auto_ep_layer
 
@@ -327,12 +324,20 @@ def main() -> None:
     logging.getLogger("sonic_ep.launches").setLevel(logging.INFO)
     if options.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    start_rank(options.device)
+    group_of_ranks(options.device)
     families = [(name,) for name in CONTESTANTS]
     build: Callable[..., Model] = partial(Model, options=options)
     with deepspeed_of(options.device):
-        clock, forwards = Clock(EPGroup(), options.device), options.micro_batches
-        Race(families, build, clock, options, sizes=SIZES, versions=VERSIONS, forwards=forwards).run()
+        Race(
+            families,
+            build,
+            options,
+            moe=load_config(options.shape),
+            dense=DENSE[options.shape],
+            sizes=SIZES,
+            packages=PACKAGES,
+            forwards=options.micro_batches,
+        ).run()
     dist.destroy_process_group()
 
 

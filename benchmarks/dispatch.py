@@ -1,4 +1,4 @@
-"""What it costs to move rows between GPUs: dispatch and combine, by transport, size, skew and number of blocks.
+"""The cost of moving rows between GPUs: dispatch and combine, by transport, size, skew and number of blocks.
 
     torchrun --nproc-per-node 4 benchmarks/dispatch.py --out results.json [--hidden 2048 7168] [--tokens 8192]
     torchrun --nproc-per-node 4 benchmarks/dispatch.py --nvshmem --out results.json
@@ -19,20 +19,19 @@ T K rows, over the time, which is what others quote. Blocks: of 512 threads for 
 combine.
 """
 
-import argparse
 import functools
-import json
 import os
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
-from across_ranks import captured, slowest, topk_routing
+from across_ranks import topk_routing
+from runs import group_of_ranks, leave, new_record, parser_of, say, write
+from timing import captured, slowest
 from torch import Tensor
 
 from sonic_ep import EPGroup
@@ -194,33 +193,27 @@ def described(case: Case, contestants: dict[str, tuple[int, dict[str, float]]]) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--hidden", type=int, nargs="+", default=[2048, 4096, 7168])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--skew", type=float, nargs="+", default=[0.0, 2.0])
     parser.add_argument("--nvshmem", action="store_true")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    group = group_of_ranks()
     if options.nvshmem:
         os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", "16G")
         symmetric.set_backend("NVSHMEM")
-    group = EPGroup()
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "ranks": group.size}
-    results |= {"E": E, "K": K, "cases": []}
+    record = new_record(E=E, K=K, cases=[])
     for d in options.hidden:
         for T in options.tokens:
             for skew in options.skew if T == 8192 else options.skew[:1]:
                 times = measure(Case(T, d, skew, group), nvshmem=options.nvshmem)
-                results["cases"].append({"d": d, "T": T, "skew": skew, "times": times})
+                record["cases"].append({"d": d, "T": T, "skew": skew, "times": times})
                 torch.cuda.empty_cache()
-                if group.rank == 0:
-                    for name, each in times.items():
-                        print(f"d={d} T={T} skew={skew} {name:22}", each, flush=True)
-                    if options.out is not None:
-                        options.out.write_text(json.dumps(results, indent=1) + "\n")
-    dist.destroy_process_group()
+                for name, each in times.items():
+                    say(f"d={d} T={T} skew={skew} {name:22} {each}")
+                write(record, options.out)
+    leave()
 
 
 if __name__ == "__main__":

@@ -11,20 +11,17 @@ with rounded tokens, behind a backlog, and with `--compiled` also under torch.co
 experts: 6 T K d n forward and 12 backward, a GPU.
 """
 
-import argparse
 import functools
 import gc
-import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from across_ranks import BACKLOG, captured, measure_layer, summary, timed, topk_routing
+from across_ranks import measure_layer, summary, topk_routing
 from random_layer import layer_without_experts
+from runs import group_of_ranks, leave, new_record, parser_of, say, shown, write
+from timing import BACKLOG, captured, device_ms
 from torch import Tensor
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, load_config
@@ -61,8 +58,8 @@ class Problem:
         assert int(received_Q.max()) <= most
         self.routing = replace(routing, max_received=most)
 
-    def layer(self, transport: Transport) -> Callable[[Tensor], Tensor]:
-        return lambda x: moe(x, self.routing, self.w1, self.w2, transport=transport, group=self.group)
+    def layer(self, transport: Transport) -> Callable[[], Tensor]:
+        return lambda: moe(self.x, self.routing, self.w1, self.w2, transport=transport, group=self.group)
 
     def with_router(self, transport: TransportConfig) -> MoE:
         rounding = RoundingConfig(capacity_factor=CAPACITY)
@@ -72,7 +69,7 @@ class Problem:
         return layer
 
     def step(self, transport: Transport) -> tuple[Tensor, ...]:
-        y = self.layer(transport)(self.x)
+        y = self.layer(transport)()
         return torch.autograd.grad(y, [self.x, self.w1, self.w2], self.dout)
 
 
@@ -84,27 +81,26 @@ def measure(
     models: dict[str, Any] = {f"{name}, with router": each for name, each in layers.items()}
     if compiled:
         models |= {f"{name}, compiled": torch.compile(each, fullgraph=True) for name, each in layers.items()}
-    weights = [problem.w1, problem.w2]
-    forward = captured(lambda: problem.layer(static)(problem.x))
+    leaves = [problem.x, problem.w1, problem.w2]
+    forward = captured(problem.layer(static))
     both = captured(lambda: problem.step(static))
     for number in range(WARM_UP + ROUNDS):
         sample = {}
         for name, transport in transports.items():
             layer = problem.layer(transport)
-            sample[name] = measure_layer(layer, weights, problem.x, problem.dout)
-            behind = measure_layer(layer, weights, problem.x, problem.dout, backlog=BACKLOG)
+            sample[name] = measure_layer(layer, leaves, problem.dout)
+            behind = measure_layer(layer, leaves, problem.dout, backlog=BACKLOG)
             sample[f"{name}, behind a backlog"] = behind
         for name, model in models.items():
             sample[name] = measure_layer(
                 # one sequence: a router that balances each wants (B, L, d)
-                lambda x, model=model: model(x.unsqueeze(0)).y.squeeze(0),
-                model.parameters(),
-                problem.x,
+                lambda model=model: model(problem.x.unsqueeze(0)).y.squeeze(0),
+                [problem.x, *model.parameters()],
                 problem.dout,
                 backlog=BACKLOG,
             )
         for name, backlog in (("symmetric, graph", 0), ("symmetric, graph, behind a backlog", BACKLOG)):
-            forward_ms, both_ms = (timed(graph, backlog=backlog)[0] for graph in (forward, both))
+            forward_ms, both_ms = (device_ms(graph, backlog=backlog)[0] for graph in (forward, both))
             sample[name] = {"forward_ms": forward_ms, "backward_ms": both_ms - forward_ms}
         if number >= WARM_UP:
             for name, each in sample.items():
@@ -113,26 +109,18 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", nargs="+", default=list(SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
     parser.add_argument("--compiled", action="store_true", help="time `MoE` under torch.compile too")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    group = EPGroup()
+    group = group_of_ranks()
     allocate = functools.partial(symmetric_memory, group, torch.device("cuda", torch.cuda.current_device()))
     exact: dict[str, Transport] = {
         "all_to_all": AllToAllTransport(group),
         "symmetric": SymmetricTransport(group, allocate, timeout=60),
     }
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "ranks": group.size,
-        "cases": [],
-    }
+    record = new_record(cases=[])
     for name in options.shape:
         config = load_config(name)
         for T in options.tokens:
@@ -147,14 +135,11 @@ def main() -> None:
             for each in times.values():
                 each["forward_tflops"] = useful / each["forward_ms"]
                 each["backward_tflops"] = 2 * useful / each["backward_ms"]
-            results["cases"].append({"shape": name, "T": T, "times": times})
-            if group.rank == 0:
-                for transport, each in times.items():
-                    tile_aligned = {key: round(value, 3) for key, value in each.items()}
-                    print(f"{name:20} T={T} {transport:36} {tile_aligned}", flush=True)
-                if options.out is not None:
-                    options.out.write_text(json.dumps(results, indent=1) + "\n")
-    dist.destroy_process_group()
+            record["cases"].append({"shape": name, "T": T, "times": times})
+            for transport, each in times.items():
+                say(f"{name:20} T={T} {transport:36} {shown(each)}")
+            write(record, options.out)
+    leave()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/fit_time_model.py
 
-Least squares of relative errors: a constant is a time for a unit of work, so each case gives one linear equation. What
-the layer adds to its stages, and what a host waits for, are fitted last, to what the other constants leave over.
+Least squares of relative errors: a constant is a time for a unit of work, so each case gives one linear equation. The
+time that the layer adds to its stages, and that a host waits, is fitted last, to what the other constants leave over.
 tests/benchmarks/test_fit_time_model.py compares the result with the constants of the module.
 
 Legend: S ranks of the EP group, T tokens on this rank, E experts, K experts per token, d hidden size, n expert width,

@@ -10,16 +10,14 @@ than one that runs alone. `--reserved-sms` times the layer with dX summed while 
 reserves so many multiprocessors, and with dX summed before dW1.
 """
 
-import argparse
-import json
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from local_problem import LocalProblem, tiled_pairs, topk_pairs
+from runs import new_record, parser_of, write
+from timing import BACKLOG, medians_ms
 from torch import Tensor
 from whole_tiles import whole_tiles
 
@@ -31,6 +29,7 @@ from sonic_ep.kernels.experts import grouped_gemm as operations
 from sonic_ep.kernels.experts import tile_table as tiles
 from sonic_ep.kernels.experts.tile_table import Operation, TileConfig
 
+SHORT_BACKLOG = 200_000  # cycles, for the launches of one operation
 # name: (config, ep_size, T received rows, pairs of experts with full tiles; None: ragged top-K)
 SHAPES: dict[str, tuple[str, int, int, int | None]] = {
     "qwen3_30b_a3b_ep8": ("qwen3_30b_a3b", 8, 43690, 65536),  # one of 8 ranks at 8k tokens per rank
@@ -143,26 +142,6 @@ class Problem(LocalProblem):
         }
 
 
-def median_ms(
-    contestants: dict[str, Callable[[], Any]], rounds: int, backlog_cycles: int = 200_000
-) -> dict[str, float]:
-    """Median milliseconds of each, taking turns. The device is kept busy before, while Python launches."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for call in contestants.values():
-        for _ in range(2):
-            call()
-    for _ in range(rounds):
-        for name, call in contestants.items():
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(backlog_cycles)
-            start.record()
-            call()
-            stop.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(stop))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def with_tile(tile: TileConfig, call: Callable[[], Any], only: Operation | None = None) -> Callable[[], Any]:
     """The call under another tile, of one operation or of all: its own plans, kept apart from the others'."""
     plans: dict[tuple[object, ...], Any] = {}
@@ -195,7 +174,7 @@ def time_tiles(problem: Problem, operations: Sequence[str], rounds: int) -> dict
                 print(f"  {operation} {tile}: {type(error).__name__} {str(error)[:80]}")
                 continue
             contestants[str(tile)] = run
-        results[operation] = median_ms(contestants, rounds)
+        results[operation] = medians_ms(contestants, rounds, backlog=SHORT_BACKLOG)
         ranked = sorted(results[operation].items(), key=lambda item: item[1])
         print(f"{operation:14}", ", ".join(f"{name} {ms:.3f} ({flops / ms / 1e9:.0f})" for name, ms in ranked))
     return results
@@ -211,7 +190,7 @@ def time_layer(problem: Problem) -> dict[str, float]:
     contestants["gather_sum"] = lambda: gather_sum(y, *by_row, p.pair_weights)
     for name, call in (("forward", forward), ("backward", backward)):
         contestants[name], contestants[f"{name}, whole tiles"] = call, whole_tiles()(call)
-    times = median_ms(contestants, 20)
+    times = medians_ms(contestants, 20, backlog=SHORT_BACKLOG)
     unit = 6 * p.P * p.d * p.n
     for name, ms in times.items():
         print(f"  {name:21} {ms:.3f} ms")
@@ -230,7 +209,7 @@ def time_in_layer(
         for tile in candidates:
             for name, call in (("forward", forward), ("backward", backward)):
                 contestants[f"{operation} {tile} {name}"] = with_tile(tile, call, operation)
-    times = median_ms(contestants, rounds, backlog_cycles=10_000_000)
+    times = medians_ms(contestants, rounds, backlog=BACKLOG)
     results = {
         operation: {
             str(tile): (times[f"{operation} {tile} forward"], times[f"{operation} {tile} backward"])
@@ -258,13 +237,13 @@ def time_reserved(problem: Problem, candidates: Sequence[int], rounds: int) -> d
 
     contestants: dict[str, Callable[[], Any]] = {"before": before}
     contestants |= {str(free): partial(overlapped, free) for free in candidates}
-    times = median_ms(contestants, rounds, backlog_cycles=10_000_000)
+    times = medians_ms(contestants, rounds, backlog=BACKLOG)
     print("dX summed beside dW1: ", ", ".join(f"{name} {ms:.3f}" for name, ms in times.items()))
     return times
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out_required=True)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument(
         "--tiles", nargs="*", choices=get_args(Operation), help="time every candidate tile of these too"
@@ -277,9 +256,8 @@ def main() -> None:
     )
     parser.add_argument("--reserved-sms", nargs="+", type=int, help="multiprocessors that dW1 leaves to the sums of dX")
     parser.add_argument("--rounds", type=int, default=12, help="of tiles")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
+    results = new_record(shapes={})
     for shape in options.shape:
         torch.manual_seed(0)
         problem = Problem(shape)
@@ -293,7 +271,7 @@ def main() -> None:
         if options.reserved_sms is not None:
             record["left_free_ms"] = time_reserved(problem, options.reserved_sms, options.rounds)
         results["shapes"][shape] = record
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        write(results, options.out)
         del problem
         torch.cuda.empty_cache()
 

@@ -28,73 +28,30 @@ which makes short functions look longer than they are.
 
 import argparse
 import gc
-import json
 import logging
-import os
-import platform
 import statistics
-import sys
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from across_ranks import captured
 from host_counts import count_calls, on_device, profiled
 from layer_contestants import Contestant, Problem
+from runs import attempt, group_of_ranks, leave, new_record, parser_of, say, shown, write
+from timing import Clock, captured, eager_us
 
-from sonic_ep import EPGroup, load_config
-from sonic_ep.kernels.common.versions import installed_version
+from sonic_ep import load_config
 
-PACKAGES = ("triton", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "sonic-moe")
 WARM_UP, SAMPLES, PROFILED = 5, 20, 50  # steps
 BEHIND_EACH_OTHER = 5
-REPLAYS = 20
-
-
-class Clock:
-    """What all ranks agree on, and when they and the device are ready."""
-
-    def __init__(self, group: EPGroup, device: str) -> None:
-        self.group, self.device = group, device
-
-    def wait(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-    def ready(self) -> None:
-        self.wait()
-        if self.group.size > 1:
-            dist.barrier()
-            self.wait()
-
-    def largest(self, values: dict[str, float]) -> dict[str, float]:
-        of_ranks = self.group.all_gather_object(values)
-        return {name: max(each[name] for each in of_ranks if name in each) for name in values}
-
-    def milliseconds(self, call: Callable[[], Any], times: int = 1, *, until_done: bool = False) -> float:
-        self.ready()
-        start = time.perf_counter()
-        for _ in range(times):
-            call()
-        if until_done:
-            self.wait()
-        return 1000 * (time.perf_counter() - start) / times
-
-    def back_to_back(self, call: Callable[[], object], times: int, *, untimed: int = 0) -> tuple[float, float]:
-        """Returns milliseconds a call until all are done, and until the calls return. untimed: calls before these."""
-        for _ in range(untimed):
-            call()
-        self.ready()
-        start = time.perf_counter()
-        for _ in range(times):
-            call()
-        host = time.perf_counter() - start
-        self.wait()
-        return 1000 * (time.perf_counter() - start) / times, 1000 * host / times
+CONTESTANTS = {
+    1: ["off", "off, code", "nearest", "nearest, code", "torch"],
+    2: [
+        *(f"{mode}, {how}" for mode in ("off", "apportion") for how in ("symmetric", "symmetric, code", "all_to_all")),
+        "apportion, symmetric, static",
+        "torch",
+    ],
+}
 
 
 def host_times(contestant: Contestant, clock: Clock) -> dict[str, float]:
@@ -108,9 +65,9 @@ def host_times(contestant: Contestant, clock: Clock) -> dict[str, float]:
         gradients = torch.autograd.grad(out, contestant.inputs, contestant.dout)
         rows.append((middle - start, time.perf_counter() - middle))
         del out, gradients
-    of_5 = [clock.milliseconds(contestant.step, BEHIND_EACH_OTHER) for _ in range(SAMPLES // 2)]
+    of_5 = [clock.back_to_back(contestant.step, BEHIND_EACH_OTHER)[1] for _ in range(SAMPLES // 2)]
     with torch.autograd.set_multithreading_enabled(False):
-        one_thread = [clock.milliseconds(contestant.step) for _ in range(SAMPLES // 2)]
+        one_thread = [clock.back_to_back(contestant.step, 1)[1] for _ in range(SAMPLES // 2)]
     forward, backward = ([1000 * value for value in column] for column in zip(*rows, strict=True))
     return {
         "host": statistics.median(map(sum, zip(forward, backward, strict=True))),
@@ -128,14 +85,14 @@ def race(
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
     steps = {}
     for name, each in contestants.items():
-        estimate = clock.largest({"ms": clock.milliseconds(each.step, SAMPLES, until_done=True)})["ms"]
+        estimate = clock.largest({"ms": clock.back_to_back(each.step, SAMPLES)[0]})["ms"]
         steps[name] = max(SAMPLES, round(1000 * seconds / estimate) + 1)
     gc.collect()
     for _ in range(rounds):
         for name, each in contestants.items():
             times = attempt(lambda each=each: host_times(each, clock), f"{name}: host", errors)
             if times is not None:
-                step = clock.milliseconds(each.step, steps[name], until_done=True)
+                step = clock.back_to_back(each.step, steps[name])[0]
                 turns[name].append({"step": step, **times})
     return {
         name: clock.largest({key: statistics.median(turn[key] for turn in each) for key in each[0]})
@@ -144,37 +101,12 @@ def race(
     }
 
 
-def graph_ms(step: Callable[[], object]) -> float:
-    """Device time of a step in a CUDA graph, one replay behind the other."""
-    replay = captured(step)
-    replay()
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(REPLAYS):
-        replay()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / REPLAYS
-
-
-def attempt(call: Callable[[], Any], what: str, errors: dict[str, str]) -> Any:
-    """Its result, or None and an entry in `errors`: the other parts go on."""
-    try:
-        return call()
-    except Exception:  # noqa: BLE001
-        errors[what] = traceback.format_exc()
-        print(f"{what} failed: {errors[what]}", file=sys.stderr, flush=True)
-        return None
-
-
 def measure(problem: Problem, clock: Clock, options: argparse.Namespace, errors: dict[str, str]) -> dict[str, Any]:
     contestants: dict[str, Contestant] = {}
-    for name, make in problem.makers().items():
-        if options.only is None or name in options.only:
-            contestant = attempt(lambda make=make: warm(make()), name, errors)
-            if contestant is not None:
-                contestants[name] = contestant
+    for name in options.only or CONTESTANTS[min(problem.group.size, 2)]:
+        contestant = attempt(lambda name=name: warm(problem.contestant(name)), name, errors)
+        if contestant is not None:
+            contestants[name] = contestant
     on_gpu = options.device == "cuda"
     records: dict[str, dict[str, Any]] = {name: {} for name in contestants}
     for name, each in contestants.items():
@@ -190,7 +122,8 @@ def measure(problem: Problem, clock: Clock, options: argparse.Namespace, errors:
     }
     if on_gpu:  # CUPTI slows down what is timed after it, and a capture that fails may leave the device useless
         passes["CUPTI"] = lambda each: on_device(each.step, clock.ready)
-        passes["graph"] = lambda each: {"graph": graph_ms(each.step)} if each.capturable else {}
+        if problem.group.size == 1:
+            passes["graph"] = lambda each: {"graph": eager_us(captured(each.step)) / 1000}
     for what, count in passes.items():
         for name, each in contestants.items():
             records[name] |= attempt(lambda count=count, each=each: count(each), f"{name}: {what}", errors) or {}
@@ -204,61 +137,28 @@ def warm(contestant: Contestant) -> Contestant:
     return contestant
 
 
-def machine(device: str) -> dict[str, Any]:
-    cpu = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        models = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-        cpu = models[0] if models else cpu
-    return {
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "packages": {name: installed_version(name) for name in PACKAGES},
-        "nccl_environment": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
-    }
-
-
-def show(records: dict[str, dict[str, Any]]) -> None:
-    for name, record in records.items():
-        numbers = {key: round(value, 3) for key, value in record.items() if isinstance(value, int | float)}
-        print(f"{name:28} {' '.join(f'{key} {value}' for key, value in numbers.items())}", flush=True)
-
-
 def main() -> None:
     logging.basicConfig()
     logging.getLogger("sonic_ep.launches").setLevel(logging.INFO)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="sonic_7b")
     parser.add_argument("--tokens", type=int, default=2048, help="of each rank")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
     parser.add_argument("--only", nargs="+", help='contestants by name, as "nearest, static"; default: all')
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    group = EPGroup.alone()
-    if "LOCAL_RANK" in os.environ:
-        if options.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
-        group = EPGroup()
-    config, errors = load_config(options.shape), {}
+    group = group_of_ranks(options.device)
+    config, errors = load_config(options.shape), dict[str, str]()
     config = config.replace(activation="swiglu", bias=False)
-    results: dict[str, Any] = {"command": sys.argv, "machine": machine(options.device), "ranks": group.size}
-    results |= {"shape": options.shape, "sizes": {"T": options.tokens, "E": config.E, "K": config.K}}
-    results["sizes"] |= {"d": config.d, "n": config.n}
-    clock = Clock(group, options.device)
-    results["contestants"] = measure(Problem(config, options.tokens, group, options.device), clock, options, errors)
-    results["errors"] = errors
-    if group.rank == 0:
-        show(results["contestants"])
-        if options.out is not None:
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
-    if group.size > 1:
-        dist.destroy_process_group()
+    sizes = {"T": options.tokens, "E": config.E, "K": config.K, "d": config.d, "n": config.n}
+    problem, clock = Problem(config, options.tokens, group, options.device), Clock(group, options.device)
+    records = measure(problem, clock, options, errors)
+    for name, record in records.items():
+        say(f"{name:28} {shown({key: value for key, value in record.items() if isinstance(value, int | float)})}")
+    results = new_record(options.device, shape=options.shape, sizes=sizes, contestants=records, errors=errors)
+    write(results, options.out)
+    leave()
 
 
 if __name__ == "__main__":

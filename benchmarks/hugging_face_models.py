@@ -29,7 +29,7 @@ QWEN3 = Family(
     Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock, Qwen3MoeExperts, "moe_intermediate_size", "sdpa"
 )
 GPT_OSS = Family(GptOssConfig, GptOssForCausalLM, GptOssMLP, GptOssExperts, "intermediate_size", "eager")
-# The family of a shape, the sizes of its MoE layers in configs/, and those of all else. gpt_oss_20b: config.json of
+# The family of a shape, the sizes of its MoE layers in configs/, and the sizes of all else. gpt_oss_20b: config.json of
 # openai/gpt-oss-20b.
 SHAPES = {
     "qwen3_30b_a3b": (QWEN3, "qwen3_30b_a3b", DENSE["qwen3_30b_a3b"]),

@@ -1,23 +1,24 @@
 """Layers that race on the same tokens and weights: `sonic_ep.MoE` by mode, a plain torch grouped_mm layer, sonic-moe's.
 
 Each with a softmax top-K router and its gradient. The router's GEMMs are as exact as fp32, or in bf16 where a name says
-BF16_ROUTER, as those of torch and sonic-moe are.
+BF16_ROUTER, as the GEMMs of torch and sonic-moe are.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from random_layer import layer_without_experts
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
-from sonic_ep.config import Buffers, LinearDtype, RoundingMode, TransportKind
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
+from sonic_ep.config import TransportKind
 
 CAPACITY = 1.25  # of static buffers
 HOSTS = 2  # that "two_hop" takes the ranks for
@@ -31,11 +32,31 @@ class Contestant:
     forward: Callable[[], Tensor]
     inputs: list[Tensor]
     dout: Tensor
-    capturable: bool = True
     layer: MoE | None = None
 
     def step(self) -> None:
         torch.autograd.grad(self.forward(), self.inputs, self.dout)
+
+
+def config_of(name: str, config: MoEConfig, ranks: int) -> MoEConfig:
+    """Returns the config of one of our contestants: its rounding mode, then words for what is not as by default.
+
+    These are a transport, which is "two_hop" for ranks as HOSTS hosts, "static" buffers, "code" in place of programs,
+    and BF16_ROUTER.
+    """
+    mode, *words = name.split(", ")
+    static, kind = "static" in words, next((word for word in words if word in get_args(TransportKind)), "auto")
+    router = dataclasses.replace(config.router, linear_dtype="input" if BF16_ROUTER in words else "float32")
+    return config.replace(
+        router=router,
+        rounding=RoundingConfig(mode=mode, capacity_factor=CAPACITY if static else None),  # type: ignore[arg-type]
+        transport=TransportConfig(
+            kind=kind,  # type: ignore[arg-type]
+            buffers="static" if static else "exact",
+            ranks_per_host=ranks // HOSTS if kind == "two_hop" else None,
+        ),
+        record_launches="code" not in words,
+    )
 
 
 def grouped_mm_experts(x: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
@@ -123,8 +144,10 @@ def sonic_moe_layer(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, K: int) -
 class Problem:
     """Rows and weights of unit scale, in bf16, and every contestant on them."""
 
-    def __init__(self, config: MoEConfig, T: int, group: EPGroup, device: str) -> None:
-        self.config, self.group, self.device = config, group, device
+    def __init__(self, config: MoEConfig, T: int, group: EPGroup, device: str = "cuda") -> None:
+        # Every contestant has a softmax router without more.
+        self.config = MoEConfig(d=config.d, n=config.n, E=config.E, K=config.K)
+        self.group, self._device = group, device
         generator = torch.Generator(device).manual_seed(group.rank)
 
         def draw(*size: int, scale: float = 1.0) -> Tensor:
@@ -137,93 +160,22 @@ class Problem:
         for leaf in (self.x, self.w1, self.w2, self.router):
             leaf.requires_grad_()
 
-    def makers(self) -> dict[str, Callable[[], Contestant]]:
-        makers = self._ours()
+    def contestant(self, name: str) -> Contestant:
+        """name: "torch", "sonic_moe", or the name of one of ours, see `config_of`."""
+        if name not in ("torch", "sonic_moe"):
+            return self._sonic_ep(name)
+        layer: Callable[..., TorchOutput] = sonic_moe_layer if name == "sonic_moe" else torch_layer
         if self.group.size > 1:
-            makers["torch"] = self.plain_torch_across_ranks
+            layer = partial(torch_layer_across_ranks, size=self.group.size)
+        arguments = self.x, self.router, self.w1, self.w2, self.config.K
+        return Contestant(lambda: layer(*arguments).y, [self.x, self.w1, self.w2, self.router], self.dout)
+
+    def _sonic_ep(self, name: str) -> Contestant:
+        config = config_of(name, self.config, self.group.size)
+        if self._device == "cuda":
+            layer = layer_without_experts(config, self.group, router_std=config.d**-0.5)
         else:
-            makers["torch"] = self.plain_torch
-            if self.device == "cuda" and find_spec("sonicmoe") is not None:
-                makers["sonic_moe"] = self.sonic_moe
-        return makers
-
-    def _ours(self) -> dict[str, Callable[[], Contestant]]:
-        makers: dict[str, Callable[[], Contestant]] = {}
-
-        def add(
-            mode: RoundingMode,
-            kind: TransportKind = "auto",
-            buffers: Buffers = "exact",
-            *,
-            programs: bool = True,
-            linear_dtype: LinearDtype = "float32",
-        ) -> None:
-            words = [mode, *([] if kind == "auto" else [kind]), *([] if buffers == "exact" else [buffers])]
-            words += ([] if programs else ["code"]) + ([BF16_ROUTER] if linear_dtype == "input" else [])
-            router = RouterConfig(linear_dtype=linear_dtype)
-            makers[", ".join(words)] = lambda: self.sonic_ep(mode, kind, buffers, router, programs=programs)
-
-        if self.group.size == 1:
-            for mode in ("off", "nearest"):
-                add(mode)
-                add(mode, programs=False)
-                add(mode, linear_dtype="input")
-            return makers
-        kinds: tuple[TransportKind, ...] = ("all_to_all", "two_hop")
-        kinds = ("symmetric", *kinds) if self.device == "cuda" else kinds
-        modes: tuple[RoundingMode, ...] = ("off", "nearest", "apportion")
-        for kind in kinds:
-            for mode in modes:
-                add(mode, kind)
-                if kind == "symmetric":
-                    add(mode, kind, programs=False)
-                    add(mode, kind, linear_dtype="input")
-        if self.device == "cuda":
-            add("nearest", "symmetric", "static")
-            add("apportion", "symmetric", "static")
-        return makers
-
-    def sonic_ep(
-        self, mode: RoundingMode, kind: TransportKind, buffers: Buffers, router: RouterConfig, *, programs: bool
-    ) -> Contestant:
-        c, static = self.config, buffers == "static"
-        rounding = RoundingConfig(mode=mode, capacity_factor=CAPACITY if static else None)
-        per_host = self.group.size // HOSTS if kind == "two_hop" else None
-        transport = TransportConfig(kind=kind, buffers=buffers, ranks_per_host=per_host)
-        layer = self._layer(
-            MoEConfig(
-                d=c.d,
-                n=c.n,
-                E=c.E,
-                K=c.K,
-                router=router,
-                rounding=rounding,
-                transport=transport,
-                record_launches=programs,
-            )
-        )
+            layer = MoE(config, self.group, seed=0, dtype=torch.bfloat16)
         layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
         inputs = [self.x, layer.experts.w1, layer.experts.w2, layer.router.weight]
-        return Contestant(lambda: layer(self.x).y, inputs, self.dout, self.group.size == 1, layer)
-
-    def _layer(self, config: MoEConfig) -> MoE:
-        if self.device == "cuda":
-            from random_layer import layer_without_experts
-
-            return layer_without_experts(config, self.group, router_std=config.d**-0.5)
-        return MoE(config, self.group, seed=0, dtype=torch.bfloat16)
-
-    def plain_torch(self) -> Contestant:
-        return self._not_ours(torch_layer)
-
-    def plain_torch_across_ranks(self) -> Contestant:
-        layer = partial(torch_layer_across_ranks, size=self.group.size)
-        return self._not_ours(layer, capturable=False)
-
-    def sonic_moe(self) -> Contestant:
-        return self._not_ours(sonic_moe_layer)
-
-    def _not_ours(self, layer: Callable[..., TorchOutput], *, capturable: bool = True) -> Contestant:
-        arguments = self.x, self.router, self.w1, self.w2, self.config.K
-        inputs = [self.x, self.w1, self.w2, self.router]
-        return Contestant(lambda: layer(*arguments).y, inputs, self.dout, capturable)
+        return Contestant(lambda: layer(self.x).y, inputs, self.dout, layer)

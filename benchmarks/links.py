@@ -1,4 +1,4 @@
-"""What a rank can send over torch.distributed: to itself, within its host and to other hosts, by one peer and by all.
+"""The rates of a rank over torch.distributed: to itself, within its host and to other hosts, to one peer and to all.
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT benchmarks/links.py
     torchrun --nproc-per-node 4 benchmarks/links.py --device cpu --ranks-per-host 2
@@ -13,18 +13,12 @@ do. Medians over --rounds of ten exchanges, and the slowest rank:
 are as slow as those between hosts say that NCCL has too few channels (docs/multi_host.md).
 """
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from host_time import Clock, machine
-from step_options import start_rank
+from runs import group_of_ranks, leave, new_record, parser_of, say, write
+from timing import Clock
 
 from sonic_ep import EPGroup
 from sonic_ep.groups import HostLayout
@@ -82,27 +76,23 @@ def measure(rows_SQ: list[list[int]], group: EPGroup, clock: Clock, rounds: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks-per-host", type=int, help="take so many consecutive ranks for a host")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    start_rank(options.device)
-    group = EPGroup()
+    group = group_of_ranks(options.device)
     layout, clock = group.hosts(options.ranks_per_host), Clock(group, options.device)
     if layout.problem is not None:
         raise SystemExit(layout.problem)
-    results: dict[str, Any] = {"command": sys.argv, "machine": machine(options.device), "ranks": group.size}
-    results |= {"ranks_per_host": layout.ranks_per_host, "mib": options.mib, "exchanges": {}}
+    found: dict[str, dict[str, float]] = {}
+    record = new_record(options.device, ranks_per_host=layout.ranks_per_host, mib=options.mib, exchanges=found)
     for name, rows_SQ in exchanges(layout, options.mib * 2**20 // ROW_BYTES).items():
-        results["exchanges"][name] = times = measure(rows_SQ, group, clock, options.rounds)
-        if group.rank == 0:
-            print(f"{name:34} {times['ms']:9.3f} ms {times['gb_s']:8.1f} GB/s", flush=True)
-            if options.out is not None:
-                options.out.write_text(json.dumps(results, indent=1) + "\n")
-    dist.destroy_process_group()
+        found[name] = times = measure(rows_SQ, group, clock, options.rounds)
+        say(f"{name:34} {times['ms']:9.3f} ms {times['gb_s']:8.1f} GB/s")
+        write(record, options.out)
+    leave()
 
 
 if __name__ == "__main__":

@@ -16,26 +16,25 @@ sonic-moe on the quack that pip gives it, which is not ours, must be a process o
 file holds what an earlier run has found; what is missing is found and added (tuned_choices.py).
 """
 
-import argparse
 import dataclasses
-import json
-import statistics
 from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from across_ranks import measure_layer, summary
 from layer_contestants import grouped_mm_experts, sonic_moe_layer
 from local_problem import LocalProblem, topk_pairs
 from random_layer import layer_without_experts
+from runs import new_record, parser_of, shown, write
+from timing import BACKLOG, medians_ms
 from torch import Tensor
 from tuned_choices import restore, save_choices
 
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, RouterConfig, load_config
 from sonic_ep.config import LinearDtype
 from sonic_ep.functional import moe
-from sonic_ep.kernels.common.versions import installed_version
 from sonic_ep.transports import transport_for
 
 # Tokens by config: as the paper has them, else 16384, and less where weights and gradients take most of the memory.
@@ -56,8 +55,13 @@ TOKENS = {
 PAPER = ["sonic_7b", "qwen3_30b_a3b", "qwen3_next_80b_a3b"]
 OURS = ("sonic_ep", "sonic_ep_layer", "sonic_ep_layer_bf16_router", "sonic_ep_kernels")
 OTHERS = ("torch_grouped_mm", "sonic_moe", "sonic_moe_layer")
-PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl", "sonic-moe")  # whose versions are recorded
-Step = Callable[[], tuple[Tensor, list[Tensor]]]
+
+
+class Step(NamedTuple):
+    """inputs: the leaves that `forward` computes from."""
+
+    forward: Callable[[], Tensor]
+    inputs: list[Tensor]
 
 
 class Problem(LocalProblem):
@@ -86,7 +90,7 @@ class Problem(LocalProblem):
         routing = dataclasses.replace(self.routing, weights_N=pair_weights)
         transport = transport_for(group)
         inputs = [self.x, self.w1, self.w2, pair_weights]
-        return lambda: (moe(self.x, routing, self.w1, self.w2, transport=transport, group=group), inputs)
+        return Step(lambda: moe(self.x, routing, self.w1, self.w2, transport=transport, group=group), inputs)
 
     def sonic_ep_layer(self, linear_dtype: LinearDtype) -> Step:
         c = self.config
@@ -95,7 +99,7 @@ class Problem(LocalProblem):
         layer = layer_without_experts(config, router_std=config.init_std)
         layer.experts.w1.data, layer.experts.w2.data = self.w1.data, self.w2.data
         inputs = [self.x, layer.experts.w1, layer.experts.w2, layer.router.weight]
-        return lambda: (layer(self.x).y, inputs)
+        return Step(lambda: layer(self.x).y, inputs)
 
     def sonic_moe(self) -> Step:
         from sonicmoe.enums import ActivationType
@@ -107,68 +111,45 @@ class Problem(LocalProblem):
         inputs = [self.x, self.w1, self.w2, pair_weights]
         stream = torch.cuda.current_stream().cuda_stream
 
-        def forward() -> tuple[Tensor, list[Tensor]]:
+        def forward() -> Tensor:
             arguments = (self.x, pair_weights, tokens, experts, w1, None, w2, None, self.E, stream)
-            return moe_general_routing_inputs(*arguments, ActivationType.SWIGLU)[0], inputs
+            return moe_general_routing_inputs(*arguments, ActivationType.SWIGLU)[0]
 
-        return forward
+        return Step(forward, inputs)
 
     def sonic_moe_layer(self) -> Step:
         router = (torch.randn(self.E, self.d, device="cuda") * self.d**-0.5).bfloat16().requires_grad_()
         inputs = [self.x, self.w1, self.w2, router]
-        return lambda: (sonic_moe_layer(self.x, router, self.w1, self.w2, self.config.K).y, inputs)
+        return Step(lambda: sonic_moe_layer(self.x, router, self.w1, self.w2, self.config.K).y, inputs)
 
     def torch_grouped(self) -> Step:
         pair_weights = self.pairs.pair_weights.detach().requires_grad_()
         inputs = [self.x, self.w1, self.w2, pair_weights]
 
-        def forward() -> tuple[Tensor, list[Tensor]]:
+        def forward() -> Tensor:
             order = self.pairs.experts.sort(stable=True).indices
             tokens = self.pairs.tokens[order]
             ends = torch.bincount(self.pairs.experts, minlength=self.E).cumsum(0).int()
-            return grouped_mm_experts(self.x, self.w1, self.w2, tokens, ends, pair_weights[order]), inputs
+            return grouped_mm_experts(self.x, self.w1, self.w2, tokens, ends, pair_weights[order])
 
-        return forward
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(10_000_000)  # a backlog, so that Python's launches are ahead of the device
-    start.record()
-    result = call()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop), result
+        return Step(forward, inputs)
 
 
 def race(problem: Problem, steps: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
-    """Median forward and backward milliseconds, kept MiB and backward's peak MiB of each contestant, taking turns."""
-    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
-    for round_number in range(rounds + 2):
-        for name, step in steps.items():
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            forward_ms, (out, inputs) = timed(step)
-            after = torch.cuda.memory_allocated()
-            saved = after - before - out.numel() * out.element_size()
-            torch.cuda.reset_peak_memory_stats()
-            backward_ms, grads = timed(lambda out=out, inputs=inputs: torch.autograd.grad(out, inputs, problem.dout))
-            peak = saved + torch.cuda.max_memory_allocated() - after - sum(g.numel() * g.element_size() for g in grads)
-            del out, grads
-            if round_number >= 2:
-                times[name].append((forward_ms, backward_ms, saved / 2**20, peak / 2**20))
-    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
-    keys = ("forward_ms", "backward_ms", "kept_mib", "backward_peak_mib")
-    return {name: dict(zip(keys, values, strict=True)) for name, values in medians.items()}
+    """Returns medians of `measure_layer` of each contestant, taking turns."""
+    turns = [
+        {name: measure_layer(step.forward, step.inputs, problem.dout, backlog=BACKLOG) for name, step in steps.items()}
+        for _ in range(rounds + 2)
+    ]
+    return {name: summary([turn[name] for turn in turns[2:]]) for name in steps}
 
 
 def check(problem: Problem, steps: dict[str, Step]) -> dict[str, float]:
     """Relative error of every contestant's output and dx to the first one's."""
     results = {}
     for name, step in steps.items():
-        out, inputs = step()
-        results[name] = (out.float(), torch.autograd.grad(out, inputs[:1], problem.dout)[0].float())
+        out = step.forward()
+        results[name] = (out.float(), torch.autograd.grad(out, step.inputs[:1], problem.dout)[0].float())
     first = next(iter(results.values()))
     return {
         name: max(
@@ -179,13 +160,12 @@ def check(problem: Problem, steps: dict[str, Step]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out_required=True)
     parser.add_argument("--shape", choices=TOKENS, nargs="+", default=PAPER)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=(*OURS, *OTHERS), nargs="+", help="default: all that are installed")
     parser.add_argument("--short-tuning", action="store_true", help="tune sonic-moe's GEMMs in fewer launches")
     parser.add_argument("--tuning", type=Path, help="what sonic-moe's tuning found, read and added to")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if options.tuning is not None:
         restore(options.tuning)
@@ -195,10 +175,8 @@ def main() -> None:
         tune_in_short()
     installed = find_spec("sonicmoe") is not None
     wanted = options.only or [name for name in (*OURS, *OTHERS) if installed or not name.startswith("sonic_moe")]
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    results |= {"packages": {name: installed_version(name) for name in PACKAGES}}
     tuning = options.tuning.name if options.tuning is not None and options.tuning.exists() else None
-    results |= {"short_tuning": options.short_tuning, "tuning": tuning, "shapes": {}}
+    results = new_record(short_tuning=options.short_tuning, tuning=tuning, shapes={})
     for shape in options.shape:
         torch.manual_seed(0)
         config = load_config(shape)
@@ -209,19 +187,15 @@ def main() -> None:
         record = race(problem, steps, options.rounds) | race(problem, problem.layers(wanted), options.rounds)
         if "sonic_ep_kernels" in wanted:
             forward, backward = problem.kernels()
-            alone = [(timed(forward)[0], timed(backward)[0]) for _ in range(options.rounds + 2)][2:]
-            record["sonic_ep_kernels"] = {
-                "forward_ms": statistics.median(a for a, _ in alone),
-                "backward_ms": statistics.median(b for _, b in alone),
-            }
+            calls = {"forward_ms": forward, "backward_ms": backward}
+            record["sonic_ep_kernels"] = medians_ms(calls, options.rounds, backlog=BACKLOG)
         print(shape, dict(zip("TEKdn", sizes, strict=True)), "errors to the first", errors, flush=True)
         for name, row in record.items():
             total = row["forward_ms"] + row["backward_ms"]
             rate = 3 * problem.flops / total / 1e9
-            text = " ".join(f"{key} {value:.3f}" for key, value in row.items())
-            print(f"  {name:26} {text} both {total:.3f} ms ({rate:.0f} TFLOP/s)", flush=True)
+            print(f"  {name:26} {shown(row)} both {total:.3f} ms ({rate:.0f} TFLOP/s)", flush=True)
         results["shapes"][shape] = {"sizes": sizes, "errors": errors, "contestants": record}
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        write(results, options.out)
         if options.tuning is not None:
             save_choices(options.tuning)
         del problem, steps

@@ -10,21 +10,18 @@ SequentialMLP; `sonic_ep_rounded` is our layer with token rounding. MFU counts 6
 token and 12 s h per layer and token of attention, against 989 TFLOP/s.
 """
 
-import argparse
-import json
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from across_ranks import measure_layer, measure_step, summary
+from runs import group_of_ranks, leave, new_record, parser_of, say, shown, write
 from torch import Tensor
 
 from sonic_ep import RoundingConfig, load_config
@@ -138,10 +135,6 @@ def random_batch() -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions, "mask": mask}
 
 
-def rows_of(layer: Any, x: Tensor) -> Tensor:
-    return layer(x)[0]
-
-
 def tflops_of_step() -> float:
     """Per rank."""
     moe = load_config(SHAPE)
@@ -163,14 +156,12 @@ def contestants() -> dict[str, Contestant]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out_required=True)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    group_of_ranks()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -187,25 +178,19 @@ def main() -> None:
         for name, model in models.items():
             # The step first: it sets the scale of the auxiliary loss, whose shape Megatron then expects for good.
             sample = measure_step(partial(model.step, batch))
-            sample |= measure_layer(partial(rows_of, model.layers[0]), model.layers[0].parameters(), x, dout)
+            layer = model.layers[0]
+            sample |= measure_layer(lambda layer=layer, x=x: layer(x)[0], [x, *layer.parameters()], dout)
             if number >= 2:  # the first rounds compile and allocate
                 samples[name].append(sample)
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "ranks": dist.get_world_size(),
-        "shape": {"config": SHAPE, "layers": LAYERS, "sequence": SEQ, "batch": BATCH, "vocabulary": VOCABULARY},
-        "contestants": {},
-    }
+    shape = {"config": SHAPE, "layers": LAYERS, "sequence": SEQ, "batch": BATCH, "vocabulary": VOCABULARY}
+    record = new_record(packages=("megatron-core",), shape=shape, contestants={})
     for name in models:
         figures = summary(samples[name])
         figures["mfu"] = tflops_of_step() / (figures["step_ms"] / 1000) / PEAK_TFLOPS
-        results["contestants"][name] = figures
-        if dist.get_rank() == 0:
-            print(name, {key: round(value, 3) for key, value in figures.items()}, flush=True)
-    if dist.get_rank() == 0:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
-    dist.destroy_process_group()
+        record["contestants"][name] = figures
+        say(f"{name} {shown(figures)}")
+    write(record, options.out)
+    leave()
 
 
 if __name__ == "__main__":

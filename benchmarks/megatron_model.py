@@ -6,7 +6,7 @@ routers and permutation use its fused ones. Without it they are Megatron's own m
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pretrain_model import DENSE
-from step_race import LayerAlone, release_memory
+from step_race import LayerAlone, StepModel, release_memory
 from torch import Tensor, nn
 
 from sonic_ep import RoundingConfig, load_config
@@ -55,7 +55,7 @@ class TorchAttention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-class Model:
+class Model(StepModel):
     """One model of FAMILIES. `choose` says which of its contestants trains it."""
 
     def __init__(self, family: tuple[str, ...], options: Any) -> None:
@@ -175,7 +175,7 @@ class Model:
             self._capture()
 
     @contextmanager
-    def layer_alone(self) -> Iterator[LayerAlone | None]:
+    def layer_alone(self) -> Generator[LayerAlone | None]:
         """The first MoE layer on random rows. None with graphs."""
         if GRAPHED in self.family:
             yield None
@@ -337,7 +337,7 @@ def _fused_gradients_without_apex(config: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def fill(model: Any, layers: list[Any], n: int) -> None:
-    """Gives weights the values of their names, and experts those of their layer and rank, in any contestant."""
+    """Gives weights the values of their names, and experts the values of their layer and rank, in any contestant."""
     generator = torch.Generator(next(model.parameters()).device)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
@@ -399,7 +399,7 @@ def megatron(options: Any) -> Iterator[None]:
 def known_sizes(layer: Any) -> Any:
     """A context in which the all-to-all dispatcher of a stock layer does not wait for row counts.
 
-    It takes those of the call before, so launches can be hidden as in ours. The input has to be the same.
+    It takes the counts of the call before, so launches can be hidden as in ours. The input has to be the same.
     """
     dispatcher = layer.token_dispatcher
     if not hasattr(dispatcher, "_maybe_dtoh_and_synchronize"):

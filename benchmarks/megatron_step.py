@@ -34,7 +34,8 @@ all ranks, in milliseconds unless said otherwise:
     traced_in_turn        programs that are new in the steps that count; a turn with one is repeated, at most twice
     first_loss            of the first rank before any step: contestants without rounding agree but for bf16
 
-With graphs the layer is not called alone. What fails is in `errors`, and the others go on.
+With graphs the layer is not called alone. A contestant that fails is in `errors`, and the
+others go on.
 """
 
 import argparse
@@ -43,16 +44,15 @@ import warnings
 from functools import partial
 
 import torch.distributed as dist
-from host_time import Clock
 from megatron_model import FAMILIES, GRAPHED, TE_GROUPED, Model, has_te, megatron
 from pretrain_model import DENSE
-from step_options import parsed_options, start_rank, step_parser
-from step_race import Race
+from runs import group_of_ranks
+from step_race import Race, parsed_options, step_parser
 
-from sonic_ep import EPGroup
+from sonic_ep import load_config
 
-SIZES = ("shape", "layers", "micro_batches", "tokens", "length", "attention")
-VERSIONS = ("megatron-core", "transformer-engine", "flash-attn")
+SIZES = ("micro_batches", "attention")
+PACKAGES = ("megatron-core", "transformer-engine", "flash-attn")
 
 
 def parsed() -> argparse.Namespace:
@@ -68,16 +68,17 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.basicConfig()
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    start_rank(options.device)
+    group_of_ranks(options.device)
     build = partial(Model, options=options)
     with megatron(options):
         race = Race(
             [family for family in FAMILIES if GRAPHED not in family],
             build,
-            Clock(EPGroup(), options.device),
             options,
+            moe=load_config(options.shape),
+            dense=DENSE[options.shape],
             sizes=SIZES,
-            versions=VERSIONS,
+            packages=PACKAGES,
             forwards=options.micro_batches,
         )
         if not has_te():

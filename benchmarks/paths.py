@@ -23,28 +23,23 @@ them took above 50 ms, and programs how many the layer has at the end. peak_gib 
 
 import argparse
 import gc
-import json
-import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import repeat
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from host_time import Clock, attempt, machine
 from layer_contestants import HOSTS, Problem
-from step_options import start_rank
+from runs import attempt, group_of_ranks, leave, new_record, parser_of, say, shown, write
 from sustained import parsed
+from timing import Clock
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sonic_ep import EPGroup, MoE, RouterConfig, replay_contexts
+from sonic_ep import EPGroup, MoE, replay_contexts
 from sonic_ep.config import TransportKind
 
 CASES = {1: ["sonic_7b:8192", "sonic_7b:2048"], 2: ["qwen3_30b_a3b:8192", "sonic_7b:8192"]}
@@ -109,7 +104,7 @@ class Runner:
 
     def __init__(self, way: Way, problem: Problem) -> None:
         mode = "nearest" if problem.group.size == 1 else "apportion"
-        contestant = problem.sonic_ep(mode, way.kind, "exact", RouterConfig(), programs=way.programs)
+        contestant = problem.contestant(", ".join((mode, way.kind, *([] if way.programs else ["code"]))))
         assert contestant.layer is not None
         self.layer, self._weights, self._way, self._problem = contestant.layer, contestant.inputs[1:], way, problem
         self._function = way.of(self.layer)
@@ -181,34 +176,25 @@ def measure(case: str, group: EPGroup, options: argparse.Namespace, errors: dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--case", nargs="+", help="a config and the tokens of a rank; default: CASES")
     parser.add_argument("--only", nargs="+", choices=WAYS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
     parser.add_argument("--least", type=int, default=20, help="steps of a turn")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    group = EPGroup.alone()
-    if "LOCAL_RANK" in os.environ:
-        start_rank(options.device)
-        group = EPGroup()
+    group = group_of_ranks(options.device)
     errors: dict[str, str] = {}
-    results = {"command": sys.argv, "machine": machine(options.device), "ranks": group.size, "errors": errors}
-    results["cases"] = cases = {}
+    cases: dict[str, dict[str, Any]] = {}
+    results = new_record(options.device, errors=errors, cases=cases)
     for case in options.case or CASES[min(group.size, 2)]:
         cases[case] = measured = measure(case, group, options, errors)
-        if group.rank == 0:
-            for name, record in measured["ways"].items():
-                print(
-                    f"{case:24} {name:24} {' '.join(f'{key} {value:.3f}' for key, value in record.items())}", flush=True
-                )
-            if options.out is not None:
-                options.out.write_text(json.dumps(results, indent=1) + "\n")
+        for name, record in measured["ways"].items():
+            say(f"{case:24} {name:24} {shown(record)}")
+        write(results, options.out)
         gc.collect()
-    if group.size > 1:
-        dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ Layer = Callable[[Tensor, Tensor, Tensor, Tensor, int], TorchOutput]
 
 
 class Dense(NamedTuple):
-    """What a model has besides its MoE layers. layers: of the whole model."""
+    """The rest of a model, besides its MoE layers. layers: of the whole model."""
 
     layers: int
     heads: int
@@ -144,7 +144,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def materialize(self, device: torch.device, ep_rank: int) -> None:
-        """Gives a model on "meta" memory and random weights: those of experts by ep_rank, all others alike."""
+        """Gives a model on "meta" memory and random weights: of experts by ep_rank, all others alike."""
         self.to_empty(device=device)
         for block in self.blocks:
             assert isinstance(block.moe, ExchangeableMoE)

@@ -9,10 +9,8 @@ same throughout, hence parameters too, and K = 2. Runs are examples/train.py, ea
 data; validation is always plain top-K. `jobs` of them share the GPU at a time.
 """
 
-import argparse
 import dataclasses
 import itertools
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -21,6 +19,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+from runs import new_record, parser_of, write
 from torch import Tensor
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -169,10 +168,9 @@ def last(run: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out_required=True)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plot", type=Path, required=True)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
@@ -192,17 +190,16 @@ def main() -> None:
             "less_top_k_by_seed": differences,
             "changed_share": mean(runs[key(rho, mode, seed)]["changed_share"] for seed in SEEDS),
         }
-    results = {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "ranks": RANKS,
-        "parameters": parameters(configs[RHOS[0]]),
-        "tokens_per_run": options.steps * BATCH * SEQ,
-        "experts": {f"{rho:g}": experts_for(rho) for rho in RHOS},
-        "table": table,
-        "runs": runs,
-    }
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    record = new_record(
+        "cuda" if torch.cuda.is_available() else "cpu",
+        ranks_played=RANKS,
+        parameters=parameters(configs[RHOS[0]]),
+        tokens_per_run=options.steps * BATCH * SEQ,
+        experts={f"{rho:g}": experts_for(rho) for rho in RHOS},
+        table=table,
+        runs=runs,
+    )
+    write(record, options.out)
     plot(runs, options.plot)
     for name, figures in table.items():
         print(name, figures)

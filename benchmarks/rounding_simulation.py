@@ -6,11 +6,8 @@ Counts are Poisson around each expert's popularity, which is Gamma(8) distribute
 loads of trained routers roughly are; rho is tiles of 128 rows per (rank, expert).
 """
 
-import argparse
-import json
-from pathlib import Path
-
 import torch
+from runs import parser_of, write
 
 from sonic_ep import RoundingConfig
 from sonic_ep.routers.rounding import predicted_change, round_counts
@@ -30,9 +27,7 @@ def simulated_change(ep_size: int, t: int, rho: float, seed: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = parser_of(__doc__, out_required=True).parse_args()
     rows = []
     for ep_size in (1, 2, 4, 8, 16, 64):
         for t in (128, 64, 32, 16):
@@ -41,7 +36,7 @@ def main() -> None:
                 predicted = predicted_change(rho, t, G, ep_size)
                 rows.append({"ep_size": ep_size, "t": t, "rho": rho, "simulated": measured, "predicted": predicted})
                 print(f"{ep_size:3} {t:4} {rho:5} {measured:8.4f} {predicted:8.4f} {measured / predicted:6.2f}")
-    options.out.write_text(json.dumps({"E": E, "G": G, "seeds": SEEDS, "rows": rows}, indent=1) + "\n")
+    write({"E": E, "G": G, "seeds": SEEDS, "rows": rows}, options.out)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,13 @@ Every operation is captured ten times in a CUDA graph, so launches cost nothing,
 cache, as between the operations of a step. `bf16_parts_mm` is the linear layer as one torch.mm over concatenated parts.
 """
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from graph_timing import captured
+from runs import new_record, parser_of, write
+from timing import captured_us
 from torch import Tensor
 
 from sonic_ep import RouterConfig, load_config
@@ -83,21 +81,19 @@ def operations(shape: str) -> tuple[dict[str, Callable[[], Any]], dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=TOKENS, nargs="+", default=list(TOKENS))
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
+    record = new_record(shapes={})
     for shape in options.shape:
         torch.manual_seed(0)
         calls, errors = operations(shape)
-        times = {name: round(captured(call), 2) for name, call in calls.items()}
-        results["shapes"][shape] = {"microseconds": times, "errors": errors}
+        times = {name: round(captured_us(call), 2) for name, call in calls.items()}
+        record["shapes"][shape] = {"microseconds": times, "errors": errors}
         print(shape, "T", TOKENS[shape], "errors of the logits", {name: f"{e:.2e}" for name, e in errors.items()})
         for name, time in times.items():
             print(f"  {name:32} {time:9.1f} us", flush=True)
-        if options.out is not None:
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
+        write(record, options.out)
 
 
 if __name__ == "__main__":

@@ -3,23 +3,19 @@
     python benchmarks/routing.py --out results.json [--shape qwen3_30b_a3b ...]
     torchrun --nproc-per-node 4 benchmarks/routing.py --out results.json      # with the all-gather of counts
 
-What is timed is captured in a CUDA graph, so launches cost nothing; on several ranks the slowest counts. One rank ends
-with the index lists of its pair buffer, several with the plan, since what follows is the dispatch. In the same run, on
-one rank: the local layer's forward on the kernels (plain top-K), the same routing in plain torch on the GPU (eager, for
-it reads sizes), sonic-moe's top-K and index lists, and Megatron-Core's choice where they are installed.
+All that is timed is captured in a CUDA graph, so launches cost nothing; on several ranks the slowest counts. One rank
+ends with the index lists of its pair buffer, several with the plan, since what follows is the dispatch. In the same
+run, on one rank: the local layer's forward on the kernels (plain top-K), the same routing in plain torch on the GPU
+(eager, for it reads sizes), sonic-moe's top-K and index lists, and Megatron-Core's choice where they are installed.
 """
 
-import argparse
-import json
-import os
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from across_ranks import slowest
-from graph_timing import captured, eager
+from runs import group_of_ranks, leave, new_record, parser_of, say, write
+from timing import captured_us, eager_us, slowest
 from torch import Tensor
 
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, load_config
@@ -117,55 +113,40 @@ def in_plain_torch(call: Callable[[], Any]) -> float:
     operations._router_on_gpu.cache_clear()
     try:
         with replaced(operations, _has_triton=lambda: False):
-            return eager(call)
+            return eager_us(call)
     finally:
         operations._router_on_gpu.cache_clear()
 
 
 def times_of(case: Case) -> dict[str, float]:
-    times = {"sonic_ep": captured(case.to_lists)}
+    times = {"sonic_ep": captured_us(case.to_lists)}
     if case.group.size == 1:
-        times["sonic_ep, eager launches"] = eager(case.to_lists)
+        times["sonic_ep, eager launches"] = eager_us(case.to_lists)
         times["plain torch, eager"] = in_plain_torch(case.to_lists)
         if case.config.rounding.mode == "off":
-            times["local layer, forward"] = captured(case.forward())
+            times["local layer, forward"] = captured_us(case.forward())
             if find_spec("sonicmoe") is not None:
-                times["sonic-moe, top-K and lists"] = captured(case.sonic_moe())
+                times["sonic-moe, top-K and lists"] = captured_us(case.sonic_moe())
             if find_spec("megatron") is not None:
-                times["Megatron-Core, choice, eager"] = eager(case.megatron())
+                times["Megatron-Core, choice, eager"] = eager_us(case.megatron())
     return {name: round(slowest(time, case.group), 1) for name, time in times.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=TOKENS, nargs="+", default=list(TOKENS))
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    group = EPGroup.alone()
-    if "RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
-        group = EPGroup()
-    cases = [(shape, TOKENS[shape]) for shape in options.shape]
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "ranks": group.size,
-        "unit": "microseconds",
-        "cases": [],
-    }
-    for shape, T in [*cases, SMALL]:
+    group = group_of_ranks()
+    record = new_record(unit="microseconds", cases=[])
+    for shape, T in [*((shape, TOKENS[shape]) for shape in options.shape), SMALL]:
         config = load_config(shape)
         for mode in MODES:
             times = times_of(Case(config, T, mode, group))
             case = {"shape": shape, "T": T, "E": config.E, "K": config.K, "mode": mode, "times": times}
-            results["cases"].append(case)
-            if group.rank == 0:
-                print(f"{shape:20} T={T} E={config.E} K={config.K} {mode:10}", times, flush=True)
-                if options.out is not None:
-                    options.out.write_text(json.dumps(results, indent=1) + "\n")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+            record["cases"].append(case)
+            say(f"{shape:20} T={T} E={config.E} K={config.K} {mode:10} {times}")
+            write(record, options.out)
+    leave()
 
 
 if __name__ == "__main__":

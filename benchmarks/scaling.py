@@ -3,13 +3,13 @@
     python benchmarks/scaling.py --out benchmarks/results/scaling.json
     python benchmarks/scaling_plot.py benchmarks/results/scaling.json --out docs/scaling.png
 
-Nothing here is measured: times are those of `sonic-ep plan --hosts`, of the device, without save_dispatched. EP groups
+Nothing here is measured: times are by `sonic-ep plan --hosts`, of the device, without save_dispatched. EP groups
 of 8, 16, ... ranks, up to the experts there are; the other GPUs are more such groups, which wait for the slowest GPU of
 all. `two_hop_overlapped` is two_hop if its hops overlapped perfectly, which they do not yet: of each pair of hops the
 slower one counts.
 
     cases         by shape and EP group: by_gpus has milliseconds a step on so many GPUs, of a skewed routing;
-                  balanced those of balanced routing on GPUs that are all alike
+                  balanced the same of balanced routing on GPUs that are all alike
     link_limit    GB/s of a link up to which two_hop is faster than all_to_all
     few_tokens    one shape, balanced, by tokens of a rank
     ranks_a_host  one shape, balanced, by GPUs of a host

@@ -7,13 +7,11 @@ of skewed random logits, counts rounded to the nearest multiple of 128. "half" t
 may.
 """
 
-import argparse
-import json
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from runs import new_record, parser_of, write
+from timing import medians_ms
 
 from sonic_ep.kernels.route.select import triton as kernels
 from sonic_ep.kernels.route.select.reference import pairs_of_mask, pairs_of_topk, select_tokens
@@ -39,31 +37,17 @@ def contestants(T: int, E: int, K: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000)  # a backlog, so that Python's launches are ahead of the device
-    start.record()
-    call()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = parser_of(__doc__, out_required=True)
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     torch.manual_seed(0)
-    record: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    record = new_record()
     for T, E, K in SHAPES:
-        calls = contestants(T, E, K)
-        rounds = [{name: milliseconds(call) for name, call in calls.items()} for _ in range(options.rounds + 3)][3:]
-        medians = {name: round(statistics.median(each[name] for each in rounds), 4) for name in calls}
-        record[f"T={T} E={E} K={K}"] = medians
-        print(f"T={T} E={E} K={K}", *(f"{name} {value:.4f} ms" for name, value in medians.items()), sep="\n  ")
-    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        medians = medians_ms(contestants(T, E, K), options.rounds, backlog=2_000_000, untimed=3)
+        record[f"T={T} E={E} K={K}"] = {name: round(ms, 4) for name, ms in medians.items()}
+        print(f"T={T} E={E} K={K}", *(f"{name} {ms:.4f} ms" for name, ms in medians.items()), sep="\n  ")
+    write(record, options.out)
 
 
 if __name__ == "__main__":

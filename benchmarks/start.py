@@ -23,7 +23,7 @@ Seconds since the start, each after the device is idle; with several ranks the l
     backward           so has its first backward
     second_step        seconds of the next step alone
 after_torch is `backward` without the import of torch. gemms: compiled GEMMs in the cache afterwards; `empty` also has
-those of eval mode. slow_imports: which of Dynamo, inductor, sympy and FSDP the process has imported.
+the GEMMs of eval mode. slow_imports: which of Dynamo, inductor, sympy and FSDP the process has imported.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Times:
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """What one process measures of itself. It imports everything here, because the imports are measured."""
+    """Returns what one process measures of itself. It imports everything here, because the imports are measured."""
     times = Times(options.start)
     import torch
 
@@ -114,7 +114,7 @@ def slow_imports() -> list[str]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    return import_module("host_time").machine(device)
+    return import_module("runs").machine(device)
 
 
 def import_gpu_modules(device: str) -> None:

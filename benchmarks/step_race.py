@@ -1,39 +1,60 @@
-"""The race of benchmarks that build a model for each family of contestants: megatron_step.py and deepspeed_layer.py.
+"""The race of all benchmarks of whole training steps, and their options.
 
 A round builds one model after the other, each in the memory of the last, and its contestants take their turns of
---seconds: whole steps back to back, once no step traces a program, then the first MoE layer alone. Results
-are written after each round. A contestant that fails is in `errors`, and the others go on.
+--seconds: whole steps back to back, once no step traces a program, then the first MoE layer alone. Where all
+contestants train one model, it is built once. Results are written after each round. A contestant that fails is in
+`errors`, and the others go on.
 """
 
 import argparse
 import gc
-import json
 import statistics
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from across_ranks import timed
-from host_time import Clock, machine
-from pretrain_model import DENSE, flops_per_token
-from step_options import train_until_traced, turn_without_tracing
+from pretrain_model import Dense, flops_per_token
+from runs import new_record, parser_of, say, shown, write
+from timing import Clock, device_ms
 from torch import Tensor
 
-from sonic_ep import load_config
-from sonic_ep.kernels.common.versions import installed_version
+from sonic_ep import EPGroup, MoEConfig
 
-WARM_UP = 5  # steps of a new model, or calls of a layer alone, which traces its programs in them
+WARM_UP = 5  # steps of a model, or calls of a layer alone, which traces its programs in them
 SHARE_OF_LAYER = 0.3  # of a turn's seconds
 HIDDEN = 4  # samples of layer_device in a turn
 BUSY = 60_000_000  # cycles, some 35 ms: longer than the launches of a stock layer's forward or backward
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0}  # dense bf16
 LAST_LINES = 6  # of an error
+FEW, MOST = 3, 24  # steps before a turn
+ATTEMPTS = 3  # of a turn
+
+
+def step_parser(
+    description: str | None, *, shape: str, shapes: Iterable[str], tokens: int, seconds: float
+) -> argparse.ArgumentParser:
+    """Returns a parser with the options of all of them. The values are the defaults."""
+    parser = parser_of(description)
+    parser.add_argument("--shape", default=shape, choices=shapes)
+    parser.add_argument("--tokens", type=int, default=tokens, help="of each rank in a forward")
+    parser.add_argument("--length", type=int, default=4096, help="of a sequence")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=seconds, help="of a turn")
+    parser.add_argument("--only", nargs="+", help="contestants by name")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    return parser
+
+
+def parsed_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    options = parser.parse_args()
+    if options.tokens % options.length:
+        parser.error(f"--tokens {options.tokens} must be a multiple of --length {options.length}")
+    return options
 
 
 @dataclass(frozen=True)
@@ -41,13 +62,12 @@ class LayerAlone:
     """A MoE layer on random rows.
 
     forward: returns its output. backward: computes from that all gradients of a step. known_sizes: a context in which
-    the layer takes from the host what it reads there otherwise. num_programs: None if the layer is not ours.
+    the layer takes from the host what it reads there otherwise; None if there is none, and launches cannot be hidden.
     """
 
     forward: Callable[[], Tensor]
     backward: Callable[[Tensor], object]
-    known_sizes: Callable[[], AbstractContextManager[object]] = nullcontext
-    num_programs: int | None = None
+    known_sizes: Callable[[], AbstractContextManager[object]] | None = None
 
     def step(self) -> None:
         self.backward(self.forward())
@@ -62,58 +82,75 @@ class LayerAlone:
         self.backward(out)
         return held
 
-    def device_ms(self) -> float:
+    def device_ms(self, known_sizes: Callable[[], AbstractContextManager[object]]) -> float:
         """Returns median milliseconds of forward and backward with their launches hidden."""
-        with self.known_sizes():
+        with known_sizes():
             self.step()
             times = []
             for _ in range(HIDDEN):
-                forward, out = timed(self.forward, backlog=BUSY)
-                times.append(forward + timed(lambda out=out: self.backward(out), backlog=BUSY)[0])
+                forward, out = device_ms(self.forward, backlog=BUSY)
+                times.append(forward + device_ms(lambda out=out: self.backward(out), backlog=BUSY)[0])
         return statistics.median(times)
 
 
 class StepModel(Protocol):
-    """The model of a family. `choose` says which of its contestants trains it.
+    """The model of a family of contestants."""
 
-    num_programs: of all layers of ours. warmed_up: is called when the programs of a turn's steps have been traced.
-    layer_alone: a context with the first MoE layer, None if it is not to be called alone.
-    """
+    def choose(self, name: str) -> None:
+        """Says which contestant trains it from now on."""
 
-    def choose(self, name: str) -> None: ...
     def loss(self) -> float: ...
+
     def step(self) -> None: ...
-    def num_programs(self) -> int: ...
-    def warmed_up(self) -> None: ...
-    def layer_alone(self) -> AbstractContextManager[LayerAlone | None]: ...
-    def free(self) -> None: ...
+
+    def num_programs(self) -> int:
+        """Returns the number of all layers of ours."""
+        ...
+
+    def warmed_up(self) -> None:
+        """Is called when the programs of a turn's steps have been traced."""
+
+    def more_figures(self) -> dict[str, float]:
+        """Returns more figures of a turn, at its end."""
+        return {}
+
+    @contextmanager
+    def layer_alone(self) -> Generator[LayerAlone | None]:
+        """A context with the first MoE layer; None if it is not to be called alone."""
+        yield None
+
+    def free(self) -> None:
+        """Gives the model's memory back."""
 
 
 class Race:
     """errors: by contestant, the last lines.
 
-    build: makes the model of a family. sizes, versions: options and packages to report. forwards: of --tokens each, in
-    a step.
+    build: makes the model of a family. moe, dense: of the model; without `dense` no MFU is reported. sizes, packages:
+    options and packages to report. forwards: of --tokens each, in a step.
     """
 
     def __init__(
         self,
         families: Iterable[tuple[str, ...]],
         build: Callable[[tuple[str, ...]], StepModel],
-        clock: Clock,
         options: argparse.Namespace,
         *,
-        sizes: Iterable[str] = ("shape", "layers", "tokens", "length"),
-        versions: Iterable[str] = (),
+        moe: MoEConfig,
+        dense: Dense | None,
+        sizes: Iterable[str] = (),
+        packages: Iterable[str] = (),
         forwards: int = 1,
     ) -> None:
-        self.families, self.build, self.clock, self.options = [*families], build, clock, options
-        self.sizes, self.versions, self.on_gpu = [*sizes], [*versions], options.device == "cuda"
+        self.families, self.build, self.options, self.moe, self.dense = [*families], build, options, moe, dense
+        self.clock, self.on_gpu = Clock(EPGroup(), options.device), options.device == "cuda"
+        self.sizes, self.packages = ["shape", "layers", "tokens", "length", *sizes], [*packages]
         self.tokens_of_step = forwards * options.tokens
         self.turns: dict[str, list[dict[str, float]]] = {}
         self.steps: dict[str, int] = {}
         self.first_losses: dict[str, float] = {}
         self.errors: dict[str, str] = {}
+        self._only_model: StepModel | None = None  # the only model
 
     def run(self) -> None:
         for number in range(self.options.rounds):
@@ -125,19 +162,27 @@ class Race:
         """Builds the model of a family, lets its contestants take their turns, and frees it."""
         only = self.options.only
         names = [name for name in family if name not in self.errors and (only is None or name in only)]
-        if not names:
+        model = self._only_model or (self.built(names[0], family) if names else None)
+        if model is None:
             return
-        start, built = time.perf_counter(), []
-        self.attempt(names[0], lambda: built.append(self.build(family)))
-        if built:
-            say(f"{names[0]}: built after {time.perf_counter() - start:.1f} s")
         for part in (self.first_loss, self.turn):
             for name in names:
-                if built and name not in self.errors:
-                    self.attempt(name, lambda part=part, name=name: part(name, built[0]))
-        if built:
-            self.attempt(f"{names[0]}: free", built.pop().free)
+                if name not in self.errors:
+                    self.attempt(name, partial(part, name, model))
+        if len(self.families) == 1:
+            self._only_model = model
+        else:
+            self.attempt(f"{names[0]}: free", model.free)
+        model = None  # its memory, too, goes to the next
         release_memory()
+
+    def built(self, name: str, family: tuple[str, ...]) -> StepModel | None:
+        start, built = time.perf_counter(), []
+        self.attempt(name, lambda: built.append(self.build(family)))
+        if not built:
+            return None
+        say(f"{name}: built after {time.perf_counter() - start:.1f} s")
+        return built[0]
 
     def attempt(self, name: str, call: Callable[[], Any]) -> None:
         """Calls it. If it fails on any rank, `errors` says how on all."""
@@ -160,7 +205,7 @@ class Race:
         model.choose(name)
         start = time.perf_counter()
         self.clock.back_to_back(model.step, WARM_UP)
-        train_until_traced(model.step, model.num_programs, self.clock)
+        self.train_until_traced(model)
         model.warmed_up()
         if name not in self.steps:
             estimate = self.clock.largest({"ms": self.clock.back_to_back(model.step, 2)[0]})["ms"]
@@ -168,15 +213,42 @@ class Race:
             say(f"{name}: warm after {time.perf_counter() - start:.1f} s, {estimate:.1f} ms a step")
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        times: dict[str, float] = {}
-        turn = turn_without_tracing(model.step, self.steps[name], model.num_programs, self.clock)
-        times["step"], times["host"], times["traced_in_turn"] = turn
+        times = self.steps_without_tracing(model, self.steps[name])
         if self.on_gpu:
             times["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        times |= self.layer_times(name, model)
-        self.turns.setdefault(name, []).append(times)
+        times |= self.layer_times(model)
+        self.turns.setdefault(name, []).append(times | model.more_figures())
 
-    def layer_times(self, name: str, model: StepModel) -> dict[str, float]:
+    def train_until_traced(self, model: StepModel) -> None:
+        """Trains until FEW steps behind each other have traced no program on any rank, but at most MOST steps.
+
+        A program is traced at the first or second step of its kind. In the steps after it memory is arranged anew.
+        """
+        quiet = 0
+        for _ in range(MOST):
+            before = model.num_programs()
+            model.step()
+            quiet = quiet + 1 if self.new_programs(model, before) == 0 else 0
+            if quiet == FEW:
+                break
+
+    def steps_without_tracing(self, model: StepModel, number: int) -> dict[str, float]:
+        """Times steps back to back.
+
+        A trace takes as long as many steps of a layer, and all lengths together need a handful. So a turn with one on
+        any rank is repeated, at most ATTEMPTS - 1 times.
+        """
+        ms, host, new, attempts = 0.0, 0.0, 1.0, 0
+        while new and attempts < ATTEMPTS:
+            attempts, before = attempts + 1, model.num_programs()
+            ms, host = self.clock.back_to_back(model.step, number)
+            new = self.new_programs(model, before)
+        return {"step": ms, "host": host, "traced_in_turn": new}
+
+    def new_programs(self, model: StepModel, before: int) -> float:
+        return self.clock.largest({"new": model.num_programs() - before})["new"]
+
+    def layer_times(self, model: StepModel) -> dict[str, float]:
         times: dict[str, float] = {}
         with model.layer_alone() as alone:
             if alone is None:
@@ -187,14 +259,13 @@ class Race:
             times["layer"], times["layer_host"] = self.clock.back_to_back(alone.step, steps)
             if self.on_gpu:
                 times["saved_mib"] = alone.saved_bytes() / 2**20
-                times["layer_device"] = alone.device_ms()
-            if alone.num_programs is not None:
-                times["programs"] = alone.num_programs
+                if alone.known_sizes is not None:
+                    times["layer_device"] = alone.device_ms(alone.known_sizes)
         return times
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Returns medians by contestant, the largest of all ranks."""
-        options, moe, dense = self.options, load_config(self.options.shape), DENSE[self.options.shape]
+        options, moe = self.options, self.moe
         results = {}
         for name, turns in self.turns.items():
             times = self.clock.largest({key: statistics.median(turn[key] for turn in turns) for key in turns[0]})
@@ -203,33 +274,24 @@ class Race:
             if "layer" in times:
                 times["layer_tflops"] = 18 * options.tokens * moe.K * moe.d * moe.n / times["layer"] / 1e9
             card = torch.cuda.get_device_name() if self.on_gpu else ""
-            for each, peak in PEAK_TFLOPS.items():
-                if each in card:
-                    times["mfu"] = flops_per_token(moe, dense, options.layers, options.length) * rate / peak / 1e12
+            peak = next((peak for each, peak in PEAK_TFLOPS.items() if each in card), None)
+            if peak is not None and self.dense is not None:
+                flops = flops_per_token(moe, self.dense, options.layers, options.length)
+                times["mfu"] = flops * rate / peak / 1e12
             results[name] = times
         return results
 
     def report(self, when: str) -> None:
         """Prints and writes what is known so far."""
         figures = self.figures()
-        if dist.get_rank() != 0:
-            return
-        record = {"command": sys.argv, "machine": machine(self.options.device), "ranks": dist.get_world_size()}
-        record["machine"]["packages"] |= {name: installed_version(name) for name in self.versions}
+        record = new_record(self.options.device, self.packages)
         record |= {name: getattr(self.options, name) for name in self.sizes}
-        record |= {"contestants": figures, "errors": self.errors}
-        if self.options.out is not None:
-            self.options.out.write_text(json.dumps(record, indent=1) + "\n")
+        write(record | {"contestants": figures, "errors": self.errors}, self.options.out)
         for name, each in figures.items():
-            print(f"{when}  {name:34}", " ".join(f"{key} {value:.4g}" for key, value in each.items()), flush=True)
+            say(f"{when}  {name:34} {shown(each)}")
 
 
 def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)

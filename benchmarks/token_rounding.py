@@ -11,17 +11,16 @@ where rounding makes the host wait for sizes, the time that the device then wait
 the share of pairs that rounding changed.
 """
 
-import argparse
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from random_layer import layer_without_experts
+from runs import new_record, parser_of, shown, write
+from timing import BACKLOG
 from torch import Tensor
 from whole_tiles import whole_tiles
 
@@ -50,7 +49,7 @@ def between(begin: Callable[[], Any], end: Callable[[Any], Any]) -> Timed:
     """Milliseconds of the two halves of a step: forward, and backward of what it returned."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(10_000_000)  # a backlog, as in the middle of a model: the host is ahead until it waits
+    torch.cuda._sleep(BACKLOG)  # a backlog, as in the middle of a model: the host is ahead until it waits
     marks[0].record()
     result = begin()
     marks[1].record()
@@ -124,12 +123,11 @@ def race(contestants: dict[str, Contestant], rounds: int) -> dict[str, dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out_required=True)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
+    results = new_record(shapes={})
     for shape in options.shape:
         T, E, K, d, n = SHAPES[shape]
         config = MoEConfig(d=d, n=n, E=E, K=K, rounding=RoundingConfig())
@@ -137,9 +135,9 @@ def main() -> None:
         print(shape, SHAPES[shape], flush=True)
         for mode, row in record.items():
             total = row["layer_forward_ms"] + row["layer_backward_ms"]
-            print(f"  {mode:16} {total:.3f} ms", {key: round(value, 3) for key, value in row.items()}, flush=True)
+            print(f"  {mode:16} {total:.3f} ms", shown(row), flush=True)
         results["shapes"][shape] = {"sizes": SHAPES[shape], "modes": record}
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        write(results, options.out)
         torch.cuda.empty_cache()
 
 

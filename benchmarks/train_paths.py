@@ -7,8 +7,6 @@ the reference from weights nudged by a hundred-thousandth. Routing turns any dif
 runs end from the reference is the noise to judge the kernels by. A run in float32 shows what bfloat16 itself does.
 """
 
-import argparse
-import json
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from runs import new_record, parser_of, shown, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -73,9 +72,8 @@ def plot(runs: dict[str, dict[str, list[float]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out_required=True)
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plot", type=Path, required=True)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
@@ -92,17 +90,11 @@ def main() -> None:
         for name, curves in runs.items()
         if name != "reference"
     }
-    results = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "steps": options.steps,
-        "distance_to_reference_bits_per_byte": distances,
-        "runs": runs,
-    }
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    record = new_record(steps=options.steps, distance_to_reference_bits_per_byte=distances, runs=runs)
+    write(record, options.out)
     plot(runs, options.plot)
     for name, figures in distances.items():
-        print(name, {key: round(value, 4) for key, value in figures.items()})
+        print(name, shown(figures))
 
 
 if __name__ == "__main__":

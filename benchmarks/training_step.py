@@ -9,18 +9,13 @@ Contestants alternate in one run; times of a step over STEPS in a row, medians o
 "host_ms" is how long the host needed to launch it, waits included.
 """
 
-import argparse
 import gc
-import json
-import os
-import time
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from across_ranks import summary
+from runs import group_of_ranks, leave, new_record, parser_of, say, shown, write
+from timing import Clock
 from torch import Tensor, nn
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, graph_layers, load_config
@@ -73,20 +68,9 @@ class Model(nn.Module):
         self.zero_grad()
 
 
-def steps(model: Model, x: Tensor) -> dict[str, float]:
-    """Milliseconds of a step, and of the host's part in it."""
-    dist.barrier()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        model.step(x)
-    host = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return {"step_ms": (time.perf_counter() - start) / STEPS * 1e3, "host_ms": host / STEPS * 1e3}
-
-
 def measure(config: MoEConfig, T: int, layers: int) -> dict[str, dict[str, float]]:
     group = EPGroup()  # whose transports keep to T
+    clock = Clock(group, "cuda")
     x = torch.randn(T // LENGTH, LENGTH, config.d, device="cuda", dtype=torch.bfloat16)
     models = {}
     for name, transport in TRANSPORTS.items():
@@ -97,44 +81,33 @@ def measure(config: MoEConfig, T: int, layers: int) -> dict[str, dict[str, float
     samples_of: dict[str, list[dict[str, float]]] = {name: [] for name in models}
     for number in range(WARM_UP + ROUNDS):
         for name, model in models.items():
-            sample = steps(model, x)
+            ms, host = clock.back_to_back(lambda model=model: model.step(x), STEPS)
+            sample = {"step_ms": ms, "host_ms": host}
             if number >= WARM_UP:
                 samples_of[name].append(sample)
     return {name: summary(samples) for name, samples in samples_of.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="qwen3_30b_a3b")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 8192], help=f"multiples of {LENGTH}")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    group_of_ranks()
     # Gradients are accumulated on the stream of the capture, which torch says once.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    group, config = EPGroup(), load_config(options.shape)
-    results: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "ranks": group.size,
-        "shape": options.shape,
-        "layers": options.layers,
-        "cases": [],
-    }
+    record = new_record(shape=options.shape, layers=options.layers, cases=[])
     for T in options.tokens:
-        times = measure(config, T, options.layers)
+        times = measure(load_config(options.shape), T, options.layers)
         gc.collect()
         torch.cuda.empty_cache()
-        results["cases"].append({"T": T, "times": times})
-        if group.rank == 0:
-            for name, each in times.items():
-                print(f"T={T} {name:16} { ({key: round(value, 2) for key, value in each.items()}) }", flush=True)
-            if options.out is not None:
-                options.out.write_text(json.dumps(results, indent=1) + "\n")
+        record["cases"].append({"T": T, "times": times})
+        for name, each in times.items():
+            say(f"T={T} {name:16} {shown(each)}")
+        write(record, options.out)
     torch.cuda.synchronize()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

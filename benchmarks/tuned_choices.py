@@ -1,4 +1,4 @@
-"""What sonic-moe's tuning has found, in one file, so that a later race need not find it again.
+"""The choices that sonic-moe's tuning has found, in one file, so that a later race need not find it again.
 
     python benchmarks/tuned_choices.py FILE      writes what lies in the caches, also of a run that was cut short
 

@@ -1,16 +1,17 @@
 """The config of a MoE layer: sizes, router, rounding and transport. Frozen dataclasses, validated when made.
 
 Nothing here depends on the number of tokens or ranks; `MoE` checks the config against its EP group. `load_config` reads
-TOML. Symbols are those of SonicMoE (docs/design.md): d hidden size, n expert width, E experts, K experts per token. G
+TOML. Symbols are SonicMoE's (docs/design.md): d hidden size, n expert width, E experts, K experts per token. G
 and t are the two row multiples of token rounding.
 """
 
 import dataclasses
 import difflib
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, TypeVar, get_args
 
 Activation = Literal[
     "swiglu",
@@ -35,6 +36,8 @@ TransportKind = Literal["auto", "symmetric", "all_to_all", "two_hop"]
 Buffers = Literal["exact", "static"]
 Dispatch = Literal["auto", "push", "copy"]
 RoundingMode = Literal["apportion", "nearest", "up", "down", "stochastic", "pad", "off"]
+
+_Config = TypeVar("_Config", "MoEConfig", "RouterConfig", "RoundingConfig", "TransportConfig")
 
 MAX_K = 16
 MAX_E = 4096
@@ -92,8 +95,8 @@ class RouterConfig:
         of its EP group. None: any number.
     expert_bias: auxiliary-loss-free balancing (arXiv 2408.15664): a bias per expert, added to its scores when pairs are
         selected. Combine weights do not include it.
-    expert_bias_rate: how much `MoE.update_expert_bias` changes the bias of an expert. Its tokens are those of training
-        steps, counted in the backward of the layer's output: once, whatever checkpoint recomputes the layer.
+    expert_bias_rate: how much `MoE.update_expert_bias` changes the bias of an expert. Its tokens count in
+        training steps, in the backward of the layer's output: once, whatever checkpoint recomputes the layer.
     balance, balance_coef: load-balancing loss, over each "sequence", each rank's "batch", or the whole EP group
         ("global"). It counts the K experts of highest score, without expert bias and group limits.
     z_loss_coef: weight of the loss mean(logsumexp(logits)^2) (ST-MoE, arXiv 2202.08906).
@@ -333,7 +336,7 @@ class MoEConfig:
         """Returns why a token's experts may be on more than router.hosts_per_token of the hosts, or None.
 
         Hosts have equal numbers of consecutive experts. Groups of experts lie on one host each if their number is a
-        multiple of that of the hosts, and else on as many as a group has.
+        multiple of the number of hosts, and else on as many as a group has.
         """
         router, limit = self.router, self.router.hosts_per_token
         most, groups, per_token = min(num_hosts, self.K), router.num_groups, router.groups_per_token
@@ -353,16 +356,16 @@ class MoEConfig:
             f"num_groups to a multiple of {num_hosts} and groups_per_token to {limit} at most, or raise hosts_per_token"
         )
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Returns a copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns a nested dict that JSON can write. `from_dict` reads it back."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
         """Returns the config of a nested dict. Raises ValueError for another value, and unknown or missing keys."""
         if not isinstance(values, dict):
             raise ValueError(f"config={values!r} must be a dict of MoEConfig's fields, as to_dict returns")
@@ -373,7 +376,7 @@ class MoEConfig:
 _PARTS = {"router": RouterConfig, "rounding": RoundingConfig, "transport": TransportConfig}
 
 
-def _build(cls: type, values: object, prefix: str) -> Any:
+def _build(cls: type[_Config], values: object, prefix: str) -> _Config:
     if not isinstance(values, dict):
         raise ValueError(f"{prefix.removesuffix('.')}={values!r} must be a table of {cls.__name__}'s fields")
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -398,9 +401,9 @@ def _build(cls: type, values: object, prefix: str) -> Any:
 def load_config(name_or_path: str | Path) -> MoEConfig:
     """Returns the MoEConfig of a TOML file, or of a shape in the package by its name ("tiny", "qwen3_30b_a3b", ...).
 
-    Tables: [moe] holds the scalar fields of MoEConfig; [router], [rounding] and [transport] those of the configs of
-    these names. Raises FileNotFoundError, which lists the known names; ValueError for a file that is no TOML, unknown
-    keys, and values outside their limits.
+    Tables: [moe] holds the scalar fields of MoEConfig; [router], [rounding] and [transport] hold the fields of the
+    configs of these names. Raises FileNotFoundError, which lists the known names; ValueError for a file that is no
+    TOML, unknown keys, and values outside their limits.
     """
     path = Path(name_or_path)
     shipped = Path(__file__).resolve().parent / "configs"

@@ -42,7 +42,7 @@ _PROGRESS_FOLDER = "sonic_ep"
 
 
 class Gemms(NamedTuple):
-    """What the grouped GEMMs of a layer depend on, besides the GPU.
+    """All that the grouped GEMMs of a layer depend on, besides the GPU.
 
     d, n: hidden size and expert width. dtype: "bfloat16" or "float16". split_gate_up: gate and up are two tensors.
     accumulate: gradients of weights are added to fp32 buffers. transposed: weights are (e, H, J) and (e, I, H).
@@ -61,7 +61,7 @@ class Gemms(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a progress file says: the operations to compile, and those that are done. None are known to begin with."""
+    """A progress file: the operations to compile, and those that are done. None are known to begin with."""
 
     wanted: tuple[str, ...] = ()
     done: tuple[str, ...] = ()

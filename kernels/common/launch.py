@@ -4,7 +4,7 @@ At every launch, `kernel[grid](...)` of Triton reads settings, binds arguments t
 key, which takes five times as long as the launch. Here Triton makes the first launch of each *variant* of a kernel.
 Later launches hand addresses and numbers to the launcher that Triton compiled for it.
 
-A variant is what a kernel is compiled for: the device, the dtypes of its tensors, its constants, and those of its
+A variant is what a kernel is compiled for: the device, the dtypes of its tensors, its constants, and the
 numbers that Triton may specialize. Numbers that change from step to step, as row counts do, must not be: a kernel names
 them in `do_not_specialize`. So no step compiles or looks up anything because a length changed.
 
@@ -13,13 +13,14 @@ is in do_not_specialize, launches the variant (device, int32, int32, int32, 1, 2
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from sonic_ep.kernels.program.sizes import Size, concrete
@@ -30,11 +31,13 @@ _ALIGNMENT, _MAX_INT32 = 16, 2**31 - 1
 # The launchers that Triton compiles are private to it: these versions have the one that `_Variant` calls.
 _HAS_KNOWN_LAUNCHER = triton.__version__.startswith("3.6.")
 
+_Kernel = Callable[..., None]
+
 _current_device: Callable[[], int] = torch._C._cuda_getDevice if hasattr(torch._C, "_cuda_getDevice") else lambda: 0
 _stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
-def fast_launch(kernel: KernelInterface[Any]) -> KernelInterface[Any]:
+def fast_launch(kernel: KernelInterface[_Kernel]) -> KernelInterface[_Kernel]:
     """Decorates a Triton kernel with the launcher above. Under TRITON_INTERPRET=1 returns the kernel itself.
 
     Pass all run-time arguments by position, then the tl.constexpr arguments and launch options by name. Names of
@@ -61,10 +64,10 @@ class _Variant(NamedTuple):
     overlaps: bool = False
 
 
-class FastLauncher(KernelInterface[Any]):
+class FastLauncher(KernelInterface[_Kernel]):
     """One Triton kernel with its variants."""
 
-    def __init__(self, kernel: JITFunction[Any]) -> None:
+    def __init__(self, kernel: JITFunction[_Kernel]) -> None:
         self.kernel = kernel
         self._variants: dict[tuple[object, ...], _Variant] = {}
         given = [parameter for parameter in kernel.params if not parameter.is_constexpr]
@@ -78,7 +81,7 @@ class FastLauncher(KernelInterface[Any]):
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
 
-    def variant(self, kinds: list[Any], named: dict[str, object]) -> _Variant:
+    def variant(self, kinds: list[object], named: dict[str, object]) -> _Variant:
         """Returns the variant for run-time arguments: kinds has dtypes or `Unaligned` for tensors, and numbers."""
         for index in self._indices_of_fixed:
             if type(kinds[index]) is Size:
@@ -91,7 +94,7 @@ class FastLauncher(KernelInterface[Any]):
             self._variants[key] = self._variant(self.kernel.warmup(*numbers, grid=(1,), **named), len(kinds), named)
         return self._variants[key]
 
-    def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: object) -> None:
+    def _launch(self, grid: tuple[int, ...], *arguments: object, **named: object) -> None:
         trace = current_trace()
         if trace is not None:
             trace.launch(self, grid, arguments, named)
@@ -112,7 +115,7 @@ class FastLauncher(KernelInterface[Any]):
         variant.launch(grid[0], y, z, _stream_of(device), *variant.head, *values, *variant.tail)
 
     def _launch_by_triton(
-        self, grid: tuple[int, ...], key: tuple[object, ...], arguments: tuple[Any, ...], named: dict[str, object]
+        self, grid: tuple[int, ...], key: tuple[object, ...], arguments: tuple[object, ...], named: dict[str, object]
     ) -> None:
         """Launches as Triton does: any variant, also for unaligned tensors and for numbers of 64 bits."""
         compiled = self.kernel[grid](*arguments, **named)
@@ -120,11 +123,12 @@ class FastLauncher(KernelInterface[Any]):
         if aligned and max(self._narrow(arguments), default=0) <= _MAX_INT32:
             self._variants[key] = self._variant(compiled, len(arguments), named)
 
-    def _variant(self, compiled: Any, number: int, named: dict[str, object]) -> _Variant:
+    def _variant(self, compiled: CompiledKernel, number: int, named: dict[str, object]) -> _Variant:
         constants = self.kernel.params[number:]
         assert all(parameter.is_constexpr for parameter in constants), f"{self.kernel} has more run-time arguments"
         tail = tuple(named[parameter.name] for parameter in constants)
         run = compiled.run
+        assert run is not None
         if not _HAS_KNOWN_LAUNCHER or run.global_scratch_size or run.profile_scratch_size:
             return _Variant(_launch_compiled, (compiled,), tail)
         flags = run.launch_cooperative_grid, run.launch_pdl
@@ -144,12 +148,12 @@ def _specialized(size: Size) -> int:
     return 1 if size == 1 else _ALIGNMENT if size % _ALIGNMENT == 0 else _ALIGNMENT + 1
 
 
-def _launch_compiled(x: int, y: int, z: int, stream: int, compiled: Any, *arguments: object) -> None:
+def _launch_compiled(x: int, y: int, z: int, stream: int, compiled: CompiledKernel, *arguments: object) -> None:
     """Launches a compiled kernel by Triton's public interface. It takes the current stream."""
     compiled[x, y, z](*arguments)
 
 
-def _items(indices: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+def _items(indices: list[int]) -> Callable[[Sequence[object]], tuple[Any, ...]]:
     """Returns a function that returns these items of a sequence, as a tuple."""
     if len(indices) > 1:
         return itemgetter(*indices)

@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
 
 from sonic_ep.kernels.common.replaced import replaced
+
+_Function = Callable[..., object]
 
 
 @contextmanager
@@ -25,8 +26,9 @@ def lazy_dynamo() -> Generator[None, None, None]:
     """Inside this context, functions decorated by this thread do what the decorator says from their first call on.
 
     This concerns torch.compile and torch.compiler.disable of plain functions; other threads, modules and classes get
-    torch's own. What was decorated behaves as without this context, except that an argument that torch.compile refuses
-    is refused at the first call. Both are torch's own again after the context. It does nothing if Dynamo is imported.
+    torch's own. A decorated function behaves as without this context, except that an argument that torch.compile
+    refuses is refused at the first call. Both are torch's own again after the context. It does nothing if Dynamo is
+    imported.
     """
     if _is_imported():
         yield
@@ -37,12 +39,12 @@ def lazy_dynamo() -> Generator[None, None, None]:
         return isinstance(target, FunctionType) and threading.get_ident() == importer
 
     # Callers look for the parameter `recompile_limit`, which torch.compile has since 2.13.
-    def compile_later(model: Any = None, *, recompile_limit: int | None = None, **options: Any) -> Any:
+    def compile_later(model: object = None, *, recompile_limit: int | None = None, **options: object) -> object:
         if not is_lazy(model):
             return _compile(compile_now, model, recompile_limit, options)
         return _from_first_call(model, lambda: _compile(compile_now, model, recompile_limit, options))
 
-    def disable_later(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
+    def disable_later(fn: object = None, recursive: bool = True, **options: object) -> object:
         return _disable_dynamo(fn, recursive) if is_lazy(fn) else disable_now(fn, recursive, **options)
 
     with replaced(torch, compile=compile_later), replaced(torch.compiler, disable=disable_later):
@@ -54,8 +56,8 @@ def _is_imported() -> bool:
 
 
 def _compile(
-    compile_now: Callable[..., Any], model: Any, recompile_limit: int | None, options: dict[str, Any]
-) -> Callable[..., Any]:
+    compile_now: Callable[..., _Function], model: object, recompile_limit: int | None, options: dict[str, object]
+) -> _Function:
     if recompile_limit is None:
         return compile_now(model, **options)
     if "recompile_limit" in inspect.signature(compile_now).parameters:
@@ -65,11 +67,11 @@ def _compile(
     return compile_now(model, **options)
 
 
-def _from_first_call(function: Callable[..., Any], compiled: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+def _from_first_call(function: _Function, compiled: Callable[[], _Function]) -> _Function:
     compiled = functools.cache(compiled)
 
     @functools.wraps(function)
-    def run(*arguments: Any, **named: Any) -> Any:
+    def run(*arguments: object, **named: object) -> object:
         # In a graph that is being compiled, a compiled function is inlined.
         return (function if torch.compiler.is_compiling() else compiled())(*arguments, **named)
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
 
 
 @contextmanager
-def replaced(target: Any, **values: Any) -> Generator[None, None, None]:
+def replaced(target: object, **values: object) -> Generator[None, None, None]:
     """Inside this context the attributes of `target` that `values` names have these values.
 
     Raises AttributeError for an attribute that `target` does not have.

@@ -1,9 +1,9 @@
 """A digest of the source files of one of our kernels. It is part of the kernel's key in quack's compile cache.
 
 quack has a setting for such files, quack.cache.EXTRA_SOURCE_DIRS. We do not use it, because it enters every key, also
-those of quack's own kernels. quack's tuner compiles candidates in processes that do not import this package, so their
-keys would differ from ours. A program that tunes quack's GEMMs and also runs our layer would compile every candidate
-twice.
+the keys of quack's own kernels. quack's tuner compiles candidates in processes that do not import this package, so
+their keys would differ from ours. A program that tunes quack's GEMMs and also runs our layer would compile every
+candidate twice.
 
 An epilogue that is a function of ours needs no digest: quack's key already holds its source and what it refers to.
 """

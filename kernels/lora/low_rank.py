@@ -9,7 +9,7 @@ to the product with W by the epilogue of its GEMM:
 
 Nothing is saved for backward: X A1^T is computed again, and A' A2^T of A', which backward has.
 
-Source: LoRA, Hu et al., arXiv 2106.09685, section 4.1; the names of backward are those of SonicMoE (mlp.py).
+Source: LoRA, Hu et al., arXiv 2106.09685, section 4.1; the names of backward are SonicMoE's (mlp.py).
 
 Legend: R rows this rank receives, H hidden size, P rows of the pair buffer, e local experts, I expert width, J
 pre-activation columns (2I if gated else I), r rank of a low-rank update, Z partial sums of one value.

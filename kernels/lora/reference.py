@@ -1,8 +1,8 @@
-"""What a low-rank update of W2 adds to the gradients of activations, in plain torch: the CPU path and the oracle.
+"""The gradients that a low-rank update of W2 adds to activations, in plain torch: the CPU path and the oracle.
 
 The GEMM of kernels/experts/ that computes dH applies the activation's derivative to the product with W2 alone. This
-operation adds that of the update. Half-precision operands are computed in fp32 and rounded once on output. It writes to
-its arguments, row by row: rows behind the last expert's hold no values before and after.
+operation adds the update's share. Half-precision operands are computed in fp32 and rounded once on output. It writes
+to its arguments, row by row: rows behind the last expert's hold no values before and after.
 
 Legend: P rows of the pair buffer, J pre-activation columns (2I if gated else I), I expert width, Z partial sums of one
 value. Gate and up are interleaved, see kernels/experts/activations.py.

@@ -5,7 +5,7 @@ takes a second.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sonic_ep.checkpoint.save_load import load as load
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["load", "save"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in __all__:
         return getattr(import_module("sonic_ep.checkpoint.save_load"), name)
     raise AttributeError(f"module 'sonic_ep.checkpoint' has no attribute {name!r}")

@@ -6,7 +6,8 @@ handed out as a DTensor (8, J, d) that is sharded along dim 0 over the EP group.
 (sonic_ep/fsdp.py), its DTensor (4, J, d) over the ranks with the same experts becomes one over both kinds of ranks.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def of_all(experts: "Experts", name: str, value: Tensor) -> Tensor:
 
 
 def is_part(experts: "Experts", value: Tensor, own: Tensor) -> bool:
-    """Returns True if the rows in memory are those of one rank's experts. own: the tensor to load into."""
+    """Returns True if memory holds the rows of one rank's experts alone. own: the tensor to load into."""
     if isinstance(value, DTensor):
         return experts.group.size > 1 and value.device_mesh == _mesh(experts, own)
     return value.dim() > 0 and value.shape[0] != experts.E
@@ -72,7 +73,7 @@ def of_rank(experts: "Experts", name: str, value: Tensor, own: Tensor) -> Tensor
                 "checkpoint"
             )
         if value is own:
-            # Its rows are those of all experts over FSDP's ranks.
+            # It has the rows of all experts, over FSDP's ranks.
             raise ValueError(
                 f"{name} is the parameter itself, which broadcast_from_rank0 fills without regard to the EP group "
                 "where FSDP shards experts: use torch.distributed.checkpoint.load, or full_state_dict=True alone, with "
@@ -88,35 +89,40 @@ def of_rank(experts: "Experts", name: str, value: Tensor, own: Tensor) -> Tensor
     return distribute_tensor(value, over, own.placements, src_data_rank=None)
 
 
-def moments_of_all(experts: "Experts", parameter: Tensor, state: Any, name: str = "") -> Any:
+def moments_of_all(experts: "Experts", parameter: Tensor, state: object) -> object:
     """Returns the state of one parameter, which may be nested, with `of_all` of its tensors. Scalars remain.
 
     Raises ValueError for a tensor that has not one row per local expert: it is of no expert, and of this rank alone.
     """
-    if isinstance(state, dict):
-        return {key: moments_of_all(experts, parameter, each, f"{name}.{key}") for key, each in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(moments_of_all(experts, parameter, each, f"{name}.{i}") for i, each in enumerate(state))
-    if not isinstance(state, Tensor) or state.dim() == 0:
-        return state
-    if state.shape[0] != experts.num_local or isinstance(state, DTensor) != isinstance(parameter, DTensor):
-        raise ValueError(
-            f"the optimizer's {name.removeprefix('.')} of {_shown(experts, parameter)} has shape {tuple(state.shape)}: "
-            f"neither a scalar nor {experts.num_local} rows, one an expert, it differs from rank to rank; give these "
-            "parameters another optimizer"
-        )
-    return of_all(experts, name, state)
+
+    def converted(name: str, value: Tensor) -> Tensor:
+        if value.dim() == 0:
+            return value
+        if value.shape[0] != experts.num_local or isinstance(value, DTensor) != isinstance(parameter, DTensor):
+            raise ValueError(
+                f"the optimizer's {name} of {_shown(experts, parameter)} has shape {tuple(value.shape)}: neither a "
+                f"scalar nor {experts.num_local} rows, one an expert, it differs from rank to rank; give these "
+                "parameters another optimizer"
+            )
+        return of_all(experts, name, value)
+
+    return _with_tensors(state, converted)
 
 
-def moments_of_rank(experts: "Experts", parameter: Tensor, state: Any, name: str = "") -> Any:
+def moments_of_rank(experts: "Experts", parameter: Tensor, state: object) -> object:
     """Returns the state of one parameter with `of_rank` of its tensors. Raises ValueError like it."""
+    return _with_tensors(
+        state, lambda name, value: of_rank(experts, f"the optimizer's {name} of experts", value, parameter)
+    )
+
+
+def _with_tensors(state: object, converted: Callable[[str, Tensor], Tensor], name: str = "") -> object:
+    """Returns nested dicts, lists and tuples with other tensors. converted: takes also where the tensor is in them."""
     if isinstance(state, dict):
-        return {key: moments_of_rank(experts, parameter, each, f"{name}.{key}") for key, each in state.items()}
+        return {key: _with_tensors(each, converted, f"{name}.{key}") for key, each in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(moments_of_rank(experts, parameter, each, f"{name}.{i}") for i, each in enumerate(state))
-    if not isinstance(state, Tensor):
-        return state
-    return of_rank(experts, f"the optimizer's {name.removeprefix('.')} of experts", state, parameter)
+        return type(state)(_with_tensors(each, converted, f"{name}.{i}") for i, each in enumerate(state))
+    return converted(name.removeprefix("."), state) if isinstance(state, Tensor) else state
 
 
 def _shown(experts: "Experts", parameter: Tensor) -> str:

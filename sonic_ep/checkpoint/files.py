@@ -15,7 +15,6 @@ import logging
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
@@ -53,7 +52,7 @@ class UnsafeError(RuntimeError):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
@@ -130,7 +129,7 @@ def _cover(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], size: tuple
 class SafeReader(FileSystemReader):
     """Reads the files of a folder, and its metadata by `read_metadata`."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         metadata = read_metadata(Path(self.path))
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id

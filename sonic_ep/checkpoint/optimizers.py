@@ -1,16 +1,17 @@
-"""What torch's optimizers hand out and take of the state of experts: DTensors of all experts.
+"""torch's optimizers hand out and take the state of experts as DTensors of all experts.
 
-torch has hooks for the state dict of one optimizer and none for those of all. Users make theirs, and
+torch has hooks for the state dict of one optimizer, and none for all optimizers. Users make theirs, and
 torch.distributed.checkpoint calls its `state_dict` and `load_state_dict`. So once a process has a layer with ep_size
 above 1, these two methods of torch.optim.Optimizer are ours. For an optimizer without such experts they are torch's.
 """
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 if TYPE_CHECKING:
     from sonic_ep.experts import Experts
@@ -28,7 +29,7 @@ def register(experts: "Experts") -> None:
 
 
 @functools.wraps(_torch_state_dict)
-def _state_dict(self: Optimizer) -> dict[str, Any]:
+def _state_dict(self: Optimizer) -> StateDict:
     state_dict = _torch_state_dict(self)
     experts = _experts_by_key(self, state_dict)
     if not experts:
@@ -43,7 +44,7 @@ def _state_dict(self: Optimizer) -> dict[str, Any]:
 
 
 @functools.wraps(_torch_load_state_dict)
-def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+def _load_state_dict(self: Optimizer, state_dict: StateDict) -> None:
     experts = _experts_by_key(self, state_dict)
     if experts:
         from sonic_ep.checkpoint.expert_states import moments_of_rank
@@ -54,7 +55,7 @@ def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
     _torch_load_state_dict(self, state_dict)
 
 
-def _experts_by_key(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Any, tuple["Experts", Tensor]]:
+def _experts_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[object, tuple["Experts", Tensor]]:
     """Returns the experts and the parameter of each key of state_dict["state"] that is of experts."""
     known = {id(each): of for of in _EXPERTS for each in (*of.parameters(), *of.sharded_parameters)}
     found = {}

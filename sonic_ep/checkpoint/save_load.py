@@ -1,21 +1,21 @@
 """Checkpoints that any ep_size can read: torch.distributed.checkpoint over DTensor views of the expert weights.
 
 State dicts of model and optimizer hold expert weights and their optimizer state as DTensors (expert_states.py). So the
-checkpoint holds each expert once, under its global index. Names are those of the model without wrappers
+checkpoint holds each expert once, under its global index. Names are the model's, without wrappers
 (DistributedDataParallel, torch.compile).
 
 Reading a checkpoint executes nothing of it (files.py).
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -49,7 +49,7 @@ def save(
     folder: str | Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    extra: dict[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     *,
     timeout: float = _TIMEOUT,
 ) -> None:
@@ -57,7 +57,7 @@ def save(
 
     folder: the same on every rank. A checkpoint that it holds is overwritten; if that is cut short, `load` refuses what
     is left, so save to a new folder and rename it. extra: tensors, numbers, strings, and lists, tuples and dicts of
-    them. What has one name on several ranks is equal on them. Dense weights may be DTensors, as with FSDP2.
+    them. Values of one name are equal on all ranks. Dense weights may be DTensors, as with FSDP2.
     timeout: seconds to wait for a rank. Ranks that have written wait for those that write longer.
 
     Raises ValueError, on every rank, for expert weights that torch's FSDP shards, because the EP group shards them
@@ -86,10 +86,10 @@ def load(
     folder: str | Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    extra: dict[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     *,
     timeout: float = _TIMEOUT,
-) -> dict[str, Any]:
+) -> STATE_DICT_TYPE:
     """Reads a checkpoint of `save`, of any ep_size, into model and optimizer. Returns `extra` with the values read.
 
     extra: the keys to read; a tensor gives the shape and dtype to read. timeout: see `save`. A collective like it.
@@ -151,15 +151,15 @@ def _state_or_error(
     group: EPGroup,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    extra: dict[str, Any] | None,
+    extra: Mapping[str, object] | None,
     problem: str | None = None,
     **same: object,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, STATE_DICT_TYPE]:
     """Returns `_state`. A collective.
 
     Raises ValueError, on every rank, if a rank has a problem, or its state has, or if `same` differs between ranks.
     """
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[str, STATE_DICT_TYPE] = {}
     try:
         if problem is None:
             state = _state(model, optimizer, extra)
@@ -176,7 +176,7 @@ def _failures(error: StepError) -> str:
     )
 
 
-def _problem_with_state(folder: Path, metadata: Metadata, state: dict[str, dict[str, Any]]) -> str | None:
+def _problem_with_state(folder: Path, metadata: Metadata, state: dict[str, STATE_DICT_TYPE]) -> str | None:
     """Returns which of the weights and other values the checkpoint lacks, or which it has in addition, or None."""
     held = metadata.state_dict_metadata
     for part, values in state.items():
@@ -204,10 +204,10 @@ def _listed(names: set[str]) -> str:
 
 
 def _state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
-) -> dict[str, dict[str, Any]]:
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, object] | None
+) -> dict[str, STATE_DICT_TYPE]:
     """Returns the state to write or to read into, by part. Raises ValueError, see `save`."""
-    state: dict[str, dict[str, Any]] = {"model": get_model_state_dict(model)}
+    state: dict[str, STATE_DICT_TYPE] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
         of_model = {id(parameter) for parameter in model.parameters()}
         others = sum(id(p) not in of_model for of_group in optimizer.param_groups for p in of_group["params"])

@@ -7,12 +7,14 @@ take gigabytes.
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from sonic_ep.checkpoint.files import SafePlanner, SafeReader
 from sonic_ep.groups import EPGroup
@@ -30,25 +32,25 @@ class StepError(Exception):
         self.failures = failures
 
 
-def write_sharded(folder: Path, state: dict[str, Any], group: EPGroup) -> None:
+def write_sharded(folder: Path, state: STATE_DICT_TYPE, group: EPGroup) -> None:
     """Writes each rank's share of `state`, and `.metadata`. A collective. Raises StepError, on every rank."""
     writer, planner, is_first = FileSystemWriter(folder), DefaultSavePlanner(), group.rank == 0
     metadata: list[Metadata] = []  # of the first rank
 
-    def plan() -> Any:
+    def plan() -> SavePlan:
         planner.set_up_planner(state, writer.storage_meta(), is_first)
         writer.set_up_storage_writer(is_first)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    def plan_all(plans: list[Any]) -> list[Any]:
+    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
         planned, described = planner.create_global_plan(plans)
         metadata.append(described)
         return writer.prepare_global_plan(planned)
 
-    def write() -> Any:
+    def write() -> list[WriteResult]:
         return writer.write_data(planner.finish_plan(own_plan), planner).wait()
 
-    def finish(results: list[Any]) -> list[None]:
+    def finish(results: list[list[WriteResult]]) -> list[None]:
         writer.finish(metadata[0], results)
         return [None] * group.size
 
@@ -56,7 +58,7 @@ def write_sharded(folder: Path, state: dict[str, Any], group: EPGroup) -> None:
     _through_first_rank(group, write, finish)
 
 
-def read_sharded(folder: Path, state: dict[str, Any], group: EPGroup) -> None:
+def read_sharded(folder: Path, state: STATE_DICT_TYPE, group: EPGroup) -> None:
     """Reads into the tensors of `state` and sets its other values. A collective. Raises StepError, on every rank."""
     reader, planner, is_first = SafeReader(folder), SafePlanner(), group.rank == 0
 
@@ -74,21 +76,23 @@ def _through_first_rank(
 ) -> _Answer:
     """Calls `own` on every rank, then `of_all` with the results, by rank, on the first. Returns this rank's entry of
     what `of_all` returned. Raises StepError, on every rank, if a call failed."""
-    reply = _result_or_error(own)
     nothing = [None] * group.size
-    replies = group.all_to_all_object([reply, *nothing[1:]], stage=_STAGE)
-    answers: list[Any] = nothing
+    replies = group.all_to_all_object([_result_or_error(own), *nothing[1:]], stage=_STAGE)
+    answers: Sequence[tuple[_Answer | None, dict[int, Exception]] | None] = nothing
     if group.rank == 0:
-        failures = {rank: error for rank, (_, error) in enumerate(replies) if error is not None}
+        found = [reply for reply in replies if reply is not None]
+        failures = {rank: error for rank, (_, error) in enumerate(found) if error is not None}
         results: list[_Answer] | None = None
         if not failures:
-            results, error = _result_or_error(lambda: of_all([result for result, _ in replies]))
+            results, error = _result_or_error(lambda: of_all(cast("list[_Own]", [result for result, _ in found])))
             failures = {} if error is None else {0: error}
         answers = [(None if results is None else results[rank], failures) for rank in range(group.size)]
-    answer, failures = group.all_to_all_object(answers, stage=_STAGE)[0]
+    received = group.all_to_all_object(answers, stage=_STAGE)[0]
+    assert received is not None
+    answer, failures = received
     if failures:
         raise StepError(failures)
-    return answer
+    return cast("_Answer", answer)
 
 
 def _result_or_error(step: Callable[[], _Own]) -> tuple[_Own | None, Exception | None]:

@@ -150,7 +150,7 @@ def _size(folder: Path) -> str:
 
 
 def _self_test(group: EPGroup, device: torch.device) -> Finding:
-    """Compares outputs and gradients of a layer with those of plain torch in float64 over gloo, on the CPU."""
+    """Compares a layer, outputs and gradients, with plain torch in float64 over gloo, on the CPU."""
     if device.type == "cuda" and group.rank == 0:
         sys.stderr.write("self-test; with an empty cache, kernels are compiled first, which takes a minute\n")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,8 +1,8 @@
 """How many rows of a token travel, on average: exact expectations for uniform routing.
 
-A part is a set of neighbouring experts: those of a rank, or of a host. A token sends one row to each part that has one
-of its K experts. Routing is uniform: every K experts are equally likely. Under a group limit every `groups_per_token`
-of the g expert groups are, and then every K experts of those groups.
+A part is a set of neighbouring experts: all experts of a rank, or of a host. A token sends one row to each part that
+has one of its K experts. Routing is uniform: every K experts are equally likely. Under a group limit every
+`groups_per_token` of the g expert groups are, and then every K experts of those groups.
 
     P(a part of m experts is needed) = 1 - C(E - m, K) / C(E, K)                without group limit
 
@@ -26,8 +26,9 @@ from sonic_ep.config import MoEConfig
 class RowsPerToken(NamedTuple):
     """Expected rows of one token, from a rank's point of view. Remote: on other hosts. Local: on this host.
 
-    ranks: distinct destination ranks, this one included. local_ranks: those of this host, without this rank.
-    remote_ranks: those of other hosts. hosts: distinct destination hosts, this one included. remote_hosts: the others.
+    ranks: distinct destination ranks, this one included. local_ranks: the ranks of this host, without this rank.
+    remote_ranks: the ranks of other hosts. hosts: distinct destination hosts, this one included.
+    remote_hosts: the others.
     local_pairs, remote_pairs: pairs for other ranks of this host, and for other hosts.
     """
 

@@ -1,7 +1,7 @@
 """`sonic-ep plan`: what a layer of a config needs on every rank: memory, bytes between ranks, rounding.
 
-Sizes are those of balanced routing, in which every expert is as likely as any other. What is allocated on a GPU is
-somewhat more. docs/memory.md and docs/transports.md have the formulas.
+Sizes are for balanced routing, in which every expert is as likely as any other. A GPU allocates somewhat more.
+docs/memory.md and docs/transports.md have the formulas.
 
 Legend: T tokens on this rank, S ranks of the EP group, d hidden size, E experts, K experts per token, e local experts,
 U rows this rank sends, R rows this rank receives, V pairs this rank receives, P rows of the pair buffer, J
@@ -171,15 +171,22 @@ def print_plan(config: MoEConfig, T: int, S: int, layers: int, dtype: str, memor
     sys.stdout.write("\n".join(lines) + "\n")
 
 
+def rounding_tile(config: MoEConfig, T: int, S: int) -> int | None:
+    """Returns t, if a training step of T tokens a rank is rounded; None if it is padded, or plain top-K."""
+    rule, pairs = rule_of(config.rounding, S, config.E), S * T * config.K
+    if pairs < rule.pads_below:
+        return None
+    return next((t for least, t in sorted(rule.thresholds, reverse=True) if pairs >= least), rule.t)
+
+
 def rounding_lines(config: MoEConfig, T: int, S: int) -> list[str]:
     """Returns what a training step of T tokens a rank is rounded to."""
-    rounding = config.rounding
-    rule, pairs = rule_of(rounding, S, config.E), S * T * config.K
-    t = next((t for least, t in sorted(rule.thresholds, reverse=True) if pairs >= least), rule.t)
+    rounding, t = config.rounding, rounding_tile(config, T, S)
     mean = T * config.K / config.E
     found = [line("tokens of a rank for an expert", f"{mean:,.1f}")]
-    if pairs < rule.pads_below:
-        return [*found, line("rounding", f"none, padded to {t}" if t > 1 else "none")]
+    if t is None:
+        multiple = rule_of(rounding, S, config.E).t
+        return [*found, line("rounding", f"none, padded to {multiple}" if multiple > 1 else "none")]
     found.append(line("rounding", f"{rounding.mode}, t={t}, G={rounding.G}"))
     if rounding.mode == "apportion":
         share = predicted_change(mean / 128, t, rounding.G, S)

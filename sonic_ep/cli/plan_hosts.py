@@ -1,7 +1,7 @@
 """`sonic-ep plan --hosts`: modelled times of a layer by transport on several hosts, its bytes and memory; the fastest.
 
-Times are those of time_model.py, on the slowest rank of a skewed routing (load.py). A stage's time is what others wait
-for. Bytes and memory are those of uniform routing. "pairs" is an all-to-all with a row for each pair, to compare with.
+Times are by time_model.py, on the slowest rank of a skewed routing (load.py). A stage's time is the time that others
+wait for. Bytes and memory are for uniform routing. "pairs" is an all-to-all with a row for each pair, to compare with.
 
 Legend: S ranks of the EP group, D ranks of a host, T tokens on this rank, K experts per token, U rows this rank sends,
 X rows this rank sends in hop 1.
@@ -10,15 +10,25 @@ X rows this rank sends in hop 1.
 import json
 import sys
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from sonic_ep.cli.expected_rows import RowsPerToken, rows_per_token
-from sonic_ep.cli.load import DrawnRoutes, Load, slowest_gpu
-from sonic_ep.cli.plan import Sizes, allocated_sizes, check_sizes, line, memory_parts, mib, rounding_lines, saved_bytes
+from sonic_ep.cli.load import BALANCED, DrawnRoutes, Load, slowest_gpu
+from sonic_ep.cli.plan import (
+    Sizes,
+    allocated_sizes,
+    check_sizes,
+    line,
+    memory_parts,
+    mib,
+    rounding_lines,
+    rounding_tile,
+    saved_bytes,
+)
 from sonic_ep.cli.time_constants import CONSTANTS
-from sonic_ep.cli.time_model import ITEM_BYTES, Kind, Layout, Stages, host_ms, rounding_tile, stages
+from sonic_ep.cli.time_model import ITEM_BYTES, Kind, Layout, host_ms, stages
 from sonic_ep.config import MoEConfig, TransportKind
 
 _COLUMN = 12
@@ -66,17 +76,26 @@ class Cluster:
 
 
 class Option(NamedTuple):
-    """A transport with or without save_dispatched. step_ms: of the device, or the host if that takes longer."""
+    """A transport with or without save_dispatched. Keys are those of the JSON, values of a layer.
 
-    kind: Kind
+    step_ms: of the device, or the host if that takes longer. balanced_step_ms: the same for balanced routing.
+    sent_bytes: to ranks of this host and to other hosts, by kind. memory_bytes: of all layers of a rank, by what it is.
+    """
+
+    transport: Kind
     save_dispatched: bool
-    stages: Stages
+    forward_ms: dict[str, float]
+    backward_ms: dict[str, float]
+    device_ms: float
+    host_ms: float
     step_ms: float
-    memory_bytes: int
+    balanced_step_ms: float
+    sent_bytes: dict[str, tuple[int, int]]
+    memory_bytes: dict[str, int]
 
     @property
-    def exists(self) -> bool:
-        return self.kind != "pairs"
+    def memory(self) -> int:
+        return sum(self.memory_bytes.values())
 
 
 def transports_on(layout: Layout) -> tuple[Kind, ...]:
@@ -125,64 +144,36 @@ def memory_of(config: MoEConfig, T: int, layout: Layout, kind: Kind, layers: int
 
 def options_of(config: MoEConfig, T: int, cluster: Cluster, load: Load, layers: int = 1) -> list[Option]:
     """Returns every transport of these ranks with and without save_dispatched."""
-    found = []
-    for kind in transports_on(cluster.layout):
+    layout, found = cluster.layout, []
+    for kind in transports_on(layout):
         for saves in (False, True):
             each = config.replace(save_dispatched=saves)
-            modelled = stages(each, T, cluster.layout, kind, load=load)
-            step_ms = max(modelled.step_ms, host_ms(kind))
-            memory = sum(memory_of(each, T, cluster.layout, kind, layers).values())
-            found.append(Option(kind, saves, modelled, step_ms, memory))
+            modelled, even = (stages(each, T, layout, kind, load=of) for of in (load, BALANCED))
+            host = host_ms(kind)
+            found.append(
+                Option(
+                    transport=kind,
+                    save_dispatched=saves,
+                    forward_ms=modelled.forward,
+                    backward_ms=modelled.backward,
+                    device_ms=modelled.step_ms,
+                    host_ms=host,
+                    step_ms=max(modelled.step_ms, host),
+                    balanced_step_ms=max(even.step_ms, host),
+                    sent_bytes=sent_bytes(each, T, layout, kind),
+                    memory_bytes=memory_of(each, T, layout, kind, layers),
+                )
+            )
     return found
 
 
 def best_of(options: list[Option], memory_gib: float | None) -> Option | None:
     """Returns the fastest option that fits, or one of less memory that is within a percent of it. None if none fits."""
-    fits = [each for each in options if each.exists and (memory_gib is None or each.memory_bytes <= memory_gib * 2**30)]
+    real = [each for each in options if each.transport != "pairs"]
+    fits = [each for each in real if memory_gib is None or each.memory <= memory_gib * 2**30]
     least = min((each.step_ms for each in fits), default=0)
     fast = [each for each in fits if each.step_ms * _WORTH <= least]
-    return min(fast, key=lambda each: (each.memory_bytes, each.step_ms), default=None)
-
-
-def described(
-    config: MoEConfig, T: int, cluster: Cluster, layers: int, memory_gib: float | None, skew: float
-) -> dict[str, Any]:
-    """Returns the plan as JSON has it."""
-    layout, load = cluster.layout, load_of(config, T, cluster, skew)
-    options, balanced = (options_of(config, T, cluster, each, layers) for each in (load, Load()))
-    best = best_of(options, memory_gib)
-    shown = []
-    for option, even in zip(options, balanced, strict=True):
-        each = config.replace(save_dispatched=option.save_dispatched)
-        shown.append(
-            {
-                "transport": option.kind,
-                "save_dispatched": option.save_dispatched,
-                "forward_ms": option.stages.forward,
-                "backward_ms": option.stages.backward,
-                "device_ms": option.stages.step_ms,
-                "host_ms": host_ms(option.kind),
-                "step_ms": option.step_ms,
-                "balanced_step_ms": even.step_ms,
-                "sent_bytes": sent_bytes(each, T, layout, option.kind),
-                "memory_bytes": memory_of(each, T, layout, option.kind, layers),
-            }
-        )
-    return {
-        "config": config.name,
-        "tokens": T,
-        "hosts": cluster.hosts,
-        "gpus_per_host": cluster.gpus_per_host,
-        "ranks": cluster.ranks,
-        "link_gb_s": cluster.link if layout.num_hosts > 1 else None,
-        "layers": layers,
-        "skew": skew,
-        "load": load._asdict(),
-        "rows_per_token": rows_per_token(config, layout.S, layout.D)._asdict(),
-        "rounding": {"mode": config.rounding.mode, "t": rounding_tile(config, T, layout.S)},
-        "options": shown,
-        "best": None if best is None else {"transport": best.kind, "save_dispatched": best.save_dispatched},
-    }
+    return min(fast, key=lambda each: (each.memory, each.step_ms), default=None)
 
 
 def print_hosts_plan(
@@ -203,77 +194,91 @@ def print_hosts_plan(
         )
     cluster.check(config)
     check_sizes(config, {"tokens": T, "layers": layers, "ranks": cluster.ranks})
-    plan = described(config, T, cluster, layers, memory_gib, skew)
-    text = json.dumps(plan, indent=1) if as_json else "\n".join(_lines(config, T, cluster, plan, dtype))
-    sys.stdout.write(text + "\n")
+    layout, load = cluster.layout, load_of(config, T, cluster, skew)
+    rows, tile = rows_per_token(config, layout.S, layout.D), rounding_tile(config, T, layout.S)
+    options = options_of(config, T, cluster, load, layers=layers)
+    best = best_of(options, memory_gib)
+    if not as_json:
+        lines = _head(config, T, cluster, dtype, rows, load)
+        lines += _table([option for option in options if option.save_dispatched == config.save_dispatched])
+        lines += ["", f"memory, layers: {layers}", *_memory_lines(options), "", _verdict(best, tile)]
+        sys.stdout.write("\n".join(lines) + "\n")
+        return
+    plan = {
+        "config": config.name,
+        "tokens": T,
+        "hosts": cluster.hosts,
+        "gpus_per_host": cluster.gpus_per_host,
+        "ranks": cluster.ranks,
+        "link_gb_s": cluster.link if layout.num_hosts > 1 else None,
+        "layers": layers,
+        "skew": skew,
+        "load": load._asdict(),
+        "rows_per_token": rows._asdict(),
+        "rounding": {"mode": config.rounding.mode, "t": tile},
+        "options": [option._asdict() for option in options],
+        "best": best and {"transport": best.transport, "save_dispatched": best.save_dispatched},
+    }
+    sys.stdout.write(json.dumps(plan, indent=1) + "\n")
 
 
-def _lines(config: MoEConfig, T: int, cluster: Cluster, plan: dict[str, Any], dtype: str) -> list[str]:
-    layout, rows, load = cluster.layout, RowsPerToken(**plan["rows_per_token"]), Load(**plan["load"])
-    shown = [option for option in plan["options"] if option["save_dispatched"] == config.save_dispatched]
-    where = f"{cluster.hosts} hosts of {cluster.gpus_per_host} GPUs"
+def _head(config: MoEConfig, T: int, cluster: Cluster, dtype: str, rows: RowsPerToken, load: Load) -> list[str]:
+    layout, where = cluster.layout, f"{cluster.hosts} hosts of {cluster.gpus_per_host} GPUs"
     lines = [f"{config.name}: d={config.d}, n={config.n}, E={config.E}, K={config.K}, {config.activation}; {dtype}"]
     lines += [f"tokens a rank: {T}; {where}; EP groups of {layout.S} ranks on {layout.num_hosts} hosts"]
     if layout.num_hosts > 1:
         lines.append(f"between hosts: {cluster.link:g} GB/s a GPU")
     lines += ["", *rounding_lines(config, T, layout.S), ""]
-    lines += [
+    return [
+        *lines,
         line("rows a token sends to its host's ranks", f"{rows.local_ranks:.2f}"),
         line("to ranks of other hosts", f"{rows.remote_ranks:.2f}"),
         line("to other hosts, once each", f"{rows.remote_hosts:.2f}"),
         line("busiest rank's pairs over the mean", f"{load.pairs:.2f}"),
         line("slowest GPU's time over the mean", f"{load.gpu:.2f}"),
     ]
-    lines += ["", "modelled, ms a layer", _row("", [option["transport"] for option in shown])]
-    for way in ("forward", "backward"):
-        names = sorted({name for option in shown for name in option[f"{way}_ms"]}, key=_place)
-        lines += [_row(way, [f"{sum(option[f'{way}_ms'].values()):.3f}" for option in shown])]
-        lines += [
-            _row(f"  {name}", [_ms(option[f"{way}_ms"].get(name)) for option in shown])
-            for name in names
-            if any(option[f"{way}_ms"].get(name) for option in shown)
-        ]
-    return [*lines, *_totals(shown), "", *_memory_lines(plan), "", _verdict(plan)]
+
+
+def _stages(way: str, times: list[dict[str, float]]) -> list[str]:
+    found = [_row(way, [f"{sum(each.values()):.3f}" for each in times])]
+    for name in sorted({name for each in times for name in each}, key=_place):
+        if any(each.get(name) for each in times):
+            found.append(_row(f"  {name}", [f"{each[name]:.3f}" if name in each else "" for each in times]))
+    return found
 
 
 def _place(stage: str) -> tuple[int, str]:
     return next(place for place, name in enumerate(_ORDER) if stage.startswith(name)), stage
 
 
-def _totals(shown: list[dict[str, Any]]) -> list[str]:
-    found = [_row("step on the device", [f"{option['device_ms']:.3f}" for option in shown])]
-    found += [_row("launches of an eager step", [f"{option['host_ms']:.3f}" for option in shown])]
-    found += [_row("step, the slower of the two", [f"{option['step_ms']:.3f}" for option in shown])]
-    found += [_row("the same, balanced routing", [f"{option['balanced_step_ms']:.3f}" for option in shown])]
+def _table(shown: list[Option]) -> list[str]:
+    found = ["", "modelled, ms a layer", _row("", [option.transport for option in shown])]
+    found += _stages("forward", [option.forward_ms for option in shown])
+    found += _stages("backward", [option.backward_ms for option in shown])
+    found += [_row("step on the device", [f"{option.device_ms:.3f}" for option in shown])]
+    found += [_row("launches of an eager step", [f"{option.host_ms:.3f}" for option in shown])]
+    found += [_row("step, the slower of the two", [f"{option.step_ms:.3f}" for option in shown])]
+    found += [_row("the same, balanced routing", [f"{option.balanced_step_ms:.3f}" for option in shown])]
     for number, name in enumerate(("sent within the host, MiB", "sent to other hosts, MiB")):
-        totals = (sum(pair[number] for pair in option["sent_bytes"].values()) for option in shown)
+        totals = (sum(pair[number] for pair in option.sent_bytes.values()) for option in shown)
         found.append(_row(name, [f"{total / 2**20:,.1f}" for total in totals]))
     return found
 
 
-def _memory_lines(plan: dict[str, Any]) -> list[str]:
-    found = [f"memory, layers: {plan['layers']}"]
-    for option in plan["options"]:
-        if option["transport"] != "pairs":
-            name = option["transport"] + (", save_dispatched" if option["save_dispatched"] else "")
-            found.append(line(name, mib(sum(option["memory_bytes"].values()))))
-    return found
+def _memory_lines(options: list[Option]) -> list[str]:
+    return [
+        line(option.transport + (", save_dispatched" if option.save_dispatched else ""), mib(option.memory))
+        for option in options
+        if option.transport != "pairs"
+    ]
 
 
-def _verdict(plan: dict[str, Any]) -> str:
-    best = plan["best"]
+def _verdict(best: Option | None, tile: int | None) -> str:
     if best is None:
         return "no transport fits the memory"
-    tile = plan["rounding"]["t"]
-    return (
-        f"best: {best['transport']}, save_dispatched={best['save_dispatched']}, "
-        f"{'no rounding' if tile is None else f't={tile}'}"
-    )
+    rounding = "no rounding" if tile is None else f"t={tile}"
+    return f"best: {best.transport}, save_dispatched={best.save_dispatched}, {rounding}"
 
 
 def _row(name: str, cells: list[str]) -> str:
     return f"  {name:34}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)
-
-
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from sonic_ep.cli.expected_rows import RowsPerToken, rows_per_token
 from sonic_ep.cli.load import BALANCED, Load
-from sonic_ep.cli.plan import columns
+from sonic_ep.cli.plan import columns, rounding_tile
 from sonic_ep.cli.time_constants import CONSTANTS
 from sonic_ep.config import MoEConfig
 from sonic_ep.kernels.experts.tile_table import EXCHANGE_SHARE
@@ -138,7 +138,7 @@ def exchange_us(name: str, local_mb: float, remote_mb: float, handled_mb: float,
 
 
 class _Work(NamedTuple):
-    """What a rank has to do. Times are microseconds, of the slowest rank."""
+    """The work of a rank. Times are microseconds, of the slowest rank."""
 
     config: MoEConfig
     T: int
@@ -175,14 +175,6 @@ def rows_of_rounding(config: MoEConfig, T: int, S: int) -> tuple[float, float]:
         return 0, 0
     rule = rule_of(config.rounding, S, config.E)
     return (0, _TILE_ROWS / 2) if rule.t == 1 else (S * rule.t / 2, (_TILE_ROWS - rule.t) / 2)
-
-
-def rounding_tile(config: MoEConfig, T: int, S: int) -> int | None:
-    """Returns t, if a training step of T tokens a rank is rounded; None if it is padded, or plain top-K."""
-    rule, pairs = rule_of(config.rounding, S, config.E), S * T * config.K
-    if pairs < rule.pads_below:
-        return None
-    return next((t for least, t in sorted(rule.thresholds, reverse=True) if pairs >= least), rule.t)
 
 
 def _router_us(config: MoEConfig, T: int, layout: Layout) -> float:

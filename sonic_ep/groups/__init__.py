@@ -12,7 +12,7 @@ import functools
 import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, Self, final
+from typing import Protocol, Self, TypeVar, final
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
@@ -72,7 +72,7 @@ class Exchange(Protocol):
         ...
 
     def raise_if_lost(self) -> None:
-        """Raises RuntimeError if the host knows that a peer is lost. What was received may then be garbage."""
+        """Raises RuntimeError if the host knows that a peer is lost. The values received may then be garbage."""
         ...
 
 
@@ -81,6 +81,8 @@ _EXCHANGES: "WeakValueDictionary[str, Exchange]" = WeakValueDictionary()
 # What the EPGroups of one process group share: the watch, the order, and the name of the backend by type of device.
 _SHARED: "WeakKeyDictionary[dist.ProcessGroup, tuple[PeerWatch, Order, dict[str, str]]]" = WeakKeyDictionary()
 _TIMEOUT = TransportConfig().timeout
+_Value = TypeVar("_Value")
+_Options = TypeVar("_Options", AllgatherOptions, AllToAllOptions)
 
 
 def register_exchange(exchange: Exchange) -> None:
@@ -136,11 +138,11 @@ class EPGroup:
         self._watch, self.order, self._backends = _SHARED[members]
         _PROCESS_GROUPS[self.name] = members
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Returns self: a copy of a layer uses the same ranks."""
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> "tuple[Callable[[], EPGroup], tuple[()]]":
         """Raises TypeError for more than this rank alone: another process has no such group."""
         if self.process_group is None:
             return EPGroup.alone, ()
@@ -200,7 +202,7 @@ class EPGroup:
 
     @property
     def host_layout(self) -> HostLayout:
-        """What `hosts` returned last, on any EPGroup of these ranks; before, and for one rank, all are on one host.
+        """The last result of `hosts`, on any EPGroup of these ranks; before, and for one rank, all are on one host.
 
         A transport calls `hosts` when it is chosen, except with transport.kind="all_to_all".
         """
@@ -244,7 +246,7 @@ class EPGroup:
     def begin_backward(self, forward: Forward, like: Tensor) -> None:
         """Adds the backward of a forward to `order`. Over gloo, where the host waits anyway, compares the ranks'.
 
-        There an all-to-all of other sizes than those of the other ranks would end the process. like: what is sent.
+        There an all-to-all whose sizes differ between ranks would end the process. like: what is sent.
         Raises ValueError, on every rank, if the orders differ.
         """
         if self.size == 1:
@@ -317,11 +319,11 @@ class EPGroup:
             dist.all_reduce(values, group=self.process_group)
         return values
 
-    def all_gather_object(self, value: Any, *, stage: str = "a check of all ranks") -> list[Any]:
+    def all_gather_object(self, value: _Value, *, stage: str = "a check of all ranks") -> list[_Value]:
         """Returns every rank's picklable `value`, in rank order. Slow: only for construction and errors."""
         return self._gather_objects(value, OBJECT, stage)
 
-    def _gather_objects(self, value: Any, size: int, stage: str) -> list[Any]:
+    def _gather_objects(self, value: _Value, size: int, stage: str) -> list[_Value]:
         """`all_gather_object`. size: OBJECT or REPORT."""
         if self.size == 1:
             return [value]
@@ -361,7 +363,7 @@ class EPGroup:
         self._watch.wait(work_has_ended(work), collective, self.timeout)
         return gathered.cpu()
 
-    def all_to_all_object(self, values: Sequence[Any], *, stage: str) -> list[Any]:
+    def all_to_all_object(self, values: Sequence[_Value], *, stage: str) -> list[_Value]:
         """Sends the picklable `values[q]` to each rank q. Returns what each rank sent to this one, in rank order.
 
         Slow: only for checkpoints.
@@ -381,7 +383,7 @@ class EPGroup:
         """The device of pickled objects: the CPU, if a backend of the group is for it."""
         return torch.device("cpu" if "cpu" in self._backends else next(iter(self._backends)))
 
-    def _limited(self, options: Any) -> Any:
+    def _limited(self, options: _Options) -> _Options:
         """Returns gloo's options with a limit of its own: threads that still wait would keep a process from ending."""
         options.asyncOp, options.timeout = True, timedelta(seconds=self.timeout)
         return options
@@ -401,7 +403,8 @@ class EPGroup:
         return self._backends.get(values.device.type) == "gloo"
 
     @property
-    def _gloo(self) -> Any:
+    def _gloo(self) -> dist.ProcessGroup:
+        assert self.process_group is not None
         return self.process_group
 
     def raise_together(
@@ -437,7 +440,7 @@ class EPGroup:
                 raise ValueError(f"the ranks of the EP group disagree about {name}: {shown}; give every rank the same")
 
 
-def _pickled(value: Any) -> Tensor:
+def _pickled(value: object) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 

@@ -26,8 +26,8 @@ FRAME_INTS = 4 + 1024
 FRAME_BYTES = FRAME_INTS * torch.int64.itemsize
 # The second int64 of a frame. Of a step's counts over NCCL it is the status word, which is positive.
 IN_ANOTHER_CALL = -1
-OBJECT, REPORT = -1, -2  # as sizes, which may then differ: of objects, and of those of `EPGroup.raise_together`
-# Number of bytes, IN_ANOTHER_CALL, exchange, number, layer, is_threaded. What must be equal: size, backward, stage.
+OBJECT, REPORT = -1, -2  # as sizes, which may then differ: of objects, and of the reports of `EPGroup.raise_together`
+# Number of bytes, IN_ANOTHER_CALL, exchange, number, layer, is_threaded. Equal on all ranks: size, backward, stage.
 _HEAD = struct.Struct("=qqqqqqq?95s")
 _KEY = slice(48, _HEAD.size)
 _MAX_INLINE = FRAME_BYTES - _HEAD.size
@@ -38,7 +38,7 @@ SAME_CALLS = (
 
 
 class Frame(NamedTuple):
-    """What a rank is in.
+    """The call that a rank is in.
 
     size: bytes that are exchanged, equal on all ranks, or OBJECT or REPORT. num_bytes: of this rank. exchange: of
     `Order`. is_threaded: whether another thread began the last frame of this rank.
@@ -86,7 +86,7 @@ class FramesDifferError(Exception):
 
 
 class Found(NamedTuple):
-    """What the frames of all ranks say. parts: of each rank, if all of it fitted. is_threaded: of any rank."""
+    """The contents of all ranks' frames. parts: of each rank, if all of it fitted. is_threaded: of any rank."""
 
     lengths: list[int]
     parts: list[Tensor] | None

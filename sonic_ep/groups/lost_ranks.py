@@ -56,7 +56,7 @@ class Collective(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What one rank tells. waited: seconds. cause: "timeout", "connection", or "others" if others knew first."""
+    """The words of one rank. waited: seconds. cause: "timeout", "connection", or "others" if others knew first."""
 
     collective: Collective
     waited: float
@@ -87,7 +87,7 @@ class Whereabouts(NamedTuple):
         self.world().set(f"{_WAITS}/{self.ranks[rank]}", json.dumps([self.name, place]) if place else "")
 
     def elsewhere(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Returns where those of `ranks` wait that wait in another group."""
+        """Returns where the members of `ranks` wait that wait in another group."""
         found, store = {}, self.world()
         for rank in ranks:
             key = f"{_WAITS}/{self.ranks[rank]}"
@@ -131,7 +131,7 @@ class PeerWatch:
         return self._begun
 
     def current(self, stage: str) -> Collective:
-        """Returns the last collective, as that of `stage`: what the host waits for after it has called it."""
+        """Returns the last collective, named `stage`: what the host waits for after it has called it."""
         return Collective(self._begun.number, stage, self.layer, in_backward())
 
     def is_another_thread(self) -> bool:
@@ -197,7 +197,7 @@ class PeerWatch:
         raise LostRankError(self._message) from None
 
     def _gather(self, reports: dict[int, _Report], elsewhere: dict[int, str], grace: float) -> None:
-        """Writes this rank's report, and adds those of the others as they come, and who waits in another group.
+        """Writes this rank's report, and adds the others' reports as they come, and who waits in another group.
 
         Returns when the others have done so too: with its process, this rank may end the store.
         """

@@ -1,7 +1,7 @@
 """`Order`: in which order this rank runs the backwards of a group's layers, in a form that costs nothing to compare.
 
 A backward sends rows and values, and nothing that names the backward. If two ranks run two backwards in different
-orders, each takes the rows of one for those of the other, and gradients are wrong. So every rank adds the identity of a
+orders, each takes the rows of one for rows of the other, and gradients are wrong. So every rank adds the identity of a
 backward to a hash on its host when the backward begins. The hash travels in the next forward's exchange of counts, and
 starts anew there. Over gloo the ranks compare when the backward begins, too. If the hashes differ, the ranks tell each
 other their lists, and all raise the same error.
@@ -33,9 +33,9 @@ class Forward(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a rank ran: the backward of a forward, or with `is_replay` the replay of a forward's CUDA graph.
+    """One run of a rank: the backward of a forward, or with `is_replay` the replay of a forward's CUDA graph.
 
-    is_graphed: whether the forward is that of a CUDA graph. has_hooks: no backward, but a forward that begins, and
+    is_graphed: whether the forward is in a CUDA graph. has_hooks: no backward, but a forward that begins, and
     whose saved tensors go through hooks.
     """
 

@@ -14,7 +14,7 @@ TINY = ["--device", "cpu", "--shape", "tiny", "--layers", "1", "--tokens", "64",
 def run(out: Path, *options: str, processes: int | None = None) -> dict[str, Any]:
     flags = [*TINY, "--seconds", "0.1", "--no-compile", *options, "--out", str(out)]
     run_program("benchmarks/pretrain.py", *flags, processes=processes)
-    return json.loads(out.read_text())["cases"]["1"]
+    return json.loads(out.read_text())["contestants"]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, cli, load_config
 from sonic_ep.cli.load import BALANCED
 from sonic_ep.cli.plan_hosts import Cluster, Option, best_of, memory_of, options_of, sent_bytes, transports_on
-from sonic_ep.cli.time_model import Kind, Layout, Stages, host_ms
+from sonic_ep.cli.time_model import Kind, Layout, host_ms
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.transports import GroupTransport
@@ -79,18 +79,20 @@ def test_memory_of_two_hops() -> None:
 
 def test_the_device_or_the_host_sets_the_pace() -> None:
     few, many = (options_of(CONFIG, T, Cluster(4, 8, 32, 45), BALANCED) for T in (64, 8192))
-    assert {each.step_ms for each in few if each.kind == "two_hop"} == {host_ms("two_hop")}
-    assert all(each.step_ms == each.stages.step_ms for each in many)
+    assert {each.step_ms for each in few if each.transport == "two_hop"} == {host_ms("two_hop")}
+    assert all(each.step_ms == each.device_ms for each in many)
 
 
 def test_the_best_option() -> None:
-    empty = Stages({}, {})
+    def option(kind: Kind, saves: bool, step_ms: float, memory: int) -> Option:
+        return Option(kind, saves, {}, {}, step_ms, 0.0, step_ms, step_ms, {}, {"all": memory})
+
     slow, fast, large = (
-        Option("all_to_all", False, empty, 10.0, 2**30),
-        Option("two_hop", False, empty, 8.0, 2**31),
-        Option("two_hop", True, empty, 7.95, 2**32),
+        option("all_to_all", False, 10.0, 2**30),
+        option("two_hop", False, 8.0, 2**31),
+        option("two_hop", True, 7.95, 2**32),
     )
-    other = Option("pairs", False, empty, 1.0, 0)
+    other = option("pairs", False, 1.0, 0)
     assert best_of([slow, fast, large, other], None) is fast  # large is faster by less than a percent
     assert best_of([slow, fast._replace(step_ms=8.1), large, other], None) is large
     assert best_of([slow, fast, large, other], 1.5) is slow

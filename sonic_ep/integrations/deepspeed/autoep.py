@@ -6,17 +6,16 @@ checkpoints, which would load optimizer state of another ep_size without an erro
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.module_inject.auto_ep import AutoEP as StockAutoEP
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from sonic_ep.integrations.deepspeed.autoep_layer import SonicEPAutoEPLayer
-from sonic_ep.integrations.deepspeed.optimizer_states import refuse_other_autoep_size
+from sonic_ep.integrations.deepspeed.optimizer_states import refuse_other_autoep_size, wrap
 from sonic_ep.integrations.options import SonicEPOptions
 
-_WRAPPED: dict[tuple[type, str], Callable[..., Any]] = {}
+_UNDO: list[Callable[[], None]] = []
 
 
 class AutoEP:
@@ -30,29 +29,20 @@ class AutoEP:
         """
         AutoEP.uninstall()
         layer = functools.partial(SonicEPAutoEPLayer, options=options or SonicEPOptions())
-        _wrap(StockAutoEP, "_replace_moe_layer_without_retarget", functools.partial(_replace, layer=layer))
-        _wrap(DeepSpeedEngine, "_load_checkpoint", _load_checkpoint)
+        replace = functools.partial(_replace, layer=layer)
+        _UNDO.append(wrap(StockAutoEP, "_replace_moe_layer_without_retarget", replace))
+        _UNDO.append(wrap(DeepSpeedEngine, "_load_checkpoint", _load_checkpoint))
 
     @staticmethod
     def uninstall() -> None:
         """Restores DeepSpeed's own layer."""
-        for (cls, name), stock in _WRAPPED.items():
-            setattr(cls, name, stock)
-        _WRAPPED.clear()
+        while _UNDO:
+            _UNDO.pop()()
 
 
-def _wrap(cls: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Makes `cls.name(self, ...)` call `wrapper(stock, self, ...)`, stock being the original."""
-    stock = _WRAPPED[cls, name] = getattr(cls, name)
-
-    @functools.wraps(stock)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(stock, *args, **kwargs)
-
-    setattr(cls, name, wrapped)
-
-
-def _replace(stock: Callable[..., Any], *args: Any, layer: Callable[..., Any], **kwargs: Any) -> Any:
+def _replace(
+    stock: Callable[..., object], *args: object, layer: Callable[..., SonicEPAutoEPLayer], **kwargs: object
+) -> object:
     # Only during the call, because the engine uses this name in isinstance checks. Ours is a subclass.
     built_otherwise = auto_ep_layer.AutoEPMoELayer
     auto_ep_layer.AutoEPMoELayer = layer  # type: ignore[misc, assignment]
@@ -63,17 +53,18 @@ def _replace(stock: Callable[..., Any], *args: Any, layer: Callable[..., Any], *
 
 
 def _load_checkpoint(
-    stock: Callable[..., Any],
-    engine: Any,
+    stock: Callable[..., object],
+    engine: DeepSpeedEngine,
     load_dir: str,
     tag: str,
     *,
     load_optimizer_states: bool = True,
     load_module_only: bool = False,
-    **options: Any,
-) -> Any:
+    **options: object,
+) -> object:
     if load_optimizer_states and not load_module_only and not engine.load_universal_checkpoint():
-        ep_sizes = {module.ep_size for module in engine.module.modules() if isinstance(module, SonicEPAutoEPLayer)}
+        modules = engine.module.modules()  # type: ignore[union-attr]
+        ep_sizes = {module.ep_size for module in modules if isinstance(module, SonicEPAutoEPLayer)}
         refuse_other_autoep_size(engine, ep_sizes, load_dir, tag)
     options |= {"load_optimizer_states": load_optimizer_states, "load_module_only": load_module_only}
     return stock(engine, load_dir, tag, **options)

@@ -6,15 +6,15 @@ groups. The engine, ZeRO and the checkpoint code depend on them.
 Legend: T tokens on this rank, H hidden size, e local experts, I expert width.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig, MoELayerSpec
+from deepspeed.module_inject.auto_ep_folding import FoldingGroupHandles
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
 from torch import Tensor, nn
 
-from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.deepspeed.autoep_fields import activation_of, check, config_of
 from sonic_ep.integrations.deepspeed.autoep_router import SonicEPRouter
@@ -31,8 +31,8 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
     Raises ValueError for settings of `expert_parallel` that this layer cannot honour: see autoep_fields.py.
     """
 
-    router: Any
-    experts: Any
+    router: SonicEPRouter
+    experts: "SonicEPGroupedExperts"
     tokens_per_expert: Tensor
 
     def __init__(
@@ -65,7 +65,7 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
         return module
 
     def set_deepspeed_parallelism(
-        self, use_data_before_expert_parallel_: bool = False, folding_group_handles: Any = None
+        self, use_data_before_expert_parallel_: bool = False, folding_group_handles: FoldingGroupHandles | None = None
     ) -> None:
         """Called by the engine. Uses DeepSpeed's group for `ep_group_name`, which it makes if necessary.
 
@@ -84,7 +84,7 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
         transport = transport_for(group, options.transport)
         self._experts = FrameworkExperts(group, transport, self.top_k, as_programs=options.record_launches)
 
-    def _forward(self, hidden_states: Tensor) -> Any:
+    def _forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         H = hidden_states.shape[-1]
         x_TH = hidden_states.reshape(-1, H)
         given = self.router(x_TH, self.ep, self._experts.transport)
@@ -113,20 +113,12 @@ class SonicEPGroupedExperts(GroupedExperts):
         A collective of the EP group.
         """
         gate_eIH, up_eIH, down_eHI = (weight.to(x_TH.dtype) for weight in (self.w1, self.w3, self.w2))
-        settings: dict[str, Any] = {
-            "activation": self.our_activation,
-            "save_dispatched": self.options.save_dispatched,
-        }
-        if torch.compiler.is_compiling():
-            routing, others = given.route(*given.tensors)
-            where = {"transport": computes.transport, "group": computes.group}
-            return moe(x_TH, routing, gate_eIH, down_eHI, up_eIH=up_eIH, **where, **settings), others
         call = ExpertsCall(
             x_TH=x_TH,
             routed=given.tensors,
             weights=(gate_eIH, down_eHI, None, None),
             up_eIH=up_eIH,
             route=given.route,
-            settings=settings,
+            settings={"activation": self.our_activation, "save_dispatched": self.options.save_dispatched},
         )
         return computes.with_others(call)

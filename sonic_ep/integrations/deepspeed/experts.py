@@ -11,13 +11,13 @@ else I).
 """
 
 import warnings
-from typing import Any, Self, final
+from collections.abc import Callable, Mapping
+from typing import Self, final
 
 import torch
 from torch import Tensor, nn
 
-from sonic_ep.functional import moe
-from sonic_ep.integrations.deepspeed.module_experts import ModuleExperts
+from sonic_ep.integrations.deepspeed.module_experts import ModuleExperts, mark_experts
 from sonic_ep.integrations.deepspeed.template import SUPPORTED, Template, read_template
 from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
 
@@ -32,9 +32,7 @@ class StackedExperts(nn.Module):
     w1: (e, J, H), interleaved gate and up rows if gated. w2: (e, H, I). bias1: (e * J,), bias2: (e * H,), if the
     template has biases; by that name and single dimension trainers exclude them from weight decay.
 
-    All experts start with the template's values, as in DeepSpeed. What is frozen there is frozen here. Every parameter
-    has the attributes `allreduce = False` and `group_name` of DeepSpeed's experts, by which its optimizers sort, reduce
-    and divide the gradients.
+    All experts start with the template's values, as in DeepSpeed. A layer that is frozen there is frozen here.
     """
 
     w1: nn.Parameter
@@ -53,16 +51,11 @@ class StackedExperts(nn.Module):
                 stacked = value.expand(num_local_experts, *value.shape).clone().contiguous()
                 parameter = nn.Parameter(stacked if value.dim() > 1 else stacked.flatten(), trained[its])
             self.register_parameter(name, parameter)
-        self._mark()
+        mark_experts(self, group_name)
 
-    def _mark(self) -> None:
-        for parameter in self.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
-            parameter.group_name = self._group_name  # type: ignore[attr-defined]
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._mark()  # `to_empty` makes new parameters
+        mark_experts(self, self._group_name)  # `to_empty` makes new parameters
         return self
 
     @property
@@ -87,17 +80,12 @@ class StackedExperts(nn.Module):
         """
         values = {name: value.to(x_TH.dtype) for name, value in self.stacked().items()}
         weights = values["w1"], values["w2"], values.get("b1"), values.get("b2")
-        settings: dict[str, Any] = {"activation": self.template.activation, "save_dispatched": save_dispatched}
-        if torch.compiler.is_compiling():
-            routing, others = given.route(*given.tensors)
-            where = {"transport": computes.transport, "group": computes.group}
-            return moe(x_TH, routing, *weights, **where, **settings), others
         call = ExpertsCall(
             x_TH=x_TH,
             routed=given.tensors,
             weights=weights,
             route=given.route,
-            settings=settings,
+            settings={"activation": self.template.activation, "save_dispatched": save_dispatched},
         )
         return computes.with_others(call)
 
@@ -115,16 +103,16 @@ class StackedExperts(nn.Module):
             for name, value in self.template.entries({key: all_[local] for key, all_ in stacked.items()}).items()
         }
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         for key, value in self._entries(keep_vars).items():
             destination[prefix + key] = value
 
     @torch.no_grad()
     def _load_from_state_dict(
         self,
-        state_dict: Any,
+        state_dict: Mapping[str, object],
         prefix: str,
-        local_metadata: Any,
+        local_metadata: Mapping[str, object],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],

@@ -1,7 +1,7 @@
 """`ModuleExperts`: experts of any template, computed one after another on the rows that each of them receives.
 
-The path for templates that no kernel computes. Routing, dispatch and combine are those of all layers. Between dispatch
-and combine each expert's module is called on its rows, in plain autograd:
+The path for templates that no kernel computes. Routing, dispatch and combine are the same as in all layers. Between
+dispatch and combine each expert's module is called on its rows, in plain autograd:
 
     forward    x_PH = dispatch(x)[rows of the pairs]     y_PH = modules(x_PH)     out = combine(s * y_PH)
     backward   dO = dispatch(dout), dS = <dO, y>         dy_PH = s * dO           dx = combine(gradient of x_PH)
@@ -12,12 +12,14 @@ Legend: T tokens on this rank, H hidden size, N pairs this rank sends, P rows of
 partial sums of one value. Lists of the pair buffer may have spare capacity; x_PH and y_PH have none.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self, final
+from typing import Self, final
 
 import torch
 from deepspeed.moe.experts import Experts as StockExperts
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import DispatchHandle, Transport
@@ -25,6 +27,13 @@ from sonic_ep.first_order import first_order
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import FrameworkExperts, RouterTensors
 from sonic_ep.routing import Routing
+
+
+def mark_experts(experts: nn.Module, group_name: str) -> None:
+    """Gives parameters the attributes by which DeepSpeed's optimizers sort, reduce and divide experts' gradients."""
+    for parameter in experts.parameters():
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        parameter.group_name = group_name  # type: ignore[attr-defined]
 
 
 @final
@@ -38,11 +47,9 @@ class ModuleExperts(StockExperts):
         super().__init__(expert, num_local_experts, group_name)
         self.hidden_size, self._group_name = hidden_size, group_name
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        for parameter in self.parameters():  # `to_empty` makes new parameters
-            parameter.allreduce = False  # type: ignore[attr-defined]
-            parameter.group_name = self._group_name  # type: ignore[attr-defined]
+        mark_experts(self, self._group_name)  # `to_empty` makes new parameters
         return self
 
     @property
@@ -57,7 +64,7 @@ class ModuleExperts(StockExperts):
         return f"{kinds}, {[(name, tuple(value.shape)) for name, value in expert.state_dict().items()]}"
 
     def dtypes(self) -> list[torch.dtype]:
-        """Returns those of the template's parameters; rows must have one of them. Empty if it has none."""
+        """Returns the dtypes of the template's parameters; rows must have one of them. Empty if it has none."""
         return list(dict.fromkeys(each.dtype for each in self.parameters() if each.is_floating_point()))
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -95,7 +102,7 @@ class ModuleExperts(StockExperts):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What forward and backward of one call share.
+    """Shared by forward and backward of one call.
 
     weights_P: combine weights of the pair buffer. rows_e: the number of rows of each expert, padding rows included.
     """
@@ -131,24 +138,29 @@ class _Step:
         return values if spare == 0 else torch.cat((values, values.new_zeros(spare, *values.shape[1:])))
 
 
+class _Context(FunctionCtx):
+    step: _Step
+    saved_tensors: tuple[Tensor, ...]
+
+
 class _ToExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, step: _Step) -> Tensor:
+    def forward(ctx: _Context, x_TH: Tensor, step: _Step) -> Tensor:
         ctx.step = step
         with torch.autocast(x_TH.device.type, enabled=False):
             return step.dispatched(x_TH)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        step: _Step = ctx.step
+    def backward(ctx: _Context, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        step = ctx.step
         with torch.autocast(grad_outputs[0].device.type, enabled=False):
             return step.transport.combine(step.padded(grad_outputs[0]), None, step.handle).result(), None
 
 
 class _FromExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_PH: Tensor, weights_N: Tensor, step: _Step) -> Tensor:
+    def forward(ctx: _Context, y_PH: Tensor, weights_N: Tensor, step: _Step) -> Tensor:
         ctx.step = step
         ctx.save_for_backward(y_PH)
         with torch.autocast(y_PH.device.type, enabled=False):
@@ -156,8 +168,8 @@ class _FromExperts(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        step: _Step = ctx.step
+    def backward(ctx: _Context, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        step = ctx.step
         (y_PH,) = ctx.saved_tensors
         with torch.autocast(y_PH.device.type, enabled=False):
             do_PH = step.dispatched(grad_outputs[0]).to(step.weights_P.dtype)

@@ -7,7 +7,7 @@ parent's modules.
 Legend: T tokens on this rank, H hidden size, E experts.
 """
 
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
+from torch.distributed import ProcessGroup
 
 from sonic_ep.checks import problem_with_input
 from sonic_ep.groups import EPGroup
@@ -104,8 +105,8 @@ class MoE(StockMoE):
         """
         output, l_aux, exp_counts = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
-            residual: Any = self.mlp(hidden_states)
-            residual = residual[0] if isinstance(residual, tuple) else residual
+            out = self.mlp(hidden_states)
+            residual = out[0] if isinstance(out, tuple) else out
             shares = F.softmax(self.coefficient(hidden_states), dim=-1)
             output = output * shares[..., 0:1] + residual * shares[..., 1:]
         return output, l_aux, exp_counts
@@ -126,7 +127,7 @@ class RoutedExperts(nn.Module):
         if ep_size == 1:
             self._use_group(EPGroup.alone())
 
-    def _set_ep_group(self, ep_group: Any) -> None:
+    def _set_ep_group(self, ep_group: ProcessGroup) -> None:
         """Called by DeepSpeed's layer, any number of times."""
         if self.ep_size > 1 and (self.group is None or self.group.process_group is not ep_group):
             group = EPGroup(ep_group)
@@ -155,8 +156,8 @@ class RoutedExperts(nn.Module):
             )
         x_TH, problem = self._rows(x)
         used_T, used_problem = self._used(used_token, x_TH)
-        where: dict[str, Any] = {"group": self.group, "exchange": self._experts.transport}
-        x_TH, given = self.gate(x_TH, used_T, problem=problem or used_problem, **where)
+        exchange, problem = self._experts.transport, problem or used_problem
+        x_TH, given = self.gate(x_TH, used_T, problem=problem, group=self.group, exchange=exchange)
         save_dispatched = self.options.save_dispatched
         y_TH, (l_aux, counts_E) = self.experts(x_TH, given, self._experts, save_dispatched=save_dispatched)
         return y_TH.view_as(x), l_aux, counts_E
@@ -170,8 +171,7 @@ class RoutedExperts(nn.Module):
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
             rows = rows.to(dtype) if isinstance(rows, Tensor) and rows.is_floating_point() else rows
-        options = {"device": device, "sequences": False, "parameters": self.parameters}
-        problem = problem_with_input(rows, d=H, dtype=dtype, **options)
+        problem = problem_with_input(rows, d=H, dtype=dtype, device=device, sequences=False, parameters=self.parameters)
         if problem is None and isinstance(rows, Tensor):
             return rows, None
         return torch.empty(0, H, dtype=dtype, device=device), problem
@@ -187,5 +187,5 @@ class RoutedExperts(nn.Module):
 
 def _check_alike(group: EPGroup, gate: TopKGate, experts: str, options: SonicEPOptions) -> None:
     """Raises ValueError, on every rank, if the layer differs between ranks: they could deadlock or mix up experts."""
-    alike: dict[str, Any] = {"a MoE layer": f"{gate.wg.config}, samples={gate.samples}, {experts}, {options}"}
-    group.raise_together(None, stage="construction", **alike)
+    same = {"a MoE layer": f"{gate.wg.config}, samples={gate.samples}, {experts}, {options}"}
+    group.raise_together(None, error=ValueError, stage="construction", **same)

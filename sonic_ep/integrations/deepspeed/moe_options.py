@@ -5,7 +5,6 @@ docs/deepspeed.md shows this table.
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 from deepspeed.moe.layer import MoE as StockMoE
 
@@ -50,23 +49,24 @@ def table() -> list[str]:
     return markdown("argument", OPTIONS)
 
 
-def check(arguments: Mapping[str, Any]) -> None:
+def check(arguments: Mapping[str, object]) -> None:
     """Raises ValueError, with argument, value and fix, for what the layer cannot honour. Warns about what it ignores.
 
     One warning names all ignored arguments. Python shows equal warnings of one line once.
     """
-    problem = _problem(arguments)
+    problem, k = _problem(arguments), arguments["k"]
     if problem is not None:
         raise ValueError(problem)
     # DeepSpeed reads top2_2nd_expert_sampling only for k=2.
-    read = [each for each in OPTIONS if each.name != "top2_2nd_expert_sampling" or arguments["k"] == 2]
+    read = [each for each in OPTIONS if each.name != "top2_2nd_expert_sampling" or k == 2]
     ignored = [check_field(option, arguments[option.name]) for option in read]
-    if arguments["noisy_gate_policy"] == "RSample" and arguments["k"] > 1:
-        ignored.append(f"noisy_gate_policy='RSample' (DeepSpeed reads it only for k=1, k={arguments['k']} here)")
+    if arguments["noisy_gate_policy"] == "RSample" and k != 1:
+        ignored.append(f"noisy_gate_policy='RSample' (DeepSpeed reads it only for k=1, k={k} here)")
     warn_of(ignored, "MoE")
 
 
-def _problem(arguments: Mapping[str, Any]) -> str | None:
+def _problem(arguments: Mapping[str, object]) -> str | None:
+    numbers: dict[str, int] = {}
     for name, limit in (("hidden_size", None), ("num_experts", MAX_E), ("ep_size", None), ("k", MAX_K)):
         value = arguments[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (limit is not None and value > limit):
@@ -74,7 +74,8 @@ def _problem(arguments: Mapping[str, Any]) -> str | None:
             return f"{name}={value!r} must be {wanted}" + (
                 "; give every layer its own number" if isinstance(value, list) else ""
             )
-    experts, ep_size, k = arguments["num_experts"], arguments["ep_size"], arguments["k"]
+        numbers[name] = value
+    experts, ep_size, k = numbers["num_experts"], numbers["ep_size"], numbers["k"]
     if experts % ep_size:
         return f"num_experts={experts} is not a multiple of ep_size={ep_size}; use an ep_size that divides it"
     if k > experts:

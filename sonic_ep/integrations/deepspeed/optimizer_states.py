@@ -14,40 +14,48 @@ of DeepSpeedEngine are wrapped.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from deepspeed.checkpoint.constants import AUTOEP_LAYERS_KEY, AUTOEP_LAYERS_KEY_LEGACY
 from deepspeed.moe.layer import MoE as StockMoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
-_MARK = "sonic_ep_guard"
 _SIZES = "ep_sizes_of_layers"  # a key of the experts' parameter groups
 
 
+def wrap(cls: type, name: str, wrapper: Callable[..., object]) -> Callable[[], None]:
+    """Makes `cls.name(self, ...)` call `wrapper(stock, self, ...)`, stock being the original. Returns the undoing."""
+    stock = getattr(cls, name)
+
+    @functools.wraps(stock)
+    def wrapped(*args: object, **kwargs: object) -> object:
+        return wrapper(stock, *args, **kwargs)
+
+    setattr(cls, name, wrapped)
+    return functools.partial(setattr, cls, name, stock)
+
+
+@functools.cache
 def guard_optimizer_states() -> None:
     """Makes every engine's load_checkpoint raise ValueError, on all ranks, for expert states of another ep_size.
 
     With load_optimizer_states=False or load_module_only=True it loads only the weights, from any ep_size.
     """
-    load, save = DeepSpeedEngine.load_checkpoint, DeepSpeedEngine.save_checkpoint
-    if hasattr(load, _MARK):
-        return
+    wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
+    wrap(DeepSpeedEngine, "save_checkpoint", _save_checkpoint)
 
-    @functools.wraps(load)
-    def load_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-        with _compared(self):
-            return load(self, *args, **kwargs)
 
-    @functools.wraps(save)
-    def save_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-        _name_sizes(self)
-        return save(self, *args, **kwargs)
+def _load_checkpoint(stock: Callable[..., object], engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
+    with _compared(engine):
+        return stock(engine, *args, **kwargs)
 
-    setattr(load_checkpoint, _MARK, True)
-    DeepSpeedEngine.load_checkpoint, DeepSpeedEngine.save_checkpoint = load_checkpoint, save_checkpoint
+
+def _save_checkpoint(stock: Callable[..., object], engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
+    _name_sizes(engine)
+    return stock(engine, *args, **kwargs)
 
 
 def _optimizer_of(engine: DeepSpeedEngine) -> Optimizer | None:
@@ -82,7 +90,7 @@ def _compared(engine: DeepSpeedEngine) -> Iterator[None]:
         hook.remove()
 
 
-def _compare(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+def _compare(optimizer: Optimizer, state_dict: StateDict) -> None:
     saved, own = _expert_groups(state_dict["param_groups"]), _expert_groups(optimizer.param_groups)
     if saved != own:
         raise ValueError(
@@ -99,15 +107,15 @@ def _compare(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         )
 
 
-def _sizes_in(groups: list[dict[str, Any]]) -> list[int] | None:
+def _sizes_in(groups: list[StateDict]) -> list[int] | None:
     return next((group[_SIZES] for group in groups if _SIZES in group), None)
 
 
-def _expert_groups(groups: list[dict[str, Any]]) -> list[str]:
+def _expert_groups(groups: list[StateDict]) -> list[str]:
     return sorted({str(group.get("name")) for group in groups if group.get("moe")})
 
 
-def refuse_other_autoep_size(engine: Any, ep_sizes: set[int], load_dir: str, tag: str) -> None:
+def refuse_other_autoep_size(engine: DeepSpeedEngine, ep_sizes: set[int], load_dir: str, tag: str) -> None:
     """Raises ValueError if the optimizer state of a checkpoint is of another ep_size than AutoEP's layers.
 
     ep_sizes: of our layers in the engine; at most one.
@@ -116,7 +124,7 @@ def refuse_other_autoep_size(engine: Any, ep_sizes: set[int], load_dir: str, tag
     if not ep_sizes or not files:
         return  # without a file, DeepSpeed reports it
     (own,) = ep_sizes
-    saved = engine.checkpoint_engine.load(files[0], map_location="cpu")
+    saved = engine.checkpoint_engine.load(files[0], map_location="cpu")  # type: ignore[union-attr]
     entries = saved.get(AUTOEP_LAYERS_KEY) or saved.get(AUTOEP_LAYERS_KEY_LEGACY) or ()
     sizes = {entry["ep_size"] for entry in entries} - {own}
     if sizes:

@@ -1,15 +1,15 @@
 """Recognises a template module as one of the MLPs that our kernels compute. DeepSpeed accepts any module and copies it.
 
 Linear layers are found by their names. The activation is found by a trial: a copy of the template with random weights
-is run in float64 on the CPU, and its output is compared with that of each of our activations. So the module's code
-decides, not the names in it. Any other template is Unrecognised, and runs module by module (module_experts.py).
+is run in float64 on the CPU, and its output is compared with the output of each of our activations. So the module's
+code decides, not the names in it. Any other template is Unrecognised, and runs module by module (module_experts.py).
 
 Legend: H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -172,30 +172,33 @@ class _Trial:
 
     copied: nn.Module | None
     x: Tensor
-    out: Any
+    out: object
     error: str | None
 
     @classmethod
     @torch.no_grad()
     def of(cls, expert: nn.Module, hidden_size: int) -> Self:
-        exact: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
-        numbers = torch.randn(_PERIOD, **exact)
-        trials: dict[int, Any] = {}  # the parameters of the copy, by id of the original
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator, dtype=torch.float64, device="cpu")
+
+        numbers = drawn(_PERIOD)
+        trials: dict[int, object] = {}  # the parameters of the copy, by id of the original
         for parameter in expert.parameters():
             # Pre-activations have magnitudes of a few units, so that clamps and tails of activations show.
             spread = 4 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1.0
             values = (numbers * spread).repeat(-(-parameter.numel() // _PERIOD))[: parameter.numel()]
             trials[id(parameter)] = nn.Parameter(values.view(parameter.shape), requires_grad=False)
             numbers = numbers.roll(1)
-        x, copied = torch.randn(_TRIAL_ROWS, hidden_size, **exact), None
+        x, copied = drawn(_TRIAL_ROWS, hidden_size), None
         try:
             copied = copy.deepcopy(expert, trials).train()  # so that dropout changes the output
             with torch.random.fork_rng(devices=[]):
                 out = copied(x)
         except Exception as error:  # noqa: BLE001  # any code of the user's
-            return cls(
-                copied, x, None, f"it could not be tried on ({_TRIAL_ROWS}, {hidden_size}) float64 rows: {error}"
-            )
+            problem = f"it could not be tried on ({_TRIAL_ROWS}, {hidden_size}) float64 rows: {error}"
+            return cls(copied, x, None, problem)
         return cls(copied, x, out[0] if isinstance(out, tuple) else out, None)  # as DeepSpeed does
 
     @property
@@ -206,12 +209,13 @@ class _Trial:
     def activation(self, found: Template) -> str | None:
         """Returns the activation with which our MLP has the same output as the module, or None."""
         assert self.copied is not None
+        out = _tensor(self.out)
         values = found.values(self.copied)
         for name, activation in ACTIVATIONS.items():
             if activation.gated == found.gated:
                 h = activation.forward(F.linear(self.x, values["w1"], values.get("b1")))
                 y = F.linear(h, values["w2"], values.get("b2"))
-                if torch.allclose(self.out, y, rtol=1e-7, atol=1e-7):
+                if torch.allclose(out, y, rtol=1e-7, atol=1e-7):
                     return name
         return None
 

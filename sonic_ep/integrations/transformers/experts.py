@@ -160,8 +160,9 @@ def _given(
     rule, problem = outputs.rule_of(logits_TE, routed[0].long(), routed[1], E)
     if problem is not None or logits_TE is None:
         return replace(given, problem=problem), routed
-    own = (given.take(each) for each in (logits_TE, routed[0].long(), routed[1]))
-    return given, [given.expert_ids_TK, rule.weights_in_place_of(*own, given.expert_ids_TK)]
+    own_ids_TK, own_weights_TK = given.take(routed[0].long()), given.take(routed[1])
+    weights_TK = rule.weights_in_place_of(given.take(logits_TE), own_ids_TK, own_weights_TK, given.expert_ids_TK)
+    return given, [given.expert_ids_TK, weights_TK]
 
 
 def _route(
