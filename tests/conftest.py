@@ -32,7 +32,11 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 def pytest_sessionstart() -> None:
     """In CI tests do not skip for want of a package, as they do elsewhere."""
     if "CI" in os.environ and sys.platform == "linux":
-        for extra, modules in (("megatron", ("megatron.core", "psutil")), ("deepspeed", ("deepspeed", "transformers"))):
+        for extra, modules in (
+            ("megatron", ("megatron.core", "psutil")),
+            ("deepspeed", ("deepspeed", "transformers")),
+            ("torchtitan", ("torchtitan", "spmd_types", "torchdata", "tyro")),
+        ):
             require_extra(extra, *modules)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sonic_ep import EPGroup, TransportConfig
 from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
-from sonic_ep.integrations.transformers.topk_routing import routing_of_topk
+from sonic_ep.integrations.topk_routing import routing_of_topk
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.transports import transport_for
 from tests.helpers.launch import RankPool

@@ -74,6 +74,7 @@ def zero_counts_on_error(counts_SE: Tensor, header_SF: Tensor, healthy: int) -> 
     """
     status_S, order_S = header_SF[:, STATUS], header_SF[:, ORDER]
     layer_S = status_S // LAYER
-    other_layer_S = (layer_S != 0) & (layer_S != layer_S.max())
-    is_other_S = (status_S % LAYER != healthy) | other_layer_S | (order_S != order_S.max())
+    # amax: selective checkpoints save results of aten.max, and the order of a recomputation is another.
+    other_layer_S = (layer_S != 0) & (layer_S != layer_S.amax())
+    is_other_S = (status_S % LAYER != healthy) | other_layer_S | (order_S != order_S.amax())
     return counts_SE.contiguous().masked_fill(is_other_S.any(), 0)

@@ -20,9 +20,9 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
+from sonic_ep.integrations.topk_routing import capped_routing, routing_of_topk
 from sonic_ep.integrations.transformers.activation import activation_of
 from sonic_ep.integrations.transformers.router_outputs import RouterOutputs
-from sonic_ep.integrations.transformers.topk_routing import capped_routing, routing_of_topk
 from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weight_dtype, weights_of
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting, add_to_records, recording
 from sonic_ep.routing import Routing

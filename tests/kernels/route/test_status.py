@@ -1,11 +1,13 @@
 """The kernels of reports do what kernels/route/status/reference.py does, and that is what it says."""
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.helpers.triton_device import triton_device
 
@@ -80,3 +82,22 @@ def test_orders_must_be_the_same(other: int | None, difference: int) -> None:
     expected = gathered[:, 4:] * (other is None)
     assert torch.equal(voided(PLAIN, "cpu", gathered, 4), expected)
     assert torch.equal(voided(KERNEL, DEVICE, gathered, 4), expected)
+
+
+def test_a_checkpoint_that_saves_maxima_recomputes_the_order() -> None:
+    """torchtitan's selective checkpoints do so. A recomputation is another exchange, with an order of its own."""
+    orders, found = iter((2**55, 2**56)), []
+
+    def layer(x: Tensor) -> Tensor:
+        headers = torch.tensor([[4, 3, 0, next(orders)]]).repeat(2, 1)
+        found.append(PLAIN.zero_counts_on_error(torch.ones(2, 5, dtype=torch.int64), headers, 3))
+        return x.sin().sin()
+
+    def policy(_: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        saves = operation == torch.ops.aten.max.default
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    out: Any = checkpoint(layer, torch.ones(3, requires_grad=True), use_reentrant=False, context_fn=contexts)
+    out.sum().backward()
+    assert [counts.sum() for counts in found] == [10, 10]

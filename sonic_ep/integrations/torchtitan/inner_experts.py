@@ -1,0 +1,83 @@
+"""The weights of torchtitan's grouped experts, as `moe` takes them.
+
+Source of the layouts: pytorch/torchtitan, torchtitan/models/common/moe.py and torchtitan/models/gpt_oss/moe.py.
+
+Legend: e local experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+
+from sonic_ep.integrations.framework_experts import Weights
+
+_LIMIT = 7.0  # of the activation swiglu_oai
+
+
+class InnerWeights(NamedTuple):
+    """weights: w1, w2, b1, b2 of this rank's experts. up_eIH: the up weights, if w1 is the gate weights alone."""
+
+    weights: Weights
+    up_eIH: Tensor | None
+
+
+def problem_with_experts(config: GroupedExperts.Config) -> str | None:
+    """Returns why we cannot compute the experts of a config, or None."""
+    if type(config) is GptOssGroupedExperts.Config and config.swiglu_limit != _LIMIT:
+        return f"swiglu_limit={config.swiglu_limit} is not supported; set it to {_LIMIT}"
+    if type(config) in (GroupedExperts.Config, GptOssGroupedExperts.Config):
+        return None
+    return (
+        f"inner_experts is a {type(config).__qualname__}, and sonic_ep computes only GroupedExperts and "
+        "GptOssGroupedExperts; remove the converter or the override that makes it, or take sonic_ep out of "
+        "override.imports"
+    )
+
+
+def activation_of(experts: GroupedExperts) -> str:
+    """Returns the name of the activation among ours."""
+    return "swiglu_oai" if isinstance(experts, GptOssGroupedExperts) else "swiglu"
+
+
+def weights_of(experts: Any, dtype: torch.dtype, tp_size: int) -> InnerWeights:
+    """Returns the weights in `dtype`, differentiable, on this rank.
+
+    In the module:  w1_EFD, w3_EFD (e, I, H), w2_EDF (e, H, I); of gpt-oss mlp1_weight_EGD (e, J, H), with gate and up
+                    rows in turns, mlp2_weight_EDF (e, H, I), and biases (e, J) and (e, H).
+    tp_size:        the number of ranks that each have a slice of I. Their outputs are summed, so each adds its share of
+                    the second bias, whose gradient is not divided, because every rank has all of it.
+    """
+    if isinstance(experts, GptOssGroupedExperts):
+        names = "mlp1_weight_EGD", "mlp2_weight_EDF", "mlp1_bias_EG", "mlp2_bias_ED"
+        w1, w2, b1, b2 = (_local(experts, name, dtype) for name in names)
+        return InnerWeights((w1, w2, b1, _Share.apply(b2, tp_size) if tp_size > 1 else b2), None)
+    w1, w2, w3 = (_local(experts, name, dtype) for name in ("w1_EFD", "w2_EDF", "w3_EFD"))
+    return InnerWeights((w1, w2, None, None), w3)
+
+
+def dtype_of(experts: nn.Module) -> torch.dtype:
+    """Returns the dtype of the weights, or under autocast the one that autocast computes in."""
+    weight = next(experts.parameters())
+    device_type = weight.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
+
+
+def _local(experts: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
+    weight = getattr(experts, name)
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).to(dtype)
+
+
+class _Share(torch.autograd.Function):
+    """Returns values / number, and passes the gradient on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, number: int) -> Tensor:
+        return values / number
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_outputs[0], None

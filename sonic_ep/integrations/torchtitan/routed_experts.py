@@ -1,0 +1,144 @@
+"""`SonicEPRoutedExperts`: torchtitan's RoutedExperts, with our dispatch, experts and combine.
+
+The parameters are those of torchtitan's own grouped experts, in its module and under its names. So its initialisation,
+sharding, FSDP2, optimizers and checkpoints see the model that they know. Its token dispatcher is built, and not called.
+
+Legend: T tokens on this rank, E experts, K experts per token, B sequences, L tokens of a sequence. D is torchtitan's
+letter for the hidden size.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+
+from sonic_ep.config import RouterConfig
+from sonic_ep.groups import EPGroup
+from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
+from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.integrations.rounded_routing import rounded_routing
+from sonic_ep.integrations.topk_routing import config_of, routing_of_topk
+from sonic_ep.integrations.torchtitan.inner_experts import activation_of, dtype_of, problem_with_experts, weights_of
+from sonic_ep.integrations.torchtitan.router import split
+from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.topk import TopK
+from sonic_ep.routing import Routing
+from sonic_ep.transports import transport_for
+
+
+class SonicEPRoutedExperts(RoutedExperts):
+    """The routed experts of one MoE. Raises ValueError for what it cannot compute, on every rank alike."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        """options: see SonicEPOptions. router: how a pair that rounding adds gets its weight; None without rounding."""
+
+        options: SonicEPOptions = field(default_factory=SonicEPOptions)
+        router: RouterConfig | None = None
+
+        def __post_init__(self) -> None:
+            problem = problem_with_experts(self.inner_experts)
+            if type(self.token_dispatcher) not in (LocalTokenDispatcher.Config, AllToAllTokenDispatcher.Config):
+                problem = (
+                    f"the token dispatcher is a {type(self.token_dispatcher).__qualname__}, which sonic_ep replaces; "
+                    "set moe_comm_backend='standard'"
+                )
+            if problem is not None:
+                raise ValueError(problem)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.num_experts, self.top_k = config.inner_experts.num_experts, config.token_dispatcher.top_k
+        self.options, self.router_config = config.options, config.router
+        self.tp_size = 1
+        self._divide_experts(EPGroup.alone())
+
+    def _divide_experts(self, group: EPGroup) -> None:
+        transport = transport_for(group, self.options.transport)
+        as_programs = self.options.record_launches
+        self._experts = FrameworkExperts(group, transport, self.top_k, as_programs=as_programs)
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Shards the module as torchtitan's sharding_config says. A collective of the EP group.
+
+        Raises ValueError if the experts cannot be divided among its ranks, or these would round differently.
+        """
+        if self.num_experts % parallel_dims.ep:
+            raise ValueError(
+                f"num_experts={self.num_experts} is no multiple of expert_parallel_degree={parallel_dims.ep}; "
+                "set a degree that divides it"
+            )
+        rounding = self.options.rounding
+        if rounding is not None and rounding.draws_numbers and parallel_dims.ep == 1 and parallel_dims.tp > 1:
+            raise ValueError(
+                f"rounding.mode={rounding.mode!r} draws numbers on each of {parallel_dims.tp} tensor parallel ranks, "
+                "which must round alike; set expert_parallel_degree, or another mode"
+            )
+        super().parallelize(parallel_dims)
+        ep_mesh = parallel_dims.get_optional_mesh("ep")
+        if ep_mesh is not None:
+            self._divide_experts(EPGroup(ep_mesh.get_group()))
+        else:
+            self.tp_size = parallel_dims.tp
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        """Returns each token's weighted sum over its experts, (B, L, D) like x. A collective of the EP group.
+
+        Without EP, tensor parallel ranks each return the part of their slices of the experts, which torchtitan sums.
+        topk_scores_BLK, topk_expert_ids_BLK: what the router returned. num_local_tokens_per_expert_E is not read: `moe`
+        counts pairs itself.
+
+        Raises ValueError under torch.compile with EP or rounding, and what `moe` and the exchange of counts raise.
+        """
+        (B, L, D), K = x_BLD.shape, topk_expert_ids_BLK.shape[-1]
+        dtype = dtype_of(self.inner_experts)
+        weights, up_eIH = weights_of(self.inner_experts, dtype, self.tp_size)
+        rounding = self.options.rounding if self.training else None
+        if torch.compiler.is_compiling() and (rounding is not None or self._experts.group.size > 1):
+            raise ValueError(
+                "compile.enable=True goes with neither expert parallelism nor rounding here; set compile.enable=False"
+            )
+        route = partial(self._routing if rounding is None else self._rounded, dtype=dtype)
+        call = ExpertsCall(
+            x_TH=x_BLD.reshape(B * L, D).to(dtype),
+            routed=[topk_expert_ids_BLK.reshape(B * L, K), topk_scores_BLK.reshape(B * L, -1)],
+            weights=weights,
+            route=route,
+            up_eIH=up_eIH,
+            is_bounded=rounding is not None and rounding.capacity_factor is not None,
+            settings={
+                "activation": activation_of(self.inner_experts),
+                "save_dispatched": self.options.save_dispatched,
+            },
+        )
+        return self._experts(call).to(x_BLD.dtype).view(B, L, D)
+
+    def _routing(self, ids_TK: Tensor, weights_TK: Tensor, *, dtype: torch.dtype) -> Routing:
+        group, exchange = self._experts.group, self._experts.transport
+        given = {"E": self.num_experts, "group": group, "exchange": exchange, "dtype": dtype}
+        return routing_of_topk(ids_TK, weights_TK, training=self.training, **given)
+
+    def _rounded(self, ids_TK: Tensor, columns_TC: Tensor, *, dtype: torch.dtype) -> Routing:
+        group, exchange = self._experts.group, self._experts.transport
+        K, E, router, rounding = ids_TK.shape[1], self.num_experts, self.router_config, self.options.rounding
+        assert router is not None
+        assert rounding is not None
+        weights_TK, scores_TE, allowed_TE = split(
+            columns_TC.to(torch.promote_types(columns_TC.dtype, torch.float32)), K, E
+        )
+        context = RoutingContext(
+            config=config_of(E, K, router, rounding), group=group, dtype=dtype, training=True, exchange=exchange
+        )
+        pairs = decide_pairs(self, TopK(scores_TE, scores_TE.detach(), allowed_TE, ids_TK), None, context)
+        given_TE = torch.zeros_like(scores_TE).scatter(1, ids_TK, weights_TK)
+        return rounded_routing(pairs, given_TE, scores_TE, router, 1.0)
