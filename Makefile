@@ -74,8 +74,8 @@ clean:
 # needs; the CPU build has none and gets the oldest that we support. The build backends, ours and DeepSpeed's, are
 # installed from the constraints too, so that nothing is resolved outside of them. Megatron-Core has wheels for Python 3.12
 # alone, of which all that the tests import is plain Python that runs under 3.11 too: there pip unpacks one. datasets
-# before 4.8, the last that torchtitan takes, asks for older fsspec and huggingface-hub than constraints.txt has, and works
-# with these: so it and TRL come without what they ask for.
+# before 4.8, the last that torchtitan takes, asks for older fsspec and huggingface-hub than constraints.txt has, and
+# works with these: so it and TRL come without what they ask for.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "sonic_ep needs Python >= 3.11, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \

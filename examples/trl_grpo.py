@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel import Mesh
-from trl_sft import Rows, arguments_of, callbacks_of, counting, parser_of, train
+from trl_sft import Rows, arguments_of, counting, figures, parser_of, train
 
 GROUP = 8  # completions of a prompt, whose rewards are compared
 LENGTH = 8  # tokens of a completion
@@ -53,7 +53,7 @@ def grpo_trainer(options: argparse.Namespace, mesh: Mesh, model: Any, tokenizer:
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        callbacks=[callbacks_of(options, mesh, model, "reward")],
+        callbacks=[figures(mesh, "reward")],
     )
 
 

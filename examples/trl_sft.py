@@ -30,12 +30,11 @@ from finetune_transformers import check_folder, check_registry, require_package
 from options import check_processes, check_run_dir
 from parallel import Mesh, choose_device, open_mesh, positive, read_launch
 from sonic_ep.config import RoundingConfig
-from sonic_ep.optim import Muon, clip_grad_norm_
+from sonic_ep.optim import Muon
 from train import say
-from transformers_model import add_lora, average_adapters, build, by_mesh, save, write_tiny_model
+from transformers_model import add_lora, build, by_mesh, save, write_tiny_model
 
 NUMBERS = 64  # words of the default rows: "0" to "63"
-CLIP = 1.0
 Rows = list[dict[str, str]]
 
 
@@ -65,7 +64,7 @@ def sft_trainer(options: argparse.Namespace, mesh: Mesh, model: Any, tokenizer: 
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         optimizers=(MuonAndAdamW(model, options.lr) if options.muon else None, None),
-        callbacks=[callbacks_of(options, mesh, model, "loss")],
+        callbacks=[figures(mesh, "loss")],
     )
 
 
@@ -126,6 +125,8 @@ def train(
             check_folder(options.model)
         if launch.world_size > 1:
             check_registry()
+            if options.lora:
+                check_adapters()
         rows = make_rows(options.seed) if options.data is None else rows_of(options.data)
         device = choose_device("cuda" if torch.cuda.is_available() else "cpu", launch)
     except (ValueError, OSError, ImportError) as error:
@@ -148,6 +149,14 @@ def train(
         tokenizer.save_pretrained(folder / "model")
     say(mesh, f"written to {folder / 'model'}")
     mesh.close()
+
+
+def check_adapters() -> None:
+    """Raise ValueError where Trainer does not average over processes what is not sharded, as adapters."""
+    from transformers import Trainer
+
+    if not hasattr(Trainer, "_sync_replicated_trainable_parameters"):
+        raise ValueError("--lora in several processes needs the Trainer of transformers 5.24, which averages adapters")
 
 
 def be_quiet() -> None:
@@ -189,7 +198,6 @@ def arguments_of(options: argparse.Namespace, mesh: Mesh, folder: Path) -> dict[
         "max_steps": options.steps,
         "per_device_train_batch_size": options.batch // mesh.world.size,
         "learning_rate": options.lr,
-        "max_grad_norm": 0.0 if options.lora else CLIP,  # adapters are clipped when they are averaged
         "seed": options.seed,
         "bf16": on_gpu,
         "use_cpu": not on_gpu,
@@ -200,23 +208,18 @@ def arguments_of(options: argparse.Namespace, mesh: Mesh, folder: Path) -> dict[
     }
 
 
-def callbacks_of(options: argparse.Namespace, mesh: Mesh, model: Any, *shown: str) -> Any:
-    """What averages the adapters' gradients over the processes, which Trainer does not, and prints figures."""
+def figures(mesh: Mesh, *shown: str) -> Any:
+    """A callback that prints these of the figures that Trainer logs."""
     from transformers import TrainerCallback
 
-    class Recipe(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if options.lora:
-                average_adapters(model, mesh)
-                clip_grad_norm_((each for each in model.parameters() if each.requires_grad), CLIP)
-
+    class Figures(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if logs and shown[0] in logs:
                 say(
                     mesh, f"step {state.global_step}: " + ", ".join(f"{name} {float(logs[name]):.3f}" for name in shown)
                 )
 
-    return Recipe()
+    return Figures()
 
 
 if __name__ == "__main__":

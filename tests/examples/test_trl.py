@@ -162,3 +162,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finetune_transformers.find_spec", lambda _: None)
     with pytest.raises(SystemExit, match="pip install"):
         trl_sft.main([])
+
+
+def test_adapters_in_several_processes_need_a_trainer_that_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Trainer
+
+    monkeypatch.delattr(Trainer, "_sync_replicated_trainable_parameters", raising=False)
+    with pytest.raises(ValueError, match=r"needs the Trainer of transformers 5\.24, which averages adapters"):
+        trl_sft.check_adapters()
