@@ -79,8 +79,9 @@ clean:
 # torch comes first and alone: any other package could pull in a newer one. A torch built for CUDA brings the Triton it
 # needs; the CPU build has none and gets the oldest that we support. The build backends, ours and DeepSpeed's, are
 # installed from the constraints too, so that nothing is resolved outside of them. Megatron-Core has wheels for Python 3.12
-# alone, of which all that the tests import is plain Python that runs under 3.11 too: there pip unpacks one. torchtitan
-# comes without its dependencies, because its `datasets` and our transformers want different versions of a package.
+# alone, of which all that the tests import is plain Python that runs under 3.11 too: there pip unpacks one. datasets
+# before 4.8, the last that torchtitan takes, asks for older fsspec and huggingface-hub than constraints.txt has, and
+# works with these: so it, torchtitan and TRL come without what they ask for.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "sonic_ep needs Python >= 3.11, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
@@ -91,7 +92,7 @@ $(STAMP):
 	$(RUN) -m pip --quiet show triton >/dev/null 2>&1 || $(PIP) --quiet 'triton==3.6.0; sys_platform == "linux"'
 	$(PIP) --quiet hatchling setuptools wheel
 	$(PIP) --quiet --no-build-isolation --editable '.[dev,train]'
-	[ "$$(uname)" != Linux ] || $(PIP) --quiet --no-deps torchtitan
+	[ "$$(uname)" != Linux ] || $(PIP) --quiet --no-deps torchtitan trl datasets
 	$(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 12) and sys.platform == "linux")' || { \
 		$(RUN) -m pip --quiet uninstall --yes megatron-core && \
 		$(PIP) --quiet --no-deps --ignore-requires-python --only-binary=:all: --python-version 3.12 --upgrade \

@@ -159,11 +159,16 @@ def check_model(path: str) -> None:
     """Raise ValueError for what is no folder of a model, or of one with too few tokens for bytes."""
     from transformers import AutoConfig
 
-    if not (Path(path) / "config.json").is_file():
-        raise ValueError(f"--model {path!r} is not a folder that save_pretrained wrote: it has no config.json")
+    check_folder(path)
     tokens = AutoConfig.from_pretrained(path).get_text_config().vocab_size
     if tokens < VOCABULARY:
         raise ValueError(f"--model {path!r} has a vocabulary of {tokens}, and bytes need {VOCABULARY}")
+
+
+def check_folder(path: str) -> None:
+    """Raise ValueError for what is no folder of a model, for which transformers would ask the network."""
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(f"--model {path!r} is not a folder that save_pretrained wrote: it has no config.json")
 
 
 def to_resume(options: Options) -> Sequence[Path]:
@@ -183,6 +188,13 @@ def require_package(name: str, flag_name: str) -> None:
 
 def check_parallel(options: Options) -> None:
     """Raise ValueError for what several processes cannot do."""
+    check_registry()
+    if options.lora and options.trainer:
+        raise ValueError("--lora with --trainer trains in one process: Trainer does not average adapters over several")
+
+
+def check_registry() -> None:
+    """Raise ValueError where transformers cannot divide a model among several processes with our experts."""
     import transformers
 
     from sonic_ep.integrations.transformers.register import has_parallel_registry
@@ -192,8 +204,6 @@ def check_parallel(options: Options) -> None:
             f"transformers {transformers.__version__} has no registry for expert parallelism, which several processes "
             f"need; pip install 'transformers>={FIRST_PARALLEL}', or start one process"
         )
-    if options.lora and options.trainer:
-        raise ValueError("--lora with --trainer trains in one process: Trainer does not average adapters over several")
 
 
 def train(

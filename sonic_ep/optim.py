@@ -1,11 +1,12 @@
-"""`clip_grad_norm_` and `parameter_groups`: what an optimizer must know of experts.
+"""`clip_grad_norm_`, `parameter_groups` and `Muon`: what an optimizer must know of experts.
 
 Their weights are on other ranks, so a norm of the gradients that one rank has is no norm of the model's. Their biases
-have two dimensions, so "weights of two dimensions decay" would be wrong of them.
+have two dimensions, so "weights of two dimensions decay" would be wrong of them. Their weights have three, and each
+expert's is a matrix by itself.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,67 @@ def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
         for (decays, _), parameters in groups.items()
     ]
+
+
+@final
+class Muon(torch.optim.Muon):
+    """torch's Muon for weights (m, n), and for stacks (e, m, n): each matrix of a stack is a weight of its own.
+
+    Each expert gets, to the bit, what torch.optim.Muon does with the expert's weight alone. Gate and up rows of an
+    expert are one matrix. EP and FSDP2 give a rank whole experts, so a step sends nothing for them. For a DTensor
+    (m, n) torch gathers what it multiplies.
+
+    params: without embeddings, heads, routers, norms and biases, which belong to AdamW. options: those of
+    torch.optim.Muon. State: `momentum_buffer`, of the parameter's shape.
+
+    Raises ValueError, on every rank, for a parameter of another number of dimensions, for a bias of `Experts`, and for
+    a stack that is sharded along another dimension than its first, because the shards cut the matrices.
+    """
+
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        super().__init__([{"params": []}], **options)  # torch refuses three dimensions there, and not when one adds
+        self.param_groups.clear()
+        given = list(params)
+        for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
+            self.add_param_group(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        problems = (_problem_with_matrices(parameter) for parameter in self.param_groups[-1]["params"])
+        if (problem := next(filter(None, problems), None)) is not None:
+            self.param_groups.pop()
+            raise ValueError(problem)
+
+    def _init_group(self, group: Any, params_with_grad: Any, grads: Any, muon_momentum_bufs: Any) -> bool:
+        """Fills the lists of what torch's step updates in place, with the matrices of a stack one by one."""
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if isinstance(grad, DTensor) and grad.placements != parameter.placements:  # partial sums
+                parameter.grad = grad.redistribute(placements=parameter.placements)
+        found: tuple[list[Tensor], ...] = [], [], []
+        is_complex = super()._init_group(group, *found)
+        for tensors, matrices in zip(found, (params_with_grad, grads, muon_momentum_bufs), strict=True):
+            for tensor in tensors:
+                matrices.extend(_local(tensor).unbind() if tensor.dim() == 3 else [tensor])
+        return is_complex
+
+
+def _problem_with_matrices(parameter: Tensor) -> str | None:
+    """Returns why Muon cannot take a parameter, or None."""
+    shape = tuple(parameter.shape)
+    if parameter.dim() not in (2, 3):
+        return f"Muon takes weights (m, n) and stacks (e, m, n), not a parameter of shape {shape}: give it to AdamW"
+    if parameter.dim() == 2 and hasattr(parameter, "ep_group_name"):
+        return f"a parameter of shape {shape} has a bias of each expert, and Muon takes matrices: give it to AdamW"
+    if isinstance(parameter, DTensor) and parameter.dim() == 3:
+        sizes = parameter.device_mesh.shape
+        dims = [getattr(each, "dim", 0) for each, size in zip(parameter.placements, sizes, strict=True) if size > 1]
+        if any(dim % 3 for dim in dims):
+            return (
+                f"a stack of matrices of shape {shape} is sharded by {tuple(parameter.placements)}, which cuts the "
+                "matrices, and Muon needs them whole: shard dim 0, or give it to AdamW"
+            )
+    return None
 
 
 class _Place(NamedTuple):
