@@ -5,7 +5,8 @@
     python examples/trl_grpo.py --lora             LoRA on experts and attention, through PEFT (fuse_lora)
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/trl_grpo.py --ep-size 2
 
-Processes, devices, the run folder and what it needs are as in trl_sft.py. A task of your own replaces `share_of_even`.
+Training computes each token by the experts that generated it (docs/replay_and_padding.md). Processes, devices, the run
+folder and what it needs are as in trl_sft.py. A task of your own replaces `share_of_even`.
 """
 
 import argparse
@@ -13,7 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from parallel import Mesh
+from sonic_ep import record_routing
+from sonic_ep.routers.given_routing import UNSET
 from trl_sft import Rows, arguments_of, counting, figures, parser_of, train
 
 GROUP = 8  # completions of a prompt, whose rewards are compared
@@ -39,11 +45,41 @@ def share_of_even(completions: list[str], **_: Any) -> list[float | None]:
 
 
 def grpo_trainer(options: argparse.Namespace, mesh: Mesh, model: Any, tokenizer: Any, rows: Rows, folder: Path) -> Any:
-    """The one place where generation and training meet. The training forward routes each token anew."""
+    """The one place where generation and training meet: the experts that generated a token also train on it."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    return GRPOTrainer(
+    from sonic_ep.integrations.transformers import recorded_experts, replay_routing
+
+    class ReplayingTrainer(GRPOTrainer):
+        """Notes which experts each token has in generation, and gives them to the forward that computes the loss."""
+
+        given: Tensor | None = None  # of the next forward of the model
+        generated: Tensor
+
+        def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
+            with record_routing() as record:
+                completions = super()._generate_single_turn(*arguments, **options)
+            self.generated = recorded_experts(model, record, len(arguments[0]))
+            return completions
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            batch = super()._generate_and_score_completions(inputs)
+            mask_BL = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+            # The last token of all was drawn, but went through no layer.
+            routed_experts = self.generated.new_full((*mask_BL.shape, *self.generated.shape[2:]), UNSET)
+            routed_experts[:, :-1] = self.generated[:, : mask_BL.shape[1] - 1]
+            batch["routed_experts"] = routed_experts.masked_fill(mask_BL[:, :, None, None] == 0, UNSET)
+            return batch
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            self.given = inputs["routed_experts"]
+            try:
+                return super()._compute_loss(model, inputs)
+            finally:
+                self.given = None
+
+    trainer = ReplayingTrainer(
         model=model,
         reward_funcs=share_of_even,
         args=GRPOConfig(
@@ -55,6 +91,13 @@ def grpo_trainer(options: argparse.Namespace, mesh: Mesh, model: Any, tokenizer:
         processing_class=tokenizer,
         callbacks=[figures(mesh, "reward")],
     )
+    replay_routing(model)
+
+    def add_experts(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return None if trainer.given is None else (args, {**kwargs, "routed_experts": trainer.given})
+
+    model.register_forward_pre_hook(add_experts, with_kwargs=True, prepend=True)
+    return trainer
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The recipes for TRL print what docs/trl.md says. Those of one process share it, since importing TRL takes longest."""
 
+import json
 import os
 import re
 import subprocess
@@ -30,6 +31,37 @@ for index, command in enumerate(commands):
     print("$", command, flush=True)
     sys.argv = [*command.split(), "--run-dir", f"{folder}/{index}"]
     runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+ONE_STEP = """
+import json, sys
+import trl_grpo
+from sonic_ep import record_routing
+from sonic_ep.integrations.transformers import recorded_experts
+
+make_trainer, found = trl_grpo.grpo_trainer, {}
+
+def make(options, mesh, model, *others):
+    trainer = make_trainer(options, mesh, model, *others)
+    compute_loss = trainer._compute_loss
+
+    def compute(_, inputs):
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.data.neg_()
+        with record_routing() as record:
+            loss = compute_loss(model, inputs)
+        given, ids = inputs["routed_experts"], recorded_experts(model, record, len(inputs["prompt_ids"]))
+        found["tokens"] = given[..., 0, 0].numel()
+        found["as given"] = int((given == ids).flatten(2).all(2).sum())
+        found["with experts"] = int((ids >= 0).flatten(2).all(2).sum())
+        return loss
+
+    trainer._compute_loss = compute
+    return trainer
+
+trl_grpo.grpo_trainer = make
+trl_grpo.main(["--steps", "1", "--batch", "16", "--run-dir", sys.argv[1]])
+print(json.dumps(found))
 """
 needs_registry = pytest.mark.skipif(
     not has_parallel_registry(), reason="transformers before 5.23 has no registry for expert parallelism"
@@ -122,6 +154,16 @@ def test_what_is_written_loads_without_us(alone: dict[str, list[str]]) -> None:
     inputs = tokenizer("61 62 63 0 1 2", return_tensors="pt")
     following = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, -4:]
     assert tokenizer.decode(following) == "3 4 5 6"
+
+
+def test_training_has_the_experts_of_generation(tmp_path: Path) -> None:
+    """Also where the router is another one than in generation."""
+    for package in ("trl", "peft"):
+        pytest.importorskip(package)
+    found = json.loads(start("-c", ONE_STEP, str(tmp_path / "run"))[-1])
+    assert found["tokens"] == 16 * 12
+    assert found["as given"] == found["tokens"]
+    assert 100 < found["with experts"] <= 16 * 11  # the last token has none
 
 
 def test_rows_of_a_file(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def replay_routing(model: nn.Module) -> list[str]:
     Example: replay_routing(model)
              with sonic_ep.record_routing() as record:
                  model(input_ids)
-             model(input_ids, routed_experts=recorded_experts(model, record).unflatten(0, input_ids.shape))
+             model(input_ids, routed_experts=recorded_experts(model, record, len(input_ids)))
 
     Raises:  ValueError, with the fix, if there are no experts that sonic_ep could compute, or no router next to them.
              A forward raises ValueError, on every rank of expert parallelism, for wrong ids, a router whose weights are
@@ -62,13 +62,15 @@ def skip_padding(model: nn.Module) -> list[str]:
     return list(found)
 
 
-def recorded_experts(model: nn.Module, record: RoutingRecord) -> Tensor:
-    """Returns what the routers of a model chose in its last recorded forward: (T, layers, K) int64.
+def recorded_experts(model: nn.Module, record: RoutingRecord, num_sequences: int) -> Tensor:
+    """Returns (B, L, layers, K) int64: what the routers of a model chose in one forward, or in one `generate`.
 
-    T are the tokens of all sequences, layers those with experts. Raises RuntimeError without a recorded forward.
+    num_sequences: B. After generation L counts the prompt and all new tokens but the last, which no layer has computed.
+    layers are those with experts. Raises RuntimeError if nothing was recorded.
     """
     found = registered_experts(model, "there is no recorded routing")
-    return torch.stack([record.of(experts)[-1] for experts in found.values()], 1)
+    of_layers = [[each.unflatten(0, (num_sequences, -1)) for each in record.of(experts)] for experts in found.values()]
+    return torch.stack([torch.cat(calls, 1) for calls in of_layers], 2)
 
 
 @final

@@ -59,7 +59,7 @@ def recorded(model: Any, ids: Tensor, **fields: Any) -> Tensor:
 
     with record_routing() as record:
         step(model, ids, **fields)
-    return recorded_experts(model, record).unflatten(0, ids.shape)
+    return recorded_experts(model, record, len(ids))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
@@ -131,7 +131,7 @@ def test_every_family_replays_or_says_why_not(family: str) -> None:
         run()
     from sonic_ep.integrations.transformers import recorded_experts
 
-    assert torch.equal(recorded_experts(model, record).unflatten(0, ids.shape), routed_experts)
+    assert torch.equal(recorded_experts(model, record, len(ids)), routed_experts)
 
 
 def test_layers_that_hand_nothing_on_are_not_checkpointed() -> None:
@@ -225,6 +225,20 @@ def test_padding_in_generation() -> None:
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False), wanted)
 
 
+def test_generation_is_recorded_token_by_token() -> None:
+    """The experts of generated tokens are those of a forward over the whole sequences."""
+    from sonic_ep.integrations.transformers import recorded_experts
+
+    model, ids = a_model().eval(), torch.cat(batches(0, 1))
+    with record_routing() as record:
+        whole = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=-1)
+    generated = recorded_experts(model, record, len(ids))
+    with record_routing() as record, torch.no_grad():
+        model(input_ids=whole[:, :-1], use_cache=False)
+    assert generated.shape == (*whole[:, :-1].shape, 2, TOP_K)
+    assert torch.equal(generated, recorded_experts(model, record, len(ids)))
+
+
 def test_errors() -> None:
     from sonic_ep.integrations.transformers import recorded_experts, replay_routing, skip_padding
 
@@ -246,7 +260,7 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="need input_ids or inputs_embeds"):
         model(routed_experts=routed_experts)
     with record_routing() as record, pytest.raises(RuntimeError, match="recorded no routing"):
-        recorded_experts(model, record)
+        recorded_experts(model, record, 2)
     model.set_experts_implementation("eager")
     with pytest.raises(RuntimeError, match="reached 0 of 2 layers with experts: Qwen3MoeForCausalLM"):
         model(input_ids=ids, routed_experts=routed_experts)
