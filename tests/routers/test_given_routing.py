@@ -293,3 +293,41 @@ def test_ranks_that_disagree_all_raise(ranks: Ranks) -> None:
     for disagree, outside in ranks(2).run(disagreeing_ranks):
         assert "rank 0: torch.float64 training, rank 1: torch.float64 training with routed_experts" in disagree
         assert "routed_experts gives 20 tokens ids out of range" in outside
+
+
+GPU_CONFIG = MoEConfig(d=256, n=128, E=16, K=4, router=LOSSES, rounding=RoundingConfig(mode="off"))
+
+
+def repeats_and_skips(rank: int, rounding: RoundingConfig) -> dict[str, bool]:
+    """On GPUs, in bf16: several steps, so that programs run, each with another number of tokens that are no padding."""
+    layer = MoE(GPU_CONFIG.replace(rounding=rounding), EPGroup(), seed=0, device="cuda", dtype=torch.bfloat16)
+
+    def step(x: Tensor, dy: Tensor, **given: Tensor) -> list[Tensor]:
+        layer.zero_grad()
+        y, loss, _ = layer(x, **given)
+        ((y * dy).float().sum() + loss).backward()
+        return [y.detach(), loss.detach(), *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+
+    seen = {}
+    for number in range(6):
+        generator = torch.Generator("cuda").manual_seed(8 * number + rank)
+        x, dy = torch.randn(2, 700 + 8 * rank, 256, device="cuda", dtype=torch.bfloat16, generator=generator)
+        is_padding_T = torch.rand(len(x), device="cuda", generator=generator) < 0.1 * number
+        wanted = step(x[~is_padding_T], dy[~is_padding_T])
+        y, *others = step(x, dy, padding_mask=is_padding_T)
+        seen[f"padding {number}"] = (
+            all(map(torch.equal, [y[~is_padding_T], *others], wanted)) and not y[is_padding_T].any()
+        )
+        if rounding.mode == "off":
+            with record_routing() as record:
+                wanted = step(x, dy, padding_mask=is_padding_T)
+            again = step(x, dy, routed_experts=record.of(layer)[0])
+            seen[f"replay {number}"] = all(map(torch.equal, again, wanted))
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["off", "nearest"])
+def test_on_gpus(gpus: Ranks, mode: Any, size: int) -> None:
+    for seen in gpus(size).run(repeats_and_skips, RoundingConfig(mode=mode)):
+        assert all(seen.values()), seen
