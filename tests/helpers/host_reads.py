@@ -21,7 +21,7 @@ _OPERATIONS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_
 _KERNELS = ("triton/runtime/interpreter.py", "kernels/experts/reference.py")
 _SEEN_BY_CAPTURES = (
     *("async_d2h", "routers.count_exchange", "dispatch.symmetric"),
-    *("integrations.framework_experts", "integrations.transformers.rounding"),
+    *("integrations.framework_experts", "integrations.transformers.router_outputs"),
 )
 
 
