@@ -5,11 +5,27 @@ Source: SonicMoE, arXiv 2512.14080, section 5; docs/token_rounding.md.
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
+import torch
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
+from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import PairLists, RoutedPairs, Routing
+
+
+def rounded_topk(
+    module: object, topk: TopK, weights_TK: Tensor, context: RoutingContext, scale: float = 1.0
+) -> Routing:
+    """Rounds the top-K of a framework's router, and returns the routing. A collective; see `decide_pairs`.
+
+    module: of the experts, for replay under activation checkpointing. topk, weights_TK: (T, K) what the router chose,
+    and the weights that it gave. The others: see `rounded_routing`.
+    """
+    pairs, scores_TE = decide_pairs(module, topk, None, context), topk.scores_TE
+    given_TE = torch.zeros_like(scores_TE).scatter(1, topk.topk_ids_TK, weights_TK.to(scores_TE.dtype))
+    return rounded_routing(pairs, given_TE, scores_TE, context.config.router, scale)
 
 
 def rounded_routing(

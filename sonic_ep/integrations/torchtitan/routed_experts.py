@@ -20,11 +20,11 @@ from sonic_ep.config import RouterConfig
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.integrations.rounded_routing import rounded_routing
+from sonic_ep.integrations.rounded_routing import rounded_topk
 from sonic_ep.integrations.topk_routing import config_of, routing_of_topk
 from sonic_ep.integrations.torchtitan.inner_experts import activation_of, dtype_of, problem_with_experts, weights_of
 from sonic_ep.integrations.torchtitan.router import split
-from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_for
@@ -139,6 +139,4 @@ class SonicEPRoutedExperts(RoutedExperts):
         context = RoutingContext(
             config=config_of(E, K, router, rounding), group=group, dtype=dtype, training=True, exchange=exchange
         )
-        pairs = decide_pairs(self, TopK(scores_TE, scores_TE.detach(), allowed_TE, ids_TK), None, context)
-        given_TE = torch.zeros_like(scores_TE).scatter(1, ids_TK, weights_TK)
-        return rounded_routing(pairs, given_TE, scores_TE, router, 1.0)
+        return rounded_topk(self, TopK(scores_TE, scores_TE.detach(), allowed_TE, ids_TK), weights_TK, context)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.integrations.rounded_routing import rounded_routing
+from sonic_ep.integrations.rounded_routing import rounded_topk
 from sonic_ep.integrations.topk_routing import config_of
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
 from sonic_ep.integrations.transformers.router_outputs import RouterOutputs, router_next_to
-from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
 from sonic_ep.transports import GroupTransport
@@ -100,9 +100,8 @@ class TokenRounding:
         context = RoutingContext(
             config=config, group=group, dtype=dtype, training=True, exchange=exchange, problem=problem
         )
-        routed_pairs = decide_pairs(experts, TopK(scores_TE, scores_TE.detach(), None, ids_TK), None, context)
-        given_TE = torch.zeros_like(scores_TE).scatter(1, ids_TK, topk_weights_TK.to(scores_TE.dtype))
-        return rounded_routing(routed_pairs, given_TE, scores_TE, rule.config, rule.scale)
+        topk = TopK(scores_TE, scores_TE.detach(), None, ids_TK)
+        return rounded_topk(experts, topk, topk_weights_TK, context, rule.scale)
 
     def _problem_with_buffers(self, exchange: Exchange) -> str | None:
         try:
