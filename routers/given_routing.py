@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from sonic_ep.async_d2h import host_may_wait
-from sonic_ep.checks import problem_with_kind
+from sonic_ep.checks import ID_DTYPES, problem_with_tensor
 
 UNSET = -1  # in place of an expert id: of a token that is padding
-_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+NOT_ROUNDED = "rounding.mode=%r has no effect in steps with routed_experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class GivenRouting:
     """What a caller gives for the tokens of one call, from the arguments of `MoE.forward`.
 
     routed_experts: (O, K) or (B, L, K) integers, each token's experts in place of the router's top-K, as
-    `record_routing` returns them; -1 in place of each for padding. The weights come of the scores of this call, so the
-    router gets gradients. Nothing is rounded.
+    `record_routing` returns them; -1 in place of each for padding. The weights come from the scores of this
+    call, so the router gets gradients. Nothing is rounded.
     padding_mask: (O,) or (B, L) bool, True for padding. y is 0 there, and stats have the other tokens alone.
     With either the host waits for the device, and torch.compile breaks its graph.
 
-    shape: of the tokens with padding. rows_T: int64, the tokens that are no padding, ascending; None if none is.
+    shape: of the tokens with padding. rows_T: int64, the tokens that are no padding, ascending; None without padding.
     expert_ids_TK: int64, their experts, or for several layers (T, layers, K); None where the router chooses. problem:
     of this rank with the arguments, or None; with one nothing is given.
     """
@@ -61,7 +61,7 @@ class GivenRouting:
         compares sequences, which padding would give different lengths.
         """
         shape = x.shape[:-1]
-        problem = _problem_with("routed_experts", routed_experts, _ID_DTYPES, (*shape, *layers, K))
+        problem = _problem_with("routed_experts", routed_experts, ID_DTYPES, (*shape, *layers, K))
         problem = problem or _problem_with("padding_mask", padding_mask, (torch.bool,), shape)
         if problem is None and (x.is_meta or not host_may_wait(x)):
             problem = (
@@ -113,17 +113,14 @@ NOTHING_GIVEN = GivenRouting()
 def _problem_with(name: str, values: object, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> str | None:
     if values is None:
         return None
-    if not isinstance(values, Tensor):
-        return f"{name} is a {type(values).__name__}, wanted a torch.Tensor"
-    if values.layout != torch.strided or values.is_nested:
-        return f"{name} has layout {'nested' if values.is_nested else values.layout}, wanted a dense tensor"
-    if (problem := problem_with_kind(name, values)) is not None:
+    if (problem := problem_with_tensor(name, values)) is not None:
         return problem
+    assert isinstance(values, Tensor)
     if values.dtype not in dtypes:
         return f"{name} has dtype {values.dtype}, wanted {', '.join(map(str, dtypes))}"
     if values.shape != shape:
         return f"{name} has shape {tuple(values.shape)}, wanted {tuple(shape)} for this x"
-    return "it has no values on the meta device; give real ones" if values.is_meta else None
+    return f"{name} has no values on the meta device; give real ones" if values.is_meta else None
 
 
 def _faults(ids_OK: Tensor | None, is_padding_O: Tensor, E: int) -> list[Tensor]:

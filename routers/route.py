@@ -17,6 +17,7 @@ from sonic_ep.kernels.backend import allows_spare_capacity, chosen_pairs, start_
 from sonic_ep.kernels.program.trace import by_torch
 from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
+from sonic_ep.routers.given_routing import NOT_ROUNDED
 from sonic_ep.routers.replay import record_pairs, replayed_pairs
 from sonic_ep.routers.rounding import is_plain_topk, leaves_sizes_open, max_received, max_rows, round_counts
 from sonic_ep.routers.topk import TopK
@@ -56,7 +57,7 @@ def without_rounding(config: MoEConfig) -> MoEConfig:
     """Returns the config for tokens whose experts are given. Logs that they are not rounded, once for each config."""
     if config.rounding.mode == "off":
         return config
-    _LOG.warning("rounding.mode=%r has no effect in steps with routed_experts", config.rounding.mode)
+    _LOG.warning(NOT_ROUNDED, config.rounding.mode)
     return replace(config, rounding=replace(config.rounding, mode="off"))
 
 

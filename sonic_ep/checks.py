@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+# Of ids. For wider unsigned integers torch has few operations.
+ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 ROW_ALIGNMENT = 16  # bytes: for GPU kernels, rows and weights must start at a multiple of it
 
 
@@ -47,6 +49,15 @@ def problem_with_input(
     if x.dtype != dtype:
         return f"x has dtype {x.dtype}, the experts compute in {dtype}; cast x or use layer.to({x.dtype}) or autocast"
     return _problem_with_device(x)
+
+
+def problem_with_tensor(name: str, values: object) -> str | None:
+    """Checks that an argument is a dense tensor of a kind that `problem_with_kind` allows."""
+    if not isinstance(values, Tensor):
+        return f"{name} must be a torch.Tensor, got {type(values).__name__}"
+    if values.is_nested or values.layout != torch.strided:
+        return f"{name} must be a dense tensor, got layout {'nested' if values.is_nested else values.layout}"
+    return problem_with_kind(name, values)
 
 
 def problem_with_kind(name: str, values: Tensor, parameters: Callable[[], Iterable[Tensor]] = tuple) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 
 from sonic_ep.async_d2h import host_may_wait
-from sonic_ep.checks import problem_with_input, problem_with_kind, problem_with_memory
+from sonic_ep.checks import problem_with_input, problem_with_memory, problem_with_tensor
 from sonic_ep.config import MoEConfig
 from sonic_ep.dispatch.bounded_steps import LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
@@ -207,7 +207,7 @@ class MoE(nn.Module):
             dispatched_next=True,
             layer=self._number,
             needs_backward=self._needs_backward(x_TH),
-            expert_ids_TK=None if given is None else given.expert_ids_TK,
+            expert_ids_TK=given.expert_ids_TK,
         )
         y_TH = moe(
             routed.x_TH,
@@ -227,9 +227,8 @@ class MoE(nn.Module):
     def _checked(self, x: Tensor, problem: str | None = None) -> tuple[Tensor, ExpertWeights, str | None]:
         """Returns x and the expert weights, in the dtype of autocast if it is on, and this rank's problem, or None.
 
-        problem: one that is known already.
-
-        With a problem, x is empty: the router sends the problem to all ranks, and every rank raises it.
+        problem: of this rank, if one is known already. With a problem, x is empty: the router sends the problem to all
+        ranks, and every rank raises it.
         """
         dtype, checks = self._autocast_dtype(), not torch.compiler.is_compiling()
         if checks:
@@ -314,9 +313,7 @@ def _is_gathered_later(weight: Tensor) -> bool:
 
 
 def _has_rows(x: object) -> bool:
-    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or problem_with_kind("x", x) is not None:
-        return False
-    return x.dim() in (2, 3)
+    return problem_with_tensor("x", x) is None and isinstance(x, Tensor) and x.dim() in (2, 3)
 
 
 def _rows_of(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.async_d2h import AsyncD2H
-from sonic_ep.checks import problem_with_kind
+from sonic_ep.checks import ID_DTYPES, problem_with_tensor
 from sonic_ep.groups import EPGroup, LostRankError
 from sonic_ep.groups.order import Forward
 
@@ -298,7 +298,6 @@ class Routing:
         return cls(weights_N[order_N], sorted_ids_N, counts, num_tokens, exchange=group.order.exchange)
 
 
-_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -306,11 +305,7 @@ def _problem_with_pairs(
     token_ids_N: Tensor, expert_ids_N: Tensor, weights_N: Tensor, num_tokens: int, E: int
 ) -> str | None:
     for name, values in (("token_ids", token_ids_N), ("expert_ids", expert_ids_N), ("weights", weights_N)):
-        if not isinstance(values, Tensor):
-            return f"{name} must be a torch.Tensor, got {type(values).__name__}"
-        if values.is_nested or values.layout != torch.strided:
-            return f"{name} must be a dense tensor, got layout {'nested' if values.is_nested else values.layout}"
-        if (problem := problem_with_kind(name, values)) is not None:
+        if (problem := problem_with_tensor(name, values)) is not None:
             return problem
     for name, size, least in (("num_tokens", num_tokens, 0), ("E", E, 1)):
         if type(size) is not int or size < least:
@@ -326,7 +321,7 @@ def _problem_with_pairs(
     if weights_N.dtype not in _WEIGHT_DTYPES:
         return f"weights must be floating point, got {weights_N.dtype}; use weights.float()"
     for name, ids, limit in (("token", token_ids_N, num_tokens), ("expert", expert_ids_N, E)):
-        if ids.dtype not in _ID_DTYPES:  # for wider unsigned integers torch has few operations
+        if ids.dtype not in ID_DTYPES:
             return f"{name}_ids must be integers, got {ids.dtype}; use {name}_ids.long(), on any rank alike"
         if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < limit):
             return f"{name}_ids run from {int(ids.min())} to {int(ids.max())}, allowed are 0..{limit - 1}"

@@ -3,6 +3,7 @@
 import os
 import sys
 from importlib import import_module
+from typing import Any
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.extras import require_extra
@@ -36,8 +37,8 @@ def compile_aot(config: MoEConfig, arch: str, dtype: str, cache: str | None, *, 
 
     aot = import_module("sonic_ep.kernels.experts.aot")
 
-    def report(compilation: tuple[object, str, object], seconds: float) -> None:
-        sys.stdout.write(f"{config.name} {arch} {dtype}: {compilation[1]} {seconds:.1f} s\n")
+    def report(compilation: Any, seconds: float) -> None:
+        sys.stdout.write(f"{config.name} {arch} {dtype}: {compilation.name} {seconds:.1f} s\n")
         sys.stdout.flush()
 
     gemms = Gemms(config.d, config.n, config.activation, dtype, bias=config.bias)

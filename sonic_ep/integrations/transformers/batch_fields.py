@@ -25,7 +25,7 @@ def replay_routing(model: nn.Module) -> list[str]:
 
     Call it once the model is built, on every rank, after PEFT has adapted it. From then on
     `model(**batch, routed_experts=ids)` computes with these experts, ids (B, L, layers, K) integers with -1 in place of
-    each for padding. Weights come of the live logits. Nothing is rounded. Without the field the router chooses.
+    each for padding. Weights come from the live logits. Nothing is rounded. Without the field the router chooses.
 
     Example: replay_routing(model)
              with sonic_ep.record_routing() as record:

@@ -24,7 +24,7 @@ from sonic_ep.integrations.topk_routing import capped_routing, routing_of_topk
 from sonic_ep.integrations.transformers.activation import activation_of
 from sonic_ep.integrations.transformers.router_outputs import RouterOutputs
 from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weight_dtype, weights_of
-from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting, add_to_records, recording
+from sonic_ep.routers.given_routing import NOT_ROUNDED, NOTHING_GIVEN, GivenRouting, add_to_records, recording
 from sonic_ep.routing import Routing
 from sonic_ep.transports import GroupTransport
 
@@ -96,7 +96,7 @@ def compute_experts(
         routed.append(logits_TE if own_slice is None else own_slice(logits_TE))
     given, routed = _given(experts, x_TH, routed, E, has_sentinels=has_sentinels)
     if given.expert_ids_TK is not None and rounding is not None:
-        _say_once("rounding.mode=%r has no effect in steps with routed_experts", rounding.config.mode)
+        _say_once(NOT_ROUNDED, rounding.config.mode)
         rounding = None
     common = {"E": E, "group": group, "exchange": transport, "dtype": dtype}
     route = _route(experts, rounding, capacity, given, has_sentinels=has_sentinels, **common)
