@@ -13,6 +13,7 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -60,8 +61,8 @@ class RankError(RuntimeError):
     def __init__(self, world_size: int, failures: dict[int, str], unfinished: dict[int, str]) -> None:
         self.failures = failures
         (first, text), *others = failures.items()
-        lines = [f"rank {first} of {world_size} failed:", text.rstrip()]
-        lines += [f"rank {rank} failed too: {other.rstrip().splitlines()[-1]}" for rank, other in others]
+        lines = [f"rank {first} of {world_size} failed: {_raised_in(text)}", text.rstrip()]
+        lines += [f"rank {rank} failed too: {_raised_in(other)}" for rank, other in others]
         if unfinished:
             lines.append(f"stopped before they finished: ranks {[*unfinished]}")
         super().__init__("\n".join([*lines, *_shown(unfinished)]))
@@ -74,6 +75,12 @@ class RankTimeoutError(TimeoutError):
         self.unfinished = [*unfinished]
         raised = f"ranks {self.unfinished} of {world_size} were still running after {timeout:g} s and were stopped"
         super().__init__("\n".join([raised, *_shown(unfinished)]))
+
+
+def _raised_in(text: str) -> str:
+    """The first line of what a traceback ends in. Logs cut long ones in the middle, and Dynamo adds lines below it."""
+    lines = text.rstrip().splitlines()
+    return next((line for line in reversed(lines) if re.match(r"[\w.]+(: |$)", line)), lines[-1])[:500]
 
 
 def _state_of(pid: int | None) -> str:
