@@ -40,9 +40,11 @@ def test_the_first_screen_says_what_it_is_how_fast_and_how_to_get_it() -> None:
     assert len(lines) <= 150
     screen = lines[:30]
     assert sum("**" in line for line in screen if line.startswith("|")) == len(STEPS)
-    assert "## Install" in screen
+    imported = [line.split()[1] for line in screen if line.startswith("    from sonic_ep")]
+    assert imported == [f"sonic_ep.integrations.{name}" for name in ("megatron", "transformers", "deepspeed")]
+    assert sum("pip install" in line for line in screen) == 3
     sections = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
-    assert sections[:3] == ["Install", "Use it", "Integrations"]
+    assert sections[:2] == ["Use it", "Integrations"]
 
 
 # By page: the record, and the two contestants in it.
