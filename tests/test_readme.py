@@ -19,7 +19,12 @@ def test_the_usage_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_link_leads_somewhere() -> None:
     root = README.parent
-    for page in (README, root / "CONTRIBUTING.md", root / "dev" / "LOG.md", *sorted((root / "docs").glob("*.md"))):
+    for page in (
+        README,
+        root / "CONTRIBUTING.md",
+        *sorted((root / "dev").glob("*.md")),
+        *sorted((root / "docs").glob("*.md")),
+    ):
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             if target.startswith("http"):
                 continue
