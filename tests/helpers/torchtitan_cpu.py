@@ -9,7 +9,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -121,24 +121,32 @@ def deepseek_v3_moe() -> ModelSpec:
     return _tiny(spec, layers)
 
 
-def moe_config(kind: str) -> MoE.Config:
-    """The config of one MoE, of a model above or of gpt-oss, whose attention needs a GPU."""
-    if kind != "gpt_oss":
-        return cast(Any, MODELS[kind]().model).layers[-1].moe
+def gpt_oss_moe() -> ModelSpec:
+    """Softmax scores, renormalised; biases of router and experts. On CPUs its attention has no sinks."""
+    spec = gpt_oss.model_registry("debugmodel", attn_backend="varlen", moe_comm_backend="standard")
     layers: Any = gpt_oss._build_gptoss_layers(
         dim=DIM,
-        n_layers=1,
+        n_layers=2,
         hidden_dim=16,
         num_experts=8,
         top_k=2,
         load_balance_coeff=1e-3,
         moe_comm_backend="standard",
-        rope=gpt_oss.CosSinRoPE.Config(dim=8, max_seq_len=LENGTH, theta=1e4),
+        rope=gpt_oss.CosSinRoPE.Config(dim=64, max_seq_len=LENGTH, theta=1e4),
     )
-    return layers[0].moe
+    return _tiny(spec, layers)
 
 
-MODELS: dict[str, Callable[[], ModelSpec]] = {"qwen3": qwen3_moe, "deepseek_v3": deepseek_v3_moe}
+def moe_config(model: str) -> MoE.Config:
+    """The config of one MoE of a model above."""
+    return cast(Any, MODELS[model]().model).layers[-1].moe
+
+
+MODELS: dict[str, Callable[[], ModelSpec]] = {
+    "qwen3": qwen3_moe,
+    "deepseek_v3": deepseek_v3_moe,
+    "gpt_oss": gpt_oss_moe,
+}
 
 
 def _tiny(spec: ModelSpec, layers: list[Any]) -> ModelSpec:
@@ -158,14 +166,14 @@ class RandomTokens(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        pass
+        seed: int = 0
 
     def __init__(self, config: Config, *, dp_rank: int, local_batch_size: int, seq_len: int, **_: Any) -> None:
-        self._rank, self._shape, self._next = dp_rank, (local_batch_size, seq_len), 0
+        self._seed, self._shape, self._next = 10_000 * config.seed + 1000 * dp_rank, (local_batch_size, seq_len), 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
-            draw = torch.Generator().manual_seed(1000 * self._rank + self._next % 2)
+            draw = torch.Generator().manual_seed(self._seed + self._next % 2)
             B, L = self._shape
             tokens = torch.randint(VOCABULARY, (B, L + 1), generator=draw)
             self._next += 1
@@ -206,11 +214,12 @@ def config_of(
     recompute: Any = None,
     checkpoints: int | None = None,
     compiler: str | None = None,
+    seed: int = 0,
     **parallelism: Any,
 ) -> Trainer.Config:
     """Returns the config of a Trainer that runs on CPUs. parallelism: fields of ParallelismConfig.
 
-    checkpoints: after how many steps one is saved.
+    checkpoints: after how many steps one is saved. seed: of the tokens.
 
     torchtitan's default backend, spmd_types, shards by FSDP with a newer torch than 2.13 alone.
     """
@@ -218,7 +227,7 @@ def config_of(
         model_spec=MODELS[model](),
         dump_folder=folder,
         tokenizer=NoTokenizer.Config(),
-        dataloader=RandomTokens.Config(),
+        dataloader=RandomTokens.Config(seed=seed),
         loss=CrossEntropyLoss.Config(),
         optimizer=_adamw(),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
@@ -258,10 +267,14 @@ class _Memory(SimpleNamespace):
     def reset_peak_stats(self) -> None: ...
 
 
-def _divide_by(module: FSDPModule, factor: float) -> None:
-    """gloo has no sum with a factor. FSDP then sums, and divides itself."""
-    module.set_force_sum_reduction_for_comms(True)
-    _divide(module, factor)
+def fsdp_over_gloo() -> AbstractContextManager[Any]:
+    """gloo has no sum with a factor. Within this FSDP sums, and divides itself."""
+
+    def divide_by(module: FSDPModule, factor: float) -> None:
+        module.set_force_sum_reduction_for_comms(True)
+        _divide(module, factor)
+
+    return patch.object(FSDPModule, "set_gradient_divide_factor", divide_by)
 
 
 @contextmanager
@@ -277,7 +290,7 @@ def trainer(config: Trainer.Config, rank: int) -> Iterator[Any]:
             patch.object(trainer_module, "time", SimpleNamespace(perf_counter=time.perf_counter, sleep=int))
         )
         stack.enter_context(patch.dict(TORCH_DTYPE_MAP, {"float64": torch.float64}))
-        stack.enter_context(patch.object(FSDPModule, "set_gradient_divide_factor", _divide_by))
+        stack.enter_context(fsdp_over_gloo())
         # Its own init_distributed does so: threads of autograd know no mesh.
         torch.autograd.set_multithreading_enabled(False)
         stack.callback(torch.autograd.set_multithreading_enabled, autograd_threads)

@@ -24,6 +24,7 @@ from sonic_ep.integrations.rounded_routing import rounded_topk
 from sonic_ep.integrations.topk_routing import config_of, routing_of_topk
 from sonic_ep.integrations.torchtitan.inner_experts import activation_of, dtype_of, problem_with_experts, weights_of
 from sonic_ep.integrations.torchtitan.router import split
+from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
 from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
@@ -55,6 +56,7 @@ class SonicEPRoutedExperts(RoutedExperts):
         self.num_experts, self.top_k = config.inner_experts.num_experts, config.token_dispatcher.top_k
         self.options, self.router_config = config.options, config.router
         self.tp_size = 1
+        self.given: GivenRouting | None = None  # what the router was given for this call: see replay.py
         self._divide_experts(EPGroup.alone())
 
     def _divide_experts(self, group: EPGroup) -> None:
@@ -125,8 +127,18 @@ class SonicEPRoutedExperts(RoutedExperts):
 
     def _routing(self, ids_TK: Tensor, weights_TK: Tensor, *, dtype: torch.dtype) -> Routing:
         group, exchange = self._experts.group, self._experts.transport
-        given = {"E": self.num_experts, "group": group, "exchange": exchange, "dtype": dtype}
-        return routing_of_topk(ids_TK, weights_TK, training=self.training, **given)
+        given = NOTHING_GIVEN if self.given is None else self.given
+        return routing_of_topk(
+            ids_TK,
+            weights_TK,
+            E=self.num_experts,
+            group=group,
+            exchange=exchange,
+            dtype=dtype,
+            training=self.training,
+            has_given_experts=self.given is not None,
+            problem=given.problem,
+        )
 
     def _rounded(self, ids_TK: Tensor, columns_TC: Tensor, *, dtype: torch.dtype) -> Routing:
         group, exchange = self._experts.group, self._experts.transport

@@ -48,9 +48,12 @@ def both_ways(rank: int, model: str, folder: Path, parallelism: dict[str, int]) 
 BOTH: tuple[tuple[str, tuple[str, ...]], ...] = (("stock", ()), ("ours", (EXPERTS,)))
 
 
-@pytest.mark.parametrize(
+on_4_ranks = pytest.mark.parametrize(
     ("model", "parallelism"), [("qwen3", FSDP_EP), ("deepseek_v3", TP_EP)], ids=["qwen3-fsdp-ep", "deepseek_v3-tp-ep"]
 )
+
+
+@on_4_ranks
 def test_losses_and_checkpoints_equal_torchtitans(model: str, parallelism: dict[str, int], tmp_path: Path) -> None:
     for stock, ours, stock_resumed, ours_resumed in run_ranks(both_ways, 4, model, tmp_path, parallelism, timeout=600):
         assert len(stock["losses"]) in (STEPS, 0)  # noted on rank 0
@@ -66,23 +69,44 @@ def test_losses_and_checkpoints_equal_torchtitans(model: str, parallelism: dict[
 
 
 def settings_run(rank: int, model: str, folder: Path, settings: dict[str, Any]) -> tuple[Run, Run]:
-    return train(rank, model, folder, steps=3, **settings), train(rank, model, folder, EXPERTS, steps=3, **settings)
+    return train(rank, model, folder, **settings), train(rank, model, folder, EXPERTS, **settings)
+
+
+@pytest.mark.slow
+@on_4_ranks
+def test_losses_in_fp32_equal_torchtitans(model: str, parallelism: dict[str, int], tmp_path: Path) -> None:
+    # With seed 0 two experts of a token of Qwen3-MoE nearly tie (dev/LOG.md).
+    settings: dict[str, Any] = {"steps": STEPS, "precision": "float32", "seed": 1, **parallelism}
+    stock, ours = run_ranks(settings_run, 4, model, tmp_path, settings, timeout=600)[0]
+    assert len(stock["losses"]) == STEPS
+    assert ours["losses"] == pytest.approx(stock["losses"], abs=1e-5)
+
+
+EP, TP, TP_IS_EP = (
+    {"expert_parallel_degree": 2},
+    {"tensor_parallel_degree": 2},
+    {"tensor_parallel_degree": 2, "expert_parallel_degree": 2},
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
+    ("model", "ranks", "settings"),
     [
-        {"recompute": FullAC.Config(), "expert_parallel_degree": 2},
-        {"recompute": SelectiveAC.Config(), "expert_parallel_degree": 2},
-        {"tensor_parallel_degree": 2},
-        {"tensor_parallel_degree": 2, "expert_parallel_degree": 2},
+        pytest.param("deepseek_v3", 2, {"recompute": FullAC.Config(), **EP}, id="full-ac"),
+        pytest.param("deepseek_v3", 2, {"recompute": SelectiveAC.Config(), **EP}, id="selective-ac"),
+        pytest.param("deepseek_v3", 2, TP, id="tp-without-ep"),
+        pytest.param("deepseek_v3", 2, TP_IS_EP, id="tp-is-ep"),
+        pytest.param("gpt_oss", 1, {}, id="gpt-oss"),
+        pytest.param("gpt_oss", 2, EP, id="gpt-oss-ep"),
+        pytest.param("gpt_oss", 2, TP, id="gpt-oss-tp-without-ep"),
+        pytest.param("gpt_oss", 2, TP_IS_EP, id="gpt-oss-tp-is-ep"),
     ],
-    ids=["full-ac", "selective-ac", "tp-without-ep", "tp-is-ep"],
 )
-def test_losses_equal_torchtitans_with(settings: dict[str, Any], tmp_path: Path) -> None:
-    stock, ours = run_ranks(settings_run, 2, "deepseek_v3", tmp_path, settings, timeout=600)[0]
-    assert len(stock["losses"]) == 3
+def test_losses_equal_torchtitans_with(model: str, ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"steps": 6, **settings}
+    stock, ours = run_ranks(settings_run, ranks, model, tmp_path, settings, timeout=600)[0]
+    assert len(stock["losses"]) == 6
     assert ours["losses"] == pytest.approx(stock["losses"], abs=1e-5)
 
 
