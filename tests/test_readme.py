@@ -46,7 +46,8 @@ def test_the_first_screen_says_what_it_is_how_fast_and_how_to_get_it() -> None:
     screen = lines[:30]
     assert sum("**" in line for line in screen if line.startswith("|")) == len(STEPS)
     imported = [line.split()[1] for line in screen if line.startswith("    from sonic_ep")]
-    assert imported == [f"sonic_ep.integrations.{name}" for name in ("megatron", "transformers", "deepspeed")]
+    of_frameworks = [f"sonic_ep.integrations.{name}" for name in ("megatron", "transformers", "deepspeed")]
+    assert imported == [of_frameworks[0], "sonic_ep", *of_frameworks[1:]]  # as the rows of the table, FSDP2's second
     assert sum("pip install" in line for line in screen) == 3
     sections = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
     assert sections[:2] == ["Use it", "Integrations"]

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GATED = ("swiglu", "swiglu_clamped", "swiglu_clamped_7", "geglu", "geglu_erf", "reglu", "swiglu_oai")
-PLAIN = ("gelu", "gelu_erf", "silu", "relu", "relu2")
 SPLIT_GATE_UP = (torch.bfloat16, torch.float16)
 
 
@@ -37,6 +35,7 @@ _OF_ONE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda h: F.relu(h).square(),
 }
+GATED, PLAIN = tuple(_OF_GATE_AND_UP), tuple(_OF_ONE)
 
 
 def activate(name: str, h: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
+from sonic_ep.config import Activation
 from sonic_ep.routers.replay import replay_contexts
 from sonic_ep.routing import RoutedPairs
 from tests.helpers import oracle
@@ -51,14 +52,7 @@ CASES: dict[str, tuple[MoEConfig, str]] = {
     "through-router-kept-rows": (small(THROUGH_ROUTER, save_dispatched=True), "ragged"),
     "through-router-one-rank-empty": (small(THROUGH_ROUTER), "empty"),
     "shared-gate": (small(shared_n=5, shared_gate=True, bias=True, K=3), "ragged"),
-    **{
-        f"act-{name}": (small(activation=name, bias=True), "equal")
-        for name in ("swiglu_clamped", "swiglu_clamped_7", "geglu", "geglu_erf", "reglu", "swiglu_oai")
-    },
-    **{
-        f"act-{name}": (small(activation=name, shared_n=4), "equal")
-        for name in ("gelu", "gelu_erf", "silu", "relu", "relu2")
-    },
+    **{f"act-{name}": (small(activation=name, bias=True, shared_n=4), "equal") for name in get_args(Activation)},
     "one-rank-empty": (small(bias=True), "empty"),
     "all-on-one-expert": (small(RouterConfig(renormalize=False), K=1), "skewed"),
     "fewer-tokens-than-t": (small(rounding=RoundingConfig(t=16, G=16)), "few"),
