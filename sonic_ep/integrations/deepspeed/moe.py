@@ -72,7 +72,15 @@ class MoE(StockMoE):
             self.expert_group_name,
             save_dispatched=options.save_dispatched,
         )
-        gate = TopKGate(hidden_size, experts.width, num_experts, k, policy=noisy_gate_policy, rounding=options.rounding)
+        gate = TopKGate(
+            hidden_size,
+            experts.width,
+            num_experts,
+            k,
+            policy=noisy_gate_policy,
+            samples_second=top2_2nd_expert_sampling,
+            rounding=options.rounding,
+        )
         self.deepspeed_moe = RoutedExperts(gate, experts, ep_size, options)
         if use_residual:
             self.mlp = expert

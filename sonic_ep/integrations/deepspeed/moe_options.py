@@ -37,9 +37,10 @@ OPTIONS: tuple[Field, ...] = (
         "it has an effect only with tensor parallelism, with which the layer is refused, see below",
         "enable_expert_tensor_parallelism",
     ),
-    *without_effect(
-        "True with k=2, DeepSpeed's default: the second expert is always the second best, as with False",
-        top2_2nd_expert_sampling=False,
+    *honoured(
+        "with k=2; DeepSpeed's default samples the second expert, in evaluation too. torch.compile leaves that out of "
+        "its graphs",
+        "top2_2nd_expert_sampling",
     ),
 )
 
@@ -57,9 +58,7 @@ def check(arguments: Mapping[str, object]) -> None:
     problem, k = _problem(arguments), arguments["k"]
     if problem is not None:
         raise ValueError(problem)
-    # DeepSpeed reads top2_2nd_expert_sampling only for k=2.
-    read = [each for each in OPTIONS if each.name != "top2_2nd_expert_sampling" or k == 2]
-    ignored = [check_field(option, arguments[option.name]) for option in read]
+    ignored = [check_field(option, arguments[option.name]) for option in OPTIONS]
     if arguments["noisy_gate_policy"] == "RSample" and k != 1:
         ignored.append(f"noisy_gate_policy='RSample' (DeepSpeed reads it only for k=1, k={k} here)")
     warn_of(ignored, "MoE")

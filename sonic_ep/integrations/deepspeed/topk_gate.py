@@ -1,8 +1,9 @@
 """`TopKGate`: DeepSpeed's TopKGate with drop_tokens=False, by our router. Same experts, weights, counts and loss.
 
 The probabilities are a softmax over all experts in fp32. k = 1: the weight is the probability itself. k > 1: the k
-probabilities are divided by their sum. k = 2: the second expert is the second best, as with
-top2_2nd_expert_sampling=False. The loss is, over this rank's tokens before rounding,
+probabilities are divided by their sum. k = 2: the second expert is the second best, or with
+top2_2nd_expert_sampling the one with the largest logit plus Gumbel noise. The loss is, over this rank's tokens before
+rounding,
 
     l_aux = E * sum_e mean_t(probability of e) * (share of the tokens' experts that are e)
 
@@ -38,14 +39,24 @@ _OFF = RoundingConfig(mode="off")
 
 @final
 class TopKGate(nn.Module):
-    """The parameter is wg.weight (E, H). policy: DeepSpeed's noisy_gate_policy. rounding: None for none."""
+    """The parameter is wg.weight (E, H). policy: DeepSpeed's noisy_gate_policy. samples_second: its
+    top2_2nd_expert_sampling. rounding: None for none.
+    """
 
     def __init__(
-        self, hidden_size: int, width: int, E: int, k: int, *, policy: str | None, rounding: RoundingConfig | None
+        self,
+        hidden_size: int,
+        width: int,
+        E: int,
+        k: int,
+        *,
+        policy: str | None,
+        samples_second: bool,
+        rounding: RoundingConfig | None,
     ) -> None:
         super().__init__()
         self.k = k
-        self.samples = policy == "RSample" and k == 1
+        self.samples = (policy == "RSample" and k == 1) or (samples_second and k == 2)
         router = RouterConfig(
             renormalize=k > 1,
             balance="none" if k == 2 else "batch",
@@ -74,7 +85,7 @@ class TopKGate(nn.Module):
         """
         if not torch.compiler.is_compiling():
             return self._given(x_TH, used_T, group, problem, exchange)
-        if self.samples and self.training:
+        if self._samples_if(self.training):
             x_TH, routing, others = self._outside_graphs(x_TH, used_T, group, problem, exchange)
         else:
             T = x_TH.shape[0]
@@ -111,7 +122,7 @@ class TopKGate(nn.Module):
     def _route(
         self, context: RoutingContext, logits_TE: Tensor, used_T: Tensor | None = None
     ) -> tuple[Routing, list[Tensor]]:
-        topk = self._sampled(logits_TE) if self.samples and context.training else None
+        topk = self._sampled(logits_TE) if self._samples_if(context.training) else None
         T = logits_TE.shape[0]
         # In place of rows, which it only hands on.
         routed = route(self.wg, logits_TE, logits_TE, None, context, sequence_length=T, topk=topk)
@@ -127,10 +138,16 @@ class TopKGate(nn.Module):
             l_aux = _loss(routed, _first_experts(routed, used_T))
         return routing, [l_aux, counts_E]
 
+    def _samples_if(self, training: bool) -> bool:
+        return self.samples and (training or self.k == 2)
+
     def _sampled(self, logits_TE: Tensor) -> TopK:
-        """Returns a sampled expert of each token. The noise is DeepSpeed's, from torch's generator of the device."""
+        """Returns each token's experts, the last one sampled. The noise is DeepSpeed's, from the device's generator."""
         noisy_TE = logits_TE.detach() + gumbel_rsample(logits_TE.shape, logits_TE.device)
-        return compute_topk(logits_TE, None, 1, self.wg.config.router).with_ids(noisy_TE.argmax(1, keepdim=True))
+        topk = compute_topk(logits_TE, None, self.k, self.wg.config.router)
+        best_TK = topk.topk_ids_TK[:, :-1]
+        sampled_TK = noisy_TE.scatter(1, best_TK.long(), -math.inf).argmax(1, keepdim=True)
+        return topk.with_ids(torch.cat([best_TK, sampled_TK.to(best_TK.dtype)], 1))
 
 
 def _of_used(routing: Routing, used_T: Tensor) -> Routing:

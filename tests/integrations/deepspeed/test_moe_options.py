@@ -49,7 +49,6 @@ def test_dropless_arguments_need_no_warning() -> None:
         ("use_rts", False),
         ("noisy_gate_policy", "RSample"),
         ("use_tutel", True),
-        ("top2_2nd_expert_sampling", True),
     ],
 )
 def test_what_has_no_effect_is_said(name: str, value: Any) -> None:
@@ -64,7 +63,6 @@ def test_deepspeeds_defaults_are_warned_of_once() -> None:
             MoE(16, GatedMLP(), num_experts=4, k=2)
     (warning,) = caught
     assert "drop_tokens=True" in str(warning.message)
-    assert "top2_2nd_expert_sampling=True" in str(warning.message)
     assert warning.filename == __file__
 
 

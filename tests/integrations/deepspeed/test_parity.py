@@ -82,6 +82,7 @@ CASES = {
     "2-zero1-relu": Case(2, 1, (1, 2), {"k": 2, "expert": relu_mlp}),
     "2-zero2-exact-gelu": Case(2, 2, (1, 2), {"k": 1, "expert": exact_gelu_mlp}),
     "2-zero2-rsample": Case(2, 2, (1, 2), {"k": 1, "noisy_gate_policy": "RSample", "use_rts": False}),
+    "2-zero1-second-sampled": Case(2, 1, (1, 2), {"k": 2, "top2_2nd_expert_sampling": True}),
     "4-zero1-linear": Case(4, 1, (1, 2, 4), {"k": 2, "expert": linear}),
     "4-zero0-k1": Case(4, 0, (1, 2, 4), {"k": 1}, UNCLIPPED),
     "4-zero1-k3": Case(4, 1, (1, 2), {"k": 3}),
