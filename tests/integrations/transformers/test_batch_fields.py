@@ -110,6 +110,36 @@ def test_drifted_experts_against_the_models_own_block() -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
 
 
+ONE_BY_ONE = "f0 b0 f1 b1 f2 b2 f3 b3"
+INTERLEAVED = "f0 f1 b0 f2 b1 f3 b2 b3"  # 1F1B of the first of two stages
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+def test_interleaved_micro_batches_have_their_own_experts(checkpointing: bool | None) -> None:
+    from sonic_ep.integrations.transformers import replay_routing, skip_padding
+
+    model, found = a_model(), []
+    replay_routing(model)
+    skip_padding(model)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    for schedule in (ONE_BY_ONE, INTERLEAVED):
+        losses: dict[str, Tensor] = {}
+        model.zero_grad()
+        for action, number in schedule.split():
+            if action == "b":
+                losses[number].backward()
+                continue
+            ids = batches(int(number), 1)[0]
+            mask = torch.ones_like(ids)
+            mask[:, : int(number)] = 0
+            given = drifted(ids).roll(int(number), 1)
+            losses[number] = model(ids, attention_mask=mask, labels=ids, use_cache=False, routed_experts=given).loss
+        grads = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        found.append([*(each.detach() for each in losses.values()), *grads])
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if asks_registry(name)])
 def test_every_family_replays_or_says_why_not(family: str) -> None:
     from sonic_ep.integrations.transformers import check, replay_routing
