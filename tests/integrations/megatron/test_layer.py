@@ -417,7 +417,7 @@ def test_a_layer_entered_step_by_step_computes_the_same(ranks: Ranks, rounded: b
         assert all(nonzero)
 
 
-def graphed_router(rank: int, router: Router) -> list[bool]:
+def graphed_router(rank: int, router: Router, masked: bool) -> list[bool]:
     """The three parts that Megatron's own graphs divide a layer into, with what a replay hands on."""
     from sonic_ep.integrations.megatron import SonicEPOptions
     from tests.helpers.megatron_training import gpt_config, parallel_state
@@ -426,12 +426,16 @@ def graphed_router(rank: int, router: Router) -> list[bool]:
         config = gpt_config(moe_shared_expert_intermediate_size=40)
         x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
         _, layer = layers(config, SonicEPOptions(router=router))
-        wanted, _ = layer(x)
+        mask = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < 0.3 if masked else None
+        wanted, _ = layer(x, padding_mask=mask)
         layer.fwd_execution_map = "route"
-        tokens, probs, shared = layer(x, intermediate_tensors=())
+        tokens, probs, shared = layer(x, intermediate_tensors=(), padding_mask=mask)
         handed = {name: getattr(layer.token_dispatcher, name) for name in layer.token_dispatcher.cudagraph_attrs}
         layer.token_dispatcher.pop_routing()
-        assert [name for name, value in handed.items() if value is not None] == GRAPHED[router]
+        assert [name for name, value in handed.items() if value is not None] == [
+            *GRAPHED[router],
+            *(["padding_O"] if masked else []),
+        ]
         for name, value in handed.items():
             setattr(layer.token_dispatcher, name, value)
         layer.fwd_execution_map = "expert_compute"
@@ -440,9 +444,10 @@ def graphed_router(rank: int, router: Router) -> list[bool]:
         return [bias is None, torch.equal(layer(None, intermediate_tensors=(output, shared)), wanted)]
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("router", ["megatron", "fused"])
-def test_the_router_may_be_in_a_graph_of_its_own(ranks: Ranks, router: Router) -> None:
-    assert ranks(2).run(graphed_router, router) == [[True, True]] * 2
+def test_the_router_may_be_in_a_graph_of_its_own(ranks: Ranks, router: Router, masked: bool) -> None:
+    assert ranks(2).run(graphed_router, router, masked) == [[True, True]] * 2
 
 
 class Linear(torch.nn.Linear):

@@ -63,6 +63,34 @@ def test_padding_is_neither_rounded_nor_dispatched(ranks: Ranks, router: Router,
             assert_near(got, wanted, share=1e-5)
 
 
+def overlapped(rank: int, router: Router) -> list[list[Tensor]]:
+    """Output and gradients with rounding, and with rounding before a cut of autograd's graph."""
+    from sonic_ep.integrations.megatron import SonicEPOptions, get_sonic_ep_moe_spec
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    found, options = [], SonicEPOptions(router=router, rounding=RoundingConfig(mode="up", t=4, G=8))
+    is_padding = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < (0.4, 1.0)[rank]
+    for overlaps in (False, True):
+        with parallel_state(expert=2):
+            torch.manual_seed(3)
+            config = gpt_config(init_method_std=0.2, overlap_moe_expert_parallel_comm=overlaps)
+            layer: Any = get_sonic_ep_moe_spec(E, options=options)(config=config)
+            layer.set_layer_number(1)
+            x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+            y, _ = layer(x, padding_mask=is_padding)
+            y.square().sum().backward()
+            assert not y[is_padding.T].any()
+            found.append([y.detach(), x.grad, *(each.grad for each in layer.parameters())])
+    return found
+
+
+@ROUTERS
+def test_padding_is_not_rounded_before_a_cut_either(ranks: Ranks, router: Router) -> None:
+    for whole, cut in ranks(2).run(overlapped, router):
+        for got, wanted in zip(cut, whole, strict=True):
+            assert torch.equal(got, wanted)
+
+
 def without_tokens(rank: int, groups: dict[str, int], router: Router, kind: str) -> tuple[bool, bool]:
     """Whether gradients are finite, and what the router gets any; the last ranks have padding alone."""
     from sonic_ep.integrations.megatron import SonicEPOptions
