@@ -27,6 +27,7 @@ from tests.helpers.megatron_cpu import CPU_CONFIG, megatron_on_cpu
 from tests.helpers.megatron_weights import fill_weights
 from tests.helpers.process_groups import passing_groups
 
+ForwardStep = Callable[..., tuple[Tensor, Callable[[Tensor], Any]]]
 VOCABULARY = 64
 SEQUENCE = 16
 
@@ -159,6 +160,7 @@ class Run:
     backward, and with the distributed optimizer also the parameter gather with forward. optimizer, ddp: further fields
     of OptimizerConfig and DistributedDataParallelConfig. seed: of weights and data; None leaves the weights as built.
     microbatches: of one sequence and data-parallel rank each; batch: sequences of one step over all ranks.
+    forward_step: what Megatron's schedules call for each.
     """
 
     def __init__(
@@ -206,6 +208,7 @@ class Run:
             raise ValueError(f"batch {batch} is not a multiple of the {dp_size} data-parallel ranks")
         self.microbatches = batch // dp_size
         self.steps_done = 0
+        self.forward_step: ForwardStep = forward_step
         _reset_loss_scale()
 
     def _build(self, layer_spec: Any, ddp: dict[str, Any], options: dict[str, Any]) -> list[nn.Module]:
@@ -259,7 +262,7 @@ class Run:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=self.forward_step,
             data_iterator=[iter(self._microbatches()) for _ in range(len(self.models))],
             model=self.models,
             num_microbatches=self.microbatches,
@@ -309,7 +312,7 @@ class Run:
         return means
 
 
-def _forward_step(
+def forward_step(
     data: Iterator[Tensor], model: Any, return_schedule_plan: bool = False
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """As pretrain_gpt.py has it: a schedule of overlapping batches asks for a plan of the forward."""

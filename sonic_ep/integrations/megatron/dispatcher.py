@@ -1,10 +1,10 @@
 """`NoDispatcher` stands where Megatron's code expects a layer's token dispatcher, and moves no row.
 
 Our dispatch is inside the experts' computation. What is left is what others read and set here: the routing map, or the
-pairs of a FusedRouter, which a CUDA graph of the router hands on, the shared expert that overlaps, and marks of
-inference.
+pairs of a FusedRouter, and the padding, which a CUDA graph of the router hands on, the shared expert that overlaps, and
+marks of inference.
 
-Legend: T tokens on this rank, E experts, H hidden size, N pairs this rank sends.
+Legend: O tokens with padding, T tokens on this rank, E experts, H hidden size, N pairs this rank sends.
 """
 
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from typing import Any, final
 from torch import Tensor
 
 from sonic_ep.integrations.megatron.routing_map import PlainPairs, RouterOutput
+from sonic_ep.routers.given_routing import GivenRouting
 from sonic_ep.routing import Routing
 
 
@@ -24,6 +25,8 @@ class NoDispatcher:
     step, which Megatron's dispatchers have sent or permuted by then, and which here the next step reads.
     shared_experts: a SharedExpertMLP that overlaps, or None. drop_and_pad: inference sets it in every layer's
     dispatcher; the router reads the config's instead.
+    padding_O: bool, True for padding, or None. problem: of this rank with its mask or with the ids of a replay, or
+    None. is_replayed: whether the router took ids of a replay.
     """
 
     def __init__(self, *, copies: bool) -> None:
@@ -31,18 +34,39 @@ class NoDispatcher:
         self.shared_experts: Any = None
         self.drop_and_pad = False
         # A graph of router and preprocessing gives those that are tensors back, and a replay sets them.
-        self.cudagraph_attrs = ["routing_map", "token_ids_N", "counts_E"]
+        self.cudagraph_attrs = ["routing_map", "token_ids_N", "counts_E", "padding_O"]
         self.valid_cudagraph_attrs: list[str] | None = None
         self.routing_map: Tensor | None = None
         self.token_ids_N: Tensor | None = None
         self.counts_E: Tensor | None = None
         self.routing: Routing | RouterOutput | None = None  # with rounding
+        self.padding_O: Tensor | None = None
+        self.problem: str | None = None
+        self.is_replayed = False
         # Overlapped batches set probabilities here, for DeepEP's and HybridEP's buffers.
         self._comm_manager = SimpleNamespace(get_number_of_tokens_per_expert=lambda: None)
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Registers a shared expert, to be started by `token_dispatch`."""
         self.shared_experts = shared_experts
+
+    def note_padding(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor | None:
+        """Returns the mask for the router, (s, b) bool like `padding_mask`: None if it is not of these (s, b, h)."""
+        self.padding_O, self.problem, self.is_replayed = None, None, False
+        if padding_mask is None:
+            return None
+        if padding_mask.shape != hidden_states.shape[:2]:
+            (s, b), shape = hidden_states.shape[:2], tuple(padding_mask.T.shape)
+            self.problem = f"padding_mask has shape {shape}, wanted (b={b}, s={s}) of this rank's hidden states"
+            return None
+        self.padding_O = padding_mask.reshape(-1)
+        return padding_mask
+
+    def given(self, x_OH: Tensor) -> GivenRouting:
+        """Returns which rows of x are padding. The host waits if there is a mask."""
+        if self.problem is not None or self.padding_O is None:
+            return GivenRouting(x_OH.shape[:1], problem=self.problem)
+        return GivenRouting.of(x_OH, None, self.padding_O, E=1, K=1)
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor | PlainPairs, probs: Tensor
@@ -72,6 +96,7 @@ class NoDispatcher:
         """Returns what was noted, and forgets it: of rounding, else the pairs, else the map."""
         routing, routing_map, token_ids_N, counts_E = self.routing, self.routing_map, self.token_ids_N, self.counts_E
         self.routing = self.routing_map = self.token_ids_N = self.counts_E = None
+        self.padding_O, self.problem = None, None
         if routing is not None:
             return routing
         if token_ids_N is not None and counts_E is not None:

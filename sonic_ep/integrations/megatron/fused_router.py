@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from sonic_ep.config import Balance, MoEConfig, RoundingConfig, RouterConfig
+from sonic_ep.integrations.megatron.replay import replays
 from sonic_ep.integrations.megatron.routing_map import PlainPairs, RouterOutput
 from sonic_ep.kernels.backend import chosen_pairs
 from sonic_ep.kernels.route.topk.reference import times_chosen, topk_mask
@@ -112,6 +113,7 @@ class _Call:
 
     topk: with the experts of a replay, if there is one. fused_loss: a key of _LOSSES, or None. config: with its
     coefficient and that of the z-loss. balance_counts: of plain top-K. shape: (s, b). mask_T: bool, True for padding.
+    is_rounded: whether rounding follows.
     """
 
     logits_TE: Tensor
@@ -121,14 +123,15 @@ class _Call:
     balance_counts: BalanceCounts
     shape: tuple[int, int]
     mask_T: Tensor | None
+    is_rounded: bool
 
 
 @final
 class FusedRouter(TopKRouter):
     """Forward returns weights_N, fp32, and a PlainPairs.
 
-    With rounding, in training, it returns the logits, (T, E) fp32, with the losses attached, and top-K ids, (T, K)
-    int64: the pairs and their weights follow in `RoundedFusedRouter`.
+    With rounding, in training and no replay, it returns the logits, (T, E) fp32, with the losses attached, and top-K
+    ids, (T, K) int64: the pairs and their weights follow in `RoundedFusedRouter`.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class FusedRouter(TopKRouter):
         if self.config.moe_expert_capacity_factor is not None:  # inference sets it in a layer that exists
             check_fused(self.config)
         call = self._started(logits, None if padding_mask is None else padding_mask.reshape(-1))
-        if self.rounding is not None and self.training:
+        if call.is_rounded:
             return self._with_losses(call), call.topk.topk_ids_TK
         ids_TK, counts_E = call.topk.topk_ids_TK, call.topk.counts_E()
         pairs = PairLists(ids_TK, *chosen_pairs(ids_TK, counts_E))
@@ -188,7 +191,8 @@ class FusedRouter(TopKRouter):
                 ids_TK = topk.topk_ids_TK
                 counts_E = topk.counts_E() if mask_T is None else topk_mask(ids_TK, E)[~mask_T].sum(0)
                 self.local_tokens_per_expert += counts_E
-        return _Call(logits_TE, topk, fused_loss, config, balance_counts, (s, b), mask_T)
+        is_rounded = self.rounding is not None and self.training and not replays(self)
+        return _Call(logits_TE, topk, fused_loss, config, balance_counts, (s, b), mask_T, is_rounded)
 
     def _has_losses(self) -> bool:
         return self.training and torch.is_grad_enabled()

@@ -7,14 +7,17 @@ preprocess, dispatch, routed experts, combine, postprocess. Ours do all their wo
 shared expert that overlaps. So whatever enters a layer half way does it here as there: partial CUDA graphs, and
 batches that overlap.
 
-Legend: T tokens on this rank, E experts, N pairs this rank sends. s, b, h are Megatron's: sequence length and
-microbatch on this rank, hidden size.
+Legend: O tokens with padding, T tokens on this rank, E experts, N pairs this rank sends. s, b, h are Megatron's:
+sequence length and microbatch on this rank, hidden size.
 """
 
 import dataclasses
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore, get_default_pg_collection
@@ -29,6 +32,7 @@ from sonic_ep.integrations.megatron.fields import check, log_replaced
 from sonic_ep.integrations.megatron.fused_router import FusedRouter, RoundedFusedRouter
 from sonic_ep.integrations.megatron.groups import divide_experts
 from sonic_ep.integrations.megatron.latent import latent_projections
+from sonic_ep.integrations.megatron.replay import check_replays, replays
 from sonic_ep.integrations.megatron.rounding import RoundedRouter
 from sonic_ep.integrations.megatron.routing_map import (
     PlainPairs,
@@ -38,6 +42,7 @@ from sonic_ep.integrations.megatron.routing_map import (
     routing_of_pairs,
 )
 from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
 from sonic_ep.routing import Routing
 
 
@@ -80,10 +85,11 @@ class SonicEPMoELayer(MoELayer):
         self.fwd_execution_map = ["route", "expert_compute", "postprocess"]
         router = _router_builder(submodules, options)
         self.router: Any = router(config=config, pg_collection=given, is_mtp_layer=is_mtp_layer)
-        _count_in_integers(self.router)
+        _mend_counts(self.router)
         if config.moe_latent_size:
             self.fc1_latent_proj, self.fc2_latent_proj = latent_projections(config, name)
         self.token_dispatcher: Any = NoDispatcher(copies=config.overlap_moe_expert_parallel_comm)
+        check_replays(self.router, self.token_dispatcher)
         self.experts: Any = SonicEPExperts(
             self.num_local_experts, config, division, options, name=_named(name, "experts")
         )
@@ -114,10 +120,12 @@ class SonicEPMoELayer(MoELayer):
         """Applies the layer. A collective of the EP group.
 
         Shapes:  hidden_states (s, b, h) in the parameters' dtype; with sequence parallelism this rank's slice of the
-                 sequence. padding_mask (b, s) bool or None: True for padding, which losses and counts exclude.
+                 sequence. padding_mask (b, s) bool or None: True for padding, which losses, counts, dispatch and
+                 rounding exclude. Routed experts give it 0.
                  Returns the output, like hidden_states, and None for the bias, which the output includes.
                  intermediate_tensors: as MoELayer's, for a part of the forward.
         Raises:  ValueError in training with tensor parallelism but no sequence parallelism, as Megatron's layer does.
+                 ValueError on every rank for a mask of another shape and wrong ids of a RouterReplay.
         """
         if self.training and self.attn_tp_group.size() > 1 and not self.config.sequence_parallel:
             raise ValueError(
@@ -125,6 +133,33 @@ class SonicEPMoELayer(MoELayer):
                 "parallel rank would route the same tokens; set sequence_parallel=True"
             )
         return super().forward(hidden_states, intermediate_tensors, padding_mask)
+
+    def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Returns what the router does. padding_mask: (s, b) bool, True for padding, or None."""
+        if not self.cudagraph_tensor_store.is_empty():  # a graph of the router has noted its padding
+            return super().route(hidden_states, padding_mask)
+        dispatcher = self.token_dispatcher
+        padding_mask = dispatcher.note_padding(hidden_states, padding_mask)
+        with _no_losses(self.router) if self._has_no_tokens() else nullcontext():
+            routed = super().route(hidden_states, padding_mask)
+        if replays(self.router) and not dispatcher.is_replayed:
+            dispatcher.problem = (
+                "RouterReplay has no effect on this router; set moe_router_fusion=False, and a "
+                "moe_router_load_balancing_type other than 'sinkhorn' and 'quantile_balancing'"
+            )
+        return routed
+
+    def _has_no_tokens(self) -> bool:
+        """Returns True if all tokens are padding of which Megatron's losses of a microbatch would be 0 / 0."""
+        padding_O = self.token_dispatcher.padding_O
+        if padding_O is None or not self.training or not host_may_wait(padding_O):
+            return False
+        if not isinstance(self.router, TopKRouter) or not self.router.is_aux_loss_enabled():
+            return False
+        num_tokens = (~padding_O).sum()
+        if self.router.tp_cp_group.size() > 1:
+            dist.all_reduce(num_tokens, group=self.router.tp_cp_group)
+        return not int(num_tokens)
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what dispatch gets: hidden states, in the latent size if there is one, and weights of pairs.
@@ -134,14 +169,16 @@ class SonicEPMoELayer(MoELayer):
         here, and returns the (N,) weights of that.
         """
         hidden_states, probs = super().preprocess(hidden_states, probs, routing_map)
-        if self.rounded_router is None or not self.training:
+        dispatcher = self.token_dispatcher
+        if self.rounded_router is None or not self.training or dispatcher.is_replayed:
             return hidden_states, probs
-        rounded = self.rounded_router.output(probs, routing_map)
+        given = dispatcher.given(hidden_states.flatten(0, 1))
+        rounded = self.rounded_router.output(probs, routing_map).without_padding(given)
         if not self.config.overlap_moe_expert_parallel_comm:
-            self.token_dispatcher.routing = rounded
+            dispatcher.routing = rounded
             return hidden_states, probs
         routing: Routing = self.experts.routing_of(rounded, hidden_states)
-        self.token_dispatcher.routing = routing
+        dispatcher.routing = routing
         return hidden_states, routing.weights_N
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,12 +187,17 @@ class SonicEPMoELayer(MoELayer):
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Returns the routed experts' output, like hidden_states, combined already, and None for the bias."""
-        x_TH = self.token_dispatcher.own(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        dispatcher = self.token_dispatcher
+        x_OH = dispatcher.own(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        on_all_tokens = dispatcher.drop_and_pad and not self.training
+        given = NOTHING_GIVEN if on_all_tokens else dispatcher.given(x_OH)
+        noted, x_TH = dispatcher.pop_routing(), given.take(x_OH)
+        if isinstance(noted, Tensor):
+            noted, probs = given.take(noted), given.take(probs)
         if self.config.moe_apply_probs_on_input:
             x_TH = (x_TH * probs.sum(1, keepdim=True)).to(x_TH.dtype)
             probs = (probs != 0).to(probs.dtype)  # padding has none
-        if self.token_dispatcher.drop_and_pad and not self.training:
-            self.token_dispatcher.pop_routing()
+        if on_all_tokens:
             probs_TE = in_parts(probs, self.num_local_experts, self.experts.parts)
             return self.experts.on_all_tokens(x_TH, probs_TE).view_as(hidden_states), None
         if self._graphs_generation and not host_may_wait(x_TH):
@@ -164,34 +206,59 @@ class SonicEPMoELayer(MoELayer):
                 "Megatron pads experts, and this is none; call toggle_cuda_graphs(model, 'none') before, or set "
                 "cuda_graph_modules=['attn', 'moe_router', 'moe_preprocess']"
             )
-        return self.experts(x_TH, self._routed(x_TH, probs)).view_as(hidden_states), None
+        out_TH = self.experts(x_TH, self._routed(x_TH, probs, noted, given))
+        return given.put(out_TH).view_as(hidden_states), None
 
-    def _routed(self, x_TH: Tensor, probs: Tensor) -> Routing | RouterOutput:
-        noted = self.token_dispatcher.pop_routing()
+    def _routed(
+        self, x_TH: Tensor, probs: Tensor, noted: Routing | RouterOutput | PlainPairs | Tensor, given: GivenRouting
+    ) -> Routing | RouterOutput:
         if isinstance(noted, RouterOutput):
             return noted
         if isinstance(noted, Routing):
             return dataclasses.replace(noted, weights_N=probs)
+        is_replayed = self.options.rounding is not None and self.token_dispatcher.is_replayed
+        of_status = {"problem": given.problem, "has_given_experts": is_replayed}
         if isinstance(noted, PlainPairs):
-            return RouterOutput([probs, *noted], functools.partial(routing_of_pairs, num_tokens=x_TH.shape[0]))
+            weights_N, pairs = noted.without_padding(probs, given)
+            route = functools.partial(routing_of_pairs, num_tokens=x_TH.shape[0], **of_status)
+            return RouterOutput([weights_N, *pairs], route)
         parts = self.experts.parts
         if parts > 1:
             probs, noted = (in_parts(each_TE, self.num_local_experts, parts) for each_TE in (probs, noted))
-        if self.config.moe_expert_capacity_factor is not None:
-            return RouterOutput([probs, noted], functools.partial(routing_of_map, K=None))
-        return RouterOutput([probs, noted], functools.partial(routing_of_map, K=self.config.moe_router_topk * parts))
+        K = None if self.config.moe_expert_capacity_factor is not None else self.config.moe_router_topk * parts
+        return RouterOutput([probs, noted], functools.partial(routing_of_map, K=K, **of_status))
+
+
+@contextmanager
+def _no_losses(router: TopKRouter) -> Iterator[None]:
+    """A context without the losses that are means over a microbatch. global_aux_loss is a collective of more ranks."""
+    coeff_of = router.get_aux_loss_coeff
+    router.get_aux_loss_coeff = lambda aux_loss_type: coeff_of(aux_loss_type) * (aux_loss_type == "global_aux_loss")
+    try:
+        yield
+    finally:
+        del router.get_aux_loss_coeff
 
 
 # TopKRouter's buffers that count tokens and steps.
 _COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
 
-def _count_in_integers(router: Any) -> None:
-    """Makes the router's counts int64. Megatron's are fp32, and bf16 in a bf16 model, where 256 and 1 are 256."""
+def _mend_counts(router: Any) -> None:
+    """Makes the router's counts int64, without padding.
+
+    Megatron's are fp32, and bf16 in a bf16 model, where 256 and 1 are 256. With a mask, (T,), it fails to count.
+    """
     for name in _COUNTS:
         counts = getattr(router, name, None)
         if counts is not None:
             setattr(router, name, counts.long())
+    if isinstance(router, TopKRouter):
+        router._apply_expert_bias = functools.partial(_count, router._apply_expert_bias)
+
+
+def _count(count: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+    count(routing_map, None if padding_mask is None else padding_mask[:, None])
 
 
 def _router_builder(submodules: MoESubmodules, options: SonicEPOptions) -> Any:

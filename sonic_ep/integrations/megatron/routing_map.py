@@ -1,10 +1,12 @@
 """Converts Megatron's (probs, routing_map), or the pairs of a FusedRouter, to a `Routing`.
 
-Legend: T tokens on this rank, E experts, e local experts, K experts per token, N pairs this rank sends.
+Legend: O tokens with padding, T tokens on this rank, E experts, e local experts, K experts per token, N pairs this rank
+sends.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from sonic_ep.kernels.backend import chosen_pairs
 from sonic_ep.kernels.route.select.reference import pairs_of_mask
 from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
+from sonic_ep.routers.given_routing import UNSET, GivenRouting
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
 _OFF = RoundingConfig(mode="off")
@@ -44,6 +47,18 @@ class PlainPairs(NamedTuple):
     token_ids_N: Tensor
     counts_E: Tensor
 
+    def without_padding(self, weights_N: Tensor, given: GivenRouting) -> "tuple[Tensor, PlainPairs]":
+        """Returns the weights and pairs of the tokens that are no padding, numbered without it. The host waits."""
+        if given.rows_T is None:
+            return weights_N, self
+        (T,), (N,), (E,) = given.rows_T.shape, weights_N.shape, self.counts_E.shape
+        rows, experts = (torch.arange(size, device=weights_N.device) for size in (T, E))
+        row_of_N = given.put(rows, UNSET).index_select(0, self.token_ids_N.long())
+        real = (row_of_N != UNSET).nonzero().flatten()
+        expert_ids_N = experts.repeat_interleave(self.counts_E, output_size=N).index_select(0, real)
+        pairs = PlainPairs(row_of_N[real].to(INDEX_DTYPE), times_chosen(expert_ids_N[:, None], E))
+        return weights_N.index_select(0, real), pairs
+
 
 class RouterOutput(NamedTuple):
     """What a router returns, and how a routing is made of it.
@@ -61,6 +76,11 @@ class RouterOutput(NamedTuple):
         """Returns what a router and then `rounding` make."""
         return cls(tensors, route, rounding.capacity_factor is not None)
 
+    def without_padding(self, given: GivenRouting) -> Self:
+        """Returns the same of the tokens that are no padding, with the problem of `given`."""
+        tensors = [each if each.dim() == 1 else given.take(each) for each in self.tensors]  # (E,): an expert bias
+        return self._replace(tensors=tensors, route=partial(self.route, problem=given.problem))
+
 
 def routing_of_map(
     probs_TE: Tensor,
@@ -68,9 +88,8 @@ def routing_of_map(
     *,
     group: EPGroup,
     exchange: Exchange,
-    dtype: torch.dtype,
-    training: bool,
     K: int | None,
+    **of_status: Any,
 ) -> Routing:
     """Returns the routing of every pair of the map. A collective: one all-gather of counts.
 
@@ -78,13 +97,12 @@ def routing_of_map(
 
     Shapes:    probs_TE (T, E) floating point; routing_map_TE (T, E) bool.
     K:         the number of experts of every token; None if tokens were dropped, which costs one more host sync.
-    dtype:     of the experts' input. training: of the layer. Both must be equal on all ranks.
-    exchange:  see `gather_counts`.
+    exchange:  see `gather_counts`. of_status: other fields of RankStatus.
     """
     T, E = routing_map_TE.shape
     ids_TK = None if K is None else topk_ids(routing_map_TE, K)
     counts_E = routing_map_TE.sum(0) if ids_TK is None else times_chosen(ids_TK, E)
-    status = RankStatus(counts_E=counts_E, num_tokens=T, dtype=dtype, training=training)
+    status = RankStatus(counts_E=counts_E, num_tokens=T, **of_status)
     counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
     if ids_TK is None:
         token_ids_N, expert_ids_N = pairs_of_mask(routing_map_TE, int(counts.pairs_SE[group.rank].sum()))
@@ -103,13 +121,12 @@ def routing_of_pairs(
     num_tokens: int,
     group: EPGroup,
     exchange: Exchange,
-    dtype: torch.dtype,
-    training: bool,
+    **of_status: Any,
 ) -> Routing:
     """Returns the routing of a FusedRouter's pairs. A collective: one all-gather of counts.
 
     weights_N: (N,) fp32. token_ids_N, counts_E: see PlainPairs. num_tokens: T. The others as for `routing_of_map`.
     """
-    status = RankStatus(counts_E=counts_E, num_tokens=num_tokens, dtype=dtype, training=training)
+    status = RankStatus(counts_E=counts_E, num_tokens=num_tokens, **of_status)
     counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
     return Routing(weights_N, token_ids_N, counts, num_tokens, split_sizes=split_sizes)

@@ -32,12 +32,12 @@ def replay_routing(model: nn.Module) -> list[str]:
                  model(input_ids)
              model(input_ids, routed_experts=recorded_experts(model, record, len(input_ids)))
 
-    Raises:  ValueError, with the fix, if there are no experts that sonic_ep could compute, or no router next to them.
+    Raises:  ValueError, with the fix, if there are no experts that sonic_ep could compute, no router next to them, or
+             transformers dispatches itself (ep_implementation="all_reduce" and the like).
              A forward raises ValueError, on every rank of expert parallelism, for wrong ids, a router whose weights are
-             no scaled scores, `tp_size` above 1 and ep_implementation="all_reduce"; RuntimeError if the field does not
-             reach a layer.
+             no scaled scores and `tp_size` above 1; RuntimeError if the field does not reach a layer.
     """
-    found = registered_experts(model, "there is no routing to replay")
+    found = registered_experts(model, "there is no routing to replay", "replay_routing")
     routers = {name: router_next_to(model, name) for name in found}
     for name, experts in found.items():
         before: RouterOutputs | None = getattr(experts, ROUTER_OUTPUTS, None)
@@ -54,10 +54,11 @@ def skip_padding(model: nn.Module) -> list[str]:
     Call it once the model is built, on every rank, after PEFT has adapted it. The experts' output is 0 for padding,
     which is not dispatched and takes no part in rounding.
 
-    Raises:  ValueError, with the fix, if there are no experts that sonic_ep could compute. A forward raises ValueError
-             for a mask of another shape; RuntimeError if the mask does not reach a layer.
+    Raises:  ValueError, with the fix, if there are no experts that sonic_ep could compute, or transformers dispatches
+             itself. A forward raises ValueError, on every rank of expert parallelism, for a mask of another shape;
+             RuntimeError if the mask does not reach a layer.
     """
-    found = registered_experts(model, "there are no experts that could skip padding")
+    found = registered_experts(model, "there are no experts that could skip padding", "skip_padding")
     _fields_of(model, found).skips_padding = True
     return list(found)
 
@@ -75,11 +76,18 @@ def recorded_experts(model: nn.Module, record: RoutingRecord, num_sequences: int
 
 @final
 class _Batch:
-    """The fields of one forward. reached: the layers that have read them."""
+    """The fields of one forward. problem: with them, or None. reached: the layers that have read them."""
 
-    def __init__(self, tokens: Tensor, routed_experts: Tensor | None, padding_mask: Tensor | None, layers: int) -> None:
+    def __init__(
+        self,
+        tokens: Tensor,
+        routed_experts: Tensor | None,
+        padding_mask: Tensor | None,
+        layers: int,
+        problem: str | None,
+    ) -> None:
         self._fields, self._layers = (tokens, routed_experts, padding_mask), layers
-        self._given: GivenRouting | None = None
+        self._given = None if problem is None else GivenRouting(tokens.shape[:-1], problem=problem)
         self.reached: set[int] = set()
 
     def given(self, layer: int, E: int, K: int) -> GivenRouting:
@@ -111,14 +119,20 @@ class _BatchFields:
                 part.register_forward_pre_hook(functools.partial(self._before_part, layer), with_kwargs=True)
 
     def _before_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        routed_experts = kwargs.pop("routed_experts", None)
-        if routed_experts is not None and not self.takes_experts:
-            raise ValueError("the batch has routed_experts, which this model does not take; call replay_routing(model)")
+        routed_experts, padding_mask, problem = kwargs.pop("routed_experts", None), None, None
         tokens = _tokens_of(args, kwargs)
-        padding_mask = _padding_of(kwargs.get("attention_mask"), tokens) if self.skips_padding else None
-        if routed_experts is None and padding_mask is None:
+        if self.skips_padding:
+            padding_mask, problem = _padding_of(kwargs.get("attention_mask"), tokens)
+        if routed_experts is not None and not self.takes_experts:
+            problem = "the batch has routed_experts, which this model does not take; call replay_routing(model)"
+        if problem is not None:
+            # The first layer with experts raises it, on all ranks. Attention before it might raise on this one.
+            routed_experts = padding_mask = None
+            kwargs = {**kwargs, "attention_mask": None}
+        elif routed_experts is None and padding_mask is None:
             return args, kwargs
-        return args, {**kwargs, _ARGUMENT: _Batch(tokens, routed_experts, padding_mask, self._num_layers)}
+        batch = _Batch(tokens, routed_experts, padding_mask, self._num_layers, problem)
+        return args, {**kwargs, _ARGUMENT: batch}
 
     def _after_model(self, model: nn.Module, _: Any, kwargs: dict[str, Any], __: object) -> None:
         batch: _Batch | None = kwargs.get(_ARGUMENT)
@@ -183,10 +197,12 @@ def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     raise ValueError("replay_routing and skip_padding need input_ids or inputs_embeds of (B, L); give one of them")
 
 
-def _padding_of(attention_mask: Any, tokens: Tensor) -> Tensor | None:
+def _padding_of(attention_mask: Any, tokens: Tensor) -> tuple[Tensor | None, str | None]:
+    """Returns the padding, (B, L) bool, or None; and what is wrong with the mask, or None."""
     if attention_mask is None:
-        return None
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
-        shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise ValueError(f"attention_mask is {shape}, and skip_padding needs (B, L) with 0 for padding; give that")
-    return attention_mask[:, -tokens.shape[1] :] == 0  # in generation the mask has earlier tokens, too
+        return None, None
+    B, L = tokens.shape[:2]
+    shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+    if not isinstance(shape, tuple) or len(shape) != 2 or shape[0] != B or shape[1] < L:
+        return None, f"attention_mask is {shape}, and skip_padding needs (B={B}, L={L}) with 0 for padding; give that"
+    return attention_mask[:, shape[1] - L :] == 0, None  # in generation the mask has earlier tokens, too

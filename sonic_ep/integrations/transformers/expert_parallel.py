@@ -14,7 +14,8 @@ from transformers.distributed.expert_parallel import EPImplementation  # pyright
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.transformers.activation import activation_of
-from sonic_ep.integrations.transformers.experts import compute_experts, problem_with_experts
+from sonic_ep.integrations.transformers.experts import DISPATCHED, compute_experts, problem_with_experts
+from sonic_ep.routers.given_routing import recording
 from sonic_ep.transports import transport_for
 
 
@@ -34,6 +35,7 @@ class SonicEP(EPImplementation):
         if (problem := problem_with_experts(experts)) is not None:
             raise ValueError(problem)
         activation_of(experts)
+        setattr(experts, DISPATCHED, True)
         self._experts = experts
         self._group = EPGroup(ep_mesh.get_group())
         self._transport = transport_for(self._group, self.options.transport)
@@ -44,6 +46,11 @@ class SonicEP(EPImplementation):
         Shapes:  hidden_states (T, H); top_k_index (T, K) global expert ids, distinct in each row; top_k_weights (T, K).
         T may differ between ranks of the EP group that do not hold the same batch.
         """
+        if self.tp_mesh.size() > 1 and recording():
+            raise ValueError(
+                f"record_routing with tp_size={self.tp_mesh.size()} would record a slice of the batch on each rank; "
+                "set tp_size=1"
+            )
         x_TH, ids_TK, weights_TK = (self._own_slice(each) for each in (hidden_states, top_k_index, top_k_weights))
         out_TH = compute_experts(
             self._experts,

@@ -36,6 +36,7 @@ _NO_CAPACITY = RoundingConfig(mode="off")
 TOKEN_ROUNDING = "_sonic_ep_rounding"  # attribute of a module of experts: rounding.py's TokenRounding, or None
 # Of batch_fields.py: the function from E and K to what a batch gives the next call, or None; RouterOutputs.
 GIVEN, ROUTER_OUTPUTS = "_sonic_ep_given", "_sonic_ep_router_outputs"
+DISPATCHED = "_sonic_ep_dispatched"  # of experts that expert_parallel.py brings their tokens
 
 
 class LocalExperts:
@@ -88,13 +89,15 @@ def compute_experts(
     """
     if (problem := problem_with_experts(experts)) is not None:
         raise ValueError(problem)
+    if recording():
+        refuse_stock_dispatch(experts, "record_routing")
     activation, dtype = activation_of(experts), _compute_dtype(experts, x_TH)
     E, rounding = num_local_experts(experts) * group.size, getattr(experts, TOKEN_ROUNDING, None)
     rounding, capacity = (rounding, capacity or _NO_CAPACITY) if experts.training else (None, _NO_CAPACITY)
     routed = [topk_ids_TK, topk_weights_TK]
     if rounding is not None and (logits_TE := rounding.outputs.pop_logits(E)) is not None:
         routed.append(logits_TE if own_slice is None else own_slice(logits_TE))
-    given, routed = _given(experts, x_TH, routed, E, has_sentinels=has_sentinels)
+    given, routed = _given(experts, x_TH, routed, E)
     if given.expert_ids_TK is not None and rounding is not None:
         _say_once(NOT_ROUNDED, rounding.config.mode)
         rounding = None
@@ -128,9 +131,7 @@ def compute_experts(
     return given.put(out_TH).to(x_TH.dtype)
 
 
-def _given(
-    experts: nn.Module, x_TH: Tensor, routed: list[Tensor], E: int, *, has_sentinels: bool
-) -> tuple[GivenRouting, list[Tensor]]:
+def _given(experts: nn.Module, x_TH: Tensor, routed: list[Tensor], E: int) -> tuple[GivenRouting, list[Tensor]]:
     """Returns what the batch gives for this layer, and what the router returned, without padding and with the experts
     that are given."""
     outputs: RouterOutputs | None = getattr(experts, ROUTER_OUTPUTS, None)
@@ -146,17 +147,14 @@ def _given(
         )
     given = given_for(E, routed[0].shape[1])
     if given.shape.numel() != x_TH.shape[0]:
-        raise ValueError(
+        problem = (
             f"the batch has {given.shape.numel()} tokens and the experts get {x_TH.shape[0]}; routed_experts and "
             "padding go with tp_size=1, where a rank computes all tokens of its batch"
         )
+        return GivenRouting(x_TH.shape[:1], problem=problem), routed
     if given.problem is not None or given.expert_ids_TK is None:
         return given, [given.take(each) for each in routed]
-    if has_sentinels or outputs is None:
-        raise ValueError(
-            "ep_implementation='all_reduce' gives each rank only the experts that it has, and routed_experts names "
-            "all; build the model with DistributedConfig(ep_implementation='sonic_ep')"
-        )
+    assert outputs is not None  # replay_routing has set it
     rule, problem = outputs.rule_of(logits_TE, routed[0].long(), routed[1], E)
     if problem is not None or logits_TE is None:
         return replace(given, problem=problem), routed
@@ -180,11 +178,6 @@ def _route(
         common |= {"training": experts.training, "problem": given.problem}
         return partial(routing_of_topk, **common)
     has_given_experts = given.expert_ids_TK is not None
-    if rounding is not None and has_sentinels:
-        raise ValueError(
-            "ep_implementation='all_reduce' gives each rank only the experts that it has, and rounding needs all; "
-            "build the model with DistributedConfig(ep_implementation='sonic_ep')"
-        )
     if rounding is not None and torch.compiler.is_compiling():
         raise ValueError(
             "rounding notes the router's logits, which torch.compile does not trace; train without torch.compile"
@@ -222,10 +215,10 @@ def uses_registry(module: Any) -> bool:
     return all(hasattr(module, name) for name in ("is_concatenated", "is_transposed", "has_gate", "has_bias"))
 
 
-def registered_experts(model: nn.Module, otherwise: str) -> dict[str, nn.Module]:
+def registered_experts(model: nn.Module, otherwise: str, needed_by: str | None = None) -> dict[str, nn.Module]:
     """Returns the modules of a model that ask transformers' registry, by name. Raises ValueError if there are none.
 
-    otherwise: what follows for the caller, for the message.
+    otherwise: what follows for the caller, for the message. needed_by: see `refuse_stock_dispatch`.
     """
     found = {name: module for name, module in model.named_modules() if uses_registry(module)}
     if not found:
@@ -233,7 +226,23 @@ def registered_experts(model: nn.Module, otherwise: str) -> dict[str, nn.Module]
             f"no experts of {type(model).__name__} ask transformers' registry for an implementation, so {otherwise}; "
             "docs/transformers.md lists the models with experts that do"
         )
+    if needed_by is not None:
+        for experts in found.values():
+            refuse_stock_dispatch(experts, needed_by)
     return found
+
+
+def refuse_stock_dispatch(experts: nn.Module, needed_by: str) -> None:
+    """Raises ValueError if transformers' own expert parallelism brings these experts their tokens.
+
+    needed_by: the function of ours that needs all tokens of a rank, with the ids of all experts, for the message.
+    """
+    if getattr(experts, "_is_expert_parallel", False) and not hasattr(experts, DISPATCHED):
+        raise ValueError(
+            f"{needed_by} needs a rank's tokens with the experts of all ranks, and ep_implementation='all_reduce' or "
+            "'all_to_all' gives each rank the ids of its own experts alone; build the model with "
+            "DistributedConfig(ep_implementation='sonic_ep')"
+        )
 
 
 def problem_with_experts(experts: Any) -> str | None:

@@ -33,8 +33,9 @@ def round_tokens(model: nn.Module, rounding: RoundingConfig) -> list[str]:
     Example: model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="sonic_ep")
              round_tokens(model, RoundingConfig())
 
-    Raises:  ValueError, with value, limit and fix, if there are no experts that sonic_ep could compute, for a router
-             that limits each token to groups of experts, and for mode="off" with a capacity_factor. In the first
+    Raises:  ValueError, with value, limit and fix, if there are no experts that sonic_ep could compute, for dispatch by
+             transformers itself (ep_implementation="all_reduce" and the like), for a router that limits each token to
+             groups of experts, and for mode="off" with a capacity_factor. In the first
              training steps, on every rank, for weights of a router that are proportional neither to softmax nor to
              sigmoid of its logits, and for static buffers without a capacity_factor.
     """
@@ -43,7 +44,7 @@ def round_tokens(model: nn.Module, rounding: RoundingConfig) -> list[str]:
             f"rounding has mode='off' and capacity_factor={rounding.capacity_factor}, but mode='off' ends rounding; "
             "set another mode, or give it to register as SonicEPOptions(rounding=...)"
         )
-    found = registered_experts(model, "there is nothing to round")
+    found = registered_experts(model, "there is nothing to round", "round_tokens")
     routers = {} if rounding.mode == "off" else {name: _router_of(model, name) for name in found}
     for name, experts in found.items():
         before: TokenRounding | None = getattr(experts, TOKEN_ROUNDING, None)

@@ -50,6 +50,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "22-experts": {"num_moe_experts": 32, "moe_router_topk": 22},
     "shared-gate": {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
 }
+# Shares of padding, by rank.
+PADDED = {"some": [0.3] * 4, "uneven": [0.0, 1.0, 0.6, 0.1]}
 
 
 def layers(config: Any, options: Any = None) -> tuple[Any, Any]:
@@ -107,8 +109,10 @@ def run_layer(layer: Any, x: Tensor, padding_mask: Tensor | None) -> dict[str, T
     x = x.clone().requires_grad_()
     output, bias = layer(x, padding_mask=padding_mask)
     assert bias is None
-    output.square().sum().backward()
-    results = {"output": output.detach(), "x": x.grad}
+    if padding_mask is None:
+        padding_mask = torch.zeros(B, S, dtype=torch.bool)
+    output[~padding_mask.T].square().sum().backward()
+    results = {"output": output.detach()[~padding_mask.T], "padding": output.detach()[padding_mask.T], "x": x.grad}
     results |= {f"d{name}": value for name, value in expert_weights(layer, lambda parameter: parameter.grad).items()}
     others = [(name, parameter) for name, parameter in layer.named_parameters() if not name.startswith("experts.")]
     return results | {f"d{name}": parameter.grad for name, parameter in others}
@@ -119,9 +123,15 @@ def is_close(got: Tensor, wanted: Tensor) -> bool:
 
 
 def compare_variants(
-    rank: int, groups: dict[str, int], variants: list[str], changes: dict[str, Any]
+    rank: int,
+    groups: dict[str, int],
+    variants: list[str],
+    changes: dict[str, Any],
+    padded: str = "some",
+    router: Router = "megatron",
 ) -> dict[str, list[str]]:
-    """What differs, by variant."""
+    """What differs, by variant. Of padding the output is 0, or that of the shared expert."""
+    from sonic_ep.integrations.megatron import SonicEPOptions
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
     different: dict[str, list[str]] = {}
@@ -130,13 +140,16 @@ def compare_variants(
             # Gradients of routers would else be what rounding leaves of the experts' outputs.
             config = gpt_config(init_method_std=0.2, **VARIANTS[variant] | changes)
             x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
-            mask = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < 0.3
-            stock, ours = layers(config)
+            mask = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < PADDED[padded][rank]
+            stock, ours = layers(config, SonicEPOptions(router=router))
             start = [expert_weights(each, lambda parameter: parameter.data) for each in (stock, ours)]
             different[variant] = [f"initial {n}" for n in start[0] if "w" in n and not start[1][n].equal(start[0][n])]
             set_biases(stock, ours)
             wanted, got = run_layer(stock, x, mask), run_layer(ours, x, mask)
             assert wanted.keys() == got.keys()
+            wanted["padding"] = torch.zeros_like(wanted["padding"])  # stock computes it, and nobody reads it
+            if ours.use_shared_expert:
+                wanted["padding"] = ours.shared_experts(x)[mask.T].detach()
             close = {name: is_close(got[name], value) for name, value in wanted.items()}
             different[variant] += [name for name, fits in close.items() if not fits]
     return different
@@ -146,6 +159,18 @@ def compare_variants(
 def test_outputs_and_gradients_are_megatrons(ranks: Ranks, groups: dict[str, int]) -> None:
     for different in ranks(4).run(compare_variants, groups, list(VARIANTS), {}, timeout=600):
         assert different == {variant: [] for variant in VARIANTS}
+
+
+@pytest.mark.parametrize("router", ["megatron", "fused"])
+@pytest.mark.parametrize(
+    ("size", "groups"), [(2, {"expert": 2}), (4, {"expert": 4}), (4, {"expert": 2, "tensor": 2})], ids=str
+)
+def test_ranks_may_have_any_number_of_tokens(ranks: Ranks, size: int, groups: dict[str, int], router: Router) -> None:
+    """One has none. There stock's loss is 0 / 0, unless TP ranks sum it, and its gradients are compared without it."""
+    variants = ["swiglu", "gpt-oss", "pre-softmax-scaled", "sigmoid", "per-token-loss", "shared-gate"]
+    changes = {} if "tensor" in groups else {"moe_router_load_balancing_type": "none"}
+    for different in ranks(size).run(compare_variants, groups, variants, changes, "uneven", router, timeout=600):
+        assert different == {variant: [] for variant in variants}
 
 
 def test_parts_of_experts_are_megatrons(ranks: Ranks) -> None:
@@ -392,7 +417,7 @@ def test_a_layer_entered_step_by_step_computes_the_same(ranks: Ranks, rounded: b
         assert all(nonzero)
 
 
-def graphed_router(rank: int, router: Router) -> list[bool]:
+def graphed_router(rank: int, router: Router, masked: bool) -> list[bool]:
     """The three parts that Megatron's own graphs divide a layer into, with what a replay hands on."""
     from sonic_ep.integrations.megatron import SonicEPOptions
     from tests.helpers.megatron_training import gpt_config, parallel_state
@@ -401,12 +426,16 @@ def graphed_router(rank: int, router: Router) -> list[bool]:
         config = gpt_config(moe_shared_expert_intermediate_size=40)
         x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
         _, layer = layers(config, SonicEPOptions(router=router))
-        wanted, _ = layer(x)
+        mask = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < 0.3 if masked else None
+        wanted, _ = layer(x, padding_mask=mask)
         layer.fwd_execution_map = "route"
-        tokens, probs, shared = layer(x, intermediate_tensors=())
+        tokens, probs, shared = layer(x, intermediate_tensors=(), padding_mask=mask)
         handed = {name: getattr(layer.token_dispatcher, name) for name in layer.token_dispatcher.cudagraph_attrs}
         layer.token_dispatcher.pop_routing()
-        assert [name for name, value in handed.items() if value is not None] == GRAPHED[router]
+        assert [name for name, value in handed.items() if value is not None] == [
+            *GRAPHED[router],
+            *(["padding_O"] if masked else []),
+        ]
         for name, value in handed.items():
             setattr(layer.token_dispatcher, name, value)
         layer.fwd_execution_map = "expert_compute"
@@ -415,9 +444,10 @@ def graphed_router(rank: int, router: Router) -> list[bool]:
         return [bias is None, torch.equal(layer(None, intermediate_tensors=(output, shared)), wanted)]
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("router", ["megatron", "fused"])
-def test_the_router_may_be_in_a_graph_of_its_own(ranks: Ranks, router: Router) -> None:
-    assert ranks(2).run(graphed_router, router) == [[True, True]] * 2
+def test_the_router_may_be_in_a_graph_of_its_own(ranks: Ranks, router: Router, masked: bool) -> None:
+    assert ranks(2).run(graphed_router, router, masked) == [[True, True]] * 2
 
 
 class Linear(torch.nn.Linear):

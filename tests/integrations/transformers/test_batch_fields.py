@@ -1,7 +1,9 @@
 """`replay_routing` and `skip_padding`: what a batch gives reaches every layer, also when it is computed again."""
 
 import copy
+import functools
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,36 @@ def test_drifted_experts_against_the_models_own_block() -> None:
     assert len(ours) == len(wanted)
     for one, other in zip(ours, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
+
+
+ONE_BY_ONE = "f0 b0 f1 b1 f2 b2 f3 b3"
+INTERLEAVED = "f0 f1 b0 f2 b1 f3 b2 b3"  # 1F1B of the first of two stages
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+def test_interleaved_micro_batches_have_their_own_experts(checkpointing: bool | None) -> None:
+    from sonic_ep.integrations.transformers import replay_routing, skip_padding
+
+    model, found = a_model(), []
+    replay_routing(model)
+    skip_padding(model)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    for schedule in (ONE_BY_ONE, INTERLEAVED):
+        losses: dict[str, Tensor] = {}
+        model.zero_grad()
+        for action, number in schedule.split():
+            if action == "b":
+                losses[number].backward()
+                continue
+            ids = batches(int(number), 1)[0]
+            mask = torch.ones_like(ids)
+            mask[:, : int(number)] = 0
+            given = drifted(ids).roll(int(number), 1)
+            losses[number] = model(ids, attention_mask=mask, labels=ids, use_cache=False, routed_experts=given).loss
+        grads = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        found.append([*(each.detach() for each in losses.values()), *grads])
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if asks_registry(name)])
@@ -249,8 +281,11 @@ def test_errors() -> None:
     skip_padding(model)
     with pytest.raises(ValueError, match=r"does not take; call replay_routing\(model\)"):
         model(input_ids=ids, routed_experts=routed_experts)
-    with pytest.raises(ValueError, match=r"attention_mask is \(1, 1, 12, 12\), and skip_padding needs \(B, L\)"):
-        model(input_ids=ids, attention_mask=torch.zeros(1, 1, 12, 12))
+    for shape in ((1, 1, 12, 12), (3, 12), (2, 11)):  # transformers itself would raise for the last two
+        with pytest.raises(ValueError, match=rf"is {re.escape(str(shape))}, and skip_padding needs \(B=2, L=12\)"):
+            model(input_ids=ids, attention_mask=torch.zeros(shape))
+    with pytest.raises(ValueError, match="attention_mask is dict"):
+        model(input_ids=ids, attention_mask={"full_attention": torch.ones_like(ids)})
     replay_routing(model)
     replay_routing(model)
     with pytest.raises(ValueError, match=r"routed_experts has shape \(2, 12, 1, 3\), wanted \(2, 12, 2, 3\)"):
@@ -266,6 +301,23 @@ def test_errors() -> None:
         model(input_ids=ids, routed_experts=routed_experts)
     model.set_experts_implementation("sonic_ep")
     assert_same(step(model, ids), step(a_model(), ids))
+
+
+def test_ids_of_local_experts_are_no_record() -> None:
+    """Under transformers' own dispatch a rank's experts see the ids that they have, and others in place of the rest."""
+    from sonic_ep.integrations.transformers import replay_routing, round_tokens, skip_padding
+    from sonic_ep.integrations.transformers.experts import registered_experts
+
+    model, ids = a_model(), torch.cat(batches(0, 1))
+    for experts in registered_experts(model, "").values():
+        experts._is_expert_parallel = True  # type: ignore[assignment]
+    refused = r" needs .* build the model with DistributedConfig\(ep_implementation='sonic_ep'\)"
+    with record_routing(), pytest.raises(ValueError, match="record_routing" + refused):
+        model(input_ids=ids)
+    for function in (replay_routing, skip_padding, functools.partial(round_tokens, rounding=RoundingConfig())):
+        with pytest.raises(ValueError, match=getattr(function, "__name__", "round_tokens") + refused):
+            function(model)
+    model(input_ids=ids)
 
 
 def expert_parallel_steps(rank: int, path: Path) -> dict[str, Any]:
@@ -285,6 +337,8 @@ def expert_parallel_steps(rank: int, path: Path) -> dict[str, Any]:
         mask[:, : 4 * rank] = 0
         loss = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
         seen["finite"] = bool(loss.isfinite())
+        bad = mask if rank == 0 else mask[:, 1:]
+        seen["bad mask"] = message_of(lambda: model(input_ids=ids, attention_mask=bad, use_cache=False))
     return seen
 
 
@@ -298,3 +352,36 @@ def test_across_ranks(ranks: Ranks, tmp_path: Path) -> None:
         assert seen["replay"]
         assert seen["finite"]
         assert "rank 1: routed_experts gives 24 tokens ids out of range" in seen["message"]
+        assert "rank 1: attention_mask is (2, 11), and skip_padding needs (B=2, L=12)" in seen["bad mask"]
+
+
+def recorded_under(rank: int, path: Path, layout: Any, implementation: str) -> str:
+    from tests.integrations.transformers.test_expert_parallel import load
+
+    with quiet():
+        model = load(path, layout, implementation, "sonic_ep").train()
+        with record_routing():
+            return message_of(lambda: model(input_ids=batches(0, 1)[0], use_cache=False))
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "implementation", "message"),
+    [
+        (2, "all_reduce", "record_routing needs a rank's tokens with the experts of all ranks"),
+        (1, "all_to_all", "record_routing needs a rank's tokens with the experts of all ranks"),
+        (2, "sonic_ep", "record_routing with tp_size=2 would record a slice of the batch on each rank; set tp_size=1"),
+    ],
+)
+def test_records_of_parts_are_refused_on_every_rank(
+    tp_size: int, implementation: str, message: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    from sonic_ep.integrations.transformers.register import has_parallel_registry
+
+    if not has_parallel_registry():
+        pytest.skip("transformers before 5.23 has no registry for expert parallelism")
+    from tests.integrations.transformers.test_expert_parallel import Layout
+
+    model_of("qwen3_moe", num_key_value_heads=2).save_pretrained(tmp_path)  # type: ignore[operator]
+    layout = Layout(fsdp_size=2 // tp_size, tp_size=tp_size, ep_size=2)
+    for said in ranks(2).run(recorded_under, tmp_path, layout, implementation):
+        assert message in said
