@@ -11,7 +11,7 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.expert_parallel_mlp import Call, SavedForBackward
 from sonic_ep.kernels.experts.activations import activation_named
-from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
+from sonic_ep.kernels.experts.mlp import ExpertWeights, RowLists
 
 TILE = 128
 
@@ -65,7 +65,7 @@ class LocalProblem:
         )
         self.prepared = self.call.transport.prepare(self.routing, plan_for(self.routing.counts, 0))
         self.handle, self.pair_weights = self.prepared.handle, self.prepared.weights_P
-        self.lists = PairLists(self.handle.row_of_pair_P, self.handle.expert_starts_e, tile_aligned)
+        self.lists = RowLists(self.handle.row_of_pair_P, self.handle.expert_starts_e, tile_aligned)
 
     def kernels(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Forward and backward of the local experts, their lists given."""

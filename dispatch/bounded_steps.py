@@ -14,7 +14,7 @@ experts: such a step is *exact*. All ranks must have hooks then, or none: each t
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Self, final
+from typing import Generic, NamedTuple, Self, TypeVar, final
 
 import torch
 
@@ -26,6 +26,7 @@ from sonic_ep.kernels.program.mailbox import Mailbox
 from sonic_ep.kernels.route.status.reference import HEADER
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 
+Layer = TypeVar("Layer")
 _MARGIN = 33 / 32  # bound / what the last steps needed
 _UNIT = 128  # rows, of which a bound is a multiple: kernels are compiled for multiples of 16
 _WINDOW = 64  # steps; the bound holds the largest of the last 64 to 127
@@ -59,7 +60,7 @@ class Step(NamedTuple):
 
 
 @final
-class BoundedSteps:
+class BoundedSteps(Generic[Layer]):
     """The steps of a layer on several ranks. A copy starts without any.
 
     check: gets the status fields of all ranks, rank by rank, and raises if one has an error. transport_of: returns the
@@ -70,17 +71,17 @@ class BoundedSteps:
         self,
         group: EPGroup,
         check: Callable[[list[int]], None],
-        transport_of: Callable[[Any], LayerTransport | None],
+        transport_of: Callable[[Layer], LayerTransport | None],
     ) -> None:
         self._group, self._check, self._transport_of = group, check, transport_of
         self._window = _Window()
         self._mailbox: Mailbox | None = None
         self.order_of_step = NO_ORDER  # of backwards, which the exchange of counts sends, from `start` on
 
-    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
         return type(self), (self._group, self._check, self._transport_of)
 
-    def begin(self, layer: Any) -> Step | None:
+    def begin(self, layer: Layer) -> Step | None:
         """Returns the next step. None, on every rank, if the code has to run: the first call has no bound.
 
         A collective: allocates buffers that the step needs, unless it is exact.

@@ -1,12 +1,14 @@
 """`SideStream`: the CUDA stream on which a transport sends while the experts compute."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from sonic_ep.kernels.program.trace import current_trace
+
+_Event = torch.cuda.Event | torch.Event | int | None  # a number in a trace, None on the CPU
 
 
 @final
@@ -39,8 +41,8 @@ class SideStream:
         elif self._stream is not None:
             torch.cuda.current_stream(like.device).wait_stream(self._stream)
 
-    def event(self, like: Tensor) -> Any:
-        """Returns an event behind what the current stream has so far, for `wait`. None on the CPU."""
+    def event(self, like: Tensor) -> _Event:
+        """Returns an event behind what the current stream has so far, for `wait`."""
         if (trace := current_trace()) is not None:
             return trace.event()
         return torch.cuda.current_stream().record_event() if like.is_cuda else None
@@ -50,9 +52,9 @@ class SideStream:
         if values.is_cuda and current_trace() is None:
             values.record_stream(torch.cuda.current_stream(values.device))
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: _Event) -> None:
         """Makes the current stream wait for an event."""
-        if (trace := current_trace()) is not None:
+        if isinstance(event, int) and (trace := current_trace()) is not None:
             trace.wait(event)
-        elif event is not None:
+        elif event is not None and not isinstance(event, int):
             torch.cuda.current_stream().wait_event(event)

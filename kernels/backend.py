@@ -12,20 +12,28 @@ import logging
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeVar, cast
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from sonic_ep.extras import missing_extra
+from sonic_ep.kernels.combine.gather_sum import reference as sums
+from sonic_ep.kernels.combine.scalars import reference as scalars
 from sonic_ep.kernels.common.compile_process import Gemms, start
-from sonic_ep.kernels.dispatch.recv_index.reference import Chunks, PairBuffer, RankPlan
+from sonic_ep.kernels.dispatch.plan import reference as plan
+from sonic_ep.kernels.dispatch.recv_index import reference as recv_index
+from sonic_ep.kernels.dispatch.send_index import reference as send_index
 from sonic_ep.kernels.dispatch.send_index.reference import SentRows, TokenLists
+from sonic_ep.kernels.dispatch.split_sizes import reference as split_sizes
+from sonic_ep.kernels.dispatch.symmetric.signal_pad import SignalPad, Stage
 from sonic_ep.kernels.experts import reference
 from sonic_ep.kernels.experts.activations import Activation
-from sonic_ep.kernels.experts.tile_table import ReserveFor
+from sonic_ep.kernels.lora import reference as lora
 from sonic_ep.kernels.route.interface import RouterLinear, RouterOperations
-from sonic_ep.kernels.route.rounding.reference import RoundingRule
+from sonic_ep.kernels.route.rounding import reference as rounding
+from sonic_ep.kernels.route.select import reference as select
+from sonic_ep.kernels.route.status import reference as status
 
 # The packages that the GPU modules import. The extra "cuda" installs them.
 CUDA_MODULES = ("quack", "cutlass", "triton")
@@ -40,7 +48,8 @@ COLUMN_MULTIPLE = 8
 # Triton treats rows as aligned if their width is a multiple of this.
 _ROW_MULTIPLE = 16
 
-F = TypeVar("F", bound=Callable[..., Any])
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 @functools.cache
@@ -62,101 +71,41 @@ def allows_spare_capacity(values: Tensor) -> bool:
 
 
 @functools.cache
-def _implementation(folder: str, name: str, in_triton: bool) -> Callable[..., Any]:
+def _implementation(folder: str, name: str, in_triton: bool) -> Callable[..., object]:
     module = import_module(f"sonic_ep.kernels.{folder}.{'triton' if in_triton else 'reference'}")
     return getattr(module, name)
 
 
-def op(folder: str, *, on: int = 0) -> Callable[[F], F]:
-    """Decorates a signature and makes it an operation, which calls the function of that name in `folder`.
+def op(twin: Callable[Given, Result], *, on: int = 0) -> Callable[Given, Result]:
+    """Returns the operation of a function in a reference.py, whose signature and docstring are the contract.
 
-    The function is the one in triton.py if positional argument number `on` is on a GPU and Triton is installed, else
-    its twin in reference.py. The twin's docstring is the contract.
+    The operation calls the function of that name in the triton.py beside it if positional argument number `on` is on a
+    GPU and Triton is installed, else the twin.
     """
+    folder, name = twin.__module__.removeprefix("sonic_ep.kernels.").removesuffix(".reference"), twin.__name__
 
-    def decorate(signature: F) -> F:
-        name = signature.__name__
+    @functools.wraps(twin)
+    def run(*arguments: Given.args, **options: Given.kwargs) -> Result:
+        return _implementation(folder, name, runs_triton(arguments[on]))(*arguments, **options)
 
-        @functools.wraps(signature)
-        def run(*arguments: Any, **options: Any) -> Any:
-            return _implementation(folder, name, runs_triton(arguments[on]))(*arguments, **options)
-
-        return cast(F, run)
-
-    return decorate
+    return run
 
 
-@op("route.select")
-def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lists the (token, expert) pairs of plain top-K, by expert, then token."""
-    ...
-
-
-@op("route.select")
-def start_selection(
-    scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
-) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
-    """Starts the selection of each expert's best tokens. Call the result with the counts to finish it."""
-    ...
-
-
-@op("route.rounding")
-def apply_rule(
-    chosen_SE: Tensor, tokens_S: Tensor, seed: Tensor, rule: RoundingRule
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rounds the counts of all ranks. Returns rows_SE, pairs_SE, cut_S and t."""
-    ...
-
-
-@op("route.status")
-def pack_rank_status(
-    counts_E: Tensor,
-    num_tokens: int,
-    status: int,
-    order: int,
-    *,
-    bad_logits: Tensor | None = None,
-    seed: Tensor | None = None,
-    width: int = 0,
-) -> Tensor:
-    """Packs a rank's token count, status word, seed, order and expert counts for the all-gather before a step."""
-    ...
-
-
-@op("route.status")
-def zero_counts_on_error(counts_SE: Tensor, header_SF: Tensor, healthy: int) -> Tensor:
-    """Returns the counts, or zeros unless every rank's status word equals `healthy`, and all orders are the same."""
-    ...
-
-
-@op("dispatch.plan")
-def rank_plan(rows_SE: Tensor, pairs_SE: Tensor, rank: int, tile_rows: int) -> RankPlan:
-    """Returns one rank's part of the plan."""
-    ...
-
-
-@op("dispatch.plan", on=1)
-def bounded_plan(plan: RankPlan, sizes: Tensor, tokens: int, rows: int, pairs: int, least: int = 0) -> RankPlan:
-    """Returns the plan, or an empty plan if the true sizes do not fit (tokens, rows, pairs)."""
-    ...
-
-
-@op("dispatch.split_sizes")
-def pack_split_sizes(tokens_S: Tensor, rows_SE: Tensor, pairs_SE: Tensor, status_SF: Tensor | None) -> Tensor:
-    """Packs the split sizes and rank statuses that the host reads."""
-    ...
-
-
-@op("dispatch.send_index")
-def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> SentRows:
-    """Numbers the rows that this rank sends."""
-    ...
-
-
-@op("dispatch.send_index")
-def is_token_in_rank(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
-    """Marks which tokens each destination rank needs."""
-    ...
+chosen_pairs = op(select.chosen_pairs)
+start_selection = op(select.start_selection)
+apply_rule = op(rounding.apply_rule)
+pack_rank_status = op(status.pack_rank_status)
+zero_counts_on_error = op(status.zero_counts_on_error)
+rank_plan = op(plan.rank_plan)
+bounded_plan = op(plan.bounded_plan, on=1)
+pack_split_sizes = op(split_sizes.pack_split_sizes)
+sent_rows = op(send_index.sent_rows)
+is_token_in_rank = op(send_index.is_token_in_rank)
+row_starts = op(recv_index.row_starts, on=1)
+pair_lists = op(recv_index.pair_lists, on=1)
+gather_sum = op(sums.gather_sum)
+values_of_pairs = op(scalars.values_of_pairs)
+add_hidden_grads = op(lora.add_hidden_grads)
 
 
 def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
@@ -165,56 +114,6 @@ def token_lists(sent: SentRows, num_sent: int) -> TokenLists:
     Not made by `op`, because the first argument is not a tensor.
     """
     return _implementation("dispatch.send_index", "token_lists", runs_triton(sent.sent_before))(sent, num_sent)
-
-
-@op("dispatch.recv_index", on=1)
-def row_starts(chunks: Chunks, row_in_source_V: Tensor) -> Tensor:
-    """Returns the first received row of each source rank."""
-    ...
-
-
-@op("dispatch.recv_index", on=1)
-def pair_lists(
-    chunks: Chunks, row_in_source_V: Tensor, weights_V: Tensor, row_starts_S: Tensor | None, num_rows: int
-) -> PairBuffer:
-    """Returns the index lists of a pair buffer."""
-    ...
-
-
-@op("combine.gather_sum")
-def gather_sum(
-    values_PH: Tensor,
-    items: Tensor,
-    starts: Tensor,
-    weights_P: Tensor | None = None,
-    *,
-    into: Tensor | None = None,
-    overlap_previous: bool = False,
-) -> Tensor:
-    """Sums listed rows, with or without weights."""
-    ...
-
-
-@op("combine.scalars")
-def values_of_pairs(
-    parts_PZ: Tensor,
-    slot_V: Tensor,
-    num_pairs: Tensor,
-    capacity: int,
-    *,
-    into: Tensor | None = None,
-    overlap_previous: bool = False,
-) -> Tensor:
-    """Sums the partial sums of each pair's scalar and orders the results as the pairs were received."""
-    ...
-
-
-@op("lora")
-def add_hidden_grads(
-    dh_PJ: Tensor, ds_PZ: Tensor, h_PJ: Tensor, da_PI: Tensor, weights_P: Tensor, activation: Activation
-) -> None:
-    """Adds to dH and dS what a low-rank update of W2 gives, in place."""
-    ...
 
 
 def router_operations(device: torch.device, dtype: torch.dtype, K: int) -> RouterOperations | None:
@@ -257,16 +156,16 @@ class SymmetricKernels(Protocol):
     """The kernels that write into the symmetric memory of other ranks; see kernels/dispatch/symmetric/."""
 
     NUM_SLOTS: int
-    all_gather_start: Callable[..., None]
-    all_gather_wait: Callable[..., Tensor]
-    push_lists: Callable[..., None]
-    push_scalars: Callable[..., None]
-    push_rows: Callable[..., None]
-    acquire_peers: Callable[..., None]
-    release_peers: Callable[..., None]
-    combine_push: Callable[..., None]
-    combine_reduce: Callable[..., Tensor]
-    collect_scalars: Callable[..., Tensor]
+    acquire_peers: Callable[[SignalPad, Stage], None]
+    release_peers: Callable[[SignalPad, Stage], None]
+    all_gather_start: Callable[[SignalPad, Tensor, Tensor, int], None]
+    all_gather_wait: Callable[[SignalPad, Tensor, int, int], Tensor]
+    push_lists: Callable[[SignalPad, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    push_scalars: Callable[[SignalPad, Tensor, Tensor, Tensor, Tensor], None]
+    push_rows: Callable[[SignalPad, Tensor, Tensor, Tensor, Tensor, int], None]
+    combine_push: Callable[[SignalPad, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, int], None]
+    combine_reduce: Callable[[SignalPad, Tensor, Tensor, Tensor, int, int], Tensor]
+    collect_scalars: Callable[[SignalPad, Tensor, Tensor, int], Tensor]
 
 
 @functools.cache
@@ -276,74 +175,17 @@ def symmetric_kernels() -> SymmetricKernels:
 
 
 class Operations(Protocol):
-    """The operations on experts. The docstrings of kernels/experts/reference.py are the contract."""
+    """The operations on experts, with the signatures and the contract of kernels/experts/reference.py."""
 
-    def up_projection(
-        self,
-        x_RH: Tensor,
-        w1: Tensor,
-        b1_eJ: Tensor | None,
-        row_of_pair_P: Tensor,
-        expert_starts_e: Tensor,
-        activation: Activation,
-        up_eIH: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def down_projection(
-        self, a_PI: Tensor, w2_eHI: Tensor, b2_eH: Tensor | None, expert_starts_e: Tensor, *, tile_aligned: bool = False
-    ) -> Tensor: ...
-
-    def accumulate_product(
-        self, out_PN: Tensor, rows_PK: Tensor, weights_eKN: Tensor, expert_starts_e: Tensor
-    ) -> None: ...
-
-    def accumulate_up_projection(
-        self, h_PJ: Tensor, rows_PK: Tensor, weights_eKJ: Tensor, expert_starts_e: Tensor, activation: Activation
-    ) -> Tensor: ...
-
-    def down_projection_backward(
-        self,
-        do_RH: Tensor,
-        w2_eHI: Tensor,
-        b2_eH: Tensor | None,
-        h_PJ: Tensor,
-        weights_P: Tensor,
-        row_of_pair_P: Tensor,
-        expert_starts_e: Tensor,
-        activation: Activation,
-        *,
-        reserve_for: ReserveFor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def up_projection_backward(
-        self,
-        dh_PJ: Tensor,
-        w1: Tensor,
-        expert_starts_e: Tensor,
-        up_eIH: Tensor | None = None,
-        *,
-        tile_aligned: bool = False,
-        reserve_for: ReserveFor | None = None,
-    ) -> Tensor: ...
-
-    def weight_grad(
-        self,
-        left_PA: Tensor,
-        right_RB: Tensor,
-        row_of_pair_P: Tensor,
-        expert_starts_e: Tensor,
-        *,
-        transposed: bool = False,
-        split_gate_up: bool = False,
-        out_eAB: Tensor | None = None,
-        reserve_for: ReserveFor | None = None,
-    ) -> Tensor: ...
-
-    def bias_grad(self, values_PB: Tensor, expert_starts_e: Tensor) -> Tensor: ...
-
-    def gathered_bias_grad(
-        self, do_RH: Tensor, weights_P: Tensor, row_of_pair_P: Tensor, expert_starts_e: Tensor
-    ) -> Tensor: ...
+    up_projection = staticmethod(reference.up_projection)
+    down_projection = staticmethod(reference.down_projection)
+    accumulate_product = staticmethod(reference.accumulate_product)
+    accumulate_up_projection = staticmethod(reference.accumulate_up_projection)
+    down_projection_backward = staticmethod(reference.down_projection_backward)
+    up_projection_backward = staticmethod(reference.up_projection_backward)
+    weight_grad = staticmethod(reference.weight_grad)
+    bias_grad = staticmethod(reference.bias_grad)
+    gathered_bias_grad = staticmethod(reference.gathered_bias_grad)
 
 
 def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Operations:

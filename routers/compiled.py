@@ -8,7 +8,6 @@ Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank
 
 import functools
 import json
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,7 +150,7 @@ def _decide_pairs(
 
 @_decide_pairs.register_fake
 def _(
-    logits_TE: Tensor, expert_bias_E: Tensor | None, config_text: str, group_name: str, ep_size: int, *_: Any
+    logits_TE: Tensor, expert_bias_E: Tensor | None, config_text: str, group_name: str, ep_size: int, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor], Tensor]:
     (T, E), S, config = logits_TE.shape, ep_size, config_of(config_text)
     N = torch.library.get_ctx().new_dynamic_size()

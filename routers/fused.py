@@ -8,13 +8,12 @@ Legend: T tokens on this rank, H hidden size, E experts, N pairs this rank sends
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sonic_ep.config import MoEConfig
-from sonic_ep.first_order import first_order
+from sonic_ep.config import MoEConfig, RouterConfig
+from sonic_ep.first_order import Context, first_order
 from sonic_ep.kernels.backend import router_linear, router_operations
 from sonic_ep.kernels.route.interface import LossGradient, PairGradients, RouterLinear, RouterOperations
 from sonic_ep.routers.route import RoutingContext, decide_pairs
@@ -22,6 +21,7 @@ from sonic_ep.routers.topk import TopK, fused_topk
 from sonic_ep.routers.weights_and_losses import fused_weights_and_losses
 from sonic_ep.routing import RoutedPairs
 
+_Call = tuple[RouterLinear, RouterOperations, RouterConfig]
 _DTYPES_OF_WEIGHT = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,7 +63,7 @@ def kernels_of_route(
 class _FusedRoute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, call: FusedRoute
+        ctx: Context[_Call], x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, call: FusedRoute
     ) -> tuple[Tensor, Tensor, Tensor]:
         config = call.context.config
         linear, operations = call.kernels
@@ -87,7 +87,7 @@ class _FusedRoute(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context[_Call], *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dweights_N, dloss, dx_others_TH = grad_outputs
         if dweights_N is None and dloss is None:
             return dx_others_TH, None, None, None

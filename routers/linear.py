@@ -7,13 +7,11 @@ torch.set_float32_matmul_precision decides about TF32.
 Legend: T tokens on this rank, H hidden size, E experts.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from sonic_ep.config import LinearDtype
-from sonic_ep.first_order import first_order
+from sonic_ep.first_order import Context, first_order
 from sonic_ep.kernels.backend import router_linear
 from sonic_ep.kernels.route.interface import RouterLinear
 from sonic_ep.kernels.route.linear import reference
@@ -54,17 +52,17 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, operations: RouterLinear
+        ctx: Context[RouterLinear], x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, operations: RouterLinear
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x_TH, weight_EH)
-        ctx.operations = operations
+        ctx.call = operations
         ctx.set_materialize_grads(False)
         with torch.autocast(x_TH.device.type, enabled=False):
             return operations.logits(x_TH, weight_EH, bias_E), x_TH
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context[RouterLinear], *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dlogits_TE, dx_others_TH = grad_outputs
         if dlogits_TE is None:
             return dx_others_TH, None, None, None
@@ -72,7 +70,7 @@ class _Linear(torch.autograd.Function):
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         dx_others_TH = None if dx_others_TH is None else dx_others_TH.contiguous()
         with torch.autocast(x_TH.device.type, enabled=False):
-            dx_TH, dweight_EH = ctx.operations.gradients(
+            dx_TH, dweight_EH = ctx.call.gradients(
                 dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight, dx_others_TH=dx_others_TH
             )
         return dx_TH, dweight_EH, dlogits_TE.sum(0) if of_bias else None, None
@@ -108,11 +106,11 @@ def _(dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, of_x: bool, of_weight
     return x_TH.new_empty(x_TH.shape if of_x else 0), weight_EH.new_empty(weight_EH.shape if of_weight else 0)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _save_for_backward(ctx: Context[RouterLinear], inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Context[None], dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
     x_TH, weight_EH = ctx.saved_tensors
     needs = list(ctx.needs_input_grad)
     grads = torch.ops.sonic_ep.router_linear_backward(dlogits_TE, x_TH, weight_EH, *needs)

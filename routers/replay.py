@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import Any, final
 
+from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -111,7 +112,7 @@ def replay_contexts() -> tuple[Any, Any]:
     return _Region(tape, replays=False), _Region(tape, replays=True)
 
 
-def _save_collectives(_context: object, operation: Any, *arguments: object, **__: object) -> CheckpointPolicy:
+def _save_collectives(_context: object, operation: OpOverload, *arguments: object, **__: object) -> CheckpointPolicy:
     """The policy of a traced checkpoint: saves the outputs of `decide_pairs` and of all other collectives."""
     if operation.namespace == "sonic_ep":
         of_group = {a.name: value for a, value in zip(operation._schema.arguments, arguments, strict=True)}

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Self, final
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ class Router(nn.Module):
         self._config_text = text_of(config)
         self.register_load_state_dict_post_hook(_reset_after_load)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bias must stay fp32 when the model is cast to bf16, because it changes by only 0.001 a step.
         exact = self.expert_bias
         super()._apply(fn, recurse)

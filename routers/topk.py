@@ -5,13 +5,13 @@ Legend: T tokens on this rank, E experts, K experts per token, g expert groups, 
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.first_order import first_order
+from sonic_ep.first_order import Context, first_order
 from sonic_ep.kernels.backend import router_operations
 from sonic_ep.kernels.route.interface import RouterOperations
 from sonic_ep.kernels.route.topk.reference import experts_of_best_groups, scores_of, times_chosen, top_experts
@@ -133,16 +133,16 @@ class _Scores(torch.autograd.Function):
     """Returns the scores that a kernel computed from the logits. Backward is that of softmax or sigmoid."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, scores_TE: Tensor, is_softmax: bool) -> Tensor:
-        ctx.is_softmax = is_softmax
+    def forward(ctx: Context[bool], logits_TE: Tensor, scores_TE: Tensor, is_softmax: bool) -> Tensor:
+        ctx.call = is_softmax
         ctx.save_for_backward(scores_TE)
         return scores_TE.detach()
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context[bool], *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (scores_TE,) = ctx.saved_tensors
         (dscores_TE,) = grad_outputs
-        if ctx.is_softmax:
+        if ctx.call:
             return scores_TE * (dscores_TE - (scores_TE * dscores_TE).sum(1, keepdim=True)), None, None
         return dscores_TE * scores_TE * (1 - scores_TE), None, None

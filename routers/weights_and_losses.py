@@ -7,18 +7,19 @@ Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.first_order import first_order
+from sonic_ep.first_order import Context, first_order
 from sonic_ep.kernels.backend import router_operations
 from sonic_ep.kernels.route.interface import Losses, LossGradient, PairGradients, RouterOperations
 from sonic_ep.kernels.route.weights_and_losses.reference import balance_loss, weights_of_pairs, z_loss
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import BalanceCounts, PairLists, RoutedPairs
+
+_ForBackward = tuple[RouterConfig, RouterOperations]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,37 +92,39 @@ def fused_weights_and_losses(
 
 class _WeightsAndLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context[_ForBackward], logits_TE: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
         chosen, weights_N, losses = call.pairs, _weights(call), _losses(logits_TE, call)
         ctx.save_for_backward(logits_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, losses.dshares_BE)
-        ctx.config, ctx.operations = call.config, call.operations
+        ctx.call = call.config, call.operations
         ctx.set_materialize_grads(False)
         return weights_N, losses.value
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context[_ForBackward], *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dweights_N, dloss = grad_outputs
         logits_TE, topk_ids_TK, token_ids_N, expert_ids_N, dshares_BE = ctx.saved_tensors
+        config, operations = ctx.call
         pairs = None if dweights_N is None else PairGradients(token_ids_N, expert_ids_N, dweights_N)
         loss = None if dloss is None else LossGradient(dloss, dshares_BE)
-        return ctx.operations.logits_gradient(logits_TE, topk_ids_TK, pairs, loss, ctx.config), None
+        return operations.logits_gradient(logits_TE, topk_ids_TK, pairs, loss, config), None
 
 
 class _Losses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Context[_ForBackward], logits_TE: Tensor, call: _Call) -> Tensor:
         losses = _losses(logits_TE, call)
         ctx.save_for_backward(logits_TE, call.pairs.topk_ids_TK, losses.dshares_BE)
-        ctx.config, ctx.operations = call.config, call.operations
+        ctx.call = call.config, call.operations
         return losses.value
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context[_ForBackward], *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits_TE, topk_ids_TK, dshares_BE = ctx.saved_tensors
+        config, operations = ctx.call
         loss = LossGradient(grad_outputs[0], dshares_BE)
-        return ctx.operations.logits_gradient(logits_TE, topk_ids_TK, None, loss, ctx.config), None
+        return operations.logits_gradient(logits_TE, topk_ids_TK, None, loss, config), None
 
 
 def _weights(call: _Call) -> Tensor:

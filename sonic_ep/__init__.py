@@ -4,7 +4,7 @@ Public names are loaded at their first use, so that importing one kernel loads n
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sonic_ep import checkpoint as checkpoint
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "checkpoint":
         return import_module("sonic_ep.checkpoint")
     if name in _HOMES:

@@ -11,7 +11,7 @@ experts, e local experts, I expert width, J pre-activation columns (2I if gated 
 
 from contextlib import nullcontext
 from dataclasses import astuple, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, PreparedDispatch, Splits
 from sonic_ep.expert_parallel_mlp import Call, SavedForBackward, backward, forward
+from sonic_ep.first_order import Context
 from sonic_ep.groups import EPGroup
 from sonic_ep.groups.order import Forward
 from sonic_ep.in_flight import InFlight
@@ -29,6 +30,9 @@ from sonic_ep.routers.compiled import pending_sizes
 from sonic_ep.routing import INDEX_DTYPE, GroupCounts, Routing
 from sonic_ep.transports import existing_transport
 
+_Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+# The inputs of the last two, but for numbers and names.
+_Inputs = tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor, *_Weights, *tuple[object, ...]]
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _PAIR_STARTS, _EXPERT_STARTS = 2, 4  # their places in `DispatchHandle.lists`
 
@@ -120,9 +124,9 @@ def _prepare_dispatch(
 
 @_prepare_dispatch.register_fake
 def _(
-    x_TH: Tensor, weights_N: Tensor, token_ids_N: Tensor, counts: list[Tensor], num_tokens: int, *constants: Any
+    x_TH: Tensor, weights_N: Tensor, token_ids_N: Tensor, counts: list[Tensor], num_tokens: int, *constants: object
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    *_, ep_size, _transport = constants
+    ep_size = cast(int, constants[-2])
     T, e = num_tokens, counts[0].shape[1] // ep_size
     new_size = torch.library.get_ctx().new_dynamic_size
     P, V = new_size(), new_size()
@@ -198,8 +202,10 @@ def _forward(
 
 
 @_forward.register_fake
-def _(x_TH: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, weights_P, lists, _, w1_eJH, *_, save_dispatched, _tile_aligned = others
+def _(
+    x_TH: Tensor, _: Tensor, weights_P: Tensor, lists: list[Tensor], __: Tensor, w1_eJH: Tensor, *others: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    save_dispatched = others[-2]
     (T, H), R = x_TH.shape, lists[_PAIR_STARTS].shape[0] - 1
     return (
         x_TH.new_empty(T, H),
@@ -242,28 +248,30 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dout_TH: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _, _, weights_P, _, _, w1, w2, b1, b2, num_pairs, *_, needs = others
-    weights = zip((w1, w2, b1, b2), needs, strict=True)
+def _(
+    dout_TH: Tensor, *others: *tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor, *_Weights, int, *tuple[object, ...]]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _, _, weights_P, _, _, *weights, num_pairs = others[:10]
+    weights = zip(weights, cast(list[bool], others[-1]), strict=True)
     dw1, dw2, db1, db2 = (dout_TH.new_empty(weight.shape if weight is not None and n else 0) for weight, n in weights)
     return dout_TH.new_empty(dout_TH.shape), weights_P.new_empty(num_pairs), dw1, dw2, db1, db2
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup_context(ctx: Context[tuple[object, ...]], inputs: _Inputs, output: tuple[Tensor, Tensor, Tensor]) -> None:
     x_TH, weights_N, weights_P, lists, splits_FS, w1, w2, b1, b2, *constants = inputs
     *_, save_dispatched, _tile_aligned = constants
     _, rows, h_PJ = output
     ctx.save_for_backward(rows if save_dispatched else x_TH, h_PJ, weights_P, splits_FS, w1, w2, b1, b2, *lists)
     ctx.mark_non_differentiable(rows, h_PJ)
     ctx.set_materialize_grads(False)
-    ctx.constants = (weights_N.shape[0], *constants)
+    ctx.call = (weights_N.shape[0], *constants)
 
 
-def _differentiate(ctx: Any, dout_TH: Tensor, *_: None) -> tuple[Any, ...]:
+def _differentiate(ctx: Context[tuple[object, ...]], dout_TH: Tensor, *_: None) -> tuple[object, ...]:
     rows, h_PJ, weights_P, splits_FS, w1, w2, b1, b2, *lists = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[5:9])
     dx_TH, dweights_N, *grads = torch.ops.sonic_ep.expert_parallel_mlp_backward(
-        dout_TH, rows, h_PJ, weights_P, lists, splits_FS, w1, w2, b1, b2, *ctx.constants, needs
+        dout_TH, rows, h_PJ, weights_P, lists, splits_FS, w1, w2, b1, b2, *ctx.call, needs
     )
     grads = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
     return dx_TH, dweights_N, None, [None] * len(lists), None, *grads, None, None, None, None, None, None

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, final
+from typing import cast, final
 
 import torch
 from torch import Tensor
@@ -175,8 +175,8 @@ class _Replays:
                 gradients.watch(parameter)
 
     def _before(
-        self, layer: MoE, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Tensor], dict[str, Any]] | None:
+        self, layer: MoE, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[Tensor], dict[str, object]] | None:
         if layer is not self._layer():
             raise RuntimeError("a copy of a graphed layer would compute with the original's weights; copy it before")
         if not layer.training:
@@ -200,7 +200,7 @@ class _Replays:
         if layer.group.size > 1:
             forward = Forward(layer._number, self._num_forwards)
             layer.group.order.add_ran(Ran(forward, is_graphed=True, is_replay=True))
-        x: Tensor = args[0]
+        x = cast(Tensor, args[0])
         if not (x.is_leaf and x.requires_grad and torch.is_grad_enabled()):
             return None
         x = x.view_as(x)

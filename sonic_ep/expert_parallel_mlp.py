@@ -25,7 +25,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import operations_for
 from sonic_ep.kernels.experts import mlp
 from sonic_ep.kernels.experts.activations import Activation
-from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
+from sonic_ep.kernels.experts.mlp import ExpertWeights, RowLists
 from sonic_ep.kernels.experts.tile_table import ReserveFor
 from sonic_ep.kernels.lora import low_rank
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
@@ -92,7 +92,7 @@ def forward(
     if rows_RH is None:
         rows_RH = call.transport.dispatch(x_TH, prepared.handle).result()
     ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
-    y_PH, h_PJ = mlp.forward(ops, rows_RH, weights, _pair_lists(prepared.handle, call), call.activation)
+    y_PH, h_PJ = mlp.forward(ops, rows_RH, weights, _row_lists(prepared.handle, call), call.activation)
     saved_rows = x_TH
     if call.save_dispatched:
         saved_rows = rows_RH.clone() if prepared.handle.rows_are_reused else rows_RH
@@ -118,7 +118,7 @@ def backward(
     computed first, so that A' can be freed before dX of all pairs is allocated; the sums of dS overlap dW2, those of dX
     overlap dW1. Every rank calls every collective, whether or not it needs the result.
     """
-    transport, handle, pairs = call.transport, saved.handle, _pair_lists(saved.handle, call)
+    transport, handle, pairs = call.transport, saved.handle, _row_lists(saved.handle, call)
     if host_may_wait(dout_TH):
         call.group.begin_backward(handle.forward, dout_TH)
     ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
@@ -175,5 +175,5 @@ def backward(
     return Gradients(dx_TH, dweights_N, dw1, dw2, db1, db2, dlora)
 
 
-def _pair_lists(handle: DispatchHandle, call: Call) -> PairLists:
-    return PairLists(handle.row_of_pair_P, handle.expert_starts_e, call.tile_aligned)
+def _row_lists(handle: DispatchHandle, call: Call) -> RowLists:
+    return RowLists(handle.row_of_pair_P, handle.expert_starts_e, call.tile_aligned)

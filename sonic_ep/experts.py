@@ -4,8 +4,8 @@ Legend: E experts, e local experts, d hidden size, n expert width, J pre-activat
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, Self, final
+from collections.abc import Callable, Sequence
+from typing import Self, final
 
 import torch
 import torch.distributed as dist
@@ -70,21 +70,21 @@ class Experts(nn.Module):
 
     # to_empty, deepcopy and load_state_dict with assign=True make new parameters without the attributes.
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         mark_experts(self)
         return self
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         register(self)
         mark_experts(self)
 
     def _load_from_state_dict(
         self,
-        state_dict: dict[str, Any],
+        state_dict: dict[str, object],
         prefix: str,
-        local_metadata: dict[str, Any],
+        local_metadata: dict[str, object],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
@@ -96,8 +96,9 @@ class Experts(nn.Module):
         for hook in hooks.values():  # now, because FSDP's shards the parameters that it has gathered
             hook(state_dict, *arguments)
         saved = state_dict.pop(f"{prefix}_extra_state", None)  # an older state dict says there whose experts it holds
-        held: Any = local_metadata.get(_HELD) if saved is None else saved
-        held = held if getattr(held, "is_meta", True) else held.tolist()  # what is no tensor stays as it is
+        held = local_metadata.get(_HELD) if saved is None else saved
+        if isinstance(held, Tensor) and not held.is_meta:
+            held = held.tolist()
         problem = _problem_with_held(prefix, held) or self._problem_with_state(
             state_dict, prefix, held, assign="assign_to_params_buffers" in local_metadata
         )
@@ -111,13 +112,13 @@ class Experts(nn.Module):
             self._load_state_dict_pre_hooks = hooks
 
     def _problem_with_state(
-        self, state_dict: dict[str, Any], prefix: str, held: Sequence[int] | None, *, assign: bool
+        self, state_dict: dict[str, object], prefix: str, held: object, *, assign: bool
     ) -> str | None:
         """Replaces tensors by this rank's part of them. Returns a problem, or None.
 
         held: what `_held` was on the rank that saved, if that is known. assign: the tensors become parameters.
         """
-        another = None if held is None or tuple(held) == self._held else held
+        another = held if isinstance(held, Sequence) and tuple(held) != self._held else None
         if self.group.size == 1 and another is None:
             return None
         from sonic_ep.checkpoint.expert_states import is_part, of_rank
@@ -218,16 +219,15 @@ class Experts(nn.Module):
                 bias.zero_()
 
 
-def mark_experts(experts: Any, *_: object) -> None:
+def mark_experts(experts: Experts, *_: object) -> None:
     """Sets the attributes of parameters of `Experts`, which whoever replaces them must call."""
     for parameter in experts.parameters():
-        parameter.allreduce = False
-        parameter.ep_group_name = experts.ep_group_name
+        vars(parameter).update(allreduce=False, ep_group_name=experts.ep_group_name)
     if experts.sharded_over:
         experts.sharded_parameters = [*experts.parameters()]
 
 
-def _hand_out(experts: Any, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+def _hand_out(experts: Experts, state_dict: dict[str, object], prefix: str, local_metadata: dict[str, object]) -> None:
     """Replaces tensors of a state dict by DTensors of all experts. Parameters, with keep_vars=True, remain."""
     local_metadata[_HELD] = experts._held
     if experts.group.size == 1:

@@ -2,12 +2,26 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 Gradients = tuple[Tensor | None, ...]
+Call = TypeVar("Call")
+
+
+class Context(Protocol[Call]):
+    """The ctx of a torch.autograd.Function. call: what forward leaves for backward besides tensors."""
+
+    call: Call
+    saved_tensors: tuple[Tensor, ...]  # None where forward has saved None
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def maybe_clear_saved_tensors(self) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
 
 def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
@@ -18,7 +32,7 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """
 
     @functools.wraps(backward)
-    def run(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
+    def run(ctx: Context[None], *grad_outputs: Tensor | None) -> Gradients:
         if not torch.is_grad_enabled():  # without create_graph
             return backward(ctx, *grad_outputs)
         # The returned gradients depend on these for autograd: a derivative by any of them reaches _NotDifferentiable.
@@ -38,11 +52,11 @@ class _NotDifferentiable(torch.autograd.Function):
     """Returns its first `number` tensors, which depend on the others too for autograd. Its backward raises."""
 
     @staticmethod
-    def forward(ctx: Any, number: int, *tensors: Tensor) -> Gradients:
+    def forward(ctx: Context[None], number: int, *tensors: Tensor) -> Gradients:
         return tuple(tensor.view_as(tensor) for tensor in tensors[:number])
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context[None], *grad_outputs: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise RuntimeError(
             "an MoE layer has no second derivatives: its gradients cannot be differentiated; leave it out of what "
             "needs create_graph=True"

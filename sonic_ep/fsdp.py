@@ -8,22 +8,40 @@ so FSDP shards those over the ranks that hold the same ones. With 4 ranks and ep
     experts E/2 .. E - 1      rank 1         rank 3         <- expert_mesh of both
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard
 
 from sonic_ep.experts import mark_experts
 from sonic_ep.groups import EPGroup
 from sonic_ep.layer import MoE
 
 
-def fully_shard(module: nn.Module, *, mesh: DeviceMesh, expert_mesh: DeviceMesh, **options: Any) -> FSDPModule:
+class FSDPOptions(TypedDict, total=False):
+    """Further options of torch's fully_shard."""
+
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None
+    offload_policy: OffloadPolicy
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    **options: Unpack[FSDPOptions],
+) -> FSDPModule:
     """Shards a module that contains MoE layers, except for submodules that are sharded already, by torch's fully_shard.
 
     mesh: all ranks, in one or two dimensions; dense weights are sharded over it. expert_mesh: the ranks that hold the
@@ -44,14 +62,16 @@ def fully_shard(module: nn.Module, *, mesh: DeviceMesh, expert_mesh: DeviceMesh,
             "block around a layer, and torch's fully_shard all others"
         )
     EPGroup().raise_together(problem)
-    ignored: set[nn.Parameter] = set(options.pop("ignored_params", None) or ())
+    policy, ignored = mp_policy or MixedPrecisionPolicy(), set(ignored_params or ())
     experts = {parameter for layer in layers for parameter in layer.experts.parameters()}
     # The block first: it would not manage the router of a layer that is sharded already.
-    sharded = torch_fully_shard(module, mesh=mesh, ignored_params=ignored | experts, **options)
+    sharded = torch_fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored | experts, **options)
     for layer, (ranks, _) in zip(layers, found, strict=True):
         layer.experts.sharded_over = ranks
         own = set(layer.experts.parameters())
-        shard_experts(layer, own, mesh=mesh, expert_mesh=expert_mesh, ignored_params=ignored, **options)
+        shard_experts(
+            layer, own, mesh=mesh, expert_mesh=expert_mesh, mp_policy=policy, ignored_params=ignored, **options
+        )
         mark_experts(layer.experts)
     return sharded
 
@@ -64,7 +84,7 @@ def shard_experts(
     expert_mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    **options: Any,
+    **options: Unpack[FSDPOptions],
 ) -> None:
     """Shards `experts`, and no other parameter of `layer`, over expert_mesh. The rest is as in `fully_shard`.
 

@@ -6,7 +6,7 @@ expert width, J pre-activation columns (2I if gated else I).
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from sonic_ep.checks import (
 )
 from sonic_ep.compiled import moe_in_graph
 from sonic_ep.dispatch.plan import plan_for
-from sonic_ep.dispatch.protocol import PreparedDispatch, Transport
+from sonic_ep.dispatch.protocol import HandleSizes, PreparedDispatch, Transport
 from sonic_ep.expert_parallel_mlp import NO_LORA, Call, SavedForBackward, backward, forward
-from sonic_ep.first_order import first_order
+from sonic_ep.first_order import Context, first_order
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.activations import Activation, activation_named, interleave, interleave_split
@@ -147,7 +147,7 @@ def moe(
             with routing.status_first():
                 step = runs_as.find(MoECall(x_TH, routing, weights, into, call, layout))
             prepared = runs_as.prepared
-        arguments: Any = x_TH, routing.weights_N, *weights, routing, call, params, layout, prepared
+        arguments = x_TH, routing.weights_N, *weights, routing, call, params, layout, prepared
         out_TH = _ExpertParallelMLP.apply(*arguments, step)
         if runs_as is not None and runs_as.exceeded(routing):
             out_TH = _ExpertParallelMLP.apply(*arguments, None)
@@ -236,13 +236,17 @@ def _check(routing: Routing) -> None:
     routing.check()
 
 
+_ForBackward = tuple[HandleSizes | None, "_Others"]
+
+
 class _ExpertParallelMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, weights_N: Tensor, *arguments: Any) -> Tensor:
+    def forward(ctx: Context[_ForBackward], x_TH: Tensor, weights_N: Tensor, *arguments: object) -> Tensor:
         """arguments: the tensors of MoEWeights, each an argument of its own for autograd, then those of `_Others`."""
         x_TH = x_TH.contiguous()
-        weights, others = MoEWeights(*arguments[:_NUM_WEIGHTS]), _Others(*arguments[_NUM_WEIGHTS:])
+        weights, others = MoEWeights._make(arguments[:_NUM_WEIGHTS]), _Others._make(arguments[_NUM_WEIGHTS:])
         routing, call, step = others.routing, others.call, others.step
+        assert routing is not None
         rows, sizes = None, None
         with routing.status_first():
             if step is not None:
@@ -259,18 +263,18 @@ class _ExpertParallelMLP(torch.autograd.Function):
         routing.check()  # after all launches, because it may block
         ctx.save_for_backward(rows, *weights, *saved)
         # params are not read from saved_tensors: saved-tensor hooks may return tensors without attributes.
-        ctx.sizes, ctx.others = sizes, others._replace(routing=None, prepared=None)
+        ctx.call = sizes, others._replace(routing=None, prepared=None)
         return out_TH
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context[_ForBackward], *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, *tensors = ctx.saved_tensors
         weights, saved = MoEWeights(*tensors[:_NUM_WEIGHTS]), tensors[_NUM_WEIGHTS:]
         # So that `saved` alone refers to H and the weights of pairs. Has no effect if the graph is retained.
         ctx.maybe_clear_saved_tensors()
         del tensors
-        _, call, (param1, param2), layout, _, step = ctx.others
+        sizes, (_, call, (param1, param2), layout, _, step) = ctx.call
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
         needs_lora = (any(ctx.needs_input_grad[7:9]), any(ctx.needs_input_grad[9:11]))
         needs = needs_gate or needs_up, *needs, *needs_lora
@@ -280,7 +284,8 @@ class _ExpertParallelMLP(torch.autograd.Function):
                 grads = step.backward(grad_outputs[0], rows, saved, weights, into)
             else:
                 h_PJ, weights_P, *lists = saved
-                state = SavedForBackward(rows, h_PJ, weights_P, ctx.sizes.with_lists(lists))
+                assert sizes is not None
+                state = SavedForBackward(rows, h_PJ, weights_P, sizes.with_lists(lists))
                 saved.clear()
                 del h_PJ, weights_P
                 grads = backward(grad_outputs[0], state, weights.of_experts(layout), call, needs, into)
@@ -296,10 +301,11 @@ class _ExpertParallelMLP(torch.autograd.Function):
 class _Others(NamedTuple):
     """The arguments of `_ExpertParallelMLP` without a gradient. params: with the main_grad to which backward adds.
 
-    prepared: by the transport, if it has been called. step: that of programs, or None where the code runs.
+    routing: None in backward. prepared: by the transport, if it has been called. step: that of programs, or None where
+    the code runs.
     """
 
-    routing: Any
+    routing: Routing | None
     call: Call
     params: tuple[Tensor | None, Tensor | None]
     layout: Layout
@@ -322,7 +328,8 @@ def main_grad_of(weight: Tensor | None) -> Tensor | None:
     return main_grad if usable and (main_grad.dtype != torch.float64 or weight.dtype == torch.float64) else None
 
 
-def gradient_placeholder(weight: Any) -> Tensor:
+def gradient_placeholder(weight: Tensor | None) -> Tensor:
     """Returns the gradient for autograd after main_grad was updated: Megatron's DDP hooks expect a tensor."""
-    weight.grad_added_to_main_grad = True
+    assert weight is not None
+    vars(weight).update(grad_added_to_main_grad=True)
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

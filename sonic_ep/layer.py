@@ -6,7 +6,7 @@ Legend: T tokens on this rank, H hidden size.
 import json
 import operator
 from collections import Counter
-from typing import Any, NamedTuple, cast, final
+from typing import NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -184,7 +184,7 @@ class MoE(nn.Module):
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
         with temporarily_clear_interpreter_stack():
-            self.forward(cast(Any, _Transformed()))
+            self.forward(cast(Tensor, _Transformed()))
 
     def _may_run_programs(self, x: Tensor) -> bool:
         """Returns the same on every rank."""

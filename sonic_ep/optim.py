@@ -5,12 +5,13 @@ have two dimensions, so "weights of two dimensions decay" would be wrong of them
 expert's is a matrix by itself.
 """
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, final
+from collections.abc import Iterable, MutableMapping
+from typing import Any, NamedTuple, TypedDict, Unpack, cast, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from sonic_ep.experts import Experts
 from sonic_ep.groups import EPGroup
@@ -74,7 +75,7 @@ def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str
     """
     layers = [each for each in module.modules() if isinstance(each, Experts)]
     of_experts = {id(bias) for experts in layers for bias in (experts.b1, experts.b2)}
-    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             decays = parameter.dim() > 1 and id(parameter) not in of_experts and not name.endswith("bias")
@@ -83,6 +84,19 @@ def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
         for (decays, _), parameters in groups.items()
     ]
+
+
+class MuonOptions(TypedDict, total=False):
+    """Of torch.optim.Muon."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float]
+    eps: float
+    ns_steps: int
+    adjust_lr_fn: str | None
 
 
 @final
@@ -100,21 +114,30 @@ class Muon(torch.optim.Muon):
     a stack that is sharded along another dimension than its first, because the shards cut the matrices.
     """
 
-    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter] | Iterable[dict[str, object]], **options: Unpack[MuonOptions]
+    ) -> None:
         super().__init__([{"params": []}], **options)  # torch refuses three dimensions there, and not when one adds
         self.param_groups.clear()
         given = list(params)
-        for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        for group in cast(list[dict[str, object]], groups):
             self.add_param_group(group)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         super().add_param_group(param_group)
         problems = (_problem_with_matrices(parameter) for parameter in self.param_groups[-1]["params"])
         if (problem := next(filter(None, problems), None)) is not None:
             self.param_groups.pop()
             raise ValueError(problem)
 
-    def _init_group(self, group: Any, params_with_grad: Any, grads: Any, muon_momentum_bufs: Any) -> bool:
+    def _init_group(
+        self,
+        group: MutableMapping,
+        params_with_grad: list[Tensor],
+        grads: list[Tensor],
+        muon_momentum_bufs: list[Tensor],
+    ) -> bool:
         """Fills the lists of what torch's step updates in place, with the matrices of a stack one by one."""
         for parameter in group["params"]:
             grad = parameter.grad
@@ -149,8 +172,8 @@ def _problem_with_matrices(parameter: Tensor) -> str | None:
 class _Place(NamedTuple):
     """Which ranks have parts of a weight. mesh, placements: of a DTensor. ep_group_name: of experts, else empty."""
 
-    mesh: Any
-    placements: tuple[Any, ...]
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
     ep_group_name: str
 
     @classmethod
@@ -168,7 +191,8 @@ class _Place(NamedTuple):
     def groups(self) -> list[EPGroup]:
         """The groups over which a norm is summed up, one after the other."""
         sharded = [dim for dim, placement in enumerate(self.placements) if placement.is_shard()]
-        return [EPGroup(self.mesh.get_group(dim)) for dim in sharded] + [EPGroup.named(self.ep_group_name)]
+        own = [] if self.mesh is None else [EPGroup(self.mesh.get_group(dim)) for dim in sharded]
+        return [*own, EPGroup.named(self.ep_group_name)]
 
 
 def _power_over_ranks(place: _Place, parameters: list[Tensor], norm_type: float, lists: bool) -> Tensor:

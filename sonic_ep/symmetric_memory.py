@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,12 @@ from torch import Tensor
 from sonic_ep.groups import EPGroup
 from sonic_ep.groups.hosts import host_name
 
-_MAKE_PART: ContextVar[Callable[..., Any] | None] = ContextVar("sonic_ep_make_part", default=None)
+_Make = Callable[[Tensor, int, tuple[int, ...], torch.dtype], Tensor]
+_MAKE_PART: ContextVar[_Make | None] = ContextVar("sonic_ep_make_part", default=None)
 
 
 @contextmanager
-def parts_made_by(make: Callable[..., Any]) -> Generator[None]:
+def parts_made_by(make: _Make) -> Generator[None]:
     """A context in which views are what `make` returns for memory, a byte of it, a shape and a dtype."""
     before = _MAKE_PART.set(make)
     try:

@@ -5,14 +5,14 @@ import functools
 import json
 import logging
 from collections.abc import Callable
-from typing import Any, Self, final
+from typing import Self, final
 
 import torch
 from torch import Tensor
 
 from sonic_ep.config import TransportConfig
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
-from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport
+from sonic_ep.dispatch.bounded_steps import BoundedSteps, Layer, LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch
 from sonic_ep.dispatch.symmetric import SymmetricTransport
@@ -51,7 +51,7 @@ class GroupTransport:
         self.name = _name_of(group, self.text)
         self._chosen: dict[str, _Chosen] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Returns self: a copy of a layer uses the same ranks and buffers."""
         return self
 
@@ -137,8 +137,8 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
 
 
 def steps_of(
-    group: EPGroup, transport: LocalTransport | GroupTransport, transport_of: Callable[[Any], LayerTransport | None]
-) -> BoundedSteps | None:
+    group: EPGroup, transport: LocalTransport | GroupTransport, transport_of: Callable[[Layer], LayerTransport | None]
+) -> BoundedSteps[Layer] | None:
     """Returns the steps of a layer; None on one rank, where sizes follow from T. transport_of: see BoundedSteps."""
     if group.size == 1:
         return None

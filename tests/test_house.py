@@ -35,6 +35,16 @@ MAY_IMPORT = {
     "routers": GROUND | {"kernels", "routers"},
 }
 MAX_LINES = 500
+MAX_ANY = 150  # lines of the product with this type, which says nothing
+MAX_PARAMETERS = 12
+# Those that have more, outside of kernels/: two are operations of torch.library, which take tensors and numbers alone,
+# and two have the parameters of a whole layer.
+MANY_PARAMETERS = {
+    "sonic_ep/compiled.py:_forward",
+    "sonic_ep/compiled.py:_backward",
+    "sonic_ep/functional.py:moe",
+    "sonic_ep/integrations/deepspeed/moe.py:__init__",
+}
 # The one file that imports quack and what CuTe-DSL does not make public. A benchmark times with quack's own tuner, of
 # whatever version sonic-moe runs on, and another trains with its cross-entropy, which is public.
 QUACK_COMPAT, TUNER = "kernels/experts/quack_compat.py", "benchmarks/short_tuning.py"
@@ -320,6 +330,34 @@ def test_a_transport_has_few_members() -> None:
     members = {name for name in dir(Transport) if not name.startswith("_")}
     assert {"prepare", "dispatch", "combine", "combine_scalars"} < members
     assert len(members) <= 8
+
+
+def test_few_lines_of_the_product_say_any() -> None:
+    lines = set()
+    for path in FILES:
+        if path.relative_to(ROOT).parts[0] in PRODUCT:
+            with tokenize.open(path) as file:
+                tokens = [token for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.NAME]
+            lines |= {f"{path.relative_to(ROOT)}:{token.start[0]}" for token in tokens if token.string == "Any"}
+    assert len(lines) <= MAX_ANY, sorted(lines)
+
+
+def num_parameters(function: ast.FunctionDef) -> int:
+    """Returns how many parameters a function has, without self or cls."""
+    given = function.args
+    named = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len(named) + len([each for each in (given.vararg, given.kwarg) if each]) - (named[:1] in (["self"], ["cls"]))
+
+
+def test_functions_have_few_parameters() -> None:
+    many = {
+        f"{path.relative_to(ROOT)}:{node.name}"
+        for path in FILES
+        if path.relative_to(ROOT).parts[0] in PRODUCT - {"kernels"}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and num_parameters(node) > MAX_PARAMETERS
+    }
+    assert many == MANY_PARAMETERS
 
 
 def test_files_are_short() -> None:

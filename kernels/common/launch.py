@@ -15,7 +15,7 @@ is in do_not_specialize, launches the variant (device, int32, int32, int32, 1, 2
 import functools
 from collections.abc import Callable, Sequence
 from operator import itemgetter, or_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -24,11 +24,11 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from sonic_ep.kernels.program.sizes import Size, concrete
-from sonic_ep.kernels.program.trace import current_trace
+from sonic_ep.kernels.program.trace import Variant, current_trace
 
 # Triton specializes a kernel on pointers aligned to 16 bytes, and takes numbers below 2^31 for int32.
 _ALIGNMENT, _MAX_INT32 = 16, 2**31 - 1
-# The launchers that Triton compiles are private to it: these versions have the one that `_Variant` calls.
+# The launchers that Triton compiles are private to it: these versions have the one that `Variant` calls.
 _HAS_KNOWN_LAUNCHER = triton.__version__.startswith("3.6.")
 
 _Kernel = Callable[..., None]
@@ -47,29 +47,12 @@ def fast_launch(kernel: KernelInterface[_Kernel]) -> KernelInterface[_Kernel]:
     return FastLauncher(kernel) if isinstance(kernel, JITFunction) else kernel
 
 
-class _Variant(NamedTuple):
-    """A compiled kernel. launch: called with grid, stream, `head`, the run-time arguments and `tail`.
-
-    The rest is for programs. function: CUDA's. passed: the indices of the run-time arguments that it takes. overlaps:
-    whether it may start before the kernel in front of it ends.
-    """
-
-    launch: Callable[..., None]
-    head: tuple[object, ...]
-    tail: tuple[object, ...]
-    function: int = 0
-    passed: tuple[int, ...] = ()
-    threads: int = 0
-    shared_bytes: int = 0
-    overlaps: bool = False
-
-
 class FastLauncher(KernelInterface[_Kernel]):
     """One Triton kernel with its variants."""
 
     def __init__(self, kernel: JITFunction[_Kernel]) -> None:
         self.kernel = kernel
-        self._variants: dict[tuple[object, ...], _Variant] = {}
+        self._variants: dict[tuple[object, ...], Variant] = {}
         given = [parameter for parameter in kernel.params if not parameter.is_constexpr]
         pointers = [i for i, parameter in enumerate(given) if parameter.name.endswith("_ptr")]
         changing = [i for i, parameter in enumerate(given) if parameter.do_not_specialize]
@@ -81,7 +64,7 @@ class FastLauncher(KernelInterface[_Kernel]):
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
 
-    def variant(self, kinds: list[object], named: dict[str, object]) -> _Variant:
+    def variant(self, kinds: list[object], named: dict[str, object]) -> Variant:
         """Returns the variant for run-time arguments: kinds has dtypes or `Unaligned` for tensors, and numbers."""
         for index in self._indices_of_fixed:
             if type(kinds[index]) is Size:
@@ -97,7 +80,7 @@ class FastLauncher(KernelInterface[_Kernel]):
     def _launch(self, grid: tuple[int, ...], *arguments: object, **named: object) -> None:
         trace = current_trace()
         if trace is not None:
-            trace.launch(self, grid, arguments, named)
+            trace.launch(self.variant, grid, arguments, named)
             return
         device = _current_device()
         dtypes = [tensor.dtype for tensor in self._pointers(arguments)]
@@ -123,14 +106,14 @@ class FastLauncher(KernelInterface[_Kernel]):
         if aligned and max(self._narrow(arguments), default=0) <= _MAX_INT32:
             self._variants[key] = self._variant(compiled, len(arguments), named)
 
-    def _variant(self, compiled: CompiledKernel, number: int, named: dict[str, object]) -> _Variant:
+    def _variant(self, compiled: CompiledKernel, number: int, named: dict[str, object]) -> Variant:
         constants = self.kernel.params[number:]
         assert all(parameter.is_constexpr for parameter in constants), f"{self.kernel} has more run-time arguments"
         tail = tuple(named[parameter.name] for parameter in constants)
         run = compiled.run
         assert run is not None
         if not _HAS_KNOWN_LAUNCHER or run.global_scratch_size or run.profile_scratch_size:
-            return _Variant(_launch_compiled, (compiled,), tail)
+            return Variant(_launch_compiled, (compiled,), tail)
         flags = run.launch_cooperative_grid, run.launch_pdl
         nothing = None, None, None  # metadata for hooks, and two hooks
         head = compiled.function, *flags, None, None, compiled.packed_metadata, *nothing
@@ -138,7 +121,7 @@ class FastLauncher(KernelInterface[_Kernel]):
         data = compiled.metadata
         assert not run.launch_cooperative_grid
         assert data.num_ctas == 1
-        return _Variant(
+        return Variant(
             run.launch, head, tail, compiled.function, tuple(passed), 32 * data.num_warps, data.shared, run.launch_pdl
         )
 

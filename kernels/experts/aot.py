@@ -90,7 +90,7 @@ def compilations(gemms: Gemms) -> list[Compilation]:
     # Which GEMM makes a gradient depends on its layout: (e, H, J) is made as (e, H, I) is.
     gradients: tuple[Operation, Operation] = "weight_up", "weight_down"
     up_gradient, down_gradient = reversed(gradients) if gemms.transposed else gradients
-    lists, transposed = mlp.PairLists(rows, starts), gemms.transposed
+    lists, transposed = mlp.RowLists(rows, starts), gemms.transposed
     weight_up = partial(mlp.backward_up_weights, o, x, h, lists, transposed=transposed)
     weight_down = partial(mlp.backward_down_weights, o, x, a, lists, transposed=transposed)
     found += [Compilation(up_gradient, weight_of_w1, partial(weight_up, split_gate_up=gemms.split_gate_up))]

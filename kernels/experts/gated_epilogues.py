@@ -6,7 +6,9 @@ Operands have the names of those in quack's epilogues of the other activations, 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from cutlass import Float32
 
 from sonic_ep.kernels.experts.quack_compat import (
     ColVecLoad,
@@ -34,6 +36,10 @@ _SWIGLU_LIMIT = 10.0
 _SWIGLU_LIMIT_7 = 7.0
 
 
+_F32 = Float32 | tuple[Float32, Float32]  # a value, or a pair
+_Gradients = tuple[_F32, _F32, _F32]  # of gate and up, and the activation
+
+
 class GatedEpilogues(NamedTuple):
     """The epilogues of one activation.
 
@@ -47,8 +53,8 @@ class GatedEpilogues(NamedTuple):
     down_backward: EpiMod
 
 
-def _epilogues(act: Callable[..., Any], dact: Callable[..., Any]) -> GatedEpilogues:
-    """act: (gate, up) -> A. dact: (gate, up, dA) -> dgate, dup, A. Both are traced on fp32 values, or pairs of them."""
+def _epilogues(act: Callable[[_F32, _F32], _F32], dact: Callable[[_F32, _F32, _F32], _Gradients]) -> GatedEpilogues:
+    """act: (gate, up) -> A. dact: (gate, up, dA) -> dgate, dup, A. Both are traced."""
 
     @gemm_epilogue(outputs=("mAuxOut",), mode="acc_pair")
     def up(acc):  # type: ignore[no-untyped-def]  # traced by quack, as are the functions below
@@ -79,45 +85,45 @@ def _epilogues(act: Callable[..., Any], dact: Callable[..., Any]) -> GatedEpilog
     return GatedEpilogues(up, up_with_bias, up_accumulating, down_backward)
 
 
-def _gpt_oss(gate: Any, up: Any) -> Any:
+def _gpt_oss(gate: _F32, up: _F32) -> _F32:
     return swiglu_oai(gate, up, limit=_GPT_OSS_LIMIT)
 
 
-def _gpt_oss_backward(gate: Any, up: Any, da: Any) -> Any:
+def _gpt_oss_backward(gate: _F32, up: _F32, da: _F32) -> _Gradients:
     return dswiglu_oai(gate, up, da, limit=_GPT_OSS_LIMIT)
 
 
-def _clamped(gate: Any, up: Any, limit: float) -> tuple[Any, Any]:
+def _clamped(gate: _F32, up: _F32, limit: float) -> tuple[_F32, _F32]:
     return min_with(gate, limit), max_with(min_with(up, limit), -limit)
 
 
-def _clamped_backward(gate: Any, up: Any, da: Any, limit: float) -> Any:
+def _clamped_backward(gate: _F32, up: _F32, da: _F32, limit: float) -> _Gradients:
     dgate, dup, out = dswiglu(*_clamped(gate, up, limit), da)
     return where_le(dgate, gate, limit), where_abs_le(dup, up, limit), out
 
 
 # Each limit has functions of its own, because quack knows a compiled epilogue by its functions' source.
-def _swiglu_clamped(gate: Any, up: Any) -> Any:
+def _swiglu_clamped(gate: _F32, up: _F32) -> _F32:
     return swiglu(*_clamped(gate, up, _SWIGLU_LIMIT))
 
 
-def _swiglu_clamped_backward(gate: Any, up: Any, da: Any) -> Any:
+def _swiglu_clamped_backward(gate: _F32, up: _F32, da: _F32) -> _Gradients:
     return _clamped_backward(gate, up, da, _SWIGLU_LIMIT)
 
 
-def _swiglu_clamped_7(gate: Any, up: Any) -> Any:
+def _swiglu_clamped_7(gate: _F32, up: _F32) -> _F32:
     return swiglu(*_clamped(gate, up, _SWIGLU_LIMIT_7))
 
 
-def _swiglu_clamped_7_backward(gate: Any, up: Any, da: Any) -> Any:
+def _swiglu_clamped_7_backward(gate: _F32, up: _F32, da: _F32) -> _Gradients:
     return _clamped_backward(gate, up, da, _SWIGLU_LIMIT_7)
 
 
-def _geglu_erf(gate: Any, up: Any) -> Any:
+def _geglu_erf(gate: _F32, up: _F32) -> _F32:
     return up * gelu_erf(gate)
 
 
-def _geglu_erf_backward(gate: Any, up: Any, da: Any) -> Any:
+def _geglu_erf_backward(gate: _F32, up: _F32, da: _F32) -> _Gradients:
     dgate, value = dgelu_erf(gate, da)
     return up * dgate, da * value, up * value
 

@@ -11,7 +11,6 @@ pre-activation columns (2I if gated else I).
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,19 +47,6 @@ from sonic_ep.kernels.experts.tile_table import (
 )
 from sonic_ep.kernels.lora.low_rank import row_numbers
 from sonic_ep.kernels.program.trace import Slot, by_torch
-
-__all__ = [
-    "ACTIVATION_NAMES",
-    "accumulate_product",
-    "accumulate_up_projection",
-    "bias_grad",
-    "down_projection",
-    "down_projection_backward",
-    "gathered_bias_grad",
-    "up_projection",
-    "up_projection_backward",
-    "weight_grad",
-]
 
 # quack's names of our activations.
 _QUACK_NAMES = {
@@ -108,7 +94,7 @@ def _accumulating_epilogue(acc, c):  # type: ignore[no-untyped-def]
     return {"D": acc + c}
 
 
-def _operand_of(w1: Tensor, up_eIH: Tensor | None) -> Any:
+def _operand_of(w1: Tensor, up_eIH: Tensor | None) -> Tensor:
     """Returns the (e, J, H) operand of a GEMM with w1; with split gate/up weights one for a `split_gate_up_mod`.
 
     Those are the results of `readable`, which the operand does not keep alive.
@@ -154,7 +140,7 @@ def _run(
     launcher.run(A, B, D, C, tuple(operands.values()), starts, rows, counter)
 
 
-def _of_kind(tensor: Any) -> Any:
+def _of_kind(tensor: Tensor | None) -> Tensor | None:
     """Returns a tensor for what is compiled by the kind of one."""
     return tensor.sample() if isinstance(tensor, Slot) else tensor
 
@@ -163,7 +149,7 @@ def _compiled(
     operation: str,
     mod: EpiMod,
     tile: TileConfig,
-    tensors: list[Any],
+    tensors: list[Tensor],
     reserve_for: ReserveFor | None,
     operands: dict[str, Tensor],
 ) -> EpiLauncher:

@@ -39,7 +39,7 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class PairLists:
+class RowLists:
     """Index lists of the pair buffer, int32.
 
     row_of_pair_P:   the received row of each pair-buffer row.
@@ -53,7 +53,7 @@ class PairLists:
 
 
 def forward(
-    ops: Operations, x_RH: Tensor, weights: ExpertWeights, lists: PairLists, activation: Activation
+    ops: Operations, x_RH: Tensor, weights: ExpertWeights, lists: RowLists, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """Returns y_PH, the expert output of each pair before weighting and summation, and h_PJ, which backward needs."""
     rows, starts, tile_aligned = lists.row_of_pair_P, lists.expert_starts_e, lists.tile_aligned
@@ -88,7 +88,7 @@ def backward_hidden(
     h_PJ: Tensor,
     weights_P: Tensor,
     weights: ExpertWeights,
-    lists: PairLists,
+    lists: RowLists,
     activation: Activation,
     *,
     reserve_for: ReserveFor | None = None,
@@ -112,7 +112,7 @@ def backward_pairs(
     ops: Operations,
     dh_PJ: Tensor,
     weights: ExpertWeights,
-    lists: PairLists,
+    lists: RowLists,
     v_Pr: Tensor | None = None,
     *,
     reserve_for: ReserveFor | None = None,
@@ -129,7 +129,7 @@ def backward_down_weights(
     ops: Operations,
     do_RH: Tensor,
     scaled_a_PI: Tensor,
-    lists: PairLists,
+    lists: RowLists,
     into: Tensor | None = None,
     *,
     transposed: bool = False,
@@ -147,7 +147,7 @@ def backward_up_weights(
     ops: Operations,
     x_RH: Tensor,
     dh_PJ: Tensor,
-    lists: PairLists,
+    lists: RowLists,
     into: Tensor | None = None,
     *,
     split_gate_up: bool = False,
@@ -165,7 +165,7 @@ def backward_up_weights(
 
 
 def backward_biases(
-    ops: Operations, do_RH: Tensor, weights_P: Tensor, dh_PJ: Tensor, lists: PairLists
+    ops: Operations, do_RH: Tensor, weights_P: Tensor, dh_PJ: Tensor, lists: RowLists
 ) -> tuple[Tensor, Tensor]:
     """Returns db1 (e, J) and db2 (e, H)."""
     return (

@@ -22,11 +22,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from sonic_ep.kernels.common.cache import problem_with_quack_cache, quack_cache_folder
 from sonic_ep.kernels.common.lazy_dynamo import lazy_dynamo
@@ -75,66 +77,13 @@ with lazy_dynamo():
         make_scheduler_args,
         make_varlen_args,
     )
+    from quack.pipeline import PipelineTmaCpAsync
     from quack.rounding import RoundingMode
     from quack.sm90_utils import gemm_w_idx
     from quack.tile_scheduler import TileScheduler, VarlenMTileScheduler, WorkTileInfo
+    from quack.varlen_utils import VarlenManager
 
-__all__ = [
-    "ColVecLoad",
-    "ColVecReduce",
-    "DStore",
-    "EpiLauncher",
-    "EpiMod",
-    "GemmConfig",
-    "GemmDefaultEpiMixin",
-    "GemmDefaultSm90",
-    "GemmDefaultSm100",
-    "GemmSm90",
-    "OverriddenEpiMod",
-    "RoundingMode",
-    "RowVecLoad",
-    "TileScheduler",
-    "VarlenMTileScheduler",
-    "WorkTileInfo",
-    "compile_gemm_kernel",
-    "dact_mod",
-    "dgated_mod",
-    "dgelu_erf",
-    "dswiglu",
-    "dswiglu_oai",
-    "gelu_erf",
-    "gemm_epilogue",
-    "gemm_w_idx",
-    "get_device_capacity",
-    "griddepcontrol_launch_dependents",
-    "griddepcontrol_wait",
-    "identity_epi",
-    "jit_cache",
-    "launch_or_note",
-    "leave_clusters",
-    "linear_act_mod",
-    "make_fake_gemm_tensors",
-    "make_fake_scheduler_args",
-    "make_fake_varlen_args",
-    "make_scheduler_args",
-    "make_varlen_args",
-    "max_active_clusters",
-    "max_with",
-    "min_with",
-    "pack",
-    "partition_D_position_independent",
-    "problem_with_overrides",
-    "require_known_methods",
-    "require_no_dropped_hooks",
-    "swiglu",
-    "swiglu_oai",
-    "torch2cute_dtype_map",
-    "unpack",
-    "where_abs_le",
-    "where_le",
-    "without_launches",
-]
-
+CuteTensor = Any  # a cute.Tensor whose slice or layout is used: CuTe-DSL's types of these are unions, without methods
 _METHODS = Path(__file__).with_name("quack_methods.json")
 _DIGITS = 16  # hexadecimal digits of a digest in quack_methods.json
 
@@ -230,7 +179,7 @@ def _renew_methods() -> None:
     _METHODS.write_text(json.dumps(dict(sorted(methods.items())), indent=4) + "\n", encoding="utf-8")
 
 
-def require_no_dropped_hooks(kernel: Any) -> None:
+def require_no_dropped_hooks(kernel: GemmDefaultSm90) -> None:
     """Raises NotImplementedError if a kernel needs one of the hooks that sm90/epilogue.py does not call.
 
     quack's epilogue (GemmBase.epilogue, 0.6.5) uses three hooks that ours does not: epi_needs_acc_prepass (a pass over
@@ -268,19 +217,19 @@ class OverriddenEpiMod(EpiMod):
 
     def __init__(self, mod: EpiMod, overrides: type, what: str) -> None:
         self.__dict__.update(mod.__getstate__())  # without what was compiled for mod
-        self._call_cache: dict[Any, Any] = {}
+        self._call_cache: dict[object, object] = {}
         self._mod, self._overrides = mod, overrides
         self.semantic_key = (*mod.semantic_key, what, sources_of(overrides.__module__))
         self.semantic_digest = hashlib.sha256(repr(self.semantic_key).encode()).hexdigest()
         self._ident = f"{mod.fn.__name__}_{self.semantic_digest[:16]}"
 
-    def _mint(self, *key: Any) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _mint(self, *key: object) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _overridden(self._mod._mint(*key), self._overrides)
 
 
 @functools.cache
 def _overridden(kernel: type, overrides: type) -> type:
-    def __init__(self: Any, *arguments: Any, **options: Any) -> None:  # noqa: N807
+    def __init__(self: object, *arguments: object, **options: object) -> None:  # noqa: N807
         require_known_methods()  # quack instantiates the class only to compile it
         super(both, self).__init__(*arguments, **options)
 
@@ -322,18 +271,18 @@ class EpiLauncher:
         self._order = [names.index(field) if field in names else len(names) for field in fields]
         self._epilogue, self._gemm, self._launch = gemm.gemm_cls.EpilogueArguments._make, gemm, gemm.compiled_fn
         self.needs_counter = gemm.scheduler_static is None
-        self._schedulers: dict[int, Any] = {0: gemm.scheduler_static}  # by the address of the counter
+        self._schedulers: dict[int, object] = {0: gemm.scheduler_static}  # by the address of the counter
 
     def run(
         self,
-        A: Any,
-        B: Any,
-        D: Any,
-        C: Any,
-        operands: tuple[Any, ...],
-        starts: Any,
-        rows: Any = None,
-        counter: Any = None,
+        A: Tensor,
+        B: Tensor,
+        D: Tensor,
+        C: Tensor | None,
+        operands: tuple[Tensor, ...],
+        starts: Tensor,
+        rows: Tensor | None = None,
+        counter: Tensor | None = None,
     ) -> None:
         """Launches D = epilogue(A[rows] @ B) of each expert. B: (e, K, N). starts: expert_starts_e. counter: None
         unless `needs_counter`.
@@ -349,7 +298,7 @@ class EpiLauncher:
         launch_or_note(self._launch, A, B, D, C, epilogue, scheduler, make_varlen_args(starts, None, rows), None, None)
 
 
-def launch_or_note(function: Any, *arguments: Any) -> None:
+def launch_or_note(function: Callable[..., object], *arguments: object) -> None:
     """Calls a compiled GEMM, or notes the call if its first operand is one of a trace."""
     if isinstance(arguments[0], Slot):
         arguments[0].trace.foreign(getattr(function, "_tvm_ffi_function", function), arguments)

@@ -12,14 +12,13 @@ Legend: e local experts, I expert width, J pre-activation columns (2I if gated e
 
 import functools
 import logging
-from typing import Any
 
 import cutlass.cute as cute
 import torch
 from cutlass import Int64, const_expr
 from torch import Tensor
 
-from sonic_ep.kernels.experts.quack_compat import EpiMod, OverriddenEpiMod
+from sonic_ep.kernels.experts.quack_compat import CuteTensor, EpiMod, OverriddenEpiMod
 from sonic_ep.kernels.program.trace import Slot
 
 _LOG = logging.getLogger("sonic_ep.kernels")
@@ -44,7 +43,7 @@ def interleaved_view(gate_eIH: Tensor, up_eIH: Tensor) -> Tensor | None:
     return torch.as_tensor(_Memory(gate_eIH, (e, 2 * I, H), strides), device=gate_eIH.device).view(gate_eIH.dtype)
 
 
-def view_of_slots(gate_eIH: Slot, up_eIH: Any) -> Slot:
+def view_of_slots(gate_eIH: Slot, up_eIH: Slot) -> Slot:
     """Returns the same of a traced pass, whose inputs such a view can describe. up: a view of gate's buffer."""
     e, I, H = gate_eIH.shape  # noqa: E741
     strides = gate_eIH.stride(0), up_eIH.offset - gate_eIH.offset, 1
@@ -95,7 +94,9 @@ def split_gate_up_mod(mod: EpiMod) -> EpiMod:
 class _ReadsSplitGateUp:
     """Overrides the layout of B in a quack kernel class: rows become (gate or up, row), with a stride each."""
 
-    def rotate_batch_last(self, mA: Any, mB: Any, *others: Any, **options: Any) -> tuple[Any, ...]:
+    def rotate_batch_last(
+        self, mA: CuteTensor, mB: CuteTensor, *others: object, **options: object
+    ) -> tuple[object, ...]:
         mA, mB, *others = super().rotate_batch_last(mA, mB, *others, **options)  # type: ignore[misc]  # pyright: ignore
         rows = const_expr(1 - mB.leading_dim)
         width = cute.assume(Int64(mB.shape[mB.leading_dim]), divby=_STRIDE_UNIT * 8 // mB.element_type.width)

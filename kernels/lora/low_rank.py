@@ -27,7 +27,7 @@ from sonic_ep.kernels.experts.activations import Activation, activation_named
 from sonic_ep.kernels.program.trace import by_torch
 
 if TYPE_CHECKING:
-    from sonic_ep.kernels.experts.mlp import PairLists
+    from sonic_ep.kernels.experts.mlp import RowLists
 
 ANY_ACTIVATION = activation_named("relu")  # of products of which only H is read
 
@@ -69,23 +69,23 @@ class ExpertsLoRA:
         return ExpertsLoRA(*(pad(values, dim) for values, dim in zip(self.tensors(), (1, 2, 1, 2), strict=True)))
 
 
-def _gathered(ops: Operations, x_RH: Tensor, weights_erH: Tensor, lists: "PairLists") -> Tensor:
+def _gathered(ops: Operations, x_RH: Tensor, weights_erH: Tensor, lists: "RowLists") -> Tensor:
     """Returns X[row_of_pair] weights^T, (P, r)."""
     return ops.up_projection(x_RH, weights_erH, None, lists.row_of_pair_P, lists.expert_starts_e, ANY_ACTIVATION)[0]
 
 
-def _product(ops: Operations, rows: Tensor, weights: Tensor, lists: "PairLists") -> Tensor:
+def _product(ops: Operations, rows: Tensor, weights: Tensor, lists: "RowLists") -> Tensor:
     """Returns rows weights^T of each row's expert, for rows of the pair buffer."""
     return ops.down_projection(rows, weights, None, lists.expert_starts_e, tile_aligned=lists.tile_aligned)
 
 
-def _product_back(ops: Operations, rows: Tensor, weights: Tensor, lists: "PairLists") -> Tensor:
+def _product_back(ops: Operations, rows: Tensor, weights: Tensor, lists: "RowLists") -> Tensor:
     """Returns rows weights of each row's expert, for rows of the pair buffer."""
     return ops.up_projection_backward(rows, weights, lists.expert_starts_e, tile_aligned=lists.tile_aligned)
 
 
 def add_up_projection(
-    ops: Operations, x_RH: Tensor, h_PJ: Tensor, lora: ExpertsLoRA, lists: "PairLists", activation: Activation
+    ops: Operations, x_RH: Tensor, h_PJ: Tensor, lora: ExpertsLoRA, lists: "RowLists", activation: Activation
 ) -> Tensor:
     """Adds (X A1^T) B1^T to H in place and returns A = act(H)."""
     assert lora.a1_erH is not None
@@ -94,7 +94,7 @@ def add_up_projection(
     return ops.accumulate_up_projection(h_PJ, rows_Pr, lora.b1_eJr.mT, lists.expert_starts_e, activation)
 
 
-def add_down_projection(ops: Operations, a_PI: Tensor, y_PH: Tensor, lora: ExpertsLoRA, lists: "PairLists") -> None:
+def add_down_projection(ops: Operations, a_PI: Tensor, y_PH: Tensor, lora: ExpertsLoRA, lists: "RowLists") -> None:
     """Adds (A A2^T) B2^T to Y in place, if W2 has an update."""
     if lora.a2_erI is not None and lora.b2_eHr is not None:
         rows_Pr = _product(ops, a_PI, lora.a2_erI, lists)
@@ -108,7 +108,7 @@ def add_backward_hidden(
     weights_P: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
     lora: ExpertsLoRA,
-    lists: "PairLists",
+    lists: "RowLists",
     activation: Activation,
 ) -> Tensor | None:
     """Adds to dH and dS, of `grads` dh_PJ, scaled_a_PI and ds_PZ, what W2's update gives. Returns u_Pr, or None."""
@@ -124,7 +124,7 @@ def add_backward_hidden(
 
 
 def backward_down(
-    ops: Operations, do_RH: Tensor, scaled_a_PI: Tensor, u_Pr: Tensor, lora: ExpertsLoRA, lists: "PairLists"
+    ops: Operations, do_RH: Tensor, scaled_a_PI: Tensor, u_Pr: Tensor, lora: ExpertsLoRA, lists: "RowLists"
 ) -> tuple[Tensor, Tensor]:
     """Returns dA2 (e, r, I) and dB2 (e, H, r). u_Pr: what `add_backward_hidden` returned."""
     assert lora.a2_erI is not None
@@ -134,19 +134,19 @@ def backward_down(
     return da2, ops.weight_grad(scaled_Pr, do_RH, rows, starts, transposed=True)
 
 
-def backward_hidden_up(ops: Operations, dh_PJ: Tensor, lora: ExpertsLoRA, lists: "PairLists") -> Tensor | None:
+def backward_hidden_up(ops: Operations, dh_PJ: Tensor, lora: ExpertsLoRA, lists: "RowLists") -> Tensor | None:
     """Returns v_Pr, or None if W1 has no update."""
     return None if lora.b1_eJr is None else _product_back(ops, dh_PJ, lora.b1_eJr, lists)
 
 
-def add_backward_pairs(ops: Operations, v_Pr: Tensor, dx_PH: Tensor, lora: ExpertsLoRA, lists: "PairLists") -> None:
+def add_backward_pairs(ops: Operations, v_Pr: Tensor, dx_PH: Tensor, lora: ExpertsLoRA, lists: "RowLists") -> None:
     """Adds v A1 to dX in place. v_Pr: what `backward_hidden_up` returned."""
     assert lora.a1_erH is not None
     ops.accumulate_product(dx_PH, v_Pr, lora.a1_erH, lists.expert_starts_e)
 
 
 def backward_up(
-    ops: Operations, x_RH: Tensor, dh_PJ: Tensor, v_Pr: Tensor, lora: ExpertsLoRA, lists: "PairLists"
+    ops: Operations, x_RH: Tensor, dh_PJ: Tensor, v_Pr: Tensor, lora: ExpertsLoRA, lists: "RowLists"
 ) -> tuple[Tensor, Tensor]:
     """Returns dA1 (e, r, H) and dB1 (e, J, r). v_Pr: what `backward_hidden_up` returned."""
     assert lora.a1_erH is not None

@@ -8,11 +8,11 @@ apache-tvm-ffi), and these functions only read them. So no object of tvm-ffi is 
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 
-from sonic_ep.kernels.program.sizes import Size
+from sonic_ep.kernels.program.sizes import Number, Size
 
 _NONE, _INT, _BOOL, _FLOAT, _TENSOR, _ARRAY = 0, 1, 2, 3, 7, 71  # TVMFFITypeIndex
 _ANY, _TENSOR_HEAD = struct.Struct("iiQ"), struct.Struct("QiiiBBHQQQ")  # DLTensor
@@ -21,13 +21,17 @@ _CODES = {torch.int8: 0, torch.int32: 0, torch.int64: 0, torch.uint8: 1, torch.f
 _CODES |= {torch.bfloat16: 4, torch.bool: 6}
 
 
+# The number of a value of a program. Until all are known, an address is its tensor and the text of an offset.
+Value = int | tuple[int, str]
+
+
 class Operand(NamedTuple):
     """A tensor of a trace. buffer: its number."""
 
     buffer: int | None
-    first_byte: Any
-    shape: tuple[Any, ...]
-    strides: tuple[Any, ...]
+    first_byte: Number
+    shape: tuple[Number, ...]
+    strides: tuple[Number, ...]
     dtype: torch.dtype
 
 
@@ -35,7 +39,7 @@ class Address(NamedTuple):
     """The address of a tensor, as a number. buffer: see `Operand`."""
 
     buffer: int | None
-    first_byte: Any
+    first_byte: Number
 
 
 @final
@@ -45,14 +49,14 @@ class Arguments:
     def __init__(
         self,
         arguments: Sequence[object],
-        number_of: Callable[[Any], Any],
-        address_of: Callable[[int, Any], Any],
+        number_of: Callable[[Number], int],
+        address_of: Callable[[int | None, Number], Value],
         device: tuple[int, int],
     ) -> None:
         """number_of, address_of: return the numbers of values. device: type of DLPack, and index."""
         self._number_of, self._address_of, self._device = number_of, address_of, device
         self._bytes, self._pointers = bytearray(), list[tuple[int, int]]()
-        self.patches: list[tuple[int, Any]] = []
+        self.patches: list[tuple[int, Value]] = []
         self._many(arguments)
         self.memory = (ctypes.c_uint64 * (len(self._bytes) // 8)).from_buffer_copy(self._bytes)
         start = ctypes.addressof(self.memory)
@@ -71,7 +75,7 @@ class Arguments:
             self._any(place + _ANY.size * number, each)
         return place
 
-    def _any(self, place: int, argument: Any) -> None:
+    def _any(self, place: int, argument: object) -> None:
         if isinstance(argument, Operand):
             self._point(place, _TENSOR, self._tensor(argument))
         elif isinstance(argument, Address):

@@ -6,7 +6,6 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def launcher() -> Callable[..., int]:
     )
 
 
-def functions_of_torch(device_type: str) -> list[Any]:
+def functions_of_torch(device_type: str) -> list[Callable[..., int]]:
     """Returns torch's last functions of the table in launch.c."""
     names = "empty_strided create_tensor_from_blob _reinterpret_tensor get_data_ptr delete_tensor_object".split()
     addmm = _library_of_torch(device_type)[f"aoti_torch_{device_type}_addmm_out"]
@@ -84,11 +83,11 @@ def tensors_of(handles: Iterable[int]) -> list[Tensor]:
     return tensors_of_pointers([_new_capsule(each, None, None) for each in handles])
 
 
-_new_capsule: Callable[..., Any] = ctypes.pythonapi.PyCapsule_New
+_new_capsule: Callable[..., object] = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3  # type: ignore[attr-defined]
 
 
-def bound(library: ctypes.PyDLL, *functions: Any) -> Callable[..., int]:
+def bound(library: ctypes.PyDLL, *functions: Callable[..., int]) -> Callable[..., int]:
     """Returns `program_launch` of the library, with these functions of CUDA's driver and of tvm-ffi."""
     pointer = ctypes.c_void_p
     table = (pointer * len(functions))(*[ctypes.cast(each, pointer) for each in functions])
@@ -102,7 +101,7 @@ def bound(library: ctypes.PyDLL, *functions: Any) -> Callable[..., int]:
     return launch
 
 
-def address_of(memory: Any) -> int:
+def address_of(memory: ctypes.Array | ctypes.Structure) -> int:
     """Returns the address of a ctypes object."""
     return ctypes.addressof(memory)
 

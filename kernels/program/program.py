@@ -13,7 +13,7 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, cast, final
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from sonic_ep.kernels.program.native import (
     tensor_at,
     tensors_of,
 )
-from sonic_ep.kernels.program.sizes import Size
-from sonic_ep.kernels.program.trace import Slot, Trace, contiguous_strides, product
+from sonic_ep.kernels.program.sizes import Number, Size
+from sonic_ep.kernels.program.trace import Item, Shape, Slot, Trace, contiguous_strides, product
 from sonic_ep.kernels.program.values import Numbers, TensorOperand, TorchCall, bits_of
 
 _ALIGNMENT = 256  # bytes, of tensors that share an allocation, as torch's allocator gives at least
@@ -59,8 +59,8 @@ class Program:
         later: Sequence[Slot] = (),
         packed: Sequence[Slot] = (),
     ) -> None:
-        self.device, numbers, own_bytes = trace.device, Numbers(), _own_bytes(trace)
-        bytes_of = {what[0]: product(what[1]) * what[2].itemsize for kind, *what in trace.items if kind == "allocate"}
+        self.device, numbers, bytes_of = trace.device, Numbers(), _bytes_of(trace)
+        own_bytes = max(_OWN_BYTES, _OWN_SHARE * max(_usually(size, trace) for size in bytes_of.values()))
         pack = {slot.buffer.index: bytes_of[slot.buffer.index] for slot in packed}
         own = {slot.buffer.index for slot in outputs} | set(pack)
         small = {index for index, num_bytes in bytes_of.items() if _usually(num_bytes, trace) < own_bytes} - own
@@ -77,7 +77,7 @@ class Program:
         ]
         events = [new_event() if event is None else event for event in trace.events]
         items = _without(trace.items, small | set(pack))
-        results, views, bases = list[int](), list[tuple[Any, ...]](), set[int]()
+        results, views, bases = list[int](), list[Item](), set[int]()
         own_later = [slot for slot in later if slot.buffer.index not in block]
         for slot in (*outputs, *packed, *own_later):
             if _is_whole(slot) and slot.buffer.index not in pack:
@@ -104,9 +104,11 @@ class Program:
         self._values, self._floats, self._last = numbers.values, numbers.floats, ((), numbers.values)
         self._first, self._end = numbers.first_size, numbers.first_size + len(numbers.expressions)
         self._native = numbers.native
-        self._streams: dict[int, tuple[Any, int]] = {}
+        self._streams: dict[int, tuple[object, int]] = {}
         self._others: list[torch.cuda.Stream] = []  # of the lanes behind the first
-        self._num_lanes = 1 + max((item[-1] for item in trace.items if item[0] in ("record", "wait")), default=0)
+        self._num_lanes = 1 + max(
+            (item[2] for item in trace.items if item[0] == "record" or item[0] == "wait"), default=0
+        )
         self._device = number_of_device_type(self.device.type), self.device.index or 0
         self._held, self._later = trace.held, [_Later(tuple(slot.shape), slot.dtype) for slot in later]
         names = ",".join(trace.names)
@@ -141,7 +143,7 @@ class Program:
             self._streams[stream] = lanes, address_of(lanes)
         return self._streams[stream][1]
 
-    def _values_for(self, sizes: tuple[int, ...]) -> Any:
+    def _values_for(self, sizes: tuple[int, ...]) -> "array[int]":
         """Returns the values of a step with these sizes, without addresses."""
         values, derived = self._values[:], list(self._derive(*sizes))
         for index in self._floats:
@@ -177,15 +179,15 @@ class Program:
         inputs.clear()
         return tensors_of([values[place] for place in self._outputs])
 
-    def _call(self, call: "TorchCall", values: Any) -> None:
+    def _call(self, call: "TorchCall", values: "array[int]") -> None:
         stream = torch.cuda.stream(self._others[call.lane - 1]) if call.lane else nullcontext()
-        operands: list[Any] = [
+        operands = [
             tensor_at(values[each.address], *each.sizes_and_strides(values), each.dtype, self._device)
             if isinstance(each, TensorOperand)
             else [values[place] for place in each]
             for each in call.operands
         ]
-        out, *given = operands
+        out, *given = cast(list[Tensor], operands)
         try:
             with torch.autocast(self.device.type, enabled=False), stream:
                 if call.into:
@@ -196,11 +198,11 @@ class Program:
             self._free(values)
             raise
 
-    def _free(self, values: Any) -> None:
+    def _free(self, values: "array[int]") -> None:
         """Frees what has been allocated."""
         tensors_of([handle for handle in values[self._first_handle :] if handle])
 
-    def _raise(self, error: int, item: int, values: Any) -> None:
+    def _raise(self, error: int, item: int, values: "array[int]") -> None:
         """Raises what an item's error means, and frees what has been allocated."""
         self._free(values)
         if error > 0:
@@ -213,22 +215,22 @@ class Program:
         raise RuntimeError(f"item {item} failed")
 
 
-def _place(index: int, members: dict[int, Any], numbers: Numbers) -> Any:
+def _place(index: int, members: dict[int, Number], numbers: Numbers) -> Number:
     """Gives each member a place in the tensor `index`. Returns the bytes that they need."""
-    total: Any = 0
+    total: Number = 0
     for member, num_bytes in members.items():
         numbers.offset_in[member] = index, total
         total = total - (-num_bytes // _ALIGNMENT) * _ALIGNMENT
     return total
 
 
-def _allocation(index: int, members: dict[int, Any], dtype: torch.dtype, numbers: Numbers) -> list[tuple[Any, ...]]:
+def _allocation(index: int, members: dict[int, Number], dtype: torch.dtype, numbers: Numbers) -> list[Item]:
     size = _place(index, members, numbers)
     return [("allocate", index, (size // dtype.itemsize,), dtype)] if members else []
 
 
 class _Later(NamedTuple):
-    shape: tuple[Any, ...]
+    shape: Shape
     dtype: torch.dtype
 
     @property
@@ -236,17 +238,18 @@ class _Later(NamedTuple):
         return self.dtype.itemsize
 
 
-def _at(size: Any, names: str, sizes: tuple[int, ...]) -> int:
+def _at(size: Number, names: str, sizes: tuple[int, ...]) -> int:
     return eval(size.text, dict(zip(names.split(","), sizes, strict=True))) if type(size) is Size else size
 
 
-def _usually(size: Any, trace: Trace) -> int:
+def _usually(size: Number, trace: Trace) -> int:
     return eval(size.text, dict(trace.usual)) if type(size) is Size else size
 
 
-def _own_bytes(trace: Trace) -> float:
-    sizes = [product(what[1]) * what[2].itemsize for kind, *what in trace.items if kind == "allocate"]
-    return max(_OWN_BYTES, _OWN_SHARE * max(_usually(size, trace) for size in sizes))
+def _bytes_of(trace: Trace) -> dict[int, Number]:
+    """Returns the bytes of what a pass allocates, by the numbers of its tensors."""
+    items = cast(list[tuple[str, int, Shape, torch.dtype]], [item for item in trace.items if item[0] == "allocate"])
+    return {index: product(shape) * dtype.itemsize for _, index, shape, dtype in items}
 
 
 def _is_whole(slot: Slot) -> bool:
@@ -256,10 +259,10 @@ def _is_whole(slot: Slot) -> bool:
     return described == (0, buffer.dtype, *map(_text, (*buffer.shape, *contiguous_strides(buffer.shape))))
 
 
-def _text(size: Any) -> str:
+def _text(size: Number) -> str:
     return size.text if type(size) is Size else str(size)
 
 
-def _without(items: list[tuple[Any, ...]], shared: set[int]) -> list[tuple[Any, ...]]:
+def _without(items: list[Item], shared: set[int]) -> list[Item]:
     """Returns the items without allocations and frees of tensors that share one."""
     return [item for item in items if item[0] not in ("free", "allocate") or item[1] not in shared]

@@ -10,16 +10,29 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Literal, NamedTuple, Protocol, cast, final
 
 import torch
 
 from sonic_ep.kernels.program.foreign import Address, Operand
 from sonic_ep.kernels.program.mailbox import Mailbox
 from sonic_ep.kernels.program.native import number_of_device_type, tensor_at
-from sonic_ep.kernels.program.sizes import Guards, Size, concrete, specialized
+from sonic_ep.kernels.program.sizes import Guards, Number, Size, concrete, specialized
 
-Shape = tuple[Any, ...]  # of int and Size
+Shape = tuple[Number, ...]
+Place = tuple[int | None, Number]  # a buffer, see `Operand`, and a byte of it
+Item = (  # by its kind; the last number of some is the lane
+    tuple[Literal["allocate"], int, Shape, torch.dtype]
+    | tuple[Literal["free"], int]
+    | tuple[Literal["view"], int, "Slot"]
+    | tuple[Literal["addmm"], Operand, Operand, Operand]
+    | tuple[Literal["set"], Place, Number, int, int]
+    | tuple[Literal["copy"], Place, Place, Number, int]
+    | tuple[Literal["record", "wait"], int, int]
+    | tuple[Literal["torch"], Callable[..., torch.Tensor], bool, int, *tuple[object, ...]]
+    | tuple[Literal["foreign"], "ForeignFunction", tuple[object, ...]]
+    | tuple[Literal["launch"], "Variant", Shape, list[object], int]
+)
 _ALIGNMENT = 16  # bytes, for which Triton specializes kernels
 _CURRENT: ContextVar["Trace | None"] = ContextVar("sonic_ep_trace", default=None)  # other threads launch meanwhile
 
@@ -58,7 +71,7 @@ class Slot:
         buffer: "Buffer | Fixed",
         shape: Shape,
         strides: Shape | None = None,
-        offset: Any = 0,
+        offset: Number = 0,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.buffer, self.shape, self.offset = buffer, shape, offset
@@ -100,17 +113,17 @@ class Slot:
     def element_size(self) -> int:
         return self.dtype.itemsize
 
-    def numel(self) -> Any:
+    def numel(self) -> Number:
         return product(self.shape)
 
-    def stride(self, dim: int) -> Any:
+    def stride(self, dim: int) -> Number:
         return self.strides[dim]
 
     def storage_offset(self) -> int:
         return 0  # of an input: a program gets aligned ones
 
     @property
-    def first_byte(self) -> Any:
+    def first_byte(self) -> Number:
         """Behind the start of the buffer, or the address of fixed memory."""
         base = self.buffer.tensor.data_ptr() if type(self.buffer) is Fixed else 0
         return base + self.offset * self.itemsize
@@ -145,7 +158,7 @@ class Slot:
         shape = index.shape[0], *self.shape[1:]
         return cast(Slot, by_torch(_selected, shape, self.dtype, self, index, into=True))
 
-    def split(self, sizes: Sequence[Any]) -> "list[Slot]":
+    def split(self, sizes: Sequence[Number]) -> "list[Slot]":
         """Returns parts of these sizes along the first dimension."""
         parts, start = list[Slot](), 0
         for size in sizes:
@@ -159,14 +172,14 @@ class Slot:
         before = (slice(None),) * dim
         return [self[(*before, slice(part * size, (part + 1) * size))] for part in range(number)]
 
-    def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> "Slot":
+    def new_empty(self, *shape: Number | Shape, dtype: torch.dtype | None = None) -> "Slot":
         size = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
         return self.trace.empty(tuple(size), self.dtype if dtype is None else dtype)
 
-    def new_zeros(self, *shape: Any, dtype: torch.dtype | None = None) -> "Slot":
+    def new_zeros(self, *shape: Number | Shape, dtype: torch.dtype | None = None) -> "Slot":
         return self.new_empty(*shape, dtype=dtype).zero_()
 
-    def new_ones(self, *shape: Any, dtype: torch.dtype | None = None) -> "Slot":
+    def new_ones(self, *shape: Number | Shape, dtype: torch.dtype | None = None) -> "Slot":
         """Returns one, as an integer: the byte at its address is its last one."""
         one = self.new_zeros(*shape, dtype=dtype)
         assert one.shape == ()
@@ -184,7 +197,7 @@ class Slot:
         self.trace.items.append(("addmm", *map(_operands, (self, left, right))))
         return self
 
-    def as_strided(self, shape: Shape, strides: Shape, offset: Any = 0) -> "Slot":
+    def as_strided(self, shape: Shape, strides: Shape, offset: Number = 0) -> "Slot":
         return Slot(self.buffer, shape, strides, offset, self.dtype)
 
     def view(self, dtype: torch.dtype) -> "Slot":
@@ -205,9 +218,9 @@ class Slot:
         assert self.trace.mailbox is not None
         self.trace.mailbox.receive(self, self.trace)
 
-    def __getitem__(self, items: Any) -> "Slot":
+    def __getitem__(self, items: Number | slice | tuple[Number | slice, ...]) -> "Slot":
         """Returns a view by numbers and slices without a step."""
-        shape, strides, offset = list[Any](), list[Any](), self.offset
+        shape, strides, offset = list[Number](), list[Number](), self.offset
         items = items if isinstance(items, tuple) else (items,)
         for dim, item in enumerate((*items, *[slice(None)] * (self.ndim - len(items)))):
             size, stride = self.shape[dim], self.strides[dim]
@@ -230,7 +243,7 @@ class Slot:
         return tensor_at(memory.data_ptr(), shape, strides, self.dtype, device)
 
 
-def _operands(argument: Any) -> Any:
+def _operands(argument: object) -> object:
     """Returns the argument with operands in place of its slots, so that it keeps no memory."""
     if isinstance(argument, Slot):
         return Operand(argument.buffer.index, argument.first_byte, argument.shape, argument.strides, argument.dtype)
@@ -239,19 +252,19 @@ def _operands(argument: Any) -> Any:
     return argument
 
 
-def contiguous_strides(shape: Sequence[Any]) -> Shape:
+def contiguous_strides(shape: Sequence[Number]) -> Shape:
     """Returns the strides of a contiguous tensor."""
-    strides: list[Any] = []
-    step: Any = 1
+    strides: list[Number] = []
+    step: Number = 1
     for size in reversed(shape):
         strides.insert(0, step)
         step = size * step
     return tuple(strides)
 
 
-def product(sizes: Sequence[Any]) -> Any:
+def product(sizes: Sequence[Number]) -> Number:
     """Returns the product of sizes."""
-    result: Any = 1
+    result: Number = 1
     for size in sizes:
         result = size * result
     return result
@@ -273,7 +286,7 @@ def current_trace() -> "Trace | None":
 
 
 def by_torch(
-    function: Callable[..., torch.Tensor], shape: Shape, dtype: torch.dtype, *inputs: Any, into: bool = False
+    function: Callable[..., torch.Tensor], shape: Shape, dtype: torch.dtype, *inputs: object, into: bool = False
 ) -> torch.Tensor:
     """Returns function(*inputs), a contiguous tensor of this shape and dtype. A program calls the function in each run.
 
@@ -298,6 +311,32 @@ def new_empty(like: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Ten
     return like.new_empty(shape, dtype=dtype) if trace is None else cast(torch.Tensor, trace.empty(shape, dtype))
 
 
+class Variant(NamedTuple):
+    """A compiled kernel. launch: called with grid, stream, `head`, the run-time arguments and `tail`.
+
+    The rest is for programs. function: CUDA's. passed: the indices of the run-time arguments that it takes. overlaps:
+    whether it may start before the kernel in front of it ends.
+    """
+
+    launch: Callable[..., None]
+    head: tuple[object, ...]
+    tail: tuple[object, ...]
+    function: int = 0
+    passed: tuple[int, ...] = ()
+    threads: int = 0
+    shared_bytes: int = 0
+    overlaps: bool = False
+
+
+VariantOf = Callable[[list[object], dict[str, object]], Variant]  # by dtypes and numbers, and constants
+
+
+class ForeignFunction(Protocol):
+    """A function of tvm-ffi."""
+
+    def __chandle__(self) -> int: ...
+
+
 @final
 class Trace:
     """What a pass did. items: in order, see program.py. guards: see sizes.py.
@@ -309,7 +348,7 @@ class Trace:
         self.device, self.guards = device, Guards()
         self.names, self.usual = list(sizes), usual
         self.sizes = [Size(name, value, self.guards) for name, value in sizes.items()]
-        self.items: list[tuple[Any, ...]] = []
+        self.items: list[Item] = []
         self.num_buffers, self._done = 0, False
         # Buffers that another lane has dropped. They are freed once lane 0 has waited for an event behind that.
         self._dropped: list[int] = []
@@ -335,7 +374,7 @@ class Trace:
         return Slot(buffer, shape, strides)
 
     def part(
-        self, block: Slot, first_byte: Any, shape: Shape, dtype: torch.dtype, strides: Shape | None = None
+        self, block: Slot, first_byte: Number, shape: Shape, dtype: torch.dtype, strides: Shape | None = None
     ) -> Slot:
         """Returns a slot for what starts at this byte of a block."""
         return Slot(block.buffer, shape, strides, first_byte // dtype.itemsize, dtype)
@@ -345,8 +384,10 @@ class Trace:
         self.items.append(("allocate", slot.buffer.index, shape, dtype))
         return slot
 
-    def launch(self, kernel: Any, grid: tuple[Any, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        places, dtypes = list[Any](), list[Any]()
+    def launch(
+        self, variant: "VariantOf", grid: Shape, arguments: tuple[object, ...], named: dict[str, object]
+    ) -> None:
+        places, dtypes = list[object](), list[object]()
         for each in arguments:
             if isinstance(each, Slot | torch.Tensor):
                 slot = each if isinstance(each, Slot) else self.fixed(each)
@@ -356,9 +397,9 @@ class Trace:
                 places.append(0 if each is None else each)
                 dtypes.append(each)
         named = {name: specialized(value) if type(value) is Size else value for name, value in named.items()}
-        self.items.append(("launch", kernel.variant(dtypes, named), grid, places, self.lane))
+        self.items.append(("launch", variant(dtypes, named), grid, places, self.lane))
 
-    def foreign(self, function: Any, arguments: tuple[Any, ...]) -> None:
+    def foreign(self, function: "ForeignFunction", arguments: tuple[object, ...]) -> None:
         """Notes a call of a function of tvm-ffi."""
         self.items.append(("foreign", function, _operands(arguments)))
 
@@ -367,9 +408,9 @@ class Trace:
         self.held.append(tensor)
         return Slot(Fixed(self, tensor), tuple(tensor.shape), tuple(tensor.stride()), 0, tensor.dtype)
 
-    def fixed_part(self, memory: torch.Tensor, first_byte: Any, shape: Shape, dtype: torch.dtype) -> Slot:
+    def fixed_part(self, memory: torch.Tensor, first_byte: Number, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Returns a slot for what starts at this byte of such a tensor."""
-        return Slot(self.fixed(memory).buffer, shape, None, first_byte // dtype.itemsize, dtype)
+        return cast(torch.Tensor, Slot(self.fixed(memory).buffer, shape, None, first_byte // dtype.itemsize, dtype))
 
     def named(self, name: str, shape: Shape, dtype: torch.dtype) -> Slot:
         """Returns the slot of an input that whoever runs the program gives under this name."""
@@ -386,16 +427,16 @@ class Trace:
             self._dropped_before[number], self._dropped = self._dropped, []
         return number
 
-    def size(self, name: str) -> Any:
-        """Returns the size of this name, or None."""
-        return self.sizes[self.names.index(name)] if name in self.names else None
+    def size(self, name: str) -> int:
+        """Returns the size of this name, for code that takes numbers."""
+        return cast(int, self.sizes[self.names.index(name)])
 
     def wait(self, event: int) -> None:
         """Makes the current lane wait for an event."""
         self.items.append(("wait", event, self.lane))
         if self.lane == 0:
             for number in [each for each in self._dropped_before if each <= event]:
-                self.items += [("free", index) for index in self._dropped_before.pop(number)]
+                self.items.extend(("free", index) for index in self._dropped_before.pop(number))
 
     @contextmanager
     def at_lane(self, lane: int) -> Generator[None]:

@@ -4,12 +4,12 @@ import ctypes
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, cast, final
 
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.program.foreign import Arguments, Operand
+from sonic_ep.kernels.program.foreign import Arguments, Operand, Value
 from sonic_ep.kernels.program.native import (
     ADDMM,
     ALLOCATE,
@@ -27,8 +27,8 @@ from sonic_ep.kernels.program.native import (
     address_of,
     number_of_dtype,
 )
-from sonic_ep.kernels.program.sizes import Size
-from sonic_ep.kernels.program.trace import Trace
+from sonic_ep.kernels.program.sizes import Number, Real, Size
+from sonic_ep.kernels.program.trace import Item, Trace
 
 
 class _Native(NamedTuple):
@@ -38,7 +38,7 @@ class _Native(NamedTuple):
     lane: int = 0
     object: int = 0
     memory: int = 0
-    grid: Sequence[Any] = (0, 0, 0)
+    grid: "Sequence[int | _Value]" = (0, 0, 0)
     threads: int = 0
     shared_bytes: int = 0
     overlaps: bool = False
@@ -61,18 +61,18 @@ class Numbers:
         self._sizes: dict[str, int] = {}
         self._addresses: dict[tuple[int, str], int] = {}
         self._handles: dict[int, int] = {}
-        self._items: list[tuple[_Native, Any]] = []
+        self._items: list[tuple[_Native, Sequence[_Given]]] = []
         self._held: list[object] = []
         self._dropped: dict[int, list[int]] = {}  # by item, the inputs that are dropped in front of it
-        self._calls: dict[int, list[tuple[Any, bool, int, list[Any]]]] = {}  # by item, of torch, in front of it
-        self.offset_in: dict[int, tuple[int, Any]] = {}  # of a tensor: which other one it shares, and where
+        self._calls: dict[int, list[_TorchGiven]] = {}  # by item, of torch, in front of it
+        self.offset_in: dict[int, tuple[int, Number]] = {}  # of a tensor: which other one it shares, and where
         self.places: dict[int, list[tuple[int, int]]] = {}
         self.first_size = self.first_handle = 0
         self.segments: list[tuple[int, int, list[TorchCall], list[int]]] = []
         self.allocations: dict[int, tuple[list[int], torch.dtype]] = {}
         self.values, self.native = array("q"), (0, 0, ())
 
-    def number(self, value: Any) -> int:
+    def number(self, value: Real) -> int:
         if type(value) is Size:
             if value.text not in self._sizes:
                 self._sizes[value.text] = -1 - len(self.expressions)
@@ -85,7 +85,7 @@ class Numbers:
             self._constants.append(value)
         return self._constants.index(value)
 
-    def address(self, index: int | None, offset: Any) -> Any:
+    def address(self, index: int | None, offset: Number) -> Value:
         if index is None:  # of fixed memory
             return self.number(offset)
         if index in self.offset_in:
@@ -99,10 +99,10 @@ class Numbers:
     def handle(self, index: int) -> "_Handle":
         return _Handle(self._handles.setdefault(index, len(self._handles)))
 
-    def add(self, item: tuple[Any, ...], trace: Trace, events: list[int], inputs: Sequence[int]) -> None:
+    def add(self, item: Item, trace: Trace, events: list[int], inputs: Sequence[int]) -> None:
         """Adds an item of a trace. inputs: the numbers of tensors, which a run drops."""
         number, address, native = self.number, self.address, _Native
-        given: Any
+        given: Sequence[_Given]
         match item:
             case "allocate", index, shape, dtype:
                 dims = [number(size) for size in shape]
@@ -136,13 +136,13 @@ class Numbers:
             case ("record" | "wait") as kind, event, lane:
                 native, given = _Native(RECORD if kind == "record" else WAIT, lane, events[event]), []
             case "torch", function, into, lane, *operands:
-                given = [
+                tensors = [
                     (address(each.buffer, each.first_byte), [*map(number, (*each.shape, *each.strides))], each.dtype)
                     if isinstance(each, Operand)
                     else [*map(number, each)]
                     for each in operands
                 ]
-                self._calls.setdefault(len(self._items), []).append((function, into, lane, given))
+                self._calls.setdefault(len(self._items), []).append((function, into, lane, tensors))
                 return
             case "foreign", function, values:
                 device = (2, trace.device.index) if trace.device.type == "cuda" else (1, 0)
@@ -160,7 +160,7 @@ class Numbers:
             case _:
                 raise AssertionError(item)
         assert native.kind != KERNEL or len(given) <= MAX_ARGUMENTS
-        assert native.kind not in (ALLOCATE, VIEW) or native.grid[0] <= MAX_DIMS
+        assert native.kind not in (ALLOCATE, VIEW) or cast(int, native.grid[0]) <= MAX_DIMS
         self._items.append((native, given))
 
     def finish(self) -> None:
@@ -203,18 +203,18 @@ class Numbers:
         """Returns the value of the handle of a tensor, once finished."""
         return self._index(self.handle(index))
 
-    def _operand(self, given: Any) -> "TensorOperand | list[int]":
+    def _operand(self, given: "_TensorGiven | list[int]") -> "TensorOperand | list[int]":
         if isinstance(given, list):
             return [*map(self._index, given)]
         place, dims, dtype = given
         return TensorOperand(self._index(place), [*map(self._index, dims)], dtype)
 
-    def _index(self, number: Any) -> int:
-        if type(number) is _Byte:
+    def _index(self, number: "_Given") -> int:
+        if isinstance(number, _Byte):
             return number.number
-        if type(number) is _Handle:
+        if isinstance(number, _Handle):
             return self.first_handle + number.number
-        if type(number) is tuple:
+        if isinstance(number, tuple):
             return self.first_size + len(self.expressions) + self._addresses[number]
         return self.first_size - 1 - number if number < 0 else number
 
@@ -236,7 +236,7 @@ class TensorOperand(NamedTuple):
     dims: list[int]
     dtype: torch.dtype
 
-    def sizes_and_strides(self, values: Any) -> tuple[list[int], list[int]]:
+    def sizes_and_strides(self, values: "array[int]") -> tuple[list[int], list[int]]:
         dims = [values[place] for place in self.dims]
         return dims[: len(dims) // 2], dims[len(dims) // 2 :]
 
@@ -253,6 +253,12 @@ class _Byte(NamedTuple):
 
 class _Value(NamedTuple):
     number: int
+
+
+_Given = Value | _Handle | _Byte
+_TensorGiven = tuple[Value, list[int], torch.dtype]
+_TorchGiven = tuple[Callable[..., Tensor], bool, int, list[_TensorGiven | list[int]]]
+_TorchGiven = tuple[Callable[..., Tensor], bool, int, list[_TensorGiven | list[int]]]
 
 
 def _late(dropped: dict[int, list[int]], allocations: set[int]) -> dict[int, list[int]]:

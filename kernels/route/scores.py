@@ -7,8 +7,6 @@ the warps.
 Legend: T tokens on this rank, E experts.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -26,7 +24,7 @@ _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440e-4)
 
 
-def tile_of(columns: int, warps: int = 1) -> dict[str, Any]:
+def tile_of(columns: int, warps: int = 1) -> dict[str, int]:
     """Returns the launch arguments COLUMNS, ROWS and num_warps for rows of `columns` columns, a power of two.
 
     warps: warps of a program; wide rows get more.
@@ -38,7 +36,7 @@ def tile_of(columns: int, warps: int = 1) -> dict[str, Any]:
     }
 
 
-def programs_for(rows: int, tile: dict[str, Any], share: int = 1) -> int:
+def programs_for(rows: int, tile: dict[str, int], share: int = 1) -> int:
     """Returns the number of programs that loop over `rows` rows. share: how many such grids run concurrently."""
     return max(1, min(cdiv(rows, tile["ROWS"]), _MAX_PROGRAMS // share))
 

@@ -31,7 +31,7 @@ def honoured(how: str, *names: str) -> tuple[Field, ...]:
     return tuple(Field(name, "honoured", how) for name in names)
 
 
-def without_effect(how: str, **defaults: Any) -> tuple[Field, ...]:
+def without_effect(how: str, **defaults: object) -> tuple[Field, ...]:
     """Returns fields that cause a warning if they are not at their default."""
     return tuple(
         Field(name, "no effect", how, lambda value, default=default: value == default, f"{name}={default!r}")
@@ -39,7 +39,7 @@ def without_effect(how: str, **defaults: Any) -> tuple[Field, ...]:
     )
 
 
-def check_field(field: Field, value: Any, prefix: str = "") -> str | None:
+def check_field(field: Field, value: object, prefix: str = "") -> str | None:
     """Returns None if the layer accepts this value, or if it has no effect a phrase for `warn_of`.
 
     Raises ValueError, with field, value and fix, if the layer refuses it. prefix: of the name, in the error.

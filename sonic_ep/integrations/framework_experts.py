@@ -52,7 +52,7 @@ class ExpertsCall:
     x_TH: Tensor
     routed: Sequence[Tensor]
     weights: Weights
-    route: Callable[..., Any]
+    route: Callable[..., Routing | tuple[Routing, list[Tensor]]]
     lora: ExpertsLoRA | None = None
     up_eIH: Tensor | None = None
     is_bounded: bool = False
@@ -73,7 +73,7 @@ class FrameworkExperts:
         self._programs = ExpertsPrograms(K)
         self._steps = steps_of(group, transport, partial(_transport_of, transport))
 
-    def __reduce__(self) -> tuple[Callable[..., Self], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[object, ...]]:
         return partial(type(self), as_programs=self._as_programs), (self.group, self.transport, self._K)
 
     @property

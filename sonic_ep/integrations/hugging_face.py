@@ -190,7 +190,7 @@ def _object_in(path: Path) -> dict[str, Any]:
     return found
 
 
-def _tensors_in(path: Path) -> Any:
+def _tensors_in(path: Path) -> safe_open:
     return safe_open(str(path), framework="pt")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from importlib import import_module
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.kernels.program.program import Program
 from sonic_ep.kernels.program.trace import Slot, Trace
 from sonic_ep.kernels.route.status.reference import HEADER
-from sonic_ep.routing import INDEX_DTYPE, GroupCounts, Routing, SplitSizes
-from sonic_ep.steps.programs import USUAL_TOKENS, Later, Programs, Ranks, Sizes, numbers_of
+from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, GroupCounts, Routing, SplitSizes
+from sonic_ep.steps.programs import USUAL_TOKENS, Later, Programs, Ranks, Sizes, numbers_of, slots_of
 from sonic_ep.symmetric_memory import parts_made_by
 
 Dtypes = tuple[torch.dtype | None, ...]
@@ -65,7 +65,7 @@ class MoEWeights(NamedTuple):
         """Returns these with split gate/up weights where kernels can read them."""
         if self.up_eIH is None:
             return self
-        split_gate_up: Any = import_module("sonic_ep.kernels.experts.split_gate_up")
+        split_gate_up = import_module("sonic_ep.kernels.experts.split_gate_up")
         gate, up = split_gate_up.readable(self.w1, self.up_eIH)
         return self._replace(w1=gate, up_eIH=up)
 
@@ -146,11 +146,11 @@ class PreparedKind(NamedTuple):
         lengths = [trace.size(f"l{number}") for number in range(self.num_lists)]
         lengths[_EXPERT_STARTS] = kind.shapes[0][0] + 1
         inputs, weights_dtype = [trace.input((length,), INDEX_DTYPE) for length in lengths], kind.weights_dtype
-        weights_P, number, parts = trace.input((trace.size("w"),), weights_dtype), 0, list[Any]()
+        weights_P, number, parts = trace.input((trace.size("w"),), weights_dtype), 0, list[tuple[int, ...]]()
         for length in self.splits:
             parts.append(tuple([trace.size(f"s{each}") for each in range(number, number + length)]))
             number += length
-        T, N, A = (cast(int, trace.size(name)) for name in ("T", "N", "A"))
+        T, N, A = (trace.size(name) for name in ("T", "N", "A"))
         sizes = HandleSizes(splits=Splits(*parts), num_tokens=T, num_rows=A, num_listed=N)
         handle = sizes.with_lists(cast(list[Tensor], inputs))
         return PreparedDispatch(handle, cast(Tensor, weights_P)), [*inputs, weights_P]
@@ -173,7 +173,7 @@ def traced(kind: ExpertsKind, sizes: Sizes) -> Programs:
     activation = activation_named(kind.activation)
     call = Call(transport, alone, activation, kind.save_dispatched, tile_aligned=kind.rounded)
     with trace, ExitStack() as stack:
-        x: Any = trace.input((trace.size("T"), kind.H), kind.dtype)
+        x = cast(Tensor, trace.input((trace.size("T"), kind.H), kind.dtype))
         if ranks is not None:
             stack.enter_context(parts_made_by(trace.fixed_part))
         if kind.prepared is not None:
@@ -192,15 +192,15 @@ def traced(kind: ExpertsKind, sizes: Sizes) -> Programs:
         del lists, read
         out, saved = forward(x, prepared, weights.of_experts(kind.layout), call)
         del prepared
-        handle_sizes, later, inputs = saved.handle.without_lists(), list[Any](), list[Slot]()
+        handle_sizes, later = saved.handle.without_lists(), list[Slot]()
         if kind.has_backward:
-            later += [saved.rows] if kind.save_dispatched else []
-            later += [saved.h_PJ, saved.weights_P, *saved.handle.lists()]
+            rows = saved.rows if kind.save_dispatched else None
+            later = slots_of([rows, saved.h_PJ, saved.weights_P, *saved.handle.lists()])
         is_input = [slot.buffer.index in given for slot in later]
         inputs = [slot for slot, found in zip(later, is_input, strict=True) if found]
         own = [slot for slot, found in zip(later, is_input, strict=True) if not found]
         trace.finish()
-    program = Program(trace, given, cast(list[Slot], [out]), own)
+    program = Program(trace, given, slots_of([out]), own)
     saved_inputs = tuple([given.index(number) for number in numbers_of(inputs)])
     generation = 0 if ranks is None or ranks.symmetric is None else ranks.symmetric.generation
     if not kind.has_backward:
@@ -218,26 +218,26 @@ def _traced_backward(
     is_input: list[bool],
     handle_sizes: HandleSizes,
     call: Call,
-) -> tuple[Trace, list[int], list[Any]]:
+) -> tuple[Trace, list[int], list[Slot]]:
     """of_inputs, later: what forward leaves, in two parts; is_input: their order."""
     trace = Trace.like(of_forward)
     T = trace.sizes[0]
     with trace, parts_made_by(trace.fixed_part):
-        dout: Any = trace.input((T, kind.H), kind.dtype)
-        x: Any = None if kind.save_dispatched else trace.input((T, kind.H), kind.dtype)
+        dout = cast(Tensor, trace.input((T, kind.H), kind.dtype))
+        x = None if kind.save_dispatched else cast(Tensor, trace.input((T, kind.H), kind.dtype))
         weights, read = _weights(trace, kind)
         shapes = kind.shapes[0], kind.shapes[2]
-        into: list[Any] = [
-            None if dtype is None else trace.input(tuple(cast(torch.Size, shape)), dtype)
+        into = [
+            None if dtype is None else cast(Tensor, trace.input(tuple(cast(torch.Size, shape)), dtype))
             for shape, dtype in zip(shapes, kind.into, strict=True)
         ]
         of_forward_inputs = [trace.input(each.shape, each.dtype, each.strides) for each in of_inputs]
         saved, own = Later.inputs(trace, later)
         buffers = [each for each in into if each is not None]
         inputs = numbers_of([dout, *([] if x is None else [x]), *read, *buffers, *of_forward_inputs, *own])
-        left: list[Any] = [(of_forward_inputs if found else saved).pop(0) for found in is_input]
+        left = cast(list[Tensor], [(of_forward_inputs if found else saved).pop(0) for found in is_input])
         del own, saved, of_forward_inputs, buffers, read
-        rows: Any = left.pop(0) if kind.save_dispatched else x
+        rows = left.pop(0) if x is None else x
         h, weights_P, *lists = left
         del left
         state = SavedForBackward(rows, h, weights_P, handle_sizes.with_lists(lists))
@@ -245,7 +245,7 @@ def _traced_backward(
         grads = backward(dout, state, weights.of_experts(kind.layout), call, kind.needs, (into[0], into[1]))
         dw1, dw2 = (None if dtype is not None else each for each, dtype in zip(grads[2:4], kind.into, strict=True))
         found = grads.dx_TH, grads.dweights_N, dw1, dw2, grads.db1_eJ, grads.db2_eH, *grads.lora.tensors()
-        outputs: list[Any] = [each for each in found if each is not None]
+        outputs = slots_of(found)
         trace.finish()
     return trace, inputs, outputs
 
@@ -260,10 +260,12 @@ def _routing(trace: Trace, kind: ExpertsKind) -> tuple[Routing, list[Slot]]:
     tokens_S = rows_SE if ranks is None else trace.input((S,), torch.int64)
     lists = [weights_N, token_ids_N, rows_SE, *([] if kind.same_counts else [pairs_SE])]
     lists += [] if ranks is None else [tokens_S]
-    fields: Any = rows_SE, rows_SE, pairs_SE, tokens_S, tokens_S, tokens_S
+    fields = cast(list[Tensor], [rows_SE, rows_SE, pairs_SE, tokens_S, tokens_S, tokens_S])
     is_bounded = ranks is not None and not ranks.is_static
-    others: Any = trace.size("T"), trace.size("R"), trace.size("C"), _SizesOnDevice(trace, S) if is_bounded else None
-    return Routing(*cast(tuple[Any, Any], (weights_N, token_ids_N)), GroupCounts(*fields), *others), lists
+    sizes = cast(AsyncSplitSizes, _SizesOnDevice(trace, S)) if is_bounded else None
+    R, C = (trace.size(name) if name in trace.names else None for name in "RC")
+    weights, tokens = cast(list[Tensor], [weights_N, token_ids_N])
+    return Routing(weights, tokens, GroupCounts(*fields), trace.size("T"), R, C, sizes), lists
 
 
 class _SizesOnDevice:
@@ -279,12 +281,12 @@ class _SizesOnDevice:
 def _weights(trace: Trace, kind: ExpertsKind) -> tuple[MoEWeights, list[Slot]]:
     """Returns slots for the weights, and those that a run is given."""
     names = MoEWeights._fields
-    slots: dict[str, Any] = {
+    slots = {
         name: None if shape is None or name == "up_eIH" else trace.input(tuple(shape), kind.dtype)
         for name, shape in zip(names, kind.shapes, strict=True)
     }
     read = [each for each in slots.values() if each is not None]
     if kind.shapes[1] is not None:
-        gate = slots["w1"]
+        gate = read[0]
         slots["up_eIH"] = Slot(gate.buffer, gate.shape, gate.strides, trace.size("D") // kind.dtype.itemsize)
-    return MoEWeights(**slots), read
+    return MoEWeights(**cast(dict[str, Tensor], slots)), read

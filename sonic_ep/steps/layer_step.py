@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -18,21 +18,21 @@ from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import HandleSizes
 from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.expert_parallel_mlp import Call, SavedForBackward, backward, forward
-from sonic_ep.first_order import first_order
+from sonic_ep.first_order import Context, first_order
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import operations_for
 from sonic_ep.kernels.experts import reference
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.program.program import Program
-from sonic_ep.kernels.program.trace import Trace, by_torch
-from sonic_ep.kernels.route.interface import LossGradient, PairGradients
+from sonic_ep.kernels.program.trace import Slot, Trace, by_torch
+from sonic_ep.kernels.route.interface import LossGradient, PairGradients, RouterLinear, RouterOperations
 from sonic_ep.routers.fused import kernels_of_route
 from sonic_ep.routers.route import RoutingContext, decide_pairs, pairs_of_one_rank
 from sonic_ep.routers.topk import fused_topk
 from sonic_ep.routers.weights_and_losses import fused_weights_and_losses
 from sonic_ep.routing import GroupCounts, Routing
-from sonic_ep.steps.programs import USUAL_TOKENS, Later, Programs, Ranks, Sizes, numbers_of
+from sonic_ep.steps.programs import USUAL_TOKENS, Later, Programs, Ranks, Sizes, numbers_of, slots_of
 from sonic_ep.symmetric_memory import parts_made_by
 
 _NUM_STATISTICS = 2 + len(GroupCounts._fields)
@@ -115,10 +115,13 @@ def run(
     return y_TH, loss, call.statistics
 
 
+_ForBackward = tuple[Programs, Kind, Sizes, Callable[[], None] | None]
+
+
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, programs: Programs, kind: Kind, sizes: Sizes, call: StepCall, *inputs: Tensor
+        ctx: Context[_ForBackward], programs: Programs, kind: Kind, sizes: Sizes, call: StepCall, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         given = [*inputs] if call.expert_bias_E is None else [*inputs, call.expert_bias_E]
         given += [call.extra[name] for name in programs.forward.extra]
@@ -127,15 +130,16 @@ class _Step(torch.autograd.Function):
         call.lists = functools.partial(programs.lists, later, sizes) if programs.num_lists else None
         if programs.backward:
             ctx.save_for_backward(*inputs, *programs.saved(later))
-        ctx.programs, ctx.kind, ctx.sizes, ctx.begin_backward = programs, kind, sizes, call.begin_backward
+        ctx.call = programs, kind, sizes, call.begin_backward
         ctx.set_materialize_grads(False)
         return y_TH, loss
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.begin_backward is not None:
-            ctx.begin_backward()
+    def backward(ctx: Context[_ForBackward], *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        programs, kind, sizes, begin_backward = ctx.call
+        if begin_backward is not None:
+            begin_backward()
         dy_TH, dloss = grad_outputs
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # has no effect if the graph is retained
@@ -144,12 +148,12 @@ class _Step(torch.autograd.Function):
         given = [dy_TH.contiguous()] if dloss is None else [dy_TH.contiguous(), dloss]
         inputs = [*given, *saved]
         del saved, given, dy_TH, grad_outputs
-        programs, ranks = ctx.programs, ctx.kind.ranks
+        ranks = kind.ranks
         if ranks is not None and ranks.symmetric is not None:
             ranks.symmetric.raise_if_lost()
             if ranks.symmetric.generation != programs.generation:
-                programs = traced(ctx.kind, ctx.sizes)  # larger buffers have taken the place of those of forward
-        found = iter(programs.backward[dloss is not None].run(ctx.sizes, inputs))
+                programs = traced(kind, sizes)  # larger buffers have taken the place of those of forward
+        found = iter(programs.backward[dloss is not None].run(sizes, inputs))
         return None, None, None, None, *[next(found) if needed else None for needed in ctx.needs_input_grad[4:]]
 
 
@@ -175,11 +179,11 @@ def traced(kind: Kind, sizes: Sizes) -> Programs:
     )
     usual = kind.usual_sizes
     trace = Trace(device, dict(zip(usual, sizes, strict=True)), usual)
-    T, L, *bound = cast(list[Any], trace.sizes)  # the code takes sizes for numbers, and slots for tensors
+    T, L, *bound = cast(list[int], trace.sizes)  # the code takes sizes for numbers, and slots for tensors
     with trace, ExitStack() as stack:
-        x: Any = trace.input((T, config.d), kind.dtype)
+        x = cast(Tensor, trace.input((T, config.d), kind.dtype))
         weights = _weights(trace, kind)
-        bias_E: Any = trace.input((config.E,), torch.float32) if config.router.expert_bias else None
+        bias_E = cast(Tensor, trace.input((config.E,), torch.float32)) if config.router.expert_bias else None
         updates = None
         if ranks is not None:
             trace.mailbox = ranks.mailbox
@@ -187,7 +191,7 @@ def traced(kind: Kind, sizes: Sizes) -> Programs:
             assert ranks.symmetric is not None
             if not ranks.is_static:
                 stack.enter_context(ranks.symmetric.bounded_by(SizeBound(*bound[:-1])))
-            updates: Any = None if bias_E is None else trace.named("updates", (), torch.int64)
+            updates = None if bias_E is None else cast(Tensor, trace.named("updates", (), torch.int64))
         kernels = kernels_of_route(x, weights.router, config)
         assert kernels is not None
         linear, operations = kernels
@@ -222,9 +226,9 @@ def traced(kind: Kind, sizes: Sizes) -> Programs:
             later += [saved.h_PJ, saved.weights_P, *saved.handle.lists()]
         lists = [] if ranks is None else [pairs.topk_ids_TK, pairs.expert_ids_N, pairs.chosen_N]
         lists += [] if ranks is None else (pairs.balance_counts or ())
-        later: list[Any] = [*later, *lists]
-        outputs: list[Any] = [y, losses.value, entropy_T, pairs.token_ids_N]
-        packed: list[Any] = [*pairs.counts]
+        later = slots_of([*later, *lists])
+        outputs = slots_of([y, losses.value, entropy_T, pairs.token_ids_N])
+        packed = slots_of(pairs.counts)
         has_shares = losses.dshares_BE is not None
         trace.finish()
     program, backwards = Program(trace, given, outputs, later, packed), {}
@@ -243,20 +247,20 @@ def _traced_backward(
     later: list[Later],
     handle_sizes: HandleSizes,
     call: Call,
-    kernels: Any,
+    kernels: tuple[RouterLinear, RouterOperations],
     has_loss: bool,
     has_shares: bool,
-) -> tuple[Trace, list[int], list[Any]]:
+) -> tuple[Trace, list[int], list[Slot]]:
     config, (T, *_) = kind.config, of_forward.sizes
     linear, operations = kernels
     trace = Trace.like(of_forward)
     with trace, parts_made_by(trace.fixed_part):
-        dy: Any = trace.input((T, config.d), kind.dtype)
-        dloss: Any = trace.input((), torch.float32) if has_loss else None
-        x: Any = trace.input((T, config.d), kind.dtype)
+        dy = cast(Tensor, trace.input((T, config.d), kind.dtype))
+        dloss = cast(Tensor, trace.input((), torch.float32)) if has_loss else None
+        x = cast(Tensor, trace.input((T, config.d), kind.dtype))
         weights = _weights(trace, kind)
-        saved, own = cast(tuple[list[Any], list[Any]], Later.inputs(trace, later))
-        inputs = numbers_of([dy, *([dloss] if has_loss else []), x, *weights.present, *own])
+        saved, own = cast(tuple[list[Tensor], list[Tensor]], Later.inputs(trace, later))
+        inputs = numbers_of([dy, *([] if dloss is None else [dloss]), x, *weights.present, *own])
         del own
         logits, ids, token_ids, expert_ids, *rest = saved
         del saved
@@ -277,7 +281,7 @@ def _traced_backward(
         )
         dbias = by_torch(_sum_of_tokens, (config.E,), torch.float32, dlogits) if of_bias else None
         found = dx, drouter, dbias, grads.dw1, grads.dw2, grads.db1_eJ, grads.db2_eH
-        outputs: list[Any] = [each for each in found if each is not None]
+        outputs = slots_of(found)
         trace.finish()
     return trace, inputs, outputs
 
@@ -293,8 +297,8 @@ def _weights(trace: Trace, kind: Kind) -> LayerWeights:
     e = c.E if kind.ranks is None else c.E // kind.ranks.group.size
     shapes = (c.E, c.d), (c.E,), (e, J, c.d), (e, c.d, c.n), (e, J), (e, c.d)
     dtypes = kind.router[0], kind.router[-1], *[kind.dtype] * 4
-    slots: list[Any] = [
-        trace.input(shape, dtype) if is_there else None
+    slots = [
+        cast(Tensor, trace.input(shape, dtype)) if is_there else None
         for shape, dtype, is_there in zip(shapes, dtypes, kind.present, strict=True)
     ]
-    return LayerWeights(*slots)
+    return LayerWeights._make(slots)

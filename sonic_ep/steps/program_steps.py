@@ -9,7 +9,7 @@ Legend: T tokens on this rank, H hidden size.
 """
 
 from collections.abc import Callable
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Self, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,17 @@ from sonic_ep.config import MoEConfig
 from sonic_ep.dispatch.bounded_steps import BoundedSteps, Step
 from sonic_ep.groups.order import NO_ORDER
 from sonic_ep.routers.replay import in_region
-from sonic_ep.routing import SplitSizes
+from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 from sonic_ep.steps.experts_step import ExpertsPrograms, RunsAs
 from sonic_ep.steps.layer_step import MAX_TOKENS, Kind, LayerWeights, StepCall, kernels_compute, run, traced
 from sonic_ep.steps.programs import Programs, Ranks, StepPrograms
+from sonic_ep.transports import GroupTransport
 
+if TYPE_CHECKING:
+    from sonic_ep.layer import MoE
+
+_Steps = BoundedSteps["MoE"]
+_Again = Callable[["MoE", Tensor, list[Tensor], list[Tensor], SplitSizes], list[Tensor]]
 _unsafe_view = torch.ops.aten._unsafe_view
 
 
@@ -36,7 +42,7 @@ class ProgramSteps:
     steps: what the ranks know of their steps; None on one rank. K: experts per token.
     """
 
-    def __init__(self, again: Callable[..., list[Tensor]], steps: BoundedSteps | None, K: int) -> None:
+    def __init__(self, again: _Again, steps: _Steps | None, K: int) -> None:
         self._again, self._steps, self._K = again, steps, K
         self._programs, self._kinds = StepPrograms(traced), dict[tuple[object, ...], Kind]()
         self._experts = ExpertsPrograms(K)
@@ -47,7 +53,7 @@ class ProgramSteps:
         self._passed: tuple[object, ...] | None = None
         self._generation = 0
 
-    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
         return type(self), (self._again, self._steps, self._K)
 
     @property
@@ -55,7 +61,7 @@ class ProgramSteps:
         """The number of programs for forward, of whole steps and of experts alone."""
         return self._programs.num_programs + self._experts.num_programs
 
-    def outputs(self, layer: Any, x: Tensor, *, only_code: bool = False) -> list[Tensor] | None:
+    def outputs(self, layer: "MoE", x: Tensor, *, only_code: bool = False) -> list[Tensor] | None:
         """Returns y, the loss and the fields of the statistics; or None where the layer's code has to run.
 
         only_code: the code has to, whatever x is.
@@ -74,17 +80,17 @@ class ProgramSteps:
         programs = self._programs.find(kind, sizes)
         return None if programs is None else _outputs_of(layer, x, programs, kind, sizes, _call_of(layer))
 
-    def runs_as(self, layer: Any) -> RunsAs:
+    def runs_as(self, layer: "MoE") -> RunsAs:
         """Returns how what follows the router may run, if `outputs` has returned None."""
         return RunsAs.of(self._experts, layer.group, layer.transport, self._step)
 
-    def observe(self, split_sizes: Any) -> None:
+    def observe(self, split_sizes: AsyncSplitSizes | None) -> None:
         """Is called after the layer's code has run because `outputs` returned None. split_sizes: of its routing."""
         self._passed = self._present
         if self._steps is not None:
             self._steps.observe(split_sizes)
 
-    def _outputs_of_ranks(self, layer: Any, x: Tensor, steps: BoundedSteps, *, only_code: bool) -> list[Tensor] | None:
+    def _outputs_of_ranks(self, layer: "MoE", x: Tensor, steps: _Steps, *, only_code: bool) -> list[Tensor] | None:
         step = self._step = steps.begin(layer)
         kind = None if only_code else self._kind_of_call(layer, x, step)
         if step is None or kind is None:
@@ -107,12 +113,12 @@ class ProgramSteps:
         assert call.lists is not None
         return self._again(layer, x, outputs, call.lists(), exceeding)
 
-    def _kind_of_call(self, layer: Any, x: Tensor, step: Step | None = None) -> Kind | None:
+    def _kind_of_call(self, layer: "MoE", x: Tensor, step: Step | None = None) -> Kind | None:
         """Returns what a call is, or None where the code has to run. step: across ranks, if there is a bound."""
         self._present = None
         if not _may_run(x, layer.config.d) or _has_any_global_hook() or in_region():
             return None
-        modules, training = layer._modules, layer.training
+        modules, training = _modules_of(layer), layer.training
         router, experts = modules["router"], modules["experts"]
         for m in (router, experts):
             if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
@@ -145,12 +151,12 @@ class ProgramSteps:
                 return None
             ranks = None
             if step is not None and self._steps is not None:
-                where = layer.group, layer.transport, step.via.transport, step.via.is_static
+                where = layer.group, cast(GroupTransport, layer.transport), step.via.transport, step.via.is_static
                 ranks = Ranks(*where, layer._number, self._steps.mailbox)
             self._kinds[key] = Kind(layer.config, *key[:-1], ranks)
         return self._kinds[key]
 
-    def _pass_checks(self, layer: Any, x: Tensor) -> bool:
+    def _pass_checks(self, layer: "MoE", x: Tensor) -> bool:
         """Returns True if a call passes the checks of the code, which raises what they find.
 
         Across ranks a call has passed them if the code has run, because ranks check together.
@@ -167,7 +173,7 @@ class ProgramSteps:
 
 
 def _outputs_of(
-    layer: Any, x: Tensor, programs: Programs, kind: Kind, sizes: tuple[int, ...], call: StepCall
+    layer: "MoE", x: Tensor, programs: Programs, kind: Kind, sizes: tuple[int, ...], call: StepCall
 ) -> list[Tensor]:
     x_TH, weights = x, _weights_of(layer)
     if x.dim() == 3 or not x.is_contiguous():
@@ -196,13 +202,17 @@ def _allows_programs(config: MoEConfig, *, training: bool) -> bool:
     return not (draws or config.router.check_logits)
 
 
-def _weights_of(layer: Any) -> LayerWeights:
-    router, experts = (layer._modules[name]._parameters for name in ("router", "experts"))  # faster than attributes
+def _modules_of(layer: "MoE") -> dict[str, nn.Module]:
+    return cast(dict[str, nn.Module], layer._modules)  # faster than attributes
+
+
+def _weights_of(layer: "MoE") -> LayerWeights:
+    router, experts = (_modules_of(layer)[name]._parameters for name in ("router", "experts"))
     others = router.get("bias"), experts["w1"], experts["w2"], experts.get("b1"), experts.get("b2")
-    return LayerWeights(router["weight"], *others)
+    return LayerWeights._make((router["weight"], *others))
 
 
-def _depends_on(layer: Any, x: Tensor, weights: list[Tensor]) -> tuple[object, ...]:
+def _depends_on(layer: "MoE", x: Tensor, weights: list[Tensor]) -> tuple[object, ...]:
     """Returns what the checks of x and of the weights depend on."""
     described = [
         (id(p), p.shape, p.dtype, p.get_device(), p.data_ptr() % ROW_ALIGNMENT, p.is_contiguous()) for p in weights
@@ -210,5 +220,5 @@ def _depends_on(layer: Any, x: Tensor, weights: list[Tensor]) -> tuple[object, .
     return x.shape[-1], x.dim(), x.dtype, x.layout, layer._autocast_dtype(), *described
 
 
-def _call_of(layer: Any) -> StepCall:
-    return StepCall(layer._modules["router"]._buffers["expert_bias"])
+def _call_of(layer: "MoE") -> StepCall:
+    return StepCall(_modules_of(layer)["router"]._buffers["expert_bias"])

@@ -4,9 +4,9 @@ The code of a step is traced once for each kind of step. The programs then run f
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, cast, final
+from typing import Generic, NamedTuple, Self, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -16,10 +16,12 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.program.mailbox import Mailbox
 from sonic_ep.kernels.program.native import launcher
 from sonic_ep.kernels.program.program import Program
-from sonic_ep.kernels.program.trace import Slot, Trace
+from sonic_ep.kernels.program.sizes import Number
+from sonic_ep.kernels.program.trace import Shape, Slot, Trace
 from sonic_ep.transports import GroupTransport
 
 _LOG = logging.getLogger("sonic_ep.launches")
+Kind = TypeVar("Kind")
 USUAL_TOKENS = 8192
 Sizes = tuple[int, ...]
 
@@ -47,7 +49,7 @@ class Programs(NamedTuple):
     """
 
     forward: Program
-    backward: dict[Any, Program]
+    backward: dict[object, Program]
     generation: int
     saved_inputs: tuple[int, ...] = ()
     num_lists: int = 0
@@ -72,13 +74,13 @@ class Later(NamedTuple):
     """A tensor that forward leaves for backward. first_byte: in the block that small ones share; None if it has a
     tensor of its own."""
 
-    shape: tuple[Any, ...]
+    shape: Shape
     dtype: torch.dtype
-    strides: tuple[Any, ...]
-    first_byte: Any
+    strides: Shape
+    first_byte: Number | None
 
     @classmethod
-    def of(cls, slots: Sequence[Any], program: Program) -> list[Self]:
+    def of(cls, slots: Sequence[Slot], program: Program) -> list[Self]:
         """Returns those of the later slots of a program."""
         pairs = zip(slots, program.in_block, strict=True)
         return [cls(slot.shape, slot.dtype, slot.strides, start) for slot, start in pairs]
@@ -99,32 +101,37 @@ class Later(NamedTuple):
         return left, given
 
 
-def numbers_of(slots: Sequence[Any]) -> list[int]:
+def slots_of(tensors: Iterable[Tensor | Slot | None]) -> list[Slot]:
+    """Returns what the code of a traced pass takes for tensors, without None."""
+    return cast(list[Slot], [each for each in tensors if each is not None])
+
+
+def numbers_of(inputs: Iterable[Tensor | Slot]) -> list[int]:
     """Returns the numbers of the tensors of inputs."""
-    return [cast(int, slot.buffer.index) for slot in slots]
+    return [cast(int, slot.buffer.index) for slot in slots_of(inputs)]
 
 
 @final
-class StepPrograms:
+class StepPrograms(Generic[Kind]):
     """The programs of one layer, by kind of step. A copy starts without any.
 
     traced: returns the programs for a kind, which is hashable, and the sizes of a step.
     """
 
-    def __init__(self, traced: Callable[[Any, Sizes], Programs]) -> None:
+    def __init__(self, traced: Callable[[Kind, Sizes], Programs]) -> None:
         self._traced = traced
-        self._programs: dict[Any, list[Programs]] = {}
-        self._failed: set[Any] = set()
-        self._last: tuple[Any, Sizes, Programs | None] = None, (), None
+        self._programs: dict[Kind, list[Programs]] = {}
+        self._failed: set[Kind] = set()
+        self._last: tuple[Kind | None, Sizes, Programs | None] = None, (), None
 
-    def __reduce__(self) -> tuple[type[Self], tuple[Any]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[object]]:
         return type(self), (self._traced,)
 
     @property
     def num_programs(self) -> int:
         return sum(map(len, self._programs.values()))
 
-    def find(self, kind: Any, sizes: Sizes) -> Programs | None:
+    def find(self, kind: Kind, sizes: Sizes) -> Programs | None:
         """Returns the programs of such a step, traced at the first one; None if they cannot be."""
         last_kind, last_sizes, programs = self._last
         if sizes == last_sizes and kind == last_kind:

@@ -137,7 +137,7 @@ def _replace_triton(stack: ExitStack) -> None:
         return launch.FastLauncher(JITFunction(kernel.fn, **kernel.kwargs))
 
     def variant(self: Any, code: Any, number: int, named: Any) -> Any:
-        return launch._Variant(print, (), (), 1, tuple(range(number)), 128)
+        return launch.Variant(print, (), (), 1, tuple(range(number)), 128)
 
     stack.enter_context(
         patch.object(InterpretedFunction, "__getitem__", lambda self, grid: compiled_twin(self)[grid], create=True)

@@ -12,8 +12,6 @@ Legend: S ranks of the EP group, e local experts, C chunks (source rank, local e
 this rank receives, P rows of the pair buffer, R rows this rank receives, W 32-bit words of a bit set.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -207,7 +205,7 @@ def pair_lists(
     blocks = cdiv(num_rows, _BLOCK) or 1
     bits_RW = slot_V.new_zeros(num_rows * W + blocks)  # and sums of `_starts`
     pdl_wait = supports_pdl(weights_V.device)
-    common: dict[str, Any] = {"WORDS": W, "BLOCK": _BLOCK, "PDL_WAIT": pdl_wait, "num_warps": 4, "launch_pdl": pdl_wait}
+    common: dict[str, int] = {"WORDS": W, "BLOCK": _BLOCK, "PDL_WAIT": pdl_wait, "num_warps": 4, "launch_pdl": pdl_wait}
     # Twice as many programs per chunk as chunks of equal size would need.
     grid = (C, cdiv(2 * chunks.num_rows, C * _BLOCK) or 1)
     _fill[grid](

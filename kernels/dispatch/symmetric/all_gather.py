@@ -14,7 +14,7 @@ Epoch 2 uses slot 0.
 Legend: S ranks of the EP group, F fields of a table.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
@@ -131,7 +131,11 @@ def all_gather_wait(pad: SignalPad, slots_S: Tensor, count: int, capacity: int) 
 
 
 def _launch(
-    kernel: KernelInterface[Any], pad: SignalPad, tensors: tuple[Tensor, Tensor], count: int, capacity: int
+    kernel: KernelInterface[Callable],
+    pad: SignalPad,
+    tensors: tuple[Tensor, Tensor],
+    count: int,
+    capacity: int,
 ) -> None:
     kernel[(pad.size,)](
         *tensors,

@@ -4,17 +4,3 @@ from sonic_ep.kernels.dispatch.symmetric.acquire_release import acquire_peers, r
 from sonic_ep.kernels.dispatch.symmetric.all_gather import NUM_SLOTS, all_gather_start, all_gather_wait
 from sonic_ep.kernels.dispatch.symmetric.pairs import collect_scalars, push_lists, push_scalars
 from sonic_ep.kernels.dispatch.symmetric.rows import combine_push, combine_reduce, push_rows
-
-__all__ = [
-    "NUM_SLOTS",
-    "all_gather_start",
-    "acquire_peers",
-    "release_peers",
-    "push_lists",
-    "push_rows",
-    "combine_push",
-    "push_scalars",
-    "combine_reduce",
-    "all_gather_wait",
-    "collect_scalars",
-]

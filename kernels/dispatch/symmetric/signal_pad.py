@@ -14,9 +14,10 @@ rank need not launch them.
 Legend: S ranks of the EP group.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class SignalPad:
     state: Tensor
     host_status: Tensor
     timeout: int
-    host_view: Any
+    host_view: Sequence[int]
 
     @classmethod
     def of(cls, rank: int, signals_S: Tensor, timeout: int) -> Self:

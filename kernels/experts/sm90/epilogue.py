@@ -14,13 +14,20 @@ there is one barrier per two pieces.
 Overrides GemmBase.epilogue (quack 0.6.5) and is traced by CuTe-DSL. Results are the same bit for bit.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, const_expr
+from cutlass import Boolean, Int32, const_expr
+from cutlass.pipeline import NamedBarrier, PipelineAsync, PipelineState
 
-from sonic_ep.kernels.experts.quack_compat import DStore, require_no_dropped_hooks
+from sonic_ep.kernels.experts.quack_compat import (
+    DStore,
+    TileScheduler,
+    VarlenManager,
+    require_no_dropped_hooks,
+)
+from sonic_ep.kernels.experts.sm90.gather_producer import Copy
 
 
 class OneBarrierEpilogue:
@@ -31,45 +38,45 @@ class OneBarrierEpilogue:
     """
 
     # Attributes of quack's kernel class
-    cta_tile_shape_mnk: Any
+    cta_tile_shape_mnk: tuple[int, int, int]
     epi_stage: int
     epi_c_stage: int
     epi_m_major: bool
-    epi_setup_aux_out: Any
-    epi_begin: Any
-    epi_begin_loop: Any
-    epi_visit_subtile: Any
-    epi_end_loop: Any
-    epi_end: Any
+    epi_setup_aux_out: Callable[..., tuple]
+    epi_begin: Callable[..., tuple[object, ...]]
+    epi_begin_loop: Callable[..., dict[str, object]]
+    epi_visit_subtile: Callable[..., tuple[cute.Tensor, ...]]
+    epi_end_loop: Callable[..., None]
+    epi_end: Callable[..., None]
 
     @cute.jit
     def epilogue(
         self,
-        params: Any,
-        epi_smem_tensors: Any,
-        epi_pipeline: Any,
-        epi_store_pipeline: Any,
-        epi_read_state: Any,
-        epi_producer_state: Any,
-        epi_tile: Any,
-        load_acc_subtile: Any,
-        tRS_rD: Any,
-        tRS_rC: Any,
-        tiled_copy_t2r: Any,
-        tiled_copy_r2s: Any,
-        tRS_sD: Any,
-        tiled_copy_s2r: Any,
-        tSR_rC: Any,
-        tSR_sC: Any,
-        copy_D: Any,
-        copy_C: Any,
-        tile_coord_mnkl: Any,
-        varlen_manager: Any,
-        epilogue_barrier: Any,
-        tile_scheduler: Any,
-        tidx: Any,
-        is_tma_warp: Any,
-    ) -> tuple[Any, Any]:
+        params: object,
+        epi_smem_tensors: dict[str, cute.Tensor],
+        epi_pipeline: PipelineAsync,
+        epi_store_pipeline: PipelineAsync,
+        epi_read_state: PipelineState,
+        epi_producer_state: PipelineState,
+        epi_tile: cute.Tile,
+        load_acc_subtile: Callable[[cute.Tensor, cute.Coord], None],
+        tRS_rD: cute.Tensor,
+        tRS_rC: cute.Tensor | None,
+        tiled_copy_t2r: cute.TiledCopy | None,
+        tiled_copy_r2s: cute.TiledCopy,
+        tRS_sD: cute.Tensor,
+        tiled_copy_s2r: cute.ThrCopy | None,
+        tSR_rC: cute.Tensor | None,
+        tSR_sC: cute.Tensor,  # without a C it is None, as are the pipeline of C and its copies
+        copy_D: Copy,
+        copy_C: Copy | None,
+        tile_coord_mnkl: tuple[Int32, ...],
+        varlen_manager: VarlenManager,
+        epilogue_barrier: NamedBarrier,
+        tile_scheduler: TileScheduler,
+        tidx: Int32,
+        is_tma_warp: Boolean,
+    ) -> tuple[PipelineState, PipelineState]:
         tile = (tile_coord_mnkl, varlen_manager, tidx)
         copies = (tiled_copy_t2r, tiled_copy_r2s)
         stores = self.epi_setup_aux_out(params, epi_smem_tensors, tiled_copy_r2s, tiled_copy_t2r, *tile)
@@ -141,11 +148,11 @@ class OneBarrierEpilogue:
     @cute.jit
     def _load_pieces(
         self,
-        pipeline: Any,
-        state: Any,
-        copy_C: Any,
+        pipeline: PipelineAsync,
+        state: PipelineState,
+        copy_C: Copy,
         is_tma_warp: Boolean,
-        layout: Any,
+        layout: cute.Layout,
         first: cutlass.Constexpr[int],
         end: cutlass.Constexpr[int],
     ) -> None:

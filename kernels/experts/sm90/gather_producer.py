@@ -1,23 +1,28 @@
 """Fills one pipeline stage of a Hopper GEMM that gathers its first operand: A by cp.async, B by TMA."""
 
-from typing import Any
+from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
+from cutlass.pipeline import PipelineState
+
+from sonic_ep.kernels.experts.quack_compat import GemmSm90, PipelineTmaCpAsync
+
+Copy = Callable[..., None]  # of a tile into a stage, traced; by numbers of the tile and of the stage
 
 
 @cute.jit
 def load_stage(
-    gemm: Any,
-    pipeline: Any,
-    state: Any,
+    gemm: GemmSm90,
+    pipeline: PipelineTmaCpAsync,
+    state: PipelineState,
     free: Boolean,
-    copy_A: Any,
-    copy_B: Any,
+    copy_A: Copy,
+    copy_B: Copy,
     k_tile: Int32,
     last: cutlass.Constexpr[bool],
-) -> Any:
+) -> PipelineState:
     """Loads a K tile into the stage of `state` and returns `state` advanced. The loading warps take turns with B.
 
     free: whether the stage is already known to be free. last: whether K may end inside this K tile.

@@ -12,14 +12,16 @@ clusters have fetched their last tile. The last cluster zeroes both values for t
 Every method overrides one of quack's (GemmSm90, its schedulers, quack 0.6.5) and is traced by CuTe-DSL.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
+from cutlass.pipeline import PipelineAsync, PipelineState
 
 from sonic_ep.kernels.experts.quack_compat import GemmSm90, VarlenMTileScheduler
-from sonic_ep.kernels.experts.sm90.gather_producer import load_stage
+from sonic_ep.kernels.experts.sm90.gather_producer import Copy, load_stage
 
 _TMA_K_TILES_FIRST = 2  # K tiles loaded by TMA before the next tile is fetched
 
@@ -34,7 +36,7 @@ class KTiles(Int32):
     gradients, which do not use it.
     """
 
-    def __init__(self, count: Any, scheduler: Any, rows: Any = None) -> None:
+    def __init__(self, count: Int32, scheduler: "PrefetchingScheduler", rows: Int32 = None) -> None:
         super().__init__(count)
         self.scheduler, self.rows = scheduler, rows
 
@@ -43,7 +45,7 @@ class KTiles(Int32):
         """Returns the type of the results of arithmetic."""
         return Int32
 
-    def __new_from_mlir_values__(self, values: Any) -> "KTiles":
+    def __new_from_mlir_values__(self, values: list[object]) -> "KTiles":
         """CuTe-DSL calls this when it passes the value into a traced branch or loop."""
         return KTiles(values[0], self.scheduler, self.rows)
 
@@ -51,7 +53,7 @@ class KTiles(Int32):
 class PrefetchingScheduler:
     """Overrides for one of quack's schedulers, which must come after this class among the bases."""
 
-    def get_split_k_tile_range(self, k_tile_total: Int32, rows: Any, **_: Any) -> tuple[int, KTiles]:
+    def get_split_k_tile_range(self, k_tile_total: Int32, rows: Int32 | None, **_: object) -> tuple[int, KTiles]:
         """Returns a tile's first K tile, always 0 because K is never split here, and its number of K tiles."""
         return 0, KTiles(k_tile_total, self)
 
@@ -59,7 +61,7 @@ class PrefetchingScheduler:
         """Moves this warp to the next tile. With `fetches`, this warp also fetches that tile for all warps."""
         super().advance_to_next_work(is_scheduler_warp=fetches)  # type: ignore[misc]  # pyright: ignore
 
-    def advance_to_next_work(self, is_scheduler_warp: Boolean | bool = False, **how: Any) -> None:
+    def advance_to_next_work(self, is_scheduler_warp: Boolean | bool = False, **how: object) -> None:
         if is_scheduler_warp is False:
             super().advance_to_next_work(**how)  # type: ignore[misc]  # pyright: ignore
         # Else this is a loading warp, which has already called fetch_next_tile while it loaded the tile.
@@ -68,8 +70,7 @@ class PrefetchingScheduler:
 class VarlenPrefetchingScheduler(PrefetchingScheduler, VarlenMTileScheduler):
     """Schedules the tiles of a GEMM over rows, and resets the tile counter at the end."""
 
-    # VarlenMTileScheduler's
-    params: Any
+    params: Any  # VarlenMTileScheduler's; its counter may be None, which the checker does not see excluded
 
     @cute.jit
     def producer_tail(self) -> None:
@@ -85,7 +86,7 @@ class VarlenPrefetchingScheduler(PrefetchingScheduler, VarlenMTileScheduler):
 
 
 @cute.jit
-def fetch_next_tile(gemm: Any, scheduler: Any) -> None:
+def fetch_next_tile(gemm: GemmSm90, scheduler: PrefetchingScheduler) -> None:
     """Moves a loading warp to the next tile. All loading warps call it; one warp of the cluster fetches the tile."""
     fetches = True
     if const_expr(gemm.num_ab_load_warps > 1):
@@ -102,23 +103,37 @@ class TilePrefetchLoader:
     ab_load_warp_id: int
     num_ab_load_warps: int
     ab_stage: int
-    cluster_shape_mnk: Any
+    cluster_shape_mnk: tuple[int, int, int]
 
     # Method of a subclass that loads the K tiles first..end-1. `last`: K may end inside the last of them, so its copies
     # are predicated.
-    load_part: Any
+    load_part: Callable[..., PipelineState]
 
     @cute.jit
     def load_AB_gather_A(
-        self, pipeline: Any, state: Any, copy_A: Any, prefetch: None, copy_B: Any, k_tiles: Any, varlen_m: bool = True
-    ) -> Any:
+        self,
+        pipeline: PipelineAsync,
+        state: PipelineState,
+        copy_A: Copy,
+        prefetch: None,
+        copy_B: Copy,
+        k_tiles: KTiles,
+        varlen_m: bool = True,
+    ) -> PipelineState:
         first = cutlass.min(k_tiles - 1, self.ab_stage)
         state = self.load_part(pipeline, state, copy_A, copy_B, k_tiles, Int32(0), first, False)
         fetch_next_tile(self, k_tiles.scheduler)
         return self.load_part(pipeline, state, copy_A, copy_B, k_tiles, first, k_tiles, True)
 
     @cute.jit
-    def load_tma(self, pipeline: Any, state: Any, copy_fns: Any, k_tiles: Any, k_tile_start: int = 0) -> Any:
+    def load_tma(
+        self,
+        pipeline: PipelineAsync,
+        state: PipelineState,
+        copy_fns: Sequence[Copy],
+        k_tiles: KTiles,
+        k_tile_start: int = 0,
+    ) -> PipelineState:
         first = cutlass.min(k_tiles - 1, _TMA_K_TILES_FIRST)
         state = GemmSm90.load_tma(self, pipeline, state, copy_fns, first)
         fetch_next_tile(self, k_tiles.scheduler)
@@ -127,14 +142,14 @@ class TilePrefetchLoader:
     @cute.jit
     def load_k_tiles(
         self,
-        pipeline: Any,
-        state: Any,
-        copy_A: Any,
-        copy_B: Any,
+        pipeline: PipelineAsync,
+        state: PipelineState,
+        copy_A: Copy,
+        copy_B: Copy,
         first: Int32,
         end: Int32,
         last: cutlass.Constexpr[bool],
-    ) -> Any:
+    ) -> PipelineState:
         """quack's loop of the warps that gather A, over the K tiles first..end-1. last: as in `load_part`."""
         free = Boolean(True)
         if first < end:

@@ -13,20 +13,23 @@ Every method overrides one of quack's (GemmSm90, VarlenMTileScheduler, quack 0.6
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass.pipeline import PipelineAsync, PipelineState
 
 from sonic_ep.kernels.experts.quack_compat import (
+    CuteTensor,
     GemmSm90,
+    VarlenManager,
     VarlenMTileScheduler,
     WorkTileInfo,
     gemm_w_idx,
     griddepcontrol_wait,
     partition_D_position_independent,
 )
+from sonic_ep.kernels.experts.sm90.gather_producer import Copy
 from sonic_ep.kernels.experts.sm90.tile_prefetch import KTiles, TilePrefetchLoader, VarlenPrefetchingScheduler
 
 _WGMMA_ROWS = 64  # rows of one WGMMA instruction
@@ -38,7 +41,7 @@ _ACCUMULATORS_THAT_SPILL = 192
 _ROW_BITS = 10
 
 
-def _indices(work: WorkTileInfo) -> Any:
+def _indices(work: WorkTileInfo) -> tuple[Int32, Int32, Int32, Int32]:
     """Returns (m tile, n tile, rows, expert)."""
     return work.tile_idx
 
@@ -50,10 +53,8 @@ class _RowsScheduler(VarlenPrefetchingScheduler):
     warp read it from global memory, the reads would delay every tile.
     """
 
-    params: Any
-
     @cute.jit
-    def initial_work_tile_info(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
+    def initial_work_tile_info(self, *, loc: object = None, ip: object = None) -> WorkTileInfo:
         # Every warp computes its first tile from the experts' starts, which the previous kernel may have written.
         griddepcontrol_wait()
         work = VarlenMTileScheduler.initial_work_tile_info(self, loc=loc, ip=ip)
@@ -62,7 +63,7 @@ class _RowsScheduler(VarlenPrefetchingScheduler):
         return WorkTileInfo((m, n, rows, expert), work.is_valid_tile)
 
     @cute.jit
-    def write_work_tile_to_smem(self, work: WorkTileInfo, *, loc: Any = None, ip: Any = None) -> None:
+    def write_work_tile_to_smem(self, work: WorkTileInfo, *, loc: object = None, ip: object = None) -> None:
         m, n, _, expert = _indices(work)
         limit = const_expr(self.params.tile_shape_mn[0] * self.params.cluster_shape_mnk[0])
         assert limit < 2**_ROW_BITS
@@ -71,7 +72,7 @@ class _RowsScheduler(VarlenPrefetchingScheduler):
         VarlenMTileScheduler.write_work_tile_to_smem(self, both, loc=loc, ip=ip)
 
     @cute.jit
-    def get_current_work(self, *, loc: Any = None, ip: Any = None) -> WorkTileInfo:
+    def get_current_work(self, *, loc: object = None, ip: object = None) -> WorkTileInfo:
         work = VarlenMTileScheduler.get_current_work(self, loc=loc, ip=ip)
         m, n, _, record = _indices(work)
         rows = record & (2**_ROW_BITS - 1)
@@ -90,7 +91,7 @@ class _RowsScheduler(VarlenPrefetchingScheduler):
             rows = cutlass.max(cutlass.min(left, limit), 0)
         return rows
 
-    def get_split_k_tile_range(self, k_tile_total: Int32, rows: Int32, **_: Any) -> tuple[int, KTiles]:
+    def get_split_k_tile_range(self, k_tile_total: Int32, rows: Int32 | None, **_: object) -> tuple[int, KTiles]:
         # Branches on a value that ptxas does not know to be uniform in a warp cost more than the skipped rows save.
         return 0, KTiles(k_tile_total, self, cute.arch.make_warp_uniform(rows))
 
@@ -99,10 +100,10 @@ class SkipsMissingRows(TilePrefetchLoader):
     """Loads and multiplies only the existing rows of each tile. Inputs, outputs and the grid: see row_gemm.py."""
 
     # Attributes of GemmSm90
-    cta_tile_shape_mnk: Any
-    atom_layout_mnk: Any
-    a_layout: Any
-    _make_gmem_tiled_copy_A: Any
+    cta_tile_shape_mnk: tuple[int, int, int]
+    atom_layout_mnk: tuple[int, int, int]
+    a_layout: cute.ComposedLayout
+    _make_gmem_tiled_copy_A: Callable[..., cute.TiledCopy]
     gather_A: bool
     num_regs_load: int
     num_regs_mma: int
@@ -129,8 +130,8 @@ class SkipsMissingRows(TilePrefetchLoader):
 
     @cute.jit
     def _make_gather_A_copy(
-        self, mA: Any, sA: Any, varlen: Any, tile_idx: Any, expert: Int32
-    ) -> tuple[tuple[Callable[..., None], Callable[..., None]], None]:
+        self, mA: CuteTensor, sA: cute.Tensor, varlen: VarlenManager, tile_idx: tuple[Int32, ...], expert: Int32
+    ) -> tuple[tuple[Copy, Copy], None]:
         """Returns two functions that copy the tile's rows of one K tile into a stage, 16 bytes per thread and row.
 
         The first is for whole tiles. The second skips missing rows.
@@ -170,15 +171,15 @@ class SkipsMissingRows(TilePrefetchLoader):
     @cute.jit
     def load_part(
         self,
-        pipeline: Any,
-        state: Any,
-        copy_A: Any,
-        copy_B: Any,
-        k_tiles: Any,
+        pipeline: PipelineAsync,
+        state: PipelineState,
+        copy_A: tuple[Copy, Copy],
+        copy_B: Copy,
+        k_tiles: KTiles,
         first: Int32,
         end: Int32,
         last: cutlass.Constexpr[bool],
-    ) -> Any:
+    ) -> PipelineState:
         # Whole tiles have their own loop: a condition on the row makes the loop up to 20 % slower.
         copy_whole, copy_fewer = copy_A
         after = state
@@ -190,8 +191,15 @@ class SkipsMissingRows(TilePrefetchLoader):
 
     @cute.jit
     def mma(
-        self, pipeline: Any, state: Any, mma_fn: Any, acc: Any, acc_slow: None, k_tiles: Any, warp_group: Int32
-    ) -> Any:
+        self,
+        pipeline: PipelineAsync,
+        state: PipelineState,
+        mma_fn: functools.partial[None],
+        acc: CuteTensor,
+        acc_slow: None,
+        k_tiles: KTiles,
+        warp_group: Int32,
+    ) -> PipelineState:
         # Warp groups that share a tile take turns with its blocks. In ping-pong each warp group has its own tile.
         sharing = const_expr(self.atom_layout_mnk[0])
         blocks = (k_tiles.rows + (_WGMMA_ROWS - 1)) // _WGMMA_ROWS
@@ -207,16 +215,16 @@ class SkipsMissingRows(TilePrefetchLoader):
     @cute.jit
     def _multiply(
         self,
-        pipeline: Any,
-        state: Any,
-        mma_fn: Any,
-        acc: Any,
-        k_tiles: Any,
+        pipeline: PipelineAsync,
+        state: PipelineState,
+        mma_fn: functools.partial[None],
+        acc: CuteTensor,
+        k_tiles: KTiles,
         warp_group: Int32,
         blocks: Int32,
         limit: cutlass.Constexpr[int],
         least: cutlass.Constexpr[int],
-    ) -> Any:
+    ) -> PipelineState:
         """Multiplies a warp group's first `blocks` blocks of rows, of which there are `least` to `limit`.
 
         Traced recursively: each possible number of blocks has its own loop over K.
@@ -232,7 +240,7 @@ class SkipsMissingRows(TilePrefetchLoader):
         return after
 
 
-def _of_first_blocks(mma_fn: Any, count: int) -> Callable[..., None]:
+def _of_first_blocks(mma_fn: functools.partial[None], count: int) -> Copy:
     """Returns quack's function for the products of one K tile, restricted to the first `count` blocks of rows."""
     tiled_mma, acc, tCrA, tCrB = mma_fn.args
     if count == 0:
@@ -240,6 +248,6 @@ def _of_first_blocks(mma_fn: Any, count: int) -> Callable[..., None]:
     return functools.partial(gemm_w_idx, tiled_mma, _first(acc, count), _first(tCrA, count), tCrB)
 
 
-def _first(tensor: Any, count: int) -> Any:
+def _first(tensor: CuteTensor, count: int) -> cute.Tensor:
     shape = (tensor.shape[0], count, *tensor.shape[2:])
     return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.layout.stride))

@@ -14,20 +14,23 @@ gathered rows and of the others.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass.pipeline import PipelineAsync, PipelineState
 from torch import Tensor
 
 from sonic_ep.kernels.common.sources import sources_of
 from sonic_ep.kernels.experts.quack_compat import (
+    CuteTensor,
     GemmDefaultEpiMixin,
     GemmDefaultSm90,
     GemmDefaultSm100,
     RoundingMode,
     TileScheduler,
+    VarlenManager,
     compile_gemm_kernel,
     get_device_capacity,
     griddepcontrol_launch_dependents,
@@ -43,13 +46,14 @@ from sonic_ep.kernels.experts.quack_compat import (
     require_known_methods,
     torch2cute_dtype_map,
 )
-from sonic_ep.kernels.experts.sm90.gather_producer import load_stage
-from sonic_ep.kernels.experts.sm90.tile_prefetch import PrefetchingScheduler, fetch_next_tile
+from sonic_ep.kernels.experts.sm90.gather_producer import Copy, load_stage
+from sonic_ep.kernels.experts.sm90.tile_prefetch import KTiles, PrefetchingScheduler, fetch_next_tile
 
 if TYPE_CHECKING:  # only then, so that the cache key of compiled kernels does not depend on the table
     from sonic_ep.kernels.experts.tile_table import TileConfig
 
 _PREFETCH_DISTANCE = 2  # K tiles between reading the indices of rows and copying the rows; one per register set
+_Read = Callable[[Int32, cute.Tensor], None]  # of the indices of a K tile's rows
 _SWIZZLE = 8  # quack's default max_swizzle_size: consecutive tiles form groups of this width, for reuse in the L2
 
 
@@ -69,13 +73,7 @@ class _PrefetchesIndices(GemmDefaultSm90):
     with B[:, 0], A[:, 0] with B[:, 1] and A[:, 4] with B[:, 2]. Expert 1 has no pair, so D[1] is zeros.
     """
 
-    # Attributes of GemmSm90
-    cta_tile_shape_mnk: Any
-    a_layout: Any
-    ab_load_warp_id: Any
-    num_ab_load_warps: Any
-    _make_gmem_tiled_copy_A: Any
-    ab_stage: int
+    ab_stage: int  # GemmSm90's
 
     def get_scheduler_class(self, varlen_m: bool = False) -> type:
         assert not varlen_m
@@ -83,8 +81,15 @@ class _PrefetchesIndices(GemmDefaultSm90):
 
     @cute.jit
     def mma(
-        self, pipeline: Any, state: Any, mma_fn: Any, acc: Any, acc_slow: None, k_tiles: Any, warp_group: Any
-    ) -> Any:
+        self,
+        pipeline: PipelineAsync,
+        state: PipelineState,
+        mma_fn: partial[None],
+        acc: cute.Tensor,
+        acc_slow: None,
+        k_tiles: KTiles,
+        warp_group: Int32,
+    ) -> PipelineState:
         # An expert without rows waits for no load, and so not for the kernel before this one, which may still read
         # memory that the caching allocator has given to this kernel's output.
         if k_tiles == 0:
@@ -93,8 +98,8 @@ class _PrefetchesIndices(GemmDefaultSm90):
 
     @cute.jit
     def _make_gather_A_copy(
-        self, mA: Any, sA: Any, varlen: Any, tile_idx: Any, expert: Int32
-    ) -> tuple[Callable[..., None], tuple[int, Callable[..., None]]]:
+        self, mA: CuteTensor, sA: cute.Tensor, varlen: VarlenManager, tile_idx: tuple[Int32, ...], expert: Int32
+    ) -> tuple[Copy, tuple[int, Copy]]:
         """Returns copy, (rows, read).
 
         copy: copies the rows of a K tile into a stage. rows: how many rows each thread copies. read: reads their
@@ -118,11 +123,11 @@ class _PrefetchesIndices(GemmDefaultSm90):
             column = tile_idx[0] * tile_m + cutlass.min(at[0, i, 0][0], left_m - width)
             columns[i] = mA[column, None].iterator.toint()
 
-        def read(k_tile: Int32, into: Any) -> None:
+        def read(k_tile: Int32, into: cute.Tensor) -> None:
             for k in cutlass.range_constexpr(rows):
                 into[k] = indices[cutlass.min(k_tile * tile_k + at[0, 0, k][1], len_k - 1)]
 
-        def copy(row_indices: Any, k_tile: Int32, stage: Int32, pred: bool) -> None:
+        def copy(row_indices: cute.Tensor, k_tile: Int32, stage: Int32, pred: bool) -> None:
             for k in cutlass.range_constexpr(rows):
                 inside = None
                 if const_expr(pred):  # rows behind the expert's last are filled with zeros
@@ -138,8 +143,15 @@ class _PrefetchesIndices(GemmDefaultSm90):
 
     @cute.jit
     def load_AB_gather_A(
-        self, pipeline: Any, state: Any, copy_A: Any, indices: Any, copy_B: Any, k_tiles: Any, varlen_m: bool = True
-    ) -> Any:
+        self,
+        pipeline: PipelineAsync,
+        state: PipelineState,
+        copy_A: Copy,
+        indices: tuple[int, _Read],
+        copy_B: Copy,
+        k_tiles: KTiles,
+        varlen_m: bool = True,
+    ) -> PipelineState:
         assert not varlen_m
         rows, read = indices
         even, odd = cute.make_rmem_tensor(rows, Int32), cute.make_rmem_tensor(rows, Int32)
@@ -165,16 +177,16 @@ class _PrefetchesIndices(GemmDefaultSm90):
     @cute.jit
     def _load_pairs(
         self,
-        pipeline: Any,
-        state: Any,
-        copy_A: Any,
-        read: Any,
-        copy_B: Any,
+        pipeline: PipelineAsync,
+        state: PipelineState,
+        copy_A: Copy,
+        read: _Read,
+        copy_B: Copy,
         first: Int32,
         end: Int32,
-        even: Any,
-        odd: Any,
-    ) -> Any:
+        even: cute.Tensor,
+        odd: cute.Tensor,
+    ) -> PipelineState:
         """Loads the pairs of K tiles first..end-1. The indices of a pair's two K tiles are in `even` and in `odd`."""
         for pair in cutlass.range(first, end, unroll=1):
             free = pipeline.producer_try_acquire(state)
@@ -186,16 +198,16 @@ class _PrefetchesIndices(GemmDefaultSm90):
     @cute.jit
     def _load_k_tile(
         self,
-        pipeline: Any,
-        state: Any,
+        pipeline: PipelineAsync,
+        state: PipelineState,
         free: Boolean,
-        copy_A: Any,
-        read: Any,
-        copy_B: Any,
+        copy_A: Copy,
+        read: _Read,
+        copy_B: Copy,
         k_tile: Int32,
-        row_indices: Any,
+        row_indices: cute.Tensor,
         last: cutlass.Constexpr[bool],
-    ) -> Any:
+    ) -> PipelineState:
         """Loads a K tile into the stage of `state` and returns `state` advanced.
 
         Except for the last K tile, replaces row_indices by the indices of the K tile _PREFETCH_DISTANCE later.
@@ -218,15 +230,15 @@ _PLAIN = GemmDefaultEpiMixin.EpilogueArguments(
 
 @jit_cache
 def _compile_weight_gemm(
-    dtype: Any,
-    out_dtype: Any,
+    dtype: type[cutlass.Numeric],
+    out_dtype: type[cutlass.Numeric],
     out_major: str,
     tile: "TileConfig",
     accumulate: bool,
     split_gate_up: bool,
     capacity: tuple[int, int],
     written_in: str,
-) -> Any:
+) -> Callable[..., object]:
     """Compiles the kernel of a `WeightGemm`. quack caches it, in memory and on disk, by the arguments.
 
     written_in: a digest of our sources, only for the cache key (kernels/common/sources.py).
@@ -272,7 +284,7 @@ class WeightGemm:
         self._compiled = _compile_weight_gemm(
             *dtypes, major, tile, accumulate, split_gate_up, capacity, sources_of(__name__)
         )
-        self._schedulers: dict[tuple[int, int], Any] = {}  # by the address of the counter and reserved clusters
+        self._schedulers: dict[tuple[int, int], object] = {}  # by the address of the counter and reserved clusters
         self.clusters = max_active_clusters(tile.cluster_m * tile.cluster_n, capacity)
         self.dynamic = tile.dynamic
 

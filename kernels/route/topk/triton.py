@@ -7,7 +7,6 @@ Legend: T tokens on this rank, E experts, K experts per token, g expert groups.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -170,7 +169,7 @@ def _topk(
 
 
 @functools.cache
-def _tile_of(columns: int) -> dict[str, Any]:
+def _tile_of(columns: int) -> dict[str, int]:
     return tile_of(columns, _SHARED_WARPS if columns <= _SHARED_COUNT_COLUMNS else 1)
 
 

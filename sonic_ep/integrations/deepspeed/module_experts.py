@@ -19,11 +19,10 @@ from typing import Self, final
 import torch
 from deepspeed.moe.experts import Experts as StockExperts
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import DispatchHandle, Transport
-from sonic_ep.first_order import first_order
+from sonic_ep.first_order import Context, first_order
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import FrameworkExperts, RouterTensors
 from sonic_ep.routing import Routing
@@ -138,38 +137,33 @@ class _Step:
         return values if spare == 0 else torch.cat((values, values.new_zeros(spare, *values.shape[1:])))
 
 
-class _Context(FunctionCtx):
-    step: _Step
-    saved_tensors: tuple[Tensor, ...]
-
-
 class _ToExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x_TH: Tensor, step: _Step) -> Tensor:
-        ctx.step = step
+    def forward(ctx: Context[_Step], x_TH: Tensor, step: _Step) -> Tensor:
+        ctx.call = step
         with torch.autocast(x_TH.device.type, enabled=False):
             return step.dispatched(x_TH)
 
     @staticmethod
     @first_order
-    def backward(ctx: _Context, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        step = ctx.step
+    def backward(ctx: Context[_Step], *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        step = ctx.call
         with torch.autocast(grad_outputs[0].device.type, enabled=False):
             return step.transport.combine(step.padded(grad_outputs[0]), None, step.handle).result(), None
 
 
 class _FromExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, y_PH: Tensor, weights_N: Tensor, step: _Step) -> Tensor:
-        ctx.step = step
+    def forward(ctx: Context[_Step], y_PH: Tensor, weights_N: Tensor, step: _Step) -> Tensor:
+        ctx.call = step
         ctx.save_for_backward(y_PH)
         with torch.autocast(y_PH.device.type, enabled=False):
             return step.transport.combine(step.padded(y_PH), step.weights_P, step.handle).result()
 
     @staticmethod
     @first_order
-    def backward(ctx: _Context, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        step = ctx.step
+    def backward(ctx: Context[_Step], *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        step = ctx.call
         (y_PH,) = ctx.saved_tensors
         with torch.autocast(y_PH.device.type, enabled=False):
             do_PH = step.dispatched(grad_outputs[0]).to(step.weights_P.dtype)

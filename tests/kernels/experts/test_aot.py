@@ -176,7 +176,7 @@ os.environ["QUACK_ARCH"], os.environ["CUTE_DSL_ARCH"] = "90", "sm_90a"
 import torch
 from sonic_ep.kernels.experts import aot, grouped_gemm as ops
 from sonic_ep.kernels.experts.activations import activation_named
-from sonic_ep.kernels.experts.mlp import PairLists
+from sonic_ep.kernels.experts.mlp import RowLists
 from sonic_ep.kernels.lora import low_rank
 
 def meta(*size, kind=torch.bfloat16):
@@ -185,7 +185,7 @@ def meta(*size, kind=torch.bfloat16):
 def update(tile_aligned):
     (r1, r2), act = gemms.ranks, activation_named("swiglu")
     lora = low_rank.ExpertsLoRA(meta(2, r1, 64), meta(2, 64, r1), meta(2, r2, 32), meta(2, 64, r2))
-    lists = PairLists(meta(512, kind=torch.int32), meta(3, kind=torch.int32), tile_aligned)
+    lists = RowLists(meta(512, kind=torch.int32), meta(3, kind=torch.int32), tile_aligned)
     x, h, y, u = meta(256, 64), meta(512, 64), meta(512, 64), meta(512, r2)
     a = low_rank.add_up_projection(ops, x, h, lora, lists, act)
     low_rank.add_down_projection(ops, a, y, lora, lists)

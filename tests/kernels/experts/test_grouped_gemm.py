@@ -15,7 +15,7 @@ from sonic_ep.kernels.backend import Operations, gather_sum, operations_for
 from sonic_ep.kernels.combine.gather_sum import reference as sums
 from sonic_ep.kernels.experts import mlp, reference
 from sonic_ep.kernels.experts.activations import activation_named, concatenate
-from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
+from sonic_ep.kernels.experts.mlp import ExpertWeights, RowLists
 from tests.helpers.waiting import assert_nothing_waits
 
 pytestmark = pytest.mark.gpu
@@ -351,7 +351,7 @@ def test_rows_that_nobody_needs_may_hold_anything() -> None:
 def test_nothing_waits_for_the_device() -> None:
     o = Operands(CASES[0])
     operations = gpu_operations(o)
-    lists, weights = PairLists(o.rows, o.starts), ExpertWeights(o.w1, o.w2)
+    lists, weights = RowLists(o.rows, o.starts), ExpertWeights(o.w1, o.w2)
     rows_by_pair = o.rows.long().sort(stable=True)
     row_starts = torch.searchsorted(rows_by_pair.values, torch.arange(CASES[0].R + 1, device="cuda")).int()
     pairs = rows_by_pair.indices.int()

@@ -11,7 +11,7 @@ from torch import Tensor
 from sonic_ep.kernels.combine.gather_sum.reference import gather_sum
 from sonic_ep.kernels.experts import mlp, reference
 from sonic_ep.kernels.experts.activations import activation_named
-from sonic_ep.kernels.experts.mlp import ExpertWeights, PairLists
+from sonic_ep.kernels.experts.mlp import ExpertWeights, RowLists
 from tests.kernels import oracle
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -68,7 +68,7 @@ class Problem:
     do_RH: Tensor
     weights_P: Tensor
     weights: dict[str, Tensor]
-    lists: PairLists
+    lists: RowLists
     pairs_by_row: tuple[Tensor, Tensor]
     real_slots: list[int]
 
@@ -96,7 +96,7 @@ class Problem:
         return ExpertWeights(*(self.weights.get(name) for name in WEIGHTS))  # type: ignore[arg-type]
 
 
-def lists_of(case: Case) -> tuple[PairLists, tuple[Tensor, Tensor], list[int]]:
+def lists_of(case: Case) -> tuple[RowLists, tuple[Tensor, Tensor], list[int]]:
     """The index lists, padding behind each expert's pairs; the pairs of each row (CSR); and the slots of real pairs."""
     padding = dict(case.padding)
     row_of_pair: list[int] = []
@@ -113,7 +113,7 @@ def lists_of(case: Case) -> tuple[PairLists, tuple[Tensor, Tensor], list[int]]:
     pair_starts = [sum(map(len, pairs_of_row[:r])) for r in range(len(pairs_of_row) + 1)]
     columns = (row_of_pair, starts, [pair for pairs in pairs_of_row for pair in pairs], pair_starts)
     rows, expert_starts, pairs, row_starts = (torch.tensor(values, dtype=torch.int32) for values in columns)
-    return PairLists(rows, expert_starts), (pairs, row_starts), real_slots
+    return RowLists(rows, expert_starts), (pairs, row_starts), real_slots
 
 
 def dense(case: Case, problem: Problem, activation: str) -> dict[str, Tensor]:

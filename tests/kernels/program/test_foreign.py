@@ -3,7 +3,7 @@
 import ctypes
 import struct
 from collections import namedtuple
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_options_of_quack() -> None:
     )
     made = Arguments(late, lambda size: size, lambda index, _: index, (1, 0))
     for place, number in made.patches:
-        made.memory[place // 8] = (starts, counter)[number].data_ptr()
+        made.memory[place // 8] = (starts, counter)[cast(int, number)].data_ptr()
     python, ours = seen_by(options, made)
     assert python == ours
 
@@ -95,7 +95,7 @@ def test_arguments(dtype: torch.dtype) -> None:
     )
     numbers = [values.data_ptr() + first, values.data_ptr(), rows.data_ptr() + 8, 8]
     for place, number in made.patches:
-        made.memory[place // 8] = numbers[number]
+        made.memory[place // 8] = numbers[cast(int, number)]
     python, ours = seen_by(arguments(values.mT[1:], rows[2:], values.data_ptr()), made)
     assert python == ours
     assert python[0][0] == "tensor"
