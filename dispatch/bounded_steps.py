@@ -142,7 +142,7 @@ class BoundedSteps(Generic[Layer]):
 
 
 class _Window:
-    """What the largest of the last `_WINDOW` to 2 * `_WINDOW` - 1 steps needed: of this window and the one before."""
+    """The needs of the largest of the last `_WINDOW` to 2 * `_WINDOW` - 1 steps: of this window and the one before."""
 
     def __init__(self) -> None:
         self._recent: SizeBound | None = None

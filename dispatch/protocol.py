@@ -37,8 +37,9 @@ class Splits:
     """Rows and pairs that this rank sends to and receives from each rank: host integers, in rank order.
 
     Rows are distinct (token, destination rank) rows, by source and destination rank, whatever their way. With two_hop,
-    crossing_out and crossing_in are the rows of the hop between hosts, and forwarded_out and forwarded_in those of the
-    hop within a host; else the four are empty, or zero. All are zero with symmetric memory, which needs no split sizes.
+    crossing_out and crossing_in are the rows of the hop between hosts, and forwarded_out and forwarded_in the rows of
+    the hop within a host; else the four are empty, or zero. All are zero with symmetric memory, which needs no split
+    sizes.
     """
 
     rows_out: tuple[int, ...]
@@ -147,7 +148,7 @@ class DispatchHandle(HandleSizes):
 
 @dataclass(frozen=True, slots=True)
 class PreparedDispatch:
-    """What `prepare` returns.
+    """The result of `prepare`.
 
     handle: the DispatchHandle of this step.
     weights_P: (P,) combine weight of each pair-buffer row, zero on padding rows.
@@ -182,8 +183,8 @@ class Pending:
 class Transport(Exchange, Protocol):
     """Moves rows and values of pairs between the ranks of one EP group.
 
-    A transport's state is its buffers, byte counts and the sizes of previous steps. What belongs to one step is in its
-    handle. Every method is a collective. Each raises RuntimeError if the transport knows that a peer is lost.
+    A transport's state is its buffers, byte counts and the sizes of previous steps. All that belongs to one step is in
+    its handle. Every method is a collective. Each raises RuntimeError if the transport knows that a peer is lost.
     """
 
     def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:

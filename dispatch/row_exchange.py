@@ -34,7 +34,7 @@ class RowExchange:
 
     ranks_per_host: how many consecutive ranks of the group share a host; by default all.
     wire_bytes: bytes that this rank has sent to other ranks, by kind: "lists", "dispatch", "combine",
-    "combine_scalars". bytes_across_hosts: those of them that went to other hosts.
+    "combine_scalars". bytes_across_hosts: the part of them that went to other hosts.
     """
 
     def __init__(self, group: EPGroup, ranks_per_host: int | None = None) -> None:
@@ -115,7 +115,7 @@ class RowExchange:
     def lists(
         self, routing: Routing, row_of_pair_N: Tensor, pairs_out: Sequence[int], pairs_in: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Sends row index and weight of each pair. Returns those of the received pairs, both (V,), in arrival order."""
+        """Sends row index and weight of each pair. Returns both of the received pairs, (V,), in arrival order."""
         weights_N = routing.weights_N[: row_of_pair_N.shape[0]]
         received = self.rows("lists", _pack(row_of_pair_N, weights_N), pairs_out, pairs_in, self.group.layer)
         return _unpack(received, weights_N.dtype)
@@ -134,7 +134,7 @@ class RowExchange:
 
 
 class CollectiveTransport:
-    """What transports over torch.distributed share. They take any number of tokens, and the group reports lost peers.
+    """What transports over torch.distributed share: they take any number of tokens, and the group reports lost peers.
 
     kind: follows the group in the name. ranks_per_host: see RowExchange.
     """

@@ -52,12 +52,12 @@ class _Ranks:
 
     @property
     def same_number(self) -> range:
-        """The ranks that have this rank's number on their host, by host: those of hop 1."""
+        """The ranks that have this rank's number on their host, by host: the ranks of hop 1."""
         return range(self.rank % self.per_host, self.size, self.per_host)
 
     @property
     def same_host(self) -> range:
-        """The ranks of this host: those of hop 2."""
+        """The ranks of this host, which are the ranks of hop 2."""
         first = self.rank - self.rank % self.per_host
         return range(first, first + self.per_host)
 

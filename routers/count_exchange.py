@@ -43,7 +43,7 @@ _FIRST_CODE, _GIVEN_CODE, _PROBLEM = 2, 10, 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """What one rank sends to the others before a step. Tensors are on one device.
+    """One rank's message to the others before a step. Tensors are on one device.
 
     counts_E: (E,) int64 plain top-K counts. by_score_E: (E,) int64 counts of the top-K by score alone, if a loss needs
     them from all ranks, else None on every rank. num_tokens: T. dtype (of x), training: must be equal on all ranks.
@@ -70,7 +70,7 @@ class RankStatus:
 
     @property
     def code(self) -> int:
-        """What the status word of a rank without a problem has."""
+        """The code in the status word of a rank without a problem."""
         dtype = DTYPES.index(self.dtype)
         if self.training and self.has_given_experts:
             return _GIVEN_CODE + dtype
@@ -85,7 +85,7 @@ def _description_of(code: int) -> str:
 
 
 class GroupDecision(NamedTuple):
-    """What `gather_counts` returns.
+    """The result of `gather_counts`.
 
     counts: the same on every rank. split_sizes: the async D2H copy of the sizes and the rank status, which must be
     checked (`Routing.check`); None if the host needs neither or a CUDA graph is captured. by_score_SE: (S, E) int64,

@@ -25,7 +25,7 @@ NOT_ROUNDED = "rounding.mode=%r has no effect in steps with routed_experts"
 
 @dataclass(frozen=True, slots=True)
 class GivenRouting:
-    """What a caller gives for the tokens of one call, from the arguments of `MoE.forward`.
+    """Experts and padding that a caller gives for the tokens of one call, from the arguments of `MoE.forward`.
 
     routed_experts: (O, K) or (B, L, K) integers, each token's experts in place of the router's top-K, as
     `record_routing` returns them; -1 in place of each for padding. The weights come from the scores of this

@@ -48,7 +48,7 @@ def linear(
 
 
 class _Linear(torch.autograd.Function):
-    """Returns the logits, and x itself. Backward adds the gradient of the second to that of x inside its GEMM."""
+    """Returns the logits, and x itself. Backward adds the gradient of the second to the gradient of x in its GEMM."""
 
     @staticmethod
     def forward(

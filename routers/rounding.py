@@ -1,8 +1,8 @@
 """Token rounding across ranks: from the top-K counts C[S, E] to the rows n[S, E] of every chunk, equal on all ranks.
 
-A chunk is the rows of one (source rank, expert). t is the row multiple of a chunk, G that of an expert's total over the
-group. Everything is int64 tensor arithmetic on the gathered counts: no floating point, no host read, no loop over
-ranks, experts or tokens. So every rank computes identical results on any device.
+A chunk is the rows of one (source rank, expert). t is the row multiple of a chunk, G the multiple of an expert's total
+over the group. Everything is int64 tensor arithmetic on the gathered counts: no floating point, no host read, no loop
+over ranks, experts or tokens. So every rank computes identical results on any device.
 
 Modes (docs/token_rounding.md compares them):
 
@@ -35,7 +35,7 @@ CHUNK_MULTIPLES = (128, 64, 32, 16)
 # The share of changed pairs that t="auto" accepts. With 0.066, t = 64 is used from rho = 2 on, where SonicMoE's paper
 # reports no loss of quality.
 CHANGE_BUDGET = 0.066
-# Simulated changes under apportionment / those of independent uniform remainders (docs/token_rounding.md).
+# Simulated changes under apportionment / changes under independent uniform remainders (docs/token_rounding.md).
 _APPORTION_OVERHEAD = 1.034
 _ALWAYS = 2**62  # more pairs than any group has
 
@@ -77,7 +77,7 @@ def chunk_multiples(G: int) -> tuple[int, ...]:
 
 
 def is_plain_topk(rounding: RoundingConfig, *, training: bool) -> bool:
-    """Returns True if the pairs are those of plain top-K for any counts."""
+    """Returns True if the pairs are as in plain top-K for any counts."""
     return not training or (rounding.mode in ("off", "pad") and rounding.capacity_factor is None)
 
 

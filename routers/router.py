@@ -30,7 +30,7 @@ from sonic_ep.routing import GroupCounts, RoutedPairs, Routing
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What a router returns.
+    """The result of a router.
 
     routing: for `moe`. aux_loss: (), the sum of the weighted auxiliary losses. topk, routed_pairs: for `stats`.
     x_TH: (T, H), the rows for `moe`. Use it for nothing else: its gradient may be overwritten, see `linear`.

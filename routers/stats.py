@@ -17,7 +17,7 @@ from sonic_ep.routing import GroupCounts
 class Traffic(NamedTuple):
     """Rows that this rank sends in a dispatch, by where they go: () int64. As many come back in its combine.
 
-    to_ranks: distinct (token, other rank) rows. to_remote_ranks: those of them that go to other hosts, which is what
+    to_ranks: distinct (token, other rank) rows. to_remote_ranks: the part of them that goes to other hosts, which
     crosses by all-to-all. to_remote_hosts: distinct (token, other host) rows, which is what crosses in two hops.
     max_hosts: the most hosts, this one included, that any token of this rank has experts on.
 

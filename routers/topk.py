@@ -130,7 +130,7 @@ def _score_alone(config: RouterConfig) -> RouterConfig:
 
 
 class _Scores(torch.autograd.Function):
-    """Returns the scores that a kernel computed from the logits. Backward is that of softmax or sigmoid."""
+    """Returns the scores that a kernel computed from the logits. Backward is softmax's or sigmoid's."""
 
     @staticmethod
     def forward(ctx: Context[bool], logits_TE: Tensor, scores_TE: Tensor, is_softmax: bool) -> Tensor:

@@ -45,7 +45,7 @@ def weights_and_losses(
     """Returns (N,) combine weights of the pairs, and the () weighted sum of balance loss and z-loss.
 
     kernels/route/weights_and_losses/reference.py defines them. topk: of these logits, with the experts of
-    `pairs.topk_ids_TK`. balance_counts: default are those of `pairs`, which is a RoutedPairs then.
+    `pairs.topk_ids_TK`. balance_counts: default are the counts of `pairs`, which is a RoutedPairs then.
     """
     balance_counts = _balance_counts(pairs) if balance_counts is None else balance_counts
     operations = router_operations(logits_TE.device, logits_TE.dtype, pairs.topk_ids_TK.shape[1])

@@ -50,7 +50,7 @@ class Call:
 
 @dataclass(slots=True)
 class SavedForBackward:
-    """What backward needs besides the weights. rows: x_TH, or the received rows if `Call.save_dispatched`."""
+    """All that backward needs besides the weights. rows: x_TH, or the received rows if `Call.save_dispatched`."""
 
     rows: Tensor
     h_PJ: Tensor | None
@@ -66,10 +66,10 @@ class SavedForBackward:
 
 
 class Gradients(NamedTuple):
-    """What `backward` returns. That of a weight that needs none is None.
+    """The result of `backward`. The gradient of a weight that needs none is None.
 
     dw1, dw2: in the layout of w1 and w2, with transposed weights (e, H, J) and (e, I, H). With split gate/up weights
-    the rows of dw1 are [dgate; dup], (e, J, H). lora: those of A1, B1, A2 and B2.
+    the rows of dw1 are [dgate; dup], (e, J, H). lora: of A1, B1, A2 and B2.
     """
 
     dx_TH: Tensor
@@ -111,12 +111,12 @@ def backward(
     """Returns the gradients of x, of the weights of pairs, and of the experts' weights that need one. A collective.
 
     saved: loses its H and weights of pairs.
-    needs: whether dw1, dw2, db1, db2 are needed, and with `weights.lora` those of W1's and of W2's update.
+    needs: whether dw1, dw2, db1, db2 are needed, and with `weights.lora` the gradients of W1's and of W2's update.
     into: buffers to which dw1 and dw2 are added, and which are returned instead; None for a new tensor.
 
     With several ranks, dX is computed first: it and dS return while dW2 and dW1 are computed. With one rank, dW2 is
-    computed first, so that A' can be freed before dX of all pairs is allocated; the sums of dS overlap dW2, those of dX
-    overlap dW1. Every rank calls every collective, whether or not it needs the result.
+    computed first, so that A' can be freed before dX of all pairs is allocated; the sums of dS overlap dW2, the sums of
+    dX overlap dW1. Every rank calls every collective, whether or not it needs the result.
     """
     transport, handle, pairs = call.transport, saved.handle, _row_lists(saved.handle, call)
     if host_may_wait(dout_TH):

@@ -19,7 +19,7 @@ from sonic_ep.initialization import draw, drawn_in_threads, fill, rng_for
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 
-_HELD = "experts"  # in the metadata of a state dict: the first expert, their number, and that of all
+_HELD = "experts"  # in the metadata of a state dict: the first expert, their number, and the number of all
 
 
 @final
@@ -245,7 +245,7 @@ def _problem_with_held(prefix: str, held: object) -> str | None:
         return None
     return (
         f"{prefix}_extra_state or its metadata says {str(held):.60} of whose experts the state dict holds, wanted the "
-        "first expert, their number and that of all: use another state dict, or remove the entry"
+        "first expert, their number and the number of all: use another state dict, or remove the entry"
     )
 
 

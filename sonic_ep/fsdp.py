@@ -45,8 +45,8 @@ def fully_shard(
     """Shards a module that contains MoE layers, except for submodules that are sharded already, by torch's fully_shard.
 
     mesh: all ranks, in one or two dimensions; dense weights are sharded over it. expert_mesh: the ranks that hold the
-    same experts, in one dimension; it may have one rank. options: those of torch's fully_shard. With losses that are
-    means over a rank's own tokens, gradients are those of the mean over the tokens of all ranks. After
+    same experts, in one dimension; it may have one rank. options: of torch's fully_shard. With losses that are
+    means over a rank's own tokens, gradients are of the mean over the tokens of all ranks. After
     set_gradient_divide_factor(f) on every sharded module they are sums over all ranks, divided by f. A collective.
 
     Raises ValueError, on every rank, if the ranks of expert_mesh hold different experts, or if the module contains no

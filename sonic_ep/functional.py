@@ -72,7 +72,7 @@ def moe(
              under torch.compile, forward and backward each make an interleaved copy. The two gradients are halves of
              one tensor.
     LoRA:    with `lora` the weights are W1 + B1 A1 and W2 + B2 A2, which are never made: the thin products are added to
-             those of W1 and W2. Nothing more is saved for backward than A and B. The rows of B1 are ordered as those of
+             the products with W1 and W2. Nothing more is saved for backward than A and B. B1 has the row order of
              w1, or with `up_eIH` as with "concatenated". Not under torch.compile.
     Saves:   x_TH for backward, or with `save_dispatched` the received rows, which saves one dispatch in backward.
     Adds:    with `accumulate_into_main_grad`, backward adds dW1 and dW2 to `w.main_grad` of each weight (a leaf) that
@@ -242,7 +242,7 @@ _ForBackward = tuple[HandleSizes | None, "_Others"]
 class _ExpertParallelMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context[_ForBackward], x_TH: Tensor, weights_N: Tensor, *arguments: object) -> Tensor:
-        """arguments: the tensors of MoEWeights, each an argument of its own for autograd, then those of `_Others`."""
+        """arguments: the tensors of MoEWeights, each an argument of its own for autograd, then `_Others`."""
         x_TH = x_TH.contiguous()
         weights, others = MoEWeights._make(arguments[:_NUM_WEIGHTS]), _Others._make(arguments[_NUM_WEIGHTS:])
         routing, call, step = others.routing, others.call, others.step

@@ -331,7 +331,7 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# What programs need to know of a layer. Module level, because layers are pickled.
+# Programs need to know this of a layer. Module level, because layers are pickled.
 
 
 def _output_of(outputs: list[Tensor]) -> MoEOutput:

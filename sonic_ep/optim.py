@@ -107,7 +107,7 @@ class Muon(torch.optim.Muon):
     expert are one matrix. EP and FSDP2 give a rank whole experts, so a step sends nothing for them. For a DTensor
     (m, n) torch gathers what it multiplies.
 
-    params: without embeddings, heads, routers, norms and biases, which belong to AdamW. options: those of
+    params: without embeddings, heads, routers, norms and biases, which belong to AdamW. options: of
     torch.optim.Muon. State: `momentum_buffer`, of the parameter's shape.
 
     Raises ValueError, on every rank, for a parameter of another number of dimensions, for a bias of `Experts`, and for

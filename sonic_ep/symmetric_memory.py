@@ -117,7 +117,7 @@ def problem_between(locations: list[RankLocation]) -> str | None:
     for rank, location in enumerate(locations):
         for other, there in enumerate(locations):
             if there.gpu in location.unreachable:
-                return f"the GPU of rank {rank} has no peer access to that of rank {other}"
+                return f"the GPU of rank {rank} has no peer access to the GPU of rank {other}"
     return None
 
 

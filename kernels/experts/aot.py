@@ -129,7 +129,7 @@ def _of_up_update(
 def _of_down_update(
     x: Tensor, a: Tensor, thin: Tensor, a2: Tensor, b2: Tensor, rows: Tensor, starts: Tensor
 ) -> list[Compilation]:
-    """Returns those of an update of W2."""
+    """Returns the compilations of an update of W2."""
     o, y, b2_by_rows = operations, x.new_empty(a.shape[0], x.shape[1]), b2.mT.contiguous()
     down, back = partial(o.down_projection, a, a2, None, starts), partial(o.up_projection_backward, thin, a2, starts)
     return [
@@ -152,7 +152,7 @@ def variants(gemms: Gemms) -> list[Gemms]:
 def compile_variants(gemms: Gemms, capability: tuple[int, int], report: Report, *, processes: int = 1) -> None:
     """Compiles every grouped GEMM of all `variants`, and notes it for `compile_process.start`; see `compile_all`.
 
-    capability: that of QUACK_ARCH and CUTE_DSL_ARCH.
+    capability: as QUACK_ARCH and CUTE_DSL_ARCH have it.
     """
     wanted = {each: compilations(each) for each in variants(gemms)}
     distinct = {each.name: each for of_variant in wanted.values() for each in of_variant}

@@ -3,7 +3,7 @@
 Our kernels override methods of quack's kernel classes and call others by argument position. Neither is a stable
 interface, so three checks detect a quack that differs from the one we wrote them for:
 
-- importing this module raises ImportError if the installed versions are not those of versions.py;
+- importing this module raises ImportError if the installed versions differ from versions.py;
 - before one of our kernels is compiled, `require_known_methods` compares quack's methods with quack_methods.json, which
   holds their signatures and digests of their sources. A kernel from the cache needs no comparison: quack's cache keys
   hold a digest of quack's sources. The comparison takes 0.1 s, too long for every import;

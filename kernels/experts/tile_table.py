@@ -20,7 +20,7 @@ from sonic_ep.kernels.common.sizes import cdiv
 # M of docs/design.md: the rows of one grouped-GEMM tile. Row counts are aligned to it.
 TILE_ROWS = 128
 
-# What runs on SMs at the same time as a GEMM of backward, see `reserved_clusters`.
+# The work on other SMs at the same time as a GEMM of backward, see `reserved_clusters`.
 ReserveFor = Literal["sums", "exchange"]
 # NCCL's kernel gets one of so many clusters: links need few SMs.
 EXCHANGE_SHARE = 8

@@ -1,7 +1,7 @@
 """launch.c, built once by the C compiler that Triton needs too.
 
-The library goes to `cache_folder`, under a name with a digest of its source. What another user may have written is not
-loaded.
+The library goes to `cache_folder`, under a name with a digest of its source. A file that another user may have
+written is not loaded.
 """
 
 import functools

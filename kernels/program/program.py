@@ -38,7 +38,7 @@ _ALIGNMENT = 256  # bytes, of tensors that share an allocation, as torch's alloc
 _INPUT_ALIGNMENT = 16  # bytes, that kernels need
 _SHARED, _BLOCK, _PACK = -1, -2, -3  # the numbers of the tensors that others share: the last ones
 # A tensor of as many bytes, or of that share of the largest, has an allocation of its own, and is freed when nobody
-# needs it. Bytes are those of the trace's usual sizes.
+# needs it. Bytes are counted with the trace's usual sizes.
 _OWN_BYTES, _OWN_SHARE = 2**20, 1 / 16
 
 

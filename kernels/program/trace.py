@@ -52,7 +52,7 @@ class Buffer:
 
 @final
 class Fixed:
-    """Memory that outlives the program, as that of a transport. It has an address instead of a number."""
+    """Memory that outlives the program, as a transport's does. It has an address instead of a number."""
 
     __slots__ = ("dtype", "index", "shape", "tensor", "trace")
 
@@ -339,7 +339,7 @@ class ForeignFunction(Protocol):
 
 @final
 class Trace:
-    """What a pass did. items: in order, see program.py. guards: see sizes.py.
+    """The record of a pass. items: in order, see program.py. guards: see sizes.py.
 
     sizes: of the traced step, by name. usual: of a large one, for the choice of tensors that share memory.
     """

@@ -230,7 +230,7 @@ class TorchCall(NamedTuple):
 
 
 class TensorOperand(NamedTuple):
-    """What a function of torch gets. address: its value. dims: those of its sizes, then of its strides."""
+    """A tensor as a function of torch gets it. address: its value. dims: its sizes, then its strides."""
 
     address: int
     dims: list[int]
@@ -246,7 +246,7 @@ class _Handle(NamedTuple):
 
 
 class _Byte(NamedTuple):
-    """What an item gets as it is."""
+    """A byte that an item gets as it is."""
 
     number: int
 

@@ -133,8 +133,8 @@ class RouterLinear(Protocol):
         """Returns the (T, H) bf16 gradient of x and the (E, H) gradient of the weight in its dtype.
 
         Each is None where not asked for. The error of the gradient of x is about 2^-16 * sum |dlogits| |w| before
-        rounding to bf16. That of the gradient of the weight has the bound of the logits, with T in place of H, before
-        rounding.
+        rounding to bf16. The error of the gradient of the weight has the bound of the logits, with T in place of H,
+        before rounding.
 
         dx_others_TH: contiguous, with the shape and dtype of x. The gradient of x is added to it in place, before
         rounding.

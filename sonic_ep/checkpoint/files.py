@@ -223,7 +223,7 @@ def verified_names(folder: Path, group: EPGroup) -> set[str] | None:
         if not file.exists():
             raise ValueError(f"{file} is missing; use another checkpoint")
         if _checksum(file) != digest:
-            raise ValueError(f"{file} is damaged: its checksum is not that of {CHECKSUMS}; use another checkpoint")
+            raise ValueError(f"{file} is damaged: {CHECKSUMS} has another checksum of it; use another checkpoint")
     return {name for name, _ in files}
 
 

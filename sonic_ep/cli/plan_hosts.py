@@ -76,7 +76,7 @@ class Cluster:
 
 
 class Option(NamedTuple):
-    """A transport with or without save_dispatched. Keys are those of the JSON, values of a layer.
+    """A transport with or without save_dispatched. Keys are as in the JSON, values of a layer.
 
     step_ms: of the device, or the host if that takes longer. balanced_step_ms: the same for balanced routing.
     sent_bytes: to ranks of this host and to other hosts, by kind. memory_bytes: of all layers of a rank, by what it is.

@@ -78,7 +78,7 @@ class Exchange(Protocol):
 
 _PROCESS_GROUPS: "WeakValueDictionary[str, dist.ProcessGroup]" = WeakValueDictionary()
 _EXCHANGES: "WeakValueDictionary[str, Exchange]" = WeakValueDictionary()
-# What the EPGroups of one process group share: the watch, the order, and the name of the backend by type of device.
+# Shared by the EPGroups of one process group: the watch, the order, and the name of the backend by type of device.
 _SHARED: "WeakKeyDictionary[dist.ProcessGroup, tuple[PeerWatch, Order, dict[str, str]]]" = WeakKeyDictionary()
 _TIMEOUT = TransportConfig().timeout
 _Value = TypeVar("_Value")

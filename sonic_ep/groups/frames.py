@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sonic_ep.groups.lost_ranks import Collective, ranks_in_words
 
-# What all ranks send first: as many int64 as the header and counts of 1024 experts have (kernels/route/status/).
+# All ranks send this much first: as many int64 as the header and counts of 1024 experts have (kernels/route/status/).
 FRAME_INTS = 4 + 1024
 FRAME_BYTES = FRAME_INTS * torch.int64.itemsize
 # The second int64 of a frame. Of a step's counts over NCCL it is the status word, which is positive.
@@ -32,8 +32,8 @@ _HEAD = struct.Struct("=qqqqqqq?95s")
 _KEY = slice(48, _HEAD.size)
 _MAX_INLINE = FRAME_BYTES - _HEAD.size
 SAME_CALLS = (
-    "call layers, their backwards, constructions and checkpoints in the same order on every rank, and those of one "
-    "group from one thread"
+    "call layers, their backwards, constructions and checkpoints in the same order on every rank, and calls of "
+    "one group from one thread"
 )
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, final
 # A hash is the one before, multiplied by an odd number, plus an identity, in the low bits of an int64.
 _FACTOR, _BITS = 6364136223846793005, 62
 _MAX_LISTED = 1024  # of one list; the hash goes on
-# What is sent where there is nothing to compare: with one rank, and while a CUDA graph is captured.
+# Sent where there is nothing to compare: with one rank, and while a CUDA graph is captured.
 NO_ORDER = 0
 
 

@@ -1,6 +1,6 @@
 """`FrameworkExperts`: the experts of a framework's layer, as programs where that is possible.
 
-The framework has a router of its own. What makes a routing of its results is code; all that follows, dispatch, experts
+The framework has a router of its own. Code makes a routing of its results; all that follows, dispatch, experts
 and combine, forward and backward, is `moe`, which runs as a program (docs/how_a_step_runs.md).
 
 Legend: T tokens on this rank, H hidden size, K experts per token, e local experts, I expert width.
@@ -28,7 +28,7 @@ Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class RouterTensors(NamedTuple):
-    """What a router computed of its input, and how a routing is made of it.
+    """The results of a router, and how a routing is made of them.
 
     route: returns the routing of `tensors`, and a list of other tensors for the layer. A collective.
     """

@@ -3,7 +3,7 @@
 Both ways copy, so weights keep their bits. Each name of a folder stands for a part of one of our parameters:
 
     per expert    {gate_proj, up_proj, down_proj} or Mixtral's {w1, w3, w2}: rows of gate, of up, and w2
-    packed        gate_up_proj and down_proj of all experts, (E, 2I, H) and (E, H, I), all rows of gate before those of
+    packed        gate_up_proj and down_proj of all experts, (E, 2I, H) and (E, H, I), all rows of gate before all of
                   up: written with save_original_format=False
     packed        of gpt-oss: (E, H, 2I) and (E, I, H), gate and up alternating as in ours, and biases
 
@@ -38,7 +38,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _QUANTIZED = re.compile(r".*(_blocks|_scales|scale_inv|\.qweight|\.scales)")
-# By model_type in config.json, because shapes alone do not say how packed rows of gate and up are ordered: those of
+# By model_type in config.json, because shapes alone do not say how packed rows of gate and up are ordered: tensors of
 # Llama 4 have the shapes of gpt-oss and another order.
 _ALTERNATING = ("gpt_oss",)
 _GATE_BEFORE_UP = ("deepseek_v3", "mixtral", "olmoe", "qwen3_moe", "qwen3_next")
@@ -49,7 +49,7 @@ _SHOWN = 3  # names in a message
 
 
 class _Part(NamedTuple):
-    """What a tensor of a folder is in a layer.
+    """The place of a folder's tensor in a layer.
 
     view: of the parameter, with the values of the folder's tensor in their order; of another expert if `rank` is
     another rank. shape: of the folder's tensor. rank: the only rank that holds it; None for what all ranks hold.
@@ -92,7 +92,7 @@ def load_layer(folder: str | Path, block: str, layer: MoE) -> None:
 def save_folder(
     folder: str | Path, source: str | Path, layers: Mapping[str, MoE], *, max_shard_size: int | None = None
 ) -> None:
-    """Writes a folder like `source`, file by file, with the weights of these layers in place of those of `source`.
+    """Writes a folder like `source`, file by file, with the weights of these layers in place of its own.
 
     folder: a new one. source: a folder with a model of the same config. Its other weights and files are copied, but not
     its subfolders and weights in other formats. layers: by name of the block, as "model.layers.3.mlp"; all of one

@@ -109,7 +109,7 @@ def capped_routing(
 ) -> Routing:
     """Returns the routing without the pairs of least weight of experts on ranks that would receive too many rows.
 
-    A collective. Differentiable in topk_weights_TK. The arguments are those of `routing_of_topk`, in training.
+    A collective. Differentiable in topk_weights_TK. It takes the arguments of `routing_of_topk`, in training.
 
     experts: their module, for replay under activation checkpointing. capacity: of mode "off", with a capacity_factor.
     """

@@ -75,7 +75,7 @@ class MoEWeights(NamedTuple):
 
 
 class ExpertsKind(NamedTuple):
-    """What the programs of a step depend on, besides sizes.
+    """All that the programs of a step depend on, besides sizes.
 
     rounded: whether `Routing.max_rows` bounds the rows. same_counts: rows and pairs are counted by one tensor.
     weights_dtype: of the weights of pairs. prepared: of what the code has prepared, if the host knows its sizes.
@@ -117,9 +117,9 @@ class ExpertsKind(NamedTuple):
 
 
 class PreparedKind(NamedTuple):
-    """What the code has prepared. splits: how many split sizes the fields of Splits have. num_lists: of the handle.
+    """The code's preparation. splits: how many split sizes the fields of Splits have. num_lists: of the handle.
 
-    Their sizes are "A", the rows that arrive, "l0", "l1", ... for the lengths of the lists, "w" for that of the
+    Their sizes are "A", the rows that arrive, "l0", "l1", ... for the lengths of the lists, "w" for the length of the
     weights, and "s0", "s1", ... for all split sizes.
     """
 
@@ -166,7 +166,7 @@ def dtypes_of(into: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Dtypes:
 
 
 def traced(kind: ExpertsKind, sizes: Sizes) -> Programs:
-    """Traces the programs of this kind. The sizes are those of the traced step."""
+    """Traces the programs of this kind. sizes: of the traced step."""
     device, ranks, alone, usual = kind.device, kind.ranks, EPGroup.alone(), kind.usual_sizes
     transport = LocalTransport() if ranks is None else ranks.transport
     trace = Trace(device, dict(zip(usual, sizes, strict=True)), usual)

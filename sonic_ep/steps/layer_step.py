@@ -41,8 +41,8 @@ MAX_TOKENS = 2**20
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Kind:
-    """What the programs of a step depend on, besides sizes. needs: whether x and the weights need gradients, those that
-    are present. present: which of `LayerWeights` are. router: the dtype of the router's weight, and of its bias.
+    """All that the programs of a step depend on, besides sizes. needs: whether x and the present weights need
+    gradients. present: which of `LayerWeights` are. router: the dtype of the router's weight, and of its bias.
     """
 
     config: MoEConfig
@@ -152,7 +152,7 @@ class _Step(torch.autograd.Function):
         if ranks is not None and ranks.symmetric is not None:
             ranks.symmetric.raise_if_lost()
             if ranks.symmetric.generation != programs.generation:
-                programs = traced(kind, sizes)  # larger buffers have taken the place of those of forward
+                programs = traced(kind, sizes)  # larger buffers have taken the place of forward's
         found = iter(programs.backward[dloss is not None].run(sizes, inputs))
         return None, None, None, None, *[next(found) if needed else None for needed in ctx.needs_input_grad[4:]]
 
@@ -167,7 +167,7 @@ def kernels_compute(dtype: torch.dtype, of_router: torch.dtype, device: torch.de
 
 
 def traced(kind: Kind, sizes: Sizes) -> Programs:
-    """Traces the programs of this kind. The sizes are those of the traced step."""
+    """Traces the programs of this kind. sizes: of the traced step."""
     config, device, ranks, alone = kind.config, kind.device, kind.ranks, EPGroup.alone()
     transport = LocalTransport() if ranks is None else ranks.transport
     call = Call(

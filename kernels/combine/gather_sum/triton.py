@@ -1,7 +1,7 @@
 """`gather_sum` as one Triton kernel: the rows of a CSR list, with or without weights, summed in fp32 and rounded once.
 
 A program of one warp sums 512 columns of one output row over its items. It reads every value once, in 16-byte loads, of
-which those of four or eight items are in flight. No intermediate row is written. Row offsets are 64-bit. float64
+which the loads of four or eight items are in flight. No intermediate row is written. Row offsets are 64-bit. float64
 operands accumulate in float64. `overlap_previous` overlaps the previous kernel, see pdl.py.
 """
 

@@ -4,7 +4,7 @@ A row is sent once to each destination rank that needs it. Rows are sorted by de
 the CPU path, and the oracle of kernels/dispatch/send_index/triton.py.
 
 Example: 2 destination ranks, 4 tokens, pairs of tokens [3, 1, 3] for rank 0 and [1, 2] for rank 1. This rank sends 4
-rows, those of tokens [1, 3 | 1, 2]. The rows of the pairs are [1, 0, 1 | 0, 1].
+rows, of tokens [1, 3 | 1, 2]. The rows of the pairs are [1, 0, 1 | 0, 1].
 
 Legend: Q destination ranks, T tokens on this rank, N pairs this rank sends, U rows this rank sends.
 """
@@ -60,7 +60,7 @@ class TokenLists:
 def is_token_in_rank(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> Tensor:
     """Returns (Q * T,) int32: 1 at q * T + t if destination rank q needs the row of token t, else 0.
 
-    This is DeepEP's is_token_in_rank, transposed and flattened. The arguments are those of `sent_rows`.
+    This is DeepEP's is_token_in_rank, transposed and flattened. It takes the arguments of `sent_rows`.
 
     Example: see the module.
 

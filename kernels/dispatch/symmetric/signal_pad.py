@@ -38,7 +38,7 @@ MAX_RANKS = 1 << 16  # the code of a lost peer is stage * MAX_RANKS + rank + 1, 
 
 @dataclass(frozen=True, slots=True)
 class SignalPad:
-    """What the kernels of one rank need to synchronize with their peers.
+    """The memory in which the kernels of one rank synchronize with their peers.
 
     rank: This rank in the group.
     signals_S: (S,) int64 addresses of each rank's signals: `num_signals(S)` int64 in symmetric memory, zero at the

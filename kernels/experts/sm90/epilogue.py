@@ -34,7 +34,7 @@ class OneBarrierEpilogue:
     """Applies the epilogue to one output tile and stores it, piece by piece.
 
     A CTA (in ping-pong, a warp group) reads the tile's accumulators and, if there is a C, the tile of C. It writes the
-    tile of D and of each further output of the epilogue. The grid is that of the GEMM, see row_gemm.py.
+    tile of D and of each further output of the epilogue. It has the grid of the GEMM, see row_gemm.py.
     """
 
     # Attributes of quack's kernel class

@@ -1,7 +1,7 @@
 """The router's linear layer as one GEMM in the dtype of the weight: the CPU path, and the twin of triton.py.
 
 The contract is RouterLinear (kernels/route/interface.py), except for dtypes and error bounds: any dtype is allowed, and
-the error is that of torch's GEMM.
+the error is the error of torch's GEMM.
 
 Legend: T tokens on this rank, H hidden size, E experts.
 """

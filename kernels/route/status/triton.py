@@ -64,7 +64,7 @@ def _zero_counts_on_error(
     """Reads S headers and copies the (S, E) counts to out, or writes zeros unless all status words equal `healthy`, the
     layer aside, and all layers with a number are the same, and all orders.
 
-    A program copies BLOCK counts. RANKS: a power of two >= S. Rows of the counts may be strided, those of out are not.
+    A program copies BLOCK counts. RANKS: a power of two >= S. Rows of the counts may be strided, rows of out are not.
     Grid: (cdiv(S * E, BLOCK),). Example: see reference.py.
     """
     rank = tl.arange(0, RANKS)

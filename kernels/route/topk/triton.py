@@ -1,7 +1,7 @@
 """Scores, top-K, counts and the check of the logits in one Triton kernel.
 
 The kernel ranks experts by the scores that it writes, in the order of reference.py. So `top_experts` on these scores
-gives exactly the same ids. The kernel's softmax and that of torch can differ in the last bits.
+gives exactly the same ids. The kernel's softmax and torch's can differ in the last bits.
 
 Legend: T tokens on this rank, E experts, K experts per token, g expert groups.
 """

@@ -220,7 +220,7 @@ def _losses(
 
 @triton.jit
 def _through_weights(dweights, scores, chosen, SOFTMAX: tl.constexpr):
-    """Returns the gradient of the scores from that of renormalized weights; see weights_of_pairs in reference.py."""
+    """Returns the gradient of the scores from the gradient of renormalized weights; see `weights_of_pairs`."""
     inverse = 1.0 / (tl.sum(tl.where(chosen, scores, 0.0), axis=1) + _EPSILON)
     divides = dweights
     dscores = dweights * inverse[:, None]

@@ -11,8 +11,8 @@ With metadata["singleton_local_shards"] each expert g has tensors of its own ins
 <prefix>experts.{g}.linear_fc1.weight_w and ..._v (I, H) each, <prefix>experts.{g}.linear_fc2.weight (H, I). In both
 layouts every expert also has a Transformer Engine state of each of its linear layers, `_extra_state`. Ours is None.
 
-Plain state dicts hold only the local experts, under names that differ by module: `to_layout` lists those of Megatron's
-two. Our biases are flat there, (e * J,) and (e * H,), as in memory.
+Plain state dicts hold only the local experts, under names that differ by module: `to_layout` lists the names of
+Megatron's two. Our biases are flat there, (e * J,) and (e * H,), as in memory.
 
 In memory a gated fc1 has gate and up rows in turn (see experts.py); in files it has Megatron's order, gate rows first.
 With moe_mlp_glu_interleave_size=s Megatron's TEGroupedMLP has s gate rows, s up rows, and so on. It saves its rows as

@@ -1,6 +1,6 @@
 """`NoDispatcher` stands where Megatron's code expects a layer's token dispatcher, and moves no row.
 
-Our dispatch is inside the experts' computation. What is left is what others read and set here: the routing map, or the
+Our dispatch is inside the experts' computation. The rest is what others read and set here: the routing map, or the
 pairs of a FusedRouter, and the padding, which a CUDA graph of the router hands on, the shared expert that overlaps, and
 marks of inference.
 
@@ -109,5 +109,5 @@ class NoDispatcher:
         return self.own(output)
 
     def combine_postprocess(self, output: Tensor) -> Tensor:
-        """Returns the output plus that of a shared expert that overlapped."""
+        """Returns the output plus the output of a shared expert that overlapped."""
         return output if self.shared_experts is None else output + self.shared_experts.get_output()

@@ -48,7 +48,7 @@ class SonicEPExperts(MegatronModule):
     bias1: (e * J,), bias2: (e * H,), with add_bias_linear. They are flat because Megatron applies no weight decay to
     parameters of one dimension, and the biases of its own experts have one.
 
-    With the same seed, the initial values are those of Megatron's SequentialMLP.
+    With the same seed, the initial values equal those that Megatron's SequentialMLP has.
 
     The parameters belong to a module whose forward is called, because DDP finishes an overlapped parameter gather in
     the pre-forward hook of the module that has the parameter.
@@ -206,7 +206,7 @@ class SonicEPExperts(MegatronModule):
         return out_TH.to(x_TH.dtype)
 
     def backward_dw(self) -> None:
-        """Does nothing: the weights' gradients are complete when those of the input are (delay_wgrad_compute)."""
+        """Does nothing: the weights' gradients are complete when the input's are (delay_wgrad_compute)."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None

@@ -45,7 +45,7 @@ _QUANTISED = "the rest of the model; the experts compute in params_dtype, with a
 _TRANSPORT = "the layer brings its own transport"
 _FLEX = "read by the flex dispatcher, which this layer replaces"
 
-# What makes the rest of a model compute in fp8 or fp4.
+# Fields that make the rest of a model compute in fp8 or fp4.
 QUANTISED = ("fp8", "fp4", "quant_recipe", "use_kitchen", "activation_func_fp8_input_store")
 
 FIELDS: tuple[Field, ...] = (

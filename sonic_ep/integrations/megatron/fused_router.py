@@ -3,7 +3,7 @@
 It is a TopKRouter: weight, buffers, checkpoints, replay, the tracker of losses and the update of the expert bias are
 Megatron's. The linear layer, scores, top-K, weights of pairs, and one auxiliary loss with the z-loss are one pass each,
 and one kernel computes the gradient of the logits. No (T, E) tensor of probabilities or bools exists. Instead of
-(probs, routing map) it returns the pairs. What the losses' kernels do not know, Megatron's functions compute from the
+(probs, routing map) it returns the pairs. Megatron's functions compute what the losses' kernels do not know from the
 same logits: a second auxiliary loss, a loss per sequence with several in a microbatch, and padding masks.
 
 Legend: T tokens on this rank, H hidden size, E experts, K experts per token, N pairs this rank sends. s, b are
@@ -112,7 +112,7 @@ class _Call:
     """One call of the router, until its pairs are known.
 
     topk: with the experts of a replay, if there is one. fused_loss: a key of _LOSSES, or None. config: with its
-    coefficient and that of the z-loss. balance_counts: of plain top-K. shape: (s, b). mask_T: bool, True for padding.
+    coefficient and the z-loss's. balance_counts: of plain top-K. shape: (s, b). mask_T: bool, True for padding.
     is_rounded: whether rounding follows.
     """
 

@@ -20,7 +20,7 @@ from sonic_ep.integrations.options import SonicEPOptions
 
 class ExpertDivision(NamedTuple):
     """groups: Megatron's collection, in which `ep` divides the experts. dispatch: the process group in which rows are
-    sent. parts: of each expert's width; part: that of this rank.
+    sent. parts: of each expert's width; part: this rank's.
     """
 
     groups: ProcessGroupCollection

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -277,5 +277,5 @@ def _named(name: str | None, part: str) -> str | None:
     return None if name is None else f"{name}.{part}"
 
 
-def _unused(*_: Any, **__: Any) -> Any:
+def _unused(*_: object, **__: object) -> NoReturn:
     raise RuntimeError("SonicEPMoELayer builds its experts itself")

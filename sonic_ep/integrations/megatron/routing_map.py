@@ -42,7 +42,7 @@ def in_parts(values_TE: Tensor, e: int, parts: int) -> Tensor:
 
 
 class PlainPairs(NamedTuple):
-    """What stands for a routing map. token_ids_N: int32, by expert, then token. counts_E: int64, tokens by expert."""
+    """Pairs in place of a routing map. token_ids_N: int32, by expert, then token. counts_E: int64, tokens by expert."""
 
     token_ids_N: Tensor
     counts_E: Tensor
@@ -61,9 +61,9 @@ class PlainPairs(NamedTuple):
 
 
 class RouterOutput(NamedTuple):
-    """What a router returns, and how a routing is made of it.
+    """The results of a router, and how a routing is made of them.
 
-    route: `routing_of_map`, `routing_of_pairs` or that of rounding, without the arguments that all need. is_bounded:
+    route: `routing_of_map`, `routing_of_pairs` or rounding's, without the arguments that all need. is_bounded:
     see ExpertsCall.
     """
 

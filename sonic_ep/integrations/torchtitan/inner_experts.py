@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
+from sonic_ep.first_order import Context
 from sonic_ep.integrations.framework_experts import Weights
 
 _LIMIT = 7.0  # of the activation swiglu_oai
@@ -75,9 +76,9 @@ class _Share(torch.autograd.Function):
     """Returns values / number, and passes the gradient on as it is."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, number: int) -> Tensor:
+    def forward(ctx: Context[None], values: Tensor, number: int) -> Tensor:
         return values / number
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context[None], *grad_outputs: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad_outputs[0], None

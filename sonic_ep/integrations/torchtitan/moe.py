@@ -19,12 +19,14 @@ from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.torchtitan.routed_experts import SonicEPRoutedExperts
 from sonic_ep.integrations.torchtitan.router import ScoringRouter, router_config_of
 
+Fields = Mapping[str, Any]  # of a config, by name
+
 
 @override(target=RoutedExperts.Config, description="Dispatch, experts and combine by sonic_ep.")
 def routed_experts(
     config: RoutedExperts.Config,
     *,
-    transport: Mapping[str, Any] | None = None,
+    transport: Fields | None = None,
     save_dispatched: bool = False,
     record_launches: bool = True,
 ) -> SonicEPRoutedExperts.Config:
@@ -47,8 +49,8 @@ def routed_experts(
 def rounded_moe(
     config: MoE.Config,
     *,
-    rounding: Mapping[str, Any] | None = None,
-    transport: Mapping[str, Any] | None = None,
+    rounding: Fields | None = None,
+    transport: Fields | None = None,
     save_dispatched: bool = False,
     record_launches: bool = True,
 ) -> MoE.Config:

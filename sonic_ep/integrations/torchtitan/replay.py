@@ -19,6 +19,8 @@ from sonic_ep.integrations.torchtitan.routed_experts import SonicEPRoutedExperts
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, UNSET, GivenRouting, RoutingRecord, add_to_records, recording
 
 _FIELD, _ARGUMENT = "routed_experts", "sonic_ep_given"
+_Args = tuple[object, ...]
+_Kwargs = dict[str, object]
 
 
 def replay_routing(model: nn.Module) -> list[str]:
@@ -104,7 +106,7 @@ class _Replay:
             )
         self._given = None
 
-    def _before_block(self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_block(self, layer: int, _: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
         return args, kwargs if self._given is None else {**kwargs, _ARGUMENT: self._given.of_layer(layer)}
 
     def _after_router(self, layer: int, moe: Any, router: Any, _: object, output: tuple[Tensor, ...]) -> Any:
@@ -124,9 +126,9 @@ class _Replay:
         return weights_BLK, ids_BLK, scores_BLE
 
 
-def _take_given(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _take_given(block: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
     """Hands what a block was given to its experts: once more in a recomputation."""
-    block.moe.routed_experts.given = kwargs.pop(_ARGUMENT, None)
+    setattr(block.get_submodule("moe.routed_experts"), "given", kwargs.pop(_ARGUMENT, None))  # noqa: B010
     return args, kwargs
 
 

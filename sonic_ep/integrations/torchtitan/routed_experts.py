@@ -1,6 +1,6 @@
 """`SonicEPRoutedExperts`: torchtitan's RoutedExperts, with our dispatch, experts and combine.
 
-The parameters are those of torchtitan's own grouped experts, in its module and under its names. So its initialisation,
+The parameters belong to torchtitan's own grouped experts, in its module and under its names. So its initialisation,
 sharding, FSDP2, optimizers and checkpoints see the model that they know. Its token dispatcher is built, and not called.
 
 Legend: T tokens on this rank, E experts, K experts per token, B sequences, L tokens of a sequence. D is torchtitan's
@@ -9,10 +9,10 @@ letter for the hidden size.
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
@@ -64,7 +64,7 @@ class SonicEPRoutedExperts(RoutedExperts):
         as_programs = self.options.record_launches
         self._experts = FrameworkExperts(group, transport, self.top_k, as_programs=as_programs)
 
-    def parallelize(self, parallel_dims: Any) -> None:
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Shards the module as torchtitan's sharding_config says. A collective of the EP group.
 
         Raises ValueError if the experts cannot be divided among its ranks, or these would round differently.

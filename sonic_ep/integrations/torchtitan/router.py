@@ -17,7 +17,7 @@ from sonic_ep.config import RouterConfig
 
 
 class Scored(NamedTuple):
-    """What the router chose, and what rounding reads. weights_TK (T, K), scores_TE (T, E), both differentiable;
+    """The router's choice, and what rounding reads. weights_TK (T, K), scores_TE (T, E), both differentiable;
     allowed_TE: (T, E) bool, the experts in each token's best groups, or None without group limits."""
 
     weights_TK: Tensor

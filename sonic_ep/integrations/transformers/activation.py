@@ -20,7 +20,7 @@ _VALUES = (-1000.0, -60.0, -15.0, -9.0, -7.5, -3.0, -1.0, -0.3, 0.0, 0.1, 0.8, 2
 
 
 def activation_of(experts: Any) -> str:
-    """Returns the name of the activation (ACTIVATIONS) that equals that of the module. Found once per module.
+    """Returns the name of the activation (ACTIVATIONS) that equals the module's. Found once per module.
 
     Raises ValueError if no activation of ours has the same values.
     """

@@ -85,7 +85,7 @@ def compute_experts(
     returns this rank's rows of what the router returned. Rounds in training if `round_tokens` was called.
     record_launches: see SonicEPOptions. capacity: of mode "off"; its capacity_factor bounds in training how many rows a
     rank receives, unless `round_tokens` was called.
-    Computes in the dtype of autocast, or without it in that of the weights.
+    Computes in the dtype of autocast, or without it in the weights' dtype.
     """
     if (problem := problem_with_experts(experts)) is not None:
         raise ValueError(problem)

@@ -21,9 +21,9 @@ def register(options: SonicEPOptions | None = None) -> None:
 
     Example: register(); model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="sonic_ep")
 
-    options:  those of a layer. Models that were built before the call keep theirs under expert parallelism.
+    options:  of a layer. Models that were built before the call keep theirs under expert parallelism.
               options.rounding with mode="off" has the capacity_factor that bounds how many rows a rank receives in
-              training, and that static buffers need. At ep_size and above it removes no pair, below it those of least
+              training, and that static buffers need. At ep_size and above it removes no pair, below it pairs of least
               weight.
     Raises:   ValueError for options.rounding of another mode, which needs the model: see `round_tokens`.
     Source:   huggingface/transformers, src/transformers/integrations/moe.py, `ExpertsInterface`, and

@@ -1,4 +1,4 @@
-"""What the router of a transformers model computed: its logits, and how it makes weights of them.
+"""The results of a router of a transformers model: its logits, and how it makes weights of them.
 
 transformers' registries pass the experts that a router chose and their weights alone. So a hook on the router notes its
 logits. By the values of the weights the host finds how they follow from the logits.
@@ -74,7 +74,7 @@ def _rules(K: int) -> list[Rule]:
 
 @final
 class RouterOutputs:
-    """What the router next to one module of experts returned in this step.
+    """The results, in this step, of the router next to one module of experts.
 
     needed_by: the function of ours that needs it, for messages. training_only: whether evaluation is of no interest.
     """
