@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "routers": GROUND | {"kernels", "routers"},
 }
 MAX_LINES = 500
-MAX_ANY = 159  # lines of the product with this type, which says nothing: as many as there are. Lower it, to 150 first
+MAX_ANY = 150  # lines of the product with this type, which says nothing
 MAX_PARAMETERS = 12
 # Those that have more, outside of kernels/: two are operations of torch.library, which take tensors and numbers alone,
 # and two have the parameters of a whole layer.
