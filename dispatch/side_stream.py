@@ -1,14 +1,14 @@
 """`SideStream`: the CUDA stream on which a transport sends while the experts compute."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from sonic_ep.kernels.program.trace import current_trace
 
-_Event = torch.cuda.Event | torch.Event | int | None  # a number in a trace, None on the CPU
+_Event: TypeAlias = "torch.cuda.Event | torch.Event | int | None"  # a number in a trace, None on the CPU
 
 
 @final

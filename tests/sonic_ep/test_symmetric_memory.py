@@ -25,7 +25,7 @@ def location(
         ([location("a"), location("b"), location("a")], "two ranks of the group share a GPU"),
         (
             [location("a"), location("b", unreachable=frozenset("ac")), location("c")],
-            "the GPU of rank 1 has no peer access to that of rank 0",
+            "the GPU of rank 1 has no peer access to the GPU of rank 0",
         ),
     ],
 )
