@@ -156,7 +156,7 @@ class PeerWatch:
                     return
             except BrokenConnectionError as error:
                 now = time.monotonic() - begun
-                timed_out = now >= timeout
+                timed_out = now >= timeout - min(_SLACK, timeout / 10)  # gloo's own clock has begun before this one
                 reason = "" if timed_out else _short(str(error))
                 self._raise(_Report(collective, now, "timeout" if timed_out else "connection"), timeout, reason)
             now = time.monotonic() - begun

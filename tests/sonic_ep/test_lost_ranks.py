@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sonic_ep import EPGroup, MoE, MoEConfig, TransportConfig
 from sonic_ep.groups import LostRankError
 from sonic_ep.groups.hosts import HostLayout
-from sonic_ep.groups.lost_ranks import Collective, _Report, message_of
+from sonic_ep.groups.lost_ranks import BrokenConnectionError, Collective, PeerWatch, Whereabouts, _Report, message_of
 from sonic_ep.transports import GroupTransport
 from tests.helpers.free_port import free_port
 from tests.helpers.launch import RankPool
@@ -188,6 +188,20 @@ def test_the_others_name_the_rank_and_where(size: int, fault: Fault, wanted: str
 def test_in_two_hops_the_host_is_named_as_well(size: int, fault: Fault, wanted: str, tmp_path: Path) -> None:
     for text in run(size, fault, tmp_path).values():
         assert text.startswith(f"rank {fault.victim} of the EP group on host 1 did not come to {wanted}")
+
+
+@pytest.mark.parametrize(("after", "cause"), [(0.0, "because its process has ended"), (0.98, "within 1 s: it died")])
+def test_gloo_gives_up_a_little_before_our_limit(after: float, cause: str) -> None:
+    """Its clock has begun with the collective, before ours. A connection that breaks early is another matter."""
+
+    def breaks(_: float) -> bool:
+        time.sleep(after)
+        raise BrokenConnectionError
+
+    store = dist.HashStore()
+    watch = PeerWatch(0, 2, lambda: store, Whereabouts("a group", [0, 1], lambda: store))
+    with pytest.raises(LostRankError, match=f"rank 1 of the EP group did not come to counts {cause}"):
+        watch.wait(breaks, watch.begin("counts"), 1.0)
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
