@@ -91,7 +91,9 @@ def losses(run: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float64", 1e-9)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [pytest.param("float32", 1e-4, marks=pytest.mark.exhaustive), ("float64", 1e-9)]
+)
 def test_training_on_two_hosts_is_training_on_one(
     ranks: Ranks, small: tuple[str, ...], tmp_path: Path, dtype: str, tolerance: float
 ) -> None:

@@ -111,7 +111,12 @@ def goes_on_at_half_the_ranks(ranks: Ranks, run: Path, place: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "dtype"), [("forward", "float64"), ("backward", "float32"), ("checkpoint", "float64")]
+    ("place", "dtype"),
+    [
+        ("forward", "float64"),
+        pytest.param("backward", "float32", marks=pytest.mark.exhaustive),
+        ("checkpoint", "float64"),
+    ],
 )
 def test_a_host_that_is_cut_off(
     hosts: Hosts,
@@ -139,7 +144,12 @@ def test_a_host_that_is_cut_off(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "dtype"), [("forward", "float32"), ("backward", "float64"), ("checkpoint", "float32")]
+    ("place", "dtype"),
+    [
+        pytest.param("forward", "float32", marks=pytest.mark.exhaustive),
+        ("backward", "float64"),
+        pytest.param("checkpoint", "float32", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_host_that_dies(
     any_hosts: Hosts,

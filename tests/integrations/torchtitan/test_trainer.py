@@ -73,7 +73,13 @@ def settings_run(rank: int, model: str, folder: Path, settings: dict[str, Any]) 
 
 
 @pytest.mark.slow
-@on_4_ranks
+@pytest.mark.parametrize(
+    ("model", "parallelism"),
+    [
+        pytest.param("qwen3", FSDP_EP, id="qwen3-fsdp-ep"),
+        pytest.param("deepseek_v3", TP_EP, id="deepseek_v3-tp-ep", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_losses_in_fp32_equal_torchtitans(model: str, parallelism: dict[str, int], tmp_path: Path) -> None:
     # With seed 0 two experts of a token of Qwen3-MoE nearly tie (dev/LOG.md).
     settings: dict[str, Any] = {"steps": STEPS, "precision": "float32", "seed": 1, **parallelism}

@@ -150,7 +150,7 @@ compile_all([Compilation("accumulate", str(number), call) for number, call in en
 """
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.exhaustive)])
 def test_products_that_are_added_compile(arch: str, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", LOW_RANK, arch, str(tmp_path)], check=True, timeout=600, env=environment)
@@ -206,7 +206,9 @@ print(len(found), len({path.name for path in cache.rglob("*.o")} - found))
 LAYOUTS = {"as usual": ({}, 6), "transposed": ({"transposed": True}, 6), "low-rank updates": ({"ranks": [8, 16]}, 13)}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", ["as usual", "low-rank updates", pytest.param("transposed", marks=pytest.mark.exhaustive)]
+)
 def test_what_another_process_compiled_is_found_here(tmp_path: Path, name: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"QUACK_CACHE_DIR": str(tmp_path), "SONIC_EP_COMPILE_PROCESSES": "2"}
