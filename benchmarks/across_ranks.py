@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import device_ms
 from torch import Tensor
 
 from sonic_ep import EPGroup, Routing
+from timing import device_ms
 
 _MIB = 2**20
 

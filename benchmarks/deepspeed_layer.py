@@ -54,15 +54,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hugging_face_models import model_config, own_sequences
-from pretrain_model import DENSE
-from runs import group_of_ranks
-from step_race import LayerAlone, Race, StepModel, parsed_options, release_memory, step_parser
 from torch import Tensor, nn
 from transformers import Qwen3MoeForCausalLM
 
+from hugging_face_models import model_config, own_sequences
+from pretrain_model import DENSE
+from runs import group_of_ranks
 from sonic_ep import RoundingConfig, load_config
 from sonic_ep.kernels.common.replaced import replaced
+from step_race import LayerAlone, Race, StepModel, parsed_options, release_memory, step_parser
 
 SHAPES = ("qwen3_30b_a3b", "tiny")
 AUX_WEIGHT = 0.001

@@ -29,11 +29,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
-from across_ranks import topk_routing
-from runs import group_of_ranks, leave, new_record, parser_of, say, write
-from timing import captured, slowest
 from torch import Tensor
 
+from across_ranks import topk_routing
+from runs import group_of_ranks, leave, new_record, parser_of, say, write
 from sonic_ep import EPGroup
 from sonic_ep.config import Dispatch
 from sonic_ep.dispatch.plan import plan_for
@@ -42,6 +41,7 @@ from sonic_ep.kernels.backend import gather_sum, sent_rows, token_lists
 from sonic_ep.kernels.dispatch.plan.reference import Plan
 from sonic_ep.kernels.dispatch.symmetric import rows as peer_rows
 from sonic_ep.symmetric_memory import symmetric_memory
+from timing import captured, slowest
 
 E, K = 128, 8
 BLOCKS = (8, 16, 24, 32, 48, 64)

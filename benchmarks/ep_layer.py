@@ -18,18 +18,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from across_ranks import measure_layer, summary, topk_routing
 from random_layer import layer_without_experts
 from runs import group_of_ranks, leave, new_record, parser_of, say, shown, write
-from timing import BACKLOG, captured, device_ms
-from torch import Tensor
-
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, load_config
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.functional import moe
 from sonic_ep.symmetric_memory import symmetric_memory
+from timing import BACKLOG, captured, device_ms
 
 SHAPES = ("qwen3_30b_a3b", "qwen3_next_80b_a3b", "sonic_7b")
 WARM_UP, ROUNDS = 3, 15

@@ -15,12 +15,10 @@ from functools import partial
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
+
 from local_problem import LocalProblem, tiled_pairs, topk_pairs
 from runs import new_record, parser_of, write
-from timing import BACKLOG, medians_ms
-from torch import Tensor
-from whole_tiles import whole_tiles
-
 from sonic_ep import load_config
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.kernels.backend import gather_sum
@@ -28,6 +26,8 @@ from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.experts import grouped_gemm as operations
 from sonic_ep.kernels.experts import tile_table as tiles
 from sonic_ep.kernels.experts.tile_table import Operation, TileConfig
+from timing import BACKLOG, medians_ms
+from whole_tiles import whole_tiles
 
 SHORT_BACKLOG = 200_000  # cycles, for the launches of one operation
 # name: (config, ep_size, T received rows, pairs of experts with full tiles; None: ragged top-K)

@@ -35,12 +35,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from host_counts import count_calls, on_device, profiled
 from layer_contestants import Contestant, Problem
 from runs import attempt, group_of_ranks, leave, new_record, parser_of, say, shown, write
-from timing import Clock, captured, eager_us
-
 from sonic_ep import load_config
+from timing import Clock, captured, eager_us
 
 WARM_UP, SAMPLES, PROFILED = 5, 20, 50  # steps
 BEHIND_EACH_OTHER = 5

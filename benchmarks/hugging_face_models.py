@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pretrain_model import DENSE, Dense
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssMLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
+from pretrain_model import DENSE, Dense
 from sonic_ep import load_config
 
 

@@ -13,10 +13,10 @@ from typing import NamedTuple, get_args
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from random_layer import layer_without_experts
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from random_layer import layer_without_experts
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
 from sonic_ep.config import TransportKind
 

@@ -17,11 +17,11 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from runs import group_of_ranks, leave, new_record, parser_of, say, write
-from timing import Clock
 
+from runs import group_of_ranks, leave, new_record, parser_of, say, write
 from sonic_ep import EPGroup
 from sonic_ep.groups import HostLayout
+from timing import Clock
 
 EXCHANGES, UNTIMED = 10, 3
 ROW_BYTES = 4096

@@ -23,19 +23,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from across_ranks import measure_layer, summary
 from layer_contestants import grouped_mm_experts, sonic_moe_layer
 from local_problem import LocalProblem, topk_pairs
 from random_layer import layer_without_experts
 from runs import new_record, parser_of, shown, write
-from timing import BACKLOG, medians_ms
-from torch import Tensor
-from tuned_choices import restore, save_choices
-
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, RouterConfig, load_config
 from sonic_ep.config import LinearDtype
 from sonic_ep.functional import moe
 from sonic_ep.transports import transport_for
+from timing import BACKLOG, medians_ms
+from tuned_choices import restore, save_choices
 
 # Tokens by config: as the paper has them, else 16384, and less where weights and gradients take most of the memory.
 TOKENS = {

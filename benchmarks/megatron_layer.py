@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from across_ranks import measure_layer, measure_step, summary
-from runs import group_of_ranks, leave, new_record, parser_of, say, shown, write
 from torch import Tensor
 
+from across_ranks import measure_layer, measure_step, summary
+from runs import group_of_ranks, leave, new_record, parser_of, say, shown, write
 from sonic_ep import RoundingConfig, load_config
 
 SHAPE, LAYERS, SEQ, BATCH, VOCABULARY = "qwen3_30b_a3b", 4, 2048, 4, 32768

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pretrain_model import DENSE
-from step_race import LayerAlone, StepModel, release_memory
 from torch import Tensor, nn
 
+from pretrain_model import DENSE
 from sonic_ep import RoundingConfig, load_config
 from sonic_ep.kernels.common.replaced import replaced
 from sonic_ep.kernels.experts.activations import interleave
+from step_race import LayerAlone, StepModel, release_memory
 
 TE_GROUPED, SEQUENTIAL = "MoELayer, TEGroupedMLP", "MoELayer, SequentialMLP"
 OURS, ROUNDED, GRAPHED = "sonic_ep", "sonic_ep, apportion", "sonic_ep, graphs"

@@ -44,12 +44,12 @@ import warnings
 from functools import partial
 
 import torch.distributed as dist
+
 from megatron_model import FAMILIES, GRAPHED, TE_GROUPED, Model, has_te, megatron
 from pretrain_model import DENSE
 from runs import group_of_ranks
-from step_race import Race, parsed_options, step_parser
-
 from sonic_ep import load_config
+from step_race import Race, parsed_options, step_parser
 
 SIZES = ("micro_batches", "attention")
 PACKAGES = ("megatron-core", "transformer-engine", "flash-attn")

@@ -32,15 +32,15 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
-from layer_contestants import HOSTS, Problem
-from runs import attempt, group_of_ranks, leave, new_record, parser_of, say, shown, write
-from sustained import parsed
-from timing import Clock
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from layer_contestants import HOSTS, Problem
+from runs import attempt, group_of_ranks, leave, new_record, parser_of, say, shown, write
 from sonic_ep import EPGroup, MoE, replay_contexts
 from sonic_ep.config import TransportKind
+from sustained import parsed
+from timing import Clock
 
 CASES = {1: ["sonic_7b:8192", "sonic_7b:2048"], 2: ["qwen3_30b_a3b:8192", "sonic_7b:8192"]}
 SLOW = 0.05  # seconds

@@ -34,19 +34,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layer_contestants import BF16_ROUTER, config_of, sonic_moe_layer, torch_layer, torch_layer_across_ranks
-from pretrain_model import DENSE, ExchangeableMoE, Layer, Model, groups_by_mesh
-from runs import group_of_ranks, leave
-from step_race import Race, StepModel, parsed_options, step_parser
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from tuned_choices import restore, save_choices
 
+from layer_contestants import BF16_ROUTER, config_of, sonic_moe_layer, torch_layer, torch_layer_across_ranks
+from pretrain_model import DENSE, ExchangeableMoE, Layer, Model, groups_by_mesh
+from runs import group_of_ranks, leave
 from sonic_ep import EPGroup, MoE, MoEConfig, load_config
 from sonic_ep.experts import Experts
 from sonic_ep.fsdp import shard_experts
+from step_race import Race, StepModel, parsed_options, step_parser
+from tuned_choices import restore, save_choices
 
 OURS_ON_ONE_RANK = ("off", "nearest", f"off, {BF16_ROUTER}", f"nearest, {BF16_ROUTER}")
 OURS_ACROSS_RANKS = (

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from layer_contestants import TorchOutput
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from layer_contestants import TorchOutput
 from sonic_ep import EPGroup, MoE, MoEConfig
 
 ROPE_BASE, STD = 10_000.0, 0.02

@@ -19,8 +19,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from runs import new_record, parser_of, write
 from torch import Tensor
+
+from runs import new_record, parser_of, write
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))

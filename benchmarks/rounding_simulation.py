@@ -7,8 +7,8 @@ loads of trained routers roughly are; rho is tiles of 128 rows per (rank, expert
 """
 
 import torch
-from runs import parser_of, write
 
+from runs import parser_of, write
 from sonic_ep import RoundingConfig
 from sonic_ep.routers.rounding import predicted_change, round_counts
 

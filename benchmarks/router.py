@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from runs import new_record, parser_of, write
-from timing import captured_us
 from torch import Tensor
 
+from runs import new_record, parser_of, write
 from sonic_ep import RouterConfig, load_config
 from sonic_ep.kernels.route import fused as router
 from sonic_ep.kernels.route.interface import LossGradient, PairGradients
 from sonic_ep.kernels.route.linear import triton as router_linear
 from sonic_ep.kernels.route.select.reference import pairs_of_topk
 from sonic_ep.kernels.route.topk.reference import top_experts
+from timing import captured_us
 
 TOKENS = {"sonic_7b": 24576, "qwen3_30b_a3b": 16384, "qwen3_next_80b_a3b": 16384, "deepseek_v3": 8192}  # by config
 

@@ -14,10 +14,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from runs import group_of_ranks, leave, new_record, parser_of, say, write
-from timing import captured_us, eager_us, slowest
 from torch import Tensor
 
+from runs import group_of_ranks, leave, new_record, parser_of, say, write
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, load_config
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
@@ -28,6 +27,7 @@ from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.router import route
 from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_for
+from timing import captured_us, eager_us, slowest
 
 # By config: tokens of a rank.
 TOKENS = {"sonic_7b": 24576, "qwen3_30b_a3b": 16384, "qwen3_next_80b_a3b": 16384, "deepseek_v3": 8192}

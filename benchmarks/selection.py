@@ -10,12 +10,12 @@ may.
 from collections.abc import Callable
 
 import torch
-from runs import new_record, parser_of, write
-from timing import medians_ms
 
+from runs import new_record, parser_of, write
 from sonic_ep.kernels.route.select import triton as kernels
 from sonic_ep.kernels.route.select.reference import pairs_of_mask, pairs_of_topk, select_tokens
 from sonic_ep.kernels.route.topk.reference import topk_mask
+from timing import medians_ms
 
 # (T, E, K): Qwen3-30B-A3B, Qwen3-Next, the paper's 7B, Mixtral.
 SHAPES = [(16384, 128, 8), (16384, 512, 10), (24576, 128, 8), (16384, 8, 2)]

@@ -18,12 +18,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from pretrain_model import Dense, flops_per_token
-from runs import new_record, parser_of, say, shown, write
-from timing import Clock, device_ms
 from torch import Tensor
 
+from pretrain_model import Dense, flops_per_token
+from runs import new_record, parser_of, say, shown, write
 from sonic_ep import EPGroup, MoEConfig
+from timing import Clock, device_ms
 
 WARM_UP = 5  # steps of a model, or calls of a layer alone, which traces its programs in them
 SHARE_OF_LAYER = 0.3  # of a turn's seconds

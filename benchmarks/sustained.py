@@ -23,14 +23,14 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+
 from layer_contestants import BF16_ROUTER, Contestant, Problem
 from runs import attempt, group_of_ranks, leave, new_record, parser_of, say, write
-from timing import Clock
-
 from sonic_ep import EPGroup, MoEConfig, load_config
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.transports import GroupTransport
+from timing import Clock
 
 WARM_UP, SAMPLES = 5, 20  # steps
 CASES = {

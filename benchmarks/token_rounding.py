@@ -18,16 +18,16 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from random_layer import layer_without_experts
 from runs import new_record, parser_of, shown, write
-from timing import BACKLOG
-from torch import Tensor
-from whole_tiles import whole_tiles
-
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, TransportConfig
 from sonic_ep.config import Buffers, RoundingMode
 from sonic_ep.functional import moe
 from sonic_ep.transports import transport_for
+from timing import BACKLOG
+from whole_tiles import whole_tiles
 
 # T, E, K, d, n. The first: few tokens per expert (2 tiles each), where the paper's gain is largest.
 SHAPES = {

@@ -39,10 +39,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+
 from pretrain_model import DENSE, groups_by_mesh
 from runs import group_of_ranks, leave
 from step_race import LayerAlone, Race, StepModel, parsed_options, step_parser
-from torch import Tensor
 
 if not torch.cuda.is_available():
     import tests.helpers.torchtitan_cpu  # noqa: F401  # before torchtitan, which looks for devices when it is imported

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from runs import new_record, parser_of, shown, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

@@ -13,12 +13,12 @@ import gc
 
 import torch
 import torch.nn.functional as F
-from across_ranks import summary
-from runs import group_of_ranks, leave, new_record, parser_of, say, shown, write
-from timing import Clock
 from torch import Tensor, nn
 
+from across_ranks import summary
+from runs import group_of_ranks, leave, new_record, parser_of, say, shown, write
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, graph_layers, load_config
+from timing import Clock
 
 WARM_UP, ROUNDS, STEPS = 2, 12, 5
 LENGTH, HEAD = 2048, 128  # tokens of a sequence, width of a head

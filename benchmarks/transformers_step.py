@@ -48,10 +48,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hugging_face_models import QWEN3, SHAPES, model_config, own_sequences
-from pretrain_model import groups_by_mesh
-from runs import group_of_ranks, leave
-from step_race import LayerAlone, Race, StepModel, parsed_options, step_parser
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed import DistributedConfig
@@ -61,11 +57,15 @@ from transformers.distributed.expert_parallel import (  # pyright: ignore[report
     EPImplementationInterface,
 )
 
+from hugging_face_models import QWEN3, SHAPES, model_config, own_sequences
+from pretrain_model import groups_by_mesh
+from runs import group_of_ranks, leave
 from sonic_ep import RoundingConfig, TransportConfig, load_config
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.transformers import fuse_lora, register, round_tokens
 from sonic_ep.integrations.transformers.expert_parallel import implementation_with
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, num_programs, registered_experts
+from step_race import LayerAlone, Race, StepModel, parsed_options, step_parser
 
 STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportion"
 STATIC = "sonic_ep, static"
