@@ -115,7 +115,7 @@ class RowExchange:
     def lists(
         self, routing: Routing, row_of_pair_N: Tensor, pairs_out: Sequence[int], pairs_in: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Sends row index and weight of each pair. Returns both of the received pairs, (V,), in arrival order."""
+        """Sends row index and weight of each pair. Returns both for the received pairs, (V,), in arrival order."""
         weights_N = routing.weights_N[: row_of_pair_N.shape[0]]
         received = self.rows("lists", _pack(row_of_pair_N, weights_N), pairs_out, pairs_in, self.group.layer)
         return _unpack(received, weights_N.dtype)

@@ -54,7 +54,9 @@ class SideStream:
 
     def wait(self, event: _Event) -> None:
         """Makes the current stream wait for an event."""
-        if isinstance(event, int) and (trace := current_trace()) is not None:
+        if isinstance(event, int):
+            trace = current_trace()
+            assert trace is not None
             trace.wait(event)
-        elif event is not None and not isinstance(event, int):
+        elif event is not None:
             torch.cuda.current_stream().wait_event(event)

@@ -106,7 +106,7 @@ def _(dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, of_x: bool, of_weight
     return x_TH.new_empty(x_TH.shape if of_x else 0), weight_EH.new_empty(weight_EH.shape if of_weight else 0)
 
 
-def _save_for_backward(ctx: Context[RouterLinear], inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _save_for_backward(ctx: Context[None], inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 

@@ -222,7 +222,8 @@ class Experts(nn.Module):
 def mark_experts(experts: Experts, *_: object) -> None:
     """Sets the attributes of parameters of `Experts`, which whoever replaces them must call."""
     for parameter in experts.parameters():
-        vars(parameter).update(allreduce=False, ep_group_name=experts.ep_group_name)
+        parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+        parameter.ep_group_name = experts.ep_group_name  # pyright: ignore[reportAttributeAccessIssue]
     if experts.sharded_over:
         experts.sharded_parameters = [*experts.parameters()]
 

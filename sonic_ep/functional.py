@@ -301,8 +301,8 @@ class _ExpertParallelMLP(torch.autograd.Function):
 class _Others(NamedTuple):
     """The arguments of `_ExpertParallelMLP` without a gradient. params: with the main_grad to which backward adds.
 
-    routing: None in backward. prepared: by the transport, if it has been called. step: that of programs, or None where
-    the code runs.
+    routing: None in backward. prepared: by the transport, if it has been called. step: of programs, or None where the
+    code runs.
     """
 
     routing: Routing | None
@@ -331,5 +331,5 @@ def main_grad_of(weight: Tensor | None) -> Tensor | None:
 def gradient_placeholder(weight: Tensor | None) -> Tensor:
     """Returns the gradient for autograd after main_grad was updated: Megatron's DDP hooks expect a tensor."""
     assert weight is not None
-    vars(weight).update(grad_added_to_main_grad=True)
+    weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

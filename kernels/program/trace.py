@@ -384,9 +384,7 @@ class Trace:
         self.items.append(("allocate", slot.buffer.index, shape, dtype))
         return slot
 
-    def launch(
-        self, variant: "VariantOf", grid: Shape, arguments: tuple[object, ...], named: dict[str, object]
-    ) -> None:
+    def launch(self, variant: VariantOf, grid: Shape, arguments: tuple[object, ...], named: dict[str, object]) -> None:
         places, dtypes = list[object](), list[object]()
         for each in arguments:
             if isinstance(each, Slot | torch.Tensor):
@@ -399,7 +397,7 @@ class Trace:
         named = {name: specialized(value) if type(value) is Size else value for name, value in named.items()}
         self.items.append(("launch", variant(dtypes, named), grid, places, self.lane))
 
-    def foreign(self, function: "ForeignFunction", arguments: tuple[object, ...]) -> None:
+    def foreign(self, function: ForeignFunction, arguments: tuple[object, ...]) -> None:
         """Notes a call of a function of tvm-ffi."""
         self.items.append(("foreign", function, _operands(arguments)))
 

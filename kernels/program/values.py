@@ -258,7 +258,6 @@ class _Value(NamedTuple):
 _Given = Value | _Handle | _Byte
 _TensorGiven = tuple[Value, list[int], torch.dtype]
 _TorchGiven = tuple[Callable[..., Tensor], bool, int, list[_TensorGiven | list[int]]]
-_TorchGiven = tuple[Callable[..., Tensor], bool, int, list[_TensorGiven | list[int]]]
 
 
 def _late(dropped: dict[int, list[int]], allocations: set[int]) -> dict[int, list[int]]:

@@ -118,7 +118,8 @@ class ProgramSteps:
         self._present = None
         if not _may_run(x, layer.config.d) or _has_any_global_hook() or in_region():
             return None
-        modules, training = _modules_of(layer), layer.training
+        modules: dict[str, nn.Module] = layer._modules  # pyright: ignore[reportAssignmentType]
+        training = layer.training
         router, experts = modules["router"], modules["experts"]
         for m in (router, experts):
             if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
@@ -202,12 +203,9 @@ def _allows_programs(config: MoEConfig, *, training: bool) -> bool:
     return not (draws or config.router.check_logits)
 
 
-def _modules_of(layer: "MoE") -> dict[str, nn.Module]:
-    return cast(dict[str, nn.Module], layer._modules)  # faster than attributes
-
-
 def _weights_of(layer: "MoE") -> LayerWeights:
-    router, experts = (_modules_of(layer)[name]._parameters for name in ("router", "experts"))
+    modules: dict[str, nn.Module] = layer._modules  # pyright: ignore[reportAssignmentType]  # faster than attributes
+    router, experts = (modules[name]._parameters for name in ("router", "experts"))
     others = router.get("bias"), experts["w1"], experts["w2"], experts.get("b1"), experts.get("b2")
     return LayerWeights._make((router["weight"], *others))
 
@@ -221,4 +219,5 @@ def _depends_on(layer: "MoE", x: Tensor, weights: list[Tensor]) -> tuple[object,
 
 
 def _call_of(layer: "MoE") -> StepCall:
-    return StepCall(_modules_of(layer)["router"]._buffers["expert_bias"])
+    modules: dict[str, nn.Module] = layer._modules  # pyright: ignore[reportAssignmentType]
+    return StepCall(modules["router"]._buffers["expert_bias"])

@@ -81,7 +81,7 @@ class Later(NamedTuple):
 
     @classmethod
     def of(cls, slots: Sequence[Slot], program: Program) -> list[Self]:
-        """Returns the rest from the later slots of a program."""
+        """Returns one for each of the later slots of a program."""
         pairs = zip(slots, program.in_block, strict=True)
         return [cls(slot.shape, slot.dtype, slot.strides, start) for slot, start in pairs]
 

@@ -13,7 +13,7 @@ from typing import Any, final
 from torch import Tensor
 
 from sonic_ep.integrations.megatron.routing_map import PlainPairs, RouterOutput
-from sonic_ep.routers.given_routing import GivenRouting
+from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
 from sonic_ep.routing import Routing
 
 
@@ -64,8 +64,10 @@ class NoDispatcher:
 
     def given(self, x_OH: Tensor) -> GivenRouting:
         """Returns which rows of x are padding. The host waits if there is a mask."""
-        if self.problem is not None or self.padding_O is None:
+        if self.problem is not None:
             return GivenRouting(x_OH.shape[:1], problem=self.problem)
+        if self.padding_O is None:
+            return NOTHING_GIVEN
         return GivenRouting.of(x_OH, None, self.padding_O, E=1, K=1)
 
     def dispatch_preprocess(

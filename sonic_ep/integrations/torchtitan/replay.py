@@ -9,7 +9,7 @@ Legend: B sequences, L tokens of a sequence, T tokens on this rank, E experts, K
 """
 
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ class _Replay:
         for layer, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before_block, layer), with_kwargs=True)
             inner = getattr(block, "_checkpoint_wrapped_module", block)
-            inner.register_forward_pre_hook(_take_given, with_kwargs=True)
+            inner.register_forward_pre_hook(partial(_take_given, inner.moe.routed_experts), with_kwargs=True)
             inner.moe.router.register_forward_hook(partial(self._after_router, layer, inner.moe))
 
     def _before_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,9 +126,9 @@ class _Replay:
         return weights_BLK, ids_BLK, scores_BLE
 
 
-def _take_given(block: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+def _take_given(experts: SonicEPRoutedExperts, _: nn.Module, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
     """Hands what a block was given to its experts: once more in a recomputation."""
-    setattr(block.get_submodule("moe.routed_experts"), "given", kwargs.pop(_ARGUMENT, None))  # noqa: B010
+    experts.given = cast(GivenRouting | None, kwargs.pop(_ARGUMENT, None))
     return args, kwargs
 
 
