@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo  # before torch's functions are replaced: see tests/helpers/poison.py
 from torch import Tensor, nn
 
 # Fusions of these names are CUDA kernels, and weights made by Megatron's own default would be made on the GPU.

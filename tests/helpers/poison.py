@@ -8,6 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+
+# torch.compile's tables name torch's functions as they are when it is first imported: one that was a stand-in then
+# could never be compiled again in this process.
+import torch._dynamo
 from torch import Tensor
 
 ALLOCATORS = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
