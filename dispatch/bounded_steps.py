@@ -5,7 +5,8 @@ exceed it, the devices send nothing. The host reads the sizes after it has launc
 layer's code on the same routing.
 
 Running a program or the code is each rank's own choice. Either way it sends the same, in the same stages. All ranks
-know the same sizes, so they have the same bound, and they allocate the buffers for it in the same calls.
+know the same sizes, so they have the same bound. Buffers that are too small for it are allocated by the code, once the
+ranks have met in the exchange of counts, and know that they run the same layer in the same mode.
 
 Activation checkpointing compares the shapes of what a forward and its recomputation save, and a bound may change
 between the two. So where tensors are saved through hooks, the host waits for the true sizes before it launches the
@@ -82,9 +83,9 @@ class BoundedSteps(Generic[Layer]):
         return type(self), (self._group, self._check, self._transport_of)
 
     def begin(self, layer: Layer) -> Step | None:
-        """Returns the next step. None, on every rank, if the code has to run: the first call has no bound.
+        """Returns the next step. None if the code has to run: the first call has no bound, or no buffers for it yet.
 
-        A collective: allocates buffers that the step needs, unless it is exact.
+        That is so on every rank whose layer is in the same mode. Nothing is exchanged or allocated.
         """
         largest, has_hooks = self._window.largest(), _has_saved_tensor_hooks()
         via = self._transport_of(layer) if has_hooks or largest is not None else None
@@ -93,19 +94,18 @@ class BoundedSteps(Generic[Layer]):
         if has_hooks:
             if via.is_static:
                 return None
-            via.transport.least_tokens = 0
+            via.transport.least = None
             self._group.order.add_hooks(self._group.layer)
             return Step(via, None, 0, is_exact=True)
         if largest is None:
             return None
         bound = bound_of(largest)
-        via.transport.least_tokens = bound.tokens  # so ranks that run their code send to the same places
+        via.transport.least = bound  # so ranks that run their code send to the same places
         if via.device.type != "cuda":
             return None
         if via.is_static:
             return Step(via, None, bound.tokens)
-        via.transport.reserve(via.row_bytes, bound)
-        return Step(via, bound, bound.tokens)
+        return Step(via, bound, bound.tokens) if via.transport.holds(via.row_bytes, bound) else None
 
     @property
     def mailbox(self) -> Mailbox:

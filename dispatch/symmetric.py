@@ -8,7 +8,7 @@ has a pair, the kernels of lists, dispatch and combine return at once. No step u
 buffers does.
 
 Buffers are shared by all layers of a group: one for lists and scalars, and row buffers for each row width in bytes. In
-a row buffer each sender has a region of `stride` rows, stride being the most tokens of any rank, or `least_tokens` if
+a row buffer each sender has a region of `stride` rows, stride being the most tokens of any rank, or those of `least` if
 that is more. The row of token t is row t of the region. So received rows have gaps, R = S * stride, and no rank needs
 to number or count rows.
 
@@ -108,7 +108,7 @@ class SymmetricTransport:
         self._regions: dict[int, Tensor] = {}
         self._row_buffer = 0
         self._bound: SizeBound | None = None
-        self.least_tokens = 0  # rows of a region, at least. All ranks have the same, whatever runs their steps
+        self.least: SizeBound | None = None  # that buffers hold, on all ranks alike, whatever runs their steps
         self._side = SideStream()
 
     def problem_with(self, num_tokens: int) -> str | None:
@@ -135,6 +135,10 @@ class SymmetricTransport:
             yield
         finally:
             self._bound = None
+
+    def holds(self, row_bytes: int, bound: SizeBound) -> bool:
+        """Returns True if `reserve` would not allocate."""
+        return self._buffers.has_rows(row_bytes, max(1, bound.tokens)) and self._buffers.pair_capacity >= bound.pairs
 
     def reserve(self, row_bytes: int, bound: SizeBound) -> None:
         """Allocates the buffers of steps within `bound`. A collective."""
@@ -179,7 +183,7 @@ class SymmetricTransport:
             plan = bounded_plan(plan, arriving_sizes.on_device, *bound, bound.tokens)
         else:
             known, rank = arriving_sizes.read(), self.group.rank  # the host waits only here
-            needed = SizeBound.needed_by(known).with_tokens(self.least_tokens)
+            needed = SizeBound.needed_by(known).joined(self.least)
             P, V = known.num_rows(rank), sum(known.pairs_in(rank))
             sizes = _Sizes(max(1, needed.tokens), P, V, needed.pairs, may_exceed=False)
         return self._launch(routing, plan, in_rank, x_TH, sizes)

@@ -46,6 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for item in items:
+        if "gpus" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
         if torch.cuda.is_available():
             if getattr(getattr(item, "module", None), "DEVICE", None) == "cuda":  # that of triton_device.py
                 item.add_marker("gpu")

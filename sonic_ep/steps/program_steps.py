@@ -176,14 +176,14 @@ class ProgramSteps:
 def _outputs_of(
     layer: "MoE", x: Tensor, programs: Programs, kind: Kind, sizes: tuple[int, ...], call: StepCall
 ) -> list[Tensor]:
-    x_TH, weights = x, _weights_of(layer)
-    if x.dim() == 3 or not x.is_contiguous():
+    x_TH, weights, shared = x, _weights_of(layer), layer._modules.get("shared")
+    # With a shared expert x is read once too, as in the code: its gradients add up before others of x are added.
+    if x.dim() == 3 or not x.is_contiguous() or shared is not None:
         x_TH = x.reshape(-1, x.shape[-1]).contiguous()
     if x.dtype != kind.dtype or weights.w1.dtype != kind.dtype:
         x_TH, weights = x_TH.to(kind.dtype), weights.with_experts_in(kind.dtype)
     y_TH, loss, statistics = run(programs, kind, sizes, call, x_TH, *weights.present)
-    shared = layer._modules.get("shared")
-    if shared is not None:  # behind, so that backward adds its gradient of x in the order of the code
+    if shared is not None:
         y_TH = y_TH + shared(x_TH)
     return [y_TH if x.dim() == 2 else _unsafe_view(y_TH, x.shape), loss, *statistics]
 

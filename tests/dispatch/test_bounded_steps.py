@@ -27,9 +27,10 @@ def sizes_of(tokens: int, rows: int, pairs: int) -> AsyncSplitSizes:
     return AsyncSplitSizes(torch.empty(0), 2, known=sizes)
 
 
-def steps_of(group: EPGroup, *, static: bool = False, symmetric: bool = True) -> BoundedSteps:
-    transport: Any = SimpleNamespace(reserved=[])
-    transport.reserve = lambda *given: transport.reserved.append(given)
+def steps_of(group: EPGroup, *, static: bool = False, symmetric: bool = True, room: int = 10**6) -> BoundedSteps:
+    """room: pairs that the present buffers hold."""
+    transport: Any = SimpleNamespace(asked=[])
+    transport.holds = lambda *given: transport.asked.append(given) or given[1].pairs <= room
     via = LayerTransport(transport, 16, torch.device("cuda"), static) if symmetric else None
     return BoundedSteps(group, lambda _: None, lambda _: via)
 
@@ -87,7 +88,7 @@ def test_a_bound_holds_all_lengths_of_a_window() -> None:
         steps.observe(sizes_of(tokens, K * tokens, K * tokens))
     step = begun(steps, layer())
     assert step.bound == SizeBound(8192, 33792, 33792)
-    assert step.via.transport.least_tokens == 8192
+    assert step.via.transport.least == step.bound
     assert step.tokens == 8192
 
 
@@ -111,11 +112,16 @@ def test_the_code_runs_before_sizes_are_known_and_without_symmetric_memory() -> 
     assert other.begin(layer()) is None
 
 
-def test_memory_for_a_bound_is_there_before_anything_runs_with_it() -> None:
-    steps = steps_of(EPGroup.alone())
+def test_without_memory_for_a_bound_the_code_runs_and_allocates_it() -> None:
+    """Before ranks have met, one of them may be in another layer or mode, and allocate otherwise."""
+    steps, bound = steps_of(EPGroup.alone(), room=50), SizeBound(8, 128, 128)
     steps.observe(sizes_of(8, 100, 100))
-    step = begun(steps, layer())
-    assert cast(Any, step.via.transport).reserved == [(16, step.bound)]
+    assert steps.begin(layer()) is None
+    transport = cast(Any, steps)._transport_of(None).transport
+    assert (transport.asked, transport.least) == ([(16, bound)], bound)
+    steps = steps_of(EPGroup.alone(), room=128)
+    steps.observe(sizes_of(8, 100, 100))
+    assert begun(steps, layer()).bound == bound
 
 
 def test_static_buffers_hold_every_step() -> None:
@@ -124,7 +130,7 @@ def test_static_buffers_hold_every_step() -> None:
     step = begun(steps, layer())
     assert step.bound is None
     assert step.holds(sizes_of(8, 3200, 3200).read())
-    assert not cast(Any, step.via.transport).reserved
+    assert not cast(Any, step.via.transport).asked
 
 
 def test_where_saved_tensors_go_through_hooks_a_step_is_exact() -> None:
@@ -133,7 +139,7 @@ def test_where_saved_tensors_go_through_hooks_a_step_is_exact() -> None:
     for _ in range(2):  # the first knows no sizes
         with hooks():
             step = begun(steps, layer())
-        assert (step.is_exact, step.bound, step.via.transport.least_tokens) == (True, None, 0)
+        assert (step.is_exact, step.bound, step.via.transport.least) == (True, None, None)
         steps.observe(sizes_of(8, 32, 32))
     assert [ran.has_hooks for ran in group.order.ran()[1]] == [True] * 2
     assert not begun(steps, layer()).is_exact

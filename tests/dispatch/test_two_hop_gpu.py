@@ -55,11 +55,11 @@ def hosts_of_two() -> Iterator[RankPool]:
         yield pool
 
 
-def layer_of(kind: TransportKind, mode: RoundingMode, timeout: float = 60) -> MoE:
+def layer_of(kind: TransportKind, mode: RoundingMode, timeout: float = 60, *, programs: bool = True) -> MoE:
     rounding = RoundingConfig(mode=mode) if mode == "off" else RoundingConfig(mode=mode, t=64)
     hosts = 1 if kind == "two_hop" else None
     transport = TransportConfig(kind=kind, ranks_per_host=hosts, timeout=timeout)
-    config = MoEConfig(d=D, n=128, E=16, K=4, rounding=rounding, transport=transport)
+    config = MoEConfig(d=D, n=128, E=16, K=4, rounding=rounding, transport=transport, record_launches=programs)
     return MoE(config, EPGroup(), seed=0, device="cuda", dtype=torch.bfloat16)
 
 
@@ -131,8 +131,9 @@ def at_once(exchanges: RowExchange, exchange: Callable[[Tensor], Tensor], values
 
 
 def overlapping_steps(rank: int, kind: TransportKind) -> tuple[list[int], int]:
-    """Steps in which exchanges that overlap GEMMs change a bit, and how many exchanges of the last one do."""
-    layer, start, differing, pending = layer_of(kind, "off"), RowExchange.start, [], list[Pending]()
+    """Steps of the layer's code in which exchanges that overlap GEMMs change a bit; how many of the last one do."""
+    layer, start = layer_of(kind, "off", programs=False), RowExchange.start
+    differing, pending = list[int](), list[Pending]()
 
     def noted(*arguments: Any, overlap: bool) -> Pending:
         pending.append(start(*arguments, overlap=overlap))

@@ -19,8 +19,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._dynamo  # before torch's functions are replaced: see tests/helpers/poison.py
 from torch import Tensor, nn
+
+from tests.helpers.poison import import_dynamo
 
 # Fusions of these names are CUDA kernels, and weights made by Megatron's own default would be made on the GPU.
 CPU_CONFIG = {
@@ -55,6 +56,7 @@ def megatron_on_cpu() -> Iterator[None]:
         if sys.version_info < (3, 12):
             module = _index_of_samples()
             stack.enter_context(patch.dict(sys.modules, {module.__name__: module}))
+        import_dynamo()
         for dst, name, value in _shims():
             stack.enter_context(patch.object(dst, name, value))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # its jit_fuser is torch.compile

@@ -4,14 +4,11 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import torch
-
-# torch.compile's tables name torch's functions as they are when it is first imported: one that was a stand-in then
-# could never be compiled again in this process.
-import torch._dynamo
 from torch import Tensor
 
 ALLOCATORS = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
@@ -31,12 +28,22 @@ def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return poisoned
 
 
+def import_dynamo() -> None:
+    """Call it before torch's functions are replaced.
+
+    torch.compile's tables name them as they are when it is first imported. A stand-in could never be compiled again in
+    this process. (Not at the top of a file: it imports Triton, which reads TRITON_INTERPRET then.)
+    """
+    import_module("torch._dynamo")
+
+
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
     """Within it torch.empty, torch.empty_like and Tensor.new_empty give filled memory to callers in sonic_ep.
 
     It holds for this process: in a worker of `tests.helpers.launch`, enter it there.
     """
+    import_dynamo()
     with ExitStack() as patches:
         for dst, name in ALLOCATORS:
             patches.enter_context(patch.object(dst, name, _poisoned(getattr(dst, name))))

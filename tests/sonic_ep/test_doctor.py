@@ -82,7 +82,7 @@ def test_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("--json") == 0
     found = findings(capsys)
     assert found["experts"]["text"] == "fused grouped GEMMs, in bf16 and fp16"
-    assert found["recorded launches"]["state"] == "ok"
+    assert found["programs"]["state"] == "ok"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Experts that FSDP shards over the ranks that hold the same ones: gradients of the whole batch, recorded launches."""
+"""Experts that FSDP shards over the ranks that hold the same ones: gradients of the whole batch, programs."""
 
 import functools
 from collections.abc import Callable
