@@ -14,6 +14,8 @@ All ways of a case have the same tokens and weights, and take turns of back-to-b
     checkpoint, reentrant    likewise, reentrant
     checkpoint, replay       not reentrant, with sonic_ep.replay_contexts
     compiled                 torch.compile(fullgraph=True)
+    static                   transport.buffers = "static", on several ranks
+    graphed                  likewise, by sonic_ep.graph_layers
     all_to_all, two_hop      transports; the ranks are two hosts of the second one
 
 Medians over rounds, the largest of all ranks. step and host are milliseconds for T tokens: a step of t tokens counts
@@ -37,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layer_contestants import HOSTS, Problem
 from runs import attempt, group_of_ranks, leave, new_record, parser_of, say, shown, write
-from sonic_ep import EPGroup, MoE, replay_contexts
+from sonic_ep import EPGroup, MoE, graph_layers, replay_contexts
 from sonic_ep.config import TransportKind
 from sustained import parsed
 from timing import Clock
@@ -55,6 +57,7 @@ class Way(NamedTuple):
     of: Callable[[MoE], Function]
     lengths: str = "fixed"
     kind: TransportKind = "auto"
+    static: bool = False
     programs: bool = True
     backward: bool = True
 
@@ -72,6 +75,15 @@ def _compiled(layer: MoE) -> Function:
     return _plain(torch.compile(layer, fullgraph=True))  # type: ignore[arg-type]
 
 
+def _graphed(layer: MoE) -> Function:
+    def function(x: Tensor) -> Tensor:
+        if "forward" not in vars(layer):
+            graph_layers([layer], x)
+        return layer(x).y
+
+    return function
+
+
 _CHECKPOINTED = partial(_checkpointed, use_reentrant=False)
 WAYS = {
     "fixed": Way(_plain),
@@ -83,6 +95,8 @@ WAYS = {
     "checkpoint, reentrant": Way(partial(_checkpointed, use_reentrant=True)),
     "checkpoint, replay": Way(partial(_CHECKPOINTED, context_fn=replay_contexts)),
     "compiled": Way(_compiled),
+    "static": Way(_plain, static=True),
+    "graphed": Way(_graphed, static=True),
     "all_to_all": Way(_plain, kind="all_to_all"),
     "two_hop": Way(_plain, kind="two_hop"),
 }
@@ -104,7 +118,8 @@ class Runner:
 
     def __init__(self, way: Way, problem: Problem) -> None:
         mode = "nearest" if problem.group.size == 1 else "apportion"
-        contestant = problem.contestant(", ".join((mode, way.kind, *([] if way.programs else ["code"]))))
+        static = ["static"] if way.static and problem.group.size > 1 else []
+        contestant = problem.contestant(", ".join((mode, way.kind, *static, *([] if way.programs else ["code"]))))
         assert contestant.layer is not None
         self.layer, self._weights, self._way, self._problem = contestant.layer, contestant.inputs[1:], way, problem
         self._function = way.of(self.layer)

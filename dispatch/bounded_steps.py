@@ -8,17 +8,19 @@ Running a program or the code is each rank's own choice. Either way it sends the
 know the same sizes, so they have the same bound. Buffers that are too small for it are allocated by the code, once the
 ranks have met in the exchange of counts, and know that they run the same layer in the same mode.
 
-Activation checkpointing compares the shapes of what a forward and its recomputation save, and a bound may change
-between the two. So where tensors are saved through hooks, the host waits for the true sizes before it launches the
-experts: such a step is *exact*. All ranks must have hooks then, or none: each tells the others, see groups/order.py.
+In a region of activation checkpointing, a recomputation has the bound of its forward, see checkpoint_regions.py. It
+exchanges counts as a forward does, so all ranks must checkpoint a layer, or none: each tells the others, see
+groups/order.py.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, Self, TypeVar, final
 
 import torch
 
+from sonic_ep.dispatch.checkpoint_regions import Regions, present_region
 from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
@@ -45,19 +47,27 @@ class LayerTransport(NamedTuple):
 class Step(NamedTuple):
     """One call of a layer.
 
-    bound: of its sizes; None with static buffers, which are large enough for every step, and of an exact step. tokens:
-    the most of any rank, unless the step is exact.
+    bound: of its sizes; None with static buffers, which are large enough for every step. tokens: the most of any rank.
     """
 
     via: LayerTransport
     bound: SizeBound | None
     tokens: int
-    is_exact: bool = False
 
     def holds(self, sizes: SplitSizes) -> bool:
         """Returns True if this is enough."""
         needed = SizeBound.needed_by(sizes)
         return self.bound is None or self.bound.holds(needed.with_tokens(self.bound.tokens))
+
+
+@dataclass(slots=True)
+class _Call:
+    """What is decided for one call. least: see `SymmetricTransport`. as_code: whether the code runs for the router."""
+
+    step: Step | None
+    transport: SymmetricTransport | None
+    least: SizeBound | None
+    as_code: bool = False
 
 
 @final
@@ -76,7 +86,9 @@ class BoundedSteps(Generic[Layer]):
     ) -> None:
         self._group, self._check, self._transport_of = group, check, transport_of
         self._window = _Window()
+        self._regions, self._call = Regions[_Call](), _Call(None, None, None)
         self._mailbox: Mailbox | None = None
+        self.repeats_code = False  # whether the present call recomputes one of which the router ran its code
         self.order_of_step = NO_ORDER  # of backwards, which the exchange of counts sends, from `start` on
 
     def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
@@ -87,25 +99,32 @@ class BoundedSteps(Generic[Layer]):
 
         That is so on every rank whose layer is in the same mode. Nothing is exchanged or allocated.
         """
-        largest, has_hooks = self._window.largest(), _has_saved_tensor_hooks()
-        via = self._transport_of(layer) if has_hooks or largest is not None else None
-        if via is None:
-            return None
-        if has_hooks:
-            if via.is_static:
-                return None
-            via.transport.least = None
-            self._group.order.add_hooks(self._group.layer)
-            return Step(via, None, 0, is_exact=True)
-        if largest is None:
-            return None
-        bound = bound_of(largest)
-        via.transport.least = bound  # so ranks that run their code send to the same places
-        if via.device.type != "cuda":
-            return None
-        if via.is_static:
-            return Step(via, None, bound.tokens)
-        return Step(via, bound, bound.tokens) if via.transport.holds(via.row_bytes, bound) else None
+        region = present_region()
+        if region is None:
+            call, self.repeats_code = self._new_call(layer, in_region=False), False
+        else:
+            call, is_repeated = self._regions.call(region, lambda: self._new_call(layer, in_region=True))
+            self.repeats_code = is_repeated and call.as_code
+        if call.transport is not None:
+            call.transport.least = call.least  # so ranks that run their code send to the same places
+            if region is not None:
+                self._group.order.add_region(self._group.layer)
+        self._call = call
+        return call.step
+
+    def _new_call(self, layer: Layer, *, in_region: bool) -> _Call:
+        largest = self._window.largest()
+        via = self._transport_of(layer) if in_region or largest is not None else None
+        if via is None or largest is None:
+            return _Call(None, None if via is None else via.transport, None)
+        bound, step = bound_of(largest), None
+        if via.device.type == "cuda" and (via.is_static or via.transport.holds(via.row_bytes, bound)):
+            step = Step(via, None if via.is_static else bound, bound.tokens)
+        return _Call(step, via.transport, bound)
+
+    def decided(self, *, as_code: bool) -> None:
+        """Notes whether the code runs for the router in the present call, for its recomputation."""
+        self._call.as_code = as_code
 
     @property
     def mailbox(self) -> Mailbox:
@@ -165,16 +184,5 @@ def bound_of(needed: SizeBound) -> SizeBound:
     return SizeBound(needed.tokens, rows, max(rows, pairs))
 
 
-def exact_bound(sizes: SplitSizes) -> SizeBound:
-    """Returns the bound of an exact step: the sizes decide all of it."""
-    needed = SizeBound.needed_by(sizes)
-    return needed._replace(rows=_whole_units(needed.rows))
-
-
 def _whole_units(rows: int) -> int:
     return -(-rows // _UNIT) * _UNIT
-
-
-def _has_saved_tensor_hooks() -> bool:
-    """Returns True inside torch.autograd.graph.saved_tensors_hooks, which activation checkpointing uses."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]

@@ -137,13 +137,8 @@ class SymmetricTransport:
             self._bound = None
 
     def holds(self, row_bytes: int, bound: SizeBound) -> bool:
-        """Returns True if `reserve` would not allocate."""
+        """Returns True if the present buffers are large enough for steps within `bound`."""
         return self._buffers.has_rows(row_bytes, max(1, bound.tokens)) and self._buffers.pair_capacity >= bound.pairs
-
-    def reserve(self, row_bytes: int, bound: SizeBound) -> None:
-        """Allocates the buffers of steps within `bound`. A collective."""
-        self._buffers.rows(row_bytes, max(1, bound.tokens))
-        self._buffers.lists(bound.pairs)
 
     @property
     def generation(self) -> int:

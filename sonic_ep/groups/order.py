@@ -35,27 +35,27 @@ class Forward(NamedTuple):
 class Ran(NamedTuple):
     """One run of a rank: the backward of a forward, or with `is_replay` the replay of a forward's CUDA graph.
 
-    is_graphed: whether the forward is in a CUDA graph. has_hooks: no backward, but a forward that begins, and
-    whose saved tensors go through hooks.
+    is_graphed: whether the forward is in a CUDA graph. in_region: no backward, but a forward that begins
+    in a region of activation checkpointing.
     """
 
     forward: Forward
     is_graphed: bool = False
     is_replay: bool = False
-    has_hooks: bool = False
+    in_region: bool = False
 
     @property
     def identity(self) -> int:
         """The same on every rank, and of no other. A forward that exchanges counts needs no layer, which may be 0."""
         layer, exchange, _ = self.forward
-        kind = 4 * self.has_hooks + 2 * self.is_replay + self.is_graphed + 1
+        kind = 4 * self.in_region + 2 * self.is_replay + self.is_graphed + 1
         return (exchange << 20) + (layer << 3) * self.is_graphed + kind
 
     def __str__(self) -> str:
         layer, number, _ = self.forward
         of_layer = f"layer {layer}" if layer else "a layer"
-        if self.has_hooks:
-            return f"a forward of {of_layer} whose saved tensors go through hooks"
+        if self.in_region:
+            return f"a forward of {of_layer} under activation checkpointing"
         return (
             f"replay {number} of {of_layer}" if self.is_replay else f"the backward of forward {number}, of {of_layer}"
         )
@@ -85,10 +85,10 @@ class Order:
         if len(self._ran) < _MAX_LISTED:
             self._ran.append(ran)
 
-    def add_hooks(self, layer: int) -> None:
-        """Call it in front of an exchange of counts if what the forward saves goes through hooks."""
+    def add_region(self, layer: int) -> None:
+        """Call it in front of an exchange of counts in a region of activation checkpointing that is not reentrant."""
         last = self.last
-        self.add_ran(Ran(Forward(layer), has_hooks=True))
+        self.add_ran(Ran(Forward(layer), in_region=True))
         self.last = last
 
     def ran(self) -> tuple[int, list[Ran]]:
@@ -115,10 +115,10 @@ def problem_with_orders(lists: list[list[Ran]]) -> str:
         if len({None if ran is None else ran.identity for ran in each}) > 1:
             texts = (f"{'nothing more' if ran is None else ran} on rank {rank}" for rank, ran in enumerate(each))
             shown = f"number {number} since the last forward was {', '.join(texts)}"
-            if any(ran is not None and ran.has_hooks for ran in each):
+            if any(ran is not None and ran.in_region for ran in each):
                 return (
-                    f"the ranks of the EP group disagree whether activations are checkpointed ({shown}), and wait for "
-                    "sizes in different ways; use activation checkpointing, or other saved-tensor hooks, on all alike"
+                    f"the ranks of the EP group disagree whether activations are checkpointed ({shown}), and a "
+                    "recomputation exchanges counts once more; checkpoint a layer on every rank, or on none"
                 )
             break
     return (

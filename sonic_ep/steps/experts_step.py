@@ -10,7 +10,7 @@ from typing import NamedTuple, Self, cast, final
 import torch
 from torch import Tensor
 
-from sonic_ep.dispatch.bounded_steps import Step, exact_bound
+from sonic_ep.dispatch.bounded_steps import Step
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import PreparedDispatch
@@ -243,7 +243,7 @@ class RunsAs:
         return cls(programs, Ranks(group, transport, step.via.transport, step.via.is_static), step)
 
     def find(self, given: MoECall) -> ExpertsStep | None:
-        """Returns `ExpertsPrograms.step` of this call. A collective if the host waits for sizes."""
+        """Returns `ExpertsPrograms.step` of this call. A collective if a transport sends its lists."""
         bound, step, (x_TH, routing, *_) = None, self.step, given
         if self.ranks is not None and step is None:
             self._prepare(x_TH, routing, self.ranks)
@@ -251,10 +251,7 @@ class RunsAs:
                 return None  # symmetric memory, of which no sizes are known yet
         if self.ranks is not None and step is not None:
             bound = step.bound
-            if step.is_exact and routing.split_sizes is not None:
-                bound = exact_bound(routing.split_sizes.read())
-                step.via.transport.reserve(x_TH.shape[1] * x_TH.element_size(), bound)
-            elif not self.ranks.is_static and x_TH.shape[0] > step.tokens:
+            if not self.ranks.is_static and x_TH.shape[0] > step.tokens:
                 return None
         found = self.programs.step(given, self.ranks, bound, self.prepared)
         self.as_program = found is not None

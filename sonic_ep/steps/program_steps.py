@@ -92,7 +92,8 @@ class ProgramSteps:
 
     def _outputs_of_ranks(self, layer: "MoE", x: Tensor, steps: _Steps, *, only_code: bool) -> list[Tensor] | None:
         step = self._step = steps.begin(layer)
-        kind = None if only_code else self._kind_of_call(layer, x, step)
+        kind = None if only_code or steps.repeats_code else self._kind_of_call(layer, x, step)
+        steps.decided(as_code=step is None or kind is None)
         if step is None or kind is None:
             return None
         sizes = x.numel() // layer.config.d, x.shape[-2], *(step.bound or ())
@@ -133,7 +134,7 @@ class ProgramSteps:
         self._present = _depends_on(layer, x, present)
         if self._present != self._passed and not self._pass_checks(layer, x):
             return None
-        if self._steps is not None and (step is None or step.is_exact or x.numel() > step.tokens * layer.config.d):
+        if self._steps is not None and (step is None or x.numel() > step.tokens * layer.config.d):
             return None
         needs = (False,) * (1 + len(present))
         if torch.is_grad_enabled():

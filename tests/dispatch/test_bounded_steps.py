@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
-from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport, Step, exact_bound
+from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport, Step
 from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.groups import EPGroup
 from sonic_ep.groups.order import Forward, Order
@@ -27,10 +27,10 @@ def sizes_of(tokens: int, rows: int, pairs: int) -> AsyncSplitSizes:
     return AsyncSplitSizes(torch.empty(0), 2, known=sizes)
 
 
-def steps_of(group: EPGroup, *, static: bool = False, symmetric: bool = True, room: int = 10**6) -> BoundedSteps:
-    """room: pairs that the present buffers hold."""
+def steps_of(group: EPGroup, *, static: bool = False, symmetric: bool = True, held: int = 10**6) -> BoundedSteps:
+    """held: pairs that the present buffers hold."""
     transport: Any = SimpleNamespace(asked=[])
-    transport.holds = lambda *given: transport.asked.append(given) or given[1].pairs <= room
+    transport.holds = lambda *given: transport.asked.append(given) or given[1].pairs <= held
     via = LayerTransport(transport, 16, torch.device("cuda"), static) if symmetric else None
     return BoundedSteps(group, lambda _: None, lambda _: via)
 
@@ -114,12 +114,12 @@ def test_the_code_runs_before_sizes_are_known_and_without_symmetric_memory() -> 
 
 def test_without_memory_for_a_bound_the_code_runs_and_allocates_it() -> None:
     """Before ranks have met, one of them may be in another layer or mode, and allocate otherwise."""
-    steps, bound = steps_of(EPGroup.alone(), room=50), SizeBound(8, 128, 128)
+    steps, bound = steps_of(EPGroup.alone(), held=50), SizeBound(8, 128, 128)
     steps.observe(sizes_of(8, 100, 100))
     assert steps.begin(layer()) is None
     transport = cast(Any, steps)._transport_of(None).transport
     assert (transport.asked, transport.least) == ([(16, bound)], bound)
-    steps = steps_of(EPGroup.alone(), room=128)
+    steps = steps_of(EPGroup.alone(), held=128)
     steps.observe(sizes_of(8, 100, 100))
     assert begun(steps, layer()).bound == bound
 
@@ -133,21 +133,55 @@ def test_static_buffers_hold_every_step() -> None:
     assert not cast(Any, step.via.transport).asked
 
 
-def test_where_saved_tensors_go_through_hooks_a_step_is_exact() -> None:
-    group, hooks = EPGroup.alone(), partial(torch.autograd.graph.saved_tensors_hooks, lambda x: x, lambda x: x)
-    steps = steps_of(group)
-    for _ in range(2):  # the first knows no sizes
-        with hooks():
-            step = begun(steps, layer())
-        assert (step.is_exact, step.bound, step.via.transport.least) == (True, None, None)
-        steps.observe(sizes_of(8, 32, 32))
-    assert [ran.has_hooks for ran in group.order.ran()[1]] == [True] * 2
-    assert not begun(steps, layer()).is_exact
-    static = steps_of(group, static=True)
-    static.observe(sizes_of(8, 32, 32))
-    with hooks():
-        assert static.begin(layer()) is None  # the code: its first step has no program, and a recomputation is like it
-    assert exact_bound(sizes_of(8, 129, 33).read()) == SizeBound(8, 256, 33)
+def recomputed(steps: BoundedSteps, needs: list[int], *, as_code: bool = False) -> list[tuple[Any, ...]]:
+    """What is decided for a call in each of several regions, and what for their recomputations, in reverse.
+
+    needs: rows of the step after each region, whose bound may be another then.
+    """
+    found: list[tuple[Any, ...]] = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        step = steps.begin(layer())
+        steps.decided(as_code=as_code)
+        found.append((step, cast(Any, steps)._transport_of(None).transport.least, steps.repeats_code))
+        return x.exp().exp()
+
+    losses = []
+    for rows in needs:
+        losses.append(checkpoint(region, torch.zeros(2, requires_grad=True), use_reentrant=False).sum())
+        steps.observe(sizes_of(8, rows, rows))
+    for loss in reversed(losses):
+        loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_recomputation_has_the_bound_of_its_forward(static: bool) -> None:
+    steps = steps_of(EPGroup.alone(), static=static)
+    needs = [100, 5000, 90000]
+    found = recomputed(steps, needs)
+    first, second, third, *again = found
+    assert again == [third, second, first]
+    assert first == (None, None, False)  # no sizes were known
+    assert second[1] == SizeBound(8, 128, 128)
+    assert third[1] == SizeBound(8, 5248, 5248)
+    assert static or third[0].bound == third[1]
+    order = steps._group.order
+    assert [ran.in_region for ran in order.ran()[1]] == [True] * 2 * len(needs)
+
+
+def test_where_a_forward_ran_code_its_recomputation_does() -> None:
+    found = recomputed(steps_of(EPGroup.alone()), [100, 100], as_code=True)
+    assert [repeats for *_, repeats in found] == [False, False, True, True]
+
+
+def test_a_bound_outside_of_regions_is_the_last() -> None:
+    steps, group = steps_of(EPGroup.alone()), EPGroup.alone()
+    recomputed(steps, [100, 5000])
+    with torch.autograd.graph.save_on_cpu():
+        assert begun(steps, layer()).bound == SizeBound(8, 5248, 5248)
+    assert not steps.repeats_code
+    assert not group.order.ran()[1]
 
 
 def test_an_exchange_sends_the_order_of_backwards() -> None:

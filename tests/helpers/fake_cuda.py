@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from sonic_ep import EPGroup, MoEConfig, TransportConfig
-from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.kernels import backend
 from sonic_ep.kernels.program import native, program
@@ -189,7 +188,8 @@ def ranks_of(
         return PeerMemory(own, torch.zeros(size, dtype=torch.int64), [own] * size)
 
     symmetric = SymmetricTransport(group, allocate, timeout=60, static=is_static)
-    symmetric.reserve(d * dtype.itemsize, SizeBound(_MAX_TOKENS, 0, 2 * K * _MAX_TOKENS))
+    symmetric._buffers.rows(d * dtype.itemsize, _MAX_TOKENS)
+    symmetric._buffers.lists(2 * K * _MAX_TOKENS)
     symmetric._buffers.counts(16 * E)
     symmetric._tokens = STATIC_TOKENS if is_static else None
     symmetric._signal_pad()

@@ -54,9 +54,7 @@ def call_of(*, num_tokens: int = T, sizes: SplitSizes | None = None, **changes: 
 
 
 def ranks_of(generation: int = 1) -> Any:
-    transport: Any = SimpleNamespace(generation=generation, reserved=[])
-    transport.reserve = lambda *given: transport.reserved.append(given)
-    return Ranks(EPGroup.alone(), SimpleNamespace(), transport)  # type: ignore[arg-type]
+    return Ranks(EPGroup.alone(), SimpleNamespace(), SimpleNamespace(generation=generation))  # type: ignore[arg-type]
 
 
 def test_one_program_for_all_lengths_of_a_kind(traced: list[Any]) -> None:
@@ -92,25 +90,12 @@ def test_programs_are_forgotten_where_buffers_have_grown(traced: list[Any]) -> N
     assert programs.num_programs == 1
 
 
-def step_of(ranks: Any, bound: SizeBound | None, *, is_exact: bool = False) -> Step:
-    via = LayerTransport(ranks.symmetric, H * 4, torch.device("cuda"), False)
-    return Step(via, bound, 0 if bound is None else bound.tokens, is_exact)
+def step_of(ranks: Any, bound: SizeBound) -> Step:
+    return Step(LayerTransport(ranks.symmetric, H * 4, torch.device("cuda"), False), bound, bound.tokens)
 
 
 def sizes_of(rows: int) -> SplitSizes:
     return SplitSizes((T, T), ((0, rows), (0, rows)), ((0, rows), (0, rows)))
-
-
-@pytest.mark.usefixtures("traced")
-def test_an_exact_step_has_the_sizes_of_its_routing() -> None:
-    ranks = ranks_of()
-    runs = RunsAs(ExpertsPrograms(K), ranks, step_of(ranks, None, is_exact=True))
-    step = runs.find(call_of(sizes=sizes_of(70)))
-    assert step is not None
-    assert step.sizes == (T, K * T, T, 256, 140)
-    assert ranks.symmetric.reserved == [(H * 4, SizeBound(T, 256, 140))]
-    assert runs.as_program
-    assert not runs.exceeded(call_of(sizes=sizes_of(70)).routing)
 
 
 @pytest.mark.usefixtures("traced")

@@ -55,10 +55,10 @@ def test_what_is_sent_fits_a_positive_integer(ran: list[Ran]) -> None:
     assert sent([]) == NO_ORDER
 
 
-def test_hooks_are_no_backward() -> None:
+def test_a_forward_in_a_region_is_no_backward() -> None:
     order = Order()
     order.add(Forward(1, 7))
-    order.add_hooks(2)
+    order.add_region(2)
     assert order.last == Forward(1, 7)
     lists = [[], order.ran()[1][1:]]
     assert sent(lists[1]) not in (sent([]), sent([Ran(Forward(2))]))

@@ -1,0 +1,129 @@
+"""Regions of torch's activation checkpointing, and which calls recompute which."""
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from sonic_ep import EPGroup, MoE, MoEConfig, TransportConfig
+from sonic_ep.dispatch.checkpoint_regions import Regions, present_region
+from tests.helpers.launch import RankPool
+from tests.helpers.static_buffers import buffers_in_files
+from tests.helpers.triton_device import triton_device
+
+Ranks = Callable[[int], RankPool]
+Found = list[tuple[int, bool]]
+
+
+class Block:
+    """Counts its calls, and notes for each the number of the call that it repeats, or its own."""
+
+    def __init__(self) -> None:
+        self.regions, self.number, self.found = Regions[int](), 0, Found()
+
+    def _new(self) -> int:
+        self.number += 1
+        return self.number
+
+    def __call__(self, x: Tensor) -> Tensor:
+        region = present_region()
+        self.found.append((self._new(), False) if region is None else self.regions.call(region, self._new))
+        return x.exp()
+
+
+def region_of(function: Callable[[Tensor], Tensor], **more: Any) -> Callable[[Tensor], Tensor]:
+    return partial(checkpoint, function, use_reentrant=False, **more)
+
+
+def leaf() -> Tensor:
+    return torch.zeros(3, requires_grad=True)
+
+
+def test_recomputations_in_any_order() -> None:
+    block = Block()
+    first, second = (region_of(block)(leaf()).exp().sum() for _ in range(2))
+    first.backward()
+    third = region_of(block)(leaf()).exp().sum()
+    third.backward()
+    second.backward()
+    assert block.found == [(1, False), (2, False), (1, True), (3, False), (3, True), (2, True)]
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_layer_that_runs_twice_in_a_region(early_stop: bool) -> None:
+    block = Block()
+    with set_checkpoint_early_stop(early_stop):
+        region_of(lambda x: block(block(x)))(leaf()).sum().backward()
+    assert block.found == [(1, False), (2, False), (1, True), (2, True)]
+
+
+def test_a_retained_graph_is_recomputed_twice() -> None:
+    block = Block()
+    loss = region_of(lambda x: block(block(x)))(leaf()).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert block.found == [(1, False), (2, False), *[(1, True), (2, True)] * 2]
+
+
+def test_nested_regions() -> None:
+    block = Block()
+    region_of(lambda x: region_of(block)(block(x)).exp())(leaf()).exp().sum().backward()
+    assert block.found[:2] == [(1, False), (2, False)]
+    assert block.found[2] == (1, True)
+    # The inner region is entered again by the outer recomputation, and what it saves then is recomputed itself.
+    assert block.found[3:]
+    assert all(number in (2, 3) for number, _ in block.found[3:])
+
+
+def test_what_is_no_region() -> None:
+    block = Block()
+    block(leaf())
+    with torch.autograd.graph.save_on_cpu():
+        block(leaf()).sum().backward()
+    checkpoint(block, leaf(), use_reentrant=True).sum().backward()
+    assert block.found == [(number, False) for number in range(1, 5)]
+
+
+def test_nothing_is_kept_of_a_region_that_is_gone() -> None:
+    block = Block()
+    region_of(block)(leaf()).sum().backward()
+    gc.collect()
+    assert not block.regions._calls
+    assert not block.regions._next
+
+
+def gradients(layer: MoE, step: int, *, checkpointed: bool) -> list[Tensor]:
+    """Of two microbatches, the second longer than any before: their backwards begin when the bound has grown."""
+    generator, losses, leaves = torch.Generator().manual_seed(step), [], []
+    for part in range(2):
+        x = torch.randn(8 * step + 4 * part + layer.group.rank, layer.config.d, generator=generator).requires_grad_()
+        y = region_of(lambda x: layer(x).y)(x) if checkpointed else layer(x).y
+        losses.append(y.square().sum())
+        leaves.append(x)
+    layer.zero_grad()
+    torch.stack(losses).sum().backward()
+    return [value.grad.clone() for value in (*leaves, *layer.parameters()) if value.grad is not None]
+
+
+def steps_in_regions(rank: int, folder: str) -> list[bool]:
+    """Whether each step has the gradients of a layer without checkpoints."""
+    config = MoEConfig(d=8, n=4, E=8, K=2, transport=TransportConfig(timeout=20))
+    layer = MoE(config, EPGroup(), seed=0)
+    with buffers_in_files(layer.transport, folder, static=False):  # pyright: ignore[reportArgumentType]
+        wanted = [gradients(layer, step, checkpointed=False) for step in range(1, 4)]
+        # A layer of its own, which knows no sizes at first.
+        other = MoE(config, layer.group, seed=0)
+        other.transport = layer.transport
+        found = [gradients(other, step, checkpointed=True) for step in range(1, 4)]
+    return [all(map(torch.equal, a, b)) and len(a) == len(b) for a, b in zip(wanted, found, strict=True)]
+
+
+@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels; see test_ranks_as_programs.py")
+def test_regions_across_ranks_while_the_bound_grows(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(steps_in_regions, str(tmp_path)) == [[True] * 3] * 2
