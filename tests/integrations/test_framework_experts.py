@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sonic_ep import EPGroup, TransportConfig
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
-from sonic_ep.integrations.topk_routing import routing_of_topk
+from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
+from sonic_ep.integrations.topk_routing import RouterCall, routing_of_topk
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.transports import transport_for
 from tests.helpers.launch import RankPool
@@ -86,16 +86,14 @@ class Layer:
         scores_TE = torch.randn(num_tokens, E, generator=generator) + lean * torch.linspace(0, 2, E)
         weights_TK, ids_TK = (each.to(self.device) for each in scores_TE.softmax(1).topk(K))
         x_TH = torch.randn(num_tokens, D, generator=generator).to(self.device, self.dtype)
-        route = partial(
-            routing_of_topk, E=E, group=self.group, exchange=self.transport, dtype=self.dtype, training=True
-        )
+        router_call = RouterCall(group=self.group, exchange=self.transport, dtype=self.dtype, training=True)
+        route = partial(routing_of_topk, E=E, call=router_call)
         biases: Any = [None, None] if self.split else [*self.weights[2:], None, None][:2]
         return ExpertsCall(
             x_TH=x_TH.requires_grad_(),
-            routed=[ids_TK, weights_TK.requires_grad_()],
+            routed=RouterTensors([ids_TK, weights_TK.requires_grad_()], route),
             weights=(self.weights[0], self.weights[1], *biases),
             up_eIH=self.weights[2] if self.split else None,
-            route=route,
             lora=ExpertsLoRA(*self.updates) if self.updates else None,
             settings={
                 "accumulate_into_main_grad": self.main_grad,
@@ -112,7 +110,7 @@ class Layer:
             weight.grad = None
         y = compute(call)
         (y * y).sum().backward()
-        found = [y.detach(), call.x_TH.grad, call.routed[1].grad]
+        found = [y.detach(), call.x_TH.grad, call.routed.tensors[1].grad]
         for index, weight in enumerate(self.weights):
             added = self.main_grad and index < 2
             found.append(weight.main_grad if added else weight.grad)  # type: ignore[attr-defined]

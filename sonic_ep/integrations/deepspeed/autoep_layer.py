@@ -115,10 +115,9 @@ class SonicEPGroupedExperts(GroupedExperts):
         gate_eIH, up_eIH, down_eHI = (weight.to(x_TH.dtype) for weight in (self.w1, self.w3, self.w2))
         call = ExpertsCall(
             x_TH=x_TH,
-            routed=given.tensors,
+            routed=given,
             weights=(gate_eIH, down_eHI, None, None),
             up_eIH=up_eIH,
-            route=given.route,
             settings={"activation": self.our_activation, "save_dispatched": self.options.save_dispatched},
         )
         return computes.with_others(call)

@@ -82,9 +82,8 @@ class StackedExperts(nn.Module):
         weights = values["w1"], values["w2"], values.get("b1"), values.get("b2")
         call = ExpertsCall(
             x_TH=x_TH,
-            routed=given.tensors,
+            routed=given,
             weights=weights,
-            route=given.route,
             settings={"activation": self.template.activation, "save_dispatched": save_dispatched},
         )
         return computes.with_others(call)

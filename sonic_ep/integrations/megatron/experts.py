@@ -8,7 +8,6 @@ else I).
 """
 
 import contextlib
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
+from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
 from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.megatron.checkpoint import (
     HeldExperts,
@@ -32,7 +31,6 @@ from sonic_ep.integrations.megatron.checkpoint import (
     to_pairs,
 )
 from sonic_ep.integrations.megatron.groups import ExpertDivision
-from sonic_ep.integrations.megatron.routing_map import RouterOutput
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.routing import Routing
@@ -150,7 +148,7 @@ class SonicEPExperts(MegatronModule):
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, x_TH: Tensor, routed: Routing | RouterOutput) -> Tensor:
+    def forward(self, x_TH: Tensor, routed: Routing | RouterTensors) -> Tensor:
         """Returns each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
         e, accumulates = self.num_local_experts, self.config.gradient_accumulation_fusion
         settings = {
@@ -164,20 +162,11 @@ class SonicEPExperts(MegatronModule):
             return moe(x_TH, routed, *weights, transport=self.transport, group=self.group, **settings)
         call = ExpertsCall(
             x_TH=x_TH,
-            routed=routed.tensors,
+            routed=routed,
             weights=(self.weight1, self.weight2, b1, b2),
-            route=partial(routed.route, **self._of_routes(x_TH)),
-            is_bounded=routed.is_bounded,
             settings=settings,
         )
         return self._experts(call)
-
-    def routing_of(self, routed: RouterOutput, x: Tensor) -> Routing:
-        """Returns the routing of what a router returned for x. A collective of the EP group."""
-        return routed.route(*routed.tensors, **self._of_routes(x))
-
-    def _of_routes(self, x: Tensor) -> dict[str, Any]:
-        return {"group": self.group, "exchange": self.transport, "dtype": x.dtype, "training": self.training}
 
     @torch.no_grad()
     def on_all_tokens(self, x_TH: Tensor, probs_TE: Tensor) -> Tensor:
