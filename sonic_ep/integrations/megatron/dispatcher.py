@@ -65,7 +65,9 @@ class NoDispatcher:
         return padding_mask
 
     def given(self, x_OH: Tensor) -> GivenRouting:
-        """Returns which rows of x are padding. The host waits if there is a mask."""
+        """Returns which rows of x are padding. The host waits if there is a mask and rounding has not waited."""
+        if self.rounded is not None:
+            return self.rounded[1]
         if self.problem is not None:
             return GivenRouting(x_OH.shape[:1], problem=self.problem)
         if self.padding_O is None:
