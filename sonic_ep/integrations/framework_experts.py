@@ -19,10 +19,11 @@ from sonic_ep.dispatch.bounded_steps import LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
+from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routing import Routing
 from sonic_ep.steps.experts_step import ExpertsPrograms, RunsAs
-from sonic_ep.transports import GroupTransport, bounded_transport, steps_of
+from sonic_ep.transports import GroupTransport, bounded_transport, steps_of, transport_for
 
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -75,6 +76,11 @@ class FrameworkExperts:
         self.group, self.transport, self._K, self._as_programs = group, transport, K, as_programs
         self._programs = ExpertsPrograms(K)
         self._steps = steps_of(group, transport, partial(_transport_of, transport))
+
+    @classmethod
+    def of(cls, group: EPGroup, options: SonicEPOptions, K: int) -> Self:
+        """Returns the calls of a layer with these options. A collective: see `transport_for`."""
+        return cls(group, transport_for(group, options.transport), K, as_programs=options.record_launches)
 
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[object, ...]]:
         return partial(type(self), as_programs=self._as_programs), (self.group, self.transport, self._K)

@@ -34,7 +34,6 @@ from sonic_ep.integrations.megatron.groups import ExpertDivision
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.routing import Routing
-from sonic_ep.transports import transport_for
 
 
 @final
@@ -66,13 +65,12 @@ class SonicEPExperts(MegatronModule):
         groups, self._dispatch_group, self.parts, self.part = division
         self.ep_group, self.tp_group, self.dp_group = groups.ep, groups.expt_tp, groups.expt_dp
         self.group = EPGroup(self._dispatch_group) if self._dispatch_group.size() > 1 else EPGroup.alone()
-        self.transport = transport_for(self.group, options.transport)
         self.activation = activation_of(config)
         self.gated = activation_named(self.activation).gated
         self.block = config.moe_mlp_glu_interleave_size if self.gated else None
         self.save_dispatched = options.save_dispatched
-        K = config.moe_router_topk * self.parts
-        self._experts = FrameworkExperts(self.group, self.transport, K, as_programs=options.record_launches)
+        self._experts = FrameworkExperts.of(self.group, options, config.moe_router_topk * self.parts)
+        self.transport = self._experts.transport
         assert config.moe_ffn_hidden_size is not None  # TransformerConfig fills it in
         H, I = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size // self.parts  # noqa: E741
         J = 2 * I if self.gated else I

@@ -27,7 +27,6 @@ from sonic_ep.integrations.torchtitan.router import split
 from sonic_ep.routers.given_routing import GivenRouting
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
-from sonic_ep.transports import transport_for
 
 
 class SonicEPRoutedExperts(RoutedExperts):
@@ -56,12 +55,7 @@ class SonicEPRoutedExperts(RoutedExperts):
         self.options, self.router_config = config.options, config.router
         self.tp_size = 1
         self.given: GivenRouting | None = None  # what the router was given for this call: see replay.py
-        self._divide_experts(EPGroup.alone())
-
-    def _divide_experts(self, group: EPGroup) -> None:
-        transport = transport_for(group, self.options.transport)
-        as_programs = self.options.record_launches
-        self._experts = FrameworkExperts(group, transport, self.top_k, as_programs=as_programs)
+        self._experts = FrameworkExperts.of(EPGroup.alone(), self.options, self.top_k)
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Shards the module as torchtitan's sharding_config says. A collective of the EP group.
@@ -82,7 +76,7 @@ class SonicEPRoutedExperts(RoutedExperts):
         super().parallelize(parallel_dims)
         ep_mesh = parallel_dims.get_optional_mesh("ep")
         if ep_mesh is not None:
-            self._divide_experts(EPGroup(ep_mesh.get_group()))
+            self._experts = FrameworkExperts.of(EPGroup(ep_mesh.get_group()), self.options, self.top_k)
         else:
             self.tp_size = parallel_dims.tp
 
