@@ -110,10 +110,6 @@ class FrameworkExperts:
             self._steps.observe(routing.split_sizes)
         return out_TH, others
 
-    def compute(self, call: ExpertsCall) -> Tensor:
-        """Returns the same by the layer's code."""
-        return self._compute(call, call.routed.routing()[0])
-
     def _compute(self, call: ExpertsCall, routing: Routing, runs_as: RunsAs | None = None) -> Tensor:
         others = {"up_eIH": call.up_eIH, "lora": call.lora, "runs_as": runs_as, **call.settings}
         return moe(call.x_TH, routing, *call.weights, transport=self.transport, group=self.group, **others)

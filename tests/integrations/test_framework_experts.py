@@ -123,13 +123,14 @@ def differing(rank: int, device: str, options: dict[str, Any]) -> tuple[list[str
     """Steps in which programs differ from the code, and the number of programs."""
     group = EPGroup() if torch.distributed.is_initialized() else EPGroup.alone()
     layers = [Layer(group, device, **options) for _ in range(2)]
-    experts = FrameworkExperts(group, layers[0].transport, K)
+    experts, code = (FrameworkExperts(group, layers[0].transport, K, as_programs=runs) for runs in (True, False))
     wrong = []
     for step, lean in enumerate(LEANS):
         num_tokens = T - 50 * (step % 3)
         program = layers[0].run(experts, layers[0].call(step, lean, num_tokens))
-        code = layers[1].run(experts.compute, layers[1].call(step, lean, num_tokens))
-        wrong += [f"{step} {i}" for i, (a, b) in enumerate(zip(program, code, strict=True)) if not torch.equal(a, b)]
+        expected = layers[1].run(code, layers[1].call(step, lean, num_tokens))
+        pairs = zip(program, expected, strict=True)
+        wrong += [f"{step} {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
     assert [layer.hooks_called for layer in layers] == [2 * len(LEANS) * layers[0].main_grad] * 2
     return wrong, experts.num_programs
 
@@ -156,15 +157,16 @@ def test_programs_on_two_gpus(gpus: Ranks, option: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_main_grads_of_another_dtype(device: str) -> None:
     layers = [Layer(EPGroup.alone(), device, main_grad=True) for _ in range(2)]
-    experts = FrameworkExperts(EPGroup.alone(), layers[0].transport, K)
+    group, transport = EPGroup.alone(), layers[0].transport
+    experts, code = (FrameworkExperts(group, transport, K, as_programs=runs) for runs in (True, False))
     for dtype in (torch.float32, layers[0].dtype):
         for layer in layers:
             for param in layer.weights[:2]:
                 param.main_grad = torch.zeros_like(param, dtype=dtype)  # type: ignore[attr-defined]
         for step in range(4):
             program = layers[0].run(experts, layers[0].call(step, 0))
-            code = layers[1].run(experts.compute, layers[1].call(step, 0))
-            assert [torch.equal(*pair) for pair in zip(program, code, strict=True)] == [True] * len(code)
+            expected = layers[1].run(code, layers[1].call(step, 0))
+            assert [torch.equal(*pair) for pair in zip(program, expected, strict=True)] == [True] * len(expected)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
