@@ -62,9 +62,9 @@ def operations(shape: str) -> tuple[dict[str, Callable[[], Any]], dict[str, floa
         "weights_of_pairs": lambda: router.weights_of_pairs(
             chosen.scores_TE, chosen.topk_ids_TK, pairs.token_ids_N, experts_N, settings
         ),
-        "losses": lambda: router.losses(logits_TE, chosen.topk_ids_TK, chosen.counts_E[None], 1, balanced),
+        "losses": lambda: router.losses(logits_TE, chosen.topk_ids_TK, chosen.counts_E()[None], 1, balanced),
         "losses of 256 sequences": lambda: router.losses(
-            logits_TE, chosen.topk_ids_TK, chosen.counts_E[None], 256, of_sequences
+            logits_TE, chosen.topk_ids_TK, chosen.counts_E()[None], 256, of_sequences
         ),
         "logits_gradient": lambda: router.logits_gradient(logits_TE, chosen.topk_ids_TK, pairs, None, settings),
         "logits_gradient_with_losses": lambda: router.logits_gradient(

@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, Pending, PreparedDispatch, Splits
+from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.row_exchange import CollectiveTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists
@@ -41,20 +41,9 @@ class AllToAllTransport(CollectiveTransport):
         rows_out, rows_in = starts.diff().tolist()
         buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, num_rows)
         tokens = token_lists(sent, num_sent)
-        handle_sizes = HandleSizes(
-            splits=Splits(tuple(rows_out), tuple(rows_in), *splits),
-            num_tokens=routing.num_tokens,
-            num_rows=num_rows,
-            num_listed=routing.token_ids_N.shape[0],
-            forward=routing.forward_in(self.group),
-        )
-        handle = DispatchHandle.of(
-            buffer,
-            chunks.expert_starts_e,
-            (tokens.token_of_sent_U, tokens.sent_by_token_U, tokens.sent_starts_T),
-            handle_sizes,
-        )
-        return PreparedDispatch(handle, buffer.weights_P)
+        lists = tokens.token_of_sent_U, tokens.sent_by_token_U, tokens.sent_starts_T
+        row_splits = Splits(tuple(rows_out), tuple(rows_in), *splits)
+        return self._prepared(routing, buffer, chunks.expert_starts_e, lists, row_splits)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         (token_of_sent_U, _, _), splits = handle.transport_lists, handle.splits

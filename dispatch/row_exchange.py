@@ -19,11 +19,11 @@ from torch.nn.functional import pad
 
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.dispatch.plan import split_sizes_async
-from sonic_ep.dispatch.protocol import DispatchHandle, Pending
+from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.side_stream import SideStream
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import values_of_pairs
-from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
+from sonic_ep.kernels.dispatch.recv_index.reference import PairBuffer, RankPlan
 from sonic_ep.kernels.program.trace import by_torch
 from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
 
@@ -162,6 +162,23 @@ class CollectiveTransport:
 
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         return self._exchange.scalars(parts_PZ, handle, overlap=overlap)
+
+    def _prepared(
+        self,
+        routing: Routing,
+        buffer: PairBuffer,
+        expert_starts_e: Tensor,
+        transport_lists: tuple[Tensor, ...],
+        splits: Splits,
+    ) -> PreparedDispatch:
+        sizes = HandleSizes(
+            splits=splits,
+            num_tokens=routing.num_tokens,
+            num_rows=sum(splits.rows_in),
+            num_listed=routing.token_ids_N.shape[0],
+            forward=routing.forward_in(self.group),
+        )
+        return PreparedDispatch(DispatchHandle.of(buffer, expert_starts_e, transport_lists, sizes), buffer.weights_P)
 
 
 def _padded(values_N: Tensor, spare: Sequence[int]) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, Pending, PreparedDispatch, Splits
+from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.row_exchange import CollectiveTransport
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists
@@ -126,26 +126,13 @@ class TwoHopTransport(CollectiveTransport):
         chunks = plan.chunks(sizes.num_rows(ranks.rank), sum(pairs_in))
         row_starts_S = row_starts(chunks, row_in_source_V)
         splits = self._splits(sent.row_starts_Q, row_starts_S, is_needed_AT, here, pairs)
-        num_rows = sum(splits.rows_in)
-        buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, num_rows)
+        buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, sum(splits.rows_in))
         crossing = token_lists(_marked(is_needed_AT), sum(splits.crossing_out))
         is_needed_here = torch.cat(here, 1)
         token_of_arrived_Y = torch.nonzero_static(is_needed_here.amax(0), size=sum(splits.crossing_in)).flatten()
         forwarded = token_lists(_marked(is_needed_here[:, token_of_arrived_Y]), sum(splits.forwarded_out))
-        handle_sizes = HandleSizes(
-            splits=splits,
-            num_tokens=routing.num_tokens,
-            num_rows=num_rows,
-            num_listed=routing.token_ids_N.shape[0],
-            forward=routing.forward_in(self.group),
-        )
-        handle = DispatchHandle.of(
-            _in_order_of_arrival(buffer, ranks.in_order_of_arrival, splits),
-            chunks.expert_starts_e,
-            _Hops(crossing, forwarded).joined(),
-            handle_sizes,
-        )
-        return PreparedDispatch(handle, buffer.weights_P)
+        in_order = _in_order_of_arrival(buffer, ranks.in_order_of_arrival, splits)
+        return self._prepared(routing, in_order, chunks.expert_starts_e, _Hops(crossing, forwarded).joined(), splits)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         (crossing, forwarded), splits, layer = _Hops.of(handle), handle.splits, handle.forward.layer

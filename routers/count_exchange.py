@@ -143,8 +143,7 @@ def gather_counts(
     if zeroed_on_error:
         chosen_SE = zero_counts_on_error(chosen_SE, status_SF, code)
     tokens_S = status_SF[:, TOKENS]
-    rounded = round_counts(chosen_SE, tokens_S, rounding, training=status.training, seed=status_SF[0, SEED])
-    counts = GroupCounts(chosen_SE, rounded.rows_SE, rounded.pairs_SE, tokens_S, rounded.cut_S, rounded.t)
+    counts = round_counts(chosen_SE, tokens_S, rounding, training=status.training, seed=status_SF[0, SEED])
     if status.bad_logits is not None and not readable:
         raise ValueError(
             "router.check_logits=True makes the host wait for the device, which a CUDA graph cannot capture; "

@@ -16,13 +16,13 @@ from sonic_ep.config import MoEConfig, RouterConfig
 from sonic_ep.first_order import Context, first_order
 from sonic_ep.kernels.backend import router_linear, router_operations
 from sonic_ep.kernels.route.interface import LossGradient, PairGradients, RouterLinear, RouterOperations
+from sonic_ep.routers.linear import DTYPES_OF_KERNELS
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK, fused_topk
 from sonic_ep.routers.weights_and_losses import fused_weights_and_losses
 from sonic_ep.routing import RoutedPairs
 
 _Call = tuple[RouterLinear, RouterOperations, RouterConfig]
-_DTYPES_OF_WEIGHT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ def kernels_of_route(
     """Returns the kernels for these rows and the router's weight, or None where separate operations route."""
     if (
         config.router.linear_dtype == "input"
-        or weight_EH.dtype not in _DTYPES_OF_WEIGHT
+        or weight_EH.dtype not in DTYPES_OF_KERNELS
         or (linear := router_linear(x_TH)) is None
     ):
         return None

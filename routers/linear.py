@@ -17,7 +17,7 @@ from sonic_ep.kernels.route.interface import RouterLinear
 from sonic_ep.kernels.route.linear import reference
 
 # Of weights. FSDP with mixed precision casts them to bf16; to cast them back would be two kernels more.
-_DTYPES_OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES_OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def linear(
@@ -35,7 +35,7 @@ def linear(
     dtype, in_dtype_of_x = torch.promote_types(x_TH.dtype, torch.float32), linear_dtype == "input"
     inner, compiling = x_TH.dtype if in_dtype_of_x else dtype, torch.compiler.is_compiling()
     operations = None if compiling else reference if in_dtype_of_x else router_linear(x_TH)
-    if operations in (None, reference) or weight_EH.dtype not in _DTYPES_OF_KERNELS:
+    if operations in (None, reference) or weight_EH.dtype not in DTYPES_OF_KERNELS:
         weight_EH, bias_E = weight_EH.to(inner), None if bias_E is None else bias_E.to(inner)
     if compiling and not in_dtype_of_x and x_TH.is_cuda and x_TH.dtype == torch.bfloat16:
         logits_TE = torch.ops.sonic_ep.router_linear(x_TH, weight_EH)

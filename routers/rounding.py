@@ -21,7 +21,6 @@ Legend: S ranks of the EP group, Q destination ranks, E experts, e local experts
 """
 
 import functools
-from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -30,6 +29,7 @@ from torch import Tensor
 from sonic_ep.config import RoundingConfig
 from sonic_ep.kernels.backend import apply_rule
 from sonic_ep.kernels.route.rounding.reference import RoundingRule
+from sonic_ep.routing import GroupCounts, unrounded
 
 CHUNK_MULTIPLES = (128, 64, 32, 16)
 # The share of changed pairs that t="auto" accepts. With 0.066, t = 64 is used from rho = 2 on, where SonicMoE's paper
@@ -38,20 +38,6 @@ CHANGE_BUDGET = 0.066
 # Simulated changes under apportionment / changes under independent uniform remainders (docs/token_rounding.md).
 _APPORTION_OVERHEAD = 1.034
 _ALWAYS = 2**62  # more pairs than any group has
-
-
-@dataclass(frozen=True, slots=True)
-class RoundedCounts:
-    """The rows and pairs that every rank sends to every expert. All int64, on the device of the counts.
-
-    rows_SE: n[S, E], rows of each chunk, a multiple of t. pairs_SE: how many of them are pairs; the others are padding
-    rows. cut_S: pairs that capacity removed, by destination rank. t: () the row multiple of a chunk, 1 if mode "off".
-    """
-
-    rows_SE: Tensor
-    pairs_SE: Tensor
-    cut_S: Tensor
-    t: Tensor
 
 
 def predicted_change(rho: float, t: int, G: int, ep_size: int) -> float:
@@ -125,7 +111,7 @@ def round_counts(
     *,
     training: bool = True,
     seed: Tensor | int = 0,
-) -> RoundedCounts:
+) -> GroupCounts:
     """Rounds the plain top-K counts of every rank to n[S, E].
 
     Shapes:  chosen_SE (S, E) plain top-K counts and tokens_S (S,) tokens of each rank, int64 on one device. E must be a
@@ -135,10 +121,10 @@ def round_counts(
     """
     ep_size, E = chosen_SE.shape
     if not training or (rounding.mode == "off" and rounding.capacity_factor is None):
-        zeros_S, one = tokens_S.new_zeros(tokens_S.shape), chosen_SE.new_ones(())
-        return RoundedCounts(chosen_SE, chosen_SE, zeros_S, one)
+        return unrounded(chosen_SE, tokens_S)
     seed_tensor = torch.full((), seed, device=chosen_SE.device) if isinstance(seed, int) else seed
-    return RoundedCounts(*apply_rule(chosen_SE, tokens_S, seed_tensor, rule_of(rounding, ep_size, E)))
+    rows_SE, pairs_SE, cut_S, t = apply_rule(chosen_SE, tokens_S, seed_tensor, rule_of(rounding, ep_size, E))
+    return GroupCounts(chosen_SE, rows_SE, pairs_SE, tokens_S, cut_S, t)
 
 
 def _auto_thresholds(ep_size: int, E: int, G: int) -> list[tuple[int, int]]:

@@ -19,9 +19,9 @@ from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
 from sonic_ep.routers.given_routing import NOT_ROUNDED
 from sonic_ep.routers.replay import record_pairs, replayed_pairs
-from sonic_ep.routers.rounding import is_plain_topk, leaves_sizes_open, max_received, max_rows, round_counts
+from sonic_ep.routers.rounding import is_plain_topk, max_received, max_rows, round_counts
 from sonic_ep.routers.topk import TopK
-from sonic_ep.routing import BalanceCounts, GroupCounts, RoutedPairs, unrounded
+from sonic_ep.routing import BalanceCounts, GroupCounts, RoutedPairs
 
 _LOG = logging.getLogger("sonic_ep")
 # From the (E,) number of pairs of each expert, and the length of the lists: token ids, expert ids, and whether the pair
@@ -116,12 +116,7 @@ def pairs_of_one_rank(topk: TopK, context: RoutingContext, seed: Tensor | None) 
     assert tokens_1 is not None
     finish = start_pairs(topk, rounding, training=training)
     chosen_SE = chosen_E.as_strided((1, chosen_E.shape[0]), (chosen_E.shape[0], 1))
-    if leaves_sizes_open(rounding, training=training):
-        seed = tokens_1 if seed is None else seed
-        rounded = round_counts(chosen_SE, tokens_1, rounding, training=training, seed=seed)
-        counts = GroupCounts(chosen_SE, rounded.rows_SE, rounded.pairs_SE, tokens_1, rounded.cut_S, rounded.t)
-    else:
-        counts = unrounded(chosen_SE, tokens_1)
+    counts = round_counts(chosen_SE, tokens_1, rounding, training=training, seed=tokens_1 if seed is None else seed)
     routed_pairs = select(topk, counts, 0, rounding, training=training, finish=finish)
     if topk.by_score_TK is not None:
         routed_pairs = replace(routed_pairs, balance_counts=BalanceCounts(topk.by_score_TK, chosen_SE))

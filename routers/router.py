@@ -17,7 +17,6 @@ from sonic_ep.config import MoEConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.initialization import fill_normal
 from sonic_ep.kernels.route.status.reference import NO_UPDATES
-from sonic_ep.routers.balance import updated_bias
 from sonic_ep.routers.compiled import constant_config_of, decide_pairs_in_graph, text_of
 from sonic_ep.routers.fused import FusedRoute, kernels_of_route
 from sonic_ep.routers.linear import linear
@@ -297,6 +296,16 @@ class Router(nn.Module):
         self.expert_bias.copy_(updated_bias(self.expert_bias, counts_E, self.config.router.expert_bias_rate))
         self._counts_since_update_E.zero_()  # in place, because a captured CUDA graph adds to this tensor
         self._bias_updates += 1
+
+
+def updated_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
+    """Returns the (E,) bias after one step: plus `rate` for an expert below the mean count, minus `rate` above it.
+
+    The counts are of the top-K before rounding. Source: auxiliary-loss-free load balancing, arXiv 2408.15664, algorithm
+    1.
+    """
+    counts_E = counts_E.to(torch.float64)
+    return bias_E + rate * torch.sign(counts_E.mean() - counts_E).to(bias_E.dtype)
 
 
 def _reset_after_load(router: nn.Module, *_: object) -> None:

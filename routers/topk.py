@@ -4,8 +4,7 @@ Legend: T tokens on this rank, E experts, K experts per token, g expert groups, 
 """
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,56 +12,8 @@ from torch import Tensor
 from sonic_ep.config import RouterConfig
 from sonic_ep.first_order import Context, first_order
 from sonic_ep.kernels.backend import router_operations
-from sonic_ep.kernels.route.interface import RouterOperations
-from sonic_ep.kernels.route.topk.reference import experts_of_best_groups, scores_of, times_chosen, top_experts
-
-
-@dataclass(frozen=True, slots=True)
-class TopK:
-    """The plain top-K of this rank's tokens, before rounding.
-
-    scores_TE: differentiable scores in the dtype of the logits. ranking_TE: the scores plus expert bias, detached;
-    top-K takes the largest. allowed_TE: bool, the experts in each token's best groups; None without group limits.
-    topk_ids_TK: int64 expert ids. plain_counts_E, plain_entropy_T: the results of `counts_E` and `entropy_T`, if a
-    kernel computed them. bad_logits: () int64 number of NaN and inf logits; None unless router.check_logits is set.
-    by_score_TK: int64, the K experts of highest score alone, if the balance loss counts these (`counts_by_score`), else
-    None. tokens_1: (1,) int64, T, if a kernel wrote it.
-    """
-
-    scores_TE: Tensor
-    ranking_TE: Tensor
-    allowed_TE: Tensor | None
-    topk_ids_TK: Tensor
-    plain_counts_E: Tensor | None = None
-    plain_entropy_T: Tensor | None = None
-    bad_logits: Tensor | None = None
-    by_score_TK: Tensor | None = None
-    tokens_1: Tensor | None = None
-
-    def with_ids(self, topk_ids_TK: Tensor) -> Self:
-        """Returns this with another choice of experts."""
-        return replace(self, topk_ids_TK=topk_ids_TK, plain_counts_E=None)
-
-    def with_given(self, topk_ids_TK: Tensor) -> Self:
-        """Returns this with experts that a caller gives, in any groups."""
-        return replace(self.with_ids(topk_ids_TK), allowed_TE=None)
-
-    def counts_E(self) -> Tensor:
-        """Returns (E,) int64 tokens per expert, before rounding."""
-        if self.plain_counts_E is not None:
-            return self.plain_counts_E
-        return times_chosen(self.topk_ids_TK, self.scores_TE.shape[1])
-
-    def entropy_T(self) -> Tensor:
-        """Returns (T,) entropy, in nats, of each token's scores divided by their sum; detached.
-
-        It is NaN for a token with a NaN or infinite logit, unless the scores alone are known.
-        """
-        return _entropy(self.scores_TE.detach()) if self.plain_entropy_T is None else self.plain_entropy_T
-
-
-def _entropy(scores_TE: Tensor) -> Tensor:
-    return torch.special.entr(scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)).sum(1)
+from sonic_ep.kernels.route.interface import RouterOperations, TopK, entropy_of
+from sonic_ep.kernels.route.topk.reference import experts_of_best_groups, scores_of, top_experts
 
 
 def counts_by_score(config: RouterConfig) -> bool:
@@ -90,7 +41,7 @@ def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config
     allowed_TE = None if config.num_groups == 1 else experts_of_best_groups(ranking_TE, config)
     is_bad_TE = ~logits_TE.detach().isfinite()
     bad_logits = is_bad_TE.sum() if config.check_logits else None
-    entropy_T = _entropy(scores_TE.detach()).masked_fill(is_bad_TE.any(1), float("nan"))
+    entropy_T = entropy_of(scores_TE.detach()).masked_fill(is_bad_TE.any(1), float("nan"))
     topk_ids_TK = top_experts(ranking_TE, allowed_TE, K)
     by_score_TK = top_experts(scores_TE, None, K) if counts_by_score(config) else None
     return TopK(
@@ -108,20 +59,11 @@ def fused_topk(
     operations: RouterOperations, logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig
 ) -> TopK:
     """Returns the same by kernels, with scores that have no gradient."""
-    chosen, by_score_TK = operations.compute_topk(logits_TE, expert_bias_E, K, config), None
-    if counts_by_score(config):
-        by_score_TK = operations.compute_topk(logits_TE, None, K, _score_alone(config)).topk_ids_TK
-    return TopK(
-        chosen.scores_TE,
-        chosen.ranking_TE,
-        chosen.allowed_TE,
-        chosen.topk_ids_TK,
-        chosen.counts_E,
-        chosen.entropy_T,
-        chosen.bad_logits,
-        by_score_TK,
-        chosen.tokens_1,
-    )
+    topk = operations.compute_topk(logits_TE, expert_bias_E, K, config)
+    if not counts_by_score(config):
+        return topk
+    by_score = operations.compute_topk(logits_TE, None, K, _score_alone(config))
+    return replace(topk, by_score_TK=by_score.topk_ids_TK)
 
 
 @functools.cache

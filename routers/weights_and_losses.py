@@ -62,14 +62,9 @@ def losses_alone(
     logits_TE: Tensor, topk: TopK, sequence_length: int, config: RouterConfig, balance_counts: BalanceCounts
 ) -> Tensor:
     """Returns the () sum of losses that `weights_and_losses` returns, where weights of pairs follow later."""
-    operations = router_operations(logits_TE.device, logits_TE.dtype, topk.topk_ids_TK.shape[1])
-    if operations is None or logits_TE.shape[0] == 0:
-        balance = balance_loss(topk.scores_TE, balance_counts, sequence_length, config)
-        return balance + z_loss(logits_TE, config)
     none_N = topk.topk_ids_TK.new_empty(0)
-    pairs = PairLists(topk.topk_ids_TK, none_N, none_N, none_N)
-    call = _Call(topk.scores_TE.detach(), pairs, balance_counts, sequence_length, config, operations)
-    return _Losses.apply(logits_TE, call)
+    pairs = PairLists(topk.topk_ids_TK, none_N, none_N, none_N.bool())
+    return weights_and_losses(logits_TE, topk, pairs, sequence_length, config, balance_counts)[1]
 
 
 def _balance_counts(pairs: PairLists) -> BalanceCounts:
@@ -108,23 +103,6 @@ class _WeightsAndLosses(torch.autograd.Function):
         pairs = None if dweights_N is None else PairGradients(token_ids_N, expert_ids_N, dweights_N)
         loss = None if dloss is None else LossGradient(dloss, dshares_BE)
         return operations.logits_gradient(logits_TE, topk_ids_TK, pairs, loss, config), None
-
-
-class _Losses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context[_ForBackward], logits_TE: Tensor, call: _Call) -> Tensor:
-        losses = _losses(logits_TE, call)
-        ctx.save_for_backward(logits_TE, call.pairs.topk_ids_TK, losses.dshares_BE)
-        ctx.call = call.config, call.operations
-        return losses.value
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Context[_ForBackward], *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        logits_TE, topk_ids_TK, dshares_BE = ctx.saved_tensors
-        config, operations = ctx.call
-        loss = LossGradient(grad_outputs[0], dshares_BE)
-        return operations.logits_gradient(logits_TE, topk_ids_TK, None, loss, config), None
 
 
 def _weights(call: _Call) -> Tensor:

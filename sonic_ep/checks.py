@@ -26,14 +26,9 @@ def problem_with_input(
     """Checks x (T, d) or (B, L, d) for experts of `dtype` on `device`. sequences: whether x must be (B, L, d).
     parameters: returns what x is multiplied by.
     """
-    if not isinstance(x, Tensor):
-        return f"x must be a torch.Tensor, got {type(x).__name__}"
-    if x.layout != torch.strided or x.is_nested:
-        return (
-            f"x has layout {'nested' if x.is_nested else x.layout}, wanted a dense tensor; use x.to_dense() or pad it"
-        )
-    if (problem := problem_with_kind("x", x, parameters)) is not None:
+    if (problem := problem_with_tensor("x", x, parameters)) is not None:
         return problem
+    assert isinstance(x, Tensor)
     if not x.is_floating_point():
         return f"x has dtype {x.dtype}, wanted {dtype}: hidden states, not token ids"
     if x.is_meta and device.type == "meta":
@@ -51,20 +46,16 @@ def problem_with_input(
     return _problem_with_device(x)
 
 
-def problem_with_tensor(name: str, values: object) -> str | None:
-    """Checks that an argument is a dense tensor of a kind that `problem_with_kind` allows."""
-    if not isinstance(values, Tensor):
-        return f"{name} must be a torch.Tensor, got {type(values).__name__}"
-    if values.is_nested or values.layout != torch.strided:
-        return f"{name} must be a dense tensor, got layout {'nested' if values.is_nested else values.layout}"
-    return problem_with_kind(name, values)
-
-
-def problem_with_kind(name: str, values: Tensor, parameters: Callable[[], Iterable[Tensor]] = tuple) -> str | None:
-    """Checks that a tensor is of no kind with which torch raises on this rank alone, in the middle of a step.
+def problem_with_tensor(name: str, values: object, parameters: Callable[[], Iterable[Tensor]] = tuple) -> str | None:
+    """Checks that an argument is a dense tensor of no kind with which torch raises on this rank alone, within a step.
 
     parameters: returns tensors; if one needs a gradient, autograd saves `values`.
     """
+    if not isinstance(values, Tensor):
+        return f"{name} must be a torch.Tensor, got {type(values).__name__}"
+    if values.is_nested or values.layout != torch.strided:
+        layout = "nested" if values.is_nested else values.layout
+        return f"{name} has layout {layout}, wanted a dense tensor; use {name}.to_dense() or pad it"
     if torch.compiler.is_compiling():
         return None
     kind, plain, own = type(values), "give a plain torch.Tensor", "__torch_dispatch__"

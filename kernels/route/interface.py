@@ -3,32 +3,63 @@
 Legend: T tokens on this rank, H hidden size, E experts, K experts per token, N pairs this rank sends, B sequences.
 """
 
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
+from sonic_ep.kernels.route.topk.reference import times_chosen
 
 
-class FusedTopK(NamedTuple):
-    """The results of `compute_topk`.
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """The plain top-K of this rank's tokens, before rounding.
 
-    scores_TE: fp32. ranking_TE: fp32 scores plus expert bias; the same tensor as scores_TE without a bias.
-    allowed_TE: bool, the experts of each token's best groups; None without group limits. topk_ids_TK: int64, best
-    first. counts_E: int64, tokens per expert. entropy_T: fp32, in nats, of each token's scores divided by their sum;
-    NaN for a token with a NaN or infinite logit.
-    bad_logits: () int64, the number of non-finite logits; None unless `config.check_logits`. tokens_1: (1,) int64, T;
-    None with it.
+    scores_TE: differentiable scores in the dtype of the logits. ranking_TE: the scores plus expert bias, detached;
+    top-K takes the largest. allowed_TE: bool, the experts in each token's best groups; None without group limits.
+    topk_ids_TK: int64 expert ids. plain_counts_E, plain_entropy_T: the results of `counts_E` and `entropy_T`, if a
+    kernel computed them. bad_logits: () int64 number of NaN and inf logits; None unless router.check_logits is set.
+    by_score_TK: int64, the K experts of highest score alone, if the balance loss counts these (`counts_by_score`), else
+    None. tokens_1: (1,) int64, T, if a kernel wrote it.
     """
 
     scores_TE: Tensor
     ranking_TE: Tensor
     allowed_TE: Tensor | None
     topk_ids_TK: Tensor
-    counts_E: Tensor
-    entropy_T: Tensor
-    bad_logits: Tensor | None
-    tokens_1: Tensor | None
+    plain_counts_E: Tensor | None = None
+    plain_entropy_T: Tensor | None = None
+    bad_logits: Tensor | None = None
+    by_score_TK: Tensor | None = None
+    tokens_1: Tensor | None = None
+
+    def with_ids(self, topk_ids_TK: Tensor) -> Self:
+        """Returns this with another choice of experts."""
+        return replace(self, topk_ids_TK=topk_ids_TK, plain_counts_E=None)
+
+    def with_given(self, topk_ids_TK: Tensor) -> Self:
+        """Returns this with experts that a caller gives, in any groups."""
+        return replace(self.with_ids(topk_ids_TK), allowed_TE=None)
+
+    def counts_E(self) -> Tensor:
+        """Returns (E,) int64 tokens per expert, before rounding."""
+        if self.plain_counts_E is not None:
+            return self.plain_counts_E
+        return times_chosen(self.topk_ids_TK, self.scores_TE.shape[1])
+
+    def entropy_T(self) -> Tensor:
+        """Returns (T,) entropy, in nats, of each token's scores divided by their sum; detached.
+
+        It is NaN for a token with a NaN or infinite logit, unless the scores alone are known.
+        """
+        return entropy_of(self.scores_TE.detach()) if self.plain_entropy_T is None else self.plain_entropy_T
+
+
+def entropy_of(scores_TE: Tensor) -> Tensor:
+    """Returns (T,) entropy, in nats, of each token's scores divided by their sum."""
+    return torch.special.entr(scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)).sum(1)
 
 
 class Losses(NamedTuple):
@@ -64,8 +95,8 @@ class LossGradient(NamedTuple):
 class RouterOperations(Protocol):
     """Operations on fp32 logits of at least one token; `compute_topk` also accepts none. They record no gradient."""
 
-    def compute_topk(self, logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedTopK:
-        """Computes scores and top-K.
+    def compute_topk(self, logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> TopK:
+        """Returns scores that have no gradient, and the top-K, without `by_score_TK`.
 
         The ids are exactly `top_experts(ranking_TE, allowed_TE, K)` of topk/reference.py, and allowed_TE are the
         experts of the best groups of `ranking_TE`. The softmax may differ from torch's in the last bits.

@@ -8,12 +8,12 @@ U rows this rank sends, R rows this rank receives, V pairs this rank receives, P
 pre-activation columns (2I if gated else I).
 """
 
-import math
 import sys
 from typing import NamedTuple
 
 import torch
 
+from sonic_ep.cli.expected_rows import expected_parts
 from sonic_ep.config import MoEConfig, TransportKind
 from sonic_ep.dispatch.bounded_steps import bound_of
 from sonic_ep.dispatch.size_bound import SizeBound
@@ -41,10 +41,8 @@ class Sizes(NamedTuple):
 
 def balanced_sizes(config: MoEConfig, T: int, S: int) -> Sizes:
     """Returns the expected sizes, without rows of rounding."""
-    e = config.E // S
-    reaches = 1 - math.comb(config.E - e, config.K) / math.comb(config.E, config.K)  # a token needs a given rank
-    rows, pairs = round(T * S * reaches), T * config.K
-    return Sizes(T, S, rows, T if S == 1 else rows, pairs, pairs)
+    rows, pairs = round(T * expected_parts(config, S)), T * config.K
+    return Sizes(T, S, rows, rows, pairs, pairs)
 
 
 def allocated_sizes(config: MoEConfig, sizes: Sizes, kind: TransportKind) -> Sizes:

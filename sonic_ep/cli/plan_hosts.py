@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from sonic_ep.cli.expected_rows import RowsPerToken, rows_per_token
+from sonic_ep.cli.expected_rows import RowsPerToken, expected_parts, rows_per_token
 from sonic_ep.cli.load import BALANCED, DrawnRoutes, Load, slowest_gpu
 from sonic_ep.cli.plan import (
-    Sizes,
     allocated_sizes,
+    balanced_sizes,
     check_sizes,
     line,
     memory_parts,
@@ -131,13 +131,13 @@ def sent_bytes(config: MoEConfig, T: int, layout: Layout, kind: Kind) -> dict[st
 
 def memory_of(config: MoEConfig, T: int, layout: Layout, kind: Kind, layers: int) -> dict[str, int]:
     """Returns the bytes of all layers of a rank, by what they are."""
-    rows, pairs = rows_per_token(config, layout.S, layout.D), T * config.K
-    U = round(T * rows.ranks)
-    sizes = Sizes(T, layout.S, U, T if layout.S == 1 else U, pairs, pairs)
+    sizes = balanced_sizes(config, T, layout.S)
     saved_as: TransportKind = "symmetric" if kind == "symmetric" else "all_to_all"
     saved = saved_bytes(config, allocated_sizes(config, sizes, saved_as), ITEM_BYTES, saved_as)
     if kind == "two_hop":
-        X = round(T * rows.hosts)  # as many rows are received in hop 1; hop 2 forwards as many as all_to_all sends
+        X = round(
+            T * expected_parts(config, layout.num_hosts)
+        )  # as many rows are received in hop 1; hop 2 forwards as many as all_to_all sends
         saved["lists"] += 8 * X + 4 * (X + 1)
     return memory_parts(config, sizes, ITEM_BYTES, layers, saved_as, saved)
 

@@ -6,7 +6,7 @@ and combine, forward and backward, is `moe`, which runs as a program (docs/how_a
 Legend: T tokens on this rank, H hidden size, K experts per token, e local experts, I expert width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self, final
@@ -19,10 +19,11 @@ from sonic_ep.dispatch.bounded_steps import LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
+from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routing import Routing
 from sonic_ep.steps.experts_step import ExpertsPrograms, RunsAs
-from sonic_ep.transports import GroupTransport, bounded_transport, steps_of
+from sonic_ep.transports import GroupTransport, bounded_transport, steps_of, transport_for
 
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -30,11 +31,18 @@ Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 class RouterTensors(NamedTuple):
     """The results of a router, and how a routing is made of them.
 
-    route: returns the routing of `tensors`, and a list of other tensors for the layer. A collective.
+    route: returns the routing of `tensors`, or that and a list of other tensors for the layer. A collective.
+    is_bounded: whether `route` bounds the rows that arrive (`Routing.max_received`).
     """
 
     tensors: list[Tensor]
-    route: Callable[..., tuple[Routing, list[Tensor]]]
+    route: Callable[..., Routing | tuple[Routing, list[Tensor]]]
+    is_bounded: bool = False
+
+    def routing(self) -> tuple[Routing, list[Tensor]]:
+        """Returns the routing and the other tensors. A collective."""
+        found = self.route(*self.tensors)
+        return found if isinstance(found, tuple) else (found, [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +52,14 @@ class ExpertsCall:
     x_TH: rows. routed: what the framework's router returned. weights, lora: of this rank's experts, as `moe` takes
     them: w1, w2, b1, b2, and updates of w1 and w2. up_eIH: the up weights, if w1 is the gate weights alone. All may
     require gradients.
-    route: returns the routing of `routed`, or that and a list of other tensors to return. A collective.
-    is_bounded: whether `route` bounds the rows that arrive (`Routing.max_received`).
     settings: other arguments of `moe`.
     """
 
     x_TH: Tensor
-    routed: Sequence[Tensor]
+    routed: RouterTensors
     weights: Weights
-    route: Callable[..., Routing | tuple[Routing, list[Tensor]]]
     lora: ExpertsLoRA | None = None
     up_eIH: Tensor | None = None
-    is_bounded: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -73,6 +77,11 @@ class FrameworkExperts:
         self._programs = ExpertsPrograms(K)
         self._steps = steps_of(group, transport, partial(_transport_of, transport))
 
+    @classmethod
+    def of(cls, group: EPGroup, options: SonicEPOptions, K: int) -> Self:
+        """Returns the calls of a layer with these options. A collective: see `transport_for`."""
+        return cls(group, transport_for(group, options.transport), K, as_programs=options.record_launches)
+
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[object, ...]]:
         return partial(type(self), as_programs=self._as_programs), (self.group, self.transport, self._K)
 
@@ -84,30 +93,22 @@ class FrameworkExperts:
     def __call__(self, call: ExpertsCall) -> Tensor:
         """Returns each token's weighted sum over its experts, (T, H) like x. A collective of the group.
 
-        Raises what `moe` and `call.route` raise.
+        Raises what `moe` and the route raise.
         """
         return self.with_others(call)[0]
 
     def with_others(self, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
-        """Returns that, and the other tensors of `call.route`."""
+        """Returns that, and the other tensors of the route."""
         if not self._as_programs or torch.compiler.is_compiling() or not host_may_wait(call.x_TH):
-            routing, others = self._routed(call)
+            routing, others = call.routed.routing()
             return self._compute(call, routing), others
         step = None if self._steps is None else self._steps.begin(call)
-        routing, others = self._routed(call)
+        routing, others = call.routed.routing()
         runs_as = RunsAs.of(self._programs, self.group, self.transport, step)
         out_TH = self._compute(call, routing, runs_as)
         if self._steps is not None:
             self._steps.observe(routing.split_sizes)
         return out_TH, others
-
-    def compute(self, call: ExpertsCall) -> Tensor:
-        """Returns the same by the layer's code."""
-        return self._compute(call, self._routed(call)[0])
-
-    def _routed(self, call: ExpertsCall) -> tuple[Routing, list[Tensor]]:
-        found = call.route(*call.routed)
-        return found if isinstance(found, tuple) else (found, [])
 
     def _compute(self, call: ExpertsCall, routing: Routing, runs_as: RunsAs | None = None) -> Tensor:
         others = {"up_eIH": call.up_eIH, "lora": call.lora, "runs_as": runs_as, **call.settings}
@@ -116,4 +117,4 @@ class FrameworkExperts:
 
 def _transport_of(transport: LocalTransport | GroupTransport, call: ExpertsCall) -> LayerTransport | None:
     x_TH = call.x_TH
-    return bounded_transport(transport, x_TH, x_TH.shape[1] * x_TH.element_size(), may_be_static=call.is_bounded)
+    return bounded_transport(transport, x_TH, x_TH.shape[1] * x_TH.element_size(), may_be_static=call.routed.is_bounded)

@@ -8,6 +8,7 @@ rank sends.
 """
 
 import functools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,9 +22,51 @@ from sonic_ep.routers.count_exchange import RankStatus, gather_counts
 from sonic_ep.routers.rounding import max_received
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK
-from sonic_ep.routing import INDEX_DTYPE, Routing, unrounded
+from sonic_ep.routing import INDEX_DTYPE, AsyncSplitSizes, GroupCounts, Routing, unrounded
 
 _OFF = RoundingConfig(mode="off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterCall:
+    """One call of a framework's router: what a routing needs beside the router's results.
+
+    exchange: see `gather_counts`. dtype: of the experts' input. training: of the module. Both must be equal on all
+    ranks. problem: why this rank cannot route, which all ranks raise as ValueError, or None. has_given_experts: see
+    RankStatus.
+    """
+
+    group: EPGroup
+    exchange: Exchange
+    dtype: torch.dtype
+    training: bool
+    problem: str | None = None
+    has_given_experts: bool = False
+
+    def gather(self, counts_E: Tensor, num_tokens: int) -> tuple[GroupCounts, AsyncSplitSizes | None]:
+        """Returns the counts of all ranks and the copy of their sizes, see GroupDecision. A collective."""
+        status = RankStatus(
+            counts_E=counts_E,
+            num_tokens=num_tokens,
+            dtype=self.dtype,
+            training=self.training,
+            problem=self.problem,
+            has_given_experts=self.has_given_experts,
+        )
+        counts, split_sizes, _ = gather_counts(status, _OFF, self.group, self.exchange)
+        return counts, split_sizes
+
+    def context(self, config: MoEConfig, expert_ids_TK: Tensor | None = None) -> RoutingContext:
+        """Returns the same for `decide_pairs`."""
+        return RoutingContext(
+            config=config,
+            group=self.group,
+            dtype=self.dtype,
+            training=self.training,
+            problem=self.problem,
+            exchange=self.exchange,
+            expert_ids_TK=expert_ids_TK,
+        )
 
 
 @functools.cache
@@ -37,28 +80,20 @@ def routing_of_topk(
     topk_weights_TK: Tensor,
     *,
     E: int,
-    group: EPGroup,
-    exchange: Exchange,
-    dtype: torch.dtype,
-    training: bool,
+    call: RouterCall,
     has_sentinels: bool = False,
     capacity: RoundingConfig = _OFF,
-    has_given_experts: bool = False,
-    problem: str | None = None,
 ) -> Routing:
     """Returns the routing of every (token, expert) pair. A collective: with several ranks, one all-gather of counts.
 
     Shapes:    topk_ids_TK (T, K) integers, distinct in each row; topk_weights_TK (T, K) floating point, differentiable.
-    dtype:     of the experts' input. training: of the module. Both must be equal on all ranks.
-    exchange:  see `gather_counts`.
     has_sentinels: ids of E and more are no pairs: experts of other ranks (`AllReduceEP` of transformers). Their weights
                get gradients of zero. On the CPU the host reads the number of pairs.
     capacity:  its capacity_factor, if any, is at least ep_size: in training it bounds the rows that arrive, and removes
                no pair. Then ValueError, on every rank, if static buffers do not take T tokens.
-    has_given_experts: see RankStatus. problem: why this rank cannot route, which all ranks raise as ValueError.
     """
-    if problem is not None and group.size == 1:
-        raise ValueError(problem)
+    if call.problem is not None and call.group.size == 1:
+        raise ValueError(call.problem)
     T, K = topk_ids_TK.shape
     if has_sentinels or torch.compiler.is_compiling():  # in operations that torch.compile can trace
         ids_N, order_N = topk_ids_TK.flatten().to(INDEX_DTYPE).sort(stable=True)  # by expert, then token
@@ -67,20 +102,12 @@ def routing_of_topk(
         topk_ids_TK = topk_ids_TK.long()
         counts_E = times_chosen(topk_ids_TK, E)
         order_N = _order_of_pairs(topk_ids_TK, counts_E)
-    received = _most_received(capacity, T, K, E, group, training=training)
-    if group.size == 1:
+    received = _most_received(capacity, T, K, E, call.group, training=call.training)
+    if call.group.size == 1:
         counts, split_sizes = unrounded(counts_E[None], counts_E.new_full((1,), T)), None
     else:
-        problem = problem or (None if received is None else exchange.problem_with(T))
-        status = RankStatus(
-            counts_E=counts_E,
-            num_tokens=T,
-            dtype=dtype,
-            training=training,
-            problem=problem,
-            has_given_experts=has_given_experts,
-        )
-        counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
+        problem = call.problem or (None if received is None else call.exchange.problem_with(T))
+        counts, split_sizes = replace(call, problem=problem).gather(counts_E, T)
     max_rows = T * K if has_sentinels and allows_spare_capacity(topk_ids_TK) else None
     if has_sentinels and max_rows is None:
         order_N = order_N[: int(counts_E.sum())]
@@ -101,15 +128,12 @@ def capped_routing(
     topk_weights_TK: Tensor,
     *,
     E: int,
-    group: EPGroup,
-    exchange: Exchange,
-    dtype: torch.dtype,
+    call: RouterCall,
     capacity: RoundingConfig,
-    has_given_experts: bool = False,
 ) -> Routing:
     """Returns the routing without the pairs of least weight of experts on ranks that would receive too many rows.
 
-    A collective. Differentiable in topk_weights_TK. It takes the arguments of `routing_of_topk`, in training.
+    A collective, in training. Differentiable in topk_weights_TK. It takes the arguments of `routing_of_topk`.
 
     experts: their module, for replay under activation checkpointing. capacity: of mode "off", with a capacity_factor.
     """
@@ -117,14 +141,7 @@ def capped_routing(
     weights_TK = topk_weights_TK.to(torch.promote_types(topk_weights_TK.dtype, torch.float32))
     given_TE = weights_TK.new_zeros(T, E).scatter(1, ids_TK, weights_TK)
     config = config_of(E, K, RouterConfig(), capacity)
-    context = RoutingContext(
-        config=config,
-        group=group,
-        dtype=dtype,
-        training=True,
-        exchange=exchange,
-        expert_ids_TK=ids_TK if has_given_experts else None,
-    )
+    context = call.context(config, ids_TK if call.has_given_experts else None)
     pairs = decide_pairs(experts, TopK(given_TE, given_TE.detach(), None, ids_TK), None, context)
     return Routing.of(pairs, given_weights(pairs, given_TE), T)
 

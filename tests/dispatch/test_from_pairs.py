@@ -92,7 +92,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         },
         "token_ids, expert_ids and weights are on meta, where there are no values",
     ),
-    "sparse": ({"weights_N": torch.ones(3).to_sparse()}, "weights must be a dense tensor, got layout torch.sparse_coo"),
+    "sparse": ({"weights_N": torch.ones(3).to_sparse()}, "weights has layout torch.sparse_coo, wanted a dense tensor"),
     "devices": ({"weights_N": torch.ones(3, device="meta")}, "must be on one device, got cpu, meta"),
     "fewer-gates": ({"weights_N": torch.ones(2)}, r"one shape .*\(3,\), \(3,\), \(2,\)"),
     "fewer-tokens": ({"token_ids_N": torch.tensor([0, 5])}, r"one shape .*\(2,\), \(3,\), \(3,\)"),

@@ -335,11 +335,11 @@ def note_routings(layer: Any, routings: list[Any]) -> None:
     rounded = layer.rounded_router
     output = rounded.output
 
-    def noted(*results: Tensor) -> Any:
+    def noted(*results: Any) -> Any:
         routed = output(*results)
 
-        def route(*tensors: Tensor, **options: Any) -> Any:
-            routings.append(routed.route(*tensors, **options))
+        def route(*tensors: Tensor) -> Any:
+            routings.append(routed.route(*tensors))
             return routings[-1]
 
         return routed._replace(route=route)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sonic_ep import EPGroup, TransportConfig
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
-from sonic_ep.integrations.topk_routing import routing_of_topk
+from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
+from sonic_ep.integrations.topk_routing import RouterCall, routing_of_topk
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.transports import transport_for
 from tests.helpers.launch import RankPool
@@ -86,16 +86,14 @@ class Layer:
         scores_TE = torch.randn(num_tokens, E, generator=generator) + lean * torch.linspace(0, 2, E)
         weights_TK, ids_TK = (each.to(self.device) for each in scores_TE.softmax(1).topk(K))
         x_TH = torch.randn(num_tokens, D, generator=generator).to(self.device, self.dtype)
-        route = partial(
-            routing_of_topk, E=E, group=self.group, exchange=self.transport, dtype=self.dtype, training=True
-        )
+        router_call = RouterCall(group=self.group, exchange=self.transport, dtype=self.dtype, training=True)
+        route = partial(routing_of_topk, E=E, call=router_call)
         biases: Any = [None, None] if self.split else [*self.weights[2:], None, None][:2]
         return ExpertsCall(
             x_TH=x_TH.requires_grad_(),
-            routed=[ids_TK, weights_TK.requires_grad_()],
+            routed=RouterTensors([ids_TK, weights_TK.requires_grad_()], route),
             weights=(self.weights[0], self.weights[1], *biases),
             up_eIH=self.weights[2] if self.split else None,
-            route=route,
             lora=ExpertsLoRA(*self.updates) if self.updates else None,
             settings={
                 "accumulate_into_main_grad": self.main_grad,
@@ -112,7 +110,7 @@ class Layer:
             weight.grad = None
         y = compute(call)
         (y * y).sum().backward()
-        found = [y.detach(), call.x_TH.grad, call.routed[1].grad]
+        found = [y.detach(), call.x_TH.grad, call.routed.tensors[1].grad]
         for index, weight in enumerate(self.weights):
             added = self.main_grad and index < 2
             found.append(weight.main_grad if added else weight.grad)  # type: ignore[attr-defined]
@@ -125,13 +123,14 @@ def differing(rank: int, device: str, options: dict[str, Any]) -> tuple[list[str
     """Steps in which programs differ from the code, and the number of programs."""
     group = EPGroup() if torch.distributed.is_initialized() else EPGroup.alone()
     layers = [Layer(group, device, **options) for _ in range(2)]
-    experts = FrameworkExperts(group, layers[0].transport, K)
+    experts, code = (FrameworkExperts(group, layers[0].transport, K, as_programs=runs) for runs in (True, False))
     wrong = []
     for step, lean in enumerate(LEANS):
         num_tokens = T - 50 * (step % 3)
         program = layers[0].run(experts, layers[0].call(step, lean, num_tokens))
-        code = layers[1].run(experts.compute, layers[1].call(step, lean, num_tokens))
-        wrong += [f"{step} {i}" for i, (a, b) in enumerate(zip(program, code, strict=True)) if not torch.equal(a, b)]
+        expected = layers[1].run(code, layers[1].call(step, lean, num_tokens))
+        pairs = zip(program, expected, strict=True)
+        wrong += [f"{step} {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
     assert [layer.hooks_called for layer in layers] == [2 * len(LEANS) * layers[0].main_grad] * 2
     return wrong, experts.num_programs
 
@@ -158,15 +157,16 @@ def test_programs_on_two_gpus(gpus: Ranks, option: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_main_grads_of_another_dtype(device: str) -> None:
     layers = [Layer(EPGroup.alone(), device, main_grad=True) for _ in range(2)]
-    experts = FrameworkExperts(EPGroup.alone(), layers[0].transport, K)
+    group, transport = EPGroup.alone(), layers[0].transport
+    experts, code = (FrameworkExperts(group, transport, K, as_programs=runs) for runs in (True, False))
     for dtype in (torch.float32, layers[0].dtype):
         for layer in layers:
             for param in layer.weights[:2]:
                 param.main_grad = torch.zeros_like(param, dtype=dtype)  # type: ignore[attr-defined]
         for step in range(4):
             program = layers[0].run(experts, layers[0].call(step, 0))
-            code = layers[1].run(experts.compute, layers[1].call(step, 0))
-            assert [torch.equal(*pair) for pair in zip(program, code, strict=True)] == [True] * len(code)
+            expected = layers[1].run(code, layers[1].call(step, 0))
+            assert [torch.equal(*pair) for pair in zip(program, expected, strict=True)] == [True] * len(expected)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import strategies as st
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.routers.rounding import RoundedCounts, round_counts
+from sonic_ep.routers.rounding import round_counts
+from sonic_ep.routing import GroupCounts
 
 MODES = ("apportion", "nearest", "up", "down", "stochastic", "pad", "off")
 KINDS = ("empty", "full", "sparse", "skewed", "any")
@@ -23,7 +24,7 @@ class Case(NamedTuple):
 
     def round_counts(
         self, mode: str, *, capacity_factor: float | None = None, training: bool = True, seed: int = 0
-    ) -> RoundedCounts:
+    ) -> GroupCounts:
         rounding = RoundingConfig(mode=mode, t=self.t, G=self.G, capacity_factor=capacity_factor)  # type: ignore[arg-type]
         chosen_SE, tokens_S = torch.tensor(self.chosen), torch.tensor(self.tokens)
         return round_counts(chosen_SE, tokens_S, rounding, training=training, seed=seed)
@@ -64,6 +65,6 @@ def cases(seed: st.DrawFn, max_ranks: int = 8) -> Case:
     return Case([seed(counts_of_rank(kind, T, E, favourite)) for T in tokens], tokens, t, G)
 
 
-def assert_same(rounded: RoundedCounts, other: RoundedCounts) -> None:
+def assert_same(rounded: GroupCounts, other: GroupCounts) -> None:
     for name in ("rows_SE", "pairs_SE", "cut_S", "t"):
         assert torch.equal(getattr(rounded, name), getattr(other, name)), name

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.route.weights_and_losses.reference import balance_loss, z_loss
-from sonic_ep.routers.balance import updated_bias
+from sonic_ep.routers.router import updated_bias
 from sonic_ep.routers.topk import TopK, compute_topk
 from sonic_ep.routing import BalanceCounts, GroupCounts
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.routers.rounding import RoundedCounts, chunk_multiples, predicted_change, round_counts
+from sonic_ep.routers.rounding import chunk_multiples, predicted_change, round_counts
+from sonic_ep.routing import GroupCounts
 
 BUDGET = 0.066
 CHUNKS = (128, 64, 32, 16)
@@ -25,7 +26,7 @@ def even_counts(rho: float, ep_size: int, E: int = 64) -> torch.Tensor:
     return counts.view(ep_size, E)
 
 
-def auto(chosen_SE: torch.Tensor) -> RoundedCounts:
+def auto(chosen_SE: torch.Tensor) -> GroupCounts:
     return round_counts(chosen_SE, torch.full((chosen_SE.shape[0],), 10**6), RoundingConfig())
 
 

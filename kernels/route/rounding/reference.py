@@ -36,7 +36,7 @@ class RoundingRule(NamedTuple):
 def apply_rule(
     chosen_SE: Tensor, tokens_S: Tensor, seed: Tensor, rule: RoundingRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rounds the counts. Returns rows_SE, pairs_SE, cut_S and t of `RoundedCounts` (routers/rounding.py), int64.
+    """Rounds the counts. Returns rows_SE, pairs_SE, cut_S and t of `GroupCounts` (sonic_ep/routing.py), int64.
 
     Shapes:  chosen_SE (S, E) and tokens_S (S,) int64: plain top-K counts and tokens of every rank. seed: () integer of
              mode "stochastic", 0 <= seed < 2^31.

@@ -16,7 +16,7 @@ from torch import Tensor
 from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.common.launch import fast_launch
 from sonic_ep.kernels.common.sizes import next_power_of_2
-from sonic_ep.kernels.route.interface import FusedTopK
+from sonic_ep.kernels.route.interface import TopK
 from sonic_ep.kernels.route.scores import programs_for, sigmoid, softmax, tile_of
 
 _POPPED = tl.constexpr(-(2**31))  # below every key: a column that is already selected or holds no expert
@@ -173,7 +173,7 @@ def _tile_of(columns: int) -> dict[str, int]:
     return tile_of(columns, _SHARED_WARPS if columns <= _SHARED_COUNT_COLUMNS else 1)
 
 
-def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedTopK:
+def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config: RouterConfig) -> TopK:
     """See RouterOperations in kernels/route/interface.py."""
     T, E = logits_TE.shape
     width = next_power_of_2(E // config.num_groups)
@@ -216,4 +216,5 @@ def compute_topk(logits_TE: Tensor, expert_bias_E: Tensor | None, K: int, config
     else:
         tokens_1.zero_()
     tokens = tokens_1 if bad_logits is None else None
-    return FusedTopK(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, counts_E, entropy_T, bad_logits, tokens)
+    measured = counts_E, entropy_T, bad_logits
+    return TopK(scores_TE, ranking_TE, allowed_TE, topk_ids_TK, *measured, tokens_1=tokens)

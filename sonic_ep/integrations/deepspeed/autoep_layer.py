@@ -20,7 +20,6 @@ from sonic_ep.integrations.deepspeed.autoep_fields import activation_of, check, 
 from sonic_ep.integrations.deepspeed.autoep_router import SonicEPRouter
 from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.transports import transport_for
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -80,9 +79,7 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
         self._use_group(EPGroup(self.ep_group) if self.ep_size > 1 else EPGroup.alone())
 
     def _use_group(self, group: EPGroup) -> None:
-        self.ep, options = group, self.experts.options
-        transport = transport_for(group, options.transport)
-        self._experts = FrameworkExperts(group, transport, self.top_k, as_programs=options.record_launches)
+        self.ep, self._experts = group, FrameworkExperts.of(group, self.experts.options, self.top_k)
 
     def _forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         H = hidden_states.shape[-1]
@@ -115,10 +112,9 @@ class SonicEPGroupedExperts(GroupedExperts):
         gate_eIH, up_eIH, down_eHI = (weight.to(x_TH.dtype) for weight in (self.w1, self.w3, self.w2))
         call = ExpertsCall(
             x_TH=x_TH,
-            routed=given.tensors,
+            routed=given,
             weights=(gate_eIH, down_eHI, None, None),
             up_eIH=up_eIH,
-            route=given.route,
             settings={"activation": self.our_activation, "save_dispatched": self.options.save_dispatched},
         )
         return computes.with_others(call)

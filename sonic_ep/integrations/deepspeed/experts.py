@@ -82,9 +82,8 @@ class StackedExperts(nn.Module):
         weights = values["w1"], values["w2"], values.get("b1"), values.get("b2")
         call = ExpertsCall(
             x_TH=x_TH,
-            routed=given.tensors,
+            routed=given,
             weights=weights,
-            route=given.route,
             settings={"activation": self.template.activation, "save_dispatched": save_dispatched},
         )
         return computes.with_others(call)
@@ -151,7 +150,7 @@ def experts_of(
         return StackedExperts(expert, template, num_local_experts, group_name)
     ignored = "; they save their rows for backward, so options.save_dispatched has no effect" if save_dispatched else ""
     warnings.warn(
-        f"no kernel computes expert={type(expert).__name__} ({template.reason}): its experts run module by module, "
+        f"no kernel computes expert={type(expert).__name__} ({template}): its experts run module by module, "
         f"which is slow{ignored}. {SUPPORTED}",
         UserWarning,
         stacklevel=3,

@@ -77,7 +77,7 @@ class ModuleExperts(StockExperts):
 
         Raises ValueError if a module returns another shape than (rows, H).
         """
-        routing, others = given.route(*given.tensors)
+        routing, others = given.routing()
         transport, group = computes.transport, computes.group
         weights_N = routing.weights_N.to(torch.promote_types(routing.weights_N.dtype, torch.float32))
         step = _Step.prepare(x_TH, replace(routing, weights_N=weights_N.detach()), transport, group)

@@ -27,7 +27,6 @@ from sonic_ep.integrations.deepspeed.optimizer_states import guard_optimizer_sta
 from sonic_ep.integrations.deepspeed.topk_gate import TopKGate
 from sonic_ep.integrations.framework_experts import FrameworkExperts
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.transports import transport_for
 
 
 @final
@@ -143,9 +142,7 @@ class RoutedExperts(nn.Module):
             self._use_group(group)
 
     def _use_group(self, group: EPGroup) -> None:
-        self.group, options = group, self.options
-        transport = transport_for(group, options.transport)
-        self._experts = FrameworkExperts(group, transport, self.gate.k, as_programs=options.record_launches)
+        self.group, self._experts = group, FrameworkExperts.of(group, self.options, self.gate.k)
 
     def forward(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(self.experts, ModuleExperts):

@@ -2,7 +2,7 @@
 
 Linear layers are found by their names. The activation is found by a trial: a copy of the template with random weights
 is run in float64 on the CPU, and its output is compared with the output of each of our activations. So the module's
-code decides, not the names in it. Any other template is Unrecognised, and runs module by module (module_experts.py).
+code decides, not the names in it. Any other template runs module by module (module_experts.py).
 
 Legend: H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
@@ -86,15 +86,8 @@ class Template:
         return entries
 
 
-@dataclass(frozen=True, slots=True)
-class Unrecognised:
-    """A template that no kernel computes. reason: why, for a warning."""
-
-    reason: str
-
-
-def read_template(expert: nn.Module, hidden_size: int) -> Template | Unrecognised:
-    """Returns the Template of a module, or why there is none.
+def read_template(expert: nn.Module, hidden_size: int) -> Template | str:
+    """Returns the Template of a module, or why no kernel computes it.
 
     Raises ValueError for what cannot be an expert: a module that returns something else than (rows, hidden_size), or
     that cannot be called on such rows because its linear layers have other sizes.
@@ -106,21 +99,21 @@ def read_template(expert: nn.Module, hidden_size: int) -> Template | Unrecognise
             f"maps each row of hidden_size={hidden_size} to one of that size"
         )
     if names is None:
-        return Unrecognised(trial.error or "it is none of the MLPs below")
+        return trial.error or "it is none of the MLPs below"
     *first, down = (expert.get_submodule(name) for name in names)
     width = _tensor(first[0].weight).shape[0]
     wrong_size = _problem_with_sizes(first, down, width, hidden_size)
     if trial.error is not None:
         if wrong_size is not None:
             raise ValueError(f"expert={_name(expert)}: {wrong_size}")
-        return Unrecognised(trial.error)
+        return trial.error
     problem = wrong_size or _problem_with_parameters(first)
     if problem is not None:
-        return Unrecognised(problem)
+        return problem
     found = Template(tuple(names[:-1]), names[-1], "", first[0].bias is not None, down.bias is not None, width)
     activation = trial.activation(found)
     if activation is None:
-        return Unrecognised(f"it computes something else with its linear layers {', '.join(names)}")
+        return f"it computes something else with its linear layers {', '.join(names)}"
     return Template(found.first, found.down, activation, found.bias1, found.bias2, width)
 
 

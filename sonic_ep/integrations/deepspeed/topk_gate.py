@@ -98,7 +98,7 @@ class TopKGate(nn.Module):
         self, x_TH: Tensor, used_T: Tensor | None, group: EPGroup, problem: str | None, exchange: Exchange | None
     ) -> tuple[Tensor, Routing, list[Tensor]]:
         x_TH, given = self._given(x_TH, used_T, group, problem, exchange)
-        return x_TH, *given.route(*given.tensors)
+        return x_TH, *given.routing()
 
     def _given(
         self, x_TH: Tensor, used_T: Tensor | None, group: EPGroup, problem: str | None, exchange: Exchange | None

@@ -12,7 +12,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from sonic_ep.integrations.megatron.routing_map import PlainPairs, RouterOutput
+from sonic_ep.integrations.framework_experts import RouterTensors
+from sonic_ep.integrations.megatron.routing_map import PlainPairs
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
 from sonic_ep.routing import Routing
 
@@ -39,7 +40,8 @@ class NoDispatcher:
         self.routing_map: Tensor | None = None
         self.token_ids_N: Tensor | None = None
         self.counts_E: Tensor | None = None
-        self.routing: Routing | RouterOutput | None = None  # with rounding
+        # With rounding, and the padding that it left out.
+        self.rounded: tuple[Routing | RouterTensors, GivenRouting] | None = None
         self.padding_O: Tensor | None = None
         self.problem: str | None = None
         self.is_replayed = False
@@ -52,7 +54,7 @@ class NoDispatcher:
 
     def note_padding(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor | None:
         """Returns the mask for the router, (s, b) bool like `padding_mask`: None if it is not of these (s, b, h)."""
-        self.padding_O, self.problem, self.is_replayed = None, None, False
+        self.rounded, self.padding_O, self.problem, self.is_replayed = None, None, None, False
         if padding_mask is None:
             return None
         if padding_mask.shape != hidden_states.shape[:2]:
@@ -63,7 +65,9 @@ class NoDispatcher:
         return padding_mask
 
     def given(self, x_OH: Tensor) -> GivenRouting:
-        """Returns which rows of x are padding. The host waits if there is a mask."""
+        """Returns which rows of x are padding. The host waits if there is a mask and rounding has not waited."""
+        if self.rounded is not None:
+            return self.rounded[1]
         if self.problem is not None:
             return GivenRouting(x_OH.shape[:1], problem=self.problem)
         if self.padding_O is None:
@@ -94,13 +98,13 @@ class NoDispatcher:
             shared.post_forward_comm()
         return self.own(hidden_states), self.own(probs)
 
-    def pop_routing(self) -> Routing | RouterOutput | PlainPairs | Tensor:
+    def pop_routing(self) -> Routing | RouterTensors | PlainPairs | Tensor:
         """Returns what was noted, and forgets it: of rounding, else the pairs, else the map."""
-        routing, routing_map, token_ids_N, counts_E = self.routing, self.routing_map, self.token_ids_N, self.counts_E
-        self.routing = self.routing_map = self.token_ids_N = self.counts_E = None
+        rounded, routing_map, token_ids_N, counts_E = self.rounded, self.routing_map, self.token_ids_N, self.counts_E
+        self.rounded = self.routing_map = self.token_ids_N = self.counts_E = None
         self.padding_O, self.problem = None, None
-        if routing is not None:
-            return routing
+        if rounded is not None:
+            return rounded[0]
         if token_ids_N is not None and counts_E is not None:
             return PlainPairs(token_ids_N, counts_E)
         assert routing_map is not None  # dispatch_preprocess or a graph has set it

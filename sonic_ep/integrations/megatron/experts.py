@@ -8,7 +8,6 @@ else I).
 """
 
 import contextlib
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
+from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
 from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.megatron.checkpoint import (
     HeldExperts,
@@ -32,11 +31,9 @@ from sonic_ep.integrations.megatron.checkpoint import (
     to_pairs,
 )
 from sonic_ep.integrations.megatron.groups import ExpertDivision
-from sonic_ep.integrations.megatron.routing_map import RouterOutput
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.routing import Routing
-from sonic_ep.transports import transport_for
 
 
 @final
@@ -68,13 +65,12 @@ class SonicEPExperts(MegatronModule):
         groups, self._dispatch_group, self.parts, self.part = division
         self.ep_group, self.tp_group, self.dp_group = groups.ep, groups.expt_tp, groups.expt_dp
         self.group = EPGroup(self._dispatch_group) if self._dispatch_group.size() > 1 else EPGroup.alone()
-        self.transport = transport_for(self.group, options.transport)
         self.activation = activation_of(config)
         self.gated = activation_named(self.activation).gated
         self.block = config.moe_mlp_glu_interleave_size if self.gated else None
         self.save_dispatched = options.save_dispatched
-        K = config.moe_router_topk * self.parts
-        self._experts = FrameworkExperts(self.group, self.transport, K, as_programs=options.record_launches)
+        self._experts = FrameworkExperts.of(self.group, options, config.moe_router_topk * self.parts)
+        self.transport = self._experts.transport
         assert config.moe_ffn_hidden_size is not None  # TransformerConfig fills it in
         H, I = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size // self.parts  # noqa: E741
         J = 2 * I if self.gated else I
@@ -150,7 +146,7 @@ class SonicEPExperts(MegatronModule):
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, x_TH: Tensor, routed: Routing | RouterOutput) -> Tensor:
+    def forward(self, x_TH: Tensor, routed: Routing | RouterTensors) -> Tensor:
         """Returns each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
         e, accumulates = self.num_local_experts, self.config.gradient_accumulation_fusion
         settings = {
@@ -164,20 +160,11 @@ class SonicEPExperts(MegatronModule):
             return moe(x_TH, routed, *weights, transport=self.transport, group=self.group, **settings)
         call = ExpertsCall(
             x_TH=x_TH,
-            routed=routed.tensors,
+            routed=routed,
             weights=(self.weight1, self.weight2, b1, b2),
-            route=partial(routed.route, **self._of_routes(x_TH)),
-            is_bounded=routed.is_bounded,
             settings=settings,
         )
         return self._experts(call)
-
-    def routing_of(self, routed: RouterOutput, x: Tensor) -> Routing:
-        """Returns the routing of what a router returned for x. A collective of the EP group."""
-        return routed.route(*routed.tensors, **self._of_routes(x))
-
-    def _of_routes(self, x: Tensor) -> dict[str, Any]:
-        return {"group": self.group, "exchange": self.transport, "dtype": x.dtype, "training": self.training}
 
     @torch.no_grad()
     def on_all_tokens(self, x_TH: Tensor, probs_TE: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from sonic_ep.config import MAX_E, MAX_K
 from sonic_ep.integrations.fields import Field, check_field, honoured, markdown
-from sonic_ep.integrations.megatron.activation import activation_of
+from sonic_ep.integrations.megatron.activation import SUPPORTED, activation_of
 from sonic_ep.integrations.megatron.fused_router import check_fused
 from sonic_ep.integrations.options import SonicEPOptions
 
@@ -37,10 +37,6 @@ def _refused(name: str, default: Any, why: str) -> Field:
 _ROUTER = "Megatron's router"
 _SHARED = "Megatron's shared expert"
 _GEMM = "which grouped GEMM Megatron would run"
-_ACTIVATION = (
-    "by its values: silu, gelu, fast_gelu and relu, gated or not, squared_relu; silu with clamp 10 (DeepSeek-V4) or 7 "
-    "(Step-3.5), and quick_gelu with clamp 7 and offset 1 (gpt-oss, MiniMax-M3)"
-)
 _QUANTISED = "the rest of the model; the experts compute in params_dtype, with a warning, see SonicEPOptions"
 _TRANSPORT = "the layer brings its own transport"
 _FLEX = "read by the flex dispatcher, which this layer replaces"
@@ -160,7 +156,13 @@ FIELDS: tuple[Field, ...] = (
     *_without_effect("the layer permutes no rows", "moe_permute_fusion"),
     *honoured("with K = 1, and not together with token rounding or the fused router", "moe_apply_probs_on_input"),
     *honoured("Megatron's projections around dispatch and experts; need Transformer Engine", "moe_latent_size"),
-    *honoured(_ACTIVATION, "activation_func", "gated_linear_unit", "activation_func_clamp_value", "glu_linear_offset"),
+    *honoured(
+        f"by its values: {SUPPORTED}",
+        "activation_func",
+        "gated_linear_unit",
+        "activation_func_clamp_value",
+        "glu_linear_offset",
+    ),
     *honoured("b1 and b2 of every expert", "add_bias_linear"),
     *_without_effect("always fused", "bias_activation_fusion", "use_fused_weighted_squared_relu"),
     *honoured(_QUANTISED, *QUANTISED),

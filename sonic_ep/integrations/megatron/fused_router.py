@@ -25,13 +25,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from sonic_ep.config import Balance, MoEConfig, RoundingConfig, RouterConfig
+from sonic_ep.integrations.framework_experts import RouterTensors
 from sonic_ep.integrations.megatron.replay import replays
-from sonic_ep.integrations.megatron.routing_map import PlainPairs, RouterOutput
+from sonic_ep.integrations.megatron.routing_map import PlainPairs, without_padding
+from sonic_ep.integrations.topk_routing import RouterCall
 from sonic_ep.kernels.backend import chosen_pairs
 from sonic_ep.kernels.route.topk.reference import times_chosen, topk_mask
 from sonic_ep.kernels.route.weights_and_losses.reference import z_loss
+from sonic_ep.routers.given_routing import GivenRouting
 from sonic_ep.routers.linear import linear
-from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.route import decide_pairs
 from sonic_ep.routers.topk import TopK, compute_topk
 from sonic_ep.routers.weights_and_losses import losses_alone, weights_and_losses
 from sonic_ep.routing import BalanceCounts, PairLists, Routing
@@ -322,17 +325,15 @@ class RoundedFusedRouter:
     def __init__(self, router: FusedRouter) -> None:
         self.router = router
 
-    def output(self, logits_TE: Tensor, topk_ids_TK: Tensor) -> RouterOutput:
+    def output(self, logits_OE: Tensor, topk_ids_OK: Tensor, given: GivenRouting, call: RouterCall) -> RouterTensors:
         """Returns what the rounded routing of these results of the router is made of. For training only."""
-        bias_E, rounding = self.router.expert_bias, self.router.moe_config.rounding
-        tensors = [logits_TE, topk_ids_TK, *([] if bias_E is None else [bias_E])]
-        return RouterOutput.of_rounding(tensors, self._routing, rounding)
+        rounding = self.router.moe_config.rounding
+        return without_padding([logits_OE, topk_ids_OK], given, functools.partial(self._routing, call), rounding)
 
-    def _routing(self, logits_TE: Tensor, topk_ids_TK: Tensor, bias_E: Tensor | None = None, **call: Any) -> Routing:
-        """call: the other arguments of a RoutingContext."""
-        T, config = logits_TE.shape[0], self.router.moe_config
+    def _routing(self, call: RouterCall, logits_TE: Tensor, topk_ids_TK: Tensor) -> Routing:
+        T, config, bias_E = logits_TE.shape[0], self.router.moe_config, self.router.expert_bias
         topk = compute_topk(logits_TE, bias_E, config.K, config.router).with_ids(topk_ids_TK)  # of a replay, perhaps
-        context = RoutingContext(config=config, **call)
+        context = call.context(config)
         routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router has its own counter
         weights_N, _ = weights_and_losses(logits_TE, topk, routed_pairs, T, config.router)
         return Routing.of(routed_pairs, weights_N, T)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, final
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
@@ -26,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from sonic_ep.async_d2h import host_may_wait
+from sonic_ep.integrations.framework_experts import RouterTensors
 from sonic_ep.integrations.megatron.dispatcher import NoDispatcher
 from sonic_ep.integrations.megatron.experts import SonicEPExperts
 from sonic_ep.integrations.megatron.fields import check, log_replaced
@@ -34,14 +36,9 @@ from sonic_ep.integrations.megatron.groups import divide_experts
 from sonic_ep.integrations.megatron.latent import latent_projections
 from sonic_ep.integrations.megatron.replay import check_replays, replays
 from sonic_ep.integrations.megatron.rounding import RoundedRouter
-from sonic_ep.integrations.megatron.routing_map import (
-    PlainPairs,
-    RouterOutput,
-    in_parts,
-    routing_of_map,
-    routing_of_pairs,
-)
+from sonic_ep.integrations.megatron.routing_map import PlainPairs, in_parts, routing_of_map, routing_of_pairs
 from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.integrations.topk_routing import RouterCall
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
 from sonic_ep.routing import Routing
 
@@ -173,12 +170,12 @@ class SonicEPMoELayer(MoELayer):
         if self.rounded_router is None or not self.training or dispatcher.is_replayed:
             return hidden_states, probs
         given = dispatcher.given(hidden_states.flatten(0, 1))
-        rounded = self.rounded_router.output(probs, routing_map).without_padding(given)
+        rounded = self.rounded_router.output(probs, routing_map, given, self._call(hidden_states.dtype, given))
         if not self.config.overlap_moe_expert_parallel_comm:
-            dispatcher.routing = rounded
+            dispatcher.rounded = rounded, given
             return hidden_states, probs
-        routing: Routing = self.experts.routing_of(rounded, hidden_states)
-        dispatcher.routing = routing
+        routing, _ = rounded.routing()
+        dispatcher.rounded = routing, given
         return hidden_states, routing.weights_N
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,23 +207,32 @@ class SonicEPMoELayer(MoELayer):
         return given.put(out_TH).view_as(hidden_states), None
 
     def _routed(
-        self, x_TH: Tensor, probs: Tensor, noted: Routing | RouterOutput | PlainPairs | Tensor, given: GivenRouting
-    ) -> Routing | RouterOutput:
-        if isinstance(noted, RouterOutput):
+        self, x_TH: Tensor, probs: Tensor, noted: Routing | RouterTensors | PlainPairs | Tensor, given: GivenRouting
+    ) -> Routing | RouterTensors:
+        if isinstance(noted, RouterTensors):
             return noted
         if isinstance(noted, Routing):
             return dataclasses.replace(noted, weights_N=probs)
-        is_replayed = self.options.rounding is not None and self.token_dispatcher.is_replayed
-        of_status = {"problem": given.problem, "has_given_experts": is_replayed}
+        call = self._call(x_TH.dtype, given)
         if isinstance(noted, PlainPairs):
             weights_N, pairs = noted.without_padding(probs, given)
-            route = functools.partial(routing_of_pairs, num_tokens=x_TH.shape[0], **of_status)
-            return RouterOutput([weights_N, *pairs], route)
+            route = functools.partial(routing_of_pairs, num_tokens=x_TH.shape[0], call=call)
+            return RouterTensors([weights_N, *pairs], route)
         parts = self.experts.parts
         if parts > 1:
             probs, noted = (in_parts(each_TE, self.num_local_experts, parts) for each_TE in (probs, noted))
         K = None if self.config.moe_expert_capacity_factor is not None else self.config.moe_router_topk * parts
-        return RouterOutput([probs, noted], functools.partial(routing_of_map, K=K, **of_status))
+        return RouterTensors([probs, noted], functools.partial(routing_of_map, K=K, call=call))
+
+    def _call(self, dtype: torch.dtype, given: GivenRouting) -> RouterCall:
+        return RouterCall(
+            group=self.experts.group,
+            exchange=self.experts.transport,
+            dtype=dtype,
+            training=self.training,
+            problem=given.problem,
+            has_given_experts=self.options.rounding is not None and self.token_dispatcher.is_replayed,
+        )
 
 
 @contextmanager

@@ -4,19 +4,23 @@ Auxiliary losses, z-loss and the counts for the expert bias are the router's, of
 has the weight that the router gave it. A pair that rounding added has its own softmax probability as weight, or its
 sigmoid score divided by the token's top-K sum. Source: SonicMoE, arXiv 2512.14080, section 5; docs/token_rounding.md.
 
-Legend: T tokens on this rank, E experts, K experts per token, g expert groups.
+Legend: O tokens with padding, T tokens on this rank, E experts, K experts per token, g expert groups.
 """
 
+from functools import partial
 from typing import Any, final
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
-from sonic_ep.integrations.megatron.routing_map import RouterOutput, topk_ids
+from sonic_ep.integrations.framework_experts import RouterTensors
+from sonic_ep.integrations.megatron.routing_map import topk_ids, without_padding
 from sonic_ep.integrations.rounded_routing import rounded_routing
+from sonic_ep.integrations.topk_routing import RouterCall
 from sonic_ep.kernels.route.topk.reference import scores_of, topk_mask
-from sonic_ep.routers.route import RoutingContext, decide_pairs
+from sonic_ep.routers.given_routing import GivenRouting
+from sonic_ep.routers.route import decide_pairs
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
 
@@ -44,41 +48,27 @@ class RoundedRouter:
 
         router.routing = routing_with_logits
 
-    def output(self, probs_TE: Tensor, routing_map_TE: Tensor) -> RouterOutput:
+    def output(self, probs_OE: Tensor, routing_map_OE: Tensor, given: GivenRouting, call: RouterCall) -> RouterTensors:
         """Returns what the rounded routing of the router's last (probs, routing_map) is made of. For training only."""
         logits, self._logits = self._logits, None
         assert logits is not None
-        bias_E = self.router.expert_bias
-        tensors = [
-            probs_TE,
-            routing_map_TE,
-            logits.reshape(routing_map_TE.shape),
-            *([] if bias_E is None else [bias_E]),
-        ]
-        return RouterOutput.of_rounding(tensors, self._routing, self.moe_config.rounding)
+        tensors = [probs_OE, routing_map_OE, logits.reshape(routing_map_OE.shape)]
+        return without_padding(tensors, given, partial(self._routing, call), self.moe_config.rounding)
 
-    def _routing(
-        self,
-        probs_TE: Tensor,
-        routing_map_TE: Tensor,
-        logits_TE: Tensor,
-        bias_E: Tensor | None = None,
-        **call: Any,
-    ) -> Routing:
-        """A collective of the EP group. Differentiable in probs and, for added pairs, in the logits.
-
-        call: the other arguments of a RoutingContext.
-        """
+    def _routing(self, call: RouterCall, probs_TE: Tensor, routing_map_TE: Tensor, logits_TE: Tensor) -> Routing:
+        """A collective of the EP group. Differentiable in probs and, for added pairs, in the logits."""
         K, is_softmax = self.config.moe_router_topk, self.config.moe_router_score_function == "softmax"
         ids_TK, wide_TE = topk_ids(routing_map_TE, K), logits_TE.float()
         scores_TE = wide_TE.softmax(1) if is_softmax else scores_of(wide_TE, self.moe_config.router)
+        bias_E = self.router.expert_bias
         ranking_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
         # If softmax comes after top-K, Megatron's group limits rank the logits.
         by_logits = is_softmax and not self.config.moe_router_pre_softmax
         allowed_TE = self._allowed(logits_TE.detach() if by_logits else ranking_TE)
         topk = TopK(scores_TE, ranking_TE, allowed_TE, ids_TK, routing_map_TE.sum(0))
-        context = RoutingContext(config=self.moe_config, **call)
-        routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router has its own counter
+        routed_pairs = decide_pairs(
+            self.router, topk, None, call.context(self.moe_config)
+        )  # Megatron's router has its own counter
         # The router's probability of a pair outside its top-K is 0.
         scale = self.config.moe_router_topk_scaling_factor or 1
         return rounded_routing(routed_pairs, probs_TE, scores_TE, self.moe_config.router, scale)

@@ -5,22 +5,19 @@ sends.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.integrations.framework_experts import RouterTensors
+from sonic_ep.integrations.topk_routing import RouterCall
 from sonic_ep.kernels.backend import chosen_pairs
 from sonic_ep.kernels.route.select.reference import pairs_of_mask
 from sonic_ep.kernels.route.topk.reference import times_chosen
-from sonic_ep.routers.count_exchange import RankStatus, gather_counts
 from sonic_ep.routers.given_routing import UNSET, GivenRouting
 from sonic_ep.routing import INDEX_DTYPE, Routing
-
-_OFF = RoundingConfig(mode="off")
 
 
 def topk_ids(routing_map_TE: Tensor, K: int) -> Tensor:
@@ -60,36 +57,19 @@ class PlainPairs(NamedTuple):
         return weights_N.index_select(0, real), pairs
 
 
-class RouterOutput(NamedTuple):
-    """The results of a router, and how a routing is made of them.
-
-    route: `routing_of_map`, `routing_of_pairs` or rounding's, without the arguments that all need. is_bounded:
-    see ExpertsCall.
-    """
-
-    tensors: list[Tensor]
-    route: Callable[..., Routing]
-    is_bounded: bool = False
-
-    @classmethod
-    def of_rounding(cls, tensors: list[Tensor], route: Callable[..., Routing], rounding: RoundingConfig) -> Self:
-        """Returns what a router and then `rounding` make."""
-        return cls(tensors, route, rounding.capacity_factor is not None)
-
-    def without_padding(self, given: GivenRouting) -> Self:
-        """Returns the same of the tokens that are no padding, with the problem of `given`."""
-        tensors = [each if each.dim() == 1 else given.take(each) for each in self.tensors]  # (E,): an expert bias
-        return self._replace(tensors=tensors, route=partial(self.route, problem=given.problem))
+def without_padding(
+    tensors: list[Tensor], given: GivenRouting, route: Callable[..., Routing], rounding: RoundingConfig
+) -> RouterTensors:
+    """Returns what a router and then `rounding` make of the tokens that are no padding. tensors: (O, ...) each."""
+    return RouterTensors([given.take(each) for each in tensors], route, rounding.capacity_factor is not None)
 
 
 def routing_of_map(
     probs_TE: Tensor,
     routing_map_TE: Tensor,
     *,
-    group: EPGroup,
-    exchange: Exchange,
     K: int | None,
-    **of_status: Any,
+    call: RouterCall,
 ) -> Routing:
     """Returns the routing of every pair of the map. A collective: one all-gather of counts.
 
@@ -97,15 +77,13 @@ def routing_of_map(
 
     Shapes:    probs_TE (T, E) floating point; routing_map_TE (T, E) bool.
     K:         the number of experts of every token; None if tokens were dropped, which costs one more host sync.
-    exchange:  see `gather_counts`. of_status: other fields of RankStatus.
     """
     T, E = routing_map_TE.shape
     ids_TK = None if K is None else topk_ids(routing_map_TE, K)
     counts_E = routing_map_TE.sum(0) if ids_TK is None else times_chosen(ids_TK, E)
-    status = RankStatus(counts_E=counts_E, num_tokens=T, **of_status)
-    counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
+    counts, split_sizes = call.gather(counts_E, T)
     if ids_TK is None:
-        token_ids_N, expert_ids_N = pairs_of_mask(routing_map_TE, int(counts.pairs_SE[group.rank].sum()))
+        token_ids_N, expert_ids_N = pairs_of_mask(routing_map_TE, int(counts.pairs_SE[call.group.rank].sum()))
     else:
         token_ids_N, expert_ids_N, _ = chosen_pairs(ids_TK, counts_E)
     pairs_N = token_ids_N.long() * E + expert_ids_N
@@ -114,19 +92,11 @@ def routing_of_map(
 
 
 def routing_of_pairs(
-    weights_N: Tensor,
-    token_ids_N: Tensor,
-    counts_E: Tensor,
-    *,
-    num_tokens: int,
-    group: EPGroup,
-    exchange: Exchange,
-    **of_status: Any,
+    weights_N: Tensor, token_ids_N: Tensor, counts_E: Tensor, *, num_tokens: int, call: RouterCall
 ) -> Routing:
     """Returns the routing of a FusedRouter's pairs. A collective: one all-gather of counts.
 
-    weights_N: (N,) fp32. token_ids_N, counts_E: see PlainPairs. num_tokens: T. The others as for `routing_of_map`.
+    weights_N: (N,) fp32. token_ids_N, counts_E: see PlainPairs. num_tokens: T.
     """
-    status = RankStatus(counts_E=counts_E, num_tokens=num_tokens, **of_status)
-    counts, split_sizes, _ = gather_counts(status, _OFF, group, exchange)
+    counts, split_sizes = call.gather(counts_E, num_tokens)
     return Routing(weights_N, token_ids_N, counts, num_tokens, split_sizes=split_sizes)

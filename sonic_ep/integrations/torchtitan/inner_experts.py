@@ -5,7 +5,7 @@ Source of the layouts: pytorch/torchtitan, torchtitan/models/common/moe.py and t
 Legend: e local experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,6 @@ from sonic_ep.first_order import Context
 from sonic_ep.integrations.framework_experts import Weights
 
 _LIMIT = 7.0  # of the activation swiglu_oai
-
-
-class InnerWeights(NamedTuple):
-    """weights: w1, w2, b1, b2 of this rank's experts. up_eIH: the up weights, if w1 is the gate weights alone."""
-
-    weights: Weights
-    up_eIH: Tensor | None
 
 
 def problem_with_experts(config: GroupedExperts.Config) -> str | None:
@@ -44,8 +37,10 @@ def activation_of(experts: GroupedExperts) -> str:
     return "swiglu_oai" if isinstance(experts, GptOssGroupedExperts) else "swiglu"
 
 
-def weights_of(experts: Any, dtype: torch.dtype, tp_size: int) -> InnerWeights:
-    """Returns the weights in `dtype`, differentiable, on this rank.
+def weights_of(experts: Any, dtype: torch.dtype, tp_size: int) -> tuple[Weights, Tensor | None]:
+    """Returns w1, w2, b1, b2 and, if w1 is the gate weights alone, the up weights (e, I, H).
+
+    They are in `dtype`, differentiable, on this rank.
 
     In the module:  w1_EFD, w3_EFD (e, I, H), w2_EDF (e, H, I); of gpt-oss mlp1_weight_EGD (e, J, H), with gate and up
                     rows in turns, mlp2_weight_EDF (e, H, I), and biases (e, J) and (e, H).
@@ -55,9 +50,9 @@ def weights_of(experts: Any, dtype: torch.dtype, tp_size: int) -> InnerWeights:
     if isinstance(experts, GptOssGroupedExperts):
         names = "mlp1_weight_EGD", "mlp2_weight_EDF", "mlp1_bias_EG", "mlp2_bias_ED"
         w1, w2, b1, b2 = (_local(experts, name, dtype) for name in names)
-        return InnerWeights((w1, w2, b1, _Share.apply(b2, tp_size) if tp_size > 1 else b2), None)
+        return (w1, w2, b1, _Share.apply(b2, tp_size) if tp_size > 1 else b2), None
     w1, w2, w3 = (_local(experts, name, dtype) for name in ("w1_EFD", "w2_EDF", "w3_EFD"))
-    return InnerWeights((w1, w2, None, None), w3)
+    return (w1, w2, None, None), w3
 
 
 def dtype_of(experts: nn.Module) -> torch.dtype:

@@ -18,17 +18,15 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, L
 
 from sonic_ep.config import RouterConfig
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
+from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.rounded_routing import rounded_topk
-from sonic_ep.integrations.topk_routing import config_of, routing_of_topk
+from sonic_ep.integrations.topk_routing import RouterCall, config_of, routing_of_topk
 from sonic_ep.integrations.torchtitan.inner_experts import activation_of, dtype_of, problem_with_experts, weights_of
 from sonic_ep.integrations.torchtitan.router import split
-from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
-from sonic_ep.routers.route import RoutingContext
+from sonic_ep.routers.given_routing import GivenRouting
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
-from sonic_ep.transports import transport_for
 
 
 class SonicEPRoutedExperts(RoutedExperts):
@@ -57,12 +55,7 @@ class SonicEPRoutedExperts(RoutedExperts):
         self.options, self.router_config = config.options, config.router
         self.tp_size = 1
         self.given: GivenRouting | None = None  # what the router was given for this call: see replay.py
-        self._divide_experts(EPGroup.alone())
-
-    def _divide_experts(self, group: EPGroup) -> None:
-        transport = transport_for(group, self.options.transport)
-        as_programs = self.options.record_launches
-        self._experts = FrameworkExperts(group, transport, self.top_k, as_programs=as_programs)
+        self._experts = FrameworkExperts.of(EPGroup.alone(), self.options, self.top_k)
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Shards the module as torchtitan's sharding_config says. A collective of the EP group.
@@ -83,7 +76,7 @@ class SonicEPRoutedExperts(RoutedExperts):
         super().parallelize(parallel_dims)
         ep_mesh = parallel_dims.get_optional_mesh("ep")
         if ep_mesh is not None:
-            self._divide_experts(EPGroup(ep_mesh.get_group()))
+            self._experts = FrameworkExperts.of(EPGroup(ep_mesh.get_group()), self.options, self.top_k)
         else:
             self.tp_size = parallel_dims.tp
 
@@ -110,14 +103,14 @@ class SonicEPRoutedExperts(RoutedExperts):
             raise ValueError(
                 "compile.enable=True goes with neither expert parallelism nor rounding here; set compile.enable=False"
             )
-        route = partial(self._routing if rounding is None else self._rounded, dtype=dtype)
+        route = self._routing if rounding is None else self._rounded
+        topk = [topk_expert_ids_BLK.reshape(B * L, K), topk_scores_BLK.reshape(B * L, -1)]
+        is_bounded = rounding is not None and rounding.capacity_factor is not None
         call = ExpertsCall(
             x_TH=x_BLD.reshape(B * L, D).to(dtype),
-            routed=[topk_expert_ids_BLK.reshape(B * L, K), topk_scores_BLK.reshape(B * L, -1)],
+            routed=RouterTensors(topk, partial(route, self._router_call(dtype)), is_bounded),
             weights=weights,
-            route=route,
             up_eIH=up_eIH,
-            is_bounded=rounding is not None and rounding.capacity_factor is not None,
             settings={
                 "activation": activation_of(self.inner_experts),
                 "save_dispatched": self.options.save_dispatched,
@@ -125,30 +118,25 @@ class SonicEPRoutedExperts(RoutedExperts):
         )
         return self._experts(call).to(x_BLD.dtype).view(B, L, D)
 
-    def _routing(self, ids_TK: Tensor, weights_TK: Tensor, *, dtype: torch.dtype) -> Routing:
-        group, exchange = self._experts.group, self._experts.transport
-        given = NOTHING_GIVEN if self.given is None else self.given
-        return routing_of_topk(
-            ids_TK,
-            weights_TK,
-            E=self.num_experts,
-            group=group,
-            exchange=exchange,
+    def _router_call(self, dtype: torch.dtype) -> RouterCall:
+        return RouterCall(
+            group=self._experts.group,
+            exchange=self._experts.transport,
             dtype=dtype,
             training=self.training,
+            problem=None if self.given is None else self.given.problem,
             has_given_experts=self.given is not None,
-            problem=given.problem,
         )
 
-    def _rounded(self, ids_TK: Tensor, columns_TC: Tensor, *, dtype: torch.dtype) -> Routing:
-        group, exchange = self._experts.group, self._experts.transport
+    def _routing(self, call: RouterCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
+        return routing_of_topk(ids_TK, weights_TK, E=self.num_experts, call=call)
+
+    def _rounded(self, call: RouterCall, ids_TK: Tensor, columns_TC: Tensor) -> Routing:
         K, E, router, rounding = ids_TK.shape[1], self.num_experts, self.router_config, self.options.rounding
         assert router is not None
         assert rounding is not None
         weights_TK, scores_TE, allowed_TE = split(
             columns_TC.to(torch.promote_types(columns_TC.dtype, torch.float32)), K, E
         )
-        context = RoutingContext(
-            config=config_of(E, K, router, rounding), group=group, dtype=dtype, training=True, exchange=exchange
-        )
+        context = call.context(config_of(E, K, router, rounding))
         return rounded_topk(self, TopK(scores_TE, scores_TE.detach(), allowed_TE, ids_TK), weights_TK, context)

@@ -7,22 +7,12 @@ Legend: T tokens on this rank, B sequences, L tokens of a sequence, E experts, K
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from sonic_ep.config import RouterConfig
-
-
-class Scored(NamedTuple):
-    """The router's choice, and what rounding reads. weights_TK (T, K), scores_TE (T, E), both differentiable;
-    allowed_TE: (T, E) bool, the experts in each token's best groups, or None without group limits."""
-
-    weights_TK: Tensor
-    scores_TE: Tensor
-    allowed_TE: Tensor | None
 
 
 class ScoringRouter(TokenChoiceTopKRouter):
@@ -45,10 +35,14 @@ class ScoringRouter(TokenChoiceTopKRouter):
         return torch.cat(columns, -1), ids_BLK, scores_BLE
 
 
-def split(columns_TC: Tensor, K: int, E: int) -> Scored:
-    """Returns the parts of what a `ScoringRouter` gives in training, of which C is K + E or K + 2E."""
+def split(columns_TC: Tensor, K: int, E: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the parts of what a `ScoringRouter` gives in training, of which C is K + E or K + 2E.
+
+    They are the weights (T, K) and the scores (T, E), both differentiable, and (T, E) bool, the experts in each token's
+    best groups, or None without group limits.
+    """
     weights_TK, scores_TE, *others = columns_TC.split([K, E, *([E] if columns_TC.shape[1] > K + E else [])], 1)
-    return Scored(weights_TK, scores_TE, others[0] > 0 if others else None)
+    return weights_TK, scores_TE, others[0] > 0 if others else None
 
 
 def router_config_of(config: TokenChoiceTopKRouter.Config) -> RouterConfig:

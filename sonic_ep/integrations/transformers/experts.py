@@ -19,8 +19,8 @@ from sonic_ep.config import RoundingConfig
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts
-from sonic_ep.integrations.topk_routing import capped_routing, routing_of_topk
+from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
+from sonic_ep.integrations.topk_routing import RouterCall, capped_routing, routing_of_topk
 from sonic_ep.integrations.transformers.activation import activation_of
 from sonic_ep.integrations.transformers.router_outputs import RouterOutputs
 from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weight_dtype, weights_of
@@ -101,8 +101,15 @@ def compute_experts(
     if given.expert_ids_TK is not None and rounding is not None:
         _say_once(NOT_ROUNDED, rounding.config.mode)
         rounding = None
-    common = {"E": E, "group": group, "exchange": transport, "dtype": dtype}
-    route = _route(experts, rounding, capacity, given, has_sentinels=has_sentinels, **common)
+    call = RouterCall(
+        group=group,
+        exchange=transport,
+        dtype=dtype,
+        training=experts.training,
+        problem=given.problem,
+        has_given_experts=given.expert_ids_TK is not None,
+    )
+    route = _route(experts, rounding, capacity, E, call, has_sentinels=has_sentinels)
     settings = {
         "activation": activation,
         "layout": layout_of(experts),
@@ -116,16 +123,11 @@ def compute_experts(
         out_TH = moe(x, route(*routed), *weights, lora=lora, transport=transport, group=group, **settings)
     else:
         framework_experts = _experts_of(experts, group, transport, topk_ids_TK.shape[1])
-        call = ExpertsCall(
-            x_TH=x,
-            routed=routed,
-            weights=weights,
-            route=route,
-            lora=lora,
-            is_bounded=(capacity if rounding is None else rounding.config).capacity_factor is not None,
-            settings=settings,
+        is_bounded = (capacity if rounding is None else rounding.config).capacity_factor is not None
+        router_tensors = RouterTensors(routed, route, is_bounded)
+        out_TH = framework_experts(
+            ExpertsCall(x_TH=x, routed=router_tensors, weights=weights, lora=lora, settings=settings)
         )
-        out_TH = framework_experts(call)
     if recording():
         add_to_records(experts, routed[0], x_TH.shape[:1], given)
     return given.put(out_TH).to(x_TH.dtype)
@@ -167,33 +169,29 @@ def _route(
     experts: Any,
     rounding: Any,
     capacity: RoundingConfig,
-    given: GivenRouting,
+    E: int,
+    call: RouterCall,
     *,
     has_sentinels: bool,
-    **common: Any,
 ) -> Callable[..., Routing]:
     """Returns the function that makes a routing of what the router returned. rounding: TokenRounding, or None."""
-    ep_size = common["group"].size
-    if given.problem is not None:
-        common |= {"training": experts.training, "problem": given.problem}
-        return partial(routing_of_topk, **common)
-    has_given_experts = given.expert_ids_TK is not None
+    ep_size = call.group.size
+    if call.problem is not None:
+        return partial(routing_of_topk, E=E, call=call)
     if rounding is not None and torch.compiler.is_compiling():
         raise ValueError(
             "rounding notes the router's logits, which torch.compile does not trace; train without torch.compile"
         )
     if rounding is not None:
-        return partial(rounding.routing, experts, **common)
+        return partial(rounding.routing, experts, E=E, call=call)
     if (capacity.capacity_factor or ep_size) >= ep_size:
-        common |= {"training": experts.training, "has_sentinels": has_sentinels, "capacity": capacity}
-        common["has_given_experts"] = has_given_experts
-        return partial(routing_of_topk, **common)
+        return partial(routing_of_topk, E=E, call=call, has_sentinels=has_sentinels, capacity=capacity)
     if torch.compiler.is_compiling():
         raise ValueError(
             f"capacity_factor={capacity.capacity_factor} below ep_size={ep_size} removes pairs by operations that "
             "torch.compile does not trace; set it to ep_size, or train without torch.compile"
         )
-    return partial(capped_routing, experts, **common, capacity=capacity, has_given_experts=has_given_experts)
+    return partial(capped_routing, experts, E=E, call=call, capacity=capacity)
 
 
 def _experts_of(

@@ -7,18 +7,17 @@ router would have made of its score.
 Legend: T tokens on this rank, E experts, K experts per token.
 """
 
+from dataclasses import replace
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from sonic_ep.config import RoundingConfig
-from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.groups import Exchange
 from sonic_ep.integrations.rounded_routing import rounded_topk
-from sonic_ep.integrations.topk_routing import config_of
+from sonic_ep.integrations.topk_routing import RouterCall, config_of
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
 from sonic_ep.integrations.transformers.router_outputs import RouterOutputs, router_next_to
-from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
 from sonic_ep.transports import GroupTransport
@@ -82,25 +81,20 @@ class TokenRounding:
         logits_TE: Tensor | None = None,
         *,
         E: int,
-        group: EPGroup,
-        exchange: Exchange,
-        dtype: torch.dtype,
+        call: RouterCall,
     ) -> Routing:
         """Returns the rounded routing. A collective of the EP group, with the same errors on every rank.
 
         Differentiable in topk_weights_TK and, for added pairs, in the logits. experts: their module, for replay under
-        activation checkpointing. E: of all ranks. dtype: of the experts' input.
+        activation checkpointing. E: of all ranks.
         """
         (T, K), ids_TK = topk_ids_TK.shape, topk_ids_TK.long()
         rule, problem = self.outputs.rule_of(logits_TE, ids_TK, topk_weights_TK, E)
-        problem = self._problem_with_buffers(exchange) or problem
+        call = replace(call, problem=self._problem_with_buffers(call.exchange) or problem)
         if logits_TE is None or logits_TE.shape[0] != T:
             logits_TE = topk_weights_TK.new_zeros(T, E)
         scores_TE = rule.scores(logits_TE)
-        config = config_of(E, K, rule.config, self.config)
-        context = RoutingContext(
-            config=config, group=group, dtype=dtype, training=True, exchange=exchange, problem=problem
-        )
+        context = call.context(config_of(E, K, rule.config, self.config))
         topk = TopK(scores_TE, scores_TE.detach(), None, ids_TK)
         return rounded_topk(experts, topk, topk_weights_TK, context, rule.scale)
 

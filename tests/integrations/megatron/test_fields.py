@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from sonic_ep import RoundingConfig
-from sonic_ep.integrations.megatron.activation import activation_of, curve_of
+from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.megatron.fields import FIELDS, check
 from sonic_ep.integrations.options import SonicEPOptions
 
@@ -241,6 +241,7 @@ def test_a_new_moe_field_is_refused_unless_it_has_its_default(config: Transforme
         (F.gelu, True, None, 0.0, "geglu_erf"),
         (F.gelu, False, None, 0.0, "gelu_erf"),
         (F.relu, False, None, 0.0, "relu"),
+        (lambda x: F.gelu(x.float(), approximate="tanh"), True, None, 0.0, "geglu"),
         (F.silu, True, 10.5, 0.0, None),
         (F.silu, True, 10.0, 1.0, None),
         (quick_gelu, True, 7.0, 0.0, None),
@@ -268,14 +269,15 @@ def test_activations_are_known_or_refused(
         assert activation_of(changed) == name
 
 
-def test_a_function_is_called_once() -> None:
+def test_a_function_is_called_once(config: TransformerConfig) -> None:
     calls: list[int] = []
 
     def silu(x: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return F.silu(x)
 
-    assert [curve_of(silu) for _ in range(3)] == ["silu"] * 3
+    changed = with_values(config, activation_func=silu, gated_linear_unit=False)
+    assert [activation_of(changed) for _ in range(3)] == ["silu"] * 3
     assert len(calls) == 1
 
 

@@ -91,6 +91,28 @@ def test_padding_is_not_rounded_before_a_cut_either(ranks: Ranks, router: Router
             assert torch.equal(got, wanted)
 
 
+def waits_for_padding(rank: int, router: Router) -> list[str]:
+    from sonic_ep.integrations.megatron import SonicEPOptions, get_sonic_ep_moe_spec
+    from tests.helpers.host_reads import noted_step
+    from tests.helpers.megatron_training import gpt_config, parallel_state
+
+    options = SonicEPOptions(router=router, rounding=RoundingConfig(mode="up", t=4, G=8))
+    is_padding = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < 0.4
+    with parallel_state(expert=2):
+        layer: Any = get_sonic_ep_moe_spec(E, options=options)(config=gpt_config())
+        layer.set_layer_number(1)
+        x = torch.randn(S, B, layer.config.hidden_size, generator=torch.Generator().manual_seed(rank))
+        with noted_step() as step:
+            layer(x, padding_mask=is_padding)
+    return [read for read in step.reads if "given_routing.py" in read]
+
+
+@ROUTERS
+def test_with_rounding_too_the_host_waits_once_for_the_padding(ranks: Ranks, router: Router) -> None:
+    for reads in ranks(2).run(waits_for_padding, router):
+        assert len(reads) == 1, reads
+
+
 def without_tokens(rank: int, groups: dict[str, int], router: Router, kind: str) -> tuple[bool, bool]:
     """Whether gradients are finite, and what the router gets any; the last ranks have padding alone."""
     from sonic_ep.integrations.megatron import SonicEPOptions

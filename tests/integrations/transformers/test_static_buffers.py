@@ -117,7 +117,7 @@ def test_static_buffers(limit: str, ranks: Ranks, tmp_path: Path) -> None:
 
 def capped(rank: int, factor: float) -> dict[str, Any]:
     """A routing with a capacity, and what the router gave, which leans to experts of rank 0."""
-    from sonic_ep.integrations.topk_routing import capped_routing
+    from sonic_ep.integrations.topk_routing import RouterCall, capped_routing
 
     group, E = EPGroup(), 8
     generator = torch.Generator().manual_seed(rank)
@@ -125,8 +125,8 @@ def capped(rank: int, factor: float) -> dict[str, Any]:
     weights_TK, ids_TK = scores_TE.topk(TOP_K)
     weights_TK = (weights_TK.round(decimals=1) / 4).requires_grad_()  # with ties
     capacity = RoundingConfig(mode="off", capacity_factor=factor)
-    options = {"E": E, "group": group, "exchange": transport_for(group), "dtype": torch.float32, "capacity": capacity}
-    routing = capped_routing(None, ids_TK, weights_TK, **options)
+    call = RouterCall(group=group, exchange=transport_for(group), dtype=torch.float32, training=True)
+    routing = capped_routing(None, ids_TK, weights_TK, E=E, call=call, capacity=capacity)
     own = routing.counts.rows_SE[rank]
     expert_ids = torch.repeat_interleave(torch.arange(E), own).tolist()
     pairs = list(zip(expert_ids, routing.token_ids_N.tolist(), routing.weights_N.tolist(), strict=True))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from sonic_ep.config import RoundingConfig
 from sonic_ep.kernels.backend import _implementation, runs_triton
 from sonic_ep.kernels.route.rounding import reference
-from sonic_ep.routers.rounding import CHUNK_MULTIPLES, RoundedCounts, round_counts, rule_of
+from sonic_ep.routers.rounding import CHUNK_MULTIPLES, round_counts, rule_of
+from sonic_ep.routing import GroupCounts
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.triton_device import triton_device
 from tests.helpers.waiting import assert_nothing_waits
@@ -27,9 +28,9 @@ def check(chosen: Any, tokens: Any, rounding: RoundingConfig, seed: int = 0) -> 
     reports = torch.cat([tokens_S[:, None], chosen_SE], 1).to(DEVICE)  # columns of what was gathered
     with poisoned_empty():
         got = KERNEL.apply_rule(reports[:, 1:], reports[:, 0], torch.tensor(seed, device=DEVICE), rule)
-    assert_same(
-        RoundedCounts(*(values.cpu() for values in got)), round_counts(chosen_SE, tokens_S, rounding, seed=seed)
-    )
+    rows_SE, pairs_SE, cut_S, t = (values.cpu() for values in got)
+    counts = GroupCounts(chosen_SE, rows_SE, pairs_SE, tokens_S, cut_S, t)
+    assert_same(counts, round_counts(chosen_SE, tokens_S, rounding, seed=seed))
     assert {values.dtype for values in got} == {torch.int64}
 
 

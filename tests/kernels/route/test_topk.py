@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.config import RouterConfig
-from sonic_ep.kernels.route.interface import FusedTopK, RouterOperations
+from sonic_ep.kernels.route.interface import RouterOperations, TopK
 from sonic_ep.kernels.route.topk.reference import experts_of_best_groups, scores_of, top_experts
 from sonic_ep.routers import topk
 from tests.helpers.tolerances import assert_near
@@ -114,7 +114,7 @@ def exact_scores(logits_TE: Tensor, config: RouterConfig) -> Tensor:
     return terms_TE / terms_TE.sum(1, keepdim=True)
 
 
-def assert_as_written(logits_TE: Tensor, bias_E: Tensor | None, K: int, config: RouterConfig) -> FusedTopK:
+def assert_as_written(logits_TE: Tensor, bias_E: Tensor | None, K: int, config: RouterConfig) -> TopK:
     chosen = OPERATIONS.compute_topk(logits_TE, bias_E, K, config)
     expected = exact_scores(logits_TE, config)
     torch.testing.assert_close(chosen.scores_TE.double(), expected, rtol=1e-6, atol=1e-37, equal_nan=True)
@@ -126,11 +126,14 @@ def assert_as_written(logits_TE: Tensor, bias_E: Tensor | None, K: int, config: 
     else:
         assert torch.equal(chosen.allowed_TE, allowed_TE)  # type: ignore[arg-type]
     assert torch.equal(chosen.topk_ids_TK, top_experts(ranking_TE, allowed_TE, K))
-    assert torch.equal(chosen.counts_E, torch.bincount(chosen.topk_ids_TK.flatten(), minlength=logits_TE.shape[1]))
+    assert chosen.plain_counts_E is not None
+    assert chosen.plain_entropy_T is not None
+    counts_E = torch.bincount(chosen.topk_ids_TK.flatten(), minlength=logits_TE.shape[1])
+    assert torch.equal(chosen.plain_counts_E, counts_E)
     plain = topk.TopK(chosen.scores_TE.double(), chosen.ranking_TE, None, chosen.topk_ids_TK)
     entropy_T = plain.entropy_T().masked_fill(~logits_TE.isfinite().all(1), float("nan"))
     # A sum of E terms up to 1/e; of a token with one expert it is what rounding leaves of 1 - 1.
-    assert_near(chosen.entropy_T.double(), entropy_T, share=1e-5, scale=1.0, equal_nan=True)
+    assert_near(chosen.plain_entropy_T.double(), entropy_T, share=1e-5, scale=1.0, equal_nan=True)
     assert chosen.bad_logits == (~logits_TE.isfinite()).sum()
     return chosen
 

@@ -1,4 +1,4 @@
-"""Fused weights, losses and gradient of the logits: against routers/topk.py and routers/balance.py in double precision.
+"""Fused weights, losses and gradient of the logits: against routers/topk.py and reference.py in double precision.
 
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, B sequences.
 """
