@@ -97,19 +97,19 @@ class BoundedSteps(Generic[Layer]):
     def begin(self, layer: Layer) -> Step | None:
         """Returns the next step. None if the code has to run: the first call has no bound, or no buffers for it yet.
 
-        That is so on every rank whose layer is in the same mode. Nothing is exchanged or allocated.
+        That is so on every rank whose layer is in the same mode. A collective at the first use of the transport;
+        buffers are never allocated here.
         """
-        region = present_region()
+        region, is_repeated = present_region(), False
         if region is None:
-            call, self.repeats_code = self._new_call(layer, in_region=False), False
+            call = self._new_call(layer, in_region=False)
         else:
             call, is_repeated = self._regions.call(region, lambda: self._new_call(layer, in_region=True))
-            self.repeats_code = is_repeated and call.as_code
+        self._call, self.repeats_code = call, is_repeated and call.as_code
         if call.transport is not None:
             call.transport.least = call.least  # so ranks that run their code send to the same places
             if region is not None:
                 self._group.order.add_region(self._group.layer)
-        self._call = call
         return call.step
 
     def _new_call(self, layer: Layer, *, in_region: bool) -> _Call:

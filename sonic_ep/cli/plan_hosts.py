@@ -135,9 +135,8 @@ def memory_of(config: MoEConfig, T: int, layout: Layout, kind: Kind, layers: int
     saved_as: TransportKind = "symmetric" if kind == "symmetric" else "all_to_all"
     saved = saved_bytes(config, allocated_sizes(config, sizes, saved_as), ITEM_BYTES, saved_as)
     if kind == "two_hop":
-        X = round(
-            T * expected_parts(config, layout.num_hosts)
-        )  # as many rows are received in hop 1; hop 2 forwards as many as all_to_all sends
+        # As many rows are received in hop 1; hop 2 forwards as many as all_to_all sends.
+        X = round(T * expected_parts(config, layout.num_hosts))
         saved["lists"] += 8 * X + 4 * (X + 1)
     return memory_parts(config, sizes, ITEM_BYTES, layers, saved_as, saved)
 

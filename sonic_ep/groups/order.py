@@ -35,8 +35,8 @@ class Forward(NamedTuple):
 class Ran(NamedTuple):
     """One run of a rank: the backward of a forward, or with `is_replay` the replay of a forward's CUDA graph.
 
-    is_graphed: whether the forward is in a CUDA graph. in_region: no backward, but a forward that begins
-    in a region of activation checkpointing.
+    is_graphed: whether the forward is in a CUDA graph. in_region: no backward, but a forward that begins in a region of
+    activation checkpointing.
     """
 
     forward: Forward

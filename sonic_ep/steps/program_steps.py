@@ -178,7 +178,7 @@ def _outputs_of(
     layer: "MoE", x: Tensor, programs: Programs, kind: Kind, sizes: tuple[int, ...], call: StepCall
 ) -> list[Tensor]:
     x_TH, weights, shared = x, _weights_of(layer), layer._modules.get("shared")
-    # With a shared expert x is read once too, as in the code: its gradients add up before others of x are added.
+    # Beside a shared expert always a view, as in the code: both gradients of x add up before others of x are added.
     if x.dim() == 3 or not x.is_contiguous() or shared is not None:
         x_TH = x.reshape(-1, x.shape[-1]).contiguous()
     if x.dtype != kind.dtype or weights.w1.dtype != kind.dtype:

@@ -230,8 +230,8 @@ def in_mixed_precision(rank: int, world: int) -> tuple[list[int], list[bool]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [1, 2])
-def test_launches_are_recorded_in_mixed_precision(gpus: Callable[[int], RankPool], world: int) -> None:
-    for (recorded, without), same in gpus(world).run(in_mixed_precision, world):
-        assert recorded > 0
+def test_steps_in_mixed_precision_run_as_programs(gpus: Callable[[int], RankPool], world: int) -> None:
+    for (programs, without), same in gpus(world).run(in_mixed_precision, world):
+        assert programs > 0
         assert without == 0
         assert all(same)

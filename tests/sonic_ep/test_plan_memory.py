@@ -84,7 +84,7 @@ def config_of(name: str, buffers: Buffers) -> MoEConfig:
 
 
 def measured(rank: int, name: str, buffers: Buffers, ranks: int) -> dict[str, float]:
-    """MiB of a layer that repeats recorded launches, as all do by default: saved between forward and backward, the most
+    """MiB of a layer whose steps run as programs, as all do by default: saved between forward and backward, the most
     in backward, and the buffers over symmetric memory."""
     group = EPGroup() if ranks > 1 else EPGroup.alone()
     config, T = config_of(name, buffers), TOKENS[name]
