@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.poison import import_dynamo
+from tests.helpers.poison import compiler_forgets
 
 # Fusions of these names are CUDA kernels, and weights made by Megatron's own default would be made on the GPU.
 CPU_CONFIG = {
@@ -56,7 +56,7 @@ def megatron_on_cpu() -> Iterator[None]:
         if sys.version_info < (3, 12):
             module = _index_of_samples()
             stack.enter_context(patch.dict(sys.modules, {module.__name__: module}))
-        import_dynamo()
+        stack.enter_context(compiler_forgets())
         for dst, name, value in _shims():
             stack.enter_context(patch.object(dst, name, value))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # its jit_fuser is torch.compile

@@ -28,13 +28,19 @@ def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return poisoned
 
 
-def import_dynamo() -> None:
-    """Call it before torch's functions are replaced.
+@contextmanager
+def compiler_forgets() -> Iterator[None]:
+    """Replace functions of torch within it, or torch.compile may never compile them again in this process.
 
-    torch.compile's tables name them as they are when it is first imported. A stand-in could never be compiled again in
-    this process. (Not at the top of a file: it imports Triton, which reads TRITON_INTERPRET then.)
+    Its tables hold torch's functions as they are when a table is made: at the import of torch._dynamo, and by the first
+    lookup after every init_process_group, which empties them. (Not imported at the top of a file: it imports Triton,
+    which reads TRITON_INTERPRET then.)
     """
-    import_module("torch._dynamo")
+    tables = import_module("torch._dynamo").trace_rules
+    try:
+        yield
+    finally:
+        tables.clear_lru_cache()
 
 
 @contextmanager
@@ -43,8 +49,7 @@ def poisoned_empty() -> Iterator[None]:
 
     It holds for this process: in a worker of `tests.helpers.launch`, enter it there.
     """
-    import_dynamo()
-    with ExitStack() as patches:
+    with compiler_forgets(), ExitStack() as patches:
         for dst, name in ALLOCATORS:
             patches.enter_context(patch.object(dst, name, _poisoned(getattr(dst, name))))
         yield

@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.helpers.poison import compiler_forgets
+
 
 @contextmanager
 def _without_datasets() -> Iterator[None]:
@@ -332,5 +334,6 @@ def experts_in_own_dtype() -> Iterator[None]:
         starts = [0, *ends[:-1]]
         return torch.cat([rows_RK[a:b] @ w for a, b, w in zip(starts, ends, weights_eKN, strict=True)])
 
-    with patch.object(Tensor, "bfloat16", lambda self: self), patch.object(torch, "_grouped_mm", grouped_mm):
-        yield
+    with compiler_forgets(), patch.object(Tensor, "bfloat16", lambda self: self):
+        with patch.object(torch, "_grouped_mm", grouped_mm):
+            yield

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("torchtitan")
 
 # isort: off
+from tests.helpers.poison import compiler_forgets
 from tests.helpers.torchtitan_cpu import (  # before torchtitan
     BATCH,
     EXPERTS,
@@ -73,7 +74,7 @@ def choosing(ids_BLNK: Tensor) -> Iterator[None]:
         values, ids = topk(scores, *args, **kwargs)
         return values, next(calls) if scores.shape[-1] == E else ids
 
-    with patch.object(torch, "topk", chosen):
+    with compiler_forgets(), patch.object(torch, "topk", chosen):
         yield
 
 

@@ -22,7 +22,7 @@ from sonic_ep.routers.rounding import round_counts
 from sonic_ep.routers.route import select
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import GroupCounts
-from tests.helpers.poison import import_dynamo
+from tests.helpers.poison import compiler_forgets
 from tests.helpers.triton_device import triton_device
 from tests.helpers.waiting import assert_nothing_waits
 
@@ -48,8 +48,7 @@ def _with_garbage(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_and_short_steps() -> Iterator[None]:
-    import_dynamo()
-    with pytest.MonkeyPatch.context() as patch:
+    with compiler_forgets(), pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "empty_like"):
             patch.setattr(torch, name, _with_garbage(getattr(torch, name)))
         if INTERPRETED:
