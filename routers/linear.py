@@ -28,18 +28,16 @@ def linear(
     The logits are fp32, or float64 for float64 x, also under autocast. linear_dtype: with "input", they and their
     gradients are computed in the dtype of x, and the logits are then converted to fp32.
 
-    Outside compiled graphs, with kernels or "input", the backward GEMM adds the gradient of the second result to the
+    With kernels or "input", the backward GEMM adds the gradient of the second result to the
     gradient of x in place, before rounding, which saves one pass. So nothing else may hold that gradient. This is true
     for the gradient that `moe` returns.
     """
     dtype, in_dtype_of_x = torch.promote_types(x_TH.dtype, torch.float32), linear_dtype == "input"
-    inner, compiling = x_TH.dtype if in_dtype_of_x else dtype, torch.compiler.is_compiling()
-    operations = None if compiling else reference if in_dtype_of_x else router_linear(x_TH)
+    inner = x_TH.dtype if in_dtype_of_x else dtype
+    operations = reference if in_dtype_of_x else router_linear(x_TH)
+    operations = None if torch.compiler.is_compiling() else operations
     if operations in (None, reference) or weight_EH.dtype not in DTYPES_OF_KERNELS:
         weight_EH, bias_E = weight_EH.to(inner), None if bias_E is None else bias_E.to(inner)
-    if compiling and not in_dtype_of_x and x_TH.is_cuda and x_TH.dtype == torch.bfloat16:
-        logits_TE = torch.ops.sonic_ep.router_linear(x_TH, weight_EH)
-        return logits_TE if bias_E is None else logits_TE + bias_E, x_TH
     if operations is not None:
         logits_TE, passed_TH = _Linear.apply(x_TH, weight_EH, bias_E, operations)
         return logits_TE.to(dtype), passed_TH if x_TH.requires_grad else x_TH
@@ -74,47 +72,3 @@ class _Linear(torch.autograd.Function):
                 dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight, dx_others_TH=dx_others_TH
             )
         return dx_TH, dweight_EH, dlogits_TE.sum(0) if of_bias else None, None
-
-
-# In a compiled graph, forward and backward are one operation each: traced, they would be fp32 GEMMs.
-
-
-@torch.library.custom_op("sonic_ep::router_linear", mutates_args=())
-def _graph_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
-    with torch.autocast(x_TH.device.type, enabled=False):
-        return (router_linear(x_TH) or reference).logits(x_TH, weight_EH, None)
-
-
-@_graph_logits.register_fake
-def _(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
-    return weight_EH.new_empty(x_TH.shape[0], weight_EH.shape[0])
-
-
-@torch.library.custom_op("sonic_ep::router_linear_backward", mutates_args=())
-def _graph_backward(
-    dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, of_x: bool, of_weight: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x and of the weight, an empty tensor where `of_x` or `of_weight` is False."""
-    operations = router_linear(x_TH) or reference
-    with torch.autocast(x_TH.device.type, enabled=False):
-        dx_TH, dweight_EH = operations.gradients(dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight)
-    return x_TH.new_empty(0) if dx_TH is None else dx_TH, weight_EH.new_empty(0) if dweight_EH is None else dweight_EH
-
-
-@_graph_backward.register_fake
-def _(dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, of_x: bool, of_weight: bool) -> tuple[Tensor, Tensor]:
-    return x_TH.new_empty(x_TH.shape if of_x else 0), weight_EH.new_empty(weight_EH.shape if of_weight else 0)
-
-
-def _save_for_backward(ctx: Context[None], inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx: Context[None], dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
-    x_TH, weight_EH = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad)
-    grads = torch.ops.sonic_ep.router_linear_backward(dlogits_TE, x_TH, weight_EH, *needs)
-    return tuple(grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-
-
-_graph_logits.register_autograd(_differentiate, setup_context=_save_for_backward)

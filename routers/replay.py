@@ -4,7 +4,7 @@ Without replay a recomputation could route differently (jitter, atomics, a bias 
 counts again. A region is the forward of a checkpointed block, or its recomputation. Regions nest: a router gets its
 pairs from the innermost region that replays, and all regions that record save them.
 
-A checkpoint that torch.compile traces does not use regions: its graph saves the outputs of `decide_pairs`.
+A checkpoint that torch.compile traces does not use regions: with `replay_contexts` its graph recomputes no layer.
 """
 
 from collections.abc import Generator
@@ -17,9 +17,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from sonic_ep.routing import RoutedPairs
-
-# The operation of a compiled graph that routes (compiled.py).
-DECIDE_PAIRS_OP = "sonic_ep::decide_pairs"
 
 
 @final
@@ -107,15 +104,12 @@ def replay_contexts() -> tuple[Any, Any]:
     Example: checkpoint(block, x, use_reentrant=False, context_fn=sonic_ep.replay_contexts)
     """
     if get_proxy_mode() is not None:
-        return create_selective_checkpoint_contexts(_save_collectives)
+        return create_selective_checkpoint_contexts(_save_own)
     tape = _Tape()
     return _Region(tape, replays=False), _Region(tape, replays=True)
 
 
-def _save_collectives(_context: object, operation: OpOverload, *arguments: object, **__: object) -> CheckpointPolicy:
-    """The policy of a traced checkpoint: saves the outputs of `decide_pairs` and of all other collectives."""
-    if operation.namespace == "sonic_ep":
-        of_group = {a.name: value for a, value in zip(operation._schema.arguments, arguments, strict=True)}
-        if operation.name() == DECIDE_PAIRS_OP or of_group.get("ep_size", 1) != 1:
-            return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def _save_own(_context: object, operation: OpOverload, *_: object, **__: object) -> CheckpointPolicy:
+    """The policy of a traced checkpoint: keeps what layers have computed, and recomputes the rest."""
+    is_own = operation.namespace == "sonic_ep" and operation._opname != "ragged"
+    return CheckpointPolicy.MUST_SAVE if is_own else CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,23 +8,25 @@ import dataclasses
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self, final
+from typing import Any, Self, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from sonic_ep.config import MoEConfig
-from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.graph.modules import module_of, new_key, with_parameters
+from sonic_ep.graph.operation import GraphOperation, Outputs
+from sonic_ep.groups import EPGroup, Exchange, exchange_named
 from sonic_ep.initialization import fill_normal
 from sonic_ep.kernels.route.status.reference import NO_UPDATES
-from sonic_ep.routers.compiled import constant_config_of, decide_pairs_in_graph, text_of
 from sonic_ep.routers.fused import FusedRoute, kernels_of_route
 from sonic_ep.routers.linear import linear
+from sonic_ep.routers.rounding import max_received, max_rows
 from sonic_ep.routers.route import RoutingContext, decide_pairs, without_rounding
 from sonic_ep.routers.stats import RoutingStats, Traffic
-from sonic_ep.routers.topk import TopK, compute_topk
+from sonic_ep.routers.topk import TopK, compute_topk, counts_by_score
 from sonic_ep.routers.weights_and_losses import weights_and_losses
-from sonic_ep.routing import GroupCounts, RoutedPairs, Routing
+from sonic_ep.routing import INDEX_DTYPE, BalanceCounts, GroupCounts, RoutedPairs, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,12 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(E, **fp32) if config.router.expert_bias else None)
         self._counts_since_update_E = torch.zeros(config.E, dtype=torch.int64, device=device)
         self._bias_updates = torch.full((), NO_UPDATES, dtype=torch.int64, device=device)
-        self._config_text = text_of(config)
+        self._key = new_key(self)
         self.register_load_state_dict_post_hook(_reset_after_load)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._key = new_key(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bias must stay fp32 when the model is cast to bf16, because it changes by only 0.001 a step.
@@ -124,7 +130,7 @@ class Router(nn.Module):
 
     def logits(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (T, E) logits, fp32 or, for float64 x, float64, with jitter in training; and x_TH. See `linear`."""
-        settings = self._settings().router
+        settings = self.config.router
         jitter, dtype = settings.jitter, x_TH.dtype
         if self.training and jitter:
             noisy_TH = x_TH.to(torch.promote_types(dtype, torch.float32))
@@ -142,7 +148,6 @@ class Router(nn.Module):
         problem: str | None = None,
         exchange: Exchange | None = None,
         meanwhile: Callable[[], None] | None = None,
-        dispatched_next: bool = False,
         layer: int = 0,
         needs_backward: bool = False,
         expert_ids_TK: Tensor | None = None,
@@ -154,23 +159,28 @@ class Router(nn.Module):
         sequence_length: tokens per sequence, for the "sequence" balance loss.
         problem: why this rank cannot route. All ranks raise it.
         exchange: the transport that gathers the counts; default is the group's all-gather.
-        meanwhile: called while the gather is in flight, to launch other work. A compiled graph orders it by itself.
-        dispatched_next: True if the caller passes the routing to `moe` next. A compiled graph can then check it there
-            instead of here.
-        layer, needs_backward: of the caller, see RankStatus. A compiled graph, which equal layers share, gives none.
+        meanwhile: called while the gather is in flight, to launch other work.
+        layer, needs_backward: of the caller, see RankStatus.
+        expert_ids_TK: int64, the distinct experts of each token in place of its top-K. Nothing is rounded then.
 
-        expert_ids_TK: int64, the distinct experts of each token in place of its top-K. Nothing is rounded then. Not in
-            a compiled graph.
+        In a compiled graph the routing is checked at once, `layer` and `needs_backward` have no effect, and given
+        experts raise ValueError.
 
         Raises:  ValueError for `problem`. Problems of other ranks raise when the routing is checked (`Routing.check`).
                  Before that, the only communication in the group may be what transports send for this routing.
         """
-        config = self._settings() if expert_ids_TK is None else without_rounding(self.config)
+        if torch.compiler.is_compiling():
+            if expert_ids_TK is not None:
+                raise ValueError("a compiled router takes no routed_experts; compile the layer, or not the router")
+            if meanwhile is not None:
+                meanwhile()
+            return self._in_graph(x_TH, group, sequence_length, problem, exchange)
+        config = self.config if expert_ids_TK is None else without_rounding(self.config)
         expert_bias_E = self.expert_bias
         kernels = None
-        if problem is None and not torch.compiler.is_compiling() and not (self.training and config.router.jitter):
+        if problem is None and not (self.training and config.router.jitter):
             kernels = kernels_of_route(x_TH, self.weight, config)
-        if problem is not None and not torch.compiler.is_compiling():
+        if problem is not None:
             x_TH, expert_bias_E = x_TH[:0], None  # x may be unusable, but this rank must still send its status
         if kernels is not None and meanwhile is not None and torch.is_grad_enabled():
             meanwhile = torch.enable_grad()(meanwhile)  # one function of autograd calls it, and has no graph inside
@@ -182,8 +192,8 @@ class Router(nn.Module):
             problem=problem,
             exchange=exchange,
             meanwhile=meanwhile,
-            layer=0 if torch.compiler.is_compiling() else layer,
-            bias_updates=None if expert_bias_E is None or torch.compiler.is_compiling() else self._updates(),
+            layer=layer,
+            bias_updates=None if expert_bias_E is None else self._updates(),
             needs_backward=needs_backward,
             expert_ids_TK=None if problem is not None else expert_ids_TK,
         )
@@ -194,19 +204,31 @@ class Router(nn.Module):
             assert fused.pairs is not None
             routing = Routing.of(fused.pairs, weights_N, x_TH.shape[0])
             return Routed(routing, loss, fused.topk, fused.pairs, x_TH)
-        if problem is None or torch.compiler.is_compiling():
+        if problem is None:
             logits_TE, x_TH = self.logits(x_TH)
         else:
             logits_TE = x_TH.new_empty(0, config.E, dtype=torch.promote_types(x_TH.dtype, torch.float32))
-        if torch.compiler.is_compiling():
-            counter_E = None if expert_bias_E is None or not torch.is_grad_enabled() else self._counter()
-            if meanwhile is not None:
-                meanwhile()
-            topk, routed_pairs = decide_pairs_in_graph(
-                logits_TE, expert_bias_E, counter_E, self._config_text, context, dispatched_next=dispatched_next
-            )
-            return _routed(x_TH, logits_TE, topk, routed_pairs, config, sequence_length)
         return route(self, x_TH, logits_TE, expert_bias_E, context, sequence_length=sequence_length)
+
+    def _in_graph(
+        self, x_TH: Tensor, group: EPGroup, sequence_length: int, problem: str | None, exchange: Exchange | None
+    ) -> Routed:
+        """Routes as one operation of a compiled graph."""
+        c, T, S = self.config, x_TH.shape[0], group.size
+        tensors = [x_TH, *self.parameters()]
+        needs = [each.requires_grad and torch.is_grad_enabled() for each in tensors]
+        by_score = counts_by_score(c.router)
+        (weights_N, loss), others, _ = torch.ops.sonic_ep.route(
+            tensors, needs, self._key, S, c.E, c.K, by_score, group.name, sequence_length, problem, _name(exchange)
+        )
+        scores_TE, ids_TK, token_ids_N, expert_ids_N, chosen_N, *counts = others
+        limits = max_rows(c.rounding, T, c.K, c.E, S, training=self.training)
+        limits = limits, max_received(c.rounding, T, c.K, training=self.training)
+        balance = BalanceCounts(*counts[6:]) if by_score else None
+        pairs = RoutedPairs(
+            ids_TK, token_ids_N, expert_ids_N, chosen_N, GroupCounts(*counts[:6]), *limits, balance_counts=balance
+        )
+        return Routed(Routing.of(pairs, weights_N, T), loss, TopK(scores_TE, scores_TE, None, ids_TK), pairs, x_TH)
 
     def count_in_backward(self, out: Tensor, counts: GroupCounts) -> None:
         """Adds the group's top-K counts, in training, to those for `update_expert_bias` once backward reaches `out`.
@@ -215,10 +237,9 @@ class Router(nn.Module):
         forward of a reentrant checkpoint, whose recomputation has the graph then. Nor does the recomputation of the
         other kind of checkpoint, whose graph no backward runs through. A second backward of one graph adds nothing.
 
-        out: what the routed tokens were made into. counts: of its routing. A compiled graph has added them already, if
-        gradients were enabled.
+        out: what the routed tokens were made into. counts: of its routing.
         """
-        if torch.compiler.is_compiling() or self.expert_bias is None or not (self.training and out.requires_grad):
+        if self.expert_bias is None or not (self.training and out.requires_grad):
             return
         left = [counts.chosen_SE.sum(0)]
 
@@ -267,19 +288,6 @@ class Router(nn.Module):
         finally:
             self._counter().copy_(counts_E)
 
-    def prevent_dce(self, out_TH: Tensor, group: EPGroup) -> None:
-        """Prevents a compiled graph from dropping the operations that compute out_TH, which check the routing.
-
-        Does nothing elsewhere, and on one rank, which has nothing to check.
-        """
-        if not torch.compiler.is_compiling() or group.size == 1:
-            return
-        torch.ops.sonic_ep.prevent_dce(self._counts_since_update_E, out_TH.detach())
-
-    def _settings(self) -> MoEConfig:
-        """Returns the config; in a compiled graph one with constants for numbers."""
-        return constant_config_of(self._config_text) if torch.compiler.is_compiling() else self.config
-
     @torch.no_grad()
     def update_expert_bias(self, group: EPGroup | None = None) -> None:
         """Updates the bias from the counts since the last update, and resets them. Call it after the optimizer step.
@@ -321,3 +329,61 @@ def _moved(counts: Tensor, device: torch.device, initial: int = 0) -> Tensor:
     """Returns the counts on `device`; their initial value if they were on "meta"."""
     with torch.inference_mode(False):  # an inference tensor, made in evaluation, would break in-place adds in training
         return torch.full_like(counts, initial, device=device) if counts.is_meta else counts.to(device)
+
+
+def _name(exchange: Exchange | None) -> str:
+    return "" if exchange is None else exchange.name
+
+
+def _route_in_graph(
+    tensors: list[Tensor],
+    key: Tensor,
+    ep_size: int,
+    E: int,
+    K: int,
+    by_score: bool,
+    group: str,
+    sequence_length: int,
+    problem: str | None,
+    exchange_name: str,
+) -> Outputs:
+    exchange, router = exchange_named(exchange_name), cast(Router, module_of(key))
+    if exchange is None and exchange_name:
+        raise RuntimeError(
+            f"nobody holds the exchange {exchange_name!r}: keep what transport_for(group, config) gave, and pass it"
+        )
+    x_TH, *parameters = tensors
+    with with_parameters(router, parameters):
+        routed = router(
+            x_TH,
+            group=EPGroup.named(group),
+            sequence_length=sequence_length,
+            problem=problem,
+            exchange=exchange,
+        )
+    routed.routing.check()
+    pairs, weights_N = routed.routed_pairs, routed.routing.weights_N.clone()
+    others = [routed.topk.scores_TE, pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N, pairs.chosen_N]
+    return Outputs([weights_N, routed.aux_loss], [*others, *pairs.counts, *(pairs.balance_counts or ())])
+
+
+def _like_route(
+    tensors: list[Tensor], key: Tensor, ep_size: int, E: int, K: int, by_score: bool, *_: object
+) -> Outputs:
+    x_TH, S, T = tensors[0], ep_size, tensors[0].shape[0]
+    N, dtype = torch.library.get_ctx().new_dynamic_size(), torch.promote_types(x_TH.dtype, torch.float32)
+    others = [x_TH.new_empty(T, E, dtype=dtype)]
+    kinds = ((T, K), torch.int64), (N, INDEX_DTYPE), (N, torch.int64), (N, torch.bool)
+    others += [x_TH.new_empty(shape, dtype=kind) for shape, kind in kinds]
+    shapes = *GroupCounts.shapes(S, E), *(((T, K), (S, E)) if by_score else ())
+    others += [x_TH.new_empty(shape, dtype=torch.int64) for shape in shapes]
+    return Outputs([x_TH.new_empty(N, dtype=dtype), x_TH.new_empty((), dtype=dtype)], others)
+
+
+# A router in a compiled graph, called without `MoE`. key: of the router. by_score: see `counts_by_score`.
+GraphOperation(
+    "route",
+    "Tensor key, int ep_size, int E, int K, bool by_score, str group, int sequence_length, str? problem, str exchange",
+    _route_in_graph,
+    _like_route,
+)

@@ -81,7 +81,7 @@ def problem_with_tensor(name: str, values: object, parameters: Callable[[], Iter
 
 def _problem_with_device(x: Tensor) -> str | None:
     """Checks that x is on the current device. Triton and quack launch there, on whatever device their arguments are."""
-    if not x.is_cuda or torch.compiler.is_compiling():
+    if not x.is_cuda:
         return None
     current = torch.cuda.current_device()
     if x.device.index == current:
@@ -187,10 +187,10 @@ def problem_with_low_rank(x_TH: Tensor, J: int, w2_shape: torch.Size, lora: tupl
 
 
 def problem_with_memory(name: str, weight: Tensor) -> str | None:
-    """Checks that a weight is contiguous and, on a GPU outside torch.compile, aligned."""
+    """Checks that a weight is contiguous and, on a GPU, aligned."""
     if not weight.is_contiguous():
         return f"{name} is not contiguous (strides {weight.stride()}); set it to {name}.contiguous()"
-    if not weight.is_cuda or torch.compiler.is_compiling():
+    if not weight.is_cuda:
         return None
     if starts_aligned(weight):
         return None

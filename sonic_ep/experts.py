@@ -151,6 +151,11 @@ class Experts(nn.Module):
             cast(self.w1), cast(self.w2), None if b1 is None else cast(b1), None if b2 is None else cast(b2)
         )
 
+    @property
+    def is_sharded(self) -> bool:
+        """True while FSDP holds shards of the parameters."""
+        return hasattr(self.w1, "placements")
+
     def problem_with_sharding(self, *, shared: bool = False) -> str | None:
         """Returns a problem if a wrapper such as FSDP has replaced the parameters, or None.
 

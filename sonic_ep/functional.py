@@ -19,21 +19,19 @@ from sonic_ep.checks import (
     problem_with_up,
     problem_with_weights,
 )
-from sonic_ep.compiled import moe_in_graph
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import HandleSizes, PreparedDispatch, Transport
 from sonic_ep.expert_parallel_mlp import NO_LORA, Call, SavedForBackward, backward, forward
 from sonic_ep.first_order import Context, first_order
+from sonic_ep.graph.operation import GraphOperation, Outputs
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import start_compiling
-from sonic_ep.kernels.experts.activations import Activation, activation_named, interleave, interleave_split
-from sonic_ep.kernels.experts.mlp import ExpertWeights
+from sonic_ep.kernels.experts.activations import Activation, activation_named, interleave
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
-from sonic_ep.routers.compiled import pending_sizes
-from sonic_ep.routing import Routing
+from sonic_ep.routing import GroupCounts, Routing
 from sonic_ep.steps.experts_step import ExpertsStep, MoECall, RunsAs
 from sonic_ep.steps.experts_trace import MoEWeights
-from sonic_ep.transports import transport_type
+from sonic_ep.transports import existing_transport, transport_type
 
 Layout = Literal["interleaved", "concatenated", "transposed"]
 _NUM_WEIGHTS = len(MoEWeights._fields)
@@ -64,27 +62,32 @@ def moe(
     Shapes:  x_TH (T, H); w1_eJH (e, J, H), w2_eHI (e, H, I), b1_eJ (e, J), b2_eH (e, H) of this rank's e = E / ep_size
              experts, in the dtype of x; result (T, H) in the dtype of x.
     Layout:  for gated activations, the rows of w1 (and b1) alternate between gate and up ("interleaved").
-             "concatenated" takes [gate; up] halves. GPU kernels read them without a copy. With b1, and under
-             torch.compile, each call makes an interleaved copy. "transposed" takes w1 (e, H, J), with gate and up in
-             turns, and w2 (e, I, H), as gpt-oss has them, without `up_eIH`. Under torch.compile each call copies them.
+             "concatenated" takes [gate; up] halves. GPU kernels read them without a copy. With b1 each call makes an
+             interleaved copy. "transposed" takes w1 (e, H, J), with gate and up in turns, and w2 (e, I, H), as gpt-oss
+             has them, without `up_eIH`.
     Split:   with `up_eIH` (e, I, H), w1_eJH is the gate weights alone, (e, I, H), and b1 must be None. GPU kernels read
-             both without a copy if up is behind gate in memory, at a distance that is a multiple of 16 bytes. Else, and
-             under torch.compile, forward and backward each make an interleaved copy. The two gradients are halves of
-             one tensor.
+             both without a copy if up is behind gate in memory, at a distance that is a multiple of 16 bytes. Else
+             forward and backward each make an interleaved copy. The two gradients are halves of one tensor.
     LoRA:    with `lora` the weights are W1 + B1 A1 and W2 + B2 A2, which are never made: the thin products are added to
              the products with W1 and W2. Nothing more is saved for backward than A and B. B1 has the row order of
-             w1, or with `up_eIH` as with "concatenated". Not under torch.compile.
+             w1, or with `up_eIH` as with "concatenated".
     Saves:   x_TH for backward, or with `save_dispatched` the received rows, which saves one dispatch in backward.
     Adds:    with `accumulate_into_main_grad`, backward adds dW1 and dW2 to `w.main_grad` of each weight (a leaf) that
              has one, and sets `w.grad_added_to_main_grad = True`, as Megatron-Core's layers do. main_grad may have any
              floating dtype, but float64 for float64 weights only. The gradient that autograd passes on is then a
-             placeholder: zeros if `w.zero_out_wgrad`, else uninitialised. Not with `up_eIH`, nor with "concatenated".
-    Runs:    as a program where `runs_as` allows it (docs/how_a_step_runs.md). Not under torch.compile.
+             placeholder: zeros if `w.zero_out_wgrad`, else uninitialised. Not with `up_eIH`, nor with "concatenated",
+             nor under torch.compile.
+    Runs:    as a program where `runs_as` allows it (docs/how_a_step_runs.md); by the code under torch.compile.
     Raises:  ValueError, before any collective, for weights of the wrong shape, dtype, device or strides and for a
              routing of another number of tokens. This check is local: if only one rank makes a mistake, the others wait
              for it. `MoE` and `Routing.from_pairs` check on all ranks. Also the errors of `Routing.check`.
     Source:  SonicMoE, arXiv 2512.14080, sections 3 and 4. docs/design.md, section 3, extends it to many ranks.
     """
+    if torch.compiler.is_compiling():
+        if accumulate_into_main_grad:
+            raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
+        weights = w1_eJH, w2_eHI, b1_eJ, b2_eH, up_eIH, *(lora or NO_LORA).tensors()
+        return _in_graph(x_TH, routing, weights, transport, group, activation, layout, save_dispatched)
     act = activation_named(activation)
     if layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r} is not one of {', '.join(get_args(Layout))}")
@@ -106,26 +109,11 @@ def moe(
         raise ValueError(problem)
     if lora is not None:
         lora = _padded(lora, halves=layout == "concatenated" or up_eIH is not None)
-    if layout == "concatenated" and (b1_eJ is not None or torch.compiler.is_compiling()):
-        w1_eJH, b1_eJ, layout = interleave(w1_eJH), None if b1_eJ is None else interleave(b1_eJ), "interleaved"
+    if layout == "concatenated" and b1_eJ is not None:
+        w1_eJH, b1_eJ, layout = interleave(w1_eJH), interleave(b1_eJ), "interleaved"
     dtype = torch.promote_types(routing.weights_N.dtype, torch.float32)
     if routing.weights_N.dtype != dtype:
         routing = replace(routing, weights_N=routing.weights_N.to(dtype))
-    if torch.compiler.is_compiling():
-        w1_eJH, w2_eHI = (weight.contiguous() for weight in _by_rows(layout, w1_eJH, w2_eHI))
-        weights = ExpertWeights(interleave_split(w1_eJH, up_eIH), w2_eHI, b1_eJ, b2_eH, lora=lora)
-        return _in_graph(
-            x_TH,
-            routing,
-            weights,
-            transport,
-            group,
-            activation=activation,
-            save_dispatched=save_dispatched,
-            accumulates=accumulate_into_main_grad,
-        )
-    if routing.split_sizes is None:  # the router may have run in a compiled graph of its own
-        routing = replace(routing, split_sizes=pending_sizes.pop(group.name, routing.counts.pairs_SE))
     split, bias = layout == "concatenated" or up_eIH is not None, b1_eJ is not None
     updates = lora or NO_LORA
     start_compiling(
@@ -203,32 +191,69 @@ def _padded(lora: ExpertsLoRA, *, halves: bool) -> ExpertsLoRA:
 def _in_graph(
     x_TH: Tensor,
     routing: Routing,
-    weights: ExpertWeights,
+    weights: tuple[Tensor | None, ...],
     transport: Transport,
     group: EPGroup,
-    *,
-    activation: str,
-    save_dispatched: bool,
-    accumulates: bool,
+    *settings: str | bool,
 ) -> Tensor:
-    """`moe` in a compiled graph: its operations find the transport by its text."""
-    if weights.lora is not None:
-        raise ValueError("lora is not supported under torch.compile; add B A to the weights, or do not compile")
-    if accumulates:
-        raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
+    """Calls `moe` as one operation of a compiled graph, which finds the transport by its text."""
     if not isinstance(transport, transport_type(group)):
         raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
     if routing.split_sizes is not None:
         _check(routing)  # the router ran outside of the graph, and operations of a graph do not take split_sizes
-    return moe_in_graph(
+    tensors = [each for each in (x_TH, routing.weights_N, *weights) if each is not None]
+    needs = [each.requires_grad and torch.is_grad_enabled() for each in tensors]
+    present, limits = [each is not None for each in weights], (routing.max_rows, routing.max_received)
+    lists, where = (routing.token_ids_N, list(routing.counts)), (group.name, transport.text)
+    return torch.ops.sonic_ep.moe(tensors, needs, *lists, present, routing.num_tokens, *limits, *where, *settings)[0][0]
+
+
+def _moe_in_graph(
+    tensors: list[Tensor],
+    token_ids_N: Tensor,
+    counts: list[Tensor],
+    present: list[bool],
+    num_tokens: int,
+    max_rows: int | None,
+    max_received: int | None,
+    group_name: str,
+    transport: str,
+    activation: str,
+    layout: Layout,
+    save_dispatched: bool,
+) -> Outputs:
+    x_TH, weights_N, *given = tensors
+    group, left = EPGroup.named(group_name), iter(given)
+    w1, w2, b1, b2, up, *lora = [next(left) if is_there else None for is_there in present]
+    assert w1 is not None
+    assert w2 is not None
+    out_TH = moe(
         x_TH,
-        routing,
-        weights,
+        Routing(weights_N, token_ids_N, GroupCounts(*counts), num_tokens, max_rows, max_received),
+        *(w1, w2, b1, b2),
+        up_eIH=up,
+        lora=ExpertsLoRA(*lora) if any(present[5:]) else None,
+        transport=existing_transport(group, transport),
         group=group,
-        transport=transport.text,
         activation=activation,
-        save_dispatched=save_dispatched and group.size > 1,
+        layout=layout,
+        save_dispatched=save_dispatched,
     )
+    return Outputs([out_TH], [])
+
+
+def _like_moe(tensors: list[Tensor], *_: object) -> Outputs:
+    return Outputs([tensors[0].new_empty(tensors[0].shape)], [])
+
+
+# `moe` in a compiled graph. present: which weights and low-rank updates there are.
+GraphOperation(
+    "moe",
+    "Tensor token_ids_N, Tensor[] counts, bool[] present, int num_tokens, int? max_rows, int? max_received, str group, "
+    "str transport, str activation, str layout, bool save_dispatched",
+    _moe_in_graph,
+    _like_moe,
+)
 
 
 @_disable_dynamo

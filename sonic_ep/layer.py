@@ -6,7 +6,7 @@ Legend: T tokens on this rank, H hidden size.
 import json
 import operator
 from collections import Counter
-from typing import NamedTuple, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from sonic_ep.dispatch.bounded_steps import LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.experts import Experts
 from sonic_ep.functional import moe
+from sonic_ep.graph.modules import new_key, with_parameters
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import rng_for
 from sonic_ep.kernels.backend import start_compiling
@@ -26,13 +27,14 @@ from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.route.status.reference import MAX_LAYER
 from sonic_ep.routers.count_exchange import DTYPES
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting, add_to_records, recording
-from sonic_ep.routers.replay import repeated_pairs
+from sonic_ep.routers.replay import repeated_pairs, replaying
 from sonic_ep.routers.rounding import max_received, max_rows
 from sonic_ep.routers.router import Router
 from sonic_ep.routers.stats import RoutingStats
 from sonic_ep.routing import AsyncSplitSizes, BalanceCounts, GroupCounts, RoutedPairs, SplitSizes
 from sonic_ep.shared_expert import SharedExpert
 from sonic_ep.steps.experts_step import RunsAs
+from sonic_ep.steps.layer_in_graph import moe_layer
 from sonic_ep.steps.program_steps import ProgramSteps
 from sonic_ep.transports import bounded_transport, steps_of, transport_for
 
@@ -111,7 +113,12 @@ class MoE(nn.Module):
         self.transport = transport_for(self.group, config.transport)
         self._programs = ProgramSteps(_again, steps_of(self.group, self.transport, _layer_transport), config.K)
         self._shapes = {name: weight.shape for name, weight in (*self.named_parameters(), *self.named_buffers())}
+        self._key = new_key(self)
         self.initialize(seed)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._key = new_key(self)
 
     @property
     def num_programs(self) -> int:
@@ -139,11 +146,38 @@ class MoE(nn.Module):
                  use of routed_experts in it, dtype or order of backwards differ between ranks; under a transform of
                  torch.func, which on one rank is a RuntimeError. RuntimeError if a rank is lost (docs/failures.md).
         """
+        if torch.compiler.is_compiling():
+            if routed_experts is None and padding_mask is None and not self.experts.is_sharded:
+                return self._in_graph(x)
+            return self._in_eager_mode(x, routed_experts, padding_mask)
         if _is_transformed():
             self._refuse_transforms()
         if routed_experts is None and padding_mask is None:
             return self._counted(self._output(x))
         return self._output_of_given(x, routed_experts, padding_mask)
+
+    @_disable_dynamo
+    def _in_eager_mode(self, *given: Tensor | None) -> MoEOutput:
+        return self(*given)
+
+    def _in_graph(self, x: Tensor) -> MoEOutput:
+        """Calls the layer as one operation of a compiled graph."""
+        problem = problem_with_tensor("x", x)
+        x = x if problem is None else self.experts.w1.new_empty(0, self.config.d)
+        sizes = self.group.size, self.config.E
+        outputs = moe_layer([x, *self.parameters()], self._key, *sizes, self._autocast_dtype(), problem)
+        return _output_of(outputs)
+
+    def _of_graph(self, x: Tensor, parameters: list[Tensor], problem: str | None) -> MoEOutput:
+        """Computes an operation of a compiled graph, with the graph's parameters in place of the layer's."""
+        recomputes = torch._C._current_graph_task_id() != -1 and not replaying()
+        if recomputes and self.training and (self.config.rounding.draws_numbers or self.config.router.jitter):
+            raise RuntimeError(
+                "backward recomputes a router that draws numbers, in a compiled graph, and it would decide anew; "
+                "give its checkpoint context_fn=sonic_ep.replay_contexts"
+            )
+        with with_parameters(self, parameters):
+            return self._counted(self._output(x, NOTHING_GIVEN if problem is None else GivenRouting(problem=problem)))
 
     @_disable_dynamo
     def _output_of_given(self, x: Tensor, routed_experts: Tensor | None, padding_mask: Tensor | None) -> MoEOutput:
@@ -188,7 +222,7 @@ class MoE(nn.Module):
 
     def _may_run_programs(self, x: Tensor) -> bool:
         """Returns the same on every rank."""
-        if not self.config.record_launches or torch.compiler.is_compiling():
+        if not self.config.record_launches:
             return False
         return not isinstance(x, Tensor) or host_may_wait(x)
 
@@ -204,7 +238,6 @@ class MoE(nn.Module):
             problem=problem,
             exchange=self.transport,
             meanwhile=None if shared is None or problem is not None else lambda: shared_TH.append(shared(x_TH)),
-            dispatched_next=True,
             layer=self._number,
             needs_backward=self._needs_backward(x_TH),
             expert_ids_TK=given.expert_ids_TK,
@@ -219,7 +252,6 @@ class MoE(nn.Module):
             save_dispatched=self.config.save_dispatched,
             runs_as=runs_as,
         )
-        self.router.prevent_dce(y_TH, self.group)
         if shared_TH:
             y_TH = y_TH + shared_TH[0]
         return MoEOutput(_unsafe_view(y_TH, x.shape), routed.aux_loss, routed.stats()), routed.routed_pairs
@@ -230,13 +262,11 @@ class MoE(nn.Module):
         problem: of this rank, if one is known already. With a problem, x is empty: the router sends the problem to all
         ranks, and every rank raises it.
         """
-        dtype, checks = self._autocast_dtype(), not torch.compiler.is_compiling()
-        if checks:
-            problem = problem or self.experts.problem_with_sharding(shared=self.group.size == 1)
-            problem = problem or self.experts.problem_with_ddp(self.group)
+        dtype = self._autocast_dtype()
+        problem = problem or self.experts.problem_with_sharding(shared=self.group.size == 1)
+        problem = problem or self.experts.problem_with_ddp(self.group)
         weights = self.experts(dtype)
-        if checks:
-            start_compiling(weights.w2_eHI, self.config.activation, bias=self.config.bias)
+        start_compiling(weights.w2_eHI, self.config.activation, bias=self.config.bias)
         if dtype is not None and isinstance(x, Tensor) and x.is_floating_point():
             x = x.to(dtype)
         if isinstance(x, _Transformed):
@@ -249,7 +279,7 @@ class MoE(nn.Module):
             sequences=self.config.router.balance == "sequence",
             parameters=self.parameters,
         )
-        if problem is None and self.group.size > 1 and checks:
+        if problem is None and self.group.size > 1:
             problem = self._problem_with_weights(cast=dtype is not None)
         if problem is not None:
             device = x.device if weights.w1.is_meta and isinstance(x, Tensor) else weights.w1.device
@@ -260,7 +290,7 @@ class MoE(nn.Module):
 
     def _needs_backward(self, x_TH: Tensor) -> bool:
         """Returns True if this is a training step with a backward, in which ranks wait for each other."""
-        if self.group.size == 1 or not self.training or torch.compiler.is_compiling():
+        if self.group.size == 1 or not self.training:
             return False
         modules = self.experts, self.router
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
@@ -326,8 +356,6 @@ class _Transformed:
 
 
 def _is_transformed() -> bool:
-    if torch.compiler.is_compiling():
-        return False
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 

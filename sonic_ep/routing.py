@@ -36,6 +36,11 @@ class GroupCounts(NamedTuple):
     cut_S: Tensor
     t: Tensor
 
+    @staticmethod
+    def shapes(S: int, E: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes for S ranks and E experts."""
+        return (S, E), (S, E), (S, E), (S,), (S,), ()
+
 
 def unrounded(chosen_SE: Tensor, tokens_S: Tensor) -> GroupCounts:
     """Returns the counts of a routing that is neither rounded nor cut."""

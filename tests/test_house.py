@@ -23,7 +23,7 @@ GROUND = {
     "extras",
     "first_order",
     "async_d2h",
-    "in_flight",
+    "graph",
     "initialization",
     "symmetric_memory",
 }
@@ -40,8 +40,6 @@ MAX_PARAMETERS = 12
 # Those that have more, outside of kernels/: two are operations of torch.library, which take tensors and numbers alone,
 # and two have the parameters of a whole layer.
 MANY_PARAMETERS = {
-    "sonic_ep/compiled.py:_forward",
-    "sonic_ep/compiled.py:_backward",
     "sonic_ep/functional.py:moe",
     "sonic_ep/integrations/deepspeed/moe.py:__init__",
 }
@@ -55,7 +53,7 @@ OLD_WORDS = set(
     "launched meeting nobody opened owner owners patience receipt room rooms settle settled situation "
     "told unread whose".split()
 )
-FOREIGN_NAMES = {"keep_vars"}  # torch's
+FOREIGN_NAMES = {"keep_vars", "_get_current_graph_task_keep_graph"}  # torch's
 # Of CuTe-DSL, beside names with an underscore.
 NOT_PUBLIC = {"base_dsl", "compiler", "cutlass_dsl", "experimental", "impl_utils"}
 # One path a file: rglob does not enter the links sonic_ep/<folder>.
@@ -301,7 +299,7 @@ def callers(called: set[str]) -> set[tuple[str, str]]:
 
 
 def test_forward_and_backward_of_the_experts_are_written_once() -> None:
-    """functional.py and compiled.py give the same two functions to autograd, eagerly and in a compiled graph, and
+    """functional.py gives two functions to autograd, and
     steps/ traces them."""
     tree = ast.parse((ROOT / "kernels" / "experts" / "mlp.py").read_text(encoding="utf-8"))
     steps = {f"mlp.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -313,7 +311,7 @@ def test_forward_and_backward_of_the_experts_are_written_once() -> None:
         if "sonic_ep.expert_parallel_mlp.backward" in imports(ast.parse(path.read_text(encoding="utf-8")))
     }
     steps = {f"sonic_ep/steps/{name}.py" for name in ("layer_step", "experts_trace")}
-    assert both == {"sonic_ep/functional.py", "sonic_ep/compiled.py", *steps}
+    assert both == {"sonic_ep/functional.py", *steps}
 
 
 def test_no_object_gets_another_class() -> None:

@@ -15,8 +15,10 @@ def compiled(fn: Any) -> Any:
 
 
 def makes_tables_among_stand_ins(rank: int) -> list[float]:
+    from torch._dynamo import trace_rules
+
     with poisoned_empty():
-        torch._dynamo.trace_rules.clear_lru_cache()  # as every init_process_group does
+        trace_rules.clear_lru_cache()  # as every init_process_group does
         compiled(lambda x: x + 1)(torch.ones(2))
 
     def allocates(x: Tensor) -> Tensor:

@@ -214,7 +214,15 @@ def _weights_of(layer: "MoE") -> LayerWeights:
 def _depends_on(layer: "MoE", x: Tensor, weights: list[Tensor]) -> tuple[object, ...]:
     """Returns what the checks of x and of the weights depend on."""
     described = [
-        (id(p), p.shape, p.dtype, p.get_device(), p.data_ptr() % ROW_ALIGNMENT, p.is_contiguous()) for p in weights
+        (
+            getattr(p, "allreduce", True),
+            p.shape,
+            p.dtype,
+            p.get_device(),
+            p.data_ptr() % ROW_ALIGNMENT,
+            p.is_contiguous(),
+        )
+        for p in weights
     ]
     return x.shape[-1], x.dim(), x.dtype, x.layout, layer._autocast_dtype(), *described
 

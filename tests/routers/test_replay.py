@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, set_checkpoint_
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup
-from sonic_ep.routers.replay import _save_collectives, replay_contexts
+from sonic_ep.routers.replay import _save_own, replay_contexts
 from sonic_ep.routers.router import Routed, Router
 from tests.helpers.launch import RankPool
 
@@ -318,18 +318,15 @@ def test_a_recomputation_takes_no_collective(ranks: Callable[[int], RankPool], p
 
 
 @pytest.mark.parametrize(
-    ("name", "ep_size", "policy"),
+    ("namespace", "name", "policy"),
     [
-        ("decide_pairs", 1, CheckpointPolicy.MUST_SAVE),
-        ("combine", 2, CheckpointPolicy.MUST_SAVE),
-        ("combine", 1, CheckpointPolicy.PREFER_RECOMPUTE),
-        ("combine", None, CheckpointPolicy.PREFER_RECOMPUTE),
+        ("sonic_ep", "moe_layer", CheckpointPolicy.MUST_SAVE),
+        ("sonic_ep", "ragged", CheckpointPolicy.PREFER_RECOMPUTE),
+        ("aten", "add", CheckpointPolicy.PREFER_RECOMPUTE),
     ],
 )
-def test_a_traced_checkpoint_saves_the_choice_and_what_ranks_exchange(
-    name: str, ep_size: int | None, policy: CheckpointPolicy
+def test_a_traced_checkpoint_saves_what_layers_have_computed(
+    namespace: str, name: str, policy: CheckpointPolicy
 ) -> None:
-    arguments = [] if ep_size is None else [SimpleNamespace(name="ep_size")]
-    schema = SimpleNamespace(arguments=arguments)
-    operation = SimpleNamespace(namespace="sonic_ep", name=lambda: f"sonic_ep::{name}", _schema=schema)
-    assert _save_collectives(None, operation, *([] if ep_size is None else [ep_size])) == policy
+    operation: Any = SimpleNamespace(namespace=namespace, _opname=name)
+    assert _save_own(None, operation) == policy

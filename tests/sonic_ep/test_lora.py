@@ -265,12 +265,21 @@ def test_wrong_updates_are_refused(change: dict[str, Any], message: str) -> None
         moe(**arguments, lora=ExpertsLoRA(**{**lora, **change}))
 
 
-def test_not_under_compile() -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_graph_has_the_gradients_of_updates() -> None:
     arguments, lora = problem(EPGroup.alone())
     routing = arguments["routing"]
     arguments["routing"] = replace(routing, weights_N=routing.weights_N.detach())
-    with pytest.raises(Exception, match="lora is not supported under torch.compile"):
-        torch.compile(lambda: moe(**arguments, lora=ExpertsLoRA(**lora)), backend="eager", fullgraph=True)()
+    leaves = [each.detach().requires_grad_() for each in lora.values()]
+
+    def run(*updates: Tensor) -> Tensor:
+        return moe(**arguments, lora=ExpertsLoRA(**dict(zip(lora, updates, strict=True))))
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    ours, theirs = (torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (compiled, run))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert other.any()
+        assert torch.equal(mine, other)
 
 
 def with_spare_capacity(rank: int, folder: str) -> None:

@@ -1,0 +1,182 @@
+"""`GraphOperation`: a call in eager mode as one operation of a compiled graph, and its backward as another.
+
+torch.compile sees the tensors that go in and come out. What autograd needs in between is the call's own graph. The
+compiled graph passes a *ticket* from forward to backward, a tensor of one number: the call's graph lives as long as the
+memory of its ticket.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self, cast, final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_map_only
+
+from sonic_ep.first_order import Context
+
+_KEYS = torch._C.DispatchKey
+_AUTOGRAD = torch._C.DispatchKeySet(_KEYS.AutogradFunctionality)
+for _key in (_KEYS.AutogradOther, _KEYS.AutogradNestedTensor, _KEYS.ADInplaceOrView):
+    _AUTOGRAD |= torch._C.DispatchKeySet(_key)
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+_Inputs = tuple[list[Tensor], list[bool], *tuple[object, ...]]
+_ForBackward = tuple[list[bool], list[list[None] | None]]
+
+
+class Outputs(NamedTuple):
+    """Of an operation. differentiable: those that may have gradients; autograd has saved none. others: the others.
+
+    ragged: more, whose sizes depend on data. sonic_ep::ragged returns them where a graph uses them; so no graph saves
+    such a size for backward, which torch 2.11 refuses.
+    """
+
+    differentiable: Sequence[Tensor]
+    others: Sequence[Tensor]
+    ragged: Sequence[Tensor] = ()
+
+
+@final
+class _Graph(bytearray):
+    """From the inputs of a call to its outputs."""
+
+    edges: list[GradientEdge | None]
+    leaves: list[Tensor]
+    ragged: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, outputs: Sequence[Tensor], ragged: Sequence[Tensor], leaves: list[Tensor]) -> Self:
+        graph = cls(torch.int64.itemsize)
+        graph.ragged = ragged
+        # Edges hold no output. Of views, because torch 2.11 refuses one of an autograd function in Python.
+        graph.edges = [get_gradient_edge(each.view_as(each)) if each.requires_grad else None for each in outputs]
+        graph.leaves = leaves
+        return graph
+
+    def ticket(self) -> Tensor:
+        _GRAPHS[id(self)] = self
+        return torch.frombuffer(self, dtype=torch.int64).fill_(id(self))  # in the memory of this object
+
+
+_GRAPHS = WeakValueDictionary[int, _Graph]()
+
+
+@final
+class GraphOperation:
+    """sonic_ep::NAME(Tensor[] tensors, bool[] needs, CONSTANTS) -> Tensor[].
+
+    constants: the further arguments, in torch's language of schemas. run: computes the outputs from the tensors and the
+    further arguments, in eager mode. It returns no input. fake: returns tensors of the same shapes, from the same.
+
+    Equal layers share a compilation, so constants are of no single one.
+    """
+
+    def __init__(self, name: str, constants: str, run: Callable[..., Outputs], fake: Callable[..., Outputs]) -> None:
+        self._run, self._fake = run, fake
+        schema = f"(Tensor[] tensors, bool[] needs, {constants}) -> (Tensor[], Tensor[], Tensor)"
+        forward = torch.library.custom_op(
+            f"sonic_ep::{name}", self._forward, mutates_args=(), schema=schema, tags=_TAGS
+        )
+        forward.register_fake(self._fake_forward)
+        forward.register_autograd(self._differentiate, setup_context=self._setup_context)
+
+    def _forward(
+        self, tensors: Sequence[Tensor], needs: Sequence[bool], *constants: object
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        lasting = _lasting if any(needs) else _same
+        leaves = [lasting(each).detach().requires_grad_(needed) for each, needed in zip(tensors, needs, strict=True)]
+        with _autograd(), torch.set_grad_enabled(any(needs)):
+            outputs, others, ragged = self._run(leaves, *[tree_map_only(Tensor, lasting, each) for each in constants])
+            ticket = _Graph.of(outputs, ragged, leaves).ticket()
+        return [each.detach() for each in outputs], [each.detach().clone() for each in others], ticket
+
+    def _fake_forward(
+        self, tensors: Sequence[Tensor], needs: Sequence[bool], *constants: object
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        outputs, others, _ = self._fake(tensors, *constants)
+        return [*outputs], [*others], torch.empty(1, dtype=torch.int64, device="cpu")
+
+    @staticmethod
+    def _setup_context(
+        ctx: Context[_ForBackward], inputs: _Inputs, output: tuple[list[Tensor], list[Tensor], Tensor]
+    ) -> None:
+        (x, *weights), needs, *constants = inputs
+        _, others, ticket = output
+        like = x.new_empty(()).expand(x.shape), *weights  # the call holds x, or a copy
+        ctx.save_for_backward(ticket, *[each for each, needed in zip(like, needs, strict=True) if needed])
+        ctx.mark_non_differentiable(*others, ticket)
+        ctx.set_materialize_grads(False)
+        # A list of tensors gets a list of gradients.
+        lists = [
+            [None] * len(each) if isinstance(each, list) and isinstance(each[0], Tensor) else None for each in constants
+        ]
+        ctx.call = needs, lists
+
+    @staticmethod
+    def _differentiate(ctx: Context[_ForBackward], grads: list[Tensor | None], *_: object) -> tuple[object, ...]:
+        ticket, *like = ctx.saved_tensors
+        present = [number for number, grad in enumerate(grads) if grad is not None]
+        found = iter(torch.ops.sonic_ep.backward([cast(Tensor, grads[n]) for n in present], present, ticket, like))
+        needs, constants = ctx.call
+        return [next(found) if needed else None for needed in needs], None, *constants
+
+
+@torch.library.custom_op("sonic_ep::backward", mutates_args=(), tags=_TAGS)
+def _backward(grads: Sequence[Tensor], outputs: Sequence[int], ticket: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the gradients of the inputs that need one. grads: of these outputs. like: such inputs."""
+    graph = _GRAPHS.get(int(ticket))
+    if graph is None:
+        raise RuntimeError(
+            "the graph of a compiled MoE layer is gone, because saved-tensor hooks copied its ticket, a CPU tensor of "
+            "one int64; let hooks return tensors of one element as they are"
+        )
+    inputs = [leaf for leaf in graph.leaves if leaf.requires_grad]
+    known = [(edge, grad) for number, grad in zip(outputs, grads, strict=True) if (edge := graph.edges[number])]
+    found: Sequence[Tensor | None] = [None] * len(inputs)
+    if known:
+        edges, given = zip(*known, strict=True)
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+        with _autograd():
+            found = torch.autograd.grad(edges, inputs, given, retain_graph=retain, allow_unused=True)
+    # The graph may write to their memory: none may be a part of another.
+    return [
+        torch.zeros_like(leaf, memory_format=torch.contiguous_format) if grad is None else _own(grad)
+        for grad, leaf in zip(found, inputs, strict=True)
+    ]
+
+
+@_backward.register_fake
+def _(grads: Sequence[Tensor], outputs: Sequence[int], ticket: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    return [each.new_empty(each.shape) for each in like]
+
+
+@torch.library.custom_op("sonic_ep::ragged", mutates_args=(), tags=_TAGS)
+def _ragged(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a 1-D tensor of `Outputs.ragged`. like: a tensor on its device."""
+    return _GRAPHS[int(ticket)].ragged[number].detach().clone()
+
+
+@_ragged.register_fake
+def _(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return like.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype)
+
+
+def _lasting(values: Tensor) -> Tensor:
+    """Returns tensors that stay as they are until backward. A compiled graph may overwrite those that it has made."""
+    return values if values.requires_grad or isinstance(values, nn.Parameter) else values.clone()
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def _own(grad: Tensor) -> Tensor:
+    is_part = grad.numel() * grad.itemsize < grad.untyped_storage().nbytes()
+    return grad.clone(memory_format=torch.contiguous_format) if is_part else grad.contiguous()
+
+
+def _autograd() -> torch._C._ForceDispatchKeyGuard:
+    """Returns a context in which autograd works, in an operation, which runs below it."""
+    excluded = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)

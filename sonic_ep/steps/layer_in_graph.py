@@ -1,0 +1,68 @@
+"""`MoE` as one operation of a compiled graph (sonic_ep/graph/operation.py).
+
+Legend: T tokens on this rank, E experts, S ranks of the EP group.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from sonic_ep.graph.modules import module_of
+from sonic_ep.graph.operation import GraphOperation, Outputs
+from sonic_ep.routing import INDEX_DTYPE, GroupCounts
+
+if TYPE_CHECKING:
+    from sonic_ep.layer import MoE
+
+
+def moe_layer(
+    tensors: list[Tensor], key: Tensor, ep_size: int, E: int, autocast: torch.dtype | None, problem: str | None
+) -> list[Tensor]:
+    """Returns y, the loss and the fields of the statistics, in a compiled graph.
+
+    tensors: x, then the layer's parameters. key: of the layer. autocast: its dtype, if it is on. problem: of this rank
+    with x, or None.
+    """
+    needs = [each.requires_grad and torch.is_grad_enabled() for each in tensors]
+    outputs, (entropy_T, *counts), ticket = torch.ops.sonic_ep.moe_layer(
+        tensors, needs, key, ep_size, E, autocast, problem
+    )
+    token_ids_N = torch.ops.sonic_ep.ragged(ticket, 0, entropy_T, INDEX_DTYPE)
+    return [*outputs, entropy_T, token_ids_N, *counts]
+
+
+def _compute(
+    tensors: list[Tensor], key: Tensor, ep_size: int, E: int, autocast: torch.dtype | None, problem: str | None
+) -> Outputs:
+    x, *parameters = tensors
+    with _autocast_to(autocast, x.device.type):
+        y, aux_loss, stats = cast("MoE", module_of(key))._of_graph(x, parameters, problem)
+    return Outputs([y, aux_loss], [stats.entropy_T, *stats.counts], [stats.token_ids_N])
+
+
+def _like(
+    tensors: list[Tensor], key: Tensor, ep_size: int, E: int, autocast: torch.dtype | None, problem: str | None
+) -> Outputs:
+    x = tensors[0]
+    y = x.new_empty(x.shape, dtype=autocast)
+    T, dtype = math.prod(x.shape[:-1]), torch.promote_types(y.dtype, torch.float32)
+    others = [x.new_empty(T, dtype=dtype)]
+    others += [x.new_empty(shape, dtype=torch.int64) for shape in GroupCounts.shapes(ep_size, E)]
+    return Outputs([y, x.new_empty((), dtype=dtype)], others)
+
+
+def _autocast_to(dtype: torch.dtype | None, device_type: str) -> AbstractContextManager[object]:
+    if dtype is None and not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+
+
+GraphOperation(
+    "moe_layer",
+    "Tensor key, int ep_size, int E, ScalarType? autocast, str? problem",
+    _compute,
+    _like,
+)
