@@ -35,6 +35,7 @@ _Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 _Inputs = tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor, *_Weights, *tuple[object, ...]]
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _PAIR_STARTS, _EXPERT_STARTS = 2, 4  # their places in `DispatchHandle.lists`
+_MAX_TRANSPORT_LISTS = 6  # of any transport of several ranks: an operation always returns as many tensors
 
 
 class InFlightRows(NamedTuple):
@@ -104,7 +105,8 @@ def _prepare_dispatch(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Returns weights_P and the DispatchHandle: its lists, and as one (F, S) tensor on the CPU its splits.
 
-    With several ranks the last field is the number of its `Forward.exchange`.
+    With several ranks empty lists follow, up to _MAX_TRANSPORT_LISTS, and the last field begins with the number of its
+    `Forward.exchange` and with how many lists the transport has.
     """
     group = EPGroup.named(group_name)
     decided = GroupCounts(*counts)
@@ -113,12 +115,17 @@ def _prepare_dispatch(
     with routing.status_first():
         prepared = existing_transport(group, transport).prepare(routing, plan_for(decided, group.rank), x_TH)
     _rows_in_flight.put(group_name, prepared.handle.expert_starts_e, InFlightRows(prepared.rows_RH, routing))
-    numbers: list[tuple[int, ...]] = [*astuple(prepared.handle.splits)[: _num_splits(ep_size)]]
+    handle = prepared.handle
+    numbers: list[tuple[int, ...]] = [*astuple(handle.splits)[: _num_splits(ep_size)]]
+    spare = 0
     if ep_size > 1:
-        numbers.append((prepared.handle.forward.exchange,) * ep_size)
+        num_lists = len(handle.transport_lists)
+        spare = _MAX_TRANSPORT_LISTS - num_lists
+        numbers.append((handle.forward.exchange, num_lists, *(0,) * (ep_size - 2)))
     splits_FS = torch.tensor([values or (0,) * ep_size for values in numbers], device="cpu")
     # Casts what is no list of this step but a view of the counts: an operation may not return its inputs.
-    lists = [values.to(INDEX_DTYPE) for values in prepared.handle.lists()]
+    lists = [values.to(INDEX_DTYPE) for values in handle.lists()]
+    lists += [lists[0].new_empty(0) for _ in range(spare)]
     return prepared.weights_P, lists, splits_FS
 
 
@@ -133,7 +140,7 @@ def _(
     if ep_size == 1:
         sizes = (P, V, T + 1, V, e + 1)
     else:
-        num_starts, *own = (new_size() for _ in range(4))  # R + 1; each transport has three `transport_lists`
+        num_starts, *own = (new_size() for _ in range(1 + _MAX_TRANSPORT_LISTS))  # R + 1
         sizes = (P, V, num_starts, V, e + 1, *own)
     return (
         weights_N.new_empty(P),
@@ -149,7 +156,7 @@ def _num_splits(ep_size: int) -> int:
 
 def _handle_of(lists: list[Tensor], splits_FS: Tensor, num_tokens: int, num_listed: int) -> DispatchHandle:
     values = splits_FS.tolist()
-    exchange = values.pop()[0] if splits_FS.shape[1] > 1 else 0
+    exchange, num_lists, *_ = values.pop() if splits_FS.shape[1] > 1 else (0, 0)
     sizes = HandleSizes(
         splits=Splits(*map(tuple, values)),
         num_tokens=num_tokens,
@@ -157,7 +164,7 @@ def _handle_of(lists: list[Tensor], splits_FS: Tensor, num_tokens: int, num_list
         num_listed=num_listed,
         forward=Forward(exchange=exchange),
     )
-    return sizes.with_lists(lists)
+    return sizes.with_lists(lists[: _EXPERT_STARTS + 1 + num_lists])
 
 
 def _call(group_name: str, transport: str, activation: str, save_dispatched: bool, tile_aligned: bool) -> Call:
