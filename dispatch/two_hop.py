@@ -9,8 +9,8 @@ Each accumulates in fp32 at least and is rounded once to the dtype of the rows. 
 hosts in one sum. Both give the same bits where sums are exact, or where a token has at most two destination ranks.
 Elsewhere the order of additions differs, and for bf16 and fp16 the rounding of a host's sum is added.
 
-Index lists, weights and values of pairs go to their destination rank directly: a pair has only one. `prepare` also
-sends, to each rank that forwards, which ranks of its host need each token: a byte per (token, rank).
+Index lists, weights and values of pairs go to their destination rank directly: a pair has only one. In the same
+exchange `prepare` sends, to each rank that forwards, which ranks of its host need each token: a byte per (token, rank).
 
 Example, two hosts of two ranks. A token of rank 0 has experts on ranks 1, 2 and 3. Its row goes to rank 0 itself, which
 forwards it to rank 1, and to rank 2, which forwards it to rank 3 and itself: one row crosses, where all-to-all has two.

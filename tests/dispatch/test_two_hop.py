@@ -4,7 +4,9 @@ Bits are compared with the all-to-all where sums are exact. With any values they
 adds by host first in combine, as two hops must.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, get_args
 from unittest.mock import patch
@@ -14,11 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig
 from sonic_ep.config import RoundingMode
 from sonic_ep.dispatch import row_exchange, two_hop
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, Transport
 from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.functional import moe
@@ -348,6 +352,69 @@ def test_marked_cells_are_numbered_as_those_of_pairs(pairs: list[tuple[int, int]
     for name in ("sent_before", "copies_T", "row_starts_Q"):
         wanted, got = getattr(sent, name), getattr(marked, name)
         assert (got.dtype, got.tolist()) == (wanted.dtype, wanted.tolist())
+
+
+# --- host ----------------------------------------------------------------------------------------------------------
+
+
+class HostCalls(TorchDispatchMode):
+    """Meanwhile notes in `seen` what the host does: "torch" for its operations that make a tensor, the kernels, "rows"
+    for exchanges, "wait" for reads of what the device computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self._inside = list[str](), False
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._inside and not func.is_view and func is not torch.ops.aten.detach.default:
+            self.seen.append("torch")
+        return func(*args, **(kwargs or {}))
+
+    def noting(self, dst: Any, name: str, note: str) -> AbstractContextManager[object]:
+        call = getattr(dst, name)
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            self.seen.append(note)
+            self._inside = True
+            try:
+                return call(*arguments, **options)
+            finally:
+                self._inside = False
+
+        return patch.object(dst, name, noted)
+
+
+def host_calls(rank: int, case: Case, per_host: int) -> list[Counter[str]]:
+    """What the host of a rank does in `prepare`, in a dispatch and in a combine."""
+    transport, seen = TwoHopTransport(EPGroup(), per_host), list[Counter[str]]()
+    routing, plan = case.routing(rank), case.plan().of_rank(rank)
+    routing = replace(routing, split_sizes=split_sizes_async(routing))
+    x_TH = case.integers(rank, case.tokens[rank], torch.float32, 3)
+    with ExitStack() as stack, HostCalls() as calls:
+        for name in ("gather_sum", "pair_lists", "row_starts", "sent_rows", "token_lists"):
+            stack.enter_context(calls.noting(two_hop, name, "kernels"))
+        for name, note in (("all_to_all", "rows"), ("all_gather", "rows"), ("wait_until", "wait")):
+            stack.enter_context(calls.noting(EPGroup, name, note))
+
+        def noted(call: Callable[[], Any]) -> Any:
+            calls.seen.clear()
+            result = call()
+            seen.append(Counter(calls.seen))
+            return result
+
+        handle = noted(lambda: transport.prepare(routing, plan)).handle
+        rows_RH = noted(lambda: transport.dispatch(x_TH, handle).result())
+        values_PH = rows_RH.index_select(0, handle.row_of_pair_P)
+        noted(lambda: transport.combine(values_PH, None, handle).result())
+    return seen
+
+
+def test_how_often_the_host_exchanges_waits_and_calls_torch(ranks: Ranks) -> None:
+    """Views are not counted. One wait is for the counts, one for the rows; the device works during the second."""
+    for prepare, dispatch, combine in ranks(4).run(host_calls, FOUR[0], 2):
+        assert prepare == {"torch": 27, "kernels": 5, "rows": 1, "wait": 2}
+        assert dispatch == {"torch": 2, "rows": 2}
+        assert combine == {"kernels": 3, "rows": 2}
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
