@@ -32,6 +32,7 @@ from sonic_ep.routing import Routing
 from tests.dispatch import oracle
 from tests.dispatch.oracle import Case, Outcome
 from tests.helpers.launch import RankPool
+from tests.helpers.static_buffers import lists_with_spare
 
 Ranks = Callable[[int], RankPool]
 FOUR = [
@@ -74,9 +75,14 @@ def exchange(rank: int, case: Case, per_host: int, dtype: torch.dtype, pair_weig
 
 
 def check(
-    ranks: Ranks, case: Case, per_host: int, dtype: torch.dtype, pair_weights: torch.dtype = torch.float32
+    ranks: Ranks,
+    case: Case,
+    per_host: int,
+    dtype: torch.dtype,
+    pair_weights: torch.dtype = torch.float32,
+    by: Callable[..., Outcome] = exchange,
 ) -> None:
-    seen = ranks(case.size).run(exchange, case, per_host, dtype, pair_weights)
+    seen = ranks(case.size).run(by, case, per_host, dtype, pair_weights)
     for rank, outcome in enumerate(seen):
         received = case.received(rank)
         new_row = {key: i for i, key in enumerate(sorted(received, key=lambda row: order_of(row, case, per_host)))}
@@ -139,6 +145,17 @@ def test_the_contract_on_eight_ranks(ranks: Ranks, case: Case, per_host: int) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_and_weights_of_any_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
     check(ranks, FOUR[0], 2, dtype, dtype)
+
+
+def exchange_by_kernels(rank: int, case: Case, per_host: int, dtype: torch.dtype, pair_weights: torch.dtype) -> Outcome:
+    with lists_with_spare():
+        return exchange(rank, case, per_host, dtype, pair_weights)
+
+
+@pytest.mark.parametrize("case", [FOUR[0], FOUR[1], FOUR[2]], ids=str)
+def test_the_contract_with_lists_by_kernels(ranks: Ranks, case: Case) -> None:
+    """Interpreted where there is no GPU."""
+    check(ranks, case, 2, torch.float32, by=exchange_by_kernels)
 
 
 @settings(max_examples=30)
