@@ -215,7 +215,7 @@ class TwoHopTransport(CollectiveTransport):
         host by host, which ranks of this host need them: (D, tokens of all of them) uint8.
         """
         ranks, D, tokens_S = self._ranks, self._ranks.per_host, sizes.tokens_S
-        packed = pack_lists(sent.row_of_pair_N, routing.weights_N)
+        packed = pack_lists(sent.row_of_pair_N, routing.weights_N[: sent.row_of_pair_N.shape[0]])
         pair_bytes = packed.shape[1] * packed.element_size()
         # A message has two parts: pairs, and flags between ranks of hop 1.
         pairs_out = [pair_bytes * pairs for pairs in sizes.pairs_SQ[ranks.rank]]

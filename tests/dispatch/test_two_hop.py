@@ -32,7 +32,7 @@ from sonic_ep.routing import Routing
 from tests.dispatch import oracle
 from tests.dispatch.oracle import Case, Outcome
 from tests.helpers.launch import RankPool
-from tests.helpers.static_buffers import lists_with_spare
+from tests.helpers.static_buffers import lists_with_spare, with_spare
 
 Ranks = Callable[[int], RankPool]
 FOUR = [
@@ -156,6 +156,22 @@ def exchange_by_kernels(rank: int, case: Case, per_host: int, dtype: torch.dtype
 def test_the_contract_with_lists_by_kernels(ranks: Ranks, case: Case) -> None:
     """Interpreted where there is no GPU."""
     check(ranks, case, 2, torch.float32, by=exchange_by_kernels)
+
+
+def with_spare_entries(rank: int, case: Case) -> None:
+    """A routing with a capacity has entries behind its pairs: they change nothing, and get zeros back."""
+    transport, routing, plan = TwoHopTransport(EPGroup(), 2), case.routing(rank), case.plan().of_rank(rank)
+    exact, spare = (transport.prepare(each, plan) for each in (routing, with_spare(routing, 5)))
+    for one, other in zip(exact.handle.lists(), spare.handle.lists(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(exact.weights_P, spare.weights_P)
+    returned = transport.combine_scalars(spare.weights_P[:, None], spare.handle).result()
+    assert returned.tolist() == [*routing.weights_N.tolist(), *[0] * 5]
+
+
+@pytest.mark.parametrize("case", [FOUR[0], FOUR[2], FOUR[4]], ids=str)
+def test_entries_behind_the_pairs_count_for_nothing(ranks: Ranks, case: Case) -> None:
+    ranks(4).run(with_spare_entries, case)
 
 
 @settings(max_examples=30)
