@@ -99,7 +99,7 @@ class DispatchHandle(HandleSizes):
     pair_starts_R: (R + 1,) exclusive prefix sums of the number of pairs of each received row.
     slot_V: (V,) pair-buffer row of each received pair, in arrival order.
     expert_starts_e: (e + 1,) exclusive prefix sums of the number of pair-buffer rows of each local expert.
-    transport_lists: private to the transport that made the handle; three with several ranks, as compiled.py declares.
+    transport_lists: private to the transport that made the handle.
 
     Lists of a step with static buffers, or without a wait for its sizes, have spare capacity: P and V are then upper
     bounds. The prefix sums do not count spare entries. They are zero, except in pairs_by_row_V, where nothing reads

@@ -117,8 +117,8 @@ class RowExchange:
     ) -> tuple[Tensor, Tensor]:
         """Sends row index and weight of each pair. Returns both for the received pairs, (V,), in arrival order."""
         weights_N = routing.weights_N[: row_of_pair_N.shape[0]]
-        received = self.rows("lists", _pack(row_of_pair_N, weights_N), pairs_out, pairs_in, self.group.layer)
-        return _unpack(received, weights_N.dtype)
+        received = self.rows("lists", pack_lists(row_of_pair_N, weights_N), pairs_out, pairs_in, self.group.layer)
+        return unpack_lists(received, weights_N.dtype)
 
     def scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool) -> Pending:
         """See `Transport.combine_scalars`."""
@@ -185,14 +185,14 @@ def _padded(values_N: Tensor, spare: Sequence[int]) -> Tensor:
     return pad(values_N, (0, spare[0]))
 
 
-def _pack(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:
+def pack_lists(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:
     """Returns (N, units): row index and weight of each pair side by side, so that one exchange sends both."""
     parts, unit = (row_ids_N, weights_N), _unit(weights_N.dtype)
     return torch.cat([part[:, None].contiguous().view(unit) for part in parts], dim=1)
 
 
-def _unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the row indices (V,) and the weights (V,), of `dtype`, that `_pack` joined."""
+def unpack_lists(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the row indices (V,) and the weights (V,), of `dtype`, that `pack_lists` joined."""
 
     def column(first: int, last: int, kind: torch.dtype) -> Tensor:
         # clone: a view with another item size needs an aligned start.

@@ -9,8 +9,8 @@ Each accumulates in fp32 at least and is rounded once to the dtype of the rows. 
 hosts in one sum. Both give the same bits where sums are exact, or where a token has at most two destination ranks.
 Elsewhere the order of additions differs, and for bf16 and fp16 the rounding of a host's sum is added.
 
-Index lists, weights and values of pairs go to their destination rank directly: a pair has only one. `prepare` also
-sends, to each rank that forwards, which ranks of its host need each token: a byte per (token, rank).
+Index lists, weights and values of pairs go to their destination rank directly: a pair has only one. In the same
+exchange `prepare` sends, to each rank that forwards, which ranks of its host need each token: a byte per (token, rank).
 
 Example, two hosts of two ranks. A token of rank 0 has experts on ranks 1, 2 and 3. Its row goes to rank 0 itself, which
 forwards it to rank 1, and to rank 2, which forwards it to rank 3 and itself: one row crosses, where all-to-all has two.
@@ -20,22 +20,25 @@ H hidden size, X rows this rank sends in hop 1, Y rows this rank receives in hop
 this rank receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import NamedTuple, Self, final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sonic_ep.async_d2h import AsyncD2H
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
-from sonic_ep.dispatch.row_exchange import CollectiveTransport
+from sonic_ep.dispatch.row_exchange import CollectiveTransport, pack_lists, unpack_lists
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists
-from sonic_ep.kernels.dispatch.recv_index.reference import PairBuffer, RankPlan
+from sonic_ep.kernels.dispatch.recv_index.reference import Chunks, RankPlan
 from sonic_ep.kernels.dispatch.send_index.reference import SentRows, TokenLists
-from sonic_ep.routing import INDEX_DTYPE, Routing
+from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +64,42 @@ class _Ranks:
         first = self.rank - self.rank % self.per_host
         return range(first, first + self.per_host)
 
-    @property
-    def in_order_of_arrival(self) -> list[int]:
-        """All ranks, as sources of received rows: by the rank of this host that forwards them, then by host."""
-        return [source for number in range(self.per_host) for source in range(number, self.size, self.per_host)]
-
     def spread(self, ranks: range, values: Sequence[int]) -> tuple[int, ...]:
         """Returns split sizes for all ranks: `values` for `ranks`, zero for the others."""
         by_rank = dict(zip(ranks, values, strict=True))
         return tuple(by_rank.get(rank, 0) for rank in range(self.size))
 
+    def in_order_of_arrival(self, chunks: Chunks) -> Chunks:
+        """Returns the chunks in the order in which rows arrive: by their source's number on its host, then by host."""
+        by_source = chunks.table_FC.view(-1, self.num_hosts, self.per_host, chunks.num_experts)
+        return replace(chunks, table_FC=by_source.transpose(1, 2).flatten(1))
+
+    def splits(self, counts: Sequence[int], pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> Splits:
+        """Returns the split sizes of both hops.
+
+        counts: prefix sums of the rows that this rank sends to each rank and receives from each, those in the order of
+        arrival; of the rows of hop 1 that it sends to each host and receives from each; and, for each rank of this
+        host, the rows of hop 2.
+        """
+        S, A, D = self.size, self.num_hosts, self.per_host
+        left, prefixes = iter(counts), list[list[int]]()
+        for number in (S, S, A, A):
+            starts = list(itertools.islice(left, number + 1))
+            prefixes.append([stop - start for start, stop in itertools.pairwise(starts)])
+        rows_out, arriving, crossing_out, crossing_in = prefixes
+        return Splits(
+            tuple(rows_out),
+            tuple(arriving[rank % D * A + rank // D] for rank in range(S)),
+            *pairs,
+            crossing_out=self.spread(self.same_number, crossing_out),
+            crossing_in=self.spread(self.same_number, crossing_in),
+            forwarded_out=self.spread(self.same_host, list(left)),
+            forwarded_in=self.spread(self.same_host, [sum(arriving[first : first + A]) for first in range(0, S, A)]),
+        )
+
 
 class _Hops(NamedTuple):
-    """The lists of both hops. A handle has them joined, because every transport has three `transport_lists`.
+    """The `transport_lists` of a handle.
 
     crossing: the rows of hop 1, by destination host and by token. forwarded: the rows of hop 2, by destination rank and
     by the row of hop 1 that they repeat.
@@ -82,18 +108,14 @@ class _Hops(NamedTuple):
     crossing: TokenLists
     forwarded: TokenLists
 
-    def joined(self) -> tuple[Tensor, ...]:
-        pairs = zip(
-            *((lists.token_of_sent_U, lists.sent_by_token_U, lists.sent_starts_T) for lists in self), strict=True
-        )
-        return tuple(torch.cat(pair) for pair in pairs)
+    @property
+    def lists(self) -> tuple[Tensor, ...]:
+        return tuple(each for hop in self for each in (hop.token_of_sent_U, hop.sent_by_token_U, hop.sent_starts_T))
 
     @classmethod
     def of(cls, handle: DispatchHandle) -> Self:
-        splits, rows = handle.splits, (sum(handle.splits.crossing_out), sum(handle.splits.forwarded_out))
-        sizes = rows, rows, (handle.num_tokens + 1, sum(splits.crossing_in) + 1)
-        parts = [joined.split(size) for joined, size in zip(handle.transport_lists, sizes, strict=True)]
-        return cls(*(TokenLists(*lists) for lists in zip(*parts, strict=True)))
+        lists = handle.transport_lists
+        return cls(TokenLists(*lists[:3]), TokenLists(*lists[3:]))
 
 
 @final
@@ -116,23 +138,38 @@ class TwoHopTransport(CollectiveTransport):
         return self._exchange.bytes_across_hosts
 
     def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
-        sizes, ranks = self._exchange.sizes(routing, plan, "the two-hop transport"), self._ranks
+        sizes, ranks, T = self._exchange.sizes(routing, plan, "the two-hop transport"), self._ranks, routing.num_tokens
         pairs = pairs_out, pairs_in = sizes.pairs_SQ[ranks.rank], sizes.pairs_in(ranks.rank)
-        sent = sent_rows(routing.token_ids_N[: sum(pairs_out)], plan.pair_starts_Q, routing.num_tokens)
-        row_in_source_V, weights_V = self._exchange.lists(routing, sent.row_of_pair_N, *pairs)
-        is_needed_QT = sent.sent_before.diff().view(ranks.size, routing.num_tokens)
-        is_needed_AT = is_needed_QT.view(ranks.num_hosts, ranks.per_host, routing.num_tokens).amax(1)
-        here = self._exchange_needed(is_needed_QT, sizes.tokens_S)
-        chunks = plan.chunks(sizes.num_rows(ranks.rank), sum(pairs_in))
+        sent = sent_rows(routing.token_ids_N[: sum(pairs_out)], plan.pair_starts_Q, T)
+        is_needed_QT = sent.sent_before.diff().view(ranks.size, T)
+        row_in_source_V, weights_V, is_needed_here = self._exchange_lists(routing, sent, is_needed_QT, sizes)
+        chunks = ranks.in_order_of_arrival(plan.chunks(sizes.num_rows(ranks.rank), sum(pairs_in)))
         row_starts_S = row_starts(chunks, row_in_source_V)
-        splits = self._splits(sent.row_starts_Q, row_starts_S, is_needed_AT, here, pairs)
-        buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, sum(splits.rows_in))
-        crossing = token_lists(_marked(is_needed_AT), sum(splits.crossing_out))
-        is_needed_here = torch.cat(here, 1)
-        token_of_arrived_Y = torch.nonzero_static(is_needed_here.amax(0), size=sum(splits.crossing_in)).flatten()
+        leaving = _marked(is_needed_QT.view(ranks.num_hosts, ranks.per_host, T).amax(1))
+        is_arrived = is_needed_here.amax(0)
+        arrived_before = pad(is_arrived.cumsum(0, dtype=INDEX_DTYPE), (1, 0))
+        ends = itertools.accumulate(sizes.tokens_S[source] for source in ranks.same_number)
+        counts = AsyncD2H(
+            torch.cat(
+                [
+                    sent.row_starts_Q,
+                    row_starts_S,
+                    leaving.row_starts_Q,
+                    torch.stack([arrived_before[end] for end in (0, *ends)]),
+                    is_needed_here.sum(1, dtype=INDEX_DTYPE),
+                ]
+            )
+        )
+        # The device makes these lists while the host waits, for a bound of R.
+        most = sum(map(min, sizes.tokens_S, pairs_in))
+        buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, most)
+        self.group.wait_until(lambda: counts.is_ready, stage="lists")
+        splits = ranks.splits(counts.read().tolist(), pairs)
+        buffer = replace(buffer, pair_starts_R=buffer.pair_starts_R[: sum(splits.rows_in) + 1])
+        crossing = token_lists(leaving, sum(splits.crossing_out))
+        token_of_arrived_Y = torch.nonzero_static(is_arrived, size=sum(splits.crossing_in)).flatten()
         forwarded = token_lists(_marked(is_needed_here[:, token_of_arrived_Y]), sum(splits.forwarded_out))
-        in_order = _in_order_of_arrival(buffer, ranks.in_order_of_arrival, splits)
-        return self._prepared(routing, in_order, chunks.expert_starts_e, _Hops(crossing, forwarded).joined(), splits)
+        return self._prepared(routing, buffer, chunks.expert_starts_e, _Hops(crossing, forwarded).lists, splits)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         (crossing, forwarded), splits, layer = _Hops.of(handle), handle.splits, handle.forward.layer
@@ -168,45 +205,32 @@ class TwoHopTransport(CollectiveTransport):
     ) -> Tensor:
         return self._exchange.rows(kind, rows, send, receive, layer, " within a host")
 
-    def _exchange_needed(self, is_needed_QT: Tensor, tokens_S: Sequence[int]) -> list[Tensor]:
-        """Returns which ranks of this host need the tokens of each source of hop 1: (D, T) uint8, by host.
+    def _exchange_lists(
+        self, routing: Routing, sent: SentRows, is_needed_QT: Tensor, sizes: SplitSizes
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sends the lists of pairs, and which ranks of a host need which tokens, in one exchange.
 
         is_needed_QT: (Q, T), 1 where destination rank q needs the row of token t, else 0.
+        Returns the row index and the weight of each received pair, (V,), and for the tokens of the sources of hop 1,
+        host by host, which ranks of this host need them: (D, tokens of all of them) uint8.
         """
-        ranks, D = self._ranks, self._ranks.per_host
-        send = ranks.spread(ranks.same_number, [D * is_needed_QT.shape[1]] * len(ranks.same_number))
-        receive = ranks.spread(ranks.same_number, [D * tokens_S[source] for source in ranks.same_number])
-        flags = is_needed_QT.to(torch.uint8).flatten()
-        received = self._across_hosts("lists", flags, send, receive, self.group.layer)
-        parts = received.split([receive[source] for source in ranks.same_number])
-        return [part.view(D, tokens_S[source]) for source, part in zip(ranks.same_number, parts, strict=True)]
-
-    def _splits(
-        self,
-        sent_starts_Q: Tensor,
-        received_starts_S: Tensor,
-        is_needed_AT: Tensor,
-        here: list[Tensor],
-        pairs: tuple[tuple[int, ...], tuple[int, ...]],
-    ) -> Splits:
-        """Returns the split sizes of both hops. The host waits for them. here: see `_exchange_needed`."""
-        ranks, counts = self._ranks, [sent_starts_Q.diff(), received_starts_S.diff(), is_needed_AT.sum(1)]
-        counts += [torch.stack([is_needed.amax(0).sum() for is_needed in here]), torch.cat(here, 1).sum(1)]
-        on_host = self.group.to_host(torch.cat(counts), stage="lists")
-        rows_out, rows_in, crossing_out, crossing_in, forwarded_out = (
-            values.tolist() for values in on_host.split([len(each) for each in counts])
-        )
-        forwarded_in = [sum(rows_in[number :: ranks.per_host]) for number in range(ranks.per_host)]
-        hop_1, hop_2 = ranks.same_number, ranks.same_host
-        return Splits(
-            tuple(rows_out),
-            tuple(rows_in),
-            *pairs,
-            crossing_out=ranks.spread(hop_1, crossing_out),
-            crossing_in=ranks.spread(hop_1, crossing_in),
-            forwarded_out=ranks.spread(hop_2, forwarded_out),
-            forwarded_in=ranks.spread(hop_2, forwarded_in),
-        )
+        ranks, D, tokens_S = self._ranks, self._ranks.per_host, sizes.tokens_S
+        packed = pack_lists(sent.row_of_pair_N, routing.weights_N[: sent.row_of_pair_N.shape[0]])
+        pair_bytes = packed.shape[1] * packed.element_size()
+        # A message has two parts: pairs, and flags between ranks of hop 1.
+        pairs_out = [pair_bytes * pairs for pairs in sizes.pairs_SQ[ranks.rank]]
+        pairs_in = [pair_bytes * pairs for pairs in sizes.pairs_in(ranks.rank)]
+        flags_out = ranks.spread(ranks.same_number, [D * routing.num_tokens] * ranks.num_hosts)
+        flags_in = ranks.spread(ranks.same_number, [D * tokens_S[source] for source in ranks.same_number])
+        pairs, flags = packed.view(torch.uint8).flatten(), is_needed_QT.to(torch.uint8).flatten()
+        sent_parts = zip(pairs.split(pairs_out), flags.split(flags_out), strict=True)
+        message = torch.cat([*itertools.chain.from_iterable(sent_parts)])
+        send, receive = ([*map(add, *parts)] for parts in ((pairs_out, flags_out), (pairs_in, flags_in)))
+        received = self._exchange.rows("lists", message, send, receive, self.group.layer)
+        parts = received.split([*itertools.chain.from_iterable(zip(pairs_in, flags_in, strict=True))])
+        pairs_V = torch.cat(parts[::2]).view(packed.dtype).view(-1, packed.shape[1])
+        needed = [parts[2 * source + 1].view(D, tokens_S[source]) for source in ranks.same_number]
+        return *unpack_lists(pairs_V, routing.weights_N.dtype), torch.cat(needed, 1)
 
 
 def _marked(is_needed_QT: Tensor) -> SentRows:
@@ -214,20 +238,3 @@ def _marked(is_needed_QT: Tensor) -> SentRows:
     sent_before = pad(is_needed_QT.flatten().cumsum(0, dtype=INDEX_DTYPE), (1, 0))
     copies_T = pad(is_needed_QT.sum(0, dtype=INDEX_DTYPE), (1, 0))
     return SentRows(sent_before[:0], sent_before, copies_T, is_needed_QT.shape[0])
-
-
-def _in_order_of_arrival(buffer: PairBuffer, sources: Sequence[int], splits: Splits) -> PairBuffer:
-    """Returns the lists for received rows in the order of `sources`, of lists for rows in the order of source ranks."""
-    pairs_S = buffer.pairs_by_row_V.split(splits.pairs_in)
-    counts_S = buffer.pair_starts_R.diff().split(splits.rows_in)
-    in_order_R = torch.arange(sum(splits.rows_in), dtype=INDEX_DTYPE, device=buffer.row_of_pair_P.device)
-    rows_S = in_order_R.split(splits.rows_in)
-    arrival_R = torch.empty_like(in_order_R)
-    arrival_R[torch.cat([rows_S[source] for source in sources])] = in_order_R
-    counts_R = torch.cat([counts_S[source] for source in sources])
-    return replace(
-        buffer,
-        row_of_pair_P=arrival_R.index_select(0, buffer.row_of_pair_P),
-        pairs_by_row_V=torch.cat([pairs_S[source] for source in sources]),
-        pair_starts_R=pad(counts_R.cumsum(0, dtype=INDEX_DTYPE), (1, 0)),
-    )

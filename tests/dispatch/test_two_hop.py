@@ -4,7 +4,9 @@ Bits are compared with the all-to-all where sums are exact. With any values they
 adds by host first in combine, as two hops must.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, get_args
 from unittest.mock import patch
@@ -14,11 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig
 from sonic_ep.config import RoundingMode
 from sonic_ep.dispatch import row_exchange, two_hop
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, Transport
 from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.functional import moe
@@ -28,6 +32,7 @@ from sonic_ep.routing import Routing
 from tests.dispatch import oracle
 from tests.dispatch.oracle import Case, Outcome
 from tests.helpers.launch import RankPool
+from tests.helpers.static_buffers import lists_with_spare, with_spare
 
 Ranks = Callable[[int], RankPool]
 FOUR = [
@@ -70,9 +75,14 @@ def exchange(rank: int, case: Case, per_host: int, dtype: torch.dtype, pair_weig
 
 
 def check(
-    ranks: Ranks, case: Case, per_host: int, dtype: torch.dtype, pair_weights: torch.dtype = torch.float32
+    ranks: Ranks,
+    case: Case,
+    per_host: int,
+    dtype: torch.dtype,
+    pair_weights: torch.dtype = torch.float32,
+    by: Callable[..., Outcome] = exchange,
 ) -> None:
-    seen = ranks(case.size).run(exchange, case, per_host, dtype, pair_weights)
+    seen = ranks(case.size).run(by, case, per_host, dtype, pair_weights)
     for rank, outcome in enumerate(seen):
         received = case.received(rank)
         new_row = {key: i for i, key in enumerate(sorted(received, key=lambda row: order_of(row, case, per_host)))}
@@ -135,6 +145,33 @@ def test_the_contract_on_eight_ranks(ranks: Ranks, case: Case, per_host: int) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_and_weights_of_any_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
     check(ranks, FOUR[0], 2, dtype, dtype)
+
+
+def exchange_by_kernels(rank: int, case: Case, per_host: int, dtype: torch.dtype, pair_weights: torch.dtype) -> Outcome:
+    with lists_with_spare():
+        return exchange(rank, case, per_host, dtype, pair_weights)
+
+
+@pytest.mark.parametrize("case", [FOUR[0], FOUR[1], FOUR[2]], ids=str)
+def test_the_contract_with_lists_by_kernels(ranks: Ranks, case: Case) -> None:
+    """Interpreted where there is no GPU."""
+    check(ranks, case, 2, torch.float32, by=exchange_by_kernels)
+
+
+def with_spare_entries(rank: int, case: Case) -> None:
+    """A routing with a capacity has entries behind its pairs: they change nothing, and get zeros back."""
+    transport, routing, plan = TwoHopTransport(EPGroup(), 2), case.routing(rank), case.plan().of_rank(rank)
+    exact, spare = (transport.prepare(each, plan) for each in (routing, with_spare(routing, 5)))
+    for one, other in zip(exact.handle.lists(), spare.handle.lists(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(exact.weights_P, spare.weights_P)
+    returned = transport.combine_scalars(spare.weights_P[:, None], spare.handle).result()
+    assert returned.tolist() == [*routing.weights_N.tolist(), *[0] * 5]
+
+
+@pytest.mark.parametrize("case", [FOUR[0], FOUR[2], FOUR[4]], ids=str)
+def test_entries_behind_the_pairs_count_for_nothing(ranks: Ranks, case: Case) -> None:
+    ranks(4).run(with_spare_entries, case)
 
 
 @settings(max_examples=30)
@@ -348,6 +385,69 @@ def test_marked_cells_are_numbered_as_those_of_pairs(pairs: list[tuple[int, int]
     for name in ("sent_before", "copies_T", "row_starts_Q"):
         wanted, got = getattr(sent, name), getattr(marked, name)
         assert (got.dtype, got.tolist()) == (wanted.dtype, wanted.tolist())
+
+
+# --- host ----------------------------------------------------------------------------------------------------------
+
+
+class HostCalls(TorchDispatchMode):
+    """Meanwhile notes in `seen` what the host does: "torch" for its operations that make a tensor, the kernels, "rows"
+    for exchanges, "wait" for reads of what the device computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self._inside = list[str](), False
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._inside and not func.is_view and func is not torch.ops.aten.detach.default:
+            self.seen.append("torch")
+        return func(*args, **(kwargs or {}))
+
+    def noting(self, dst: Any, name: str, note: str) -> AbstractContextManager[object]:
+        call = getattr(dst, name)
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            self.seen.append(note)
+            self._inside = True
+            try:
+                return call(*arguments, **options)
+            finally:
+                self._inside = False
+
+        return patch.object(dst, name, noted)
+
+
+def host_calls(rank: int, case: Case, per_host: int) -> list[Counter[str]]:
+    """What the host of a rank does in `prepare`, in a dispatch and in a combine."""
+    transport, seen = TwoHopTransport(EPGroup(), per_host), list[Counter[str]]()
+    routing, plan = case.routing(rank), case.plan().of_rank(rank)
+    routing = replace(routing, split_sizes=split_sizes_async(routing))
+    x_TH = case.integers(rank, case.tokens[rank], torch.float32, 3)
+    with ExitStack() as stack, HostCalls() as calls:
+        for name in ("gather_sum", "pair_lists", "row_starts", "sent_rows", "token_lists"):
+            stack.enter_context(calls.noting(two_hop, name, "kernels"))
+        for name, note in (("all_to_all", "rows"), ("all_gather", "rows"), ("wait_until", "wait")):
+            stack.enter_context(calls.noting(EPGroup, name, note))
+
+        def noted(call: Callable[[], Any]) -> Any:
+            calls.seen.clear()
+            result = call()
+            seen.append(Counter(calls.seen))
+            return result
+
+        handle = noted(lambda: transport.prepare(routing, plan)).handle
+        rows_RH = noted(lambda: transport.dispatch(x_TH, handle).result())
+        values_PH = rows_RH.index_select(0, handle.row_of_pair_P)
+        noted(lambda: transport.combine(values_PH, None, handle).result())
+    return seen
+
+
+def test_how_often_the_host_exchanges_waits_and_calls_torch(ranks: Ranks) -> None:
+    """Views are not counted. One wait is for the counts, one for the rows; the device works during the second."""
+    for prepare, dispatch, combine in ranks(4).run(host_calls, FOUR[0], 2):
+        assert prepare == {"torch": 27, "kernels": 5, "rows": 1, "wait": 2}
+        assert dispatch == {"torch": 2, "rows": 2}
+        assert combine == {"kernels": 3, "rows": 2}
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------

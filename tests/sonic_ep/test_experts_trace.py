@@ -97,7 +97,7 @@ def prepared_by_code(num_ranks: int, hosts: int) -> tuple[Ranks, PreparedKind]:
     group: Any = ranks_of(num_ranks, H, E, K).group
     transport: Any = AllToAllTransport(group) if hosts == 1 else TwoHopTransport(group, num_ranks // hosts)
     lengths = num_ranks, num_ranks, num_ranks, num_ranks, *([num_ranks] * 4 if hosts > 1 else [0] * 4)
-    return Ranks(group, transport, None), PreparedKind(lengths, 8)
+    return Ranks(group, transport, None), PreparedKind(lengths, 8 if hosts == 1 else 11)
 
 
 def sizes_of(kind: ExpertsKind, step: int) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ def sizes_of(kind: ExpertsKind, step: int) -> tuple[int, ...]:
     sizes = {**{name: each[step] for name, each in SIZES.items()}, "A": rows, "w": N}
     if kind.prepared is not None:
         two_hops = kind.prepared.splits[4] > 0
-        lengths = (*lengths[:5], *((2 * rows, 2 * rows, T + 1 + rows + 1) if two_hops else lengths[5:]))
+        lengths = (*lengths, *((rows, rows, rows + 1) if two_hops else ()))
         sizes |= {f"l{number}": length for number, length in enumerate(lengths)}
         splits = [rows // 2] * 4 + [N // 2] * 4 + [rows // 2] * 8
         sizes |= {f"s{number}": size for number, size in enumerate(splits)}

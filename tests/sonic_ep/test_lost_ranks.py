@@ -171,7 +171,7 @@ def test_the_others_name_the_rank_and_where(size: int, fault: Fault, wanted: str
             Fault("stop", 2, "dispatch within a host", ranks_per_host=2),
             f"dispatch within a host of layer 2 {IN_TIME}",
         ),
-        (2, Fault("stop", 1, "lists across hosts", ranks_per_host=1), f"lists across hosts of layer 2 {IN_TIME}"),
+        (2, Fault("stop", 1, "lists", ranks_per_host=1), f"lists of layer 2 {IN_TIME}"),
         (
             4,
             Fault("stop", 3, "combine across hosts", backward=True, ranks_per_host=2),

@@ -26,6 +26,7 @@ from sonic_ep.routing import INDEX_DTYPE
 class Chunks:
     """The chunks that one rank receives, and where they are in its pair buffer.
 
+    By source, then by expert. Sources may be in any order; received rows are in the same one, pairs in rank order.
     table_FC: (6, C) int32. For each chunk:
         0  rows
         1  real pairs, which come first; at least one in a chunk with rows
@@ -36,7 +37,8 @@ class Chunks:
     expert_starts_e: (e + 1,) int32 exclusive prefix sums of pair-buffer rows per expert.
     num_sources: S.
     num_rows, num_pairs: Lengths of the lists: P and V, or more on a GPU, where lists may have spare capacity at the
-    end. zeroed: Whether the kernels zero that spare capacity. A reader of it then reads row 0 with weight 0.
+    end. zeroed: Whether the kernels zero that spare capacity. A reader of it then reads row 0 with weight 0. Sources
+    are then in rank order.
     """
 
     table_FC: Tensor
@@ -138,7 +140,8 @@ def pair_lists(
     slot_P = index_P + torch.where(in_head_P, head_starts_C[chunk_P], before_tail_C[chunk_P])
     # A padding row repeats a pair of its chunk, so it reads a row that its own source has sent.
     pair_P = first_pair_C[chunk_P] + torch.minimum(index_P, pairs_C[chunk_P] - 1)
-    slot_V = slot_P[torch.nonzero_static(index_P < pairs_C[chunk_P], size=chunks.num_pairs).flatten()]
+    real_V = torch.nonzero_static(index_P < pairs_C[chunk_P], size=chunks.num_pairs).flatten()
+    slot_V = torch.empty_like(real_V).index_put_((pair_P[real_V],), slot_P[real_V])
     row_V = row_in_source_V.long()
     if row_starts_S is not None:
         row_V = row_V + row_starts_S[_source_of_pair(chunks)]
@@ -154,5 +157,6 @@ def pair_lists(
 
 
 def _source_of_pair(chunks: Chunks) -> Tensor:
-    pairs_S = chunks.table_FC[1].long().view(chunks.num_sources, chunks.num_experts).sum(1)
-    return torch.repeat_interleave(pairs_S, output_size=chunks.num_pairs)
+    _, pairs_C, *_, first_pair_C = chunks.table_FC.long().unbind()
+    by_pair_C = first_pair_C.argsort(stable=True)  # a chunk without pairs has the first pair of the next one
+    return torch.repeat_interleave(by_pair_C, pairs_C[by_pair_C], output_size=chunks.num_pairs) // chunks.num_experts

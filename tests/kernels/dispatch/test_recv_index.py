@@ -84,6 +84,35 @@ def test_gates_of_any_dtype(pair_weights: torch.dtype, implementation: Implement
     check(implementation, CASES[11], pair_weights)
 
 
+@of_all
+@pytest.mark.parametrize("case", [CASES[8], CASES[9], CASES[11], CASES[12]], ids=str)
+def test_rows_lie_in_the_order_of_the_sources_of_chunks(case: Case, implementation: Implementation) -> None:
+    """Pairs arrive in rank order all the same."""
+    module, S = implementation.module("dispatch.recv_index"), case.size
+    order = [*range(1, S), 0]
+    for dst in range(S):
+        received = received_by(case, dst, torch.float32)
+        chunks, device = received.chunks(implementation.device), implementation.device
+        table_FC = chunks.table_FC.view(6, S, -1)[:, order].reshape(6, -1)
+        rows_V, weights_V = received.row_in_source_V.to(device), received.weights_V.to(device)
+        with poisoned_empty():
+            moved = replace(chunks, table_FC=table_FC)
+            row_starts_S = module.row_starts(moved, rows_V)
+            got = module.pair_lists(moved, rows_V, weights_V, row_starts_S, received.num_rows)
+        wanted, _ = lists_of(implementation, received)
+        sent = [len(case.tokens_needed(source, dst)) for source in range(S)]
+        by_source = torch.arange(sum(sent)).split(sent)
+        old_row = torch.cat([by_source[source] for source in order])  # of each row in its new place
+        assert row_starts_S.tolist() == [sum(sent[source] for source in order[:count]) for count in range(S + 1)]
+        for name in ("weights_P", "slot_V"):
+            assert torch.equal(getattr(got, name), getattr(wanted, name)), name
+        assert torch.equal(old_row[got.row_of_pair_P.cpu().long()], wanted.row_of_pair_P.cpu().long())
+        starts, pairs = wanted.pair_starts_R.tolist(), wanted.pairs_by_row_V.tolist()
+        of_row = [pairs[starts[row] : starts[row + 1]] for row in old_row.tolist()]
+        assert got.pairs_by_row_V.tolist() == [pair for each in of_row for pair in each]
+        assert got.pair_starts_R.tolist() == [sum(map(len, of_row[:row])) for row in range(len(of_row) + 1)]
+
+
 @of_kernels
 @pytest.mark.parametrize("late", range(3))
 def test_what_a_lost_rank_has_left_stays_in_its_region(late: int, implementation: Implementation) -> None:
