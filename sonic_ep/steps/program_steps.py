@@ -22,8 +22,9 @@ from sonic_ep.groups.order import NO_ORDER
 from sonic_ep.routers.replay import in_region
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 from sonic_ep.steps.experts_step import ExpertsPrograms, RunsAs
-from sonic_ep.steps.layer_step import MAX_TOKENS, Kind, LayerWeights, StepCall, kernels_compute, run, traced
+from sonic_ep.steps.layer_step import MAX_TOKENS, StepCall, run, traced
 from sonic_ep.steps.programs import Programs, Ranks, StepPrograms
+from sonic_ep.steps.router_trace import Kind, LayerWeights, kernels_compute
 from sonic_ep.transports import GroupTransport
 
 if TYPE_CHECKING:
