@@ -24,7 +24,7 @@ from sonic_ep.dispatch.side_stream import SideStream
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import values_of_pairs
 from sonic_ep.kernels.dispatch.recv_index.reference import PairBuffer, RankPlan
-from sonic_ep.kernels.program.trace import by_torch
+from sonic_ep.kernels.program.trace import by_torch, current_trace
 from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
 
 
@@ -155,7 +155,12 @@ class CollectiveTransport:
     def all_gather(
         self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
     ) -> Tensor:
-        return self.group.all_gather(values, meanwhile, used=used)
+        if current_trace() is None:
+            return self.group.all_gather(values, meanwhile, used=used)
+        if meanwhile is not None:
+            meanwhile()  # first, because a program gathers on its own stream
+        gather = functools.partial(_gather, self.group, used)
+        return by_torch(gather, (self.group.size, *values.shape), values.dtype, values, into=True)
 
     def raise_if_lost(self) -> None:
         pass
@@ -179,6 +184,10 @@ class CollectiveTransport:
             forward=routing.forward_in(self.group),
         )
         return PreparedDispatch(DispatchHandle.of(buffer, expert_starts_e, transport_lists, sizes), buffer.weights_P)
+
+
+def _gather(group: EPGroup, used: int | None, values: Tensor, out: Tensor | None = None) -> Tensor:
+    return group.all_gather(values, used=used, out=out)
 
 
 def _padded(values_N: Tensor, spare: Sequence[int]) -> Tensor:

@@ -4,7 +4,6 @@ Legend: T tokens on this rank, H hidden size, N pairs this rank sends, P rows of
 expert width, J pre-activation columns (2I if gated else I).
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
@@ -30,7 +29,7 @@ from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routers.compiled import pending_sizes
 from sonic_ep.routing import Routing
-from sonic_ep.steps.experts_step import ExpertsCode, ExpertsStep, MoECall, RunsAs
+from sonic_ep.steps.experts_step import ExpertsCode, ExpertsStep, MoECall, RunsAs, without_autocast
 from sonic_ep.steps.experts_trace import MoEWeights
 from sonic_ep.transports import transport_type
 
@@ -140,7 +139,7 @@ def moe(
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     weights = MoEWeights(w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, *updates.tensors())
     step = code = ExpertsCode(call, layout, routing)
-    with _without_autocast(x_TH):
+    with without_autocast(x_TH):
         if runs_as is not None:
             into = main_grad_of(params[0]), main_grad_of(params[1])
             with routing.status_first():
@@ -264,7 +263,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         needs_lora = (any(ctx.needs_input_grad[7:9]), any(ctx.needs_input_grad[9:11]))
         needs = needs_gate or needs_up, *needs, *needs_lora
         into = main_grad_of(param1) if needs[0] else None, main_grad_of(param2) if needs[1] else None
-        with _without_autocast(weights.w1):
+        with without_autocast(weights.w1):
             grads = step.backward(grad_outputs[0], rows, saved, weights, into, needs)
         dw1 = grads.dw1 if into[0] is None else gradient_placeholder(param1)
         dw2 = grads.dw2 if into[1] is None else gradient_placeholder(param2)
@@ -284,12 +283,6 @@ class _Others(NamedTuple):
     routing: Routing | None
     params: tuple[Tensor | None, Tensor | None]
     step: ExpertsStep | ExpertsCode
-
-
-def _without_autocast(like: Tensor) -> AbstractContextManager[object]:
-    """Returns a context without autocast, which would change the dtypes of operands and sums in plain torch."""
-    device_type = like.device.type
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def main_grad_of(weight: Tensor | None) -> Tensor | None:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from sonic_ep.kernels.program.native import new_event, wait_for_event
+from sonic_ep.kernels.program.native import event_has_passed, new_event, wait_for_event
 
 if TYPE_CHECKING:
     from sonic_ep.kernels.program.trace import Slot, Trace
@@ -22,6 +22,11 @@ class Mailbox:
         """Notes the copy, on the current lane."""
         trace.fixed(self.values).copy_(values)
         trace.event(self._event)
+
+    @property
+    def is_full(self) -> bool:
+        """True if `read` would not block."""
+        return event_has_passed(self._event)
 
     def read(self) -> list[int]:
         """Blocks until the copy of the last run has arrived, but not for what was launched behind it."""

@@ -180,12 +180,10 @@ def _traced_backward(
         del rest
         state = SavedForBackward(rows, h, weights_P, handle_sizes.with_lists(lists))
         del h, weights_P, rows
-        left = [*kind.needs]
-        of_x, of_router, of_bias, *needs = left.pop(0), *[is_there and left.pop(0) for is_there in kind.present]
-        grads = backward(dy, state, weights.of_experts, call, (*needs, False, False))
-        needs_route = of_x, of_router, of_bias
+        needs = kind.all_needs
+        grads = backward(dy, state, weights.of_experts, call, (*needs[3:], False, False))
         dx, drouter, dbias = traced_route_gradients(
-            kind, of_route, grads.dweights_N, dloss, x, weights.router, grads.dx_TH, needs_route
+            kind, of_route, grads.dweights_N, dloss, x, weights.router, grads.dx_TH, needs[:3]
         )
         found = dx, drouter, dbias, grads.dw1, grads.dw2, grads.db1_eJ, grads.db2_eH
         outputs = slots_of(found)

@@ -4,6 +4,7 @@ Legend: T tokens on this rank, H hidden size, E experts, N pairs this rank sends
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, cast
 
@@ -53,6 +54,17 @@ class Kind:
             sizes["order"] = 0
         return sizes
 
+    @property
+    def all_needs(self) -> list[bool]:
+        """Whether x and each of `LayerWeights` needs a gradient."""
+        needs = iter(self.needs)
+        return [next(needs), *[is_there and next(needs) for is_there in self.present]]
+
+    def weights_of(self, present: Sequence[Tensor]) -> "LayerWeights":
+        """Returns the weights of which these are present."""
+        left = iter(present)
+        return LayerWeights._make([next(left) if is_there else None for is_there in self.present])
+
 
 class LayerWeights(NamedTuple):
     """The weights of a layer. Biases are None without one."""
@@ -67,6 +79,10 @@ class LayerWeights(NamedTuple):
     @property
     def present(self) -> list[Tensor]:
         return [each for each in self if each is not None]
+
+    @property
+    def of_router(self) -> list[Tensor]:
+        return [self.router] if self.router_bias is None else [self.router, self.router_bias]
 
     @property
     def of_experts(self) -> ExpertWeights:
@@ -136,7 +152,7 @@ def traced_route_gradients(
     x_TH: Tensor,
     router_EH: Tensor,
     dx_others_TH: Tensor,
-    needs: tuple[bool, bool, bool],
+    needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns the gradients of x, added to dx_others_TH in its memory, of the router's weight and of its bias.
 
@@ -169,8 +185,5 @@ def traced_weights(trace: Trace, kind: Kind) -> LayerWeights:
     e = c.E if kind.ranks is None else c.E // kind.ranks.group.size
     shapes = (c.E, c.d), (c.E,), (e, J, c.d), (e, c.d, c.n), (e, J), (e, c.d)
     dtypes = kind.router[0], kind.router[-1], *[kind.dtype] * 4
-    slots = [
-        cast(Tensor, trace.input(shape, dtype)) if is_there else None
-        for shape, dtype, is_there in zip(shapes, dtypes, kind.present, strict=True)
-    ]
-    return LayerWeights._make(slots)
+    slots = [trace.input(*each) for *each, is_there in zip(shapes, dtypes, kind.present, strict=True) if is_there]
+    return kind.weights_of(cast(list[Tensor], slots))
