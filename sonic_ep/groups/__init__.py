@@ -239,10 +239,11 @@ class EPGroup:
             (out if used is None else out[:, :used]).copy_(joined)
             return out
         gathered = values.new_empty((self.size, *values.shape)) if out is None else out
+        parts = list(gathered.unbind(0))
         # Not under capture, which stays on one stream, nor on the CPU, where nothing can overlap.
         overlaps = meanwhile is not None and values.is_cuda and host_may_wait(values)
         self._watch.begin(stage, layer)
-        work = dist.all_gather_into_tensor(gathered, values.contiguous(), group=self.process_group, async_op=overlaps)
+        work = dist.all_gather(parts, values.contiguous(), group=self.process_group, async_op=overlaps)
         if overlaps and meanwhile is not None:
             meanwhile()
         if work is not None:

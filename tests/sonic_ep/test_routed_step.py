@@ -1,0 +1,212 @@
+"""The step of a layer over torch.distributed: its router's programs serve many sizes, and the step is the code's.
+
+Ranks over gloo have no GPU. There the router's traced code runs on tensors, with kernels that are interpreted, and the
+code computes the experts. tests/sonic_ep/test_ranks_as_programs.py has GPUs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
+from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.dispatch.plan import plan_for
+from sonic_ep.kernels.route.linear import reference as linear
+from sonic_ep.routers import count_exchange, router
+from sonic_ep.steps import program_steps, router_trace
+from sonic_ep.steps.experts_step import ExpertsPrograms
+from sonic_ep.steps.programs import Programs
+from sonic_ep.steps.routed_step import traced_router
+from sonic_ep.steps.router_trace import Kind, LayerWeights, traced_route, traced_route_gradients
+from tests.helpers.changing_routing import LOSSES
+from tests.helpers.fake_cuda import described, fake_cuda, kind_of
+from tests.helpers.launch import RankPool
+from tests.sonic_ep.test_layer_step import CONFIGS as TRACED
+
+Ranks = Callable[[int], RankPool]
+Sizes = tuple[int, ...]
+T, D = 37, 32
+SHAPE = {"d": D, "n": 16, "E": 8, "K": 2}
+ROUNDED = RoundingConfig(mode="apportion", t=4, G=8)
+ALL_TO_ALL = TransportConfig(kind="all_to_all", timeout=20)
+CONFIGS = {
+    "off": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="off"), transport=ALL_TO_ALL),
+    "apportion": MoEConfig(**SHAPE, rounding=ROUNDED, save_dispatched=True, transport=ALL_TO_ALL),
+    "losses": MoEConfig(**SHAPE, rounding=ROUNDED, router=LOSSES, transport=ALL_TO_ALL),
+    "global": MoEConfig(
+        **SHAPE,
+        rounding=ROUNDED,
+        router=RouterConfig(balance="global", balance_coef=0.01, expert_bias=True),
+        transport=ALL_TO_ALL,
+    ),
+    "biases": MoEConfig(
+        **SHAPE, rounding=ROUNDED, bias=True, router=RouterConfig(linear_bias=True), transport=ALL_TO_ALL
+    ),
+    "shared": MoEConfig(**SHAPE, rounding=ROUNDED, shared_n=16, transport=ALL_TO_ALL),
+    "two hops": MoEConfig(
+        **SHAPE, rounding=ROUNDED, transport=TransportConfig(kind="two_hop", ranks_per_host=1, timeout=20)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_program_of_other_sizes_is_the_one_that_these_would_give(name: str) -> None:
+    with fake_cuda():
+        kind = kind_of(TRACED[name], 2)
+        assert kind.ranks is not None
+        transport: Any = AllToAllTransport(kind.ranks.group)
+        kind = replace(kind, ranks=replace(kind.ranks, transport=transport, symmetric=None))
+        other = 7008, 3504, 8
+        one, two = (traced_router(kind, sizes) for sizes in ((8192, 4096, 5), other))
+        assert one.forward.fits(*other)
+        assert one.backward.keys() == two.backward.keys() == {False, True}
+        passes = [(one.forward, two.forward), *zip(one.backward.values(), two.backward.values(), strict=True)]
+        for found, wanted in passes:
+            assert described(found, other) == described(wanted, other)
+
+
+@dataclass
+class Eager:
+    """In place of a router's program: runs the code that would be traced. has_loss: of a backward; None for forward."""
+
+    kind: Kind
+    has_loss: bool | None = None
+
+    @property
+    def extra(self) -> list[str]:
+        return ["updates"] if self.kind.config.router.expert_bias else []
+
+    def run(self, sizes: Sizes, inputs: list[Tensor]) -> list[Tensor]:
+        with patch.object(count_exchange, "_order_to_send", lambda *_: sizes[-1]):
+            return self._forward(sizes, inputs) if self.has_loss is None else self._backward(inputs)
+
+    def _forward(self, sizes: Sizes, inputs: list[Tensor]) -> list[Tensor]:
+        kind, given, ranks = self.kind, iter(inputs), self.kind.ranks
+        assert ranks is not None
+        x, weight, bias = next(given), next(given), next(given) if kind.present[1] else None
+        weights: Any = LayerWeights(weight, bias, *[None] * 4)  # type: ignore[arg-type]
+        bias_E, updates = (next(given), next(given)) if self.extra else (None, None)
+        route = traced_route(kind, x, weights, bias_E, updates, sizes[1])
+        assert route.routing.split_sizes is not None
+        mailbox: Any = ranks.mailbox
+        mailbox.values = route.routing.split_sizes.on_device.tolist()
+        routing, later = route.routing, route.for_backward if any(kind.needs) else []
+        plan = plan_for(routing.counts, ranks.group.rank)
+        outputs = route.loss, route.entropy_T, routing.token_ids_N, routing.weights_N
+        return [*outputs, *plan, *routing.counts, *later]
+
+    def _backward(self, inputs: list[Tensor]) -> list[Tensor]:
+        needs, left = self.kind.all_needs, [*inputs]
+        dweights = left.pop(0)
+        dx = left.pop(0) if needs[0] else torch.empty(0)
+        dloss = left.pop(0) if self.has_loss else None
+        x, weight, *saved = left
+        dx_TH, *found = traced_route_gradients(self.kind, saved, dweights, dloss, x, weight, dx, needs[:3])
+        assert dx_TH is None or dx_TH.data_ptr() == dx.data_ptr()
+        return [each for each in found if each is not None]
+
+
+def eager_programs(kind: Kind, sizes: Sizes) -> Programs:
+    backward: Any = {has_loss: Eager(kind, has_loss) for has_loss in (False, True)}
+    forward: Any = Eager(kind)
+    forward.fits = lambda *_: True
+    return Programs(forward, backward, 0)
+
+
+class _Linear:
+    """The router's linear layer in plain torch, which adds to another gradient in place, as kernels do."""
+
+    logits = staticmethod(linear.logits)
+
+    @staticmethod
+    def gradients(*given: Any, dx_others_TH: Tensor | None = None, **needs: bool) -> tuple[Tensor | None, ...]:
+        dx_TH, dweight_EH = linear.gradients(*given, **needs)
+        return dx_TH if dx_TH is None or dx_others_TH is None else dx_others_TH.add_(dx_TH), dweight_EH
+
+
+@contextmanager
+def as_programs(noted: list[str]) -> Iterator[None]:
+    """A context in which rows on the CPU take the way of a GPU's. noted: gets the name of each pass."""
+    kernels = _Linear, import_module("sonic_ep.kernels.route.fused")
+
+    def note(run: Callable[..., Any], name: str) -> Callable[..., Any]:
+        return lambda *arguments: [noted.append(name), run(*arguments)][1]
+
+    def mailbox(_: object) -> Any:
+        made = SimpleNamespace(is_full=True, values=None)
+        made.read = lambda: made.values
+        return made
+
+    replaced = [
+        (program_steps, "_may_run", lambda x, d: x.dim() == 2 and x.shape[0] > 0),
+        (program_steps, "kernels_compute", lambda *_: True),
+        (program_steps, "traced_router", eager_programs),
+        (import_module("sonic_ep.dispatch.bounded_steps"), "Mailbox", mailbox),
+        (import_module("sonic_ep.steps.programs"), "launcher", lambda: None),
+        (ExpertsPrograms, "step", lambda *_, **__: None),
+        (router, "kernels_of_route", lambda *_: kernels),
+        (router_trace, "kernels_of_route", lambda *_: kernels),
+        (Eager, "_forward", note(Eager._forward, "forward")),
+        (Eager, "_backward", note(Eager._backward, "backward")),
+    ]
+    with ExitStack() as stack:
+        for target, name, value in replaced:
+            stack.enter_context(patch.object(target, name, value))
+        yield
+
+
+def layers(config: MoEConfig) -> tuple[MoE, MoE]:
+    program, code = (MoE(replace(config, record_launches=on), EPGroup(), seed=0) for on in (True, False))
+    return program, code
+
+
+def inputs(step: int, rank: int, length: int = T) -> Tensor:
+    return torch.randn(length, D, generator=torch.Generator().manual_seed(2 * step + rank)).requires_grad_()
+
+
+def results(layer: MoE, x: Tensor, *, of: str = "both") -> list[Tensor | None]:
+    layer.zero_grad()
+    out = layer(x)
+    total = {"both": (out.y**2).sum() + out.aux_loss, "y": (out.y**2).sum(), "loss": out.aux_loss}[of]
+    total.backward()
+    grads = [x.grad, *[p.grad for p in layer.parameters()]]
+    return [out.y.detach(), out.aux_loss.detach(), out.stats.entropy_T, *out.stats.counts, *grads]
+
+
+def assert_same(one: Sequence[Tensor | None], two: Sequence[Tensor | None]) -> None:
+    pairs = enumerate(zip(one, two, strict=True))
+    different = [i for i, (a, b) in pairs if (a is None) != (b is None) or (a is not None and not torch.equal(a, b))]  # type: ignore[arg-type]
+    assert not different, f"numbers {different}"
+
+
+def steps_of_changing_sizes(rank: int, name: str) -> None:
+    noted: list[str] = []
+    with as_programs(noted):
+        both = layers(CONFIGS[name])
+        for step, of in enumerate(("both", "both", "y", "loss", "both")):
+            if of == "loss" and CONFIGS[name].router.balance == "none":
+                continue
+            length = T - 5 * step * rank
+            assert_same(*(results(layer, inputs(step, rank, length), of=of) for layer in both))
+            for layer in both:
+                if layer.config.router.expert_bias:
+                    layer.update_expert_bias()
+        ways = [w for w in noted]
+    assert both[1].num_programs == 0
+    assert both[0].num_programs == 1
+    steps = 4 if CONFIGS[name].router.balance != "none" else 3  # the code runs the first
+    assert ways == ["forward", "backward"] * steps
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_of_changing_sizes(ranks: Ranks, name: str) -> None:
+    ranks(2).run(steps_of_changing_sizes, name)
