@@ -185,5 +185,6 @@ def traced_weights(trace: Trace, kind: Kind) -> LayerWeights:
     e = c.E if kind.ranks is None else c.E // kind.ranks.group.size
     shapes = (c.E, c.d), (c.E,), (e, J, c.d), (e, c.d, c.n), (e, J), (e, c.d)
     dtypes = kind.router[0], kind.router[-1], *[kind.dtype] * 4
-    slots = [trace.input(*each) for *each, is_there in zip(shapes, dtypes, kind.present, strict=True) if is_there]
+    described = zip(shapes, dtypes, kind.present, strict=True)
+    slots = [trace.input(shape, dtype) for shape, dtype, is_there in described if is_there]
     return kind.weights_of(cast(list[Tensor], slots))

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
@@ -199,14 +200,69 @@ def steps_of_changing_sizes(rank: int, name: str) -> None:
             for layer in both:
                 if layer.config.router.expert_bias:
                     layer.update_expert_bias()
-        ways = [w for w in noted]
     assert both[1].num_programs == 0
     assert both[0].num_programs == 1
     steps = 4 if CONFIGS[name].router.balance != "none" else 3  # the code runs the first
-    assert ways == ["forward", "backward"] * steps
+    assert noted == ["forward", "backward"] * steps
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_steps_of_changing_sizes(ranks: Ranks, name: str) -> None:
     ranks(2).run(steps_of_changing_sizes, name)
+
+
+def in_every_order(rank: int) -> None:
+    """Checkpoints of both kinds, a retained graph, backwards in another order, and steps without gradients."""
+    noted: list[str] = []
+    with as_programs(noted):
+        both = layers(CONFIGS["off"])
+        for layer in both:
+            results(layer, inputs(0, rank))  # by the code
+        noted.clear()
+        found: list[list[Tensor | None]] = [[], []]
+        for layer, mine in zip(both, found, strict=True):
+            layer.zero_grad()
+            xs = [inputs(step, rank, T - step) for step in range(1, 6)]
+            ys: Any = [
+                *[checkpoint(lambda x, layer=layer: layer(x).y, xs[way], use_reentrant=bool(way)) for way in range(2)],
+                *[layer(x).y for x in xs[2:]],
+            ]
+            with torch.no_grad():
+                mine.append(layer(xs[0]).y)
+            for number in (3, 0, 4, 1, 2):
+                (ys[number] ** 2).sum().backward(retain_graph=number == 2)
+            (ys[2] ** 2).sum().backward()
+            mine.extend([*[y.detach() for y in ys], *[x.grad for x in xs], *[p.grad for p in layer.parameters()]])
+        assert_same(*found)
+    assert noted.count("forward") == 6 + 2
+    assert noted.count("backward") == 6
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_checkpoints_and_backwards_in_another_order(ranks: Ranks) -> None:
+    ranks(2).run(in_every_order)
+
+
+def a_rank_of_its_own(rank: int) -> None:
+    """A rank with hooks runs the code, beside one that runs programs; then one has rows of another width."""
+    with as_programs([]):
+        both = layers(CONFIGS["losses"])
+        for step in range(3):
+            handle = both[0].router.register_forward_hook(lambda *_: None) if step == 1 and rank else None
+            assert_same(*(results(layer, inputs(step, rank)) for layer in both))
+            if handle is not None:
+                handle.remove()
+        with pytest.raises(ValueError, match="rank 1: x has hidden size"):
+            both[0](inputs(3, rank)[:, : D - 8 * rank])
+        with (
+            pytest.raises(ValueError, match="disagree whether this training step has a backward"),
+            torch.set_grad_enabled(bool(rank)),
+        ):
+            both[0](inputs(3, rank))
+        assert_same(*(results(layer, inputs(4, rank)) for layer in both))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_ranks_may_differ_and_errors_are_raised_on_all(ranks: Ranks) -> None:
+    ranks(2).run(a_rank_of_its_own)
