@@ -5,8 +5,9 @@ code computes the experts. tests/sonic_ep/test_ranks_as_programs.py has GPUs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +21,21 @@ from torch.utils.checkpoint import checkpoint
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.plan import plan_for
+from sonic_ep.dispatch.protocol import HandleSizes, PreparedDispatch, Splits
 from sonic_ep.kernels.route.linear import reference as linear
 from sonic_ep.routers import count_exchange, router
-from sonic_ep.steps import program_steps, router_trace
+from sonic_ep.routing import Routing, SplitSizes
+from sonic_ep.steps import experts_step, program_steps, router_trace
 from sonic_ep.steps.experts_step import ExpertsPrograms
-from sonic_ep.steps.programs import Programs
-from sonic_ep.steps.routed_step import traced_router
+from sonic_ep.steps.layer_step import StepCall
+from sonic_ep.steps.programs import Programs, StepPrograms
+from sonic_ep.steps.routed_step import RoutedStep, traced_router
 from sonic_ep.steps.router_trace import Kind, LayerWeights, traced_route, traced_route_gradients
 from tests.helpers.changing_routing import LOSSES
 from tests.helpers.fake_cuda import described, fake_cuda, kind_of
 from tests.helpers.launch import RankPool
 from tests.sonic_ep.test_layer_step import CONFIGS as TRACED
+from tests.sonic_ep.test_layer_step import calls_of
 
 Ranks = Callable[[int], RankPool]
 Sizes = tuple[int, ...]
@@ -58,20 +63,93 @@ CONFIGS = {
 }
 
 
+def traced_kind(config: MoEConfig) -> Kind:
+    """The kind of a step on two imitated GPUs, over a group that exchanges nothing."""
+    kind = kind_of(config, 2)
+    assert kind.ranks is not None
+    transport: Any = AllToAllTransport(kind.ranks.group)
+    return replace(kind, ranks=replace(kind.ranks, transport=transport, symmetric=None))
+
+
 @pytest.mark.parametrize("name", TRACED)
 def test_a_program_of_other_sizes_is_the_one_that_these_would_give(name: str) -> None:
     with fake_cuda():
-        kind = kind_of(TRACED[name], 2)
-        assert kind.ranks is not None
-        transport: Any = AllToAllTransport(kind.ranks.group)
-        kind = replace(kind, ranks=replace(kind.ranks, transport=transport, symmetric=None))
-        other = 7008, 3504, 8
+        kind, other = traced_kind(TRACED[name]), (7008, 3504, 8)
         one, two = (traced_router(kind, sizes) for sizes in ((8192, 4096, 5), other))
         assert one.forward.fits(*other)
         assert one.backward.keys() == two.backward.keys() == {False, True}
         passes = [(one.forward, two.forward), *zip(one.backward.values(), two.backward.values(), strict=True)]
         for found, wanted in passes:
             assert described(found, other) == described(wanted, other)
+
+
+@pytest.mark.parametrize("name", ["nearest", "bias", "losses", "biases", "rows"])
+def test_what_a_step_runs_and_returns(name: str) -> None:
+    """Programs run, though nothing is computed, between exchanges that send nothing."""
+    T, config = 512, TRACED[name]
+    pairs, half = config.K * T, T // 2
+    with fake_cuda(), ExitStack() as stack:
+        kind = traced_kind(config)
+        ranks = kind.ranks
+        assert ranks is not None
+        group: Any = ranks.group
+        sizes = SplitSizes((T, T), ((pairs // 2,) * 2,) * 2, ((pairs // 2,) * 2,) * 2)
+        splits = Splits((half, half), (half, half), *[(pairs // 2, pairs // 2)] * 2)
+        lengths = pairs, pairs, T + 1, pairs, config.E // 2 + 1, T, T, T + 1
+
+        def prepare(routing: Routing, plan: object) -> PreparedDispatch:
+            assert routing.split_sizes is not None
+            assert routing.split_sizes.read() is sizes
+            handle = HandleSizes(splits=splits, num_tokens=T, num_rows=T, num_listed=len(routing.token_ids_N))
+            lists = [torch.zeros(length, dtype=torch.int32) for length in lengths]
+            return PreparedDispatch(handle.with_lists(lists), torch.zeros(pairs))
+
+        sent: list[str] = []
+
+        def all_to_all(rows: Tensor, *_: object, stage: str, out: Tensor, **__: object) -> Tensor:
+            sent.append(stage)
+            return out
+
+        nothing: Any = SimpleNamespace(synchronize=lambda: None)
+        stack.enter_context(patch.object(group, "all_gather", lambda values, *, used, out: out, create=True))
+        stack.enter_context(patch.object(group, "all_to_all", all_to_all, create=True))
+        stack.enter_context(patch.object(group, "begin_backward", lambda *_: sent.append("begin"), create=True))
+        stack.enter_context(patch.object(AllToAllTransport, "prepare", lambda self, *given: prepare(*given)))
+        stack.enter_context(patch.object(experts_step, "_problem_with", lambda *_: None))
+        stack.enter_context(patch.object(torch.cuda, "stream", lambda _: nullcontext(nothing)))
+        shapes = (T, config.d), *[tuple(each.shape) for each in _weights_of(kind)]
+        programs, experts = StepPrograms(traced_router), ExpertsPrograms(config.K)
+        call = StepCall()
+        if config.router.expert_bias:
+            call.expert_bias_E, call.extra["updates"] = torch.zeros(config.E), torch.zeros((), dtype=torch.int64)
+        found = programs.find(kind, (T, T, 0))
+        assert found is not None
+        given = [torch.empty(T, config.d, dtype=kind.dtype), *_weights_of(kind)]
+        given = [each.requires_grad_() for each in given]
+        step = RoutedStep(found, kind, (T, T, 0), call, experts, lambda: sizes)
+        for _ in range(2):
+            outputs, grads = list[Any](), list[Tensor]()
+            number = calls_of(lambda outputs=outputs: outputs.append(step.run(*given)))[0]
+            y_TH, loss, statistics = outputs.pop()
+            assert (y_TH.shape, loss.shape, len(statistics)) == ((T, config.d), (), 8)
+            dy, dloss = torch.empty_like(y_TH), torch.empty_like(loss)
+            back = partial(torch.autograd.grad, [y_TH, loss], given, [dy, dloss])
+            number_of_backward = calls_of(lambda back=back, grads=grads: grads.extend(back()))[0]
+            assert [tuple(each.shape) for each in grads] == [*shapes]
+        assert programs.num_programs == experts.num_programs == 1
+        again = [] if config.save_dispatched else ["dispatch"]
+        assert sent == 2 * ["dispatch", "combine", "begin", "dispatch", *again, "combine", "combine_scalars"]
+        print(f"{number} calls of Python functions in forward, {number_of_backward} in backward")  # noqa: T201
+        assert 0 < number <= 250
+        assert 0 < number_of_backward <= 400
+
+
+def _weights_of(kind: Kind) -> list[Tensor]:
+    c = kind.config
+    shapes = (c.E, c.d), (c.E,), (c.E // 2, 2 * c.n, c.d), (c.E // 2, c.d, c.n), (c.E // 2, 2 * c.n), (c.E // 2, c.d)
+    dtypes = torch.float32, torch.float32, *[kind.dtype] * 4
+    described = zip(shapes, dtypes, kind.present, strict=True)
+    return [torch.empty(shape, dtype=dtype) for shape, dtype, is_there in described if is_there]
 
 
 @dataclass
