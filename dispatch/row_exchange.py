@@ -197,11 +197,17 @@ def _padded(values_N: Tensor, spare: Sequence[int]) -> Tensor:
 def _pack(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:
     """Returns (N, units): row index and weight of each pair side by side, so that one exchange sends both."""
     parts, unit = (row_ids_N, weights_N), _unit(weights_N.dtype)
+    if weights_N.dtype.itemsize == unit.itemsize == INDEX_DTYPE.itemsize:
+        return torch.stack([row_ids_N, weights_N.view(unit)], 1)
     return torch.cat([part[:, None].contiguous().view(unit) for part in parts], dim=1)
 
 
 def _unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the row indices (V,) and the weights (V,), of `dtype`, that `_pack` joined."""
+
+    if message.dtype == INDEX_DTYPE and message.shape[1] == 2:
+        ids_V, weights_V = message.t().contiguous()
+        return ids_V, weights_V.view(dtype)
 
     def column(first: int, last: int, kind: torch.dtype) -> Tensor:
         # clone: a view with another item size needs an aligned start.

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 @final
 class Mailbox:
-    """Pinned memory for (size,) int64. One run at a time may copy to it."""
+    """Pinned memory for (size,) int64. One run at a time may copy to it. Can be read as an AsyncD2H can."""
+
+    is_traced = False
 
     def __init__(self, size: int) -> None:
         self.values = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -24,11 +26,14 @@ class Mailbox:
         trace.event(self._event)
 
     @property
-    def is_full(self) -> bool:
+    def is_ready(self) -> bool:
         """True if `read` would not block."""
         return event_has_passed(self._event)
 
-    def read(self) -> list[int]:
-        """Blocks until the copy of the last run has arrived, but not for what was launched behind it."""
+    def read(self) -> torch.Tensor:
+        """Blocks until the copy of the last run has arrived, but not for what was launched behind it.
+
+        The next run overwrites the result.
+        """
         wait_for_event(self._event)
-        return self.values.tolist()
+        return self.values

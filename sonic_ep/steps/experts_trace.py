@@ -48,6 +48,7 @@ class MoEWeights(NamedTuple):
 
     @classmethod
     def of_layer(cls, w1: Tensor, w2: Tensor, b1_eJ: Tensor | None, b2_eH: Tensor | None) -> Self:
+        """Returns those of a layer, which has no others."""
         return cls(w1, None, w2, b1_eJ, b2_eH)
 
     def of_experts(self, layout: str) -> ExpertWeights:

@@ -1,7 +1,8 @@
 """`ProgramSteps`: the calls of a layer that run as programs. Elsewhere the layer's code runs. Both give the same bits.
 
-A program computes a whole step (layer_step.py). Where only the router's code does what the user asks for, it computes
-what follows the router (experts_step.py).
+A program computes a whole step (layer_step.py), or where the host needs its sizes one the router, and one the rest
+(routed_step.py). Where only the router's code does what the user asks for, a program computes what follows the router
+(experts_step.py).
 
 Every rank decides for itself whether a call runs as a program: either way it sends the same, in the same stages.
 
@@ -111,7 +112,7 @@ class ProgramSteps:
             call.extra["updates"] = layer.router._updates()
         if step is None:
             steps.start()
-            routed = RoutedStep(programs, kind, (*sizes, steps.order_of_step), call, self._experts, steps.wait)
+            routed = RoutedStep(programs, kind, (*sizes, steps.order_of_step), call, self._experts, steps.arriving)
             return _outputs_of(layer, x, kind, routed.run, routed)
         symmetric = step.via.transport
         symmetric.raise_if_lost()

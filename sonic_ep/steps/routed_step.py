@@ -21,7 +21,7 @@ from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.kernels.program.program import Program
 from sonic_ep.kernels.program.trace import Slot, Trace
 from sonic_ep.routers.rounding import max_rows
-from sonic_ep.routing import AsyncSplitSizes, GroupCounts, Routing, SplitSizes
+from sonic_ep.routing import AsyncSplitSizes, GroupCounts, Routing
 from sonic_ep.steps.experts_step import ExpertsCode, ExpertsPrograms, ExpertsStep, MoECall, without_autocast
 from sonic_ep.steps.experts_trace import MoEWeights
 from sonic_ep.steps.layer_step import StepCall
@@ -36,8 +36,8 @@ _NO_BUFFERS = None, None  # to which backward adds: a layer has none
 class RoutedStep:
     """One step. programs: of the router, with their sizes. of_experts: where those of the rest are found.
 
-    wait: returns the sizes of the step once they are known, see `BoundedSteps.wait`. meanwhile: called in front of it,
-    to launch other work.
+    arriving: returns the sizes of the step once the router has run, see `BoundedSteps`. meanwhile: called before the
+    host waits for them, to launch other work.
     """
 
     programs: Programs
@@ -45,7 +45,7 @@ class RoutedStep:
     sizes: Sizes
     call: StepCall
     of_experts: ExpertsPrograms
-    wait: Callable[[], SplitSizes]
+    arriving: Callable[[], AsyncSplitSizes]
     meanwhile: Callable[[], None] | None = None
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -66,9 +66,8 @@ class RoutedStep:
         if self.meanwhile is not None:
             self.meanwhile()
         group, config, T = ranks.group, kind.config, x_TH.shape[0]
-        known = AsyncSplitSizes(counts.rows_SE, group.size, known=self.wait(), exchange=group.order.exchange)
         most = max_rows(config.rounding, T, config.K, config.E, group.size, training=kind.training)
-        return loss, Routing(weights_N, token_ids_N, counts, T, most, split_sizes=known), plan, later
+        return loss, Routing(weights_N, token_ids_N, counts, T, most, split_sizes=self.arriving()), plan, later
 
     def rest(
         self, x_TH: Tensor, routing: Routing, plan: RankPlan, weights: MoEWeights
@@ -86,7 +85,7 @@ class RoutedStep:
         return y_TH, experts, saved
 
 
-_ForBackward = tuple[RoutedStep, ExpertsStep | ExpertsCode, int, int]
+_ForBackward = tuple[Programs, Kind, Sizes, ExpertsStep | ExpertsCode, int, int]
 
 
 class _RoutedStep(torch.autograd.Function):
@@ -98,16 +97,15 @@ class _RoutedStep(torch.autograd.Function):
             y_TH, experts, saved = step.rest(x_TH, routing, plan, MoEWeights.of_layer(*weights[2:]))
         if any(step.kind.needs):
             ctx.save_for_backward(*inputs, *of_router, *saved)
-        step.meanwhile = None  # it may hold a graph
-        ctx.call = step, experts, len(of_router), routing.token_ids_N.shape[0]
+        ctx.call = step.programs, step.kind, step.sizes, experts, len(of_router), routing.token_ids_N.shape[0]
         ctx.set_materialize_grads(False)
         return y_TH, loss
 
     @staticmethod
     @first_order
     def backward(ctx: Context[_ForBackward], *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        step, experts, num_of_router, N = ctx.call
-        kind, (dy_TH, dloss) = step.kind, grad_outputs
+        programs, kind, sizes, experts, num_of_router, N = ctx.call
+        dy_TH, dloss = grad_outputs
         x_TH, *saved = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # has no effect if the graph is retained
         first = sum(kind.present)
@@ -126,7 +124,7 @@ class _RoutedStep(torch.autograd.Function):
             given = [dweights_N, *([dx_TH] if needs[0] else []), *([] if dloss is None else [dloss])]
             inputs = [*given, x_TH, weights.router, *of_router]
             del of_router, given, dweights_N
-            found = step.programs.backward[dloss is not None].run(step.sizes, inputs)
+            found = programs.backward[dloss is not None].run(sizes, inputs)
         of_weight, of_bias = (found.pop(0) if needed else None for needed in needs[1:3])
         by_weight = of_weight, of_bias, *((None,) * 4 if grads is None else grads[2:6])
         by_weight = [each for each, is_there in zip(by_weight, kind.present, strict=True) if is_there]

@@ -24,7 +24,7 @@ from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import HandleSizes, PreparedDispatch, Splits
 from sonic_ep.kernels.route.linear import reference as linear
 from sonic_ep.routers import count_exchange, router
-from sonic_ep.routing import Routing, SplitSizes
+from sonic_ep.routing import AsyncSplitSizes, Routing, SplitSizes
 from sonic_ep.steps import experts_step, program_steps, router_trace
 from sonic_ep.steps.experts_step import ExpertsPrograms
 from sonic_ep.steps.layer_step import StepCall
@@ -99,10 +99,13 @@ def test_what_a_step_runs_and_returns(name: str) -> None:
 
         def prepare(routing: Routing, plan: object) -> PreparedDispatch:
             assert routing.split_sizes is not None
-            assert routing.split_sizes.read() is sizes
+            assert routing.split_sizes.read() == sizes
             handle = HandleSizes(splits=splits, num_tokens=T, num_rows=T, num_listed=len(routing.token_ids_N))
             lists = [torch.zeros(length, dtype=torch.int32) for length in lengths]
             return PreparedDispatch(handle.with_lists(lists), torch.zeros(pairs))
+
+        def arriving() -> AsyncSplitSizes:
+            return AsyncSplitSizes(torch.empty(0), 2, known=sizes)
 
         sent: list[str] = []
 
@@ -126,7 +129,8 @@ def test_what_a_step_runs_and_returns(name: str) -> None:
         assert found is not None
         given = [torch.empty(T, config.d, dtype=kind.dtype), *_weights_of(kind)]
         given = [each.requires_grad_() for each in given]
-        step = RoutedStep(found, kind, (T, T, 0), call, experts, lambda: sizes)
+        step = RoutedStep(found, kind, (T, T, 0), call, experts, arriving)
+        number = number_of_backward = 0
         for _ in range(2):
             outputs, grads = list[Any](), list[Tensor]()
             number = calls_of(lambda outputs=outputs: outputs.append(step.run(*given)))[0]
@@ -176,7 +180,7 @@ class Eager:
         route = traced_route(kind, x, weights, bias_E, updates, sizes[1])
         assert route.routing.split_sizes is not None
         mailbox: Any = ranks.mailbox
-        mailbox.values = route.routing.split_sizes.on_device.tolist()
+        mailbox.values = route.routing.split_sizes.on_device
         routing, later = route.routing, route.for_backward if any(kind.needs) else []
         plan = plan_for(routing.counts, ranks.group.rank)
         outputs = route.loss, route.entropy_T, routing.token_ids_N, routing.weights_N
@@ -220,7 +224,7 @@ def as_programs(noted: list[str]) -> Iterator[None]:
         return lambda *arguments: [noted.append(name), run(*arguments)][1]
 
     def mailbox(_: object) -> Any:
-        made = SimpleNamespace(is_full=True, values=None)
+        made = SimpleNamespace(is_ready=True, is_traced=False, values=None)
         made.read = lambda: made.values
         return made
 
