@@ -17,7 +17,7 @@ from torch import Tensor
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.row_exchange import CollectiveTransport
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists
+from sonic_ep.kernels.backend import allows_spare_capacity, gather_sum, pair_lists, row_starts, sent_rows, token_lists
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.routing import Routing
 
@@ -30,15 +30,19 @@ class AllToAllTransport(CollectiveTransport):
         super().__init__(group, "all-to-all")
 
     def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
-        sizes, rank = self._exchange.sizes(routing, plan, "the all-to-all"), self.group.rank
+        sent, rank, given = None, self.group.rank, (plan.pair_starts_Q, routing.num_tokens)
+        if allows_spare_capacity(routing.token_ids_N):
+            sent = sent_rows(routing.token_ids_N, *given)  # while the sizes arrive
+        sizes = self._exchange.sizes(routing, plan, "the all-to-all")
         splits = pairs_out, pairs_in = sizes.pairs_SQ[rank], sizes.pairs_in(rank)
-        sent = sent_rows(routing.token_ids_N[: sum(pairs_out)], plan.pair_starts_Q, routing.num_tokens)
-        row_in_source_V, weights_V = self._exchange.lists(routing, sent.row_of_pair_N, *splits)
+        num_pairs = sum(pairs_out)
+        sent = sent or sent_rows(routing.token_ids_N[:num_pairs], *given)
+        row_in_source_V, weights_V = self._exchange.lists(routing, sent.row_of_pair_N[:num_pairs], *splits)
         chunks = plan.chunks(sizes.num_rows(rank), sum(pairs_in))
         row_starts_S = row_starts(chunks, row_in_source_V)
         starts = self.group.to_host(torch.stack([sent.row_starts_Q, row_starts_S]), stage="lists")
-        num_sent, num_rows = starts[:, -1].tolist()
         rows_out, rows_in = starts.diff().tolist()
+        num_sent, num_rows = sum(rows_out), sum(rows_in)
         buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, num_rows)
         tokens = token_lists(sent, num_sent)
         lists = tokens.token_of_sent_U, tokens.sent_by_token_U, tokens.sent_starts_T

@@ -144,10 +144,16 @@ class BoundedSteps(Generic[Layer]):
 
         Raises what `check` raises.
         """
-        sizes, status_fields = SplitSizes.unpacked(self.mailbox.read(), self._group.size)
+        sizes, status_fields = SplitSizes.unpacked(self.mailbox.read().tolist(), self._group.size)
         self._check(status_fields)
         self.learn(sizes)
         return None if step.holds(sizes) else sizes
+
+    def arriving(self) -> AsyncSplitSizes:
+        """Returns the sizes of a program that is no step with a bound. Read them before the next step."""
+        exchange = self._group.order.exchange
+        nothing = torch.empty(0, device="cpu")
+        return AsyncSplitSizes(nothing, self._group.size, self._check, copy=self.mailbox, exchange=exchange)
 
     def observe(self, split_sizes: AsyncSplitSizes | None) -> None:
         """Learns from a step that the code ran. Every rank calls it, `learn` or `finish` in every step."""

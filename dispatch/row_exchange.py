@@ -24,7 +24,7 @@ from sonic_ep.dispatch.side_stream import SideStream
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import values_of_pairs
 from sonic_ep.kernels.dispatch.recv_index.reference import PairBuffer, RankPlan
-from sonic_ep.kernels.program.trace import by_torch
+from sonic_ep.kernels.program.trace import by_torch, current_trace
 from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
 
 
@@ -155,7 +155,12 @@ class CollectiveTransport:
     def all_gather(
         self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
     ) -> Tensor:
-        return self.group.all_gather(values, meanwhile, used=used)
+        if current_trace() is None:
+            return self.group.all_gather(values, meanwhile, used=used)
+        if meanwhile is not None:
+            meanwhile()  # first, because a program gathers on its own stream
+        gather = functools.partial(_gather, self.group, used)
+        return by_torch(gather, (self.group.size, *values.shape), values.dtype, values, into=True)
 
     def raise_if_lost(self) -> None:
         pass
@@ -181,6 +186,10 @@ class CollectiveTransport:
         return PreparedDispatch(DispatchHandle.of(buffer, expert_starts_e, transport_lists, sizes), buffer.weights_P)
 
 
+def _gather(group: EPGroup, used: int | None, values: Tensor, out: Tensor | None = None) -> Tensor:
+    return group.all_gather(values, used=used, out=out)
+
+
 def _padded(values_N: Tensor, spare: Sequence[int]) -> Tensor:
     return pad(values_N, (0, spare[0]))
 
@@ -188,11 +197,17 @@ def _padded(values_N: Tensor, spare: Sequence[int]) -> Tensor:
 def pack_lists(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:
     """Returns (N, units): row index and weight of each pair side by side, so that one exchange sends both."""
     parts, unit = (row_ids_N, weights_N), _unit(weights_N.dtype)
+    if weights_N.dtype.itemsize == unit.itemsize == INDEX_DTYPE.itemsize:
+        return torch.stack([row_ids_N, weights_N.view(unit)], 1)
     return torch.cat([part[:, None].contiguous().view(unit) for part in parts], dim=1)
 
 
 def unpack_lists(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the row indices (V,) and the weights (V,), of `dtype`, that `pack_lists` joined."""
+
+    if message.dtype == INDEX_DTYPE and message.shape[1] == 2:
+        ids_V, weights_V = message.t().contiguous()
+        return ids_V, weights_V.view(dtype)
 
     def column(first: int, last: int, kind: torch.dtype) -> Tensor:
         # clone: a view with another item size needs an aligned start.

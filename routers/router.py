@@ -243,8 +243,8 @@ class Router(nn.Module):
             return
         left = [counts.chosen_SE.sum(0)]
 
-        def add(_: Tensor) -> None:
-            while left:
+        def add(gradient: Tensor | None) -> None:
+            while left and gradient is not None:  # None: the function that returned `out` has a backward without it
                 self._counter().add_(left.pop())
 
         out.register_hook(add)

@@ -4,10 +4,20 @@ While a CUDA graph is captured the host cannot read from the device: call `host_
 cannot either, but runs of the program copy to the trace's mailbox (kernels/program/mailbox.py).
 """
 
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
+
+
+class HostCopy(Protocol):
+    """What can be read as an AsyncD2H can."""
+
+    is_traced: bool
+
+    @property
+    def is_ready(self) -> bool: ...
+    def read(self) -> Tensor: ...
 
 
 @final

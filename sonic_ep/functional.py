@@ -4,7 +4,6 @@ Legend: T tokens on this rank, H hidden size, N pairs this rank sends, P rows of
 expert width, J pre-activation columns (2I if gated else I).
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
@@ -19,9 +18,8 @@ from sonic_ep.checks import (
     problem_with_up,
     problem_with_weights,
 )
-from sonic_ep.dispatch.plan import plan_for
-from sonic_ep.dispatch.protocol import HandleSizes, PreparedDispatch, Transport
-from sonic_ep.expert_parallel_mlp import NO_LORA, Call, SavedForBackward, backward, forward
+from sonic_ep.dispatch.protocol import Transport
+from sonic_ep.expert_parallel_mlp import NO_LORA, Call
 from sonic_ep.first_order import Context, first_order
 from sonic_ep.graph.operation import GraphOperation, Outputs
 from sonic_ep.groups import EPGroup
@@ -29,7 +27,7 @@ from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.activations import Activation, activation_named, interleave
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routing import GroupCounts, Routing
-from sonic_ep.steps.experts_step import ExpertsStep, MoECall, RunsAs
+from sonic_ep.steps.experts_step import ExpertsCode, ExpertsStep, MoECall, RunsAs, without_autocast
 from sonic_ep.steps.experts_trace import MoEWeights
 from sonic_ep.transports import existing_transport, transport_type
 
@@ -128,17 +126,17 @@ def moe(
     call = Call(transport, group, act, save_dispatched, routing.tile_aligned)
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     weights = MoEWeights(w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, *updates.tensors())
-    step, prepared = None, None
-    with _without_autocast(x_TH):
+    step = code = ExpertsCode(call, layout, routing)
+    with without_autocast(x_TH):
         if runs_as is not None:
             into = main_grad_of(params[0]), main_grad_of(params[1])
             with routing.status_first():
-                step = runs_as.find(MoECall(x_TH, routing, weights, into, call, layout))
-            prepared = runs_as.prepared
-        arguments = x_TH, routing.weights_N, *weights, routing, call, params, layout, prepared
+                step = runs_as.find(MoECall(x_TH, routing, weights, into, call, layout)) or code
+            code.prepared = runs_as.prepared
+        arguments = x_TH, routing.weights_N, *weights, routing, params
         out_TH = _ExpertParallelMLP.apply(*arguments, step)
         if runs_as is not None and runs_as.exceeded(routing):
-            out_TH = _ExpertParallelMLP.apply(*arguments, None)
+            out_TH = _ExpertParallelMLP.apply(*arguments, code)
     return out_TH
 
 
@@ -261,59 +259,37 @@ def _check(routing: Routing) -> None:
     routing.check()
 
 
-_ForBackward = tuple[HandleSizes | None, "_Others"]
-
-
 class _ExpertParallelMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context[_ForBackward], x_TH: Tensor, weights_N: Tensor, *arguments: object) -> Tensor:
+    def forward(ctx: Context["_Others"], x_TH: Tensor, weights_N: Tensor, *arguments: object) -> Tensor:
         """arguments: the tensors of MoEWeights, each an argument of its own for autograd, then `_Others`."""
         x_TH = x_TH.contiguous()
         weights, others = MoEWeights._make(arguments[:_NUM_WEIGHTS]), _Others._make(arguments[_NUM_WEIGHTS:])
-        routing, call, step = others.routing, others.call, others.step
+        routing, step = others.routing, others.step
         assert routing is not None
-        rows, sizes = None, None
         with routing.status_first():
-            if step is not None:
-                out_TH, saved = step.forward(x_TH, weights_N, weights)
-                rows = None if step.kind.save_dispatched else x_TH
-            else:
-                prepared = others.prepared
-                if prepared is None:
-                    plan = plan_for(routing.counts, call.group.rank)
-                    prepared = call.transport.prepare(routing, plan, x_TH)
-                out_TH, state = forward(x_TH, prepared, weights.of_experts(others.layout), call)
-                rows, sizes = state.rows, state.handle.without_lists()
-                saved = [state.h_PJ, state.weights_P, *state.handle.lists()]
+            out_TH, saved = step.forward(x_TH, weights_N, weights)
         routing.check()  # after all launches, because it may block
-        ctx.save_for_backward(rows, *weights, *saved)
+        ctx.save_for_backward(x_TH if step.saves_x else None, *weights, *saved)
         # params are not read from saved_tensors: saved-tensor hooks may return tensors without attributes.
-        ctx.call = sizes, others._replace(routing=None, prepared=None)
+        ctx.call = others._replace(routing=None)
         return out_TH
 
     @staticmethod
     @first_order
-    def backward(ctx: Context[_ForBackward], *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Context["_Others"], *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, *tensors = ctx.saved_tensors
         weights, saved = MoEWeights(*tensors[:_NUM_WEIGHTS]), tensors[_NUM_WEIGHTS:]
         # So that `saved` alone refers to H and the weights of pairs. Has no effect if the graph is retained.
         ctx.maybe_clear_saved_tensors()
         del tensors
-        sizes, (_, call, (param1, param2), layout, _, step) = ctx.call
+        _, (param1, param2), step = ctx.call
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
         needs_lora = (any(ctx.needs_input_grad[7:9]), any(ctx.needs_input_grad[9:11]))
         needs = needs_gate or needs_up, *needs, *needs_lora
         into = main_grad_of(param1) if needs[0] else None, main_grad_of(param2) if needs[1] else None
-        with _without_autocast(weights.w1):
-            if step is not None:
-                grads = step.backward(grad_outputs[0], rows, saved, weights, into)
-            else:
-                h_PJ, weights_P, *lists = saved
-                assert sizes is not None
-                state = SavedForBackward(rows, h_PJ, weights_P, sizes.with_lists(lists))
-                saved.clear()
-                del h_PJ, weights_P
-                grads = backward(grad_outputs[0], state, weights.of_experts(layout), call, needs, into)
+        with without_autocast(weights.w1):
+            grads = step.backward(grad_outputs[0], rows, saved, weights, into, needs)
         dw1 = grads.dw1 if into[0] is None else gradient_placeholder(param1)
         dw2 = grads.dw2 if into[1] is None else gradient_placeholder(param2)
         dup = None
@@ -326,22 +302,12 @@ class _ExpertParallelMLP(torch.autograd.Function):
 class _Others(NamedTuple):
     """The arguments of `_ExpertParallelMLP` without a gradient. params: with the main_grad to which backward adds.
 
-    routing: None in backward. prepared: by the transport, if it has been called. step: of programs, or None where the
-    code runs.
+    routing: None in backward. step: what runs it.
     """
 
     routing: Routing | None
-    call: Call
     params: tuple[Tensor | None, Tensor | None]
-    layout: Layout
-    prepared: PreparedDispatch | None
-    step: ExpertsStep | None
-
-
-def _without_autocast(like: Tensor) -> AbstractContextManager[object]:
-    """Returns a context without autocast, which would change the dtypes of operands and sums in plain torch."""
-    device_type = like.device.type
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+    step: ExpertsStep | ExpertsCode
 
 
 def main_grad_of(weight: Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self, final
 import torch
 from torch import Tensor
 
-from sonic_ep.async_d2h import AsyncD2H
+from sonic_ep.async_d2h import AsyncD2H, HostCopy
 from sonic_ep.checks import ID_DTYPES, problem_with_tensor
 from sonic_ep.groups import EPGroup, LostRankError
 from sonic_ep.groups.order import Forward
@@ -91,7 +91,8 @@ class AsyncSplitSizes:
     check: gets the status fields of all ranks, rank by rank, and raises if one has an error; None if none can have one.
     zeroed_on_error: True if the device zeroes all counts on an error (kernels/route/status/reference.py). Then no rank
     sends anything, whatever was launched.
-    known: the sizes, if the host has them already; nothing is copied then.
+    known: the sizes, if the host has them already; nothing is copied then. copy: one that a program has started, in
+    place of a copy of `on_device`.
     exchange: the number of the exchange of counts, see `Forward`; 0 for none.
     """
 
@@ -103,10 +104,11 @@ class AsyncSplitSizes:
         *,
         zeroed_on_error: bool = False,
         known: SplitSizes | None = None,
+        copy: HostCopy | None = None,
         exchange: int = 0,
     ) -> None:
         self.on_device, self.exchange = on_device, exchange
-        self._copy = AsyncD2H(on_device) if known is None else None
+        self._copy = copy or (AsyncD2H(on_device) if known is None else None)
         self._num_ranks = num_ranks
         self._check = check
         self._known: tuple[SplitSizes, list[int]] | None = None if known is None else (known, [])

@@ -299,8 +299,7 @@ def callers(called: set[str]) -> set[tuple[str, str]]:
 
 
 def test_forward_and_backward_of_the_experts_are_written_once() -> None:
-    """functional.py gives two functions to autograd, and
-    steps/ traces them."""
+    """steps/ runs and traces the same two functions."""
     tree = ast.parse((ROOT / "kernels" / "experts" / "mlp.py").read_text(encoding="utf-8"))
     steps = {f"mlp.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert {"mlp.forward", "mlp.backward_hidden", "mlp.backward_pairs"} <= steps
@@ -310,8 +309,7 @@ def test_forward_and_backward_of_the_experts_are_written_once() -> None:
         for path in FILES
         if "sonic_ep.expert_parallel_mlp.backward" in imports(ast.parse(path.read_text(encoding="utf-8")))
     }
-    steps = {f"sonic_ep/steps/{name}.py" for name in ("layer_step", "experts_trace")}
-    assert both == {"sonic_ep/functional.py", *steps}
+    assert both == {f"sonic_ep/steps/{name}.py" for name in ("layer_step", "experts_step", "experts_trace")}
 
 
 def test_no_object_gets_another_class() -> None:

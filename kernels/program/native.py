@@ -123,6 +123,11 @@ def wait_for_event(event: int) -> None:
         raise RuntimeError(f"CUDA returned error {error} for an event")
 
 
+def event_has_passed(event: int) -> bool:
+    """Returns False while the device has not come to where the event was recorded last."""
+    return _driver().cuEventQuery(ctypes.c_void_p(event)) != 600  # CUDA_ERROR_NOT_READY; others: `wait_for_event`
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")

@@ -216,8 +216,13 @@ class EPGroup:
         used: int | None = None,
         stage: str = "counts",
         layer: int | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """`Exchange.all_gather` by the group's backend. layer: its number, if it is not `self.layer`."""
+        """`Exchange.all_gather` by the group's backend. layer: its number, if it is not `self.layer`.
+
+        out: (size, *values.shape), in place of a new tensor for the result, with several ranks. Only the `used` columns
+        of it may be written.
+        """
         if self.size == 1:
             if meanwhile is not None:
                 meanwhile()
@@ -228,8 +233,12 @@ class EPGroup:
             joined = torch.cat(self._gather_bytes(data, data.shape[0], stage, layer))
             if meanwhile is not None:
                 meanwhile()
-            return joined.view(values.dtype).view(self.size, *values.shape).to(values.device)
-        gathered = values.new_empty((self.size, *values.shape))
+            joined = joined.view(values.dtype).view(self.size, *values.shape)
+            if out is None:
+                return joined.to(values.device)
+            (out if used is None else out[:, :used]).copy_(joined)
+            return out
+        gathered = values.new_empty((self.size, *values.shape)) if out is None else out
         parts = list(gathered.unbind(0))
         # Not under capture, which stays on one stream, nor on the CPU, where nothing can overlap.
         overlaps = meanwhile is not None and values.is_cuda and host_may_wait(values)

@@ -3,7 +3,8 @@
 Legend: T tokens on this rank, H hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Self, cast, final
 
@@ -13,10 +14,10 @@ from torch import Tensor
 from sonic_ep.dispatch.bounded_steps import Step
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
-from sonic_ep.dispatch.protocol import PreparedDispatch
+from sonic_ep.dispatch.protocol import HandleSizes, PreparedDispatch
 from sonic_ep.dispatch.row_exchange import CollectiveTransport
 from sonic_ep.dispatch.size_bound import SizeBound
-from sonic_ep.expert_parallel_mlp import Call, Gradients
+from sonic_ep.expert_parallel_mlp import Call, Gradients, SavedForBackward, backward, forward
 from sonic_ep.groups import EPGroup
 from sonic_ep.groups.order import Forward
 from sonic_ep.kernels.backend import operations_for
@@ -65,11 +66,13 @@ class ExpertsPrograms:
         ranks: Ranks | None = None,
         bound: SizeBound | None = None,
         prepared: PreparedDispatch | None = None,
+        *,
+        has_backward: bool | None = None,
     ) -> "ExpertsStep | None":
         """Returns what runs this step, or None where the code has to.
 
         ranks, bound: on several; no bound with static buffers. prepared: by the transport, if that needs its sizes on
-        the host.
+        the host. has_backward: whether one follows; default: whether something given needs a gradient.
         """
         x_TH, routing, weights, into, call, layout = given
         if _problem_with(x_TH, routing, weights, call, ranks) is not None:
@@ -82,9 +85,11 @@ class ExpertsPrograms:
             if ranks is not self._ranks:
                 self._programs = StepPrograms(traced)
             self._ranks, self._generation = ranks, generation
-        counts, grad = routing.counts, torch.is_grad_enabled()
+        counts, grad = routing.counts, torch.is_grad_enabled() if has_backward is None else has_backward
         has = [grad and each is not None and each.requires_grad for each in weights]
         needs = has[0] or has[1], *has[2:5], has[5] or has[6], has[7] or has[8]
+        if has_backward is None:
+            has_backward = grad and (any(needs) or x_TH.requires_grad or routing.weights_N.requires_grad)
         kind = ExpertsKind(
             activation=call.activation.name,
             layout=layout,
@@ -99,7 +104,7 @@ class ExpertsPrograms:
             shapes=tuple([None if each is None else each.shape for each in weights]),
             needs=needs,
             into=dtypes_of(into, needs),
-            has_backward=grad and (any(needs) or x_TH.requires_grad or routing.weights_N.requires_grad),
+            has_backward=has_backward,
             device=x_TH.device,
             ranks=self._ranks,
             prepared=None if prepared is None else PreparedKind.of(prepared.handle),
@@ -126,6 +131,11 @@ class ExpertsStep:
     routing: Routing | None
     prepared: PreparedDispatch | None = None
     begin_backward: Callable[[Tensor], None] | None = None
+
+    @property
+    def saves_x(self) -> bool:
+        """Whether backward needs x."""
+        return not self.kind.save_dispatched
 
     def forward(self, x_TH: Tensor, weights_N: Tensor, weights: MoEWeights) -> tuple[Tensor, list[Tensor]]:
         """Returns out_TH and what backward needs, besides x and the weights. Called once."""
@@ -165,9 +175,10 @@ class ExpertsStep:
         saved: list[Tensor],
         weights: MoEWeights,
         into: tuple[Tensor | None, Tensor | None],
+        needs: Sequence[bool],
     ) -> Gradients:
         """Returns the gradients. rows: x_TH, or None if the received rows are in `saved`. saved: of forward; is
-        emptied, so that memory is freed."""
+        emptied, so that memory is freed. needs: see `backward` in expert_parallel_mlp.py."""
         if self.begin_backward is not None:
             self.begin_backward(dout_TH)
         kind, programs, ranks, weights = self.kind, self.programs, self.kind.ranks, weights.in_place()
@@ -190,6 +201,51 @@ class ExpertsStep:
         ]
         others = [next(found) if needed else None for needed in (of_b1, of_b2, of_lora1, of_lora1, of_lora2, of_lora2)]
         return Gradients(dx_TH, dweights_N, dw[0], dw[1], others[0], others[1], ExpertsLoRA(*others[2:]))
+
+
+@dataclass(slots=True)
+class ExpertsCode:
+    """A step that the code runs. layout: of the weights. prepared: by the transport, if it has been called."""
+
+    call: Call
+    layout: str
+    routing: Routing | None
+    prepared: PreparedDispatch | None = None
+    handle_sizes: HandleSizes | None = None
+
+    @property
+    def saves_x(self) -> bool:
+        """See `ExpertsStep`."""
+        return not self.call.save_dispatched
+
+    def forward(self, x_TH: Tensor, weights_N: Tensor, weights: MoEWeights) -> tuple[Tensor, list[Tensor]]:
+        """See `ExpertsStep`."""
+        call, routing, prepared, self.routing, self.prepared = self.call, self.routing, self.prepared, None, None
+        if prepared is None:
+            assert routing is not None
+            prepared = call.transport.prepare(routing, plan_for(routing.counts, call.group.rank), x_TH)
+        out_TH, state = forward(x_TH, prepared, weights.of_experts(self.layout), call)
+        self.handle_sizes = state.handle.without_lists()
+        rows = [state.rows] if call.save_dispatched else []
+        return out_TH, [*rows, *state.pop(), *state.handle.lists()]
+
+    def backward(
+        self,
+        dout_TH: Tensor,
+        rows: Tensor | None,
+        saved: list[Tensor],
+        weights: MoEWeights,
+        into: tuple[Tensor | None, Tensor | None],
+        needs: Sequence[bool],
+    ) -> Gradients:
+        """See `ExpertsStep`."""
+        rows = saved.pop(0) if rows is None else rows
+        h_PJ, weights_P, *lists = saved
+        saved.clear()
+        assert self.handle_sizes is not None
+        state = SavedForBackward(rows, h_PJ, weights_P, self.handle_sizes.with_lists(lists))
+        del h_PJ, weights_P, rows
+        return backward(dout_TH, state, weights.of_experts(self.layout), self.call, needs, into)
 
 
 class _BeginBackward(NamedTuple):
@@ -268,6 +324,12 @@ class RunsAs:
         if not self.as_program or self.step is None or routing.split_sizes is None:
             return False
         return not self.step.holds(routing.split_sizes.read())
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager[object]:
+    """Returns a context without autocast, which would change the dtypes of operands and sums in plain torch."""
+    device_type = like.device.type
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _same(one: Ranks, two: Ranks) -> bool:

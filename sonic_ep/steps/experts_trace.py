@@ -46,6 +46,11 @@ class MoEWeights(NamedTuple):
     lora_a2: Tensor | None = None
     lora_b2: Tensor | None = None
 
+    @classmethod
+    def of_layer(cls, w1: Tensor, w2: Tensor, b1_eJ: Tensor | None, b2_eH: Tensor | None) -> Self:
+        """Returns those of a layer, which has no others."""
+        return cls(w1, None, w2, b1_eJ, b2_eH)
+
     def of_experts(self, layout: str) -> ExpertWeights:
         """layout: of w1 and w2, see `moe`."""
         w1, up_eIH, w2, b1_eJ, b2_eH, *lora = self

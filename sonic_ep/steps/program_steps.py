@@ -1,7 +1,8 @@
 """`ProgramSteps`: the calls of a layer that run as programs. Elsewhere the layer's code runs. Both give the same bits.
 
-A program computes a whole step (layer_step.py). Where only the router's code does what the user asks for, it computes
-what follows the router (experts_step.py).
+A program computes a whole step (layer_step.py), or where the host needs its sizes one the router, and one the rest
+(routed_step.py). Where only the router's code does what the user asks for, a program computes what follows the router
+(experts_step.py).
 
 Every rank decides for itself whether a call runs as a program: either way it sends the same, in the same stages.
 
@@ -9,6 +10,7 @@ Legend: T tokens on this rank, H hidden size.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Self, cast, final
 
 import torch
@@ -18,12 +20,15 @@ from torch.nn.modules.module import _has_any_global_hook
 from sonic_ep.checks import ROW_ALIGNMENT
 from sonic_ep.config import MoEConfig
 from sonic_ep.dispatch.bounded_steps import BoundedSteps, Step
+from sonic_ep.dispatch.row_exchange import CollectiveTransport
 from sonic_ep.groups.order import NO_ORDER
 from sonic_ep.routers.replay import in_region
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 from sonic_ep.steps.experts_step import ExpertsPrograms, RunsAs
-from sonic_ep.steps.layer_step import MAX_TOKENS, Kind, LayerWeights, StepCall, kernels_compute, run, traced
-from sonic_ep.steps.programs import Programs, Ranks, StepPrograms
+from sonic_ep.steps.layer_step import MAX_TOKENS, StepCall, run, traced
+from sonic_ep.steps.programs import Programs, Ranks, Sizes, StepPrograms
+from sonic_ep.steps.routed_step import RoutedStep, traced_router
+from sonic_ep.steps.router_trace import Kind, LayerWeights, kernels_compute
 from sonic_ep.transports import GroupTransport
 
 if TYPE_CHECKING:
@@ -44,7 +49,7 @@ class ProgramSteps:
 
     def __init__(self, again: _Again, steps: _Steps | None, K: int) -> None:
         self._again, self._steps, self._K = again, steps, K
-        self._programs, self._kinds = StepPrograms(traced), dict[tuple[object, ...], Kind]()
+        self._programs, self._kinds = StepPrograms(_traced), dict[tuple[object, ...], Kind]()
         self._experts = ExpertsPrograms(K)
         self._config: MoEConfig | None = None  # of the programs
         self._step: Step | None = None  # of this call, across ranks
@@ -78,7 +83,9 @@ class ProgramSteps:
             return None
         sizes = x.numel() // layer.config.d, x.shape[-2]
         programs = self._programs.find(kind, sizes)
-        return None if programs is None else _outputs_of(layer, x, programs, kind, sizes, _call_of(layer))
+        if programs is None:
+            return None
+        return _outputs_of(layer, x, kind, partial(run, programs, kind, sizes, _call_of(layer)))
 
     def runs_as(self, layer: "MoE") -> RunsAs:
         """Returns how what follows the router may run, if `outputs` has returned None."""
@@ -93,21 +100,25 @@ class ProgramSteps:
     def _outputs_of_ranks(self, layer: "MoE", x: Tensor, steps: _Steps, *, only_code: bool) -> list[Tensor] | None:
         step = self._step = steps.begin(layer)
         kind = None if only_code or steps.repeats_code else self._kind_of_call(layer, x, step)
-        steps.decided(as_code=step is None or kind is None)
-        if step is None or kind is None:
+        steps.decided(as_code=kind is None)
+        if kind is None:
             return None
-        sizes = x.numel() // layer.config.d, x.shape[-2], *(step.bound or ())
+        sizes = x.numel() // layer.config.d, x.shape[-2], *(() if step is None else step.bound or ())
         programs = self._programs.find(kind, (*sizes, NO_ORDER))
         if programs is None:
             return None
-        symmetric = step.via.transport
-        symmetric.raise_if_lost()
         call = _call_of(layer)
-        call.begin_backward = steps.start()
-        call.extra["regions"] = symmetric.starts_of_regions(step.tokens, x.device)
         if layer.router.expert_bias is not None:
             call.extra["updates"] = layer.router._updates()
-        outputs = _outputs_of(layer, x, programs, kind, (*sizes, steps.order_of_step), call)
+        if step is None:
+            steps.start()
+            routed = RoutedStep(programs, kind, (*sizes, steps.order_of_step), call, self._experts, steps.arriving)
+            return _outputs_of(layer, x, kind, routed.run, routed)
+        symmetric = step.via.transport
+        symmetric.raise_if_lost()
+        call.begin_backward = steps.start()
+        call.extra["regions"] = symmetric.starts_of_regions(step.tokens, x.device)
+        outputs = _outputs_of(layer, x, kind, partial(run, programs, kind, (*sizes, steps.order_of_step), call))
         exceeding: SplitSizes | None = steps.finish(step)
         if exceeding is None:
             return outputs
@@ -134,26 +145,28 @@ class ProgramSteps:
         self._present = _depends_on(layer, x, present)
         if self._present != self._passed and not self._pass_checks(layer, x):
             return None
-        if self._steps is not None and (step is None or x.numel() > step.tokens * layer.config.d):
+        if self._steps is not None and not _may_launch(layer, x, step):
             return None
         needs = (False,) * (1 + len(present))
         if torch.is_grad_enabled():
             needs = x.requires_grad, *[p.requires_grad for p in present]
-        if step is not None and step.via.transport.generation != self._generation:
+        symmetric = None if step is None else step.via.transport
+        if symmetric is not None and symmetric.generation != self._generation:
             self._forget()
-            self._generation = step.via.transport.generation
+            self._generation = symmetric.generation
         dtype, bias = layer._autocast_dtype() or x.dtype, weights.router_bias
         of_router = (weights.router.dtype,) if bias is None else (weights.router.dtype, bias.dtype)
         is_present = tuple([each is not None for each in weights])
-        key = training, needs, is_present, dtype, of_router, x.device, step is not None and step.via.is_static
+        is_static = step is not None and step.via.is_static
+        key = training, needs, is_present, dtype, of_router, x.device, is_static
         if key not in self._kinds:
             if not _allows_programs(layer.config, training=training):
                 return None
             if not kernels_compute(dtype, weights.router.dtype, x.device, layer.config):
                 return None
             ranks = None
-            if step is not None and self._steps is not None:
-                where = layer.group, cast(GroupTransport, layer.transport), step.via.transport, step.via.is_static
+            if self._steps is not None:
+                where = layer.group, cast(GroupTransport, layer.transport), symmetric, is_static
                 ranks = Ranks(*where, layer._number, self._steps.mailbox)
             self._kinds[key] = Kind(layer.config, *key[:-1], ranks)
         return self._kinds[key]
@@ -171,22 +184,43 @@ class ProgramSteps:
         return True
 
     def _forget(self) -> None:
-        self._programs, self._kinds = StepPrograms(traced), {}
+        self._programs, self._kinds = StepPrograms(_traced), {}
+
+
+def _traced(kind: Kind, sizes: Sizes) -> Programs:
+    needs_sizes = kind.ranks is not None and kind.ranks.symmetric is None
+    return (traced_router if needs_sizes else traced)(kind, sizes)
 
 
 def _outputs_of(
-    layer: "MoE", x: Tensor, programs: Programs, kind: Kind, sizes: tuple[int, ...], call: StepCall
+    layer: "MoE",
+    x: Tensor,
+    kind: Kind,
+    run: Callable[..., tuple[Tensor, Tensor, list[Tensor]]],
+    routed: RoutedStep | None = None,
 ) -> list[Tensor]:
+    """Returns what `ProgramSteps.outputs` does. run: of x and the weights. routed: of which it is, if of any."""
     x_TH, weights, shared = x, _weights_of(layer), layer._modules.get("shared")
     # Beside a shared expert always a view, as in the code: both gradients of x add up before others of x are added.
     if x.dim() == 3 or not x.is_contiguous() or shared is not None:
         x_TH = x.reshape(-1, x.shape[-1]).contiguous()
     if x.dtype != kind.dtype or weights.w1.dtype != kind.dtype:
         x_TH, weights = x_TH.to(kind.dtype), weights.with_experts_in(kind.dtype)
-    y_TH, loss, statistics = run(programs, kind, sizes, call, x_TH, *weights.present)
+    shared_TH: list[Tensor] = []
+    if shared is not None and routed is not None:
+        with_grad = torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad()
+        routed.meanwhile = with_grad(lambda: shared_TH.append(shared(x_TH)))
+    y_TH, loss, statistics = run(x_TH, *weights.present)
     if shared is not None:
-        y_TH = y_TH + shared(x_TH)
+        y_TH = y_TH + (shared_TH or [shared(x_TH)])[0]
     return [y_TH if x.dim() == 2 else _unsafe_view(y_TH, x.shape), loss, *statistics]
+
+
+def _may_launch(layer: "MoE", x: Tensor, step: Step | None) -> bool:
+    """Returns True if a step of several ranks is within its bound, or needs none, because the host waits for sizes."""
+    if step is not None:
+        return x.numel() <= step.tokens * layer.config.d
+    return isinstance(cast(GroupTransport, layer.transport).chosen(x.device), CollectiveTransport)
 
 
 def _may_run(x: Tensor, d: int) -> bool:

@@ -201,7 +201,7 @@ def test_a_bad_status_is_raised() -> None:
         raise ValueError(fields)
 
     steps: Any = BoundedSteps(EPGroup.alone(), check, lambda _: None)
-    steps._mailbox = SimpleNamespace(read=lambda: [5, 20, 20, 5, 16, 0])
+    steps._mailbox = SimpleNamespace(read=lambda: torch.tensor([5, 20, 20, 5, 16, 0]))
     with pytest.raises(ValueError, match=r"\[5, 16, 0\]"):
         steps.finish(Step(None, SizeBound(5, 128, 128), 5))  # pyright: ignore[reportArgumentType]
 
@@ -209,7 +209,7 @@ def test_a_bad_status_is_raised() -> None:
 @pytest.mark.parametrize(("rows", "holds"), [(128, True), (129, False)])
 def test_sizes_beyond_the_bound_are_returned(rows: int, holds: bool) -> None:
     steps: Any = steps_of(EPGroup.alone())
-    steps._mailbox = SimpleNamespace(read=lambda: [5, rows, 20, 5, 2, 0])
+    steps._mailbox = SimpleNamespace(read=lambda: torch.tensor([5, rows, 20, 5, 2, 0]))
     sizes = steps.finish(Step(None, SizeBound(5, 128, 128), 5))  # pyright: ignore[reportArgumentType]
     assert (sizes is None) == holds
     assert begun(steps, layer()).bound.rows == 256  # learned in either case

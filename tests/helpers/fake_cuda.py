@@ -28,8 +28,8 @@ from sonic_ep.kernels.program.program import Program
 from sonic_ep.kernels.route.status.reference import HEADER
 from sonic_ep.routing import SplitSizes
 from sonic_ep.steps import programs
-from sonic_ep.steps.layer_step import Kind
 from sonic_ep.steps.programs import Ranks
+from sonic_ep.steps.router_trace import Kind
 from sonic_ep.symmetric_memory import PeerMemory
 from sonic_ep.transports import GroupTransport
 

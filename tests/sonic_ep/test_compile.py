@@ -24,13 +24,13 @@ from sonic_ep import (
     Routing,
     RoutingStats,
     TransportConfig,
-    functional,
     replay_contexts,
 )
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import PreparedDispatch
 from sonic_ep.functional import moe
 from sonic_ep.routers import router as router_module
+from sonic_ep.steps import experts_step
 from sonic_ep.transports import GroupTransport, transport_for
 from tests.helpers.launch import RankPool
 from tests.sonic_ep.test_layer import TINY, relative, small
@@ -222,8 +222,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, called)
 
     spy(router_module, "decide_pairs")
-    spy(functional, "forward")
-    spy(functional, "backward")
+    spy(experts_step, "forward")
+    spy(experts_step, "backward")
     return calls
 
 

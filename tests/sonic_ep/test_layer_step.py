@@ -17,8 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sonic_ep import MoEConfig, RoundingConfig, RouterConfig, load_config
 from sonic_ep.steps import layer_step
-from sonic_ep.steps.layer_step import Kind, StepCall, run
+from sonic_ep.steps.layer_step import StepCall, run
 from sonic_ep.steps.programs import StepPrograms
+from sonic_ep.steps.router_trace import Kind
 from tests.helpers.fake_cuda import Memory, Shape, described, fake_cuda, kind_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sonic_ep import MoE, MoEConfig, RoundingConfig, RouterConfig, checks
 from sonic_ep.routing import GroupCounts
 from sonic_ep.steps import program_steps
-from sonic_ep.steps.layer_step import Kind, StepCall
+from sonic_ep.steps.layer_step import StepCall
 from sonic_ep.steps.program_steps import ProgramSteps
+from sonic_ep.steps.router_trace import Kind
 
 D, T = 32, 6
 CONFIG = MoEConfig(d=D, n=16, E=4, K=2, rounding=RoundingConfig(mode="off"))

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig, replay_contexts
 from sonic_ep.dispatch import symmetric
 from sonic_ep.dispatch.symmetric import SymmetricTransport
+from sonic_ep.routers.router import Router
 from sonic_ep.transports import GroupTransport
 from tests.helpers.changing_routing import LOSSES, leaning_tokens
 from tests.helpers.launch import RankPool
@@ -114,6 +115,25 @@ def test_steps_of_changing_sizes(gpus: Gpus, name: str) -> None:
     assert program[0] >= 1
 
 
+def calls_of_router(rank: int, name: str) -> int:
+    program, called = layers(CONFIGS[name])[0], list[int]()
+    forward = Router.forward
+
+    def noted(self: Router, *arguments: Any, **options: Any) -> Any:
+        called.append(1)
+        return forward(self, *arguments, **options)
+
+    with patch.object(Router, "forward", noted):
+        for step in range(4):
+            run(program, inputs(step))
+    return len(called)
+
+
+@pytest.mark.parametrize("name", ["nearest", "all-to-all", "two hops"])
+def test_the_code_of_the_router_runs_in_the_first_step_alone(gpus: Gpus, name: str) -> None:
+    assert gpus(2).run(calls_of_router, name) == [1, 1]
+
+
 def steps_by_copy_engines(rank: int, name: str) -> None:
     with patch.object(symmetric, "_MIN_COPY_BYTES", 0):
         changing_steps(rank, name)
@@ -201,7 +221,7 @@ def under_checkpoint(rank: int, reentrant: bool, more: dict[str, Any], name: str
     assert both[1].num_programs == 0
 
 
-@pytest.mark.parametrize("name", ["nearest", "off", "apportion", "static", "biases", "all-to-all"])
+@pytest.mark.parametrize("name", ["nearest", "off", "apportion", "static", "biases", "all-to-all", "two hops"])
 @pytest.mark.parametrize(
     ("reentrant", "more"),
     [(False, {}), (True, {}), (False, {"context_fn": replay_contexts})],

@@ -20,6 +20,7 @@ from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, Tran
 from sonic_ep.config import Buffers
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.routing import AsyncSplitSizes
+from sonic_ep.steps import experts_step
 from tests.helpers.launch import RankPool
 from tests.helpers.noting import noting
 from tests.helpers.static_buffers import buffers_in_files
@@ -70,7 +71,7 @@ def go_wrong(layer: MoE, how: str, run: Callable[..., Any]) -> str:
         layer.train(how != "mode")
         x[0] = float("nan") if how == "logits" else 1
     breaks = more == ["breaks"] and not ill
-    with patch.object(functional, "forward", side_effect=MemoryError) if breaks else nullcontext():
+    with patch.object(experts_step, "forward", side_effect=MemoryError) if breaks else nullcontext():
         try:
             if more == ["twice"]:
                 route_once_compute_twice(layer, x)

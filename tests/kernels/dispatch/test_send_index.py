@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sonic_ep.kernels.dispatch.send_index.reference import SentRows, TokenLists
-from tests.helpers.implementations import ON_GPU, PLAIN, Implementation, of_all
+from tests.helpers.implementations import ON_GPU, PLAIN, Implementation, of_all, of_kernels
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.waiting import assert_nothing_waits
 
@@ -116,3 +116,18 @@ def test_large_lists_match_the_plain_ones_on_a_gpu(T: int, Q: int, e: int, K: in
                 left, right = getattr(got, field.name), getattr(wanted, field.name)
                 assert torch.equal(left.cpu(), right) if isinstance(right, Tensor) else left == right, field.name
     assert_nothing_waits(lambda: module.token_lists(module.sent_rows(token_ids_N, pair_starts_Q, T), num_sent))
+
+
+@of_kernels
+def test_spare_entries_behind_the_pairs_change_nothing(implementation: Implementation) -> None:
+    """So the lists can be made before the host knows how many pairs there are."""
+    module, device = implementation.module("dispatch.send_index"), implementation.device
+    tokens, starts = torch.tensor([3, 1, 3, 1, 2], dtype=torch.int32), torch.tensor([0, 3, 5], dtype=torch.int32)
+    spare = torch.full((300,), -1, dtype=torch.int32)
+    with poisoned_empty():
+        found, wanted = (
+            module.sent_rows(given.to(device), starts.to(device), 4) for given in (torch.cat([tokens, spare]), tokens)
+        )
+    assert torch.equal(found.row_of_pair_N[:5], wanted.row_of_pair_N)
+    assert torch.equal(found.sent_before, wanted.sent_before)
+    assert torch.equal(found.copies_T, wanted.copies_T)
