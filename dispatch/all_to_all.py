@@ -26,8 +26,8 @@ from sonic_ep.routing import Routing
 class AllToAllTransport(CollectiveTransport):
     """Variable-size all-to-all over `group`."""
 
-    def __init__(self, group: EPGroup) -> None:
-        super().__init__(group, "all-to-all")
+    def __init__(self, group: EPGroup, *, batch_invariant: bool = False) -> None:
+        super().__init__(group, "all-to-all", batch_invariant=batch_invariant)
 
     def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         sizes, rank = self._exchange.sizes(routing, plan, "the all-to-all"), self.group.rank
@@ -56,6 +56,8 @@ class AllToAllTransport(CollectiveTransport):
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
     ) -> Pending:
+        if self.batch_invariant:
+            return self._combine_pairs(values_PH, weights_P, handle, overlap=overlap)
         (_, sent_by_token_U, sent_starts_T), splits = handle.transport_lists, handle.splits
 
         def exchange(sums_RH: Tensor) -> Tensor:

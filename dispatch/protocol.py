@@ -185,7 +185,11 @@ class Transport(Exchange, Protocol):
 
     A transport's state is its buffers, byte counts and the sizes of previous steps. All that belongs to one step is in
     its handle. Every method is a collective. Each raises RuntimeError if the transport knows that a peer is lost.
+
+    batch_invariant: one row goes back for each pair, and the source rank adds them, by expert.
     """
+
+    batch_invariant: bool
 
     def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         """Sends the row index and the weight of each pair to its destination rank, and returns the step's handle.
@@ -218,7 +222,8 @@ class Transport(Exchange, Protocol):
         ranks (T, H).
 
         values_PH: (P, H). weights_P: (P,) combine weights, or None for a plain sum. Both sums are accumulated in fp32
-        at least and rounded to the dtype of values_PH, the first before it is sent.
+        at least and rounded to the dtype of values_PH, the first before it is sent. If the transport is batch-invariant
+        there is one sum, on the token's rank: that of a single rank, bit for bit.
         With `overlap` no other combine may start before the call of `result`; `combine_scalars` is allowed.
         """
         ...

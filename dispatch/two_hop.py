@@ -9,8 +9,9 @@ Each accumulates in fp32 at least and is rounded once to the dtype of the rows. 
 hosts in one sum. Both give the same bits where sums are exact, or where a token has at most two destination ranks.
 Elsewhere the order of additions differs, and for bf16 and fp16 the rounding of a host's sum is added.
 
-Index lists, weights and values of pairs go to their destination rank directly: a pair has only one. `prepare` also
-sends, to each rank that forwards, which ranks of its host need each token: a byte per (token, rank).
+Index lists, weights and values of pairs go to their destination rank directly: a pair has only one. So do the rows that
+come back if the transport is batch-invariant. `prepare` also sends, to each rank that forwards, which ranks of its host
+need each token: a byte per (token, rank).
 
 Example, two hosts of two ranks. A token of rank 0 has experts on ranks 1, 2 and 3. Its row goes to rank 0 itself, which
 forwards it to rank 1, and to rank 2, which forwards it to rank 3 and itself: one row crosses, where all-to-all has two.
@@ -107,8 +108,8 @@ class TwoHopTransport(CollectiveTransport):
     wire_bytes, bytes_across_hosts: see RowExchange.
     """
 
-    def __init__(self, group: EPGroup, ranks_per_host: int) -> None:
-        super().__init__(group, f"two-hop {ranks_per_host}", ranks_per_host)
+    def __init__(self, group: EPGroup, ranks_per_host: int, *, batch_invariant: bool = False) -> None:
+        super().__init__(group, f"two-hop {ranks_per_host}", ranks_per_host, batch_invariant=batch_invariant)
         self._ranks = _Ranks(group.rank, group.size, ranks_per_host)
 
     @property
@@ -135,18 +136,22 @@ class TwoHopTransport(CollectiveTransport):
         return self._prepared(routing, in_order, chunks.expert_starts_e, _Hops(crossing, forwarded).joined(), splits)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        (crossing, forwarded), splits, layer = _Hops.of(handle), handle.splits, handle.forward.layer
+        splits, layer = handle.splits, handle.forward.layer
+        rows = sum(splits.crossing_out), sum(splits.forwarded_out)
+        token_of_crossing_X, row_of_forwarded_f = handle.transport_lists[0].split(rows)
 
         def exchange(x_XH: Tensor) -> Tensor:
             x_YH = self._across_hosts("dispatch", x_XH, splits.crossing_out, splits.crossing_in, layer)
-            x_fH = x_YH.index_select(0, forwarded.token_of_sent_U)
+            x_fH = x_YH.index_select(0, row_of_forwarded_f)
             return self._within_host("dispatch", x_fH, splits.forwarded_out, splits.forwarded_in, layer)
 
-        return self._exchange.start(exchange, x_TH.index_select(0, crossing.token_of_sent_U), overlap=overlap)
+        return self._exchange.start(exchange, x_TH.index_select(0, token_of_crossing_X), overlap=overlap)
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
     ) -> Pending:
+        if self.batch_invariant:
+            return self._combine_pairs(values_PH, weights_P, handle, overlap=overlap)
         (crossing, forwarded), splits, layer = _Hops.of(handle), handle.splits, handle.forward.layer
 
         def exchange(sums_RH: Tensor) -> Tensor:

@@ -104,6 +104,8 @@ def moe(
     if problem is not None:
         _check(routing)  # first: an error that all ranks raise has precedence, and its check may be a collective
         raise ValueError(problem)
+    if lora is not None and transport.batch_invariant:
+        raise ValueError("lora is not supported with batch_invariant=True; add B A to the weights, or set it to False")
     if lora is not None:
         lora = _padded(lora, halves=layout == "concatenated" or up_eIH is not None)
     if layout == "concatenated" and (b1_eJ is not None or torch.compiler.is_compiling()):
@@ -216,6 +218,10 @@ def _in_graph(
         raise ValueError("lora is not supported under torch.compile; add B A to the weights, or do not compile")
     if accumulates:
         raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
+    if transport.batch_invariant:
+        raise ValueError(
+            "batch_invariant=True is not supported under torch.compile; set it to False, or do not compile"
+        )
     if not isinstance(transport, transport_type(group)):
         raise ValueError(f"under torch.compile the transport of ep_size={group.size} is transport_for(group)")
     if routing.split_sizes is not None:
