@@ -185,11 +185,12 @@ class Transport(Exchange, Protocol):
 
     A transport's state is its buffers, byte counts and the sizes of previous steps. All that belongs to one step is in
     its handle. Every method is a collective. Each raises RuntimeError if the transport knows that a peer is lost.
-
-    batch_invariant: one row goes back for each pair, and the source rank adds them, by expert.
     """
 
-    batch_invariant: bool
+    @property
+    def batch_invariant(self) -> bool:
+        """True if one row goes back for each pair, and the token's rank adds them, by expert."""
+        ...
 
     def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         """Sends the row index and the weight of each pair to its destination rank, and returns the step's handle.

@@ -44,7 +44,7 @@ def linear(
     operations = None if compiling else reference if in_dtype_of_x else router_linear(x_TH)
     if operations in (None, reference) or weight_EH.dtype not in DTYPES_OF_KERNELS:
         weight_EH, bias_E = weight_EH.to(inner), None if bias_E is None else bias_E.to(inner)
-    if batch_invariant:
+    if batch_invariant and not compiling:  # `moe` refuses to be compiled with it
         logits_TE, passed_TH = _Linear.apply(x_TH, weight_EH, bias_E, LinearInBlocks(operations or reference))
         # Gaps between rows, over which no vector of an elementwise function reaches: of the sigmoid, on a CPU.
         logits_TE = pad(logits_TE.to(dtype), (0, 1))[:, :-1]

@@ -238,12 +238,14 @@ class TransportConfig:
                     f"transport.ranks_per_host={self.ranks_per_host} has no effect on transport.kind={self.kind!r}; "
                     "set transport.kind='two_hop', or leave it out"
                 )
-        if self.batch_invariant and self.kind == "symmetric":
+        if self.batch_invariant and (self.kind == "symmetric" or (self.buffers, self.dispatch) != ("exact", "auto")):
             raise ValueError(
-                "transport.kind='symmetric' with batch_invariant=True: a rank adds its own experts' results before it "
-                "sends them, so that sums depend on ep_size; set transport.kind='all_to_all', or 'auto'"
+                f"batch_invariant=True with transport.kind={self.kind!r}, transport.buffers={self.buffers!r} and "
+                f"transport.dispatch={self.dispatch!r}: over symmetric memory a rank adds its experts' results "
+                "before it sends them, so that bits depend on ep_size; set kind='auto', buffers='exact' and "
+                "dispatch='auto'"
             )
-        if self.kind in ("all_to_all", "two_hop") or self.batch_invariant:
+        if self.kind in ("all_to_all", "two_hop"):
             for name, value, other in (("buffers", self.buffers, "exact"), ("dispatch", self.dispatch, "auto")):
                 if value != other:
                     raise ValueError(

@@ -46,7 +46,7 @@ class GroupTransport:
         # A new EPGroup: `group` refers to this transport, and a reference back would be a cycle.
         self.group = EPGroup(group.process_group)
         self.group.timeout = config.timeout
-        self.config, self.batch_invariant = config, config.batch_invariant
+        self.config = config
         self.text = _text_of(config)
         self.name = _name_of(group, self.text)
         self._chosen: dict[str, _Chosen] = {}
@@ -54,6 +54,10 @@ class GroupTransport:
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Returns self: a copy of a layer uses the same ranks and buffers."""
         return self
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.config.batch_invariant
 
     def problem_with(self, num_tokens: int) -> str | None:
         problems = (transport.problem_with(num_tokens) for transport in self._chosen.values())

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, TransportConfig
 from sonic_ep.config import TransportKind
+from sonic_ep.functional import moe
+from sonic_ep.routing import Routing
+from sonic_ep.transports import transport_for
 from tests.helpers.launch import RankPool
 
 Ranks = Callable[[int], RankPool]
 
-NUM_TOKENS, NUM_SPLITS, NUM_SPLITS_OF_RANKS = 70, 200, 25
+NUM_SPLITS, NUM_SPLITS_OF_RANKS = 200, 25
 OFF = RoundingConfig(mode="off")
 PLAIN = MoEConfig(d=32, n=24, E=16, K=4, init_std=0.3, rounding=OFF, batch_invariant=True)
 # Widths that fill no vector of a CPU, and every part of the layer.
@@ -25,14 +28,26 @@ CONFIGS = {
     "all": ALL,
     "input": replace(ALL, router=replace(SIGMOID, linear_dtype="input"), activation="gelu", save_dispatched=True),
 }
+# On GPUs, with the kernels' widths.
+LARGE = replace(PLAIN, d=256, n=128)
+ON_GPUS = {
+    "plain": LARGE,
+    "all": replace(LARGE, E=12, K=3, router=SIGMOID, bias=True, shared_n=64, shared_gate=True),
+    "input": replace(LARGE, router=RouterConfig(linear_dtype="input"), save_dispatched=True),
+}
 DTYPES = (torch.bfloat16, torch.float32)
 IDS = ("bf16", "fp32")
+
+
+def num_tokens(config: MoEConfig) -> int:
+    """Returns how many tokens are split: more than a block has, on a CPU or on GPUs."""
+    return 3000 if config.d == LARGE.d else 70
 
 
 def tokens(config: MoEConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns x and the gradient of y for all tokens."""
     generator = torch.Generator().manual_seed(5)
-    x, dy = (torch.randn(NUM_TOKENS, config.d, generator=generator).to(dtype) for _ in range(2))
+    x, dy = (torch.randn(num_tokens(config), config.d, generator=generator).to(dtype) for _ in range(2))
     return x, dy
 
 
@@ -66,14 +81,15 @@ def differing_rows(
     layer = built(config, group, dtype, device)
     x, dy = (each.to(device) for each in tokens(config, dtype))
     generator = torch.Generator().manual_seed(17)  # the same on all ranks
-    differ = 0
+    T, differ = num_tokens(config), 0
     for split in range(splits):
-        order = torch.randperm(NUM_TOKENS, generator=generator)
-        steps = 1 + split % 4
-        cuts = torch.randint(0, NUM_TOKENS + 1, (steps * group.size - 1,), generator=generator).sort().values.tolist()
-        if split == 0:
-            cuts = [1, *[NUM_TOKENS] * (group.size - 2)] if group.size > 1 else []
-        batches = [order[first:last] for first, last in itertools.pairwise([0, *cuts, NUM_TOKENS])]
+        order = torch.randperm(T, generator=generator)
+        steps = 2 if split == 0 else 1 + split % 4
+        cuts = torch.randint(0, T + 1, (steps * group.size - 1,), generator=generator).sort().values.tolist()
+        if split == 0:  # a batch of one token
+            cuts[:1] = [1]
+            cuts = [max(1, cut) for cut in cuts]
+        batches = [order[first:last] for first, last in itertools.pairwise([0, *cuts, T])]
         for number in range(len(batches) // group.size):
             mine = batches[number * group.size + max(rank, 0)].to(device)
             found = step(layer, x[mine], dy[mine])
@@ -113,3 +129,46 @@ def test_bits_differ_without_it(ranks: Ranks, num_ranks: int) -> None:
     config = replace(PLAIN, batch_invariant=False, transport=TransportConfig(kind="all_to_all"))
     expected = whole_batch(config, torch.float32)
     assert sum(ranks(num_ranks).run(differing_rows, config, torch.float32, expected, 20)) > 0
+
+
+def differing_rows_on_gpus(rank: int, config: MoEConfig) -> int:
+    bf16 = torch.bfloat16
+    return differing_rows(rank, config, bf16, whole_batch(config, bf16, "cuda"), NUM_SPLITS)
+
+
+@pytest.mark.parametrize("as_programs", [True, False], ids=["programs", "code"])
+@pytest.mark.parametrize("name", ON_GPUS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_no_bit_differs_on_gpus(gpus: Ranks, num_ranks: int, name: str, as_programs: bool) -> None:
+    config = replace(ON_GPUS[name], record_launches=as_programs)
+    assert gpus(num_ranks).run(differing_rows_on_gpus, config, timeout=600) == [0] * num_ranks
+
+
+@pytest.mark.gpu
+def test_fp32_on_a_gpu_is_refused() -> None:
+    layer = MoE(LARGE, dtype=torch.float32, device="cuda")
+    with pytest.raises(
+        ValueError, match=r"^batch_invariant=True with rows of torch.float32 on cuda, .*; use bf16 there"
+    ):
+        layer(torch.zeros(4, LARGE.d, device="cuda"))
+
+
+def test_widths_without_blocks_are_refused() -> None:
+    group = EPGroup.alone()
+    transport = transport_for(group, TransportConfig(batch_invariant=True))
+    routing = Routing.from_pairs(torch.tensor([0]), torch.tensor([0]), torch.ones(1), num_tokens=1, E=1, group=group)
+    with pytest.raises(
+        ValueError, match=r"^batch_invariant=True with rows of .* on cpu, d=12 and n=8: d and n must be"
+    ):
+        moe(
+            *(torch.ones(1, 12), routing, torch.ones(1, 8, 12), torch.ones(1, 12, 8)),
+            transport=transport,
+            group=group,
+            activation="silu",
+        )
+
+
+def test_torch_compile_is_refused() -> None:
+    layer = torch.compile(built(PLAIN, EPGroup.alone(), torch.float32), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="batch_invariant=True is not supported under torch.compile; set it to False"):
+        layer(torch.zeros(4, PLAIN.d))
