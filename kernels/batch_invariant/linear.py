@@ -62,7 +62,7 @@ def _gradient_of_x(
 
     def compute(dlogits_TE: Tensor, x_TH: Tensor, *others_TH: Tensor) -> Tensor:
         into = others_TH[0] if others_TH and adds else None
-        dlogits_TE = pad(dlogits_TE, (0, missing))
+        dlogits_TE = pad(dlogits_TE, (0, missing)) if missing else dlogits_TE
         dx_TH, _ = operations.gradients(dlogits_TE, x_TH, weight_EH, of_x=True, of_weight=False, dx_others_TH=into)
         assert dx_TH is not None
         return others_TH[0] + dx_TH if others_TH and not adds else dx_TH
@@ -72,4 +72,5 @@ def _gradient_of_x(
 
 def _with_whole_columns(values: Tensor) -> Tensor:
     """Returns (E, ...) with zeros behind them, up to a multiple of WIDTH_MULTIPLE."""
-    return pad(values, (0, 0) * (values.dim() - 1) + (0, -values.shape[0] % WIDTH_MULTIPLE))
+    missing = -values.shape[0] % WIDTH_MULTIPLE
+    return pad(values, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else values
