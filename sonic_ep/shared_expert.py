@@ -3,7 +3,6 @@
 Plain torch, because torch computes dense MLPs well. Source: DeepSeekMoE, arXiv 2401.06066.
 """
 
-import operator
 from collections.abc import Callable
 from typing import final
 
@@ -54,7 +53,7 @@ class SharedExpert(nn.Module):
         """Returns the expert's output (T, d) for rows (T, d)."""
         if self.batch_invariant:
             return self._output(padded(x_TH), linear_in_blocks)[: x_TH.shape[0]]
-        return self._output(x_TH, operator.call)
+        return self._output(x_TH, lambda linear, rows: linear(rows))
 
     def _output(self, x_TH: Tensor, apply: Callable[[nn.Linear, Tensor], Tensor]) -> Tensor:
         h = apply(self.up, x_TH)

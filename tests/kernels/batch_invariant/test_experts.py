@@ -1,6 +1,6 @@
 """The experts' operations on blocks of rows: the values of the reference, and bits that depend on no other pair."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
@@ -21,6 +21,9 @@ class Pairs(NamedTuple):
     h_PJ: Tensor
     weights_P: Tensor
     starts_e: Tensor
+
+    def at(self, pairs: slice, starts_e: Tensor) -> Self:
+        return type(self)(self.rows_P[pairs], self.h_PJ[pairs], self.weights_P[pairs], starts_e)
 
 
 class Weights:
@@ -59,7 +62,7 @@ def test_blocks_compute_what_the_reference_does(activation: str, split: bool) ->
     for pair, expert in ((0, 0), (BLOCK + 2, 0), (BLOCK + 3, 2), (P - 1, 3)):
         here = slice(pair, pair + 1)
         starts = torch.tensor([0] * (expert + 1) + [1] * (len(counts) - expert), dtype=torch.int32)
-        alone = results(experts, w, x_RH, Pairs(*(each[here] for each in pairs[:3]), starts))
+        alone = results(experts, w, x_RH, pairs.at(here, starts))
         assert all(torch.equal(one, all_[here]) for one, all_ in zip(alone, found, strict=True))
-    none = Pairs(*(each[:0] for each in pairs[:3]), torch.zeros_like(starts_e))
+    none = pairs.at(slice(0, 0), torch.zeros_like(starts_e))
     assert [each.shape for each in results(experts, w, x_RH, none)] == [(0, *each.shape[1:]) for each in found]

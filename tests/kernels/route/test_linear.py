@@ -278,7 +278,7 @@ def test_in_blocks_no_bit_depends_on_other_tokens(dtype: torch.dtype) -> None:
     T = 70 if DEVICE == "cpu" else 3000  # more than two blocks
     case, others_TH = Case(T, 20, 64), torch.randn(T, 64, device=DEVICE).to(dtype)
 
-    def results(tokens: Tensor, *, batch_invariant: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    def results(tokens: Tensor, *, batch_invariant: bool = True) -> tuple[Tensor, ...]:
         """Logits and the gradients of x, of which another reader has some, and of the weight."""
         x_TH, weight_EH = case.x_TH[tokens].to(dtype).requires_grad_(), case.weight_EH.clone().requires_grad_()
         logits_TE, passed_TH = linear(x_TH, weight_EH, case.bias_E, batch_invariant=batch_invariant)
