@@ -43,7 +43,7 @@ MAX_K = 16
 MAX_E = 4096
 MAX_G = 2**20
 MAX_CAPACITY_FACTOR = 10**6
-WIDTH_MULTIPLE = 8  # of rows that batch invariance allows
+_WIDTH_MULTIPLE = 8  # of widths with batch invariance
 
 
 def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -348,8 +348,8 @@ class MoEConfig:
         if not self.batch_invariant:
             return
         for name, width in (("d", self.d), ("n", self.n), ("shared_n", self.shared_n)):
-            if width % WIDTH_MULTIPLE:
-                raise ValueError(f"batch_invariant=True wants {name}={width} to be a multiple of {WIDTH_MULTIPLE}")
+            if width % _WIDTH_MULTIPLE:
+                raise ValueError(f"batch_invariant=True wants {name}={width} to be a multiple of {_WIDTH_MULTIPLE}")
         for name, why in (
             ("jitter", "draws a token's noise by its place"),
             ("balance_coef", "has a gradient that depends on the batch"),

@@ -1,7 +1,7 @@
 """Rows in blocks of a fixed number: the results of a row have the same bits whatever other rows there are.
 
-GEMMs of torch choose by the number of rows how they add. With a fixed number, and widths that are multiples of
-WIDTH_MULTIPLE, all rows of a block add alike. On a CPU elementwise functions compute the rest that fills no vector by
+GEMMs of torch choose by the number of rows how they add. With a fixed number all rows of a block add alike, if d and n
+are multiples of 8, which `MoEConfig` sees to. On a CPU elementwise functions compute the rest that fills no vector by
 other instructions; a block leaves no rest.
 """
 
@@ -10,8 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-from sonic_ep.config import WIDTH_MULTIPLE as WIDTH_MULTIPLE
 
 _CPU_ROWS, _GPU_ROWS = 32, 1024
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
-from torch.nn.functional import pad
 
-from sonic_ep.kernels.batch_invariant.blocks import WIDTH_MULTIPLE, by_blocks
+from sonic_ep.kernels.batch_invariant.blocks import by_blocks
 from sonic_ep.kernels.program.trace import by_torch
 from sonic_ep.kernels.route.interface import RouterLinear
 from sonic_ep.kernels.route.linear import reference
@@ -31,9 +30,7 @@ class LinearInBlocks:
         """See RouterLinear."""
         if self.operations is not reference:
             return self.operations.logits(x_TH, weight_EH, bias_E)
-        E, weight_EH = weight_EH.shape[0], _with_whole_columns(weight_EH)
-        bias_E = None if bias_E is None else _with_whole_columns(bias_E)
-        return by_blocks(lambda x_TH: reference.logits(x_TH, weight_EH, bias_E), x_TH)[:, :E]
+        return by_blocks(lambda x_TH: reference.logits(x_TH, weight_EH, bias_E), x_TH)
 
     def gradients(
         self,
@@ -57,20 +54,12 @@ class LinearInBlocks:
 def _gradient_of_x(
     operations: RouterLinear, dlogits_TE: Tensor, x_TH: Tensor, weight_EH: Tensor, *others_TH: Tensor
 ) -> Tensor:
-    weight_EH, missing = _with_whole_columns(weight_EH), -weight_EH.shape[0] % WIDTH_MULTIPLE
     adds = operations is not reference or weight_EH.dtype == x_TH.dtype
 
     def compute(dlogits_TE: Tensor, x_TH: Tensor, *others_TH: Tensor) -> Tensor:
         into = others_TH[0] if others_TH and adds else None
-        dlogits_TE = pad(dlogits_TE, (0, missing)) if missing else dlogits_TE
         dx_TH, _ = operations.gradients(dlogits_TE, x_TH, weight_EH, of_x=True, of_weight=False, dx_others_TH=into)
         assert dx_TH is not None
         return others_TH[0] + dx_TH if others_TH and not adds else dx_TH
 
     return by_blocks(compute, dlogits_TE, x_TH, *others_TH)
-
-
-def _with_whole_columns(values: Tensor) -> Tensor:
-    """Returns (E, ...) with zeros behind them, up to a multiple of WIDTH_MULTIPLE."""
-    missing = -values.shape[0] % WIDTH_MULTIPLE
-    return pad(values, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else values
