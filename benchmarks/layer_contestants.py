@@ -42,7 +42,7 @@ def config_of(name: str, config: MoEConfig, ranks: int) -> MoEConfig:
     """Returns the config of one of our contestants: its rounding mode, then words for what is not as by default.
 
     These are a transport, which is "two_hop" for ranks as HOSTS hosts, "static" buffers, "code" in place of programs,
-    and BF16_ROUTER.
+    "batch-invariant", and BF16_ROUTER.
     """
     mode, *words = name.split(", ")
     static, kind = "static" in words, next((word for word in words if word in get_args(TransportKind)), "auto")
@@ -56,6 +56,7 @@ def config_of(name: str, config: MoEConfig, ranks: int) -> MoEConfig:
             ranks_per_host=ranks // HOSTS if kind == "two_hop" else None,
         ),
         record_launches="code" not in words,
+        batch_invariant="batch-invariant" in words,
     )
 
 

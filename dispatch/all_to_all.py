@@ -26,8 +26,8 @@ from sonic_ep.routing import Routing
 class AllToAllTransport(CollectiveTransport):
     """Variable-size all-to-all over `group`."""
 
-    def __init__(self, group: EPGroup) -> None:
-        super().__init__(group, "all-to-all")
+    def __init__(self, group: EPGroup, *, batch_invariant: bool = False) -> None:
+        super().__init__(group, "all-to-all", batch_invariant=batch_invariant)
 
     def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         sent, rank, given = None, self.group.rank, (plan.pair_starts_Q, routing.num_tokens)
@@ -50,7 +50,7 @@ class AllToAllTransport(CollectiveTransport):
         return self._prepared(routing, buffer, chunks.expert_starts_e, lists, row_splits)
 
     def dispatch(self, x_TH: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        (token_of_sent_U, _, _), splits = handle.transport_lists, handle.splits
+        (token_of_sent_U, *_), splits = handle.transport_lists, handle.splits
 
         def exchange(packed_UH: Tensor) -> Tensor:
             return self._exchange.rows("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.forward.layer)
@@ -60,6 +60,8 @@ class AllToAllTransport(CollectiveTransport):
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
     ) -> Pending:
+        if self.batch_invariant:
+            return self._combine_pairs(values_PH, weights_P, handle, overlap=overlap)
         (_, sent_by_token_U, sent_starts_T), splits = handle.transport_lists, handle.splits
 
         def exchange(sums_RH: Tensor) -> Tensor:

@@ -30,6 +30,9 @@ class LocalTransport:
 
     name = text = ""
 
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
+
     def problem_with(self, num_tokens: int) -> str | None:
         return None
 

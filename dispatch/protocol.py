@@ -187,6 +187,11 @@ class Transport(Exchange, Protocol):
     its handle. Every method is a collective. Each raises RuntimeError if the transport knows that a peer is lost.
     """
 
+    @property
+    def batch_invariant(self) -> bool:
+        """True if one row goes back for each pair, and the token's rank adds them, by expert."""
+        ...
+
     def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         """Sends the row index and the weight of each pair to its destination rank, and returns the step's handle.
 
@@ -218,7 +223,8 @@ class Transport(Exchange, Protocol):
         ranks (T, H).
 
         values_PH: (P, H). weights_P: (P,) combine weights, or None for a plain sum. Both sums are accumulated in fp32
-        at least and rounded to the dtype of values_PH, the first before it is sent.
+        at least and rounded to the dtype of values_PH, the first before it is sent. If the transport is batch-invariant
+        there is one sum, on the token's rank: that of a single rank, bit for bit.
         With `overlap` no other combine may start before the call of `result`; `combine_scalars` is allowed.
         """
         ...

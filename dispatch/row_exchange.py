@@ -5,7 +5,8 @@ The host must know their sizes.
 Index lists and values of pairs go from the source rank to the destination rank directly, with every transport that uses
 torch.distributed: a pair has one destination rank, so no way is shorter.
 
-Legend: N pairs this rank sends, V pairs this rank receives, P rows of the pair buffer.
+Legend: T tokens on this rank, H hidden size, N pairs this rank sends, V pairs this rank receives, P rows of the pair
+buffer.
 """
 
 import functools
@@ -22,7 +23,7 @@ from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.side_stream import SideStream
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.backend import values_of_pairs
+from sonic_ep.kernels.backend import gather_sum, values_of_pairs
 from sonic_ep.kernels.dispatch.recv_index.reference import PairBuffer, RankPlan
 from sonic_ep.kernels.program.trace import by_torch, current_trace
 from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
@@ -136,11 +137,14 @@ class RowExchange:
 class CollectiveTransport:
     """What transports over torch.distributed share: they take any number of tokens, and the group reports lost peers.
 
-    kind: follows the group in the name. ranks_per_host: see RowExchange.
+    kind: follows the group in the name. ranks_per_host: see RowExchange. batch_invariant: see Transport. The last two
+    of the `transport_lists` are then the pairs of each token by expert, and their prefix sums.
     """
 
-    def __init__(self, group: EPGroup, kind: str, ranks_per_host: int | None = None) -> None:
-        self.group = group
+    def __init__(
+        self, group: EPGroup, kind: str, ranks_per_host: int | None = None, *, batch_invariant: bool = False
+    ) -> None:
+        self.group, self.batch_invariant = group, batch_invariant
         self.name = f"{group.name} {kind}"
         self._exchange = RowExchange(group, ranks_per_host)
 
@@ -168,6 +172,23 @@ class CollectiveTransport:
     def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
         return self._exchange.scalars(parts_PZ, handle, overlap=overlap)
 
+    def _combine_pairs(
+        self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool
+    ) -> Pending:
+        """Returns the same sums as `combine` of a rank that is alone, in one `gather_sum` on the token's rank."""
+        (*_, pairs_by_token_N, pair_starts_T), splits = handle.transport_lists, handle.splits
+        weights_N = None
+        if weights_P is not None:
+            parts_PZ = weights_P.as_strided((weights_P.shape[0], 1), (1, 1))
+            weights_N = self.combine_scalars(parts_PZ, handle).result()
+
+        def exchange(values_VH: Tensor) -> Tensor:
+            sizes = splits.pairs_in, splits.pairs_out
+            values_NH = self._exchange.rows("combine", values_VH, *sizes, handle.forward.layer)
+            return gather_sum(values_NH, pairs_by_token_N, pair_starts_T, weights_N)
+
+        return self._exchange.start(exchange, values_PH.index_select(0, handle.slot_V), overlap=overlap)
+
     def _prepared(
         self,
         routing: Routing,
@@ -176,6 +197,12 @@ class CollectiveTransport:
         transport_lists: tuple[Tensor, ...],
         splits: Splits,
     ) -> PreparedDispatch:
+        if self.batch_invariant:
+            # Routed pairs are in the order of experts, so a stable sort by token keeps it.
+            sorted_N, pairs_by_token_N = routing.token_ids_N[: sum(splits.pairs_out)].sort(stable=True)
+            tokens_T = torch.arange(routing.num_tokens + 1, dtype=sorted_N.dtype, device=sorted_N.device)
+            pair_starts_T = torch.searchsorted(sorted_N, tokens_T, out_int32=True)
+            transport_lists = *transport_lists, pairs_by_token_N.to(INDEX_DTYPE), pair_starts_T
         sizes = HandleSizes(
             splits=splits,
             num_tokens=routing.num_tokens,

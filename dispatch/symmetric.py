@@ -87,6 +87,8 @@ class SymmetricTransport:
     Every method raises RuntimeError, with rank and stage, after a peer has timed out.
     """
 
+    batch_invariant = False
+
     def __init__(
         self,
         group: EPGroup,

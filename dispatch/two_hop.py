@@ -9,8 +9,9 @@ Each accumulates in fp32 at least and is rounded once to the dtype of the rows. 
 hosts in one sum. Both give the same bits where sums are exact, or where a token has at most two destination ranks.
 Elsewhere the order of additions differs, and for bf16 and fp16 the rounding of a host's sum is added.
 
-Index lists, weights and values of pairs go to their destination rank directly: a pair has only one. In the same
-exchange `prepare` sends, to each rank that forwards, which ranks of its host need each token: a byte per (token, rank).
+Index lists, weights and values of pairs go to their destination rank directly: a pair has only one. So do the rows that
+come back if the transport is batch-invariant. In the exchange of lists `prepare` also sends, to each rank that
+forwards, which ranks of its host need each token: a byte per (token, rank).
 
 Example, two hosts of two ranks. A token of rank 0 has experts on ranks 1, 2 and 3. Its row goes to rank 0 itself, which
 forwards it to rank 1, and to rank 2, which forwards it to rank 3 and itself: one row crosses, where all-to-all has two.
@@ -115,7 +116,7 @@ class _Hops(NamedTuple):
     @classmethod
     def of(cls, handle: DispatchHandle) -> Self:
         lists = handle.transport_lists
-        return cls(TokenLists(*lists[:3]), TokenLists(*lists[3:]))
+        return cls(TokenLists(*lists[:3]), TokenLists(*lists[3:6]))
 
 
 @final
@@ -129,8 +130,8 @@ class TwoHopTransport(CollectiveTransport):
     wire_bytes, bytes_across_hosts: see RowExchange.
     """
 
-    def __init__(self, group: EPGroup, ranks_per_host: int) -> None:
-        super().__init__(group, f"two-hop {ranks_per_host}", ranks_per_host)
+    def __init__(self, group: EPGroup, ranks_per_host: int, *, batch_invariant: bool = False) -> None:
+        super().__init__(group, f"two-hop {ranks_per_host}", ranks_per_host, batch_invariant=batch_invariant)
         self._ranks = _Ranks(group.rank, group.size, ranks_per_host)
 
     @property
@@ -184,6 +185,8 @@ class TwoHopTransport(CollectiveTransport):
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
     ) -> Pending:
+        if self.batch_invariant:
+            return self._combine_pairs(values_PH, weights_P, handle, overlap=overlap)
         (crossing, forwarded), splits, layer = _Hops.of(handle), handle.splits, handle.forward.layer
 
         def exchange(sums_RH: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.extras import missing_extra
+from sonic_ep.kernels.batch_invariant import experts as experts_in_blocks
 from sonic_ep.kernels.combine.gather_sum import reference as sums
 from sonic_ep.kernels.combine.scalars import reference as scalars
 from sonic_ep.kernels.common.compile_process import Gemms, start
@@ -188,12 +189,25 @@ class Operations(Protocol):
     gathered_bias_grad = staticmethod(reference.gathered_bias_grad)
 
 
-def operations_for(x_RH: Tensor, w2_eHI: Tensor, activation: Activation) -> Operations:
-    """Returns the implementation for rows with the device and dtype of x_RH and experts with the shape of w2_eHI."""
-    if not x_RH.is_cuda:
-        return reference
+def operations_for(
+    x_RH: Tensor, w2_eHI: Tensor, activation: Activation, *, batch_invariant: bool = False
+) -> Operations:
+    """Returns the implementation for rows with the device and dtype of x_RH and experts with the shape of w2_eHI.
+
+    Raises ValueError if batch_invariant and there is none whose rows do not depend on others.
+    """
     H, I = w2_eHI.shape[1:]  # noqa: E741
-    return _on_gpu(x_RH.device, x_RH.dtype, H % COLUMN_MULTIPLE == 0 and I % COLUMN_MULTIPLE == 0, activation.name)
+    aligned, found = H % COLUMN_MULTIPLE == 0 and I % COLUMN_MULTIPLE == 0, cast(Operations, reference)
+    if x_RH.is_cuda:
+        found = _on_gpu(x_RH.device, x_RH.dtype, aligned, activation.name)
+    if not batch_invariant or found is not reference:
+        return found
+    if x_RH.is_cuda or not aligned:
+        raise ValueError(
+            f"batch_invariant=True with rows of {x_RH.dtype} on {x_RH.device.type}, d={H} and n={I}: d and n must be "
+            f"multiples of {COLUMN_MULTIPLE}, and on a GPU the experts' kernels must compute; use bf16 there"
+        )
+    return cast(Operations, experts_in_blocks)
 
 
 def start_compiling(

@@ -15,6 +15,7 @@ from torch import Tensor
 from sonic_ep.config import MoEConfig, RouterConfig
 from sonic_ep.first_order import Context, first_order
 from sonic_ep.kernels.backend import router_linear, router_operations
+from sonic_ep.kernels.batch_invariant.linear import LinearInBlocks
 from sonic_ep.kernels.route.interface import LossGradient, PairGradients, RouterLinear, RouterOperations
 from sonic_ep.routers.linear import DTYPES_OF_KERNELS
 from sonic_ep.routers.route import RoutingContext, decide_pairs
@@ -57,6 +58,7 @@ def kernels_of_route(
     ):
         return None
     operations = router_operations(x_TH.device, torch.float32, config.K)
+    linear = LinearInBlocks(linear) if config.batch_invariant else linear
     return None if operations is None else (linear, operations)
 
 

@@ -8,11 +8,13 @@ Legend: T tokens on this rank, H hidden size, E experts.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from sonic_ep.config import LinearDtype
 from sonic_ep.first_order import Context, first_order
 from sonic_ep.kernels.backend import router_linear
+from sonic_ep.kernels.batch_invariant.linear import LinearInBlocks
 from sonic_ep.kernels.route.interface import RouterLinear
 from sonic_ep.kernels.route.linear import reference
 
@@ -21,12 +23,17 @@ DTYPES_OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def linear(
-    x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, linear_dtype: LinearDtype = "float32"
+    x_TH: Tensor,
+    weight_EH: Tensor,
+    bias_E: Tensor | None,
+    linear_dtype: LinearDtype = "float32",
+    *,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns (T, E) logits x weight^T + bias, and x_TH, which the experts should read.
 
     The logits are fp32, or float64 for float64 x, also under autocast. linear_dtype: with "input", they and their
-    gradients are computed in the dtype of x, and the logits are then converted to fp32.
+    gradients are computed in the dtype of x, and the logits are then converted to fp32. batch_invariant: see MoEConfig.
 
     With kernels or "input", the backward GEMM adds the gradient of the second result to the
     gradient of x in place, before rounding, which saves one pass. So nothing else may hold that gradient. This is true
@@ -38,11 +45,22 @@ def linear(
     operations = None if torch.compiler.is_compiling() else operations
     if operations in (None, reference) or weight_EH.dtype not in DTYPES_OF_KERNELS:
         weight_EH, bias_E = weight_EH.to(inner), None if bias_E is None else bias_E.to(inner)
+    if batch_invariant:
+        logits_TE, passed_TH = _Linear.apply(x_TH, weight_EH, bias_E, LinearInBlocks(operations or reference))
+        # Gaps between rows, over which no vector of an elementwise function reaches: of the sigmoid, on a CPU.
+        logits_TE = pad(logits_TE.to(dtype), (0, 1))[:, :-1]
+        return logits_TE, passed_TH if x_TH.requires_grad else x_TH
     if operations is not None:
         logits_TE, passed_TH = _Linear.apply(x_TH, weight_EH, bias_E, operations)
         return logits_TE.to(dtype), passed_TH if x_TH.requires_grad else x_TH
     with torch.autocast(x_TH.device.type, enabled=False):
         return reference.logits(x_TH, weight_EH, bias_E).to(dtype), x_TH
+
+
+def linear_in_blocks(linear: nn.Linear, x_TH: Tensor) -> Tensor:
+    """Returns what `linear` returns for rows x_TH, with bits that do not depend on other rows."""
+    weight, bias = (None if each is None else each.to(x_TH.dtype) for each in (linear.weight, linear.bias))
+    return _Linear.apply(x_TH, weight, bias, LinearInBlocks(reference))[0]
 
 
 class _Linear(torch.autograd.Function):

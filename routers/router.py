@@ -130,14 +130,14 @@ class Router(nn.Module):
 
     def logits(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (T, E) logits, fp32 or, for float64 x, float64, with jitter in training; and x_TH. See `linear`."""
-        settings = self.config.router
+        settings, batch_invariant = self.config.router, self.config.batch_invariant
         jitter, dtype = settings.jitter, x_TH.dtype
         if self.training and jitter:
             noisy_TH = x_TH.to(torch.promote_types(dtype, torch.float32))
             noisy_TH = noisy_TH * torch.empty_like(noisy_TH).uniform_(1 - jitter, 1 + jitter)
             noisy_TH = noisy_TH.to(dtype) if settings.linear_dtype == "input" else noisy_TH
             return linear(noisy_TH, self.weight, self.bias, settings.linear_dtype)[0], x_TH
-        return linear(x_TH, self.weight, self.bias, settings.linear_dtype)
+        return linear(x_TH, self.weight, self.bias, settings.linear_dtype, batch_invariant=batch_invariant)
 
     def forward(
         self,
@@ -259,7 +259,8 @@ class Router(nn.Module):
         config = self.config.router
         if not group_limits:
             config = dataclasses.replace(config, num_groups=1, groups_per_token=1)
-        logits_TE, _ = linear(x_TH, self.weight, self.bias, config.linear_dtype)
+        batch_invariant = self.config.batch_invariant
+        logits_TE, _ = linear(x_TH, self.weight, self.bias, config.linear_dtype, batch_invariant=batch_invariant)
         topk = compute_topk(logits_TE, self.expert_bias, self.config.K, config)
         return Traffic.of_topk(topk.topk_ids_TK, self.config.E, group)
 

@@ -43,6 +43,7 @@ MAX_K = 16
 MAX_E = 4096
 MAX_G = 2**20
 MAX_CAPACITY_FACTOR = 10**6
+_WIDTH_MULTIPLE = 8  # of widths with batch invariance
 
 
 def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -207,6 +208,8 @@ class TransportConfig:
         to 1e6, which is eleven days.
     ranks_per_host: for "auto" and "two_hop". Take every so many consecutive ranks of the EP group for a host. None: the
         ranks tell each other where they are.
+    batch_invariant: send one row back for each pair, and add them on the token's rank; see MoEConfig, which sets it.
+        Not for "symmetric", which adds a rank's pairs there; "auto" then chooses between the other two.
     """
 
     kind: TransportKind = "auto"
@@ -214,8 +217,10 @@ class TransportConfig:
     dispatch: Dispatch = "auto"
     timeout: float = 600.0
     ranks_per_host: int | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
+        _check_flags(self, "transport.", "batch_invariant")
         _check_one_of("transport.kind", self.kind, get_args(TransportKind))
         _check_one_of("transport.buffers", self.buffers, get_args(Buffers))
         _check_one_of("transport.dispatch", self.dispatch, get_args(Dispatch))
@@ -233,6 +238,13 @@ class TransportConfig:
                     f"transport.ranks_per_host={self.ranks_per_host} has no effect on transport.kind={self.kind!r}; "
                     "set transport.kind='two_hop', or leave it out"
                 )
+        if self.batch_invariant and (self.kind == "symmetric" or (self.buffers, self.dispatch) != ("exact", "auto")):
+            raise ValueError(
+                f"batch_invariant=True with transport.kind={self.kind!r}, transport.buffers={self.buffers!r} and "
+                f"transport.dispatch={self.dispatch!r}: over symmetric memory a rank adds its experts' results "
+                "before it sends them, so that bits depend on ep_size; set kind='auto', buffers='exact' and "
+                "dispatch='auto'"
+            )
         if self.kind in ("all_to_all", "two_hop"):
             for name, value, other in (("buffers", self.buffers, "exact"), ("dispatch", self.dispatch, "auto")):
                 if value != other:
@@ -241,8 +253,17 @@ class TransportConfig:
                         f"{name}={other!r}"
                     )
 
-    def check_bound(self, rounding: RoundingConfig | None) -> None:
-        """Raises ValueError if buffers are static without a capacity_factor. rounding: None for no rounding."""
+    def check_rounding(self, rounding: RoundingConfig | None) -> None:
+        """Raises ValueError for rounding that this transport excludes. rounding: None for no rounding.
+
+        Static buffers need a capacity_factor; batch invariance needs every token's own top-K.
+        """
+        if self.batch_invariant and rounding is not None and (rounding.mode, rounding.capacity_factor) != ("off", None):
+            raise ValueError(
+                f"batch_invariant=True with rounding.mode={rounding.mode!r} and rounding.capacity_factor="
+                f"{rounding.capacity_factor}: they change a token's experts by the rest of the batch; set mode='off' "
+                "and capacity_factor=None"
+            )
         if self.buffers == "static" and (rounding is None or rounding.capacity_factor is None):
             raise ValueError("transport.buffers='static' needs a bound: set rounding.capacity_factor (1.25, say)")
 
@@ -268,6 +289,8 @@ class MoEConfig:
         2*R*d bytes more.
     record_launches: on GPUs, run steps as programs, with little host time, where possible (docs/how_a_step_runs.md).
         False: always run the layer's code.
+    batch_invariant: a token's output and input gradient have the same bits whatever else is in the batch, at every
+        ep_size (docs/batch_invariance.md). Gradients of weights are sums over the batch and depend on it.
     router, rounding, transport: see RouterConfig, RoundingConfig and TransportConfig.
 
     Raises ValueError for any value outside its limits.
@@ -285,6 +308,7 @@ class MoEConfig:
     init_std: float = 0.02
     save_dispatched: bool = False
     record_launches: bool = True
+    batch_invariant: bool = False
     router: RouterConfig = field(default_factory=RouterConfig)
     rounding: RoundingConfig = field(default_factory=RoundingConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
@@ -301,7 +325,7 @@ class MoEConfig:
         for part, kind in _PARTS.items():
             if not isinstance(value := getattr(self, part), kind):
                 raise ValueError(f"{part}={value!r} must be a {kind.__name__}; MoEConfig.from_dict takes nested dicts")
-        _check_flags(self, "", "bias", "shared_gate", "save_dispatched", "record_launches")
+        _check_flags(self, "", "bias", "shared_gate", "save_dispatched", "record_launches", "batch_invariant")
         _check_non_negative(self, "", "init_std")
         if self.K > self.E:
             raise ValueError(
@@ -314,8 +338,25 @@ class MoEConfig:
             )
         if self.shared_gate and not self.shared_n:
             raise ValueError("shared_gate=True needs a shared expert: set shared_n to its width")
-        self.transport.check_bound(self.rounding)
+        transport = dataclasses.replace(self.transport, batch_invariant=self.batch_invariant)
+        object.__setattr__(self, "transport", transport)
+        self.transport.check_rounding(self.rounding)
+        self._check_invariance()
         self._check_groups()
+
+    def _check_invariance(self) -> None:
+        if not self.batch_invariant:
+            return
+        for name, width in (("d", self.d), ("n", self.n), ("shared_n", self.shared_n)):
+            if width % _WIDTH_MULTIPLE:
+                raise ValueError(f"batch_invariant=True wants {name}={width} to be a multiple of {_WIDTH_MULTIPLE}")
+        for name, why in (
+            ("jitter", "draws a token's noise by its place"),
+            ("balance_coef", "has a gradient that depends on the batch"),
+            ("z_loss_coef", "has a gradient that depends on the batch"),
+        ):
+            if (value := getattr(self.router, name)) != 0:
+                raise ValueError(f"batch_invariant=True with router.{name}={value}, which {why}; set it to 0")
 
     def _check_groups(self) -> None:
         groups, per_token = self.router.num_groups, self.router.groups_per_token

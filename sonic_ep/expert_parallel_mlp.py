@@ -22,7 +22,7 @@ from torch import Tensor
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Transport
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.backend import operations_for
+from sonic_ep.kernels.backend import Operations, operations_for
 from sonic_ep.kernels.experts import mlp
 from sonic_ep.kernels.experts.activations import Activation
 from sonic_ep.kernels.experts.mlp import ExpertWeights, RowLists
@@ -91,7 +91,7 @@ def forward(
     rows_RH = prepared.rows_RH
     if rows_RH is None:
         rows_RH = call.transport.dispatch(x_TH, prepared.handle).result()
-    ops = operations_for(rows_RH, weights.w2_eHI, call.activation)
+    ops = _operations(rows_RH, weights, call)
     y_PH, h_PJ = mlp.forward(ops, rows_RH, weights, _row_lists(prepared.handle, call), call.activation)
     saved_rows = x_TH
     if call.save_dispatched:
@@ -121,7 +121,7 @@ def backward(
     transport, handle, pairs = call.transport, saved.handle, _row_lists(saved.handle, call)
     if host_may_wait(dout_TH):
         call.group.begin_backward(handle.forward, dout_TH)
-    ops = operations_for(dout_TH, weights.w2_eHI, call.activation)
+    ops = _operations(dout_TH, weights, call)
     needs_w1, needs_w2, needs_b1, needs_b2, *needs_lora = needs
     lora = weights.lora
     lora_grads: list[Tensor | None] = [None, None, None, None]  # of A1, B1, A2 and B2
@@ -173,6 +173,11 @@ def backward(
     db1, db2 = db1 if needs_b1 else None, db2 if needs_b2 else None
     dlora = NO_LORA if lora is None else ExpertsLoRA(*lora_grads)
     return Gradients(dx_TH, dweights_N, dw1, dw2, db1, db2, dlora)
+
+
+def _operations(rows: Tensor, weights: ExpertWeights, call: Call) -> Operations:
+    batch_invariant = call.transport.batch_invariant
+    return operations_for(rows, weights.w2_eHI, call.activation, batch_invariant=batch_invariant)
 
 
 def _row_lists(handle: DispatchHandle, call: Call) -> RowLists:

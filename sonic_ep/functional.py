@@ -105,6 +105,8 @@ def moe(
     if problem is not None:
         _check(routing)  # first: an error that all ranks raise has precedence, and its check may be a collective
         raise ValueError(problem)
+    if lora is not None and transport.batch_invariant:
+        raise ValueError("lora is not supported with batch_invariant=True; add B A to the weights, or set it to False")
     if lora is not None:
         lora = _padded(lora, halves=layout == "concatenated" or up_eIH is not None)
     if layout == "concatenated" and b1_eJ is not None:

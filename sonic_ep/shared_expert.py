@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from sonic_ep.config import MoEConfig
 from sonic_ep.initialization import fill_normal
+from sonic_ep.kernels.batch_invariant.blocks import padded
+from sonic_ep.routers.linear import linear_in_blocks
 
 
 @final
@@ -31,7 +33,7 @@ class SharedExpert(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.activation, self.batch_invariant = config.activation, config.batch_invariant
         self.gated = config.activation in _GATED
         n, d = config.shared_n, config.d
         self.up = nn.Linear(d, 2 * n if self.gated else n, bias=config.bias, device=device, dtype=dtype)
@@ -49,9 +51,14 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """Returns the expert's output (T, d) for rows (T, d)."""
-        h = self.up(x_TH)
-        out = self.down(_GATED[self.activation](*h.chunk(2, -1)) if self.gated else _PLAIN[self.activation](h))
-        return out if self.gate is None else out * torch.sigmoid(self.gate(x_TH))
+        if self.batch_invariant:
+            return self._output(padded(x_TH), linear_in_blocks)[: x_TH.shape[0]]
+        return self._output(x_TH, lambda linear, rows: linear(rows))
+
+    def _output(self, x_TH: Tensor, apply: Callable[[nn.Linear, Tensor], Tensor]) -> Tensor:
+        h = apply(self.up, x_TH)
+        out = apply(self.down, _GATED[self.activation](*h.chunk(2, -1)) if self.gated else _PLAIN[self.activation](h))
+        return out if self.gate is None else out * torch.sigmoid(apply(self.gate, x_TH))
 
 
 def _swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:

@@ -55,6 +55,10 @@ class GroupTransport:
         """Returns self: a copy of a layer uses the same ranks and buffers."""
         return self
 
+    @property
+    def batch_invariant(self) -> bool:
+        return self.config.batch_invariant
+
     def problem_with(self, num_tokens: int) -> str | None:
         problems = (transport.problem_with(num_tokens) for transport in self._chosen.values())
         return next((problem for problem in problems if problem is not None), None)
@@ -118,7 +122,7 @@ def transport_for(group: EPGroup, config: TransportConfig | None = None) -> Loca
     """
     config = config or TransportConfig()
     if group.size == 1:
-        return LocalTransport()
+        return LocalTransport(batch_invariant=config.batch_invariant)
     if config.ranks_per_host is not None:
         HostLayout.imitated(group.size, config.ranks_per_host)  # raises now what the first use would
     text = _text_of(config)
@@ -195,13 +199,15 @@ def _name_of(group: EPGroup, text: str) -> str:
 
 def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> _Chosen:
     if config.kind == "all_to_all":
-        return AllToAllTransport(group)
+        return AllToAllTransport(group, batch_invariant=config.batch_invariant)
     hosts = group.hosts(config.ranks_per_host)
     if config.kind == "two_hop" and hosts.problem is not None:
         raise ValueError(f"transport.kind='two_hop' cannot be had: {hosts.problem}, or set transport.kind='all_to_all'")
     if config.kind == "two_hop":
-        return _two_hop(group, hosts)
-    if hosts.num_hosts > 1:
+        return _two_hop(group, hosts, config)
+    if config.batch_invariant:
+        problem = "with batch_invariant=True a token's rank adds its pairs"
+    elif hosts.num_hosts > 1:
         problem = f"the ranks of the group are on several hosts: {', '.join(sorted(hosts.names))}"
     elif device.type == "cuda":
         problem = problem_with_peers(group, device, missing_extra("cuda", "triton"))
@@ -218,12 +224,12 @@ def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> _C
             f"transport.kind={config.kind!r} with {config.buffers} buffers{dispatch} cannot be had: {problem}"
         )
     if hosts.num_hosts > 1 and hosts.problem is None and hosts.ranks_per_host > 1:
-        return _two_hop(group, hosts)
+        return _two_hop(group, hosts, config)
     _LOG.info("rows travel by all-to-all over %s: %s", group.backend, hosts.problem or problem)
-    return AllToAllTransport(group)
+    return AllToAllTransport(group, batch_invariant=config.batch_invariant)
 
 
-def _two_hop(group: EPGroup, hosts: HostLayout) -> TwoHopTransport:
+def _two_hop(group: EPGroup, hosts: HostLayout, config: TransportConfig) -> TwoHopTransport:
     where = f"{hosts.num_hosts} hosts of {hosts.ranks_per_host} ranks"
     _LOG.info("rows travel in two hops over %s: %s", group.backend, where)
-    return TwoHopTransport(group, hosts.ranks_per_host)
+    return TwoHopTransport(group, hosts.ranks_per_host, batch_invariant=config.batch_invariant)

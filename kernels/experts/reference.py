@@ -14,12 +14,16 @@ pre-activation columns (2I if gated else I). Gate and up are interleaved, see ac
 """
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
+from sonic_ep.kernels.batch_invariant.blocks import rows_of_block
 from sonic_ep.kernels.experts.activations import Activation, concatenate, interleave_split
 from sonic_ep.kernels.experts.tile_table import ReserveFor
+
+in_blocks = ContextVar("whether operations on rows compute in blocks", default=False)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -36,6 +40,17 @@ def _experts(expert_starts_e: Tensor) -> Iterator[tuple[int, slice]]:
     for expert in range(len(starts) - 1):
         if starts[expert] < starts[expert + 1]:
             yield expert, slice(starts[expert], starts[expert + 1])
+
+
+def _blocks(expert_starts_e: Tensor) -> Iterator[tuple[int, slice | Tensor]]:
+    """Returns the rows of each expert, or with `in_blocks` those of each block, which its last row fills up."""
+    block = rows_of_block(expert_starts_e)
+    for expert, rows in _experts(expert_starts_e):
+        if in_blocks.get():
+            for first in range(rows.start, rows.stop, block):
+                yield expert, torch.arange(first, first + block).clamp(max=rows.stop - 1)
+        else:
+            yield expert, rows
 
 
 def up_projection(
@@ -67,12 +82,12 @@ def up_projection(
     P, J = row_of_pair_P.shape[0], w1_eJH.shape[1]
     h_PJ = x_RH.new_empty(P, J)
     a_PI = x_RH.new_empty(P, J // 2 if activation.gated else J)
-    for expert, rows in _experts(expert_starts_e):
+    for expert, rows in _blocks(expert_starts_e):
         h = _up(x_RH.index_select(0, row_of_pair_P[rows])) @ _up(w1_eJH[expert]).T
         if b1_eJ is not None:
             h = h + _up(b1_eJ[expert])
-        h_PJ[rows] = h
-        a_PI[rows] = activation.forward(h)
+        h_PJ[rows] = h.to(h_PJ.dtype)
+        a_PI[rows] = activation.forward(h).to(a_PI.dtype)
     return h_PJ, a_PI
 
 
@@ -91,9 +106,9 @@ def down_projection(
         [[9.0, 18.0], [2.0, -1.0], [8.0, -4.0]]
     """
     y_PH = a_PI.new_empty(a_PI.shape[0], w2_eHI.shape[1])
-    for expert, rows in _experts(expert_starts_e):
+    for expert, rows in _blocks(expert_starts_e):
         y = _up(a_PI[rows]) @ _up(w2_eHI[expert]).T
-        y_PH[rows] = y if b2_eH is None else y + _up(b2_eH[expert])
+        y_PH[rows] = (y if b2_eH is None else y + _up(b2_eH[expert])).to(y_PH.dtype)
     return y_PH
 
 
@@ -176,13 +191,13 @@ def down_projection_backward(
     dh_PJ = torch.empty_like(h_PJ)
     scaled_a_PI = h_PJ.new_empty(h_PJ.shape[0], w2_eHI.shape[2])
     ds_P = torch.empty_like(weights_P)
-    for expert, rows in _experts(expert_starts_e):
+    for expert, rows in _blocks(expert_starts_e):
         do = _up(do_RH.index_select(0, row_of_pair_P[rows]))
         h, s = _up(h_PJ[rows]), _up(weights_P[rows])[:, None]
         da = do @ _up(w2_eHI[expert])
         a = activation.forward(h)
         ds = (da * a).sum(1)
-        ds_P[rows] = ds if b2_eH is None else ds + do @ _up(b2_eH[expert])
+        ds_P[rows] = (ds if b2_eH is None else ds + do @ _up(b2_eH[expert])).to(ds_P.dtype)
         dh_PJ[rows] = activation.backward(s * da, h).to(dh_PJ.dtype)
         scaled_a_PI[rows] = (s * a).to(scaled_a_PI.dtype)
     return dh_PJ, scaled_a_PI, ds_P[:, None]
@@ -213,8 +228,8 @@ def up_projection_backward(
     """
     w1_eJH = interleave_split(w1, up_eIH)
     dx_PH = dh_PJ.new_empty(dh_PJ.shape[0], w1_eJH.shape[2])
-    for expert, rows in _experts(expert_starts_e):
-        dx_PH[rows] = _up(dh_PJ[rows]) @ _up(w1_eJH[expert])
+    for expert, rows in _blocks(expert_starts_e):
+        dx_PH[rows] = (_up(dh_PJ[rows]) @ _up(w1_eJH[expert])).to(dx_PH.dtype)
     return dx_PH
 
 

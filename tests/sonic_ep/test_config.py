@@ -11,6 +11,7 @@ import pytest
 from sonic_ep import MoEConfig, RoundingConfig, RouterConfig, TransportConfig, load_config
 
 SIZES: dict[str, Any] = {"d": 64, "n": 32, "E": 16, "K": 4}
+INVARIANT: dict[str, Any] = {"batch_invariant": True, "rounding": RoundingConfig(mode="off")}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,27 @@ SIZES: dict[str, Any] = {"d": 64, "n": 32, "E": 16, "K": 4}
         ({"router": RouterConfig(num_groups=3)}, "E=16 experts do not divide into router.num_groups=3"),
         ({"router": RouterConfig(num_groups=16)}, "leaves 1 expert a group"),
         ({"router": RouterConfig(num_groups=8)}, "K=4 exceeds the 2 experts in router.groups_per_token=1"),
+        ({"batch_invariant": 1}, "batch_invariant=1 must be true or false"),
+        (INVARIANT | {"rounding": RoundingConfig()}, "batch_invariant=True with rounding.mode='apportion' and .*'off'"),
+        (
+            INVARIANT | {"rounding": RoundingConfig(mode="off", capacity_factor=1.5)},
+            "batch_invariant=True with .* rounding.capacity_factor=1.5: .*; set mode='off' and capacity_factor=None",
+        ),
+        (INVARIANT | {"d": 12}, "batch_invariant=True wants d=12 to be a multiple of 8"),
+        (INVARIANT | {"shared_n": 4}, "batch_invariant=True wants shared_n=4 to be a multiple of 8"),
+        (
+            INVARIANT | {"router": RouterConfig(jitter=0.1)},
+            "batch_invariant=True with router.jitter=0.1, .*; set it to",
+        ),
+        (INVARIANT | {"router": RouterConfig(z_loss_coef=0.1)}, "True with router.z_loss_coef=0.1, .*; set it to 0"),
+        (
+            INVARIANT | {"router": RouterConfig(balance="batch", balance_coef=0.1)},
+            "True with router.balance_coef=0.1, which has a gradient that depends on the batch; set it to 0",
+        ),
+        (
+            INVARIANT | {"transport": TransportConfig(kind="symmetric")},
+            "batch_invariant=True with transport.kind='symmetric', .*; set kind='auto'",
+        ),
     ],
 )
 def test_limits_of_the_layer(changes: dict[str, Any], message: str) -> None:
@@ -102,6 +124,13 @@ def test_limits_of_rounding(arguments: dict[str, Any], message: str) -> None:
 def test_limits_of_the_transport(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TransportConfig(**arguments)
+
+
+def test_batch_invariance_follows_the_layer_to_its_transport() -> None:
+    config = MoEConfig(**{**SIZES, **INVARIANT})
+    assert config.transport.batch_invariant
+    assert MoEConfig.from_dict(config.to_dict()) == config
+    assert config.replace(batch_invariant=False).transport == TransportConfig()
 
 
 def test_static_buffers_need_a_bound() -> None:

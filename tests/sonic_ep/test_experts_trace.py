@@ -44,6 +44,7 @@ def kind_of(num_ranks: int = 1, **changes: Any) -> ExpertsKind:
     layout = changes.get("layout", "interleaved")
     options = {name: changes.pop(name) for name in ("bias", "split", "r") if name in changes}
     static, hosts = changes.pop("static", False), changes.pop("hosts", 0)
+    batch_invariant = changes.pop("batch_invariant", False)
     shapes = shapes_of(E // num_ranks, layout=layout, **options)
     ranks = None if num_ranks == 1 else ranks_of(num_ranks, H, E, K, is_static=static)
     needs = True, True, *(each is not None for each in shapes[3:5]), shapes[5] is not None, shapes[7] is not None
@@ -66,7 +67,7 @@ def kind_of(num_ranks: int = 1, **changes: Any) -> ExpertsKind:
         ranks=ranks,
     )
     if hosts:
-        ranks, prepared = prepared_by_code(num_ranks, hosts)
+        ranks, prepared = prepared_by_code(num_ranks, hosts, batch_invariant=batch_invariant)
         kind = kind._replace(ranks=ranks, prepared=prepared)
     return kind._replace(**changes)
 
@@ -89,15 +90,19 @@ OF_RANKS: dict[str, dict[str, Any]] = {
     "all-to-all": {"hosts": 1},
     "all-to-all, rounded": {"hosts": 1, "rounded": True},
     "two hops": {"hosts": 2, "save_dispatched": True},
+    "all-to-all, batch-invariant": {"hosts": 1, "batch_invariant": True},
+    "two hops, batch-invariant": {"hosts": 2, "batch_invariant": True},
 }
 
 
-def prepared_by_code(num_ranks: int, hosts: int) -> tuple[Ranks, PreparedKind]:
+def prepared_by_code(num_ranks: int, hosts: int, *, batch_invariant: bool) -> tuple[Ranks, PreparedKind]:
     """Transports over torch.distributed. Nothing is exchanged here."""
     group: Any = ranks_of(num_ranks, H, E, K).group
-    transport: Any = AllToAllTransport(group) if hosts == 1 else TwoHopTransport(group, num_ranks // hosts)
+    transport: Any = AllToAllTransport(group, batch_invariant=batch_invariant)
+    if hosts > 1:
+        transport = TwoHopTransport(group, num_ranks // hosts, batch_invariant=batch_invariant)
     lengths = num_ranks, num_ranks, num_ranks, num_ranks, *([num_ranks] * 4 if hosts > 1 else [0] * 4)
-    return Ranks(group, transport, None), PreparedKind(lengths, 8 if hosts == 1 else 11)
+    return Ranks(group, transport, None), PreparedKind(lengths, (8 if hosts == 1 else 11) + 2 * batch_invariant)
 
 
 def sizes_of(kind: ExpertsKind, step: int) -> tuple[int, ...]:
@@ -107,8 +112,10 @@ def sizes_of(kind: ExpertsKind, step: int) -> tuple[int, ...]:
     lengths = N, N, rows + 1, N, E // 2 + 1, rows, rows, T + 1
     sizes = {**{name: each[step] for name, each in SIZES.items()}, "A": rows, "w": N}
     if kind.prepared is not None:
-        two_hops = kind.prepared.splits[4] > 0
+        two_hops, ranks = kind.prepared.splits[4] > 0, kind.ranks
         lengths = (*lengths, *((rows, rows, rows + 1) if two_hops else ()))
+        if ranks is not None and ranks.transport.batch_invariant:
+            lengths = (*lengths, N, T + 1)
         sizes |= {f"l{number}": length for number, length in enumerate(lengths)}
         splits = [rows // 2] * 4 + [N // 2] * 4 + [rows // 2] * 8
         sizes |= {f"s{number}": size for number, size in enumerate(splits)}

@@ -32,6 +32,8 @@ def small(router: RouterConfig | None = None, rounding: RoundingConfig = TINY, *
 LOSSES = RouterConfig(balance="global", balance_coef=0.3, z_loss_coef=0.05)
 # In float64 the same arithmetic, by the way that the kernels take: the experts' gradient of x goes through the router.
 THROUGH_ROUTER = replace(LOSSES, linear_dtype="input", linear_bias=True)
+THROUGH_ROUTER_ALONE = RouterConfig(score="sigmoid", linear_dtype="input", linear_bias=True)
+INVARIANT: dict[str, Any] = {"d": 16, "n": 8, "E": 12, "bias": True, "shared_n": 8, "batch_invariant": True}
 CASES: dict[str, tuple[MoEConfig, str]] = {
     **{
         f"mode-{mode}": (small(LOSSES, replace(TINY, mode=mode), bias=True, shared_n=5), "ragged")  # type: ignore[arg-type]
@@ -57,6 +59,11 @@ CASES: dict[str, tuple[MoEConfig, str]] = {
     "all-on-one-expert": (small(RouterConfig(renormalize=False), K=1), "skewed"),
     "fewer-tokens-than-t": (small(rounding=RoundingConfig(t=16, G=16)), "few"),
     "every-expert": (small(E=4, K=4), "ragged"),
+    "batch-invariant": (small(rounding=RoundingConfig(mode="off"), **INVARIANT), "ragged"),
+    "batch-invariant-kept-rows": (
+        small(THROUGH_ROUTER_ALONE, RoundingConfig(mode="off"), save_dispatched=True, **INVARIANT),
+        "empty",
+    ),
 }
 
 

@@ -41,6 +41,7 @@ CONFIGS = {
     "sequence": replace(NEAREST, router=RouterConfig(balance="sequence", balance_coef=0.01)),
     "global": replace(NEAREST, router=RouterConfig(balance="global", balance_coef=0.01, expert_bias=True)),
     "rows": replace(NEAREST, save_dispatched=True),
+    "batch-invariant": replace(PLAIN, batch_invariant=True),
 }
 
 

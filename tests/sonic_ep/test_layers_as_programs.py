@@ -28,6 +28,7 @@ CONFIGS = {
     "capacity": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="nearest", capacity_factor=1.0)),
     "biases": MoEConfig(**SHAPE, bias=True, router=RouterConfig(linear_bias=True)),
     "shared expert": MoEConfig(**SHAPE, shared_n=64, shared_gate=True),
+    "batch-invariant": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="off"), batch_invariant=True, shared_n=64),
     "received rows": MoEConfig(**SHAPE, save_dispatched=True),
     "sequences": MoEConfig(**SHAPE, router=RouterConfig(balance="sequence", balance_coef=0.01, z_loss_coef=0.01)),
     "global": MoEConfig(**SHAPE, router=RouterConfig(balance="global", balance_coef=0.01, expert_bias=True)),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sonic_ep import EPGroup, Routing
+from sonic_ep import EPGroup, Routing, TransportConfig
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
@@ -263,6 +263,13 @@ def test_wrong_updates_are_refused(change: dict[str, Any], message: str) -> None
     arguments, lora = problem(EPGroup.alone())
     with pytest.raises(ValueError, match=message):
         moe(**arguments, lora=ExpertsLoRA(**{**lora, **change}))
+
+
+def test_not_with_batch_invariance() -> None:
+    arguments, lora = problem(EPGroup.alone())
+    arguments["transport"] = transport_for(EPGroup.alone(), TransportConfig(batch_invariant=True))
+    with pytest.raises(ValueError, match=r"^lora is not supported with batch_invariant=True; add B A"):
+        moe(**arguments, lora=ExpertsLoRA(**lora))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")

@@ -41,6 +41,7 @@ CONFIGS = {
         save_dispatched=True,
         transport=TransportConfig(kind="two_hop", ranks_per_host=1),
     ),
+    "batch-invariant": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="off"), batch_invariant=True),
     "shared": MoEConfig(**SHAPE, rounding=RoundingConfig(mode="off"), shared_n=128),
     "small": MoEConfig(  # outputs of the experts' first GEMM in memory with small addresses
         **SHAPE, rounding=replace(ROUNDED, capacity_factor=1.25), transport=TransportConfig(buffers="static")

@@ -127,6 +127,11 @@ class RoutedExperts(nn.Module):
         self, gate: TopKGate, experts: StackedExperts | ModuleExperts, ep_size: int, options: SonicEPOptions
     ) -> None:
         super().__init__()
+        if options.batch_invariant and isinstance(experts, ModuleExperts):
+            raise ValueError(
+                "options.batch_invariant=True with experts that run module by module, in GEMMs of as many rows as they "
+                "get; set it to False, or take an expert that our kernels compute"
+            )
         self.gate, self.experts, self.options = gate, experts, options
         self.ep_size = ep_size
         self.group: EPGroup | None = None

@@ -186,7 +186,7 @@ FIELDS: tuple[Field, ...] = (
     *honoured("the experts have a reset_parameters", "init_model_with_meta_device"),
     *honoured("weight gradients accumulate in main_grad inside the GEMM", "gradient_accumulation_fusion"),
     *honoured("the layer is deterministic", "deterministic_mode"),
-    _refused("batch_invariant_mode", False, "a token's bits may depend on the batch"),
+    *honoured("the experts', the combine's and the fused router's; not together with rounding", "batch_invariant_mode"),
     *honoured("by the transformer block", "recompute_granularity", "recompute_method", "recompute_num_layers"),
     *honoured("moe, shared_experts; moe_act for nothing: activations are never kept", "recompute_modules"),
     *honoured("the same as recompute_modules=['moe']", "moe_layer_recompute"),
@@ -236,6 +236,8 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
         if hasattr(config, field.name):
             check_field(field, getattr(config, field.name))
     activation_of(config)
+    if options.batch_invariant:
+        _check_invariance(config)
     _check_row_order(config)
     _check_graphs(config, options)
     _check_topk(config, options)
@@ -268,6 +270,24 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
         value = getattr(config, new.name)
         if new.name.startswith("moe_") and new.name not in known and value != new.default:
             raise ValueError(f"{new.name}={value!r} is not known to this version of sonic_ep; set {new.default!r}")
+
+
+def _check_invariance(config: TransformerConfig) -> None:
+    known: dict[str, Any] = {
+        "moe_expert_capacity_factor": None,
+        "moe_input_jitter_eps": None,
+        "moe_router_force_load_balancing": False,
+        "moe_router_force_biased": None,
+        "moe_pad_experts_for_cuda_graph_inference": False,
+    }
+    if config.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing"):
+        known["moe_router_load_balancing_type"] = "none"
+    for name, value in known.items():
+        if (found := getattr(config, name)) != value:
+            raise ValueError(
+                f"{name}={found!r} with batch invariance: a token's result would depend on the batch or on its place; "
+                f"set {name}={value!r}, or batch_invariant_mode=False"
+            )
 
 
 def _check_row_order(config: TransformerConfig) -> None:

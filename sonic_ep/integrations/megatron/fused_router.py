@@ -144,12 +144,13 @@ class FusedRouter(TopKRouter):
         is_mtp_layer: bool = False,
         *,
         rounding: RoundingConfig | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         n, E = config.moe_ffn_hidden_size, config.num_moe_experts
         assert n is not None
         assert E is not None
-        self.rounding = rounding
+        self.rounding, self.batch_invariant = rounding, batch_invariant
         self.moe_config = MoEConfig(
             d=config.hidden_size,
             n=n,
@@ -165,8 +166,9 @@ class FusedRouter(TopKRouter):
             if parameter is not None and parameter.device != input.device:
                 parameter.data = parameter.data.to(input.device)
         rows_TH = input.reshape(-1, input.shape[-1])
-        logits_TE, _ = linear(rows_TH, self.weight, self.bias, self.moe_config.router.linear_dtype)
-        return logits_TE.view(*input.shape[:-1], -1)
+        linear_dtype, batch_invariant = self.moe_config.router.linear_dtype, self.batch_invariant
+        logits_TE, _ = linear(rows_TH, self.weight, self.bias, linear_dtype, batch_invariant=batch_invariant)
+        return logits_TE.view(*input.shape[:-1], logits_TE.shape[-1])
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns what forward returns. logits: (s, b, E). padding_mask: (s, b) bool, True for padding, or None."""

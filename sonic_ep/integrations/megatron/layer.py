@@ -65,6 +65,8 @@ class SonicEPMoELayer(MoELayer):
         options: SonicEPOptions | None = None,
     ) -> None:
         submodules, options = submodules or MoESubmodules(experts=_unused), options or SonicEPOptions()
+        if config.batch_invariant_mode:
+            options = dataclasses.replace(options, batch_invariant=True)
         check(config, options)
         given = pg_collection or get_default_pg_collection()
         division = divide_experts(given, config, options)
@@ -276,7 +278,7 @@ def _router_builder(submodules: MoESubmodules, options: SonicEPOptions) -> Any:
             f"MoESubmodules.router={submodules.router!r} with options.router='fused', which computes what TopKRouter "
             "does; set options.router to 'megatron'"
         )
-    return functools.partial(FusedRouter, rounding=options.rounding)
+    return functools.partial(FusedRouter, rounding=options.rounding, batch_invariant=options.batch_invariant)
 
 
 def _named(name: str | None, part: str) -> str | None:

@@ -29,10 +29,11 @@ def routed_experts(
     transport: Fields | None = None,
     save_dispatched: bool = False,
     record_launches: bool = True,
+    batch_invariant: bool = False,
 ) -> SonicEPRoutedExperts.Config:
     """Returns the config of the same experts, computed here.
 
-    transport: the fields of a TransportConfig. save_dispatched, record_launches: see SonicEPOptions.
+    transport: the fields of a TransportConfig. save_dispatched, record_launches, batch_invariant: see SonicEPOptions.
 
     Raises ValueError for experts or a token dispatcher that are not torchtitan's plain ones, TypeError for fields that
     are not known.
@@ -41,6 +42,7 @@ def routed_experts(
         transport=TransportConfig(**(transport or {})),
         save_dispatched=save_dispatched,
         record_launches=record_launches,
+        batch_invariant=batch_invariant,
     )
     return derive(config, SonicEPRoutedExperts.Config, options=options)
 

@@ -101,7 +101,7 @@ class TokenRounding:
     def _problem_with_buffers(self, exchange: Exchange) -> str | None:
         try:
             if isinstance(exchange, GroupTransport):
-                exchange.config.check_bound(self.config)
+                exchange.config.check_rounding(self.config)
         except ValueError as error:
             return str(error)
         return None

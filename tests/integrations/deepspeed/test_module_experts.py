@@ -267,6 +267,16 @@ def test_one_warning_says_what_would_be_fast() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no kernel computes")
+def test_batch_invariance_is_refused() -> None:
+    from sonic_ep.integrations.deepspeed import SonicEPOptions
+
+    with pytest.raises(
+        ValueError, match=r"^options.batch_invariant=True with experts that run module by module, .*; set"
+    ):
+        moe(nn.Linear(H, H), options=SonicEPOptions(batch_invariant=True))
+
+
+@pytest.mark.filterwarnings("ignore:no kernel computes")
 def test_experts_are_marked_also_once_they_have_memory() -> None:
     from deepspeed.moe.utils import is_moe_param
 

@@ -74,7 +74,6 @@ REFUSED: dict[str, Any] = {
     "moe_paged_stash": True,
     "params_dtype": torch.float64,
     "enable_autocast": True,
-    "batch_invariant_mode": True,
     "cpu_offloading": True,
     "transformer_impl": "inference_optimized",
     "use_inference_optimized_layers": True,
@@ -289,3 +288,22 @@ def test_blocks_of_gate_and_up_rows(config: TransformerConfig) -> None:
     with pytest.raises(ValueError, match=r"^moe_mlp_glu_interleave_size=8 with expert_tensor_parallel_size=2.*; set "):
         check(cut, SonicEPOptions())
     check(with_values(config, moe_mlp_glu_interleave_size=32, gated_linear_unit=False), SonicEPOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("moe_expert_capacity_factor", 1.0),
+        ("moe_input_jitter_eps", 0.1),
+        ("moe_router_force_load_balancing", True),
+        ("moe_router_force_biased", 1.0),
+        ("moe_pad_experts_for_cuda_graph_inference", True),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+    ],
+)
+def test_what_batch_invariance_excludes(config: TransformerConfig, name: str, value: Any) -> None:
+    check(config, SonicEPOptions(batch_invariant=True))
+    changed = with_values(config, **{name: value})
+    check(changed, SonicEPOptions())
+    with pytest.raises(ValueError, match=rf"^{name}={value!r} with batch invariance: .*; set {name}="):
+        check(changed, SonicEPOptions(batch_invariant=True))

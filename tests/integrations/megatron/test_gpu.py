@@ -226,3 +226,38 @@ def captured_generation(rank: int, ep_size: int) -> float:
 def test_generation_is_captured_with_its_experts(gpus: Ranks, ep_size: int) -> None:
     for far in gpus(ep_size).run(captured_generation, ep_size, timeout=600):
         assert far < 2e-2
+
+
+def tokens_that_differ_when_permuted(rank: int, router: str) -> int:
+    """As Megatron's own test of the mode: a batch, in another order and in two parts, within its kernels' context."""
+    from megatron.core.transformer.custom_layers.batch_invariant_kernels import set_batch_invariant_mode
+    from megatron.core.transformer.enums import AttnBackend
+
+    from tests.helpers.megatron_training import parallel_state
+
+    def results(rows: Tensor) -> Tensor:
+        x = rows[:, None].clone().requires_grad_()
+        output, _ = layer(x)
+        output.backward(torch.ones_like(output))
+        assert x.grad is not None
+        return torch.cat([output.detach(), x.grad], -1)[:, 0]
+
+    mode = {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash, "flash_attention_version": 3}
+    plain = {"moe_router_load_balancing_type": "none", "moe_router_dtype": "fp32"}
+    with parallel_state(expert=torch.distributed.get_world_size()), set_batch_invariant_mode(True):
+        _, layer = layers(config_of(**mode, **plain), router=router)
+        rows = hidden_states(rank, layer.config).flatten(0, 1)
+        whole, differ = results(rows), 0
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(20):
+            order = torch.randperm(len(rows), generator=generator)
+            cut = int(torch.randint(1, len(rows), (), generator=generator))
+            for some in (order[:cut].cuda(), order[cut:].cuda()):
+                differ += int((results(rows[some]) != whole[some]).any(1).sum())
+    return differ
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("router", ["megatron", "fused"])
+def test_no_bit_differs_in_megatrons_batch_invariant_mode(gpus: Ranks, router: str, ep_size: int) -> None:
+    assert gpus(ep_size).run(tokens_that_differ_when_permuted, router, timeout=600) == [0] * ep_size

@@ -16,6 +16,7 @@ from torch import Tensor
 from sonic_ep.kernels.backend import router_linear
 from sonic_ep.routers import linear as routers_linear
 from sonic_ep.routers.linear import linear
+from tests.helpers.tolerances import assert_near
 from tests.helpers.triton_device import triton_device
 
 DEVICE = triton_device()
@@ -269,3 +270,27 @@ def test_autocast_changes_nothing() -> None:
         cast = case.results(torch.bfloat16)
     for first, again in zip(plain, cast, strict=True):
         assert torch.equal(first, again)
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["kernels", "torch"])
+def test_in_blocks_no_bit_depends_on_other_tokens(dtype: torch.dtype) -> None:
+    T = 70 if DEVICE == "cpu" else 3000  # more than two blocks
+    case, others_TH = Case(T, 20, 64), torch.randn(T, 64, device=DEVICE).to(dtype)
+
+    def results(tokens: Tensor, *, batch_invariant: bool = True) -> tuple[Tensor, ...]:
+        """Logits and the gradients of x, of which another reader has some, and of the weight."""
+        x_TH, weight_EH = case.x_TH[tokens].to(dtype).requires_grad_(), case.weight_EH.clone().requires_grad_()
+        logits_TE, passed_TH = linear(x_TH, weight_EH, case.bias_E, batch_invariant=batch_invariant)
+        given = case.dlogits_TE[tokens], others_TH[tokens].clone()
+        return logits_TE.detach(), *torch.autograd.grad([logits_TE, passed_TH], [x_TH, weight_EH], given)
+
+    order = torch.randperm(T, device=DEVICE)
+    whole, expected = results(order), results(order, batch_invariant=False)
+    for got, wanted in zip(whole, expected, strict=True):
+        assert_near(got, wanted, share=2.0**-7 if got.dtype == torch.bfloat16 else 1e-5)
+    # The interpreter multiplies by numpy, which chooses by the size of a tile.
+    compared = [0, 1] if DEVICE == "cuda" or dtype == torch.float32 else [1]
+    for some in (slice(0, 1), slice(1, 34), slice(34, T)):
+        part = results(order[some])
+        assert [torch.equal(part[number], whole[number][some]) for number in compared] == [True] * len(compared)
