@@ -19,7 +19,6 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from runs import new_record, parser_of, write
 
@@ -82,10 +81,10 @@ def parameters(config: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def round_as_ranks(router: object, topk: TopK, counter_E: Tensor | None, context: RoutingContext) -> RoutedPairs:
+def round_as_ranks(router: object, topk: TopK, context: RoutingContext) -> RoutedPairs:
     """In the place of `decide_pairs`: RANKS ranks with equal parts of the tokens, in training."""
     if not context.training:
-        return decide_pairs(router, topk, counter_E, context)
+        return decide_pairs(router, topk, context)
     (T, E), rounding = topk.scores_TE.shape, context.config.rounding
     parts = [_part(topk, slice(rank * T // RANKS, (rank + 1) * T // RANKS)) for rank in range(RANKS)]
     chosen_SE = torch.stack([part.counts_E() for part in parts])
@@ -101,8 +100,6 @@ def round_as_ranks(router: object, topk: TopK, counter_E: Tensor | None, context
     lists = (token_ids_N[order], expert_ids_N[order], chosen_N[order])
     pairs_1E = rounded.pairs_SE.sum(0, keepdim=True)
     merged = GroupCounts(chosen_SE.sum(0)[None], pairs_1E, pairs_1E, tokens_S.sum()[None], rounded.cut_S[:1], rounded.t)
-    if counter_E is not None:
-        counter_E += merged.chosen_SE[0]
     return RoutedPairs(topk.topk_ids_TK, *lists, merged, None)
 
 

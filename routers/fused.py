@@ -73,7 +73,7 @@ class _FusedRoute(torch.autograd.Function):
         topk = fused_topk(operations, logits_TE, call.expert_bias_E, config.K, config.router)
         if call.context.expert_ids_TK is not None:
             topk = topk.with_given(call.context.expert_ids_TK)
-        pairs = decide_pairs(call.router, topk, None, call.context)
+        pairs = decide_pairs(call.router, topk, call.context)
         if pairs.topk_ids_TK is not topk.topk_ids_TK:  # replayed
             topk = topk.with_ids(pairs.topk_ids_TK)
         weights_N, losses = fused_weights_and_losses(

@@ -61,11 +61,8 @@ def without_rounding(config: MoEConfig) -> MoEConfig:
     return replace(config, rounding=replace(config.rounding, mode="off"))
 
 
-def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: RoutingContext) -> RoutedPairs:
+def decide_pairs(router: object, topk: TopK, context: RoutingContext) -> RoutedPairs:
     """Returns the pairs of this rank. A collective, except if a region replays the pairs of `router` (replay.py).
-
-    counter_E: (E,) int64 on the device, or None. In training the group's top-K counts are added to it, but not under
-    replay. For compiled graphs; else see `Router.count_in_backward`.
 
     Raises:  ValueError for this rank's problem. Problems of other ranks raise when the result's `split_sizes` is
              checked, see `gather_counts`. RuntimeError under replay, see replay.py.
@@ -82,7 +79,7 @@ def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: 
     else:
         rounding, training = context.config.rounding, context.training
         alone = context.group.size == 1 and topk.bad_logits is None and context.problem is None
-        if alone and counter_E is None and topk.tokens_1 is not None:
+        if alone and topk.tokens_1 is not None:
             if context.meanwhile is not None:
                 context.meanwhile()
             routed_pairs = pairs_of_one_rank(topk, context, seed)
@@ -103,8 +100,6 @@ def decide_pairs(router: object, topk: TopK, counter_E: Tensor | None, context: 
         if topk.by_score_TK is not None:
             balance_counts = BalanceCounts(topk.by_score_TK, counts.chosen_SE if by_score_SE is None else by_score_SE)
         routed_pairs = replace(routed_pairs, split_sizes=split_sizes, balance_counts=balance_counts)
-        if training and counter_E is not None:
-            counter_E += counts.chosen_SE[0] if group.size == 1 else counts.chosen_SE.sum(0)
     record_pairs(router, routed_pairs)
     return routed_pairs
 

@@ -58,7 +58,7 @@ def route(
     sequence_length: int,
     topk: TopK | None = None,
 ) -> Routed:
-    """Routes from the logits, outside compiled graphs. A collective; see `decide_pairs`.
+    """Routes from the logits. A collective; see `decide_pairs`.
 
     x_TH: the rows that the experts read. expert_bias_E: (E,) or None. sequence_length: see `Router.forward`.
     topk: the experts of each token, if the caller has chosen them, with the scores of these logits.
@@ -66,7 +66,7 @@ def route(
     config = context.config
     topk = compute_topk(logits_TE, expert_bias_E, config.K, config.router) if topk is None else topk
     topk = topk if context.expert_ids_TK is None else topk.with_given(context.expert_ids_TK)
-    routed_pairs = decide_pairs(router, topk, None, context)
+    routed_pairs = decide_pairs(router, topk, context)
     if routed_pairs.topk_ids_TK is not topk.topk_ids_TK:  # replayed
         topk = topk.with_ids(routed_pairs.topk_ids_TK)
     return _routed(x_TH, logits_TE, topk, routed_pairs, config, sequence_length)

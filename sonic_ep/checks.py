@@ -93,9 +93,7 @@ def _problem_with_device(x: Tensor) -> str | None:
 
 
 def _shape_of(x: Tensor) -> str:
-    """Returns the shape as text. Size by size, because torch.compile cannot format a tuple of dynamic sizes."""
-    sizes = ", ".join([f"{size}" for size in x.shape])
-    return f"({sizes},)" if x.dim() == 1 else f"({sizes})"
+    return str(tuple(x.shape))
 
 
 def problem_with_rows(x_TH: Tensor, num_tokens: int) -> str | None:

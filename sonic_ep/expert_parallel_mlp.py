@@ -1,4 +1,4 @@
-"""The expert-parallel MLP, forward and backward, without autograd. functional.py and compiled.py wrap it for autograd.
+"""The expert-parallel MLP, forward and backward, without autograd. steps/ runs it and traces it.
 
 The destination rank applies the combine weights. So dispatch and combine only move and add rows, and each is the
 other's backward:

@@ -300,7 +300,7 @@ class MoE(nn.Module):
         """Updates the bias of auxiliary-loss-free balancing from the counts since the last update.
 
         A token counts once, when backward reaches the layer's output: not in evaluation, nor again if a checkpoint, of
-        either kind, recomputes the layer. Compiled layers count in forward, if gradients are enabled.
+        either kind, recomputes the layer.
         Call it after the optimizer step. group: the ranks with the same experts in other EP groups (expert data
         parallelism), if there are any. Raises ValueError without router.expert_bias.
         """

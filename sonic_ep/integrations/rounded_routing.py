@@ -23,7 +23,7 @@ def rounded_topk(
     module: of the experts, for replay under activation checkpointing. topk, weights_TK: (T, K) what the router chose,
     and the weights that it gave. The others: see `rounded_routing`.
     """
-    pairs, scores_TE = decide_pairs(module, topk, None, context), topk.scores_TE
+    pairs, scores_TE = decide_pairs(module, topk, context), topk.scores_TE
     given_TE = torch.zeros_like(scores_TE).scatter(1, topk.topk_ids_TK, weights_TK.to(scores_TE.dtype))
     return rounded_routing(pairs, given_TE, scores_TE, context.config.router, scale)
 

@@ -142,7 +142,7 @@ def capped_routing(
     given_TE = weights_TK.new_zeros(T, E).scatter(1, ids_TK, weights_TK)
     config = config_of(E, K, RouterConfig(), capacity)
     context = call.context(config, ids_TK if call.has_given_experts else None)
-    pairs = decide_pairs(experts, TopK(given_TE, given_TE.detach(), None, ids_TK), None, context)
+    pairs = decide_pairs(experts, TopK(given_TE, given_TE.detach(), None, ids_TK), context)
     return Routing.of(pairs, given_weights(pairs, given_TE), T)
 
 

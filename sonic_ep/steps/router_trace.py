@@ -136,7 +136,7 @@ def traced_route(
         needs_backward=any(kind.needs),
         bias_updates=updates,
     )
-    pairs = pairs_of_one_rank(topk, context, None) if ranks is None else decide_pairs(None, topk, None, context)
+    pairs = pairs_of_one_rank(topk, context, None) if ranks is None else decide_pairs(None, topk, context)
     weights_N, losses = fused_weights_and_losses(operations, logits_TE, topk.scores_TE, pairs, L, config.router)
     for_backward = [logits_TE, pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N]
     for_backward += [] if losses.dshares_BE is None else [losses.dshares_BE]

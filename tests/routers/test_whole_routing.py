@@ -97,10 +97,9 @@ class Case:
 
     def routed(self, topk: TopK) -> dict[str, Tensor]:
         """Every integer and weight of the routing that follows from a choice, and of its lists."""
-        counter_E = torch.zeros(self.config.E, dtype=torch.int64, device=DEVICE)
         context = RoutingContext(config=self.config, group=EPGroup.alone(), dtype=torch.bfloat16, training=True)
         torch.manual_seed(1)  # what stochastic rounding draws
-        chosen = decide_pairs(self, topk, counter_E, context)
+        chosen = decide_pairs(self, topk, context)
         T = self.logits_TE.shape[0]
         weights_N, _ = weights_and_losses(self.logits_TE, topk, chosen, T, self.config.router)
         plan = plan_for(chosen.counts, 0)
@@ -113,7 +112,7 @@ class Case:
         )  # the kernels' lists have spare entries
         counts, handle = chosen.counts, prepared.handle
         return {
-            "counter": counter_E,
+            "chosen_SE": chosen.counts.chosen_SE,
             **{f"counts.{name}": getattr(counts, name) for name in ("chosen_SE", "rows_SE", "pairs_SE", "cut_S", "t")},
             "tokens": chosen.token_ids_N[:N],
             "experts": chosen.expert_ids_N[:N],
@@ -162,7 +161,7 @@ def test_the_better_tokens_stay_though_score_plus_bias_rounds_alike(*, kernels: 
     context = RoutingContext(config=config, group=EPGroup.alone(), dtype=torch.float32, training=True)
     with routing_by(kernels=kernels):
         topk = compute_topk(logits_TE, torch.ones(2, device=DEVICE), 1, config.router)
-        pairs = decide_pairs(object(), topk, None, context)
+        pairs = decide_pairs(object(), topk, context)
     assert [token for token in pairs.token_ids_N.tolist() if token >= 0] == [1, 2]
 
 

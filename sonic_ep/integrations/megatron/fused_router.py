@@ -336,6 +336,6 @@ class RoundedFusedRouter:
         T, config, bias_E = logits_TE.shape[0], self.router.moe_config, self.router.expert_bias
         topk = compute_topk(logits_TE, bias_E, config.K, config.router).with_ids(topk_ids_TK)  # of a replay, perhaps
         context = call.context(config)
-        routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router has its own counter
+        routed_pairs = decide_pairs(self.router, topk, context)  # Megatron's router has its own counter
         weights_N, _ = weights_and_losses(logits_TE, topk, routed_pairs, T, config.router)
         return Routing.of(routed_pairs, weights_N, T)

@@ -67,7 +67,7 @@ class RoundedRouter:
         allowed_TE = self._allowed(logits_TE.detach() if by_logits else ranking_TE)
         topk = TopK(scores_TE, ranking_TE, allowed_TE, ids_TK, routing_map_TE.sum(0))
         context = call.context(self.moe_config)
-        routed_pairs = decide_pairs(self.router, topk, None, context)  # Megatron's router has its own counter
+        routed_pairs = decide_pairs(self.router, topk, context)  # Megatron's router has its own counter
         # The router's probability of a pair outside its top-K is 0.
         scale = self.config.moe_router_topk_scaling_factor or 1
         return rounded_routing(routed_pairs, probs_TE, scores_TE, self.moe_config.router, scale)
