@@ -165,6 +165,13 @@ def test_inductor_and_a_stochastic_checkpoint() -> None:
         assert_same_step(train_step(compiled, model, x), train_step(eager, eager, x), 1e-10)
 
 
+def test_a_compiled_layer_may_run_as_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, asked = MoE(small(LOSSES), seed=0), []
+    monkeypatch.setattr(layer._programs, "outputs", lambda layer, x, **_: asked.append(x.requires_grad))
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(20, 12, requires_grad=True))
+    assert asked == [True]
+
+
 def test_layers_of_one_config_share_a_graph() -> None:
     backend = CompileCounterWithBackend("aot_eager")
     for seed in range(3):
@@ -450,6 +457,18 @@ def test_half_precision_kernels_in_a_graph() -> None:
     x = torch.randn(500, config.d, device="cuda", dtype=torch.bfloat16)
     ours, theirs = (train_step(lambda x, run=run: (*run(x)[:2], []), layer, x) for run in (compiled, layer))
     assert_same_step(ours, theirs, 1e-2)
+
+
+@pytest.mark.gpu
+def test_a_compiled_layer_runs_as_a_program_on_a_gpu() -> None:
+    config = small(LOSSES, RoundingConfig(t=16, G=32), d=64, n=32)
+    layer = MoE(config, seed=0, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (512, 384):
+        x = torch.randn(tokens, config.d, device="cuda", dtype=torch.bfloat16)
+        ours = train_step(lambda x: (*compiled(x)[:2], []), layer, x)
+        assert layer.num_programs
+        assert_same_step(ours, train_step(lambda x: (*layer(x)[:2], []), layer, x), 1e-6)
 
 
 @pytest.mark.gpu
