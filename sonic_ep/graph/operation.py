@@ -6,6 +6,7 @@ memory of its ticket.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import NamedTuple, Self, cast, final
 from weakref import WeakValueDictionary
 
@@ -55,11 +56,13 @@ class _Graph(bytearray):
         return graph
 
     def ticket(self) -> Tensor:
-        _GRAPHS[id(self)] = self
-        return torch.frombuffer(self, dtype=torch.int64).fill_(id(self))  # in the memory of this object
+        number = next(_NUMBERS)  # not an address: a copied ticket must find no later graph
+        _GRAPHS[number] = self
+        return torch.frombuffer(self, dtype=torch.int64).fill_(number)  # in the memory of this object
 
 
 _GRAPHS = WeakValueDictionary[int, _Graph]()
+_NUMBERS = count()
 
 
 @final
@@ -85,8 +88,9 @@ class GraphOperation:
         self, tensors: Sequence[Tensor], needs: Sequence[bool], *constants: object
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
         lasting = _lasting if any(needs) else _same
-        leaves = [lasting(each).detach().requires_grad_(needed) for each, needed in zip(tensors, needs, strict=True)]
         with _autograd(), torch.set_grad_enabled(any(needs)):
+            # In here, so that autograd notices if somebody writes to their memory before backward.
+            leaves = [lasting(each).detach().requires_grad_(n) for each, n in zip(tensors, needs, strict=True)]
             outputs, others, ragged = self._run(leaves, *[tree_map_only(Tensor, lasting, each) for each in constants])
             ticket = _Graph.of(outputs, ragged, leaves).ticket()
         return [each.detach() for each in outputs], [each.detach().clone() for each in others], ticket

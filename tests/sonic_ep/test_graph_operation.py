@@ -50,6 +50,16 @@ def test_backward_of_a_copied_ticket_names_the_cause() -> None:
         y.sum().backward()
 
 
+def test_an_input_that_was_written_to_is_noticed() -> None:
+    layer, x = MoE(small(LOSSES), seed=0), torch.randn(30, 12, requires_grad=True)
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        y = run(x).y
+        with torch.no_grad():
+            x.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 def test_backward_again() -> None:
     layer = MoE(small(LOSSES), seed=0)
     y, aux_loss, _ = torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(30, 12))
