@@ -252,6 +252,18 @@ def test_a_compiled_layer_takes_both() -> None:
     assert layer.router.expert_bias.any()
 
 
+def test_a_compiled_layer_is_recorded() -> None:
+    layer = layer_of(SIGMOID)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for run in (compiled, layer):
+        with record_routing() as record:
+            run(rows(20))
+        assert len(record.of(layer)) == 1
+        assert torch.equal(
+            record.of(layer)[0], layer.router(rows(20), group=layer.group, sequence_length=20).topk.topk_ids_TK
+        )
+
+
 TRANSPORTS = {
     "all_to_all": TransportConfig(kind="all_to_all"),
     "two_hop": TransportConfig(kind="two_hop", ranks_per_host=1),
