@@ -36,7 +36,7 @@ from sonic_ep.async_d2h import AsyncD2H
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.row_exchange import CollectiveTransport, pack_lists, unpack_lists
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.backend import gather_sum, pair_lists, row_starts, sent_rows, token_lists
+from sonic_ep.kernels.backend import allows_spare_capacity, gather_sum, pair_lists, row_starts, sent_rows, token_lists
 from sonic_ep.kernels.dispatch.recv_index.reference import Chunks, RankPlan
 from sonic_ep.kernels.dispatch.send_index.reference import SentRows, TokenLists
 from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
@@ -139,9 +139,12 @@ class TwoHopTransport(CollectiveTransport):
         return self._exchange.bytes_across_hosts
 
     def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
-        sizes, ranks, T = self._exchange.sizes(routing, plan, "the two-hop transport"), self._ranks, routing.num_tokens
+        sent, ranks, T = None, self._ranks, routing.num_tokens
+        if allows_spare_capacity(routing.token_ids_N):
+            sent = sent_rows(routing.token_ids_N, plan.pair_starts_Q, T)  # while the sizes arrive
+        sizes = self._exchange.sizes(routing, plan, "the two-hop transport")
         pairs = pairs_out, pairs_in = sizes.pairs_SQ[ranks.rank], sizes.pairs_in(ranks.rank)
-        sent = sent_rows(routing.token_ids_N[: sum(pairs_out)], plan.pair_starts_Q, T)
+        sent = sent or sent_rows(routing.token_ids_N[: sum(pairs_out)], plan.pair_starts_Q, T)
         is_needed_QT = sent.sent_before.diff().view(ranks.size, T)
         row_in_source_V, weights_V, is_needed_here = self._exchange_lists(routing, sent, is_needed_QT, sizes)
         chunks = ranks.in_order_of_arrival(plan.chunks(sizes.num_rows(ranks.rank), sum(pairs_in)))
@@ -218,7 +221,8 @@ class TwoHopTransport(CollectiveTransport):
         host by host, which ranks of this host need them: (D, tokens of all of them) uint8.
         """
         ranks, D, tokens_S = self._ranks, self._ranks.per_host, sizes.tokens_S
-        packed = pack_lists(sent.row_of_pair_N, routing.weights_N[: sent.row_of_pair_N.shape[0]])
+        num_pairs = sum(sizes.pairs_SQ[ranks.rank])
+        packed = pack_lists(sent.row_of_pair_N[:num_pairs], routing.weights_N[:num_pairs])
         pair_bytes = packed.shape[1] * packed.element_size()
         # A message has two parts: pairs, and flags between ranks of hop 1.
         pairs_out = [pair_bytes * pairs for pairs in sizes.pairs_SQ[ranks.rank]]
