@@ -355,7 +355,7 @@ def _route_in_graph(
         )
     x_TH, *parameters = tensors
     with with_parameters(router, parameters):
-        routed = router(
+        routed = router.forward(  # its hooks are in the graph
             x_TH,
             group=EPGroup.named(group),
             sequence_length=sequence_length,

@@ -158,7 +158,7 @@ class MoE(nn.Module):
 
     @_disable_dynamo
     def _in_eager_mode(self, *given: Tensor | None) -> MoEOutput:
-        return self(*given)
+        return self.forward(*given)
 
     def _in_graph(self, x: Tensor) -> MoEOutput:
         """Calls the layer as one operation of a compiled graph."""
