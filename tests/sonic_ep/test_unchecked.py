@@ -220,13 +220,22 @@ def order(rank: int, folder: str, buffers: Buffers, compiled: Compiled) -> list[
 @pytest.mark.parametrize(
     ("buffers", "order_of_steps"), [("static", ["send", "combine", "read"]), ("exact", ["read", "send", "combine"])]
 )
-@pytest.mark.parametrize("compiled", ["", "router", "layer"])
+@pytest.mark.parametrize("compiled", ["", "layer"])
 def test_reports_are_read_late(
     ranks: Ranks, buffers: Buffers, order_of_steps: list[str], compiled: Compiled, tmp_path: Path
 ) -> None:
     """But in the first step, which allocates what the ranks write to."""
     expected = [["read", "send", "combine"], order_of_steps, order_of_steps]
     assert ranks(2).run(order, str(tmp_path), buffers, compiled) == [expected] * 2
+
+
+@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
+@pytest.mark.parametrize(("buffers", "reads"), [("static", 1), ("exact", 2)])
+def test_a_router_that_is_compiled_alone_reads_its_report_at_once(
+    ranks: Ranks, buffers: Buffers, reads: int, tmp_path: Path
+) -> None:
+    """Exact buffers read sizes again: an operation of a graph passes on none."""
+    assert ranks(2).run(order, str(tmp_path), buffers, "router") == [[["read"] * reads + ["send", "combine"]] * 3] * 2
 
 
 def recomputed(rank: int, folder: str, compiled: Compiled) -> None:
