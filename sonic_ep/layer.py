@@ -157,8 +157,8 @@ class MoE(nn.Module):
         return self._output_of_given(x, routed_experts, padding_mask)
 
     @_disable_dynamo
-    def _in_eager_mode(self, *given: Tensor | None) -> MoEOutput:
-        return self.forward(*given)
+    def _in_eager_mode(self, x: Tensor, *given: Tensor | None) -> MoEOutput:
+        return self.forward(x, *given)
 
     def _in_graph(self, x: Tensor) -> MoEOutput:
         """Calls the layer as one operation of a compiled graph."""
