@@ -30,7 +30,7 @@ from sonic_ep.cli.time_model import (
 )
 
 TOLERANCE = 0.15
-LAYERS = ("router_2_ranks", "compiled_2_ranks", "4_ranks", "tokens_4_ranks", "8_ranks")
+LAYERS = ("router_2_ranks", "4_ranks", "tokens_4_ranks", "8_ranks")
 
 LAUNCHES = "the host has not launched all of a short layer when the device needs it"
 SIZES = "the host waits for sizes of exact buffers; static ones are met"
@@ -42,8 +42,6 @@ SUMS = "the busiest rank has most pairs and most rows; the model adds both up"
 SKEWED = "the model takes the busiest link for the limit; it is 16 to 19 % above"
 
 UNMET_LAYERS = {
-    "compiled_2_ranks qwen3_30b_a3b 8192 symmetric, behind a backlog forward": SIZES,
-    "compiled_2_ranks qwen3_30b_a3b 8192 symmetric, with router forward": SIZES,
     "tokens_4_ranks qwen3_30b_a3b 1024 symmetric, behind a backlog forward": SIZES,
     "tokens_4_ranks qwen3_30b_a3b 1024 symmetric, with router forward": SIZES,
     "tokens_4_ranks qwen3_30b_a3b 1024 symmetric, static, with router forward": LAUNCHES,
@@ -87,7 +85,7 @@ def layers() -> Iterator[tuple[str, float, float]]:
         found = record(f"ep_layer_{name}_h200.json")
         for case in found["cases"]:
             for contestant, times in case["times"].items():
-                if contestant in ("all_to_all", "symmetric", "symmetric, static") or "compiled" in contestant:
+                if contestant in ("all_to_all", "symmetric", "symmetric, static"):
                     continue
                 router = "with router" in contestant
                 config = load_config(case["shape"]).replace(shared_n=0, shared_gate=False)
