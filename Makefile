@@ -23,13 +23,15 @@ RUN := $(VENV)/bin/python
 # The stamp's name carries the content of both files: when that changes, and only then, make installs again.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 PIP := $(RUN) -m pip --disable-pip-version-check install --constraint constraints.txt
+# An environment inside of the first, whose packages it sees, but for its own transformers.
+NEWER := $(VENV)/transformers-5.24.0
 
 # One thread a process: NPROC of them share the cores.
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes of the tests import the same modules: the first one compiles them for all.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-compiled test-exhaustive fuzz cluster-test lint format clean
+.PHONY: train test test-all test-compiled test-parallel-registry test-exhaustive fuzz cluster-test lint format clean
 
 # The first command finds mistakes in ARGS alone, so that they are not printed by every process and the launcher.
 train: $(STAMP)
@@ -42,13 +44,18 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(STAMP)
 	$(RUN) -m pytest $(if $(ARGS),$(ARGS),$(PARALLEL) -m "not slow and not exhaustive")
 
-test-all: $(STAMP) test-compiled
+test-all: $(STAMP) test-compiled test-parallel-registry
 	$(RUN) -m pytest $(PARALLEL) -m "not exhaustive"
 
 # Without a GPU, Triton's kernels are interpreted in the other runs, and what is interpreted cannot be compiled. These
 # tests compile the launches of their own process.
 test-compiled: $(STAMP)
 	TRITON_INTERPRET=0 $(RUN) -m pytest tests/kernels/route/test_router_compile.py tests/kernels/route/test_select_compile.py
+
+# DeepSpeed's AutoEP cannot use the transformers that has expert parallelism.
+test-parallel-registry: $(NEWER)/.installed
+	$(NEWER)/bin/python -m pytest $(PARALLEL) -m "parallel_registry and not exhaustive" \
+		tests/integrations/transformers tests/examples tests/benchmarks
 
 test-exhaustive: $(STAMP)
 	$(RUN) -m pytest -m exhaustive
@@ -98,4 +105,11 @@ $(STAMP):
 		$(PIP) --quiet --no-deps --ignore-requires-python --only-binary=:all: --python-version 3.12 --upgrade \
 			--target "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" megatron-core; }
 	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+$(NEWER)/.installed: $(STAMP)
+	$(PYTHON) -m venv --without-pip $(NEWER)
+	$(RUN) -c 'import sys, sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(NEWER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
+	$(RUN) -m pip --disable-pip-version-check --python $(NEWER)/bin/python install --quiet --no-deps transformers==5.24.0
 	@touch $@

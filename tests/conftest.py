@@ -53,6 +53,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("gpu")
         elif item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False"))
+    of_registry = [item for item in items if item.get_closest_marker("parallel_registry")]
+    if of_registry and not _has_parallel_registry():
+        for item in of_registry:
+            item.add_marker(pytest.mark.skip(reason="transformers before 5.23 has no registry for expert parallelism"))
+
+
+def _has_parallel_registry() -> bool:
+    from sonic_ep.integrations.transformers.register import has_parallel_registry
+
+    return has_parallel_registry()
 
 
 def pytest_runtest_setup() -> None:

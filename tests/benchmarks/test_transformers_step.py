@@ -14,11 +14,8 @@ STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["tiny", "tiny_gpt_oss"])
+@pytest.mark.parallel_registry
 def test_contestants_take_turns_on_equal_weights(shape: str, tmp_path: Path) -> None:
-    from sonic_ep.integrations.transformers.register import has_parallel_registry
-
-    if not has_parallel_registry():
-        pytest.skip("transformers before 5.23 has no registry for expert parallelism")
     out = tmp_path / "out.json"
     sizes = ["--shape", shape, "--layers", "2", "--tokens", "64", "--length", "32", "--rounds", "2"]
     flags = ["--device", "cpu", *sizes, "--seconds", "0.1", "--out", str(out)]

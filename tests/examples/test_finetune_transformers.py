@@ -20,7 +20,6 @@ pytest.importorskip("transformers")
 import finetune_transformers
 from corpus import load_corpus
 from run_folder import read_metrics
-from sonic_ep.integrations.transformers.register import has_parallel_registry
 from tests.examples.conftest import EXAMPLES
 
 SMALL = ("--steps", "6", "--batch", "4", "--seq", "16", "--warmup", "1", "--lr", "0.003")
@@ -40,9 +39,6 @@ torch.save(logits, sys.argv[3])
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="PEFT is not installed")
 needs_accelerate = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="accelerate, which Trainer needs, is not installed"
-)
-needs_registry = pytest.mark.skipif(
-    not has_parallel_registry(), reason="transformers before 5.23 has no registry for expert parallelism"
 )
 
 
@@ -192,7 +188,7 @@ def test_lora(text: Path, tmp_path: Path) -> None:
 
 
 @needs_peft
-@needs_registry
+@pytest.mark.parallel_registry
 @pytest.mark.parametrize("ep_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_lora_in_two_processes_learns_what_it_does_in_one(ep_size: int, text: Path, tmp_path: Path) -> None:
     alone, run, launcher = tmp_path / "alone", tmp_path / "run", torchrun(2)
@@ -218,7 +214,7 @@ def test_lora_under_trainer(text: Path, tmp_path: Path) -> None:
     assert timeless(copy) == timeless(run)
 
 
-@needs_registry
+@pytest.mark.parallel_registry
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_learn_what_one_does(processes: int, plain: Path, text: Path, tmp_path: Path) -> None:
     """Two divide the experts; of four, two hold the same experts, and FSDP2 shards these further."""
@@ -234,7 +230,7 @@ def test_processes_learn_what_one_does(processes: int, plain: Path, text: Path, 
     assert timeless(copy) == timeless(run)
 
 
-@needs_registry
+@pytest.mark.parallel_registry
 @needs_accelerate
 def test_two_processes_under_trainer(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"

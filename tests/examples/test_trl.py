@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("transformers")
 import trl_grpo
 import trl_sft
-from sonic_ep.integrations.transformers.register import has_parallel_registry
 from tests.examples.conftest import EXAMPLES
 
 PAGE = EXAMPLES.parent / "docs" / "trl.md"
@@ -63,9 +62,6 @@ trl_grpo.grpo_trainer = make
 trl_grpo.main(["--steps", "1", "--batch", "16", "--run-dir", sys.argv[1]])
 print(json.dumps(found))
 """
-needs_registry = pytest.mark.skipif(
-    not has_parallel_registry(), reason="transformers before 5.23 has no registry for expert parallelism"
-)
 STEP = re.compile(r"step (\d+): (loss|reward) (\d+\.\d+)")
 Figures = list[tuple[int, str, float]]
 
@@ -128,14 +124,14 @@ def test_one_process_prints_what_the_page_says(command: str, alone: dict[str, li
     check(command, alone[command])
 
 
-@needs_registry
+@pytest.mark.parallel_registry
 @pytest.mark.parametrize("command", SEVERAL)
 def test_several_processes_print_what_the_page_says(command: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     check(command, start(*command.split(), "--run-dir", str(tmp_path / "run")))
 
 
-@needs_registry
+@pytest.mark.parallel_registry
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["--lora --lr 0.02 --steps 10", "--muon --steps 10"])
 def test_several_processes_learn_what_one_does(flags: str, alone: dict[str, list[str]], tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Megatron's RouterReplay under its schedules: micro-batches, stages and recomputations get their own ids."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -29,7 +30,7 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
     "full": FULL,
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
-GROUPS = {"EP2": {"expert": 2}, "PP2": {"pipeline": 2}}
+GROUPS = {"EP2": {"expert": 2}, "PP2 x EP2": {"pipeline": 2, "expert": 2}}
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def one_step(groups: dict[str, int], changes: dict[str, Any], router: Router | N
         spec: Any = get_gpt_layer_local_spec(num_experts=E, normalization="RMSNorm")
         if router is not None:
             spec = use_sonic_ep(spec, SonicEPOptions(router=router))
-        run = Run(config, spec, batch=MICROBATCHES * (2 // groups.get("pipeline", 1)))
+        run = Run(config, spec, batch=MICROBATCHES * groups["expert"])
         assert run.microbatches == MICROBATCHES
         run.forward_step = forward
         step = run.step()
@@ -127,7 +128,7 @@ def test_recorded_ids_repeat_a_step_and_drifted_ones_train_as_megatrons(
     ranks: Ranks, groups: dict[str, int], router: Router
 ) -> None:
     """Recorded ids: bit for bit. Drifted ids: recomputations change no bit, and Megatron's layer has the same step."""
-    for found in ranks(2).run(replayed, groups, router, timeout=900):
+    for found in ranks(math.prod(groups.values())).run(replayed, groups, router, timeout=900):
         assert list(found) == list(RECOMPUTED)
         for repeats, recomputes, ours, stock in found.values():
             assert repeats

@@ -99,14 +99,16 @@ EP, TP, TP_IS_EP = (
 @pytest.mark.parametrize(
     ("model", "ranks", "settings"),
     [
-        pytest.param("deepseek_v3", 2, {"recompute": FullAC.Config(), **EP}, id="full-ac"),
+        pytest.param(
+            "deepseek_v3", 2, {"recompute": FullAC.Config(), **EP}, id="full-ac", marks=pytest.mark.exhaustive
+        ),
         pytest.param("deepseek_v3", 2, {"recompute": SelectiveAC.Config(), **EP}, id="selective-ac"),
-        pytest.param("deepseek_v3", 2, TP, id="tp-without-ep"),
+        pytest.param("deepseek_v3", 2, TP, id="tp-without-ep", marks=pytest.mark.exhaustive),
         pytest.param("deepseek_v3", 2, TP_IS_EP, id="tp-is-ep"),
-        pytest.param("gpt_oss", 1, {}, id="gpt-oss"),
+        pytest.param("gpt_oss", 1, {}, id="gpt-oss", marks=pytest.mark.exhaustive),
         pytest.param("gpt_oss", 2, EP, id="gpt-oss-ep"),
         pytest.param("gpt_oss", 2, TP, id="gpt-oss-tp-without-ep"),
-        pytest.param("gpt_oss", 2, TP_IS_EP, id="gpt-oss-tp-is-ep"),
+        pytest.param("gpt_oss", 2, TP_IS_EP, id="gpt-oss-tp-is-ep", marks=pytest.mark.exhaustive),
     ],
 )
 def test_losses_equal_torchtitans_with(model: str, ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:

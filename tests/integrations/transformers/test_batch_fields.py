@@ -342,11 +342,8 @@ def expert_parallel_steps(rank: int, path: Path) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.parallel_registry
 def test_across_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    from sonic_ep.integrations.transformers.register import has_parallel_registry
-
-    if not has_parallel_registry():
-        pytest.skip("transformers before 5.23 has no registry for expert parallelism")
     model_of("qwen3_moe").save_pretrained(tmp_path)  # type: ignore[operator]
     for seen in ranks(2).run(expert_parallel_steps, tmp_path):
         assert seen["replay"]
@@ -372,13 +369,10 @@ def recorded_under(rank: int, path: Path, layout: Any, implementation: str) -> s
         (2, "sonic_ep", "record_routing with tp_size=2 would record a slice of the batch on each rank; set tp_size=1"),
     ],
 )
+@pytest.mark.parallel_registry
 def test_records_of_parts_are_refused_on_every_rank(
     tp_size: int, implementation: str, message: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    from sonic_ep.integrations.transformers.register import has_parallel_registry
-
-    if not has_parallel_registry():
-        pytest.skip("transformers before 5.23 has no registry for expert parallelism")
     from tests.integrations.transformers.test_expert_parallel import Layout
 
     model_of("qwen3_moe", num_key_value_heads=2).save_pretrained(tmp_path)  # type: ignore[operator]

@@ -11,13 +11,10 @@ from torch import Tensor
 from tests.helpers.launch import RankError, RankPool
 
 pytest.importorskip("transformers")
-from sonic_ep.integrations.transformers.register import has_parallel_registry
-
-if not has_parallel_registry():
-    pytest.skip("transformers before 5.23 has no registry for expert parallelism", allow_module_level=True)
-
 from tests.helpers.hugging_face import batches, loss_of, model_of, quiet
 from tests.helpers.transformers_families import tiny_model
+
+pytestmark = pytest.mark.parallel_registry
 
 Ranks = Callable[[int], RankPool]
 

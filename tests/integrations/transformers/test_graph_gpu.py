@@ -119,10 +119,10 @@ def test_a_step_of_one_gpu(rounding: RoundingConfig | None, tmp_path: Path) -> N
 
 
 @ROUNDINGS
+@pytest.mark.parallel_registry
 @pytest.mark.parametrize("how", DIVIDED)
 def test_a_step_over_two_gpus(how: str, rounding: RoundingConfig | None, gpus: Gpus, tmp_path: Path) -> None:
     """ "experts": no FSDP. "fsdp", "tp": NCCL's collectives are in the graph, too."""
-    _needs_registry()
     for problems, losses in gpus(2).run(replayed, saved_model(tmp_path), how, rounding, timeout=600):
         check(problems, losses)
 
@@ -136,13 +136,6 @@ def waiting(rank: int, path: Path, rounding: RoundingConfig | None) -> None:
 
 
 @ROUNDINGS
+@pytest.mark.parallel_registry
 def test_an_eager_step_never_waits(rounding: RoundingConfig | None, gpus: Gpus, tmp_path: Path) -> None:
-    _needs_registry()
     gpus(2).run(waiting, saved_model(tmp_path), rounding, timeout=600)
-
-
-def _needs_registry() -> None:
-    from sonic_ep.integrations.transformers.register import has_parallel_registry
-
-    if not has_parallel_registry():
-        pytest.skip("transformers before 5.23 has no registry for expert parallelism")

@@ -13,15 +13,12 @@ import torch
 from tests.helpers.launch import run_ranks
 
 pytest.importorskip("transformers")
-from sonic_ep.integrations.transformers.register import has_parallel_registry
-
-if not has_parallel_registry():
-    pytest.skip("transformers before 5.23 has no registry for expert parallelism", allow_module_level=True)
-
 from sonic_ep.integrations.transformers.experts import uses_registry
 from tests.helpers.hugging_face import batches
 from tests.helpers.transformers_families import tiny_model
 from tests.integrations.transformers.test_expert_parallel import Layout, Trained, assert_alike, load, quiet, train
+
+pytestmark = pytest.mark.parallel_registry
 
 STEPS = 10
 # With larger weights rounding errors grow: stock's own experts then differ by more than 1e-5 from each other.
@@ -48,9 +45,13 @@ OTHERS = (
 )
 CASES = [
     *(pytest.param(family, 2, id=f"{family}-2") for family in QUICK),
-    pytest.param("qwen3_moe", 4, id="qwen3_moe-4"),
-    *(pytest.param(family, 2, id=f"{family}-2", marks=pytest.mark.slow) for family in OTHERS),
-    *(pytest.param(family, 4, id=f"{family}-4", marks=pytest.mark.slow) for family in (*QUICK[1:], *OTHERS)),
+    *(pytest.param(family, 4, id=f"{family}-4") for family in ("qwen3_moe", "gpt_oss")),
+    *(pytest.param(family, 2, id=f"{family}-2", marks=pytest.mark.exhaustive) for family in OTHERS),
+    *(
+        pytest.param(family, 4, id=f"{family}-4", marks=pytest.mark.exhaustive)
+        for family in (*QUICK, *OTHERS)
+        if family not in ("qwen3_moe", "gpt_oss")
+    ),
 ]
 
 

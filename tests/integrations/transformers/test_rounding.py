@@ -299,11 +299,8 @@ def trained(rank: int, path: Path, tp_size: int) -> Any:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parallel_registry
 def test_two_ranks(tp_size: int, ranks: Ranks, tmp_path: Path) -> None:
-    from sonic_ep.integrations.transformers.register import has_parallel_registry
-
-    if not has_parallel_registry():
-        pytest.skip("transformers before 5.23 has no registry for expert parallelism")
     model_of("qwen3_moe", num_key_value_heads=2).save_pretrained(tmp_path)  # type: ignore[operator]
     for plain, rounded in ranks(2).run(trained, tmp_path, tp_size):
         assert rounded.losses != plain.losses
@@ -321,10 +318,7 @@ def stock_all_reduce(rank: int, path: Path) -> None:
             round_tokens(model, ROUNDING)
 
 
+@pytest.mark.parallel_registry
 def test_all_reduce_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    from sonic_ep.integrations.transformers.register import has_parallel_registry
-
-    if not has_parallel_registry():
-        pytest.skip("transformers before 5.23 has no registry for expert parallelism")
     model_of("qwen3_moe", num_key_value_heads=2).save_pretrained(tmp_path)  # type: ignore[operator]
     ranks(2).run(stock_all_reduce, tmp_path)

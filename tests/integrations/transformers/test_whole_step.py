@@ -67,11 +67,8 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rounding", [None, ROUNDED], ids=["every pair", "rounded"])
 @pytest.mark.parametrize("how", DIVIDED)
+@pytest.mark.parallel_registry
 def test_a_step_over_two_ranks(how: str, rounding: RoundingConfig | None, ranks: Ranks, tmp_path: Path) -> None:
-    from sonic_ep.integrations.transformers.register import has_parallel_registry
-
-    if not has_parallel_registry():
-        pytest.skip("transformers before 5.23 has no registry for expert parallelism")
     path = saved_model(tmp_path / "model")
     for found in ranks(2).run(steps_of, path, str(tmp_path), how, rounding, timeout=600):
         check(found)
