@@ -189,7 +189,7 @@ def test_lora(text: Path, tmp_path: Path) -> None:
 
 @needs_peft
 @pytest.mark.parallel_registry
-@pytest.mark.parametrize("ep_size", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ep_size", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_lora_in_two_processes_learns_what_it_does_in_one(ep_size: int, text: Path, tmp_path: Path) -> None:
     alone, run, launcher = tmp_path / "alone", tmp_path / "run", torchrun(2)
     finetune(alone, text, "--lora", "--lr", "0.01")
@@ -215,7 +215,7 @@ def test_lora_under_trainer(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parallel_registry
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_processes_learn_what_one_does(processes: int, plain: Path, text: Path, tmp_path: Path) -> None:
     """Two divide the experts; of four, two hold the same experts, and FSDP2 shards these further."""
     run, launcher = tmp_path / "run", torchrun(processes)
