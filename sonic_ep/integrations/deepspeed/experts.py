@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from sonic_ep.integrations.deepspeed.module_experts import ModuleExperts, mark_experts
 from sonic_ep.integrations.deepspeed.template import SUPPORTED, Template, read_template
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
+from sonic_ep.integrations.framework_experts import FrameworkExperts
+from sonic_ep.routing import Routing
+from sonic_ep.steps.experts_step import RunsAs
 
 # Our names -> the template's, in the order of an MLP of two layers.
 NAMES = {"w1": "w1", "bias1": "b1", "w2": "w2", "bias2": "b2"}
@@ -71,22 +73,14 @@ class StackedExperts(nn.Module):
         """Returns the one that the rows must have."""
         return [self.w1.dtype]
 
-    def forward(
-        self, x_TH: Tensor, given: RouterTensors, computes: FrameworkExperts, *, save_dispatched: bool
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Returns `moe` of these experts, (T, H) in the dtype of x, and the other tensors of the route. A collective.
+    def forward(self, x_TH: Tensor, routing: Routing, computes: FrameworkExperts, runs_as: RunsAs | None) -> Tensor:
+        """Returns each token's weighted sum over its experts, (T, H) like x. A collective.
 
         The weights are cast to the dtype of x. computes: them, of the layer.
         """
         values = {name: value.to(x_TH.dtype) for name, value in self.stacked().items()}
         weights = values["w1"], values["w2"], values.get("b1"), values.get("b2")
-        call = ExpertsCall(
-            x_TH=x_TH,
-            routed=given,
-            weights=weights,
-            settings={"activation": self.template.activation, "save_dispatched": save_dispatched},
-        )
-        return computes.with_others(call)
+        return computes(x_TH, routing, weights, runs_as, activation=self.template.activation)
 
     def stacked(self) -> dict[str, Tensor]:
         """Returns the parameters by the template's names, with experts along dim 0."""

@@ -167,10 +167,9 @@ class RoutedExperts(nn.Module):
         x_TH, problem = self._rows(x)
         used_T, used_problem = self._used(used_token, x_TH)
         exchange, problem = self._experts.transport, problem or used_problem
-        x_TH, given = self.gate(x_TH, used_T, problem=problem, group=self.group, exchange=exchange)
-        save_dispatched = self.options.save_dispatched
-        y_TH, (l_aux, counts_E) = self.experts(x_TH, given, self._experts, save_dispatched=save_dispatched)
-        return y_TH.view_as(x), l_aux, counts_E
+        runs_as = None if isinstance(self.experts, ModuleExperts) else self._experts.begin(x_TH)
+        x_TH, routing, l_aux, counts_E = self.gate(x_TH, used_T, problem=problem, group=self.group, exchange=exchange)
+        return self.experts(x_TH, routing, self._experts, runs_as).view_as(x), l_aux, counts_E
 
     def _rows(self, x: object) -> tuple[Tensor, str | None]:
         """Returns x as (T, H) and None, or no rows and what is wrong with x. The gate sends that to the other ranks."""

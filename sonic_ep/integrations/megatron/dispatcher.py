@@ -12,7 +12,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from sonic_ep.integrations.framework_experts import RouterTensors
 from sonic_ep.integrations.megatron.routing_map import PlainPairs
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
 from sonic_ep.routing import Routing
@@ -40,8 +39,8 @@ class NoDispatcher:
         self.routing_map: Tensor | None = None
         self.token_ids_N: Tensor | None = None
         self.counts_E: Tensor | None = None
-        # With rounding, and the padding that it left out.
-        self.rounded: tuple[Routing | RouterTensors, GivenRouting] | None = None
+        # Of a batch that overlaps, with rounding, and the padding that it left out.
+        self.rounded: tuple[Routing, GivenRouting] | None = None
         self.padding_O: Tensor | None = None
         self.problem: str | None = None
         self.is_replayed = False
@@ -98,7 +97,7 @@ class NoDispatcher:
             shared.post_forward_comm()
         return self.own(hidden_states), self.own(probs)
 
-    def pop_routing(self) -> Routing | RouterTensors | PlainPairs | Tensor:
+    def pop_routing(self) -> Routing | PlainPairs | Tensor:
         """Returns what was noted, and forgets it: of rounding, else the pairs, else the map."""
         rounded, routing_map, token_ids_N, counts_E = self.rounded, self.routing_map, self.token_ids_N, self.counts_E
         self.rounded = self.routing_map = self.token_ids_N = self.counts_E = None

@@ -59,9 +59,7 @@ class SonicEP(EPImplementation):
             weights_TK,
             group=self._group,
             transport=self._transport,
-            save_dispatched=self.options.save_dispatched,
-            record_launches=self.options.record_launches,
-            capacity=self.options.rounding,
+            options=self.options,
             own_slice=self._own_slice,
         )
         if self.tp_mesh.size() == 1:
