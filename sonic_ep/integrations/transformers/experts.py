@@ -19,12 +19,12 @@ from sonic_ep.config import RoundingConfig
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.framework_experts import FrameworkExperts
+from sonic_ep.integrations.framework_experts import FrameworkExperts, compute_dtype
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.topk_routing import RouterCall, capped_routing, routing_of_topk
 from sonic_ep.integrations.transformers.activation import activation_of
 from sonic_ep.integrations.transformers.router_outputs import RouterOutputs
-from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weight_dtype, weights_of
+from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weights_of
 from sonic_ep.routers.given_routing import NOT_ROUNDED, NOTHING_GIVEN, GivenRouting, add_to_records, recording
 from sonic_ep.routing import Routing
 from sonic_ep.transports import GroupTransport
@@ -40,33 +40,6 @@ GIVEN, ROUTER_OUTPUTS = "_sonic_ep_given", "_sonic_ep_router_outputs"
 DISPATCHED = "_sonic_ep_dispatched"  # of experts that expert_parallel.py brings their tokens
 
 
-class LocalExperts:
-    """The function for `ExpertsInterface`: the experts that this rank has, on rows that it has."""
-
-    def __init__(self, transport: LocalTransport | GroupTransport, *, record_launches: bool = True) -> None:
-        self._group, self._transport = EPGroup.alone(), transport
-        self._options = SonicEPOptions(record_launches=record_launches)
-
-    def __call__(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns each token's weighted sum over its experts, (T, H) in the dtype of hidden_states.
-
-        Shapes:  hidden_states (T, H); top_k_index (T, K) integers, distinct in each row; top_k_weights (T, K).
-        Ids:     under transformers' expert parallelism, ids of `experts.num_experts` and more are skipped.
-        Raises:  ValueError for experts that we do not compute: see `check`.
-        """
-        is_parallel = getattr(experts, "_is_expert_parallel", False)
-        return compute_experts(
-            experts,
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            group=self._group,
-            transport=self._transport,
-            options=self._options,
-            has_sentinels=is_parallel,
-        )
-
-
 def compute_experts(
     experts: Any,
     x_TH: Tensor,
@@ -76,22 +49,23 @@ def compute_experts(
     group: EPGroup,
     transport: LocalTransport | GroupTransport,
     options: SonicEPOptions,
-    has_sentinels: bool = False,
     own_slice: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Returns each token's weighted sum over its experts, (T, H) in the dtype of x. A collective of `group`.
 
-    experts: the module of transformers. topk_ids_TK: global ids. has_sentinels: see `routing_of_topk`. own_slice:
-    returns this rank's rows of what the router returned. Rounds in training if `round_tokens` was called.
+    Computes in the dtype of autocast, or without it in the weights' dtype. Rounds in training if `round_tokens` was
+    called.
+
+    experts: the module of transformers. x_TH, topk_ids_TK, topk_weights_TK: (T, H), and (T, K) ids, distinct in each
+    row, and weights. own_slice: returns this rank's rows of what the router returned.
     options: its rounding is of mode "off"; the capacity_factor bounds in training how many rows a rank receives, unless
     `round_tokens` was called.
-    Computes in the dtype of autocast, or without it in the weights' dtype.
+
+    Raises ValueError for experts that we do not compute: see `check`.
     """
-    if (problem := problem_with_experts(experts)) is not None:
-        raise ValueError(problem)
+    activation, dtype = checked_activation(experts), compute_dtype(experts.down_proj)
     if recording():
         refuse_stock_dispatch(experts, "record_routing")
-    activation, dtype = activation_of(experts), _compute_dtype(experts, x_TH)
     E, rounding = num_local_experts(experts) * group.size, getattr(experts, TOKEN_ROUNDING, None)
     rounding, capacity = (rounding, options.rounding or _NO_CAPACITY) if experts.training else (None, _NO_CAPACITY)
     routed = [topk_ids_TK, topk_weights_TK]
@@ -114,7 +88,7 @@ def compute_experts(
     w, x = weights_of(experts, dtype), given.take(x_TH).to(dtype)
     weights = w.w1, w.w2_eHI, w.b1_eJ, w.b2_eH
     settings: dict[str, Any] = {"activation": activation, "layout": layout_of(experts), "lora": lora}
-    make_routing = partial(_routing, experts, routed, rounding, capacity, E, call, has_sentinels=has_sentinels)
+    make_routing = partial(_routing, experts, routed, rounding, capacity, E, call)
     if torch.compiler.is_compiling():  # which cannot trace where the objects of `_experts_of` are kept
         settings |= {"transport": transport, "group": group, "save_dispatched": options.save_dispatched}
         out_TH = moe(x, make_routing(), *weights, **settings)
@@ -167,8 +141,6 @@ def _routing(
     capacity: RoundingConfig,
     E: int,
     call: RouterCall,
-    *,
-    has_sentinels: bool,
 ) -> Routing:
     """Returns the routing of what the router returned. A collective. rounding: TokenRounding, or None."""
     ep_size = call.group.size
@@ -181,6 +153,7 @@ def _routing(
     if rounding is not None:
         return rounding.routing(experts, *routed, E=E, call=call)
     if (capacity.capacity_factor or ep_size) >= ep_size:
+        has_sentinels = _has_stock_dispatch(experts)
         return routing_of_topk(*routed, E=E, call=call, has_sentinels=has_sentinels, capacity=capacity)
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -236,7 +209,7 @@ def refuse_stock_dispatch(experts: nn.Module, needed_by: str) -> None:
 
     needed_by: the function of ours that needs all tokens of a rank, with the ids of all experts, for the message.
     """
-    if getattr(experts, "_is_expert_parallel", False) and not hasattr(experts, DISPATCHED):
+    if _has_stock_dispatch(experts):
         raise ValueError(
             f"{needed_by} needs a rank's tokens with the experts of all ranks, and ep_implementation='all_reduce' or "
             "'all_to_all' gives each rank the ids of its own experts alone; build the model with "
@@ -244,27 +217,24 @@ def refuse_stock_dispatch(experts: nn.Module, needed_by: str) -> None:
         )
 
 
-def problem_with_experts(experts: Any) -> str | None:
-    """Returns why we cannot compute a module of experts, apart from its activation, or None."""
+def _has_stock_dispatch(experts: nn.Module) -> bool:
+    return getattr(experts, "_is_expert_parallel", False) and not hasattr(experts, DISPATCHED)
+
+
+def checked_activation(experts: Any) -> str:
+    """Returns the name of the activation. Raises ValueError for a module of experts that we cannot compute."""
     name = type(experts).__name__
     if not uses_registry(experts):
-        return (
+        raise ValueError(
             f"{name} is not of a class with transformers' decorator use_experts_implementation, which tells the layout "
             "of the weights; use experts_implementation='eager' and ep_implementation='all_to_all'"
         )
     if getattr(experts, "has_post_expert_norm", False):
-        return (
+        raise ValueError(
             f"{name} normalises the output of each expert (has_post_expert_norm=True), and the combine sums outputs as "
             "they are; build the model with experts_implementation='grouped_mm'"
         )
-    dtype = weight_dtype(experts)
+    dtype = experts.down_proj.dtype
     if dtype.itemsize < 2:
-        return f"{name} has weights of {dtype}; supported are float32, float64, bfloat16 and float16"
-    return None
-
-
-def _compute_dtype(experts: Any, x_TH: Tensor) -> torch.dtype:
-    device_type = x_TH.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return weight_dtype(experts)
+        raise ValueError(f"{name} has weights of {dtype}; supported are float32, float64, bfloat16 and float16")
+    return activation_of(experts)

@@ -250,7 +250,7 @@ def test_a_copied_module_computes_with_its_own_weights() -> None:
 def test_a_copy_of_weights_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     from sonic_ep.integrations.transformers import weights
 
-    weights._LOGGED.clear()
+    weights._log_once.cache_clear()
     with caplog.at_level(logging.INFO, "sonic_ep.integrations.transformers"):
         for _ in range(2):
             experts_of(transposed=True)(*a_batch())
