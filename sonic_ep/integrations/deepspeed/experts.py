@@ -45,13 +45,14 @@ class StackedExperts(nn.Module):
     def __init__(self, expert: nn.Module, template: Template, num_local_experts: int, group_name: str) -> None:
         super().__init__()
         self.template, self.num_local_experts, self._group_name = template, num_local_experts, group_name
-        values, trained = template.values(expert), template.trained(expert)
+        with torch.enable_grad():  # so that a value requires a gradient if the template's parameters do
+            values = template.values(expert)
         for name, its in NAMES.items():
             parameter = None
             if its in values:
-                value = values[its].detach()
+                value, trained = values[its].detach(), values[its].requires_grad
                 stacked = value.expand(num_local_experts, *value.shape).clone().contiguous()
-                parameter = nn.Parameter(stacked if value.dim() > 1 else stacked.flatten(), trained[its])
+                parameter = nn.Parameter(stacked if value.dim() > 1 else stacked.flatten(), trained)
             self.register_parameter(name, parameter)
         mark_experts(self, group_name)
 
@@ -59,11 +60,6 @@ class StackedExperts(nn.Module):
         super()._apply(fn, recurse)
         mark_experts(self, self._group_name)  # `to_empty` makes new parameters
         return self
-
-    @property
-    def width(self) -> int:
-        """I."""
-        return self.template.width
 
     def describe(self) -> str:
         """Returns text that is equal on two ranks if their experts are."""

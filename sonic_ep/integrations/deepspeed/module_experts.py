@@ -51,11 +51,6 @@ class ModuleExperts(StockExperts):
         mark_experts(self, self._group_name)  # `to_empty` makes new parameters
         return self
 
-    @property
-    def width(self) -> int:
-        """The router's config wants an expert width; no decision depends on it."""
-        return self.hidden_size
-
     def describe(self) -> str:
         """Returns text that is equal on two ranks if their modules and weights are, by type and shape."""
         expert = self.deepspeed_experts[0]

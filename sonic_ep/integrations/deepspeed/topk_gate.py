@@ -45,7 +45,6 @@ class TopKGate(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        width: int,
         E: int,
         k: int,
         *,
@@ -62,7 +61,8 @@ class TopKGate(nn.Module):
             balance_coef=0.0 if k == 2 else 1.0,
             jitter=_JITTER if policy == "Jitter" else 0.0,
         )
-        self.wg = Router(MoEConfig(d=hidden_size, n=width, E=E, K=k, router=router, rounding=rounding or _OFF))
+        # No decision depends on the experts' width n.
+        self.wg = Router(MoEConfig(d=hidden_size, n=1, E=E, K=k, router=router, rounding=rounding or _OFF))
         nn.init.kaiming_uniform_(self.wg.weight, a=math.sqrt(5))  # as nn.Linear, which DeepSpeed uses
 
     def forward(
@@ -89,12 +89,6 @@ class TopKGate(nn.Module):
         route = self._outside_graphs if torch.compiler.is_compiling() else self._route
         return route(x_TH, used_T, group, problem, exchange)
 
-    @_disable_dynamo  # graphs choose by the logits alone
-    def _outside_graphs(
-        self, x_TH: Tensor, used_T: Tensor | None, group: EPGroup, problem: str | None, exchange: Exchange | None
-    ) -> Results:
-        return self._route(x_TH, used_T, group, problem, exchange)
-
     def _route(
         self, x_TH: Tensor, used_T: Tensor | None, group: EPGroup, problem: str | None, exchange: Exchange | None
     ) -> Results:
@@ -110,6 +104,8 @@ class TopKGate(nn.Module):
         topk = self._sampled(logits_TE) if self._samples_now else None
         routed = route(self.wg, x_TH, logits_TE, None, context, sequence_length=x_TH.shape[0], topk=topk)
         return self._results(routed, used_T)
+
+    _outside_graphs = _disable_dynamo(_route)  # graphs choose by the logits alone
 
     def _results(self, routed: Routed, used_T: Tensor | None) -> Results:
         routing, l_aux, counts_E = routed.routing, routed.aux_loss, routed.topk.counts_E()
