@@ -23,8 +23,8 @@ class NoDispatcher:
 
     copies: whether the steps return copies. The schedule of overlapping batches frees the memory of what it hands to a
     step, which Megatron's dispatchers have sent or permuted by then, and which here the next step reads.
-    shared_experts: a SharedExpertMLP that overlaps, or None. drop_and_pad: inference sets it in every layer's
-    dispatcher; the router reads the config's instead.
+    shared_experts: a SharedExpertMLP that overlaps, which `token_dispatch` starts, or None. drop_and_pad: inference
+    sets it in every layer's dispatcher; the router reads the config's instead.
     padding_O: bool, True for padding, or None. problem: of this rank with its mask or with the ids of a replay, or
     None. is_replayed: whether the router took ids of a replay.
     """
@@ -46,10 +46,6 @@ class NoDispatcher:
         self.is_replayed = False
         # Overlapped batches set probabilities here, for DeepEP's and HybridEP's buffers.
         self._comm_manager = SimpleNamespace(get_number_of_tokens_per_expert=lambda: None)
-
-    def set_shared_experts(self, shared_experts: Any) -> None:
-        """Registers a shared expert, to be started by `token_dispatch`."""
-        self.shared_experts = shared_experts
 
     def note_padding(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor | None:
         """Returns the mask for the router, (s, b) bool like `padding_mask`: None if it is not of these (s, b, h)."""

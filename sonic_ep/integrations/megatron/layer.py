@@ -109,7 +109,7 @@ class SonicEPMoELayer(MoELayer):
                 name=_named(name, "shared_experts"),
             )
             if self.shared_expert_overlap:
-                self.token_dispatcher.set_shared_experts(self.shared_experts)
+                self.token_dispatcher.shared_experts = self.shared_experts
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
