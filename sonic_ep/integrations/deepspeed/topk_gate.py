@@ -82,11 +82,12 @@ class TopKGate(nn.Module):
         with weight zero, so that the host need not know the number of unused tokens.
         problem, exchange: see `Router.forward`, also for errors.
         """
-        if torch.compiler.is_compiling() and not self._samples_now:
+        compiles = torch.compiler.is_compiling()
+        if compiles and not self._samples_now and not self._has_own_loss(used_T):
             T = x_TH.shape[0]
             routed = self.wg(x_TH, group=group, sequence_length=T, problem=problem, exchange=exchange)
             return self._results(routed, used_T)
-        route = self._outside_graphs if torch.compiler.is_compiling() else self._route
+        route = self._outside_graphs if compiles else self._route
         return route(x_TH, used_T, group, problem, exchange)
 
     def _route(
@@ -105,16 +106,21 @@ class TopKGate(nn.Module):
         routed = route(self.wg, x_TH, logits_TE, None, context, sequence_length=x_TH.shape[0], topk=topk)
         return self._results(routed, used_T)
 
-    _outside_graphs = _disable_dynamo(_route)  # graphs choose by the logits alone
+    # The router's operation in a graph chooses by the logits alone, and has no gradient of the scores.
+    _outside_graphs = _disable_dynamo(_route)
 
     def _results(self, routed: Routed, used_T: Tensor | None) -> Results:
         routing, l_aux, counts_E = routed.routing, routed.aux_loss, routed.topk.counts_E()
         if used_T is not None:
             routing = _of_used(routing, used_T)
             counts_E = _first_experts(routed, used_T)
-        if used_T is not None or self.k == 2:
+        if self._has_own_loss(used_T):
             l_aux = _loss(routed, _first_experts(routed, used_T))
         return routed.x_TH, routing, l_aux, counts_E
+
+    def _has_own_loss(self, used_T: Tensor | None) -> bool:
+        """Returns True if l_aux is `_loss`, of the first experts of used tokens, in place of the router's own."""
+        return used_T is not None or self.k == 2
 
     @property
     def _samples_now(self) -> bool:
