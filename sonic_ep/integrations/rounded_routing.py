@@ -8,39 +8,32 @@ Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank
 import torch
 from torch import Tensor
 
-from sonic_ep.config import RouterConfig
 from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK
-from sonic_ep.routing import PairLists, RoutedPairs, Routing
-
-
-def rounded_topk(
-    module: object, topk: TopK, weights_TK: Tensor, context: RoutingContext, scale: float = 1.0
-) -> Routing:
-    """Rounds the top-K of a framework's router, and returns the routing. A collective; see `decide_pairs`.
-
-    module: of the experts, for replay under activation checkpointing. topk, weights_TK: (T, K) what the router chose,
-    and the weights that it gave. The others: see `rounded_routing`.
-    """
-    pairs, scores_TE = decide_pairs(module, topk, context), topk.scores_TE
-    given_TE = torch.zeros_like(scores_TE).scatter(1, topk.topk_ids_TK, weights_TK.to(scores_TE.dtype))
-    return rounded_routing(pairs, given_TE, scores_TE, context.config.router, scale)
+from sonic_ep.routing import PairLists, Routing
 
 
 def rounded_routing(
-    routed_pairs: RoutedPairs, given_TE: Tensor, scores_TE: Tensor, config: RouterConfig, scale: float
+    module: object, topk: TopK, given_TE: Tensor, context: RoutingContext, scale: float = 1.0
 ) -> Routing:
-    """Returns the routing of pairs that rounding left and added, differentiable in weights and scores.
+    """Rounds the top-K of a framework's router, and returns the routing. A collective; see `decide_pairs`.
 
-    given_TE: (T, E) weights of the router, which top-K pairs have; zero outside of the top-K. scores_TE: (T, E) fp32 or
-    fp64. config, scale: how an added pair gets its weight, see `weights_of_pairs`; the result is multiplied by scale.
+    Differentiable in weights and scores. module: of the experts, for replay under activation checkpointing. topk: what
+    the router chose, of scores in fp32 or fp64. given_TE: the weights that it gave, see `spread`. scale: factor on the
+    weight of an added pair, which the config of `context` makes of its score, see `weights_of_pairs`.
     """
-    T, pairs = scores_TE.shape[0], routed_pairs
+    pairs, scores_TE = decide_pairs(module, topk, context), topk.scores_TE
     weights_N = given_weights(pairs, given_TE).to(scores_TE.dtype)
     lists = pairs.token_ids_N, pairs.expert_ids_N, pairs.chosen_N
-    added_N = scale * weights_of_pairs(scores_TE, pairs.topk_ids_TK, *lists, config)
-    return Routing.of(pairs, weights_N.where(pairs.chosen_N, added_N), T)
+    added_N = scale * weights_of_pairs(scores_TE, pairs.topk_ids_TK, *lists, context.config.router)
+    return Routing.of(pairs, weights_N.where(pairs.chosen_N, added_N), scores_TE.shape[0])
+
+
+def spread(weights_TK: Tensor, topk_ids_TK: Tensor, E: int) -> Tensor:
+    """Returns the weights of top-K pairs as (T, E), in fp32 at least: zero outside of the top-K. Differentiable."""
+    weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
+    return weights_TK.new_zeros(weights_TK.shape[0], E).scatter(1, topk_ids_TK, weights_TK)
 
 
 def given_weights(pairs: PairLists, given_TE: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.integrations.rounded_routing import given_weights
+from sonic_ep.integrations.rounded_routing import given_weights, spread
 from sonic_ep.kernels.backend import allows_spare_capacity, chosen_pairs
 from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.count_exchange import RankStatus, gather_counts
@@ -138,8 +138,7 @@ def capped_routing(
     experts: their module, for replay under activation checkpointing. capacity: of mode "off", with a capacity_factor.
     """
     (T, K), ids_TK = topk_ids_TK.shape, topk_ids_TK.long()
-    weights_TK = topk_weights_TK.to(torch.promote_types(topk_weights_TK.dtype, torch.float32))
-    given_TE = weights_TK.new_zeros(T, E).scatter(1, ids_TK, weights_TK)
+    given_TE = spread(topk_weights_TK, ids_TK, E)
     config = config_of(E, K, RouterConfig(), capacity)
     context = call.context(config, ids_TK if call.has_given_experts else None)
     pairs = decide_pairs(experts, TopK(given_TE, given_TE.detach(), None, ids_TK), context)

@@ -115,20 +115,8 @@ def loss_of(engine: Any, x: Tensor) -> Tensor:
     return (y.float() - x.float().roll(1, -1)).square().mean() + AUX_WEIGHT * l_aux
 
 
-def noted_routings(router: nn.Module) -> list[Any]:
-    """A list that gets the routing of every step of a layer's gate or router."""
+def noted_routings(experts: nn.Module) -> list[Any]:
+    """A list that gets the routing of every step of a layer's experts."""
     routings: list[Any] = []
-
-    def noted(_: Any, __: Any, output: Any) -> Any:
-        given = output[1] if isinstance(output[0], Tensor) else output
-
-        def route(*tensors: Tensor) -> Any:
-            routing, others = given.route(*tensors)
-            routings.append(routing)
-            return routing, others
-
-        changed = given._replace(route=route)
-        return changed if given is output else (output[0], changed)
-
-    router.register_forward_hook(noted)
+    experts.register_forward_pre_hook(lambda _, given: routings.append(given[1]))
     return routings

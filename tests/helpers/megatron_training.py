@@ -332,16 +332,10 @@ def forward_step(
 
 def note_routings(layer: Any, routings: list[Any]) -> None:
     """Adds the routing of each forward of a layer that rounds to a list."""
-    rounded = layer.rounded_router
-    output = rounded.output
+    rounded_routing = layer.rounded_routing
 
     def noted(*results: Any) -> Any:
-        routed = output(*results)
+        routings.append(rounded_routing(*results))
+        return routings[-1]
 
-        def route(*tensors: Tensor) -> Any:
-            routings.append(routed.route(*tensors))
-            return routings[-1]
-
-        return routed._replace(route=route)
-
-    rounded.output = noted
+    layer.rounded_routing = noted

@@ -2,15 +2,14 @@
 
 import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from sonic_ep import EPGroup, TransportConfig
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
+from sonic_ep.integrations.framework_experts import FrameworkExperts
 from sonic_ep.integrations.topk_routing import RouterCall, routing_of_topk
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.transports import transport_for
@@ -33,6 +32,14 @@ CODE = ("separate",)  # up may lie in front of gate, where kernels cannot read b
 LEANS = [0, 0, 0, 0, 3, 0, 3, 3, 0]  # of a step: how much all tokens prefer the same experts
 
 
+class Step(NamedTuple):
+    """What a framework's router returned in a step, and the rows."""
+
+    x_TH: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+
 class Layer:
     """Weights of experts, with main_grad if asked for, and what a framework's router returns in a step.
 
@@ -49,10 +56,9 @@ class Layer:
         lora: bool = False,
         split: str | None = None,
         layout: str = "interleaved",
-        save_dispatched: bool = False,
     ) -> None:
         self.group, self.device, self.main_grad, self.split = group, device, main_grad, split
-        self.layout, self.save_dispatched = layout, save_dispatched
+        self.layout = layout
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float64
         self.transport = transport_for(group, TransportConfig())
         e, generator = E // group.size, torch.Generator().manual_seed(group.rank)
@@ -81,36 +87,37 @@ class Layer:
         self.hooks_called += 1
         param.grad = None
 
-    def call(self, step: int, lean: float, num_tokens: int = T) -> ExpertsCall:
+    def step(self, step: int, lean: float, num_tokens: int = T) -> Step:
         generator = torch.Generator().manual_seed(2 * step + self.group.rank)
         scores_TE = torch.randn(num_tokens, E, generator=generator) + lean * torch.linspace(0, 2, E)
         weights_TK, ids_TK = (each.to(self.device) for each in scores_TE.softmax(1).topk(K))
         x_TH = torch.randn(num_tokens, D, generator=generator).to(self.device, self.dtype)
+        return Step(x_TH.requires_grad_(), ids_TK, weights_TK.requires_grad_())
+
+    def compute(self, experts: FrameworkExperts, step: Step) -> Tensor:
         router_call = RouterCall(group=self.group, exchange=self.transport, dtype=self.dtype, training=True)
-        route = partial(routing_of_topk, E=E, call=router_call)
         biases: Any = [None, None] if self.split else [*self.weights[2:], None, None][:2]
-        return ExpertsCall(
-            x_TH=x_TH.requires_grad_(),
-            routed=RouterTensors([ids_TK, weights_TK.requires_grad_()], route),
-            weights=(self.weights[0], self.weights[1], *biases),
+        runs_as = experts.begin(step.x_TH)
+        return experts(
+            step.x_TH,
+            routing_of_topk(step.ids_TK, step.weights_TK, E=E, call=router_call),
+            (self.weights[0], self.weights[1], *biases),
+            runs_as,
             up_eIH=self.weights[2] if self.split else None,
             lora=ExpertsLoRA(*self.updates) if self.updates else None,
-            settings={
-                "accumulate_into_main_grad": self.main_grad,
-                "layout": self.layout,
-                "save_dispatched": self.save_dispatched,
-            },
+            accumulate_into_main_grad=self.main_grad,
+            layout=self.layout,
         )
 
-    def run(self, compute: Callable[[ExpertsCall], Tensor], call: ExpertsCall) -> list[Tensor]:
+    def run(self, experts: FrameworkExperts, step: Step) -> list[Tensor]:
         """Output and all gradients of a step, in memory that was NaN before."""
         if self.device == "cuda":
             torch.full((20_000_000,), float("nan"), device="cuda")
         for weight in (*self.weights, *self.updates):
             weight.grad = None
-        y = compute(call)
+        y = self.compute(experts, step)
         (y * y).sum().backward()
-        found = [y.detach(), call.x_TH.grad, call.routed.tensors[1].grad]
+        found = [y.detach(), step.x_TH.grad, step.weights_TK.grad]
         for index, weight in enumerate(self.weights):
             added = self.main_grad and index < 2
             found.append(weight.main_grad if added else weight.grad)  # type: ignore[attr-defined]
@@ -122,13 +129,18 @@ class Layer:
 def differing(rank: int, device: str, options: dict[str, Any]) -> tuple[list[str], int]:
     """Steps in which programs differ from the code, and the number of programs."""
     group = EPGroup() if torch.distributed.is_initialized() else EPGroup.alone()
+    options = {**options}
+    saves = options.pop("save_dispatched", False)
     layers = [Layer(group, device, **options) for _ in range(2)]
-    experts, code = (FrameworkExperts(group, layers[0].transport, K, as_programs=runs) for runs in (True, False))
+    experts, code = (
+        FrameworkExperts(group, layers[0].transport, K, save_dispatched=saves, as_programs=runs)
+        for runs in (True, False)
+    )
     wrong = []
     for step, lean in enumerate(LEANS):
         num_tokens = T - 50 * (step % 3)
-        program = layers[0].run(experts, layers[0].call(step, lean, num_tokens))
-        expected = layers[1].run(code, layers[1].call(step, lean, num_tokens))
+        program = layers[0].run(experts, layers[0].step(step, lean, num_tokens))
+        expected = layers[1].run(code, layers[1].step(step, lean, num_tokens))
         pairs = zip(program, expected, strict=True)
         wrong += [f"{step} {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
     assert [layer.hooks_called for layer in layers] == [2 * len(LEANS) * layers[0].main_grad] * 2
@@ -164,8 +176,8 @@ def test_main_grads_of_another_dtype(device: str) -> None:
             for param in layer.weights[:2]:
                 param.main_grad = torch.zeros_like(param, dtype=dtype)  # type: ignore[attr-defined]
         for step in range(4):
-            program = layers[0].run(experts, layers[0].call(step, 0))
-            expected = layers[1].run(code, layers[1].call(step, 0))
+            program = layers[0].run(experts, layers[0].step(step, 0))
+            expected = layers[1].run(code, layers[1].step(step, 0))
             assert [torch.equal(*pair) for pair in zip(program, expected, strict=True)] == [True] * len(expected)
 
 

@@ -6,14 +6,18 @@ docs/deepspeed_autoep.md shows this table. A field that DeepSpeed adds must be a
 import dataclasses
 
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig, MoELayerSpec
+from deepspeed.moe.ep_experts import apply_expert_activation
+from torch import Tensor
 
 from sonic_ep.config import MAX_E, MAX_K, MoEConfig, RoundingConfig, RouterConfig
+from sonic_ep.integrations.activation import activation_like
 from sonic_ep.integrations.fields import Field, check_field, honoured, markdown, warn_of, without_effect
 from sonic_ep.integrations.options import SonicEPOptions
 
 _DETECTION = "by AutoEP, which finds the blocks and copies their weights"
 _GEMM = "which grouped GEMM AutoEP would run"
 _DEEPEP = "of the DeepEP backend"
+_ACTIVATIONS = "swiglu, geglu_tanh, swiglu_clamped (limit 10 or 7), swiglu_oai (alpha 1.702, limit 7)"
 
 
 def _refused(name: str, only: object, why: str) -> Field:
@@ -43,9 +47,7 @@ FIELDS: tuple[Field, ...] = (
     *honoured("the K scores divided by their sum", "route_norm"),
     *honoured("factor on every combine weight", "route_scale", "routed_scaling_factor"),
     *honoured("groups scored by their two best experts", "num_expert_groups", "num_limited_groups"),
-    *honoured(
-        "swiglu, geglu_tanh, swiglu_clamped (limit 10 or 7), swiglu_oai (alpha 1.702, limit 7)", "expert_activation"
-    ),
+    *honoured(_ACTIVATIONS, "expert_activation"),
     Field(
         "score_apply",
         "refused",
@@ -66,13 +68,6 @@ FIELDS: tuple[Field, ...] = (
     *without_effect(_DEEPEP, row_weighting_impl="auto", comm_num_sm=12, comm_qp_margin=4, comm_max_tokens_per_rank=0),
     *without_effect("of expert and tensor parallelism together", validate_folding_routing=False),
 )
-
-_ACTIVATIONS = {
-    "swiglu": "swiglu",
-    "geglu_tanh": "geglu",
-    "swiglu_clamped": "swiglu_clamped",
-    "swiglu_oai": "swiglu_oai",
-}
 
 
 def table() -> list[str]:
@@ -104,16 +99,19 @@ def check(spec: MoELayerSpec, config: AutoEPConfig) -> None:
 
 def activation_of(spec: MoELayerSpec) -> str:
     """Returns the name of the experts' activation here. Raises ValueError if there is none."""
-    name, alpha, limit = spec.expert_activation, spec.expert_activation_alpha, spec.expert_activation_limit
-    if name == "swiglu_clamped" and limit == 7:
-        return "swiglu_clamped_7"
-    wrong = (name == "swiglu_clamped" and limit != 10) or (name == "swiglu_oai" and (alpha, limit) != (1.702, 7))
-    if wrong or name not in _ACTIVATIONS:
+    settings = spec.expert_activation, spec.expert_activation_alpha, spec.expert_activation_limit
+
+    def theirs(h_PJ: Tensor) -> object:
+        return apply_expert_activation(h_PJ[:, ::2], h_PJ[:, 1::2], *settings, fused=False)
+
+    name = activation_like(theirs, gated=True)
+    if name is None:
+        activation, alpha, limit = settings
         raise ValueError(
-            f"expert_activation={name!r} with alpha {alpha}, limit {limit} has no kernel here; supported are "
-            f"{', '.join(_ACTIVATIONS)}, with limit 10 or 7 for swiglu_clamped, alpha 1.702 and limit 7 for swiglu_oai"
+            f"expert_activation={activation!r} with alpha {alpha}, limit {limit} has no kernel here; supported are "
+            f"{_ACTIVATIONS}"
         )
-    return _ACTIVATIONS[name]
+    return name
 
 
 def config_of(spec: MoELayerSpec, config: AutoEPConfig, options: SonicEPOptions) -> MoEConfig:

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.deepspeed.autoep_fields import activation_of, check, config_of
 from sonic_ep.integrations.deepspeed.autoep_router import SonicEPRouter
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
+from sonic_ep.integrations.framework_experts import FrameworkExperts
 from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.routing import Routing
+from sonic_ep.steps.experts_step import RunsAs
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -47,8 +49,9 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
     ) -> None:
         check(spec, config)
         super().__init__(spec, source_module, ep_size, ep_rank, config, deepep_scope)
+        self.options = options
         self._replace(self.router, SonicEPRouter).bind(config_of(spec, config, options))
-        self._replace(self.experts, SonicEPGroupedExperts).bind(activation_of(spec), options)
+        self._replace(self.experts, SonicEPGroupedExperts).our_activation = activation_of(spec)
         self._use_group(EPGroup.alone())
 
     def _replace(self, stock: nn.Module, ours: type[Module]) -> Module:
@@ -79,16 +82,17 @@ class SonicEPAutoEPLayer(AutoEPMoELayer):
         self._use_group(EPGroup(self.ep_group) if self.ep_size > 1 else EPGroup.alone())
 
     def _use_group(self, group: EPGroup) -> None:
-        self.ep, self._experts = group, FrameworkExperts.of(group, self.experts.options, self.top_k)
+        self.ep, self._experts = group, FrameworkExperts.of(group, self.options, self.top_k)
 
     def _forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         H = hidden_states.shape[-1]
         x_TH = hidden_states.reshape(-1, H)
-        given = self.router(x_TH, self.ep, self._experts.transport)
-        out_TH, (counts_E,) = self.experts(x_TH, given, self._experts)
-        output = out_TH.view_as(hidden_states)
+        logits_TE, bias_E = self.router(x_TH)
+        runs_as = self._experts.begin(x_TH)
+        routed = self.router.route(logits_TE, bias_E, x_TH, self.ep, self._experts.transport)
+        output = self.experts(x_TH, routed.routing, self._experts, runs_as).view_as(hidden_states)
         with torch.no_grad():
-            self.tokens_per_expert.add_(counts_E)  # after `moe`, which raises if any rank has a problem
+            self.tokens_per_expert.add_(routed.topk.counts_E())  # after `moe`, which raises if any rank has a problem
         return self._finalize_output(output, x_TH, hidden_states, H)
 
 
@@ -99,22 +103,12 @@ class SonicEPGroupedExperts(GroupedExperts):
     because ZeRO gathers and frees them around the forward of their module.
     """
 
-    def bind(self, our_activation: str, options: SonicEPOptions) -> None:
-        self.our_activation, self.options = our_activation, options
+    our_activation: str
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x_TH: Tensor, given: RouterTensors, computes: FrameworkExperts
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Returns each token's weighted sum over its experts, (T, H) like x, and the other tensors of the route.
-
-        A collective of the EP group.
-        """
+        self, x_TH: Tensor, routing: Routing, computes: FrameworkExperts, runs_as: RunsAs | None
+    ) -> Tensor:
+        """Returns each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
         gate_eIH, up_eIH, down_eHI = (weight.to(x_TH.dtype) for weight in (self.w1, self.w3, self.w2))
-        call = ExpertsCall(
-            x_TH=x_TH,
-            routed=given,
-            weights=(gate_eIH, down_eHI, None, None),
-            up_eIH=up_eIH,
-            settings={"activation": self.our_activation, "save_dispatched": self.options.save_dispatched},
-        )
-        return computes.with_others(call)
+        weights = gate_eIH, down_eHI, None, None
+        return computes(x_TH, routing, weights, runs_as, up_eIH=up_eIH, activation=self.our_activation)

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from sonic_ep.integrations.deepspeed.module_experts import ModuleExperts, mark_experts
 from sonic_ep.integrations.deepspeed.template import SUPPORTED, Template, read_template
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
+from sonic_ep.integrations.framework_experts import FrameworkExperts
+from sonic_ep.routing import Routing
+from sonic_ep.steps.experts_step import RunsAs
 
 # Our names -> the template's, in the order of an MLP of two layers.
 NAMES = {"w1": "w1", "bias1": "b1", "w2": "w2", "bias2": "b2"}
@@ -43,13 +45,14 @@ class StackedExperts(nn.Module):
     def __init__(self, expert: nn.Module, template: Template, num_local_experts: int, group_name: str) -> None:
         super().__init__()
         self.template, self.num_local_experts, self._group_name = template, num_local_experts, group_name
-        values, trained = template.values(expert), template.trained(expert)
+        with torch.enable_grad():  # so that a value requires a gradient if the template's parameters do
+            values = template.values(expert)
         for name, its in NAMES.items():
             parameter = None
             if its in values:
-                value = values[its].detach()
+                value, trained = values[its].detach(), values[its].requires_grad
                 stacked = value.expand(num_local_experts, *value.shape).clone().contiguous()
-                parameter = nn.Parameter(stacked if value.dim() > 1 else stacked.flatten(), trained[its])
+                parameter = nn.Parameter(stacked if value.dim() > 1 else stacked.flatten(), trained)
             self.register_parameter(name, parameter)
         mark_experts(self, group_name)
 
@@ -57,11 +60,6 @@ class StackedExperts(nn.Module):
         super()._apply(fn, recurse)
         mark_experts(self, self._group_name)  # `to_empty` makes new parameters
         return self
-
-    @property
-    def width(self) -> int:
-        """I."""
-        return self.template.width
 
     def describe(self) -> str:
         """Returns text that is equal on two ranks if their experts are."""
@@ -71,22 +69,14 @@ class StackedExperts(nn.Module):
         """Returns the one that the rows must have."""
         return [self.w1.dtype]
 
-    def forward(
-        self, x_TH: Tensor, given: RouterTensors, computes: FrameworkExperts, *, save_dispatched: bool
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Returns `moe` of these experts, (T, H) in the dtype of x, and the other tensors of the route. A collective.
+    def forward(self, x_TH: Tensor, routing: Routing, computes: FrameworkExperts, runs_as: RunsAs | None) -> Tensor:
+        """Returns each token's weighted sum over its experts, (T, H) like x. A collective.
 
         The weights are cast to the dtype of x. computes: them, of the layer.
         """
         values = {name: value.to(x_TH.dtype) for name, value in self.stacked().items()}
         weights = values["w1"], values["w2"], values.get("b1"), values.get("b2")
-        call = ExpertsCall(
-            x_TH=x_TH,
-            routed=given,
-            weights=weights,
-            settings={"activation": self.template.activation, "save_dispatched": save_dispatched},
-        )
-        return computes.with_others(call)
+        return computes(x_TH, routing, weights, runs_as, activation=self.template.activation)
 
     def stacked(self) -> dict[str, Tensor]:
         """Returns the parameters by the template's names, with experts along dim 0."""

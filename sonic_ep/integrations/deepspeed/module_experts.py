@@ -24,7 +24,7 @@ from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import DispatchHandle, Transport
 from sonic_ep.first_order import Context, first_order
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.framework_experts import FrameworkExperts, RouterTensors
+from sonic_ep.integrations.framework_experts import FrameworkExperts
 from sonic_ep.routing import Routing
 
 
@@ -51,11 +51,6 @@ class ModuleExperts(StockExperts):
         mark_experts(self, self._group_name)  # `to_empty` makes new parameters
         return self
 
-    @property
-    def width(self) -> int:
-        """The router's config wants an expert width; no decision depends on it."""
-        return self.hidden_size
-
     def describe(self) -> str:
         """Returns text that is equal on two ranks if their modules and weights are, by type and shape."""
         expert = self.deepspeed_experts[0]
@@ -67,22 +62,17 @@ class ModuleExperts(StockExperts):
         return list(dict.fromkeys(each.dtype for each in self.parameters() if each.is_floating_point()))
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x_TH: Tensor, given: RouterTensors, computes: FrameworkExperts, *, save_dispatched: bool
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Returns the weighted sum of each token's experts, (T, H) in the dtype of x, and the other tensors of the
-        route. A collective.
+        self, x_TH: Tensor, routing: Routing, computes: FrameworkExperts, _: None
+    ) -> Tensor:
+        """Returns each token's weighted sum over its experts, (T, H) in the dtype of x. A collective.
 
-        computes: tells transport and group. save_dispatched: has no effect, because the modules
-        save their rows.
-
-        Raises ValueError if a module returns another shape than (rows, H).
+        computes: tells transport and group. Raises ValueError if a module returns another shape than (rows, H).
         """
-        routing, others = given.routing()
         transport, group = computes.transport, computes.group
         weights_N = routing.weights_N.to(torch.promote_types(routing.weights_N.dtype, torch.float32))
         step = _Step.prepare(x_TH, replace(routing, weights_N=weights_N.detach()), transport, group)
         y_PH = self._outputs(_ToExperts.apply(x_TH, step), step)
-        return _FromExperts.apply(y_PH, weights_N, step), others
+        return _FromExperts.apply(y_PH, weights_N, step)
 
     def _outputs(self, x_PH: Tensor, step: "_Step") -> Tensor:
         outputs = []

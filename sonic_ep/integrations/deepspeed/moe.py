@@ -73,7 +73,6 @@ class MoE(StockMoE):
         )
         gate = TopKGate(
             hidden_size,
-            experts.width,
             num_experts,
             k,
             policy=noisy_gate_policy,
@@ -150,13 +149,8 @@ class RoutedExperts(nn.Module):
         self.group, self._experts = group, FrameworkExperts.of(group, self.options, self.gate.k)
 
     def forward(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        if isinstance(self.experts, ModuleExperts):
-            return self._outside_graphs(x, used_token)
-        return self._routed(x, used_token)
-
-    @_disable_dynamo  # modules compute on numbers of rows that only the host knows
-    def _outside_graphs(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self._routed(x, used_token)
+        compute = self._outside_graphs if isinstance(self.experts, ModuleExperts) else self._routed
+        return compute(x, used_token)
 
     def _routed(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.group is None or self._experts is None:
@@ -167,10 +161,11 @@ class RoutedExperts(nn.Module):
         x_TH, problem = self._rows(x)
         used_T, used_problem = self._used(used_token, x_TH)
         exchange, problem = self._experts.transport, problem or used_problem
-        x_TH, given = self.gate(x_TH, used_T, problem=problem, group=self.group, exchange=exchange)
-        save_dispatched = self.options.save_dispatched
-        y_TH, (l_aux, counts_E) = self.experts(x_TH, given, self._experts, save_dispatched=save_dispatched)
-        return y_TH.view_as(x), l_aux, counts_E
+        runs_as = None if isinstance(self.experts, ModuleExperts) else self._experts.begin(x_TH)
+        x_TH, routing, l_aux, counts_E = self.gate(x_TH, used_T, problem=problem, group=self.group, exchange=exchange)
+        return self.experts(x_TH, routing, self._experts, runs_as).view_as(x), l_aux, counts_E
+
+    _outside_graphs = _disable_dynamo(_routed)  # modules compute on numbers of rows that only the host knows
 
     def _rows(self, x: object) -> tuple[Tensor, str | None]:
         """Returns x as (T, H) and None, or no rows and what is wrong with x. The gate sends that to the other ranks."""

@@ -14,8 +14,7 @@ of DeepSpeedEngine are wrapped.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from deepspeed.checkpoint.constants import AUTOEP_LAYERS_KEY, AUTOEP_LAYERS_KEY_LEGACY
 from deepspeed.moe.layer import MoE as StockMoE
@@ -49,8 +48,13 @@ def guard_optimizer_states() -> None:
 
 
 def _load_checkpoint(stock: Callable[..., object], engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
-    with _compared(engine):
+    optimizer = _name_sizes(engine)
+    hook = None if optimizer is None else optimizer.register_load_state_dict_pre_hook(_compare)
+    try:
         return stock(engine, *args, **kwargs)
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 def _save_checkpoint(stock: Callable[..., object], engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
@@ -58,36 +62,17 @@ def _save_checkpoint(stock: Callable[..., object], engine: DeepSpeedEngine, *arg
     return stock(engine, *args, **kwargs)
 
 
-def _optimizer_of(engine: DeepSpeedEngine) -> Optimizer | None:
-    """Returns the optimizer that has experts of MoE layers in its parameter groups, or None."""
-    optimizer = getattr(engine, "basic_optimizer", None)
-    return optimizer if isinstance(optimizer, Optimizer) and _sizes(engine) else None
-
-
-def _sizes(engine: DeepSpeedEngine) -> list[int]:
+def _name_sizes(engine: DeepSpeedEngine) -> Optimizer | None:
+    """Adds the ep_sizes of MoE layers to the parameter groups with their experts. Returns the optimizer, if any has."""
     modules = engine.module.modules()  # type: ignore[union-attr]
-    return [int(module.ep_size) for module in modules if isinstance(module, StockMoE)]
-
-
-def _name_sizes(engine: DeepSpeedEngine) -> None:
-    optimizer = _optimizer_of(engine)
-    for group in [] if optimizer is None else optimizer.param_groups:
+    sizes = [int(module.ep_size) for module in modules if isinstance(module, StockMoE)]
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if not isinstance(optimizer, Optimizer) or not sizes:
+        return None
+    for group in optimizer.param_groups:
         if group.get("moe"):
-            group[_SIZES] = _sizes(engine)
-
-
-@contextmanager
-def _compared(engine: DeepSpeedEngine) -> Iterator[None]:
-    optimizer = _optimizer_of(engine)
-    if optimizer is None:
-        yield
-        return
-    _name_sizes(engine)
-    hook = optimizer.register_load_state_dict_pre_hook(_compare)
-    try:
-        yield
-    finally:
-        hook.remove()
+            group[_SIZES] = sizes
+    return optimizer
 
 
 def _compare(optimizer: Optimizer, state_dict: StateDict) -> None:

@@ -8,8 +8,7 @@ Legend: H hidden size, I expert width, J pre-activation columns (2I if gated els
 """
 
 import copy
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -69,12 +68,6 @@ class Template:
             values["b2"] = _tensor(down.bias)
         return values
 
-    def trained(self, expert: nn.Module) -> dict[str, bool]:
-        """Returns which of `values` require a gradient."""
-        first, down = expert.get_submodule(self.first[0]), expert.get_submodule(self.down)
-        of = {"w1": first.weight, "w2": down.weight, "b1": first.bias, "b2": down.bias}
-        return {name: _tensor(of[name]).requires_grad for name in self.values(expert)}
-
     def entries(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `values`: returns views of its tensors, under the names of the expert's state dict."""
         step, entries = len(self.first), {}
@@ -86,35 +79,63 @@ class Template:
         return entries
 
 
+@torch.no_grad()
 def read_template(expert: nn.Module, hidden_size: int) -> Template | str:
     """Returns the Template of a module, or why no kernel computes it.
 
     Raises ValueError for what cannot be an expert: a module that returns something else than (rows, hidden_size), or
     that cannot be called on such rows because its linear layers have other sizes.
     """
-    trial, names = _Trial.of(expert, hidden_size), _linear_names(expert)
-    if trial.error is None and trial.shape != (_TRIAL_ROWS, hidden_size):
+    generator, names = torch.Generator().manual_seed(0), _linear_names(expert)
+    x = torch.randn(_TRIAL_ROWS, hidden_size, generator=generator, dtype=torch.float64, device="cpu")
+    copied, out, error = _tried(expert, x, generator)
+    shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+    if error is None and shape != x.shape:
         raise ValueError(
-            f"expert={_name(expert)} returns {trial.shape} for rows of shape {(_TRIAL_ROWS, hidden_size)}; an expert "
-            f"maps each row of hidden_size={hidden_size} to one of that size"
+            f"expert={type(expert).__name__} returns {shape} for rows of shape {tuple(x.shape)}; an expert maps each "
+            f"row of hidden_size={hidden_size} to one of that size"
         )
     if names is None:
-        return trial.error or "it is none of the MLPs below"
+        return error or "it is none of the MLPs below"
     *first, down = (expert.get_submodule(name) for name in names)
     width = _tensor(first[0].weight).shape[0]
     wrong_size = _problem_with_sizes(first, down, width, hidden_size)
-    if trial.error is not None:
-        if wrong_size is not None:
-            raise ValueError(f"expert={_name(expert)}: {wrong_size}")
-        return trial.error
-    problem = wrong_size or _problem_with_parameters(first)
+    if error is not None and wrong_size is not None:
+        raise ValueError(f"expert={type(expert).__name__}: {wrong_size}")
+    problem = error or wrong_size or _problem_with_parameters(first)
     if problem is not None:
         return problem
     found = Template(tuple(names[:-1]), names[-1], "", first[0].bias is not None, down.bias is not None, width)
-    activation = trial.activation(found)
-    if activation is None:
-        return f"it computes something else with its linear layers {', '.join(names)}"
-    return Template(found.first, found.down, activation, found.bias1, found.bias2, width)
+    values = found.values(copied)
+    for name, activation in ACTIVATIONS.items():
+        if activation.gated == found.gated:
+            h = activation.forward(F.linear(x, values["w1"], values.get("b1")))
+            y = F.linear(h, values["w2"], values.get("b2"))
+            if torch.allclose(_tensor(out), y, rtol=1e-7, atol=1e-7):
+                return replace(found, activation=name)
+    return f"it computes something else with its linear layers {', '.join(names)}"
+
+
+def _tried(expert: nn.Module, x: Tensor, generator: torch.Generator) -> tuple[nn.Module, object, str | None]:
+    """Returns a copy of the module with random weights, in float64 on the CPU, what it returns for x, and None.
+
+    Or the module, None, and why it cannot be called.
+    """
+    numbers = torch.randn(_PERIOD, generator=generator, dtype=torch.float64, device="cpu")
+    parameters: dict[int, object] = {}  # of the copy, by id of the original
+    for parameter in expert.parameters():
+        # Pre-activations have magnitudes of a few units, so that clamps and tails of activations show.
+        spread = 4 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1.0
+        values = (numbers * spread).repeat(-(-parameter.numel() // _PERIOD))[: parameter.numel()]
+        parameters[id(parameter)] = nn.Parameter(values.view(parameter.shape), requires_grad=False)
+        numbers = numbers.roll(1)
+    try:
+        copied = copy.deepcopy(expert, parameters).train()  # so that dropout changes the output
+        with torch.random.fork_rng(devices=[]):
+            out = copied(x)
+    except Exception as error:  # noqa: BLE001  # any code of the user's
+        return expert, None, f"it could not be tried on {tuple(x.shape)} float64 rows: {error}"
+    return copied, out[0] if isinstance(out, tuple) else out, None  # as DeepSpeed does
 
 
 def _linear_names(expert: nn.Module) -> tuple[str, ...] | None:
@@ -156,63 +177,6 @@ def _problem_with_parameters(first: list[nn.Module]) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """A copy of the template with random weights, in float64 on the CPU, and what it returned for random rows.
-
-    out: its output, None with an `error`. error: why it could not be called, or None.
-    """
-
-    copied: nn.Module | None
-    x: Tensor
-    out: object
-    error: str | None
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, expert: nn.Module, hidden_size: int) -> Self:
-        generator = torch.Generator().manual_seed(0)
-
-        def drawn(*size: int) -> Tensor:
-            return torch.randn(*size, generator=generator, dtype=torch.float64, device="cpu")
-
-        numbers = drawn(_PERIOD)
-        trials: dict[int, object] = {}  # the parameters of the copy, by id of the original
-        for parameter in expert.parameters():
-            # Pre-activations have magnitudes of a few units, so that clamps and tails of activations show.
-            spread = 4 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1.0
-            values = (numbers * spread).repeat(-(-parameter.numel() // _PERIOD))[: parameter.numel()]
-            trials[id(parameter)] = nn.Parameter(values.view(parameter.shape), requires_grad=False)
-            numbers = numbers.roll(1)
-        x, copied = drawn(_TRIAL_ROWS, hidden_size), None
-        try:
-            copied = copy.deepcopy(expert, trials).train()  # so that dropout changes the output
-            with torch.random.fork_rng(devices=[]):
-                out = copied(x)
-        except Exception as error:  # noqa: BLE001  # any code of the user's
-            problem = f"it could not be tried on ({_TRIAL_ROWS}, {hidden_size}) float64 rows: {error}"
-            return cls(copied, x, None, problem)
-        return cls(copied, x, out[0] if isinstance(out, tuple) else out, None)  # as DeepSpeed does
-
-    @property
-    def shape(self) -> tuple[int, ...] | str:
-        return tuple(self.out.shape) if isinstance(self.out, Tensor) else type(self.out).__name__
-
-    @torch.no_grad()
-    def activation(self, found: Template) -> str | None:
-        """Returns the activation with which our MLP has the same output as the module, or None."""
-        assert self.copied is not None
-        out = _tensor(self.out)
-        values = found.values(self.copied)
-        for name, activation in ACTIVATIONS.items():
-            if activation.gated == found.gated:
-                h = activation.forward(F.linear(self.x, values["w1"], values.get("b1")))
-                y = F.linear(h, values["w2"], values.get("b2"))
-                if torch.allclose(out, y, rtol=1e-7, atol=1e-7):
-                    return name
-        return None
-
-
 def _in_turn(parts: list[Tensor]) -> Tensor:
     """Interleaves the rows of the parts. Returns a single part as it is."""
     return parts[0] if len(parts) == 1 else torch.stack(parts, 1).flatten(0, 1)
@@ -221,7 +185,3 @@ def _in_turn(parts: list[Tensor]) -> Tensor:
 def _tensor(value: object) -> Tensor:
     assert isinstance(value, Tensor)
     return value
-
-
-def _name(expert: nn.Module) -> str:
-    return type(expert).__name__

@@ -17,7 +17,6 @@ name of K.
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import final
 
 import torch
@@ -27,7 +26,6 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, without im
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup, Exchange
-from sonic_ep.integrations.framework_experts import RouterTensors
 from sonic_ep.routers.route import RoutingContext
 from sonic_ep.routers.router import Routed, Router, route
 from sonic_ep.routers.topk import TopK, compute_topk
@@ -35,6 +33,7 @@ from sonic_ep.routing import Routing
 
 _JITTER = 1e-2
 _OFF = RoundingConfig(mode="off")
+Results = tuple[Tensor, Routing, Tensor, Tensor]  # of the gate
 
 
 @final
@@ -46,7 +45,6 @@ class TopKGate(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        width: int,
         E: int,
         k: int,
         *,
@@ -63,7 +61,8 @@ class TopKGate(nn.Module):
             balance_coef=0.0 if k == 2 else 1.0,
             jitter=_JITTER if policy == "Jitter" else 0.0,
         )
-        self.wg = Router(MoEConfig(d=hidden_size, n=width, E=E, K=k, router=router, rounding=rounding or _OFF))
+        # No decision depends on the experts' width n.
+        self.wg = Router(MoEConfig(d=hidden_size, n=1, E=E, K=k, router=router, rounding=rounding or _OFF))
         nn.init.kaiming_uniform_(self.wg.weight, a=math.sqrt(5))  # as nn.Linear, which DeepSpeed uses
 
     def forward(
@@ -74,40 +73,27 @@ class TopKGate(nn.Module):
         group: EPGroup,
         problem: str | None = None,
         exchange: Exchange | None = None,
-    ) -> tuple[Tensor, RouterTensors]:
-        """Returns the rows for the experts, and what this rank's tokens are routed by.
+    ) -> Results:
+        """Returns the rows for the experts, their routing, l_aux (), unweighted, and exp_counts_E. A collective.
 
-        The other tensors of the route are l_aux (), unweighted, and exp_counts_E, (E,) int64 tokens of this rank per
-        expert, before rounding. The rows are for the experts and for nothing else, see Routed.
+        exp_counts_E is (E,) int64: tokens of this rank per expert, before rounding. The rows are for the experts and
+        for nothing else, see Routed.
         used_T: (T,) bool, for k = 1. An unused token is in no count and gets no expert's output. Its expert computes it
         with weight zero, so that the host need not know the number of unused tokens.
-        problem, exchange: see `Router.forward`, also for the errors of the route.
+        problem, exchange: see `Router.forward`, also for errors.
         """
-        if not torch.compiler.is_compiling():
-            return self._given(x_TH, used_T, group, problem, exchange)
-        if self._samples_if(self.training):
-            x_TH, routing, others = self._outside_graphs(x_TH, used_T, group, problem, exchange)
-        else:
+        compiles = torch.compiler.is_compiling()
+        if compiles and not self._samples_now and not self._has_own_loss(used_T):
             T = x_TH.shape[0]
             routed = self.wg(x_TH, group=group, sequence_length=T, problem=problem, exchange=exchange)
-            x_TH, (routing, others) = routed.x_TH, self._results(routed, used_T)
-        return x_TH, RouterTensors([], lambda: (routing, others))
+            return self._results(routed, used_T)
+        route = self._outside_graphs if compiles else self._route
+        return route(x_TH, used_T, group, problem, exchange)
 
-    @_disable_dynamo  # graphs choose by the logits alone
-    def _outside_graphs(
+    def _route(
         self, x_TH: Tensor, used_T: Tensor | None, group: EPGroup, problem: str | None, exchange: Exchange | None
-    ) -> tuple[Tensor, Routing, list[Tensor]]:
-        x_TH, given = self._given(x_TH, used_T, group, problem, exchange)
-        return x_TH, *given.routing()
-
-    def _given(
-        self, x_TH: Tensor, used_T: Tensor | None, group: EPGroup, problem: str | None, exchange: Exchange | None
-    ) -> tuple[Tensor, RouterTensors]:
-        if problem is None:
-            logits_TE, x_TH = self.wg.logits(x_TH)
-        else:  # x may be unusable, but this rank must still send its status
-            x_TH = x_TH[:0]
-            logits_TE = x_TH.new_empty(0, self.wg.config.E, dtype=torch.promote_types(x_TH.dtype, torch.float32))
+    ) -> Results:
+        logits_TE, x_TH = self.wg.logits(x_TH)
         context = RoutingContext(
             config=self.wg.config,
             group=group,
@@ -116,30 +102,29 @@ class TopKGate(nn.Module):
             problem=problem,
             exchange=exchange,
         )
-        tensors = [logits_TE] if used_T is None else [logits_TE, used_T]
-        return x_TH, RouterTensors(tensors, partial(self._route, context))
-
-    def _route(
-        self, context: RoutingContext, logits_TE: Tensor, used_T: Tensor | None = None
-    ) -> tuple[Routing, list[Tensor]]:
-        topk = self._sampled(logits_TE) if self._samples_if(context.training) else None
-        T = logits_TE.shape[0]
-        # In place of rows, which it only hands on.
-        routed = route(self.wg, logits_TE, logits_TE, None, context, sequence_length=T, topk=topk)
+        topk = self._sampled(logits_TE) if self._samples_now else None
+        routed = route(self.wg, x_TH, logits_TE, None, context, sequence_length=x_TH.shape[0], topk=topk)
         return self._results(routed, used_T)
 
-    def _results(self, routed: Routed, used_T: Tensor | None) -> tuple[Routing, list[Tensor]]:
-        """Returns the routing, l_aux and exp_counts_E."""
+    # The router's operation in a graph chooses by the logits alone, and has no gradient of the scores.
+    _outside_graphs = _disable_dynamo(_route)
+
+    def _results(self, routed: Routed, used_T: Tensor | None) -> Results:
         routing, l_aux, counts_E = routed.routing, routed.aux_loss, routed.topk.counts_E()
         if used_T is not None:
             routing = _of_used(routing, used_T)
             counts_E = _first_experts(routed, used_T)
-        if used_T is not None or self.k == 2:
+        if self._has_own_loss(used_T):
             l_aux = _loss(routed, _first_experts(routed, used_T))
-        return routing, [l_aux, counts_E]
+        return routed.x_TH, routing, l_aux, counts_E
 
-    def _samples_if(self, training: bool) -> bool:
-        return self.samples and (training or self.k == 2)
+    def _has_own_loss(self, used_T: Tensor | None) -> bool:
+        """Returns True if l_aux is `_loss`, of the first experts of used tokens, in place of the router's own."""
+        return used_T is not None or self.k == 2
+
+    @property
+    def _samples_now(self) -> bool:
+        return self.samples and (self.training or self.k == 2)
 
     def _sampled(self, logits_TE: Tensor) -> TopK:
         """Returns each token's experts, the last one sampled. The noise is DeepSpeed's, from the device's generator."""

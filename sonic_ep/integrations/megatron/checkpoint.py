@@ -98,22 +98,10 @@ def sharded_experts(
     num_local = len(parameters["weight1"])
     sharded: dict[str, Any] = {}
     for name, parameter in parameters.items():
-        gated = held.gated and name in ("weight1", "bias1")
-        sharded[prefix + name] = ShardedTensorFactory(
-            f"{prefix}experts.{LINEAR[name]}",
-            parameter,
-            partial(
-                _build,
-                num_local=num_local,
-                gated=gated,
-                held=held,
-                offsets=sharded_offsets,
-                singletons_at=prefix if singleton else None,
-                cut_axis=2 if name == "weight2" else 1,
-            ),
-            partial(_merge, singletons=singleton, gated=gated, flat=parameter.dim() == 1, block=held.block),
-            (0, 0, held.copy),
-        )
+        gated, cut_axis = held.gated and name in ("weight1", "bias1"), 2 if name == "weight2" else 1
+        sharding = _Sharding(held, num_local, gated, parameter.dim() == 1, cut_axis, sharded_offsets, prefix, singleton)
+        key, replica = f"{prefix}experts.{LINEAR[name]}", (0, 0, held.copy)
+        sharded[prefix + name] = ShardedTensorFactory(key, parameter, sharding.build, sharding.merge, replica)
     for expert in range(held.ep_rank * num_local, (held.ep_rank + 1) * num_local):
         for linear in ("linear_fc1", "linear_fc2"):
             one = f"{expert}." if singleton else ""
@@ -127,55 +115,56 @@ def sharded_experts(
     return sharded
 
 
-@torch.no_grad()
-def _build(
-    key: str,
-    stored: Tensor,
-    replica_id: ReplicaId,
-    flattened_range: slice | None,
-    *,
-    num_local: int,
-    gated: bool,
-    held: HeldExperts,
-    offsets: Offsets,
-    singletons_at: str | None,
-    cut_axis: int,
-) -> Any:
-    """Returns this rank's shard of one tensor of all experts; for a gated fc1 two shards, [gate, up].
+class _Sharding(NamedTuple):
+    """How one parameter is sharded. cut_axis: of one expert's width. singletons: whether each expert has a tensor."""
 
-    singletons_at: the prefix of `key` if each local expert has a tensor; then for a shard there is a list of theirs.
-    """
-    if flattened_range is not None:
-        raise ValueError(
-            "the optimizer state comes in flat pieces (distrib_optim_sharding_type='fully_sharded_model_space'), which "
-            "cannot be cut by expert; set metadata['distrib_optim_sharding_type'] = 'fully_reshardable'"
-        )
-    stacked, axes = by_expert(stored, num_local), len(offsets)
-    parts = from_pairs(stacked, held.block).chunk(2, 1) if gated else (stacked,)
-    shard = partial(ShardedTensor.from_rank_offsets, replica_id=replica_id, prepend_axis_num=axes)
-    shards = []
-    for number, part in enumerate(parts):
-        if singletons_at is None:
-            cut = held.cut(axes + cut_axis, number, len(parts))
-            shards.append(shard(key, part.contiguous(), *offsets, (axes, held.ep_rank, held.ep_size), *cut))
-            continue
-        where = *offsets, *held.cut(axes + cut_axis - 1)
-        start, end = f"{singletons_at}experts.", ("_w", "_v")[number] if gated else ""
-        shards.append(
-            [
-                shard(key.replace(start, f"{start}{expert}.") + end, rows.contiguous(), *where)
-                for expert, rows in enumerate(part, held.ep_rank * num_local)
-            ]
-        )
-    return shards if gated else shards[0]
+    held: HeldExperts
+    num_local: int
+    gated: bool
+    is_flat: bool
+    cut_axis: int
+    offsets: Offsets
+    prefix: str
+    singletons: bool
 
+    @torch.no_grad()
+    def build(self, key: str, stored: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
+        """Returns this rank's shard of one tensor of all experts; for a gated fc1 two shards, [gate, up].
 
-@torch.no_grad()
-def _merge(loaded: Any, *, singletons: bool, gated: bool, flat: bool, block: int | None) -> Tensor:
-    if singletons:
-        loaded = [torch.stack(half) for half in loaded] if gated else torch.stack(loaded)
-    stacked = to_pairs(torch.cat(loaded, 1), block) if gated else loaded
-    return stacked.flatten() if flat else stacked
+        With `singletons` there is a list of each local expert's for a shard.
+        """
+        if flattened_range is not None:
+            raise ValueError(
+                "the optimizer state comes in flat pieces (distrib_optim_sharding_type='fully_sharded_model_space'), "
+                "which cannot be cut by expert; set metadata['distrib_optim_sharding_type'] = 'fully_reshardable'"
+            )
+        held, offsets, axes = self.held, self.offsets, len(self.offsets)
+        stacked = by_expert(stored, self.num_local)
+        parts = from_pairs(stacked, held.block).chunk(2, 1) if self.gated else (stacked,)
+        shard = partial(ShardedTensor.from_rank_offsets, replica_id=replica_id, prepend_axis_num=axes)
+        shards = []
+        for number, part in enumerate(parts):
+            if not self.singletons:
+                cut = held.cut(axes + self.cut_axis, number, len(parts))
+                shards.append(shard(key, part.contiguous(), *offsets, (axes, held.ep_rank, held.ep_size), *cut))
+                continue
+            where = *offsets, *held.cut(axes + self.cut_axis - 1)
+            start, end = f"{self.prefix}experts.", ("_w", "_v")[number] if self.gated else ""
+            shards.append(
+                [
+                    shard(key.replace(start, f"{start}{expert}.") + end, rows.contiguous(), *where)
+                    for expert, rows in enumerate(part, held.ep_rank * self.num_local)
+                ]
+            )
+        return shards if self.gated else shards[0]
+
+    @torch.no_grad()
+    def merge(self, loaded: Any) -> Tensor:
+        """The inverse of `build`."""
+        if self.singletons:
+            loaded = [torch.stack(half) for half in loaded] if self.gated else torch.stack(loaded)
+        stacked = to_pairs(torch.cat(loaded, 1), self.held.block) if self.gated else loaded
+        return stacked.flatten() if self.is_flat else stacked
 
 
 def load_any_layout(experts: nn.Module, gated: bool, block: int | None) -> None:
@@ -191,25 +180,30 @@ def _translate(experts: Any, state_dict: dict[str, Any], prefix: str, *_: Any, g
 
     block: of TEGroupedMLP; SequentialMLP always has gate rows first.
     """
+    layouts: tuple[tuple[Layout, int | None], ...] = ("sequential", None), ("te_grouped", block)
     for key in [key for key in state_dict if key.startswith(prefix) and key.endswith("_extra_state")]:
         del state_dict[key]
     for name, linear in LINEAR.items():
         ours = getattr(experts, name)
         if ours is None:
             continue
-        module, kind = linear.split(".")
-        count = experts.num_local_experts
-        sequential = [f"{prefix}local_experts.{local}.{linear}" for local in range(count)]
-        te_grouped = [f"{prefix}{module}.{kind}{local}" for local in range(count)]
-        for keys, rows in ((sequential, None), (te_grouped, block)):
-            pairs = gated and module == "linear_fc1"
-            if _stack([state_dict.get(key) for key in keys], 2 * (rows or 1) if pairs else 1):
+        pairs = gated and linear.startswith("linear_fc1")
+        for layout, rows in layouts:
+            keys = _keys(prefix, linear, layout, experts.num_local_experts)
+            if _can_stack([state_dict.get(key) for key in keys], 2 * (rows or 1) if pairs else 1):
                 stacked = torch.stack([state_dict.pop(key) for key in keys])
                 stacked = to_pairs(stacked, rows) if pairs else stacked
                 state_dict[prefix + name] = stacked.flatten() if ours.dim() == 1 else stacked
 
 
-def _stack(values: list[Any], multiple: int) -> bool:
+def _keys(prefix: str, linear: str, layout: Layout, count: int) -> list[str]:
+    """Returns the keys of the local experts' parts of one of our parameters. linear: its value in LINEAR."""
+    if layout == "sequential":
+        return [f"{prefix}local_experts.{local}.{linear}" for local in range(count)]
+    return [f"{prefix}{linear}{local}" for local in range(count)]
+
+
+def _can_stack(values: list[Any], multiple: int) -> bool:
     """Returns True if these are tensors of one shape with a multiple of so many rows."""
     return all(
         isinstance(value, Tensor) and value.dim() and value.shape == values[0].shape and value.shape[0] % multiple == 0
@@ -237,18 +231,11 @@ def to_layout(
         if name not in LINEAR or prefix.rpartition(".")[2] not in ("experts", ""):
             result[key] = value
             continue
-        module, kind = LINEAR[name].split(".")
-        stacked = by_expert(value, len(state_dict[f"{prefix}.weight1" if prefix else "weight1"]))
-        if gated and module == "linear_fc1":
+        linear, prefix = LINEAR[name], f"{prefix}." if prefix else ""
+        stacked = by_expert(value, len(state_dict[f"{prefix}weight1"]))
+        if gated and linear.startswith("linear_fc1"):
             stacked = from_pairs(stacked, interleave_size if layout == "te_grouped" else None)
-        result.update(_in_layout(f"{prefix}." if prefix else "", module, kind, stacked, layout))
+        keys = _keys(prefix, linear, layout, len(stacked))
+        result.update(zip(keys, stacked, strict=True))
+        result.update({f"{key.rpartition('.')[0]}._extra_state": None for key in keys})
     return result
-
-
-def _in_layout(prefix: str, module: str, kind: str, stacked: Tensor, layout: Layout) -> dict[str, Any]:
-    if layout == "sequential":
-        experts = [f"{prefix}local_experts.{local}.{module}." for local in range(len(stacked))]
-        entries: dict[str, Any] = {expert + kind: value for expert, value in zip(experts, stacked, strict=True)}
-        return entries | {f"{expert}_extra_state": None for expert in experts}
-    entries = {f"{prefix}{module}.{kind}{local}": value for local, value in enumerate(stacked)}
-    return entries | {f"{prefix}{module}._extra_state": None}

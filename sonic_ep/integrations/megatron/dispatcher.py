@@ -12,7 +12,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from sonic_ep.integrations.framework_experts import RouterTensors
 from sonic_ep.integrations.megatron.routing_map import PlainPairs
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
 from sonic_ep.routing import Routing
@@ -24,8 +23,8 @@ class NoDispatcher:
 
     copies: whether the steps return copies. The schedule of overlapping batches frees the memory of what it hands to a
     step, which Megatron's dispatchers have sent or permuted by then, and which here the next step reads.
-    shared_experts: a SharedExpertMLP that overlaps, or None. drop_and_pad: inference sets it in every layer's
-    dispatcher; the router reads the config's instead.
+    shared_experts: a SharedExpertMLP that overlaps, which `token_dispatch` starts, or None. drop_and_pad: inference
+    sets it in every layer's dispatcher; the router reads the config's instead.
     padding_O: bool, True for padding, or None. problem: of this rank with its mask or with the ids of a replay, or
     None. is_replayed: whether the router took ids of a replay.
     """
@@ -40,17 +39,13 @@ class NoDispatcher:
         self.routing_map: Tensor | None = None
         self.token_ids_N: Tensor | None = None
         self.counts_E: Tensor | None = None
-        # With rounding, and the padding that it left out.
-        self.rounded: tuple[Routing | RouterTensors, GivenRouting] | None = None
+        # Of a batch that overlaps, with rounding, and the padding that it left out.
+        self.rounded: tuple[Routing, GivenRouting] | None = None
         self.padding_O: Tensor | None = None
         self.problem: str | None = None
         self.is_replayed = False
         # Overlapped batches set probabilities here, for DeepEP's and HybridEP's buffers.
         self._comm_manager = SimpleNamespace(get_number_of_tokens_per_expert=lambda: None)
-
-    def set_shared_experts(self, shared_experts: Any) -> None:
-        """Registers a shared expert, to be started by `token_dispatch`."""
-        self.shared_experts = shared_experts
 
     def note_padding(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor | None:
         """Returns the mask for the router, (s, b) bool like `padding_mask`: None if it is not of these (s, b, h)."""
@@ -98,7 +93,7 @@ class NoDispatcher:
             shared.post_forward_comm()
         return self.own(hidden_states), self.own(probs)
 
-    def pop_routing(self) -> Routing | RouterTensors | PlainPairs | Tensor:
+    def pop_routing(self) -> Routing | PlainPairs | Tensor:
         """Returns what was noted, and forgets it: of rounding, else the pairs, else the map."""
         rounded, routing_map, token_ids_N, counts_E = self.rounded, self.routing_map, self.token_ids_N, self.counts_E
         self.rounded = self.routing_map = self.token_ids_N = self.counts_E = None

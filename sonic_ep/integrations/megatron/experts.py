@@ -19,9 +19,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
+from sonic_ep.integrations.framework_experts import FrameworkExperts
 from sonic_ep.integrations.megatron.activation import activation_of
 from sonic_ep.integrations.megatron.checkpoint import (
     HeldExperts,
@@ -34,6 +33,7 @@ from sonic_ep.integrations.megatron.groups import ExpertDivision
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.kernels.experts.activations import activation_named
 from sonic_ep.routing import Routing
+from sonic_ep.steps.experts_step import RunsAs
 
 
 @final
@@ -68,7 +68,6 @@ class SonicEPExperts(MegatronModule):
         self.activation = activation_of(config)
         self.gated = activation_named(self.activation).gated
         self.block = config.moe_mlp_glu_interleave_size if self.gated else None
-        self.save_dispatched = options.save_dispatched
         self._experts = FrameworkExperts.of(self.group, options, config.moe_router_topk * self.parts)
         self.transport = self._experts.transport
         assert config.moe_ffn_hidden_size is not None  # TransformerConfig fills it in
@@ -146,25 +145,22 @@ class SonicEPExperts(MegatronModule):
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, x_TH: Tensor, routed: Routing | RouterTensors) -> Tensor:
+    def begin(self, x_TH: Tensor, *, is_bounded: bool) -> RunsAs | None:
+        """See FrameworkExperts."""
+        return self._experts.begin(x_TH, is_bounded=is_bounded)
+
+    def forward(self, x_TH: Tensor, routing: Routing, runs_as: RunsAs | None) -> Tensor:
         """Returns each token's weighted sum over its experts, (T, H) like x. A collective of the EP group."""
-        e, accumulates = self.num_local_experts, self.config.gradient_accumulation_fusion
-        settings = {
-            "activation": self.activation,
-            "save_dispatched": self.save_dispatched,
-            "accumulate_into_main_grad": accumulates,
-        }
-        b1, b2 = by_expert(self.bias1, e), by_expert(self.bias2, e)
-        if isinstance(routed, Routing):
-            weights = self.weight1, self.weight2, b1, b2
-            return moe(x_TH, routed, *weights, transport=self.transport, group=self.group, **settings)
-        call = ExpertsCall(
-            x_TH=x_TH,
-            routed=routed,
-            weights=(self.weight1, self.weight2, b1, b2),
-            settings=settings,
+        biases = (by_expert(bias, self.num_local_experts) for bias in (self.bias1, self.bias2))
+        accumulates = self.config.gradient_accumulation_fusion
+        return self._experts(
+            x_TH,
+            routing,
+            (self.weight1, self.weight2, *biases),
+            runs_as,
+            activation=self.activation,
+            accumulate_into_main_grad=accumulates,
         )
-        return self._experts(call)
 
     @torch.no_grad()
     def on_all_tokens(self, x_TH: Tensor, probs_TE: Tensor) -> Tensor:

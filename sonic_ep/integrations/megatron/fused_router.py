@@ -24,11 +24,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from sonic_ep.config import Balance, MoEConfig, RoundingConfig, RouterConfig
-from sonic_ep.integrations.framework_experts import RouterTensors
+from sonic_ep.config import Balance, RoundingConfig, RouterConfig
 from sonic_ep.integrations.megatron.replay import replays
-from sonic_ep.integrations.megatron.routing_map import PlainPairs, without_padding
-from sonic_ep.integrations.topk_routing import RouterCall
+from sonic_ep.integrations.megatron.routing_map import PlainPairs
+from sonic_ep.integrations.topk_routing import RouterCall, config_of
 from sonic_ep.kernels.backend import chosen_pairs
 from sonic_ep.kernels.route.topk.reference import times_chosen, topk_mask
 from sonic_ep.kernels.route.weights_and_losses.reference import z_loss
@@ -116,7 +115,6 @@ class _Call:
 
     topk: with the experts of a replay, if there is one. fused_loss: a key of _LOSSES, or None. config: with its
     coefficient and the z-loss's. balance_counts: of plain top-K. shape: (s, b). mask_T: bool, True for padding.
-    is_rounded: whether rounding follows.
     """
 
     logits_TE: Tensor
@@ -126,7 +124,6 @@ class _Call:
     balance_counts: BalanceCounts
     shape: tuple[int, int]
     mask_T: Tensor | None
-    is_rounded: bool
 
 
 @final
@@ -134,7 +131,7 @@ class FusedRouter(TopKRouter):
     """Forward returns weights_N, fp32, and a PlainPairs.
 
     With rounding, in training and no replay, it returns the logits, (T, E) fp32, with the losses attached, and top-K
-    ids, (T, K) int64: the pairs and their weights follow in `RoundedFusedRouter`.
+    ids, (T, K) int64: the pairs and their weights follow in `rounded_routing`.
     """
 
     def __init__(
@@ -147,18 +144,10 @@ class FusedRouter(TopKRouter):
         batch_invariant: bool = False,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
-        n, E = config.moe_ffn_hidden_size, config.num_moe_experts
-        assert n is not None
-        assert E is not None
+        assert config.num_moe_experts is not None
         self.rounding, self.batch_invariant = rounding, batch_invariant
-        self.moe_config = MoEConfig(
-            d=config.hidden_size,
-            n=n,
-            E=E,
-            K=config.moe_router_topk,
-            router=router_config_of(config),
-            rounding=rounding or RoundingConfig(mode="off"),
-        )
+        rounds = rounding or RoundingConfig(mode="off")
+        self.moe_config = config_of(config.num_moe_experts, config.moe_router_topk, router_config_of(config), rounds)
 
     def gating(self, input: Tensor) -> Tensor:
         """Returns (s, b, E) logits in fp32, of GEMMs in fp32 or, without a moe_router_dtype, in the dtype of input."""
@@ -175,11 +164,24 @@ class FusedRouter(TopKRouter):
         if self.config.moe_expert_capacity_factor is not None:  # inference sets it in a layer that exists
             check_fused(self.config)
         call = self._started(logits, None if padding_mask is None else padding_mask.reshape(-1))
-        if call.is_rounded:
-            return self._with_losses(call), call.topk.topk_ids_TK
-        ids_TK, counts_E = call.topk.topk_ids_TK, call.topk.counts_E()
+        logits_TE, topk = call.logits_TE, call.topk
+        T, ids_TK = logits_TE.shape[0], topk.topk_ids_TK
+        if self.rounding is not None and self.training and not replays(self):
+            loss = losses_alone(logits_TE, topk, T, call.config, call.balance_counts)
+            return self._attached(logits_TE, loss, call), ids_TK
+        counts_E = topk.counts_E()
         pairs = PairLists(ids_TK, *chosen_pairs(ids_TK, counts_E))
-        return self._weights_of(pairs, call), PlainPairs(pairs.token_ids_N, counts_E)
+        weights_N, loss = weights_and_losses(logits_TE, topk, pairs, T, call.config, call.balance_counts)
+        return self._attached(weights_N, loss, call), PlainPairs(pairs.token_ids_N, counts_E)
+
+    def rounded_routing(self, logits_TE: Tensor, topk_ids_TK: Tensor, _: GivenRouting, call: RouterCall) -> Routing:
+        """Returns the rounded routing of what forward returned, without padding. A collective of the EP group."""
+        T, config = logits_TE.shape[0], self.moe_config
+        topk = compute_topk(logits_TE, self.expert_bias, config.K, config.router)
+        topk = topk.with_ids(topk_ids_TK)  # of a replay, perhaps
+        routed_pairs = decide_pairs(self, topk, call.context(config))  # Megatron's router has its own counter
+        weights_N = weights_and_losses(logits_TE, topk, routed_pairs, T, config.router)[0]
+        return Routing.of(routed_pairs, weights_N, T)
 
     def _started(self, logits: Tensor, mask_T: Tensor | None) -> _Call:
         (s, b), E = logits.shape[:2], self.moe_config.E
@@ -196,8 +198,7 @@ class FusedRouter(TopKRouter):
                 ids_TK = topk.topk_ids_TK
                 counts_E = topk.counts_E() if mask_T is None else topk_mask(ids_TK, E)[~mask_T].sum(0)
                 self.local_tokens_per_expert += counts_E
-        is_rounded = self.rounding is not None and self.training and not replays(self)
-        return _Call(logits_TE, topk, fused_loss, config, balance_counts, (s, b), mask_T, is_rounded)
+        return _Call(logits_TE, topk, fused_loss, config, balance_counts, (s, b), mask_T)
 
     def _has_losses(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -260,19 +261,8 @@ class FusedRouter(TopKRouter):
             return topk
         return topk.with_ids(ids_TK.long())
 
-    def _weights_of(self, pairs: PairLists, call: _Call) -> Tensor:
-        """Returns weights_N of the pairs, with the auxiliary losses attached, which are logged."""
-        T = call.logits_TE.shape[0]
-        weights_N, value = weights_and_losses(call.logits_TE, call.topk, pairs, T, call.config, call.balance_counts)
-        return self._attached(weights_N, value, call)
-
-    def _with_losses(self, call: _Call) -> Tensor:
-        """Returns the logits with the auxiliary losses attached, which are logged."""
-        T = call.logits_TE.shape[0]
-        value = losses_alone(call.logits_TE, call.topk, T, call.config, call.balance_counts)
-        return self._attached(call.logits_TE, value, call)
-
     def _attached(self, to: Tensor, value: Tensor, call: _Call) -> Tensor:
+        """Returns `to` with the auxiliary losses attached, which are logged. value: the sum of those that are fused."""
         if not self._has_losses():
             return to
         if call.config.balance != "none" or call.config.z_loss_coef > 0:
@@ -318,24 +308,3 @@ class FusedRouter(TopKRouter):
             apply: Any = getattr(self, f"_apply_{name}")
             to = apply(to, scores_TE, chosen_TE, *sizes, with_padding_mask=call.mask_T is not None)
         return to
-
-
-@final
-class RoundedFusedRouter:
-    """Rounds the top-K of a FusedRouter, in place of a RoundedRouter."""
-
-    def __init__(self, router: FusedRouter) -> None:
-        self.router = router
-
-    def output(self, logits_OE: Tensor, topk_ids_OK: Tensor, given: GivenRouting, call: RouterCall) -> RouterTensors:
-        """Returns what the rounded routing of these results of the router is made of. For training only."""
-        rounding = self.router.moe_config.rounding
-        return without_padding([logits_OE, topk_ids_OK], given, functools.partial(self._routing, call), rounding)
-
-    def _routing(self, call: RouterCall, logits_TE: Tensor, topk_ids_TK: Tensor) -> Routing:
-        T, config, bias_E = logits_TE.shape[0], self.router.moe_config, self.router.expert_bias
-        topk = compute_topk(logits_TE, bias_E, config.K, config.router).with_ids(topk_ids_TK)  # of a replay, perhaps
-        context = call.context(config)
-        routed_pairs = decide_pairs(self.router, topk, context)  # Megatron's router has its own counter
-        weights_N, _ = weights_and_losses(logits_TE, topk, routed_pairs, T, config.router)
-        return Routing.of(routed_pairs, weights_N, T)

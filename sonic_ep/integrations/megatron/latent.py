@@ -1,5 +1,6 @@
 """The two projections around experts of a latent size (`moe_latent_size`): Transformer Engine's, as in MoELayer."""
 
+import functools
 from typing import Any
 
 from megatron.core.transformer.moe import moe_layer
@@ -17,23 +18,16 @@ def latent_projections(config: TransformerConfig, name: str | None) -> tuple[Any
             f"moe_latent_size={config.moe_latent_size} needs Transformer Engine for its projections, in Megatron's own "
             "layer too; install transformer-engine[pytorch] or set moe_latent_size=None"
         )
-    sizes = config.hidden_size, config.moe_latent_size
-    ends = (
-        ("fc1_latent_proj", sizes, config.init_method),
-        ("fc2_latent_proj", sizes[::-1], config.output_layer_init_method),
+    H, latent, prefix = config.hidden_size, config.moe_latent_size, None if name is None else f"{name}."
+    of_layer = functools.partial(
+        linear,
+        parallel_mode="duplicated",
+        config=config,
+        bias=config.add_bias_linear,
+        skip_bias_add=False,
+        skip_weight_param_allocation=False,
+        is_expert=False,
     )
-    to_latent, back = (
-        linear(
-            *in_and_out,
-            parallel_mode="duplicated",
-            config=config,
-            init_method=init_method,
-            bias=config.add_bias_linear,
-            skip_bias_add=False,
-            skip_weight_param_allocation=False,
-            is_expert=False,
-            name=None if name is None else f"{name}.{part}",
-        )
-        for part, in_and_out, init_method in ends
-    )
+    to_latent = of_layer(H, latent, init_method=config.init_method, name=prefix and f"{prefix}fc1_latent_proj")
+    back = of_layer(latent, H, init_method=config.output_layer_init_method, name=prefix and f"{prefix}fc2_latent_proj")
     return to_latent, back

@@ -13,11 +13,10 @@ sequence length and microbatch on this rank, hidden size.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, final
 
-import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
@@ -27,16 +26,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from sonic_ep.async_d2h import host_may_wait
-from sonic_ep.integrations.framework_experts import RouterTensors
 from sonic_ep.integrations.megatron.dispatcher import NoDispatcher
 from sonic_ep.integrations.megatron.experts import SonicEPExperts
 from sonic_ep.integrations.megatron.fields import check, log_replaced
-from sonic_ep.integrations.megatron.fused_router import FusedRouter, RoundedFusedRouter
+from sonic_ep.integrations.megatron.fused_router import FusedRouter
 from sonic_ep.integrations.megatron.groups import divide_experts
 from sonic_ep.integrations.megatron.latent import latent_projections
 from sonic_ep.integrations.megatron.replay import check_replays, replays
 from sonic_ep.integrations.megatron.rounding import RoundedRouter
-from sonic_ep.integrations.megatron.routing_map import PlainPairs, in_parts, routing_of_map, routing_of_pairs
+from sonic_ep.integrations.megatron.routing_map import PlainPairs, in_parts, routing_of_map
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.topk_routing import RouterCall
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
@@ -93,11 +91,11 @@ class SonicEPMoELayer(MoELayer):
             self.num_local_experts, config, division, options, name=_named(name, "experts")
         )
         log_replaced(config, options, self.experts)
-        self.rounded_router: RoundedRouter | RoundedFusedRouter | None = None
-        if options.rounding is not None:
-            is_fused = isinstance(self.router, FusedRouter)
-            rounded = RoundedFusedRouter(self.router) if is_fused else None
-            self.rounded_router = rounded or RoundedRouter(self.router, config, options.rounding)
+        self.rounded_routing: Callable[..., Routing] | None = None
+        if isinstance(self.router, FusedRouter):
+            self.rounded_routing = self.router.rounded_routing
+        elif options.rounding is not None:
+            self.rounded_routing = RoundedRouter(self.router, config, options.rounding).routing
         if self.use_shared_expert:
             if submodules.shared_experts is None:
                 raise ValueError(
@@ -111,7 +109,7 @@ class SonicEPMoELayer(MoELayer):
                 name=_named(name, "shared_experts"),
             )
             if self.shared_expert_overlap:
-                self.token_dispatcher.set_shared_experts(self.shared_experts)
+                self.token_dispatcher.shared_experts = self.shared_experts
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
@@ -163,22 +161,22 @@ class SonicEPMoELayer(MoELayer):
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what dispatch gets: hidden states, in the latent size if there is one, and weights of pairs.
 
-        The weights are probs_TE, or (N,) of a FusedRouter. Rounding comes later, in the forward of the experts. But a
-        batch that overlaps cuts autograd's graph after this step, and rounding reads the router's logits. So it rounds
-        here, and returns the (N,) weights of that.
+        The weights are probs_TE, or (N,) of a FusedRouter. Rounding comes later, once the shared expert is started. But
+        a batch that overlaps cuts autograd's graph after this step, and rounding reads the router's logits. So it
+        rounds here, and returns the (N,) weights of that.
         """
         hidden_states, probs = super().preprocess(hidden_states, probs, routing_map)
-        dispatcher = self.token_dispatcher
-        if self.rounded_router is None or not self.training or dispatcher.is_replayed:
-            return hidden_states, probs
-        given = dispatcher.given(hidden_states.flatten(0, 1))
-        rounded = self.rounded_router.output(probs, routing_map, given, self._call(hidden_states.dtype, given))
-        if not self.config.overlap_moe_expert_parallel_comm:
-            dispatcher.rounded = rounded, given
-            return hidden_states, probs
-        routing, _ = rounded.routing()
-        dispatcher.rounded = routing, given
-        return hidden_states, routing.weights_N
+        if self.config.overlap_moe_expert_parallel_comm and self._rounds:
+            dispatcher = self.token_dispatcher
+            x_OH = hidden_states.flatten(0, 1)
+            given = dispatcher.given(x_OH)
+            routing = self._routing(given.take(x_OH), given.take(probs), given.take(routing_map), given)
+            dispatcher.rounded, probs = (routing, given), routing.weights_N
+        return hidden_states, probs
+
+    @property
+    def _rounds(self) -> bool:
+        return self.options.rounding is not None and self.training and not self.token_dispatcher.is_replayed
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Starts a shared expert that overlaps. Returns its arguments."""
@@ -205,36 +203,35 @@ class SonicEPMoELayer(MoELayer):
                 "Megatron pads experts, and this is none; call toggle_cuda_graphs(model, 'none') before, or set "
                 "cuda_graph_modules=['attn', 'moe_router', 'moe_preprocess']"
             )
-        out_TH = self.experts(x_TH, self._routed(x_TH, probs, noted, given))
+        if isinstance(noted, Routing):
+            out_TH = self.experts(x_TH, dataclasses.replace(noted, weights_N=probs), None)
+        else:
+            rounding = self.options.rounding if self._rounds else None
+            is_bounded = rounding is not None and rounding.capacity_factor is not None
+            runs_as = self.experts.begin(x_TH, is_bounded=is_bounded)
+            out_TH = self.experts(x_TH, self._routing(x_TH, probs, noted, given), runs_as)
         return given.put(out_TH).view_as(hidden_states), None
 
-    def _routed(
-        self, x_TH: Tensor, probs: Tensor, noted: Routing | RouterTensors | PlainPairs | Tensor, given: GivenRouting
-    ) -> Routing | RouterTensors:
-        if isinstance(noted, RouterTensors):
-            return noted
-        if isinstance(noted, Routing):
-            return dataclasses.replace(noted, weights_N=probs)
-        call = self._call(x_TH.dtype, given)
-        if isinstance(noted, PlainPairs):
-            weights_N, pairs = noted.without_padding(probs, given)
-            route = functools.partial(routing_of_pairs, num_tokens=x_TH.shape[0], call=call)
-            return RouterTensors([weights_N, *pairs], route)
-        parts = self.experts.parts
-        if parts > 1:
-            probs, noted = (in_parts(each_TE, self.num_local_experts, parts) for each_TE in (probs, noted))
-        K = None if self.config.moe_expert_capacity_factor is not None else self.config.moe_router_topk * parts
-        return RouterTensors([probs, noted], functools.partial(routing_of_map, K=K, call=call))
-
-    def _call(self, dtype: torch.dtype, given: GivenRouting) -> RouterCall:
-        return RouterCall(
+    def _routing(self, x_TH: Tensor, probs: Tensor, noted: PlainPairs | Tensor, given: GivenRouting) -> Routing:
+        """Returns the routing of what the router returned, without the padding in maps and other tables."""
+        call = RouterCall(
             group=self.experts.group,
             exchange=self.experts.transport,
-            dtype=dtype,
+            dtype=x_TH.dtype,
             training=self.training,
             problem=given.problem,
             has_given_experts=self.options.rounding is not None and self.token_dispatcher.is_replayed,
         )
+        if isinstance(noted, PlainPairs):
+            return noted.routing(probs, given, x_TH.shape[0], call)
+        if self._rounds:
+            assert self.rounded_routing is not None
+            return self.rounded_routing(probs, noted, given, call)
+        parts = self.experts.parts
+        if parts > 1:
+            probs, noted = (in_parts(each_TE, self.num_local_experts, parts) for each_TE in (probs, noted))
+        K = None if self.config.moe_expert_capacity_factor is not None else self.config.moe_router_topk * parts
+        return routing_of_map(probs, noted, K=K, call=call)
 
 
 @contextmanager

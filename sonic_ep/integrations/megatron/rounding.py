@@ -7,20 +7,17 @@ sigmoid score divided by the token's top-K sum. Source: SonicMoE, arXiv 2512.140
 Legend: O tokens with padding, T tokens on this rank, E experts, K experts per token, g expert groups.
 """
 
-from functools import partial
 from typing import Any, final
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
-from sonic_ep.integrations.framework_experts import RouterTensors
-from sonic_ep.integrations.megatron.routing_map import topk_ids, without_padding
+from sonic_ep.config import RoundingConfig, RouterConfig
+from sonic_ep.integrations.megatron.routing_map import topk_ids
 from sonic_ep.integrations.rounded_routing import rounded_routing
-from sonic_ep.integrations.topk_routing import RouterCall
+from sonic_ep.integrations.topk_routing import RouterCall, config_of
 from sonic_ep.kernels.route.topk.reference import scores_of, topk_mask
 from sonic_ep.routers.given_routing import GivenRouting
-from sonic_ep.routers.route import decide_pairs
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
 
@@ -30,14 +27,12 @@ class RoundedRouter:
     """Rounds the result of `router`, a TopKRouter. Replaces its method `routing`, to read the logits that it gets."""
 
     def __init__(self, router: Any, config: TransformerConfig, rounding: RoundingConfig) -> None:
-        E, n = config.num_moe_experts, config.moe_ffn_hidden_size
+        E, K, score = config.num_moe_experts, config.moe_router_topk, config.moe_router_score_function
         assert E is not None
-        assert n is not None
-        self.router, self.config = router, config
-        score, K = config.moe_router_score_function, config.moe_router_topk
         assert score != "sqrtsoftplus"  # refused by fields.py
+        self.router, self.config = router, config
         router_config = RouterConfig(score=score, renormalize=score == "sigmoid" and K > 1)  # for added pairs
-        self.moe_config = MoEConfig(d=config.hidden_size, n=n, E=E, K=K, router=router_config, rounding=rounding)
+        self.moe_config = config_of(E, K, router_config, rounding)
         self._logits: Tensor | None = None
         routing = router.routing
 
@@ -48,29 +43,25 @@ class RoundedRouter:
 
         router.routing = routing_with_logits
 
-    def output(self, probs_OE: Tensor, routing_map_OE: Tensor, given: GivenRouting, call: RouterCall) -> RouterTensors:
-        """Returns what the rounded routing of the router's last (probs, routing_map) is made of. For training only."""
+    def routing(self, probs_TE: Tensor, routing_map_TE: Tensor, given: GivenRouting, call: RouterCall) -> Routing:
+        """Returns the rounded routing of the router's last results. For training only. A collective of the EP group.
+
+        Differentiable in probs and, for added pairs, in the logits. given: the padding that the results are without.
+        """
         logits, self._logits = self._logits, None
         assert logits is not None
-        tensors = [probs_OE, routing_map_OE, logits.reshape(routing_map_OE.shape)]
-        return without_padding(tensors, given, partial(self._routing, call), self.moe_config.rounding)
-
-    def _routing(self, call: RouterCall, probs_TE: Tensor, routing_map_TE: Tensor, logits_TE: Tensor) -> Routing:
-        """A collective of the EP group. Differentiable in probs and, for added pairs, in the logits."""
-        K, is_softmax = self.config.moe_router_topk, self.config.moe_router_score_function == "softmax"
-        ids_TK, wide_TE = topk_ids(routing_map_TE, K), logits_TE.float()
-        scores_TE = wide_TE.softmax(1) if is_softmax else scores_of(wide_TE, self.moe_config.router)
+        logits_TE = given.take(logits.flatten(0, -2))
+        scores_TE = scores_of(logits_TE.float(), self.moe_config.router)
         bias_E = self.router.expert_bias
         ranking_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
         # If softmax comes after top-K, Megatron's group limits rank the logits.
-        by_logits = is_softmax and not self.config.moe_router_pre_softmax
+        by_logits = self.moe_config.router.score == "softmax" and not self.config.moe_router_pre_softmax
         allowed_TE = self._allowed(logits_TE.detach() if by_logits else ranking_TE)
+        ids_TK = topk_ids(routing_map_TE, self.moe_config.K)
         topk = TopK(scores_TE, ranking_TE, allowed_TE, ids_TK, routing_map_TE.sum(0))
-        context = call.context(self.moe_config)
-        routed_pairs = decide_pairs(self.router, topk, context)  # Megatron's router has its own counter
-        # The router's probability of a pair outside its top-K is 0.
-        scale = self.config.moe_router_topk_scaling_factor or 1
-        return rounded_routing(routed_pairs, probs_TE, scores_TE, self.moe_config.router, scale)
+        # The router's probability of a pair outside its top-K is 0. Megatron's router has its own counter.
+        context, scale = call.context(self.moe_config), self.config.moe_router_topk_scaling_factor or 1
+        return rounded_routing(self.router, topk, probs_TE, context, scale)
 
     def _allowed(self, values_TE: Tensor) -> Tensor | None:
         """Returns (T, E) bool: the experts of each token's best groups, as in Megatron's group_limited_topk.

@@ -4,14 +4,11 @@ Legend: O tokens with padding, T tokens on this rank, E experts, e local experts
 sends.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sonic_ep.config import RoundingConfig
-from sonic_ep.integrations.framework_experts import RouterTensors
 from sonic_ep.integrations.topk_routing import RouterCall
 from sonic_ep.kernels.backend import chosen_pairs
 from sonic_ep.kernels.route.select.reference import pairs_of_mask
@@ -44,24 +41,22 @@ class PlainPairs(NamedTuple):
     token_ids_N: Tensor
     counts_E: Tensor
 
-    def without_padding(self, weights_N: Tensor, given: GivenRouting) -> "tuple[Tensor, PlainPairs]":
-        """Returns the weights and pairs of the tokens that are no padding, numbered without it. The host waits."""
-        if given.rows_T is None:
-            return weights_N, self
-        (T,), (N,), (E,) = given.rows_T.shape, weights_N.shape, self.counts_E.shape
-        rows, experts = (torch.arange(size, device=weights_N.device) for size in (T, E))
-        row_of_N = given.put(rows, UNSET).index_select(0, self.token_ids_N.long())
-        real = (row_of_N != UNSET).nonzero().flatten()
-        expert_ids_N = experts.repeat_interleave(self.counts_E, output_size=N).index_select(0, real)
-        pairs = PlainPairs(row_of_N[real].to(INDEX_DTYPE), times_chosen(expert_ids_N[:, None], E))
-        return weights_N.index_select(0, real), pairs
+    def routing(self, weights_N: Tensor, given: GivenRouting, num_tokens: int, call: RouterCall) -> Routing:
+        """Returns the routing of the tokens that are no padding. A collective: one all-gather of counts.
 
-
-def without_padding(
-    tensors: list[Tensor], given: GivenRouting, route: Callable[..., Routing], rounding: RoundingConfig
-) -> RouterTensors:
-    """Returns what a router and then `rounding` make of the tokens that are no padding. tensors: (O, ...) each."""
-    return RouterTensors([given.take(each) for each in tensors], route, rounding.capacity_factor is not None)
+        weights_N: (N,) fp32. num_tokens: T. The host waits if there is padding.
+        """
+        token_ids_N, counts_E = self
+        if given.rows_T is not None:
+            (T,), (N,), (E,) = given.rows_T.shape, weights_N.shape, counts_E.shape
+            rows, experts = (torch.arange(size, device=weights_N.device) for size in (T, E))
+            row_of_N = given.put(rows, UNSET).index_select(0, token_ids_N.long())
+            real = (row_of_N != UNSET).nonzero().flatten()
+            expert_ids_N = experts.repeat_interleave(counts_E, output_size=N).index_select(0, real)
+            token_ids_N, counts_E = row_of_N[real].to(INDEX_DTYPE), times_chosen(expert_ids_N[:, None], E)
+            weights_N = weights_N.index_select(0, real)
+        counts, split_sizes = call.gather(counts_E, num_tokens)
+        return Routing(weights_N, token_ids_N, counts, num_tokens, split_sizes=split_sizes)
 
 
 def routing_of_map(
@@ -89,14 +84,3 @@ def routing_of_map(
     pairs_N = token_ids_N.long() * E + expert_ids_N
     weights_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
     return Routing(weights_N, token_ids_N.to(INDEX_DTYPE), counts, T, split_sizes=split_sizes)
-
-
-def routing_of_pairs(
-    weights_N: Tensor, token_ids_N: Tensor, counts_E: Tensor, *, num_tokens: int, call: RouterCall
-) -> Routing:
-    """Returns the routing of a FusedRouter's pairs. A collective: one all-gather of counts.
-
-    weights_N: (N,) fp32. token_ids_N, counts_E: see PlainPairs. num_tokens: T.
-    """
-    counts, split_sizes = call.gather(counts_E, num_tokens)
-    return Routing(weights_N, token_ids_N, counts, num_tokens, split_sizes=split_sizes)

@@ -55,13 +55,6 @@ def weights_of(experts: Any, dtype: torch.dtype, tp_size: int) -> tuple[Weights,
     return (w1, w2, None, None), w3
 
 
-def dtype_of(experts: nn.Module) -> torch.dtype:
-    """Returns the dtype of the weights, or under autocast the one that autocast computes in."""
-    weight = next(experts.parameters())
-    device_type = weight.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
-
-
 def _local(experts: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
     weight = getattr(experts, name)
     return (weight.to_local() if isinstance(weight, DTensor) else weight).to(dtype)

@@ -8,7 +8,6 @@ letter for the hidden size.
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,13 +15,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
-from sonic_ep.config import RouterConfig
+from sonic_ep.config import RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
+from sonic_ep.integrations.framework_experts import FrameworkExperts, compute_dtype
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.integrations.rounded_routing import rounded_topk
+from sonic_ep.integrations.rounded_routing import rounded_routing, spread
 from sonic_ep.integrations.topk_routing import RouterCall, config_of, routing_of_topk
-from sonic_ep.integrations.torchtitan.inner_experts import activation_of, dtype_of, problem_with_experts, weights_of
+from sonic_ep.integrations.torchtitan.inner_experts import activation_of, problem_with_experts, weights_of
 from sonic_ep.integrations.torchtitan.router import split
 from sonic_ep.routers.given_routing import GivenRouting
 from sonic_ep.routers.topk import TopK
@@ -96,30 +95,16 @@ class SonicEPRoutedExperts(RoutedExperts):
         Raises ValueError under torch.compile with EP or rounding, and what `moe` and the exchange of counts raise.
         """
         (B, L, D), K = x_BLD.shape, topk_expert_ids_BLK.shape[-1]
-        dtype = dtype_of(self.inner_experts)
+        dtype = compute_dtype(next(self.inner_experts.parameters()))
         weights, up_eIH = weights_of(self.inner_experts, dtype, self.tp_size)
         rounding = self.options.rounding if self.training else None
         if torch.compiler.is_compiling() and (rounding is not None or self._experts.group.size > 1):
             raise ValueError(
                 "compile.enable=True goes with neither expert parallelism nor rounding here; set compile.enable=False"
             )
-        route = self._routing if rounding is None else self._rounded
-        topk = [topk_expert_ids_BLK.reshape(B * L, K), topk_scores_BLK.reshape(B * L, -1)]
-        is_bounded = rounding is not None and rounding.capacity_factor is not None
-        call = ExpertsCall(
-            x_TH=x_BLD.reshape(B * L, D).to(dtype),
-            routed=RouterTensors(topk, partial(route, self._router_call(dtype)), is_bounded),
-            weights=weights,
-            up_eIH=up_eIH,
-            settings={
-                "activation": activation_of(self.inner_experts),
-                "save_dispatched": self.options.save_dispatched,
-            },
-        )
-        return self._experts(call).to(x_BLD.dtype).view(B, L, D)
-
-    def _router_call(self, dtype: torch.dtype) -> RouterCall:
-        return RouterCall(
+        x_TH = x_BLD.reshape(B * L, D).to(dtype)
+        runs_as = self._experts.begin(x_TH, is_bounded=rounding is not None and rounding.capacity_factor is not None)
+        call = RouterCall(
             group=self._experts.group,
             exchange=self._experts.transport,
             dtype=dtype,
@@ -127,16 +112,20 @@ class SonicEPRoutedExperts(RoutedExperts):
             problem=None if self.given is None else self.given.problem,
             has_given_experts=self.given is not None,
         )
+        ids_TK, weights_TC = topk_expert_ids_BLK.reshape(B * L, K), topk_scores_BLK.reshape(B * L, -1)
+        if rounding is None:
+            routing = routing_of_topk(ids_TK, weights_TC, E=self.num_experts, call=call)
+        else:
+            routing = self._rounded(call, ids_TK, weights_TC, rounding)
+        activation = activation_of(self.inner_experts)
+        out_TH = self._experts(x_TH, routing, weights, runs_as, up_eIH=up_eIH, activation=activation)
+        return out_TH.to(x_BLD.dtype).view(B, L, D)
 
-    def _routing(self, call: RouterCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
-        return routing_of_topk(ids_TK, weights_TK, E=self.num_experts, call=call)
-
-    def _rounded(self, call: RouterCall, ids_TK: Tensor, columns_TC: Tensor) -> Routing:
-        K, E, router, rounding = ids_TK.shape[1], self.num_experts, self.router_config, self.options.rounding
+    def _rounded(self, call: RouterCall, ids_TK: Tensor, columns_TC: Tensor, rounding: RoundingConfig) -> Routing:
+        K, E, router = ids_TK.shape[1], self.num_experts, self.router_config
         assert router is not None
-        assert rounding is not None
-        weights_TK, scores_TE, allowed_TE = split(
-            columns_TC.to(torch.promote_types(columns_TC.dtype, torch.float32)), K, E
-        )
+        columns_TC = columns_TC.to(torch.promote_types(columns_TC.dtype, torch.float32))
+        weights_TK, scores_TE, allowed_TE = split(columns_TC, K, E)
+        topk = TopK(scores_TE, scores_TE.detach(), allowed_TE, ids_TK)
         context = call.context(config_of(E, K, router, rounding))
-        return rounded_topk(self, TopK(scores_TE, scores_TE.detach(), allowed_TE, ids_TK), weights_TK, context)
+        return rounded_routing(self, topk, spread(weights_TK, ids_TK, E), context)

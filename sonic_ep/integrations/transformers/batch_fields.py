@@ -8,6 +8,7 @@ Legend: B sequences, L tokens of a sequence, T tokens on this rank, E experts, K
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -76,25 +77,16 @@ def recorded_experts(model: nn.Module, record: RoutingRecord, num_sequences: int
 
 @final
 class _Batch:
-    """The fields of one forward. problem: with them, or None. reached: the layers that have read them."""
+    """The fields of one forward. make: of E and K what they give for all layers. reached: the layers that read it."""
 
-    def __init__(
-        self,
-        tokens: Tensor,
-        routed_experts: Tensor | None,
-        padding_mask: Tensor | None,
-        layers: int,
-        problem: str | None,
-    ) -> None:
-        self._fields, self._layers = (tokens, routed_experts, padding_mask), layers
-        self._given = None if problem is None else GivenRouting(tokens.shape[:-1], problem=problem)
+    def __init__(self, make: Callable[..., GivenRouting]) -> None:
+        self._make, self._given = make, None
         self.reached: set[int] = set()
 
     def given(self, layer: int, E: int, K: int) -> GivenRouting:
         """Returns what is given for a layer. The host waits in the first one."""
         self.reached.add(layer)
-        if self._given is None:
-            self._given = GivenRouting.of(*self._fields, E=E, K=K, layers=(self._layers,))
+        self._given = self._given or self._make(E=E, K=K)
         return self._given.of_layer(layer)
 
 
@@ -127,11 +119,12 @@ class _BatchFields:
             problem = "the batch has routed_experts, which this model does not take; call replay_routing(model)"
         if problem is not None:
             # The first layer with experts raises it, on all ranks. Attention before it might raise on this one.
-            routed_experts = padding_mask = None
-            kwargs = {**kwargs, "attention_mask": None}
-        elif routed_experts is None and padding_mask is None:
+            batch = _Batch(lambda **_: GivenRouting(tokens.shape[:-1], problem=problem))
+            return args, {**kwargs, "attention_mask": None, _ARGUMENT: batch}
+        if routed_experts is None and padding_mask is None:
             return args, kwargs
-        batch = _Batch(tokens, routed_experts, padding_mask, self._num_layers, problem)
+        layers = (self._num_layers,)
+        batch = _Batch(functools.partial(GivenRouting.of, tokens, routed_experts, padding_mask, layers=layers))
         return args, {**kwargs, _ARGUMENT: batch}
 
     def _after_model(self, model: nn.Module, _: Any, kwargs: dict[str, Any], __: object) -> None:

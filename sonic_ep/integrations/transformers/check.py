@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from sonic_ep.integrations.transformers.activation import activation_of
-from sonic_ep.integrations.transformers.experts import problem_with_experts, registered_experts
+from sonic_ep.integrations.transformers.experts import checked_activation, registered_experts
 
 NAME = "sonic_ep"
 
@@ -24,10 +23,8 @@ def check(model: nn.Module) -> list[str]:
                 f"{name} has experts_implementation={implementation!r}; give experts_implementation={NAME!r} to "
                 f"from_pretrained or from_config, or call model.set_experts_implementation({NAME!r})"
             )
-        if (problem := problem_with_experts(experts)) is not None:
-            raise ValueError(f"{name}: {problem}")
         try:
-            activation_of(experts)
+            checked_activation(experts)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return list(registered)

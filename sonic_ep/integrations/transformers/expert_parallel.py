@@ -13,8 +13,7 @@ from transformers.distributed.expert_parallel import EPImplementation  # pyright
 
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.integrations.transformers.activation import activation_of
-from sonic_ep.integrations.transformers.experts import DISPATCHED, compute_experts, problem_with_experts
+from sonic_ep.integrations.transformers.experts import DISPATCHED, checked_activation, compute_experts
 from sonic_ep.routers.given_routing import recording
 from sonic_ep.transports import transport_for
 
@@ -32,9 +31,7 @@ class SonicEP(EPImplementation):
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        if (problem := problem_with_experts(experts)) is not None:
-            raise ValueError(problem)
-        activation_of(experts)
+        checked_activation(experts)
         setattr(experts, DISPATCHED, True)
         self._experts = experts
         self._group = EPGroup(ep_mesh.get_group())
@@ -59,9 +56,7 @@ class SonicEP(EPImplementation):
             weights_TK,
             group=self._group,
             transport=self._transport,
-            save_dispatched=self.options.save_dispatched,
-            record_launches=self.options.record_launches,
-            capacity=self.options.rounding,
+            options=self.options,
             own_slice=self._own_slice,
         )
         if self.tp_mesh.size() == 1:

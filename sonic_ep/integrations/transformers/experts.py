@@ -19,50 +19,25 @@ from sonic_ep.config import RoundingConfig
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.framework_experts import ExpertsCall, FrameworkExperts, RouterTensors
+from sonic_ep.integrations.framework_experts import FrameworkExperts, compute_dtype
+from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.topk_routing import RouterCall, capped_routing, routing_of_topk
 from sonic_ep.integrations.transformers.activation import activation_of
 from sonic_ep.integrations.transformers.router_outputs import RouterOutputs
-from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weight_dtype, weights_of
+from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weights_of
 from sonic_ep.routers.given_routing import NOT_ROUNDED, NOTHING_GIVEN, GivenRouting, add_to_records, recording
 from sonic_ep.routing import Routing
 from sonic_ep.transports import GroupTransport
 
 # Attributes of a module of experts. LORA: lora.py's Adapters during a forward with them, or None.
 LORA = "_sonic_ep_lora"
-_EXPERTS: WeakKeyDictionary[nn.Module, dict[object, FrameworkExperts]] = WeakKeyDictionary()  # by transport
+_EXPERTS: WeakKeyDictionary[nn.Module, dict[object, FrameworkExperts]] = WeakKeyDictionary()  # by transport and options
 _say_once = cache(logging.getLogger("sonic_ep").warning)
 _NO_CAPACITY = RoundingConfig(mode="off")
 TOKEN_ROUNDING = "_sonic_ep_rounding"  # attribute of a module of experts: rounding.py's TokenRounding, or None
 # Of batch_fields.py: the function from E and K to what a batch gives the next call, or None; RouterOutputs.
 GIVEN, ROUTER_OUTPUTS = "_sonic_ep_given", "_sonic_ep_router_outputs"
 DISPATCHED = "_sonic_ep_dispatched"  # of experts that expert_parallel.py brings their tokens
-
-
-class LocalExperts:
-    """The function for `ExpertsInterface`: the experts that this rank has, on rows that it has."""
-
-    def __init__(self, transport: LocalTransport | GroupTransport, *, record_launches: bool = True) -> None:
-        self._group, self._transport, self._record_launches = EPGroup.alone(), transport, record_launches
-
-    def __call__(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns each token's weighted sum over its experts, (T, H) in the dtype of hidden_states.
-
-        Shapes:  hidden_states (T, H); top_k_index (T, K) integers, distinct in each row; top_k_weights (T, K).
-        Ids:     under transformers' expert parallelism, ids of `experts.num_experts` and more are skipped.
-        Raises:  ValueError for experts that we do not compute: see `check`.
-        """
-        is_parallel = getattr(experts, "_is_expert_parallel", False)
-        return compute_experts(
-            experts,
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            group=self._group,
-            transport=self._transport,
-            has_sentinels=is_parallel,
-            record_launches=self._record_launches,
-        )
 
 
 def compute_experts(
@@ -73,27 +48,26 @@ def compute_experts(
     *,
     group: EPGroup,
     transport: LocalTransport | GroupTransport,
-    has_sentinels: bool = False,
-    save_dispatched: bool = False,
-    record_launches: bool = True,
-    capacity: RoundingConfig | None = None,
+    options: SonicEPOptions,
     own_slice: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Returns each token's weighted sum over its experts, (T, H) in the dtype of x. A collective of `group`.
 
-    experts: the module of transformers. topk_ids_TK: global ids. has_sentinels: see `routing_of_topk`. own_slice:
-    returns this rank's rows of what the router returned. Rounds in training if `round_tokens` was called.
-    record_launches: see SonicEPOptions. capacity: of mode "off"; its capacity_factor bounds in training how many rows a
-    rank receives, unless `round_tokens` was called.
-    Computes in the dtype of autocast, or without it in the weights' dtype.
+    Computes in the dtype of autocast, or without it in the weights' dtype. Rounds in training if `round_tokens` was
+    called.
+
+    experts: the module of transformers. x_TH, topk_ids_TK, topk_weights_TK: (T, H), and (T, K) ids, distinct in each
+    row, and weights. own_slice: returns this rank's rows of what the router returned.
+    options: its rounding is of mode "off"; the capacity_factor bounds in training how many rows a rank receives, unless
+    `round_tokens` was called.
+
+    Raises ValueError for experts that we do not compute: see `check`.
     """
-    if (problem := problem_with_experts(experts)) is not None:
-        raise ValueError(problem)
+    activation, dtype = checked_activation(experts), compute_dtype(experts.down_proj)
     if recording():
         refuse_stock_dispatch(experts, "record_routing")
-    activation, dtype = activation_of(experts), _compute_dtype(experts, x_TH)
     E, rounding = num_local_experts(experts) * group.size, getattr(experts, TOKEN_ROUNDING, None)
-    rounding, capacity = (rounding, capacity or _NO_CAPACITY) if experts.training else (None, _NO_CAPACITY)
+    rounding, capacity = (rounding, options.rounding or _NO_CAPACITY) if experts.training else (None, _NO_CAPACITY)
     routed = [topk_ids_TK, topk_weights_TK]
     if rounding is not None and (logits_TE := rounding.outputs.pop_logits(E)) is not None:
         routed.append(logits_TE if own_slice is None else own_slice(logits_TE))
@@ -109,25 +83,20 @@ def compute_experts(
         problem=given.problem,
         has_given_experts=given.expert_ids_TK is not None,
     )
-    route = _route(experts, rounding, capacity, E, call, has_sentinels=has_sentinels)
-    settings = {
-        "activation": activation,
-        "layout": layout_of(experts),
-        "save_dispatched": save_dispatched,
-    }
     adapters = getattr(experts, LORA, None)
     lora = None if adapters is None else adapters.of_rank(group, num_local_experts(experts), dtype)
     w, x = weights_of(experts, dtype), given.take(x_TH).to(dtype)
     weights = w.w1, w.w2_eHI, w.b1_eJ, w.b2_eH
-    if torch.compiler.is_compiling() or not record_launches:
-        out_TH = moe(x, route(*routed), *weights, lora=lora, transport=transport, group=group, **settings)
+    settings: dict[str, Any] = {"activation": activation, "layout": layout_of(experts), "lora": lora}
+    make_routing = partial(_routing, experts, routed, rounding, capacity, E, call)
+    if torch.compiler.is_compiling():  # which cannot trace where the objects of `_experts_of` are kept
+        settings |= {"transport": transport, "group": group, "save_dispatched": options.save_dispatched}
+        out_TH = moe(x, make_routing(), *weights, **settings)
     else:
-        framework_experts = _experts_of(experts, group, transport, topk_ids_TK.shape[1])
+        calls = _experts_of(experts, group, transport, options, topk_ids_TK.shape[1])
         is_bounded = (capacity if rounding is None else rounding.config).capacity_factor is not None
-        router_tensors = RouterTensors(routed, route, is_bounded)
-        out_TH = framework_experts(
-            ExpertsCall(x_TH=x, routed=router_tensors, weights=weights, lora=lora, settings=settings)
-        )
+        runs_as = calls.begin(x, is_bounded=is_bounded)
+        out_TH = calls(x, make_routing(), weights, runs_as, **settings)
     if recording():
         add_to_records(experts, routed[0], x_TH.shape[:1], given)
     return given.put(out_TH).to(x_TH.dtype)
@@ -165,42 +134,47 @@ def _given(experts: nn.Module, x_TH: Tensor, routed: list[Tensor], E: int) -> tu
     return given, [given.expert_ids_TK, weights_TK]
 
 
-def _route(
+def _routing(
     experts: Any,
+    routed: list[Tensor],
     rounding: Any,
     capacity: RoundingConfig,
     E: int,
     call: RouterCall,
-    *,
-    has_sentinels: bool,
-) -> Callable[..., Routing]:
-    """Returns the function that makes a routing of what the router returned. rounding: TokenRounding, or None."""
+) -> Routing:
+    """Returns the routing of what the router returned. A collective. rounding: TokenRounding, or None."""
     ep_size = call.group.size
     if call.problem is not None:
-        return partial(routing_of_topk, E=E, call=call)
+        return routing_of_topk(*routed[:2], E=E, call=call)
     if rounding is not None and torch.compiler.is_compiling():
         raise ValueError(
             "rounding notes the router's logits, which torch.compile does not trace; train without torch.compile"
         )
     if rounding is not None:
-        return partial(rounding.routing, experts, E=E, call=call)
+        return rounding.routing(experts, *routed, E=E, call=call)
     if (capacity.capacity_factor or ep_size) >= ep_size:
-        return partial(routing_of_topk, E=E, call=call, has_sentinels=has_sentinels, capacity=capacity)
+        has_sentinels = _has_stock_dispatch(experts)
+        return routing_of_topk(*routed, E=E, call=call, has_sentinels=has_sentinels, capacity=capacity)
     if torch.compiler.is_compiling():
         raise ValueError(
             f"capacity_factor={capacity.capacity_factor} below ep_size={ep_size} removes pairs by operations that "
             "torch.compile does not trace; set it to ep_size, or train without torch.compile"
         )
-    return partial(capped_routing, experts, E=E, call=call, capacity=capacity)
+    return capped_routing(experts, *routed, E=E, call=call, capacity=capacity)
 
 
 def _experts_of(
-    experts: nn.Module, group: EPGroup, transport: LocalTransport | GroupTransport, K: int
+    experts: nn.Module,
+    group: EPGroup,
+    transport: LocalTransport | GroupTransport,
+    options: SonicEPOptions,
+    K: int,
 ) -> FrameworkExperts:
-    by_transport = _EXPERTS.setdefault(experts, {})
-    if transport not in by_transport:
-        by_transport[transport] = FrameworkExperts(group, transport, K)
-    return by_transport[transport]
+    of_module, key = _EXPERTS.setdefault(experts, {}), (transport, options)
+    if key not in of_module:
+        saves, runs = options.save_dispatched, options.record_launches
+        of_module[key] = FrameworkExperts(group, transport, K, save_dispatched=saves, as_programs=runs)
+    return of_module[key]
 
 
 def num_programs(experts: nn.Module) -> int:
@@ -235,7 +209,7 @@ def refuse_stock_dispatch(experts: nn.Module, needed_by: str) -> None:
 
     needed_by: the function of ours that needs all tokens of a rank, with the ids of all experts, for the message.
     """
-    if getattr(experts, "_is_expert_parallel", False) and not hasattr(experts, DISPATCHED):
+    if _has_stock_dispatch(experts):
         raise ValueError(
             f"{needed_by} needs a rank's tokens with the experts of all ranks, and ep_implementation='all_reduce' or "
             "'all_to_all' gives each rank the ids of its own experts alone; build the model with "
@@ -243,27 +217,24 @@ def refuse_stock_dispatch(experts: nn.Module, needed_by: str) -> None:
         )
 
 
-def problem_with_experts(experts: Any) -> str | None:
-    """Returns why we cannot compute a module of experts, apart from its activation, or None."""
+def _has_stock_dispatch(experts: nn.Module) -> bool:
+    return getattr(experts, "_is_expert_parallel", False) and not hasattr(experts, DISPATCHED)
+
+
+def checked_activation(experts: Any) -> str:
+    """Returns the name of the activation. Raises ValueError for a module of experts that we cannot compute."""
     name = type(experts).__name__
     if not uses_registry(experts):
-        return (
+        raise ValueError(
             f"{name} is not of a class with transformers' decorator use_experts_implementation, which tells the layout "
             "of the weights; use experts_implementation='eager' and ep_implementation='all_to_all'"
         )
     if getattr(experts, "has_post_expert_norm", False):
-        return (
+        raise ValueError(
             f"{name} normalises the output of each expert (has_post_expert_norm=True), and the combine sums outputs as "
             "they are; build the model with experts_implementation='grouped_mm'"
         )
-    dtype = weight_dtype(experts)
+    dtype = experts.down_proj.dtype
     if dtype.itemsize < 2:
-        return f"{name} has weights of {dtype}; supported are float32, float64, bfloat16 and float16"
-    return None
-
-
-def _compute_dtype(experts: Any, x_TH: Tensor) -> torch.dtype:
-    device_type = x_TH.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return weight_dtype(experts)
+        raise ValueError(f"{name} has weights of {dtype}; supported are float32, float64, bfloat16 and float16")
+    return activation_of(experts)

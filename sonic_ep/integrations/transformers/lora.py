@@ -25,8 +25,7 @@ from sonic_ep.integrations.transformers.check import computed_here
 from sonic_ep.integrations.transformers.experts import LORA, uses_registry
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 
-_LOG = logging.getLogger("sonic_ep.integrations.transformers")
-_warn_once = functools.cache(_LOG.warning)
+_warn_once = functools.cache(logging.getLogger("sonic_ep.integrations.transformers").warning)
 _UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 
 

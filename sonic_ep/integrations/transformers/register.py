@@ -1,5 +1,6 @@
 """`register` adds our experts and our expert parallelism to the registries of transformers."""
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.transformers.check import NAME
-from sonic_ep.integrations.transformers.experts import LocalExperts
+from sonic_ep.integrations.transformers.experts import compute_experts
 from sonic_ep.transports import transport_for
 
 PARALLEL = "transformers.distributed.expert_parallel"
@@ -38,9 +39,10 @@ def register(options: SonicEPOptions | None = None) -> None:
             "rounding=None or RoundingConfig(mode='off', capacity_factor=...), and call round_tokens(model, rounding) "
             "once the model is built"
         )
+    group, local = EPGroup.alone(), SonicEPOptions(record_launches=options.record_launches)
     # Typed as a function of a module that returns a tensor.
-    forward: Any = LocalExperts(
-        transport_for(EPGroup.alone(), options.transport), record_launches=options.record_launches
+    forward: Any = partial(
+        compute_experts, group=group, transport=transport_for(group, options.transport), options=local
     )
     ExpertsInterface.register(NAME, forward)
     if has_parallel_registry():

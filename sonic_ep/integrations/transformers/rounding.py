@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import Exchange
-from sonic_ep.integrations.rounded_routing import rounded_topk
+from sonic_ep.integrations.rounded_routing import rounded_routing, spread
 from sonic_ep.integrations.topk_routing import RouterCall, config_of
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
 from sonic_ep.integrations.transformers.router_outputs import RouterOutputs, router_next_to
@@ -96,7 +96,7 @@ class TokenRounding:
         scores_TE = rule.scores(logits_TE)
         context = call.context(config_of(E, K, rule.config, self.config))
         topk = TopK(scores_TE, scores_TE.detach(), None, ids_TK)
-        return rounded_topk(experts, topk, topk_weights_TK, context, rule.scale)
+        return rounded_routing(experts, topk, spread(topk_weights_TK, ids_TK, E), context, rule.scale)
 
     def _problem_with_buffers(self, exchange: Exchange) -> str | None:
         try:

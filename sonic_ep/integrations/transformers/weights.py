@@ -5,6 +5,7 @@ Source of the layouts: huggingface/transformers, src/transformers/integrations/m
 Legend: e local experts, H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
 
+import functools
 import logging
 from typing import Any
 
@@ -14,8 +15,7 @@ from torch import Tensor
 from sonic_ep.functional import Layout
 from sonic_ep.kernels.experts.mlp import ExpertWeights
 
-_LOG = logging.getLogger("sonic_ep.integrations.transformers")
-_LOGGED: set[str] = set()
+_log_once = functools.cache(logging.getLogger("sonic_ep.integrations.transformers").info)
 
 
 def weights_of(experts: Any, dtype: torch.dtype) -> ExpertWeights:
@@ -51,11 +51,6 @@ def copied(experts: Any) -> str:
     return "all" if experts.is_transposed else "gate_up_proj" if experts.has_bias else "nothing"
 
 
-def weight_dtype(experts: Any) -> torch.dtype:
-    """Returns the dtype of the weights."""
-    return experts.down_proj.dtype
-
-
 def num_local_experts(experts: Any) -> int:
     """Returns e."""
     return experts.down_proj.shape[0]
@@ -72,9 +67,7 @@ def _local(experts: Any, name: str) -> Tensor:
 
 
 def _log_copy(experts: Any) -> None:
-    name, weights = type(experts).__name__, copied(experts)
-    if weights == "nothing" or torch.compiler.is_compiling() or name in _LOGGED:
+    if torch.compiler.is_compiling() or (weights := copied(experts)) == "nothing":
         return
-    _LOGGED.add(name)
     which = "its weights" if weights == "all" else weights
-    _LOG.info("%s: each forward copies %s to the layout that the kernels read", name, which)
+    _log_once("%s: each forward copies %s to the layout that the kernels read", type(experts).__name__, which)

@@ -120,7 +120,7 @@ def rounded(rank: int, zero: int) -> tuple[list[float], list[list[int]], bool]:
         with deepspeed_world():
             run = engine(model_of("qwen3_moe"), zero=zero, optimizer=adam_of, **expert_parallel(2, "qwen3_moe"))
             layer: Any = run.module.model.layers[0].mlp
-            routings = noted_routings(layer.router)
+            routings = noted_routings(layer.experts)
             losses = [step.loss for step in train(run, batches(rank, 12, sequences=4), loss_of)]
             num_trained = len(routings)
             run.eval()

@@ -383,6 +383,22 @@ def test_it_is_a_module_of_its_own() -> None:
     assert not any(isinstance(module, nn.Linear) for module in layer.modules())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_torch_compile_changes_neither_the_loss_nor_its_gradient(k: int) -> None:
+    from sonic_ep.integrations.deepspeed import MoE
+    from tests.helpers.deepspeed_moe import DROPLESS, GatedMLP
+
+    layer = MoE(16, GatedMLP(), num_experts=4, k=k, **{**DROPLESS, "top2_2nd_expert_sampling": False})
+    x, used = torch.randn(12, 16), torch.arange(12) % 3 > 0
+    found = []
+    for run in (layer, torch.compile(layer, backend="eager")):
+        l_aux = run(x, used)[1]
+        found.append([l_aux.detach(), *torch.autograd.grad(l_aux, layer.deepspeed_moe.gate.wg.weight)])
+    torch.testing.assert_close(*found)
+    assert found[0][1].any()
+
+
 def test_weights_without_memory_are_not_loaded_into() -> None:
     from tests.helpers.deepspeed_moe import Model
 

@@ -46,7 +46,7 @@ def against_own_layer(rank: int, k: int) -> tuple[Any, Any, list[int]]:
             own.router.weight.copy_(inner.gate.wg.weight)
             own.experts.w1.copy_(inner.experts.w1)
             own.experts.w2.copy_(inner.experts.w2)
-        routings = noted_routings(inner.gate)
+        routings = noted_routings(inner.experts)
         results = []
         runs = ((inner.gate.wg, inner.experts, lambda x: layer(x)[0]), (own.router, own.experts, lambda x: own(x).y))
         for gate, experts, run in runs:

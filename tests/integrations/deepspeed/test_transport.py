@@ -80,7 +80,7 @@ def static_and_exact(
 
     with deepspeed_world():
         exact, static = (layer_of(rank, way, **arguments) for way in (TransportConfig(), STATIC))
-        routings = noted_routings(static.deepspeed_moe.gate)
+        routings = noted_routings(static.deepspeed_moe.experts)
         steps, more = [step(exact, tokens(rank))], tokens(rank, T + rank)
         transport: Any = transport_for(static.deepspeed_moe.group, STATIC)
         with static_buffers(transport, folder):

@@ -107,10 +107,13 @@ def allowed_and_chosen(rank: int, fields: dict[str, Any]) -> tuple[Tensor, Tenso
     """(T, E) bool each: what rounding may add, what the router chose."""
     from unittest.mock import patch
 
-    from sonic_ep.integrations.megatron import rounding
+    from sonic_ep.integrations import rounded_routing
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
-    with parallel_state(), patch.object(rounding, "decide_pairs", wraps=rounding.decide_pairs) as round_counts:
+    with (
+        parallel_state(),
+        patch.object(rounded_routing, "decide_pairs", wraps=rounded_routing.decide_pairs) as round_counts,
+    ):
         config = gpt_config(**GROUP_LIMITED, **fields, **NO_LOSS)
         layer_of(config, ROUNDING)(hidden_states(rank, config))
     round_counts.assert_called_once()

@@ -303,6 +303,16 @@ def test_errors() -> None:
     assert_same(step(model, ids), step(a_model(), ids))
 
 
+def test_an_error_of_a_model_that_rounds() -> None:
+    from sonic_ep.integrations.transformers import round_tokens, skip_padding
+
+    model, ids = a_model().train(), torch.cat(batches(0, 1))
+    skip_padding(model)
+    round_tokens(model, RoundingConfig(mode="up", t=8, G=16))
+    with pytest.raises(ValueError, match=r"attention_mask is \(3, 12\), and skip_padding needs"):
+        model(input_ids=ids, attention_mask=torch.zeros(3, 12))
+
+
 def test_ids_of_local_experts_are_no_record() -> None:
     """Under transformers' own dispatch a rank's experts see the ids that they have, and others in place of the rest."""
     from sonic_ep.integrations.transformers import replay_routing, round_tokens, skip_padding

@@ -250,7 +250,7 @@ def test_a_copied_module_computes_with_its_own_weights() -> None:
 def test_a_copy_of_weights_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     from sonic_ep.integrations.transformers import weights
 
-    weights._LOGGED.clear()
+    weights._log_once.cache_clear()
     with caplog.at_level(logging.INFO, "sonic_ep.integrations.transformers"):
         for _ in range(2):
             experts_of(transposed=True)(*a_batch())
@@ -324,10 +324,12 @@ def test_rounding_is_refused() -> None:
 def test_transports_in_turns_keep_their_programs() -> None:
     from sonic_ep import EPGroup
     from sonic_ep.dispatch.local import LocalTransport
+    from sonic_ep.integrations.transformers import SonicEPOptions
     from sonic_ep.integrations.transformers.experts import _experts_of
 
     module, group, exact, static = nn.Module(), EPGroup.alone(), LocalTransport(), LocalTransport()
-    first, second = (_experts_of(module, group, transport, 2) for transport in (exact, static))
+    options = SonicEPOptions()
+    first, second = (_experts_of(module, group, transport, options, 2) for transport in (exact, static))
     assert first is not second
-    assert _experts_of(module, group, exact, 2) is first
-    assert _experts_of(module, group, static, 2) is second
+    assert _experts_of(module, group, exact, options, 2) is first
+    assert _experts_of(module, group, static, options, 2) is second

@@ -36,7 +36,7 @@ def block_of(
     rank: int, transport: TransportConfig, capacity: RoundingConfig | None, rounding: RoundingConfig | None
 ) -> Any:
     """A block of Qwen3-MoE with this rank's experts, as `SonicEP` computes them."""
-    from sonic_ep.integrations.transformers import round_tokens
+    from sonic_ep.integrations.transformers import SonicEPOptions, round_tokens
     from sonic_ep.integrations.transformers.experts import compute_experts
 
     group = EPGroup()
@@ -46,9 +46,9 @@ def block_of(
         own = getattr(experts, name).detach().chunk(group.size)[rank].clone()
         setattr(experts, name, nn.Parameter(own))
     block.transport = transport_for(group, transport)
-    options = {"group": group, "transport": block.transport, "capacity": capacity}
     # Recording launches is for GPUs; whether to do it the ranks agree now and then, on the host.
-    experts.forward = partial(compute_experts, experts, **options, record_launches=False)
+    options = SonicEPOptions(rounding=capacity, record_launches=False)
+    experts.forward = partial(compute_experts, experts, group=group, transport=block.transport, options=options)
     if rounding is not None:
         round_tokens(block, rounding)
     return block.train()
