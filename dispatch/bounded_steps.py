@@ -56,8 +56,7 @@ class Step(NamedTuple):
 
     def holds(self, sizes: SplitSizes) -> bool:
         """Returns True if this is enough."""
-        needed = SizeBound.needed_by(sizes)
-        return self.bound is None or self.bound.holds(needed.with_tokens(self.bound.tokens))
+        return self.bound is None or self.bound.holds(SizeBound.needed_by(sizes))
 
 
 @dataclass(slots=True)
