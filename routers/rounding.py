@@ -120,20 +120,11 @@ def round_counts(
     seed:    () integer for mode "stochastic", 0 <= seed < 2^31, equal on every rank.
     """
     ep_size, E = chosen_SE.shape
-    if not training or (rounding.mode == "off" and rounding.capacity_factor is None):
+    if not leaves_sizes_open(rounding, training=training):
         return unrounded(chosen_SE, tokens_S)
     seed_tensor = torch.full((), seed, device=chosen_SE.device) if isinstance(seed, int) else seed
     rows_SE, pairs_SE, cut_S, t = apply_rule(chosen_SE, tokens_S, seed_tensor, rule_of(rounding, ep_size, E))
     return GroupCounts(chosen_SE, rows_SE, pairs_SE, tokens_S, cut_S, t)
-
-
-def _auto_thresholds(ep_size: int, E: int, G: int) -> list[tuple[int, int]]:
-    """Returns (t, the least number of pairs in the group at which t is within the budget), smallest t first."""
-    pairs_at_rho_1 = ep_size * E * 128
-    return [
-        (t, round(predicted_change(1.0, t, G, ep_size) / CHANGE_BUDGET * pairs_at_rho_1))
-        for t in reversed(chunk_multiples(G))
-    ]
 
 
 @functools.cache
@@ -151,7 +142,12 @@ def rule_of(rounding: RoundingConfig, ep_size: int, E: int) -> RoundingRule:
         t = G
     else:
         t = chunk_multiples(G)[-1]
-        thresholds = tuple((least, t) for t, least in _auto_thresholds(ep_size, E, G))
+        pairs_at_rho_1 = ep_size * E * 128
+        # The least number of pairs in the group at which each t is within the budget.
+        thresholds = tuple(
+            (round(predicted_change(1.0, each, G, ep_size) / CHANGE_BUDGET * pairs_at_rho_1), each)
+            for each in reversed(chunk_multiples(G))
+        )
         pads_below = min(least for least, _ in thresholds)
     capacity = None if rounding.capacity_factor is None else _ratio(rounding.capacity_factor)
     return RoundingRule(rounding.mode, G, t, thresholds, pads_below, capacity)
