@@ -4,14 +4,10 @@
     hop 2   that rank forwards the row to the ranks of its host that own chosen experts
 
 Combine goes back the same way. The ranks of a host send their sums to the rank that forwarded the row. It adds them, so
-that one row crosses back. There are three sums: over the pairs of a received row, over the ranks of a host, over hosts.
-Each accumulates in fp32 at least and is rounded once to the dtype of the rows. AllToAllTransport adds the ranks of all
-hosts in one sum. Both give the same bits where sums are exact, or where a token has at most two destination ranks.
-Elsewhere the order of additions differs, and for bf16 and fp16 the rounding of a host's sum is added.
+that one row crosses back. docs/transports.md#two-hops-across-hosts says what that does to bits.
 
-Index lists, weights and values of pairs go to their destination rank directly: a pair has only one. So do the rows that
-come back if the transport is batch-invariant. In the exchange of lists `prepare` also sends, to each rank that
-forwards, which ranks of its host need each token: a byte per (token, rank).
+The rows that come back go to their source rank directly if the transport is batch-invariant. In the exchange of lists
+`prepare` also sends, to each rank that forwards, which ranks of its host need each token: a byte per (token, rank).
 
 Example, two hosts of two ranks. A token of rank 0 has experts on ranks 1, 2 and 3. Its row goes to rank 0 itself, which
 forwards it to rank 1, and to rank 2, which forwards it to rank 3 and itself: one row crosses, where all-to-all has two.

@@ -1,23 +1,11 @@
 """Token rounding across ranks: from the top-K counts C[S, E] to the rows n[S, E] of every chunk, equal on all ranks.
 
 A chunk is the rows of one (source rank, expert). t is the row multiple of a chunk, G the multiple of an expert's total
-over the group. Everything is int64 tensor arithmetic on the gathered counts: no floating point, no host read, no loop
-over ranks, experts or tokens. So every rank computes identical results on any device.
+over the group. docs/token_rounding.md defines the modes, and says what holds for the rows; kernels/route/rounding/
+computes them. "nearest" and the other modes in which a rank rounds its own counts are those of SonicMoE (arXiv
+2512.14080, section 5).
 
-Modes (docs/token_rounding.md compares them):
-
-  apportion   rounds each expert's total to the nearest multiple of G and deals it to the ranks in units of t, each unit
-              to the rank with the largest remaining count (largest-remainder method). Default.
-  nearest, up, down, stochastic
-              each rank rounds its own counts to multiples of t, as in SonicMoE (arXiv 2512.14080, section 5). "nearest"
-              rounds a half to the even multiple, as there.
-  pad         plain top-K; padding rows of weight zero fill each chunk to a multiple of t.
-  off         plain top-K; chunks have any number of rows.
-
-A rank with T tokens has at most T pairs for an expert. If rounding gives the chunk more rows, the rest are padding
-rows. So pairs <= rows in every chunk, and T < t is allowed.
-
-Legend: S ranks of the EP group, Q destination ranks, E experts, e local experts.
+Legend: S ranks of the EP group, E experts.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """`sonic-ep plan --hosts`: modelled times of a layer by transport on several hosts, its bytes and memory; the fastest.
 
 Times are by time_model.py, on the slowest rank of a skewed routing (load.py). A stage's time is the time that others
-wait for. Bytes and memory are for uniform routing. "pairs" is an all-to-all with a row for each pair, to compare with.
+wait for. Bytes and memory are for uniform routing.
 
 Legend: S ranks of the EP group, D ranks of a host, T tokens on this rank, K experts per token, U rows this rank sends,
 X rows this rank sends in hop 1.

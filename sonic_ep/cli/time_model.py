@@ -3,13 +3,8 @@
 A stage takes a fixed time and a time for each unit of work (time_constants.py, fitted to our records). No record is of
 several hosts: what crosses takes its bytes over the rate of the link, which the user gives.
 
-`stages` applies the overlap that dispatch/ has, and nothing more:
-
-    symmetric    x moves again behind dH and dX; dX moves behind the weight gradients where it is large
-    all_to_all   the same, at the cost of an eighth of the SMs; traffic within a host and between hosts is in flight at
-                 the same time
-    two_hop      the same, but one hop ends before the next starts
-    pairs        an all-to-all with a row for each pair, without deduplication. No transport of ours: to compare
+`stages` applies the overlap that dispatch/ has, and nothing more; docs/scaling.md#the-model says what that is for each
+transport. "pairs" is an all-to-all with a row for each pair: no transport of ours, to compare with.
 
 Legend: S ranks of the EP group, D ranks of a host, T tokens on this rank, E experts, K experts per token, e local
 experts, d hidden size, n expert width, P rows of the pair buffer, J pre-activation columns (2I if gated else I).
