@@ -47,10 +47,6 @@ _CLASSES = {
 }
 
 
-class UnsafeError(RuntimeError):
-    """Raised for a value that cannot be read without executing code."""
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -145,7 +141,7 @@ class SafePlanner(DefaultLoadPlanner):
         except pickle.UnpicklingError as error:
             name = read_item.dest_index.fqn
             reason = str(error).partition("\n")[0]
-            raise UnsafeError(f"{name} is no plain value, and reading it could run code ({reason})") from None
+            raise pickle.UnpicklingError(f"{name} is no plain value, and reading it could run code ({reason})") from None
         plain = io.BytesIO()
         torch.save(loaded, plain)
         plain.seek(0)
