@@ -83,9 +83,7 @@ class SplitSizes(NamedTuple):
 
 @final
 class AsyncSplitSizes:
-    """An async D2H copy of the split sizes and the rank statuses. It starts when the object is made.
-
-    `read` blocks until the copy has arrived, but does not wait for kernels that were launched after its start.
+    """An async D2H copy of the split sizes and the rank statuses, see AsyncD2H.
 
     on_device: the result of `pack_split_sizes` (kernels/dispatch/split_sizes/reference.py) for `num_ranks` ranks.
     check: gets the status fields of all ranks, rank by rank, and raises if one has an error; None if none can have one.
