@@ -10,37 +10,22 @@ Legend: S ranks of the EP group, D ranks of a host, T tokens on this rank, E exp
 experts, d hidden size, n expert width, P rows of the pair buffer, J pre-activation columns (2I if gated else I).
 """
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from sonic_ep.cli.expected_rows import RowsPerToken, rows_per_token
 from sonic_ep.cli.load import BALANCED, Load
-from sonic_ep.cli.plan import columns, rounding_tile
+from sonic_ep.cli.plan import Kind, Layout, columns, rounding_tile
 from sonic_ep.cli.time_constants import CONSTANTS
 from sonic_ep.config import MoEConfig
 from sonic_ep.kernels.experts.tile_table import EXCHANGE_SHARE
 from sonic_ep.routers.rounding import rule_of
 
-Kind = Literal["symmetric", "all_to_all", "two_hop", "pairs"]
 Overlap = Literal["nothing", "experts", "experts and hops"]
 
 ITEM_BYTES = 2  # bfloat16 or float16: what the records have
 _TILE_ROWS = 128
 _MIN_COPY_MB = 16 * 2**20 / 1e6  # dispatch/symmetric.py: tokens of fewer bytes are pushed in backward, not copied
 _FORWARD_GEMMS = ("up", "down")
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """S ranks on S / D hosts. link: GB/s that a rank can send to other hosts, while it receives as much."""
-
-    S: int
-    D: int
-    link: float = float("inf")
-
-    @property
-    def num_hosts(self) -> int:
-        return self.S // self.D
 
 
 class Stages(NamedTuple):

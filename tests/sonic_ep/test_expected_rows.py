@@ -47,7 +47,9 @@ def test_uniform_routing_as_drawn(name: str) -> None:
     config = load_config(name)
     routes = DrawnRoutes(config, 2**15, skew=0, seed=1)
     for parts in (2, 4, 8):
-        assert float(routes.tokens_by_block(parts).sum()) / 2**15 == pytest.approx(expected_parts(config, parts), rel=0.01)
+        assert float(routes.tokens_by_block(parts).sum()) / 2**15 == pytest.approx(
+            expected_parts(config, parts), rel=0.01
+        )
 
 
 def test_the_group_limit_of_deepseek_v3() -> None:
