@@ -170,7 +170,7 @@ def existing_transport(group: EPGroup, text: str) -> LocalTransport | GroupTrans
     Raises RuntimeError if it has been garbage-collected.
     """
     if group.size == 1:
-        return LocalTransport()
+        return LocalTransport(batch_invariant=bool(text))
     transport = _found(group, text)
     if transport is None:
         raise RuntimeError(f"nobody holds the transport of {text}: keep what transport_for(group, config) gave")
