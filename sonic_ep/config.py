@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self, TypeVar, get_args, get_origin
+from typing import Literal, Self, TypeVar, get_args
 
 Activation = Literal[
     "swiglu",
@@ -46,14 +46,9 @@ MAX_CAPACITY_FACTOR = 10**6
 _WIDTH_MULTIPLE = 8  # of widths with batch invariance
 
 
-def _check_choices(config: "RouterConfig | RoundingConfig | TransportConfig | MoEConfig", prefix: str) -> None:
-    """Checks the fields whose types say all their values: flags, and literals."""
-    for each in dataclasses.fields(config):
-        value, choices = getattr(config, each.name), get_args(each.type)
-        if each.type is bool and not isinstance(value, bool):
-            raise ValueError(f"{prefix}{each.name}={value!r} must be true or false")
-        if get_origin(each.type) is Literal and not (isinstance(value, str) and value in choices):
-            raise ValueError(f"{prefix}{each.name}={value!r} is not one of {', '.join(choices)}")
+def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -73,6 +68,12 @@ def _check_non_negative(config: object, prefix: str, *names: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < limit:
             fix = "; write it as a float" if isinstance(value, int) and value >= limit else ""
             raise ValueError(f"{prefix}{name}={value!r} must be a finite number >= 0{fix}")
+
+
+def _check_flags(config: object, prefix: str, *names: str) -> None:
+    for name in names:
+        if not isinstance(value := getattr(config, name), bool):
+            raise ValueError(f"{prefix}{name}={value!r} must be true or false")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +124,10 @@ class RouterConfig:
     check_logits: bool = False
 
     def __post_init__(self) -> None:
-        _check_choices(self, "router.")
+        _check_one_of("router.score", self.score, get_args(ScoreFunction))
+        _check_one_of("router.linear_dtype", self.linear_dtype, get_args(LinearDtype))
+        _check_one_of("router.balance", self.balance, get_args(Balance))
+        _check_flags(self, "router.", "renormalize", "linear_bias", "expert_bias", "check_logits")
         _check_non_negative(self, "router.", "scale", "expert_bias_rate", "balance_coef", "z_loss_coef", "jitter")
         _check_int("router.num_groups", self.num_groups, 1)
         _check_int("router.groups_per_token", self.groups_per_token, 1, self.num_groups)
@@ -166,7 +170,7 @@ class RoundingConfig:
         return self.mode == "stochastic"
 
     def __post_init__(self) -> None:
-        _check_choices(self, "rounding.")
+        _check_one_of("rounding.mode", self.mode, get_args(RoundingMode))
         _check_int("rounding.G", self.G, 1, MAX_G)
         if not (isinstance(self.t, str) and self.t == "auto"):
             _check_int("rounding.t", self.t, 1, self.G)
@@ -216,7 +220,10 @@ class TransportConfig:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        _check_choices(self, "transport.")
+        _check_flags(self, "transport.", "batch_invariant")
+        _check_one_of("transport.kind", self.kind, get_args(TransportKind))
+        _check_one_of("transport.buffers", self.buffers, get_args(Buffers))
+        _check_one_of("transport.dispatch", self.dispatch, get_args(Dispatch))
         _check_non_negative(self, "transport.", "timeout")
         if not MIN_TIMEOUT <= self.timeout <= MAX_TIMEOUT:
             raise ValueError(
@@ -314,10 +321,11 @@ class MoEConfig:
         _check_int("shared_n", self.shared_n, 0)
         if not isinstance(self.name, str):
             raise ValueError(f"name={self.name!r} must be a string")
-        _check_choices(self, "")
+        _check_one_of("activation", self.activation, get_args(Activation))
         for part, kind in _PARTS.items():
             if not isinstance(value := getattr(self, part), kind):
                 raise ValueError(f"{part}={value!r} must be a {kind.__name__}; MoEConfig.from_dict takes nested dicts")
+        _check_flags(self, "", "bias", "shared_gate", "save_dispatched", "record_launches", "batch_invariant")
         _check_non_negative(self, "", "init_std")
         if self.K > self.E:
             raise ValueError(
