@@ -33,7 +33,7 @@ def weights_and_losses(
     kernels/route/weights_and_losses/reference.py defines them. topk: of these logits, with the experts of
     `pairs.topk_ids_TK`. balance_counts: default are the counts of `pairs`, which is a RoutedPairs then.
     """
-    balance_counts = balance_counts or _balance_counts(pairs)
+    balance_counts = _balance_counts(pairs) if balance_counts is None else balance_counts
     operations = router_operations(logits_TE.device, logits_TE.dtype, pairs.topk_ids_TK.shape[1])
     if operations is None or logits_TE.shape[0] == 0:
         lists = pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N, pairs.chosen_N
@@ -73,7 +73,8 @@ def fused_weights_and_losses(
     if config.balance == "none" and config.z_loss_coef == 0:
         return weights_N, Losses(logits_TE.new_zeros(()), None)
     B = logits_TE.shape[0] // sequence_length if config.balance == "sequence" else 1
-    return weights_N, operations.losses(logits_TE, *(balance_counts or _balance_counts(pairs)), B, config)
+    balance_counts = _balance_counts(pairs) if balance_counts is None else balance_counts
+    return weights_N, operations.losses(logits_TE, *balance_counts, B, config)
 
 
 class _WeightsAndLosses(torch.autograd.Function):
