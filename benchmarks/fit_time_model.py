@@ -22,8 +22,9 @@ import torch
 from sonic_ep import MoEConfig, RoundingConfig, load_config
 from sonic_ep.cli import time_model
 from sonic_ep.cli.expected_rows import rows_per_token
+from sonic_ep.cli.plan import Kind, Layout
 from sonic_ep.cli.time_constants import CONSTANTS
-from sonic_ep.cli.time_model import Layout, gemm_features, sent_features, stages
+from sonic_ep.cli.time_model import gemm_features, sent_features, stages
 
 RESULTS = Path(__file__).parent / "results"
 PLAIN = RoundingConfig(mode="off")  # what benchmarks/ep_layer.py routes by without a router
@@ -144,7 +145,7 @@ def hosts() -> tuple[float, ...]:
     )
 
 
-def left_over(contestant: str, kind: time_model.Kind, ways: tuple[str, ...]) -> tuple[float, ...]:
+def left_over(contestant: str, kind: Kind, ways: tuple[str, ...]) -> tuple[float, ...]:
     """Returns the time that layers take in addition to their stages, by the constants that are in force."""
     equations: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for name in CONSTANTS["layer"].records:

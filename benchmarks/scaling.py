@@ -25,9 +25,10 @@ from typing import Any
 from sonic_ep import MoEConfig, load_config
 from sonic_ep.cli.expected_rows import rows_per_token
 from sonic_ep.cli.load import BALANCED, DrawnRoutes, Load, slowest_gpu
-from sonic_ep.cli.plan_hosts import Cluster, sent_bytes, transports_on
+from sonic_ep.cli.plan import Layout, sent_bytes
+from sonic_ep.cli.plan_hosts import Cluster, transports_on
 from sonic_ep.cli.time_constants import CONSTANTS
-from sonic_ep.cli.time_model import Layout, stages
+from sonic_ep.cli.time_model import ITEM_BYTES, stages
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = sorted(path.stem for path in (ROOT / "configs").glob("*.toml") if path.stem != "tiny")
@@ -79,7 +80,7 @@ def case(name: str, S: int, routes: DrawnRoutes, T: int) -> dict[str, Any]:
         count: steps(config, T, layout, load._replace(gpu=slowest_gpu(count, deviation, SEED))) for count in gpus
     }
     found["mib_to_other_hosts"] = {
-        kind: sum(remote for _, remote in sent_bytes(config, T, layout, kind).values()) / 2**20
+        kind: sum(remote for _, remote in sent_bytes(config, T, layout, kind, ITEM_BYTES).values()) / 2**20
         for kind in transports_on(layout)
     }
     if layout.num_hosts > 1:

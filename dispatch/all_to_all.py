@@ -33,11 +33,11 @@ class AllToAllTransport(CollectiveTransport):
         sent, rank, given = None, self.group.rank, (plan.pair_starts_Q, routing.num_tokens)
         if allows_spare_capacity(routing.token_ids_N):
             sent = sent_rows(routing.token_ids_N, *given)  # while the sizes arrive
-        sizes = self._exchange.sizes(routing, plan, "the all-to-all")
+        sizes = self._sizes(routing, plan, "the all-to-all")
         splits = pairs_out, pairs_in = sizes.pairs_SQ[rank], sizes.pairs_in(rank)
         num_pairs = sum(pairs_out)
         sent = sent or sent_rows(routing.token_ids_N[:num_pairs], *given)
-        row_in_source_V, weights_V = self._exchange.lists(routing, sent.row_of_pair_N[:num_pairs], *splits)
+        row_in_source_V, weights_V = self._lists(routing, sent.row_of_pair_N[:num_pairs], *splits)
         chunks = plan.chunks(sizes.num_rows(rank), sum(pairs_in))
         row_starts_S = row_starts(chunks, row_in_source_V)
         starts = self.group.to_host(torch.stack([sent.row_starts_Q, row_starts_S]), stage="lists")
@@ -53,9 +53,9 @@ class AllToAllTransport(CollectiveTransport):
         (token_of_sent_U, *_), splits = handle.transport_lists, handle.splits
 
         def exchange(packed_UH: Tensor) -> Tensor:
-            return self._exchange.rows("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.forward.layer)
+            return self._rows("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.forward.layer)
 
-        return self._exchange.start(exchange, x_TH.index_select(0, token_of_sent_U), overlap=overlap)
+        return self._start(exchange, x_TH.index_select(0, token_of_sent_U), overlap=overlap)
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
@@ -65,8 +65,8 @@ class AllToAllTransport(CollectiveTransport):
         (_, sent_by_token_U, sent_starts_T), splits = handle.transport_lists, handle.splits
 
         def exchange(sums_RH: Tensor) -> Tensor:
-            back_UH = self._exchange.rows("combine", sums_RH, splits.rows_in, splits.rows_out, handle.forward.layer)
+            back_UH = self._rows("combine", sums_RH, splits.rows_in, splits.rows_out, handle.forward.layer)
             return gather_sum(back_UH, sent_by_token_U, sent_starts_T)
 
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-        return self._exchange.start(exchange, sums_RH, overlap=overlap)
+        return self._start(exchange, sums_RH, overlap=overlap)

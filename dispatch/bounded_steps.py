@@ -1,16 +1,13 @@
 """Steps of a layer on several ranks whose sizes the host does not know when it launches them.
 
-Such a step has a *bound* of its sizes: a little more than the largest of the last steps needed. If the true sizes
-exceed it, the devices send nothing. The host reads the sizes after it has launched everything, and then runs the
-layer's code on the same routing.
+docs/how_a_step_runs.md#sizes-across-ranks says what a bound of sizes is, and what happens if it does not hold.
 
 Running a program or the code is each rank's own choice. Either way it sends the same, in the same stages. All ranks
 know the same sizes, so they have the same bound. Buffers that are too small for it are allocated by the code, once the
 ranks have met in the exchange of counts, and know that they run the same layer in the same mode.
 
-In a region of activation checkpointing, a recomputation has the bound of its forward, see checkpoint_regions.py. It
-exchanges counts as a forward does, so all ranks must checkpoint a layer, or none: each tells the others, see
-groups/order.py.
+In a region of activation checkpointing, a recomputation has the bound of its forward, see checkpoint_regions.py. Each
+rank tells the others that it is in one, see groups/order.py.
 """
 
 from collections.abc import Callable
@@ -56,8 +53,7 @@ class Step(NamedTuple):
 
     def holds(self, sizes: SplitSizes) -> bool:
         """Returns True if this is enough."""
-        needed = SizeBound.needed_by(sizes)
-        return self.bound is None or self.bound.holds(needed.with_tokens(self.bound.tokens))
+        return self.bound is None or self.bound.holds(SizeBound.needed_by(sizes))
 
 
 @dataclass(slots=True)

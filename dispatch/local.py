@@ -28,10 +28,11 @@ class LocalTransport:
     are. On the CPU the lists are exact.
     """
 
-    name = text = ""
+    name = ""
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self.batch_invariant = batch_invariant
+        self.text = "batch_invariant" if batch_invariant else ""  # see GroupTransport
 
     def problem_with(self, num_tokens: int) -> str | None:
         return None

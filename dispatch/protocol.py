@@ -58,7 +58,7 @@ class Splits:
         return cls(zeros, zeros, zeros, zeros)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class HandleSizes:
     """The part of a DispatchHandle that is not on the device. It holds no tensor.
 
@@ -76,18 +76,17 @@ class HandleSizes:
         """Returns the handle with these tensors, in the order of `DispatchHandle.lists`."""
         row_of_pair_P, pairs_by_row_V, pair_starts_R, slot_V, expert_starts_e, *transport_lists = lists
         return DispatchHandle(
+            *self._fields(),
             row_of_pair_P=row_of_pair_P,
             pairs_by_row_V=pairs_by_row_V,
             pair_starts_R=pair_starts_R,
             slot_V=slot_V,
             expert_starts_e=expert_starts_e,
             transport_lists=tuple(transport_lists),
-            splits=self.splits,
-            num_tokens=self.num_tokens,
-            num_rows=self.num_rows,
-            num_listed=self.num_listed,
-            forward=self.forward,
         )
+
+    def _fields(self) -> tuple[Splits, int, int, int, Forward]:
+        return self.splits, self.num_tokens, self.num_rows, self.num_listed, self.forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +136,7 @@ class DispatchHandle(HandleSizes):
 
     def without_lists(self) -> HandleSizes:
         """Returns the part that holds no tensor."""
-        return HandleSizes(
-            splits=self.splits,
-            num_tokens=self.num_tokens,
-            num_rows=self.num_rows,
-            num_listed=self.num_listed,
-            forward=self.forward,
-        )
+        return HandleSizes(*self._fields())
 
 
 @dataclass(frozen=True, slots=True)

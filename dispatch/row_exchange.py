@@ -1,6 +1,4 @@
-"""Exchanges by all-to-all over a group, with the bytes they send: rows, index lists, and one value a pair.
-
-The host must know their sizes.
+"""`CollectiveTransport`: all-to-alls of rows, of index lists, and of one value a pair. The host knows their sizes.
 
 Index lists and values of pairs go from the source rank to the destination rank directly, with every transport that uses
 torch.distributed: a pair has one destination rank, so no way is shorter.
@@ -12,7 +10,6 @@ buffer.
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import final
 
 import torch
 from torch import Tensor
@@ -29,17 +26,21 @@ from sonic_ep.kernels.program.trace import by_torch, current_trace
 from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
 
 
-@final
-class RowExchange:
-    """Variable-size all-to-all over `group`.
+class CollectiveTransport:
+    """What transports over torch.distributed share. They take any number of tokens, and the group reports lost peers.
 
-    ranks_per_host: how many consecutive ranks of the group share a host; by default all.
+    kind: follows the group in the name. ranks_per_host: how many consecutive ranks of the group share a host; by
+    default all. batch_invariant: see Transport. The last two of the `transport_lists` are then the pairs of each token
+    by expert, and their prefix sums.
     wire_bytes: bytes that this rank has sent to other ranks, by kind: "lists", "dispatch", "combine",
     "combine_scalars". bytes_across_hosts: the part of them that went to other hosts.
     """
 
-    def __init__(self, group: EPGroup, ranks_per_host: int | None = None) -> None:
-        self.group = group
+    def __init__(
+        self, group: EPGroup, kind: str, ranks_per_host: int | None = None, *, batch_invariant: bool = False
+    ) -> None:
+        self.group, self.batch_invariant = group, batch_invariant
+        self.name = f"{group.name} {kind}"
         self.wire_bytes: Counter[str] = Counter()
         self.bytes_across_hosts: Counter[str] = Counter()
         per_host = ranks_per_host or group.size
@@ -47,8 +48,35 @@ class RowExchange:
         self._own_host = slice(first, first + per_host)
         self._side = SideStream()
 
-    def start(self, exchange: Callable[[Tensor], Tensor], values: Tensor, *, overlap: bool) -> Pending:
-        """Starts `exchange(values)`, which calls `rows` and launches kernels.
+    def problem_with(self, num_tokens: int) -> str | None:
+        return None
+
+    def all_gather(
+        self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
+    ) -> Tensor:
+        if current_trace() is None:
+            return self.group.all_gather(values, meanwhile, used=used)
+        if meanwhile is not None:
+            meanwhile()  # first, because a program gathers on its own stream
+        gather = functools.partial(_gather, self.group, used)
+        return by_torch(gather, (self.group.size, *values.shape), values.dtype, values, into=True)
+
+    def raise_if_lost(self) -> None:
+        pass
+
+    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
+        num_pairs, splits = handle.slot_V.shape[0], handle.splits
+        values_V = values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], num_pairs)
+
+        def exchange(values_V: Tensor) -> Tensor:
+            values_N = self._rows("combine_scalars", values_V, splits.pairs_in, splits.pairs_out, handle.forward.layer)
+            spare = handle.num_listed - values_N.shape[0]
+            return by_torch(_padded, (handle.num_listed,), values_N.dtype, values_N, (spare,)) if spare else values_N
+
+        return self._start(exchange, values_V, overlap=overlap)
+
+    def _start(self, exchange: Callable[[Tensor], Tensor], values: Tensor, *, overlap: bool) -> Pending:
+        """Starts `exchange(values)`, which calls `_rows` and launches kernels.
 
         overlap: on a GPU, it runs on a stream of its own, at the same time as what the caller launches before `result`.
         Every rank starts its exchanges in the same order, so their order on the wire stays the same.
@@ -71,7 +99,7 @@ class RowExchange:
 
         return Pending(result, reserve_for="exchange")
 
-    def sizes(self, routing: Routing, plan: RankPlan, transport: str) -> SplitSizes:
+    def _sizes(self, routing: Routing, plan: RankPlan, transport: str) -> SplitSizes:
         """Returns the split sizes of a routing. Blocks the host until they arrive.
 
         transport: what needs them, for the error: RuntimeError while a CUDA graph is captured.
@@ -85,7 +113,7 @@ class RowExchange:
         arriving.wait(self.group)
         return arriving.read()
 
-    def rows(
+    def _rows(
         self, kind: str, rows: Tensor, send: Sequence[int], receive: Sequence[int], layer: int, hop: str = ""
     ) -> Tensor:
         """Returns the received rows, `receive[s]` from each rank s, in order of s.
@@ -94,10 +122,10 @@ class RowExchange:
         hop: follows the kind in errors.
         """
         shape = sum(receive), *rows.shape[1:]
-        exchange = functools.partial(self._rows, kind, layer, hop)
+        exchange = functools.partial(self._send_rows, kind, layer, hop)
         return by_torch(exchange, shape, rows.dtype, rows, tuple(send), tuple(receive), into=True)
 
-    def _rows(
+    def _send_rows(
         self,
         kind: str,
         layer: int,
@@ -113,64 +141,13 @@ class RowExchange:
         self.bytes_across_hosts[kind] += (total - sum(send[self._own_host])) * row_bytes
         return self.group.all_to_all(rows, send, receive, stage=f"{kind}{hop}", layer=layer, out=out)
 
-    def lists(
+    def _lists(
         self, routing: Routing, row_of_pair_N: Tensor, pairs_out: Sequence[int], pairs_in: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Sends row index and weight of each pair. Returns both for the received pairs, (V,), in arrival order."""
         weights_N = routing.weights_N[: row_of_pair_N.shape[0]]
-        received = self.rows("lists", pack_lists(row_of_pair_N, weights_N), pairs_out, pairs_in, self.group.layer)
+        received = self._rows("lists", pack_lists(row_of_pair_N, weights_N), pairs_out, pairs_in, self.group.layer)
         return unpack_lists(received, weights_N.dtype)
-
-    def scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool) -> Pending:
-        """See `Transport.combine_scalars`."""
-        num_pairs, splits = handle.slot_V.shape[0], handle.splits
-        values_V = values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], num_pairs)
-
-        def exchange(values_V: Tensor) -> Tensor:
-            values_N = self.rows("combine_scalars", values_V, splits.pairs_in, splits.pairs_out, handle.forward.layer)
-            spare = handle.num_listed - values_N.shape[0]
-            return by_torch(_padded, (handle.num_listed,), values_N.dtype, values_N, (spare,)) if spare else values_N
-
-        return self.start(exchange, values_V, overlap=overlap)
-
-
-class CollectiveTransport:
-    """What transports over torch.distributed share: they take any number of tokens, and the group reports lost peers.
-
-    kind: follows the group in the name. ranks_per_host: see RowExchange. batch_invariant: see Transport. The last two
-    of the `transport_lists` are then the pairs of each token by expert, and their prefix sums.
-    """
-
-    def __init__(
-        self, group: EPGroup, kind: str, ranks_per_host: int | None = None, *, batch_invariant: bool = False
-    ) -> None:
-        self.group, self.batch_invariant = group, batch_invariant
-        self.name = f"{group.name} {kind}"
-        self._exchange = RowExchange(group, ranks_per_host)
-
-    @property
-    def wire_bytes(self) -> Counter[str]:
-        """See RowExchange."""
-        return self._exchange.wire_bytes
-
-    def problem_with(self, num_tokens: int) -> str | None:
-        return None
-
-    def all_gather(
-        self, values: Tensor, meanwhile: Callable[[], None] | None = None, *, used: int | None = None
-    ) -> Tensor:
-        if current_trace() is None:
-            return self.group.all_gather(values, meanwhile, used=used)
-        if meanwhile is not None:
-            meanwhile()  # first, because a program gathers on its own stream
-        gather = functools.partial(_gather, self.group, used)
-        return by_torch(gather, (self.group.size, *values.shape), values.dtype, values, into=True)
-
-    def raise_if_lost(self) -> None:
-        pass
-
-    def combine_scalars(self, parts_PZ: Tensor, handle: DispatchHandle, *, overlap: bool = False) -> Pending:
-        return self._exchange.scalars(parts_PZ, handle, overlap=overlap)
 
     def _combine_pairs(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool
@@ -184,10 +161,10 @@ class CollectiveTransport:
 
         def exchange(values_VH: Tensor) -> Tensor:
             sizes = splits.pairs_in, splits.pairs_out
-            values_NH = self._exchange.rows("combine", values_VH, *sizes, handle.forward.layer)
+            values_NH = self._rows("combine", values_VH, *sizes, handle.forward.layer)
             return gather_sum(values_NH, pairs_by_token_N, pair_starts_T, weights_N)
 
-        return self._exchange.start(exchange, values_PH.index_select(0, handle.slot_V), overlap=overlap)
+        return self._start(exchange, values_PH.index_select(0, handle.slot_V), overlap=overlap)
 
     def _prepared(
         self,

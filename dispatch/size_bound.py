@@ -8,8 +8,8 @@ from sonic_ep.routing import SplitSizes
 class SizeBound(NamedTuple):
     """Group-wide bounds of a step's sizes, equal on all ranks.
 
-    tokens: the most tokens of any rank, or the rows of a region that all ranks have agreed on; must be exact. rows: at
-    least the pair-buffer rows of any destination rank. pairs: at least the pairs that any rank sends or receives.
+    tokens: the rows of a region, at least the most tokens of any rank. rows: at least the pair-buffer rows of any
+    destination rank. pairs: at least the pairs that any rank sends or receives.
     """
 
     tokens: int
@@ -26,10 +26,6 @@ class SizeBound(NamedTuple):
         """Returns the smallest bound of both."""
         return self if other is None else type(self)(*map(max, self, other))
 
-    def with_tokens(self, least: int) -> Self:
-        """Returns the same where regions have at least so many rows."""
-        return self._replace(tokens=max(self.tokens, least))
-
     def holds(self, needed: "SizeBound") -> bool:
         """Returns True if a step that needs `needed` fits. The device decides the same in `bounded_plan`."""
-        return needed.tokens == self.tokens and needed.rows <= self.rows and needed.pairs <= self.pairs
+        return needed.joined(self) == self

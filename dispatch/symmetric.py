@@ -1,18 +1,14 @@
 """The transport over symmetric memory: ranks write into each other's memory over NVLink.
 
-How a step runs. Lists, dispatch, combine and scalars are one *stage* each (kernels/dispatch/symmetric/signal_pad.py has
-the protocol). A stage is one kernel that writes to peers: it waits until their buffers may be written, writes, signals
-that it is done, and ends once all peers have signalled. Copies by copy engines run between two kernels that do the
-same, acquire_peers and release_peers. The all-gather of counts is a kernel that sends and one that waits. If no rank
-has a pair, the kernels of lists, dispatch and combine return at once. No step uses a collective library; allocating
-buffers does.
+Lists, dispatch, combine and scalars are one *stage* each, a kernel that writes to peers
+(kernels/dispatch/symmetric/signal_pad.py has the protocol). Copies by copy engines run between two kernels that
+synchronize as such a kernel does, acquire_peers and release_peers. The all-gather of counts is a kernel that sends and
+one that waits. No step uses a collective library; allocating buffers does.
 
 Buffers are shared by all layers of a group: one for lists and scalars, and row buffers for each row width in bytes. In
 a row buffer each sender has a region of `stride` rows, stride being the most tokens of any rank, or those of `least` if
 that is more. The row of token t is row t of the region. So received rows have gaps, R = S * stride, and no rank needs
-to number or count rows.
-
-    bytes of a rank  =  3 * S * stride * row_bytes, for each row width, + 20 a pair, + signals and counts
+to number or count rows. docs/transports.md#memory has the bytes.
 
 How sizes are known:
 

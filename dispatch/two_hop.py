@@ -4,14 +4,10 @@
     hop 2   that rank forwards the row to the ranks of its host that own chosen experts
 
 Combine goes back the same way. The ranks of a host send their sums to the rank that forwarded the row. It adds them, so
-that one row crosses back. There are three sums: over the pairs of a received row, over the ranks of a host, over hosts.
-Each accumulates in fp32 at least and is rounded once to the dtype of the rows. AllToAllTransport adds the ranks of all
-hosts in one sum. Both give the same bits where sums are exact, or where a token has at most two destination ranks.
-Elsewhere the order of additions differs, and for bf16 and fp16 the rounding of a host's sum is added.
+that one row crosses back. docs/transports.md#two-hops-across-hosts says what that does to bits.
 
-Index lists, weights and values of pairs go to their destination rank directly: a pair has only one. So do the rows that
-come back if the transport is batch-invariant. In the exchange of lists `prepare` also sends, to each rank that
-forwards, which ranks of its host need each token: a byte per (token, rank).
+The rows that come back go to their source rank directly if the transport is batch-invariant. In the exchange of lists
+`prepare` also sends, to each rank that forwards, which ranks of its host need each token: a byte per (token, rank).
 
 Example, two hosts of two ranks. A token of rank 0 has experts on ranks 1, 2 and 3. Its row goes to rank 0 itself, which
 forwards it to rank 1, and to rank 2, which forwards it to rank 3 and itself: one row crosses, where all-to-all has two.
@@ -22,7 +18,6 @@ this rank receives, V pairs this rank receives, P rows of the pair buffer, e loc
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add
@@ -126,23 +121,17 @@ class TwoHopTransport(CollectiveTransport):
     Both hops are all-to-alls of the whole group, in which a rank sends to the ranks of its hop alone. So a rank that is
     lost is missed by all others, whatever the hop. NCCL sends nothing to a rank that gets no rows. `_within_host` is
     the only place where rows move within a host.
-
-    wire_bytes, bytes_across_hosts: see RowExchange.
     """
 
     def __init__(self, group: EPGroup, ranks_per_host: int, *, batch_invariant: bool = False) -> None:
         super().__init__(group, f"two-hop {ranks_per_host}", ranks_per_host, batch_invariant=batch_invariant)
         self._ranks = _Ranks(group.rank, group.size, ranks_per_host)
 
-    @property
-    def bytes_across_hosts(self) -> Counter[str]:
-        return self._exchange.bytes_across_hosts
-
     def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         sent, ranks, T = None, self._ranks, routing.num_tokens
         if allows_spare_capacity(routing.token_ids_N):
             sent = sent_rows(routing.token_ids_N, plan.pair_starts_Q, T)  # while the sizes arrive
-        sizes = self._exchange.sizes(routing, plan, "the two-hop transport")
+        sizes = self._sizes(routing, plan, "the two-hop transport")
         pairs = pairs_out, pairs_in = sizes.pairs_SQ[ranks.rank], sizes.pairs_in(ranks.rank)
         sent = sent or sent_rows(routing.token_ids_N[: sum(pairs_out)], plan.pair_starts_Q, T)
         is_needed_QT = sent.sent_before.diff().view(ranks.size, T)
@@ -183,7 +172,7 @@ class TwoHopTransport(CollectiveTransport):
             x_fH = x_YH.index_select(0, forwarded.token_of_sent_U)
             return self._within_host("dispatch", x_fH, splits.forwarded_out, splits.forwarded_in, layer)
 
-        return self._exchange.start(exchange, x_TH.index_select(0, crossing.token_of_sent_U), overlap=overlap)
+        return self._start(exchange, x_TH.index_select(0, crossing.token_of_sent_U), overlap=overlap)
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False
@@ -199,17 +188,17 @@ class TwoHopTransport(CollectiveTransport):
             return gather_sum(sums_XH, crossing.sent_by_token_U, crossing.sent_starts_T)
 
         sums_RH = gather_sum(values_PH, handle.pairs_by_row_V, handle.pair_starts_R, weights_P)
-        return self._exchange.start(exchange, sums_RH, overlap=overlap)
+        return self._start(exchange, sums_RH, overlap=overlap)
 
     def _across_hosts(
         self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], layer: int
     ) -> Tensor:
-        return self._exchange.rows(kind, rows, send, receive, layer, " across hosts")
+        return self._rows(kind, rows, send, receive, layer, " across hosts")
 
     def _within_host(
         self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], layer: int
     ) -> Tensor:
-        return self._exchange.rows(kind, rows, send, receive, layer, " within a host")
+        return self._rows(kind, rows, send, receive, layer, " within a host")
 
     def _exchange_lists(
         self, routing: Routing, sent: SentRows, is_needed_QT: Tensor, sizes: SplitSizes
@@ -233,7 +222,7 @@ class TwoHopTransport(CollectiveTransport):
         sent_parts = zip(pairs.split(pairs_out), flags.split(flags_out), strict=True)
         message = torch.cat([*itertools.chain.from_iterable(sent_parts)])
         send, receive = ([*map(add, *parts)] for parts in ((pairs_out, flags_out), (pairs_in, flags_in)))
-        received = self._exchange.rows("lists", message, send, receive, self.group.layer)
+        received = self._rows("lists", message, send, receive, self.group.layer)
         parts = received.split([*itertools.chain.from_iterable(zip(pairs_in, flags_in, strict=True))])
         pairs_V = torch.cat(parts[::2]).view(packed.dtype).view(-1, packed.shape[1])
         needed = [parts[2 * source + 1].view(D, tokens_S[source]) for source in ranks.same_number]

@@ -191,20 +191,34 @@ def raise_problems(status_fields: list[int], problem: str | None, group: EPGroup
     """
     if exchange is not None:
         exchange.raise_if_lost()
-    if (elsewhere := problem_with_calls(status_fields[STATUS::HEADER])) is not None:
+    words = status_fields[STATUS::HEADER]
+    if (elsewhere := problem_with_calls(words)) is not None:
         raise ValueError(elsewhere)
     if len(set(status_fields[ORDER::HEADER])) > 1:  # first: it is about steps that have passed, and will not show again
         raise ValueError(problem_with_orders(group.all_gather_object(group.order.sent, stage="orders of backwards")))
-    layers = [word // LAYER for word in status_fields[STATUS::HEADER]]
-    status_words = [word % LAYER for word in status_fields[STATUS::HEADER]]
+    # Twice the number of the layer, plus 1 if it needs a backward: of ranks with a number.
+    layers = {rank: word // LAYER for rank, word in enumerate(words) if word >= LAYER}
+    status_words = [word % LAYER for word in words]
     if any(code & _PROBLEM for code in status_words):
         group.raise_together(problem, stage="the report of a problem")
-    codes = [word % _PROBLEM for word in status_words]
-    if len(set(codes)) > 1:
-        described = ", ".join(f"rank {rank}: {_description_of(code)}" for rank, code in enumerate(codes))
-        raise ValueError(f"the ranks of the EP group disagree about input dtype or training mode: {described}")
-    _raise_for_layers({rank: layer for rank, layer in enumerate(layers) if layer})
-    _raise_for_updates({rank: seed - NO_UPDATES for rank, seed in enumerate(status_fields[SEED::HEADER])})
+    codes = {rank: word % _PROBLEM for rank, word in enumerate(status_words)}
+    _check_alike(codes, "disagree about input dtype or training mode: {}", _description_of)
+    _check_alike(
+        {rank: layer // 2 for rank, layer in layers.items()},
+        "are in different MoE layers, counted as they were built ({}); call the layers in the same order on every rank",
+        "number {}".format,
+    )
+    _check_alike(
+        layers,
+        "disagree whether this training step has a backward ({}), in which some would wait for the others; use "
+        "torch.no_grad, and freeze weights and inputs, on all ranks alike",
+        lambda layer: "yes" if layer % 2 else "no",
+    )
+    _check_alike(
+        {rank: seed - NO_UPDATES for rank, seed in enumerate(status_fields[SEED::HEADER]) if seed >= NO_UPDATES},
+        "disagree how often the expert bias was updated since it was set or loaded ({}), so their biases differ; call "
+        "update_expert_bias, and load weights, on all ranks alike",
+    )
     bad_logits = [code // BAD_LOGIT for code in status_words]
     if any(bad_logits):
         bad = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(bad_logits) if count)
@@ -214,28 +228,8 @@ def raise_problems(status_fields: list[int], problem: str | None, group: EPGroup
         )
 
 
-def _raise_for_updates(updates: dict[int, int]) -> None:
-    """Raises ValueError if the numbers of updates of the expert bias differ. Negative ones are no numbers."""
-    updates = {rank: number for rank, number in updates.items() if number >= 0}
-    if len(set(updates.values())) > 1:
-        described = ", ".join(f"rank {rank}: {number}" for rank, number in updates.items())
-        raise ValueError(
-            f"the ranks of the EP group disagree how often the expert bias was updated since it was set or loaded "
-            f"({described}), so their biases differ; call update_expert_bias, and load weights, on all ranks alike"
-        )
-
-
-def _raise_for_layers(layers: dict[int, int]) -> None:
-    """Raises ValueError if layers differ: by rank, twice the number of its layer, plus 1 if it needs a backward."""
-    if len({layer // 2 for layer in layers.values()}) > 1:
-        described = ", ".join(f"rank {rank}: number {layer // 2}" for rank, layer in layers.items())
-        raise ValueError(
-            f"the ranks of the EP group are in different MoE layers, counted as they were built ({described}); call "
-            "the layers in the same order on every rank"
-        )
-    if len(set(layers.values())) > 1:
-        described = ", ".join(f"rank {rank}: {'yes' if layer % 2 else 'no'}" for rank, layer in layers.items())
-        raise ValueError(
-            f"the ranks of the EP group disagree whether this training step has a backward ({described}), in which "
-            "some would wait for the others; use torch.no_grad, and freeze weights and inputs, on all ranks alike"
-        )
+def _check_alike(values: dict[int, int], message: str, shown: Callable[[int], str] = str) -> None:
+    """Raises ValueError if values, by rank, differ. message: with {} where they are `shown`."""
+    if len(set(values.values())) > 1:
+        described = ", ".join(f"rank {rank}: {shown(value)}" for rank, value in values.items())
+        raise ValueError(f"the ranks of the EP group {message.format(described)}")

@@ -17,7 +17,7 @@ from sonic_ep.first_order import Context, first_order
 from sonic_ep.kernels.backend import router_linear, router_operations
 from sonic_ep.kernels.batch_invariant.linear import LinearInBlocks
 from sonic_ep.kernels.route.interface import LossGradient, PairGradients, RouterLinear, RouterOperations
-from sonic_ep.routers.linear import DTYPES_OF_KERNELS
+from sonic_ep.routers.linear import DTYPES_OF_KERNELS, linear_gradients
 from sonic_ep.routers.route import RoutingContext, decide_pairs
 from sonic_ep.routers.topk import TopK, fused_topk
 from sonic_ep.routers.weights_and_losses import fused_weights_and_losses
@@ -98,10 +98,4 @@ class _FusedRoute(torch.autograd.Function):
         pairs = None if dweights_N is None else PairGradients(token_ids_N, expert_ids_N, dweights_N)
         loss = None if dloss is None else LossGradient(dloss, dshares_BE)
         dlogits_TE = operations.logits_gradient(logits_TE, topk_ids_TK, pairs, loss, config)
-        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        dx_others_TH = None if dx_others_TH is None else dx_others_TH.contiguous()
-        with torch.autocast("cuda", enabled=False):
-            dx_TH, dweight_EH = linear.gradients(
-                dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight, dx_others_TH=dx_others_TH
-            )
-        return dx_TH, dweight_EH, dlogits_TE.sum(0) if of_bias else None, None
+        return *linear_gradients(linear, ctx.needs_input_grad, dlogits_TE, x_TH, weight_EH, dx_others_TH), None

@@ -82,11 +82,22 @@ class _Linear(torch.autograd.Function):
         dlogits_TE, dx_others_TH = grad_outputs
         if dlogits_TE is None:
             return dx_others_TH, None, None, None
-        x_TH, weight_EH = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        dx_others_TH = None if dx_others_TH is None else dx_others_TH.contiguous()
-        with torch.autocast(x_TH.device.type, enabled=False):
-            dx_TH, dweight_EH = ctx.call.gradients(
-                dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight, dx_others_TH=dx_others_TH
-            )
-        return dx_TH, dweight_EH, dlogits_TE.sum(0) if of_bias else None, None
+        return *linear_gradients(ctx.call, ctx.needs_input_grad, dlogits_TE, *ctx.saved_tensors, dx_others_TH), None
+
+
+def linear_gradients(
+    operations: RouterLinear,
+    needs: tuple[bool, ...],
+    dlogits_TE: Tensor,
+    x_TH: Tensor,
+    weight_EH: Tensor,
+    dx_others_TH: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients of x, weight and bias. needs: which of them. dx_others_TH: is added to the first."""
+    of_x, of_weight, of_bias = needs[:3]
+    dx_others_TH = None if dx_others_TH is None else dx_others_TH.contiguous()
+    with torch.autocast(x_TH.device.type, enabled=False):
+        dx_TH, dweight_EH = operations.gradients(
+            dlogits_TE, x_TH, weight_EH, of_x=of_x, of_weight=of_weight, dx_others_TH=dx_others_TH
+        )
+    return dx_TH, dweight_EH, dlogits_TE.sum(0) if of_bias else None

@@ -7,6 +7,7 @@ pairs from the innermost region that replays, and all regions that record save t
 A checkpoint that torch.compile traces does not use regions: with `replay_contexts` its graph recomputes no layer.
 """
 
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -20,70 +21,58 @@ from sonic_ep.routing import RoutedPairs
 
 
 @final
-class _Tape:
-    """The routed pairs of one region, for each router in the order of its calls.
+class _Region:
+    """A reusable context manager for one pass through a region: records pairs, or replays them from the start.
 
-    Keys are id(router). replayed: how many of them the present recomputation has used.
+    recorded_pairs: for each router, by its id, in the order of its calls. Both passes of a region have one dict.
     """
 
-    def __init__(self) -> None:
-        self.recorded_pairs: dict[int, list[RoutedPairs]] = {}
-        self.replayed: dict[int, int] = {}
+    def __init__(self, recorded_pairs: dict[int, list[RoutedPairs]], *, replays: bool) -> None:
+        self.recorded_pairs, self.replays = recorded_pairs, replays
+        self._num_replayed: Counter[int] = Counter()
+        self._tokens: list[Token[tuple[_Region, ...]]] = []
+
+    def __enter__(self) -> None:
+        self._num_replayed.clear()
+        self._tokens.append(_REGIONS.set((*_REGIONS.get(), self)))
+
+    def __exit__(self, *_: object) -> None:
+        _REGIONS.reset(self._tokens.pop())
 
     def next(self, router: object) -> RoutedPairs:
         """Returns the router's next pairs. Raises RuntimeError if the first forward called it fewer times."""
-        position = self.replayed.get(id(router), 0)
-        recorded_pairs = self.recorded_pairs.get(id(router), [])
+        position, recorded_pairs = self._num_replayed[id(router)], self.recorded_pairs.get(id(router), [])
         if position >= len(recorded_pairs):
             raise RuntimeError(
                 f"a recomputed region calls a router {position + 1} times, its first forward called it "
                 f"{len(recorded_pairs)} times"
             )
-        self.replayed[id(router)] = position + 1
+        self._num_replayed[id(router)] += 1
         return recorded_pairs[position]
-
-
-@final
-class _Region:
-    """A reusable context manager for one pass through a region: records on the tape, or replays it from the start."""
-
-    def __init__(self, tape: _Tape, *, replays: bool) -> None:
-        self.tape, self.replays = tape, replays
-        self._tokens: list[Token[tuple[_Region, ...]]] = []
-
-    def __enter__(self) -> None:
-        if self.replays:
-            self.tape.replayed.clear()
-        self._tokens.append(_REGIONS.set((*_REGIONS.get(), self)))
-
-    def __exit__(self, *_: object) -> None:
-        _REGIONS.reset(self._tokens.pop())
 
 
 _REGIONS: ContextVar[tuple[_Region, ...]] = ContextVar("sonic_ep_regions", default=())
 
 
 def replayed_pairs(router: object) -> RoutedPairs | None:
-    """Returns the pairs that `router` must repeat, or None if no region replays. Raises RuntimeError, see `_Tape`."""
+    """Returns the pairs that `router` must repeat, or None if no region replays. Raises RuntimeError, see `_Region`."""
     for region in reversed(_REGIONS.get()):
         if region.replays:
-            return region.tape.next(router)
+            return region.next(router)
     return None
 
 
 def record_pairs(router: object, routed_pairs: RoutedPairs) -> None:
-    """Records `routed_pairs` on the tape of every region that records."""
+    """Records `routed_pairs` in every region that records."""
     for region in _REGIONS.get():
         if not region.replays:
-            region.tape.recorded_pairs.setdefault(id(router), []).append(routed_pairs)
+            region.recorded_pairs.setdefault(id(router), []).append(routed_pairs)
 
 
 @contextmanager
 def repeated_pairs(router: object, routed_pairs: RoutedPairs) -> Generator[None]:
     """A context in which the next call of `router` returns these pairs."""
-    tape = _Tape()
-    tape.recorded_pairs[id(router)] = [routed_pairs]
-    with _Region(tape, replays=True):
+    with _Region({id(router): [routed_pairs]}, replays=True):
         yield
 
 
@@ -105,8 +94,8 @@ def replay_contexts() -> tuple[Any, Any]:
     """
     if get_proxy_mode() is not None:
         return create_selective_checkpoint_contexts(_save_own)
-    tape = _Tape()
-    return _Region(tape, replays=False), _Region(tape, replays=True)
+    recorded_pairs: dict[int, list[RoutedPairs]] = {}
+    return _Region(recorded_pairs, replays=False), _Region(recorded_pairs, replays=True)
 
 
 def _save_own(_context: object, operation: OpOverload, *_: object, **__: object) -> CheckpointPolicy:

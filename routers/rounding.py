@@ -1,23 +1,11 @@
 """Token rounding across ranks: from the top-K counts C[S, E] to the rows n[S, E] of every chunk, equal on all ranks.
 
 A chunk is the rows of one (source rank, expert). t is the row multiple of a chunk, G the multiple of an expert's total
-over the group. Everything is int64 tensor arithmetic on the gathered counts: no floating point, no host read, no loop
-over ranks, experts or tokens. So every rank computes identical results on any device.
+over the group. docs/token_rounding.md defines the modes, and says what holds for the rows; kernels/route/rounding/
+computes them. "nearest" and the other modes in which a rank rounds its own counts are those of SonicMoE (arXiv
+2512.14080, section 5).
 
-Modes (docs/token_rounding.md compares them):
-
-  apportion   rounds each expert's total to the nearest multiple of G and deals it to the ranks in units of t, each unit
-              to the rank with the largest remaining count (largest-remainder method). Default.
-  nearest, up, down, stochastic
-              each rank rounds its own counts to multiples of t, as in SonicMoE (arXiv 2512.14080, section 5). "nearest"
-              rounds a half to the even multiple, as there.
-  pad         plain top-K; padding rows of weight zero fill each chunk to a multiple of t.
-  off         plain top-K; chunks have any number of rows.
-
-A rank with T tokens has at most T pairs for an expert. If rounding gives the chunk more rows, the rest are padding
-rows. So pairs <= rows in every chunk, and T < t is allowed.
-
-Legend: S ranks of the EP group, Q destination ranks, E experts, e local experts.
+Legend: S ranks of the EP group, E experts.
 """
 
 import functools
@@ -120,20 +108,11 @@ def round_counts(
     seed:    () integer for mode "stochastic", 0 <= seed < 2^31, equal on every rank.
     """
     ep_size, E = chosen_SE.shape
-    if not training or (rounding.mode == "off" and rounding.capacity_factor is None):
+    if not leaves_sizes_open(rounding, training=training):
         return unrounded(chosen_SE, tokens_S)
     seed_tensor = torch.full((), seed, device=chosen_SE.device) if isinstance(seed, int) else seed
     rows_SE, pairs_SE, cut_S, t = apply_rule(chosen_SE, tokens_S, seed_tensor, rule_of(rounding, ep_size, E))
     return GroupCounts(chosen_SE, rows_SE, pairs_SE, tokens_S, cut_S, t)
-
-
-def _auto_thresholds(ep_size: int, E: int, G: int) -> list[tuple[int, int]]:
-    """Returns (t, the least number of pairs in the group at which t is within the budget), smallest t first."""
-    pairs_at_rho_1 = ep_size * E * 128
-    return [
-        (t, round(predicted_change(1.0, t, G, ep_size) / CHANGE_BUDGET * pairs_at_rho_1))
-        for t in reversed(chunk_multiples(G))
-    ]
 
 
 @functools.cache
@@ -151,7 +130,12 @@ def rule_of(rounding: RoundingConfig, ep_size: int, E: int) -> RoundingRule:
         t = G
     else:
         t = chunk_multiples(G)[-1]
-        thresholds = tuple((least, t) for t, least in _auto_thresholds(ep_size, E, G))
+        pairs_at_rho_1 = ep_size * E * 128
+        # The least number of pairs in the group at which each t is within the budget.
+        thresholds = tuple(
+            (round(predicted_change(1.0, each, G, ep_size) / CHANGE_BUDGET * pairs_at_rho_1), each)
+            for each in reversed(chunk_multiples(G))
+        )
         pads_below = min(least for least, _ in thresholds)
     capacity = None if rounding.capacity_factor is None else _ratio(rounding.capacity_factor)
     return RoundingRule(rounding.mode, G, t, thresholds, pads_below, capacity)

@@ -6,8 +6,6 @@ backward.
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends, B sequences.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -20,18 +18,6 @@ from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import BalanceCounts, PairLists, RoutedPairs
 
 _ForBackward = tuple[RouterConfig, RouterOperations]
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The arguments of `_WeightsAndLosses` that have no gradient."""
-
-    scores_TE: Tensor
-    pairs: PairLists
-    balance_counts: BalanceCounts
-    sequence_length: int
-    config: RouterConfig
-    operations: RouterOperations
 
 
 def weights_and_losses(
@@ -54,8 +40,8 @@ def weights_and_losses(
         weights_N = weights_of_pairs(topk.scores_TE, *lists, config)
         balance = balance_loss(topk.scores_TE, balance_counts, sequence_length, config)
         return weights_N, balance + z_loss(logits_TE, config)
-    call = _Call(topk.scores_TE.detach(), pairs, balance_counts, sequence_length, config, operations)
-    return _WeightsAndLosses.apply(logits_TE, call)
+    scores_TE = topk.scores_TE.detach()
+    return _WeightsAndLosses.apply(logits_TE, operations, scores_TE, pairs, sequence_length, config, balance_counts)
 
 
 def losses_alone(
@@ -76,21 +62,38 @@ def fused_weights_and_losses(
     operations: RouterOperations,
     logits_TE: Tensor,
     scores_TE: Tensor,
-    pairs: RoutedPairs,
+    pairs: PairLists,
     sequence_length: int,
     config: RouterConfig,
+    balance_counts: BalanceCounts | None = None,
 ) -> tuple[Tensor, Losses]:
     """Returns the same by kernels, without gradients."""
-    call = _Call(scores_TE, pairs, _balance_counts(pairs), sequence_length, config, operations)
-    return _weights(call), _losses(logits_TE, call)
+    lists = pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N
+    weights_N = operations.weights_of_pairs(scores_TE, *lists, config)
+    if config.balance == "none" and config.z_loss_coef == 0:
+        return weights_N, Losses(logits_TE.new_zeros(()), None)
+    B = logits_TE.shape[0] // sequence_length if config.balance == "sequence" else 1
+    balance_counts = _balance_counts(pairs) if balance_counts is None else balance_counts
+    return weights_N, operations.losses(logits_TE, *balance_counts, B, config)
 
 
 class _WeightsAndLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context[_ForBackward], logits_TE: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        chosen, weights_N, losses = call.pairs, _weights(call), _losses(logits_TE, call)
-        ctx.save_for_backward(logits_TE, chosen.topk_ids_TK, chosen.token_ids_N, chosen.expert_ids_N, losses.dshares_BE)
-        ctx.call = call.config, call.operations
+    def forward(
+        ctx: Context[_ForBackward],
+        logits_TE: Tensor,
+        operations: RouterOperations,
+        scores_TE: Tensor,
+        pairs: PairLists,
+        sequence_length: int,
+        config: RouterConfig,
+        balance_counts: BalanceCounts,
+    ) -> tuple[Tensor, Tensor]:
+        weights_N, losses = fused_weights_and_losses(
+            operations, logits_TE, scores_TE, pairs, sequence_length, config, balance_counts
+        )
+        ctx.save_for_backward(logits_TE, pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N, losses.dshares_BE)
+        ctx.call = config, operations
         ctx.set_materialize_grads(False)
         return weights_N, losses.value
 
@@ -102,17 +105,4 @@ class _WeightsAndLosses(torch.autograd.Function):
         config, operations = ctx.call
         pairs = None if dweights_N is None else PairGradients(token_ids_N, expert_ids_N, dweights_N)
         loss = None if dloss is None else LossGradient(dloss, dshares_BE)
-        return operations.logits_gradient(logits_TE, topk_ids_TK, pairs, loss, config), None
-
-
-def _weights(call: _Call) -> Tensor:
-    lists = call.pairs.topk_ids_TK, call.pairs.token_ids_N, call.pairs.expert_ids_N
-    return call.operations.weights_of_pairs(call.scores_TE, *lists, call.config)
-
-
-def _losses(logits_TE: Tensor, call: _Call) -> Losses:
-    config, T = call.config, logits_TE.shape[0]
-    if config.balance == "none" and config.z_loss_coef == 0:
-        return Losses(logits_TE.new_zeros(()), None)
-    B = T // call.sequence_length if config.balance == "sequence" else 1
-    return call.operations.losses(logits_TE, *call.balance_counts, B, config)
+        return operations.logits_gradient(logits_TE, topk_ids_TK, pairs, loss, config), *[None] * 6

@@ -148,7 +148,7 @@ class RouterConfig:
 class RoundingConfig:
     """How the counts of each (rank, expert) are rounded before dispatch, in training (docs/token_rounding.md).
 
-    mode: the rounding method, see routers/rounding.py.
+    mode: the rounding method.
     G: with mode "apportion", an expert's total over the EP group is a multiple of G rows. A multiple of t.
     t: every chunk, the rows of one (source rank, expert), is a multiple of t rows. "auto", with mode "apportion": the
         largest of 128, 64, 32, 16 that divides G and changes at most 6.6 % of the pairs, by prediction; if none does,

@@ -29,22 +29,14 @@ def graph_layers(layers: Sequence[MoE], x: Tensor) -> None:
         a time. With several ranks they need transport.buffers = "static".
     x: (T, d) or (B, L, d) on a GPU, of the shape, dtype and device that all layers will get.
 
-    A graph has one set of buffers for what it saves and returns:
+    A graph has one set of buffers for what it saves and returns. So a layer runs forward and backward in turns, and
+    backwards run in the reverse of the order of `layers`; anything else raises an error, see docs/cuda_graphs.md.
 
-    * If a layer runs forward twice, the backward of the first output raises an error. So does a second backward of one
-      output: run one, of the sum of the losses.
-    * Backwards run in the reverse of the order of `layers`, as in a model where each layer reads the one before. After
-      a forward or backward of a layer, the backward of a later one raises an error until that has run forward again.
-      Layers that run in other orders need calls of `graph_layers` of their own, and then share no memory.
-    * Other shapes of x, parameters that have moved, a copy of the layer, and recomputation under `replay_contexts`
-      raise an error too.
+    * Layers that run in other orders need calls of `graph_layers` of their own, and then share no memory.
     * The next forward of a layer overwrites its outputs. Clone losses and stats that you need longer.
     * It has a gradient buffer for each parameter. After a backward, `grad` may be that buffer; the next forward of any
       of these layers replaces it by a clone.
     * No output of an earlier forward of the layers may still be referenced, or torch fails to capture.
-
-    Replays exchange nothing that the host reads. Which forwards and backwards of these layers a rank has replayed, and
-    in which order, is compared in the next exchange of a layer that is not graphed, or in eval mode (groups/order.py).
 
     Raises ValueError, on every rank, if there are no layers, or a layer is in eval mode, has been graphed, reads sizes
     or logits on the host, or has parameters of FSDP, or if the layers cannot take x. torch raises AssertionError for

@@ -47,10 +47,10 @@ def clip_grad_norm_(
     for parameter in parameters:
         by_place.setdefault(_Place.of(parameter), []).append(parameter)
     device = parameters[0].device
-    powers = [_power_over_ranks(place, given, norm_type, lists).to(device) for place, given in by_place.items()]
+    norms = [_norm_over_ranks(place, given, norm_type, lists).to(device) for place, given in by_place.items()]
     grads = [_local(each.grad) for each in parameters if each.grad is not None]
     fine = any(grad.dtype is torch.float64 for grad in grads)
-    total = _root(_combined(torch.stack(powers), norm_type), norm_type).to(torch.float64 if fine else torch.float32)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(torch.float64 if fine else torch.float32)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type:g} of all gradients is {float(total)}, so they cannot be clipped: skip the "
@@ -195,8 +195,8 @@ class _Place(NamedTuple):
         return [*own, EPGroup.named(self.ep_group_name)]
 
 
-def _power_over_ranks(place: _Place, parameters: list[Tensor], norm_type: float, lists: bool) -> Tensor:
-    """Returns the sum of all |gradient| ** norm_type, or the largest, over all ranks: () fp64.
+def _norm_over_ranks(place: _Place, parameters: list[Tensor], norm_type: float, lists: bool) -> Tensor:
+    """Returns the norm of the gradients over all ranks: () fp64.
 
     Every rank gathers and adds in rank order, so that all have the same bits.
     """
@@ -216,19 +216,10 @@ def _power_over_ranks(place: _Place, parameters: list[Tensor], norm_type: float,
         else:
             of_each = tuple(torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in tensors)
         norms.append(torch.stack(of_each).to(norms[0]))
-    norm = torch.cat(norms)
-    power = _combined(norm if norm_type == torch.inf else norm**norm_type, norm_type)
+    norm = torch.linalg.vector_norm(torch.cat(norms), norm_type)
     for group in place.groups():
-        power = _combined(group.all_gather(power, stage="the norm of gradients"), norm_type)
-    return power
-
-
-def _combined(powers: Tensor, norm_type: float) -> Tensor:
-    return powers.max() if norm_type == torch.inf else powers.sum()
-
-
-def _root(power: Tensor, norm_type: float) -> Tensor:
-    return power if norm_type == torch.inf else power ** (1 / norm_type)
+        norm = torch.linalg.vector_norm(group.all_gather(norm, stage="the norm of gradients"), norm_type)
+    return norm
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -83,9 +83,7 @@ class SplitSizes(NamedTuple):
 
 @final
 class AsyncSplitSizes:
-    """An async D2H copy of the split sizes and the rank statuses. It starts when the object is made.
-
-    `read` blocks until the copy has arrived, but does not wait for kernels that were launched after its start.
+    """An async D2H copy of the split sizes and the rank statuses, see AsyncD2H.
 
     on_device: the result of `pack_split_sizes` (kernels/dispatch/split_sizes/reference.py) for `num_ranks` ranks.
     check: gets the status fields of all ranks, rank by rank, and raises if one has an error; None if none can have one.
@@ -93,7 +91,8 @@ class AsyncSplitSizes:
     sends anything, whatever was launched.
     known: the sizes, if the host has them already; nothing is copied then. copy: one that a program has started, in
     place of a copy of `on_device`.
-    exchange: the number of the exchange of counts, see `Forward`; 0 for none.
+    exchange: the number of the exchange of counts, see `Forward`; 0 for none. sizes_read: the sizes, if they are known,
+    or `read` has returned them.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class AsyncSplitSizes:
         self._copy = copy or (AsyncD2H(on_device) if known is None else None)
         self._num_ranks = num_ranks
         self._check = check
-        self._known: tuple[SplitSizes, list[int]] | None = None if known is None else (known, [])
+        self.sizes_read = known
         # The error of the first check, which may use a collective; later calls raise it without one. Not the exception
         # object, which would hold its frames.
         self._raised: tuple[type[Exception], str] | None = None
@@ -119,29 +118,26 @@ class AsyncSplitSizes:
 
     def read(self) -> SplitSizes:
         """Blocks until the sizes arrive and returns them. Raises the error of `check`, in every call."""
-        sizes, reports = self._unpacked()
-        try:
-            if self._raised is not None:
-                kind, message = self._raised
-                raise kind(message) from None
-            if self._check is not None:
-                self._check(reports)
-                self._check = None
-        except (RuntimeError, ValueError) as error:
-            self._raised = type(error), str(error)
-            raise
-        return sizes
+        if self._raised is not None:
+            kind, message = self._raised
+            raise kind(message)
+        if self.sizes_read is None:
+            assert self._copy is not None
+            sizes, status_fields = SplitSizes.unpacked(self._copy.read().tolist(), self._num_ranks)
+            try:
+                if self._check is not None:
+                    self._check(status_fields)
+            except (RuntimeError, ValueError) as error:
+                self._raised = type(error), str(error)
+                raise
+            self.sizes_read, self._check = sizes, None
+        return self.sizes_read
 
     def wait(self, group: EPGroup) -> None:
         """Returns once `read` would not block. Raises LostRankError, see `EPGroup.wait_until`."""
         copy = self._copy
         if copy is not None:
             group.wait_until(lambda: copy.is_ready, stage="counts")
-
-    @property
-    def sizes_read(self) -> SplitSizes | None:
-        """The sizes, if `read` has returned them."""
-        return None if self._known is None or self._check is not None else self._known[0]
 
     @property
     def may_launch_unchecked(self) -> bool:
@@ -155,12 +151,6 @@ class AsyncSplitSizes:
         """Raises as `read` does. Blocks only if there is something to check. A traced copy is checked elsewhere."""
         if self._check is not None and not (self._copy is not None and self._copy.is_traced):
             self.read()
-
-    def _unpacked(self) -> tuple[SplitSizes, list[int]]:
-        if self._known is None:
-            assert self._copy is not None
-            self._known = SplitSizes.unpacked(self._copy.read().tolist(), self._num_ranks)
-        return self._known
 
 
 class BalanceCounts(NamedTuple):

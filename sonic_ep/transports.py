@@ -33,10 +33,8 @@ _Chosen = AllToAllTransport | SymmetricTransport | TwoHopTransport
 class GroupTransport:
     """The transport of several ranks. Passes every call on to a Symmetric-, TwoHop- or AllToAllTransport.
 
-    It chooses one of them at the first use for a device type, which is then a collective: the one that `config` names,
-    or with "auto" the first if every rank can write to every other, the second if the ranks are on several hosts with
-    several ranks each, else the third. Raises ValueError, on every rank, if the ranks do not support what `config`
-    names.
+    It chooses one of them as `config` says, see TransportConfig, at the first use for a device type, which is then a
+    collective. Raises ValueError, on every rank, if the ranks do not support what `config` names.
 
     text: `config` as a string, by which an operation of a compiled graph finds this transport. name: for
     `exchange_named`.
@@ -172,7 +170,7 @@ def existing_transport(group: EPGroup, text: str) -> LocalTransport | GroupTrans
     Raises RuntimeError if it has been garbage-collected.
     """
     if group.size == 1:
-        return LocalTransport()
+        return LocalTransport(batch_invariant=bool(text))
     transport = _found(group, text)
     if transport is None:
         raise RuntimeError(f"nobody holds the transport of {text}: keep what transport_for(group, config) gave")

@@ -9,9 +9,8 @@ Of all ranks on a host, the first to lock the progress file starts the process, 
 process of its own lives. The file names the operations to compile, then those that are done. If all are, the next start
 finds the file complete and starts nothing. The file lies in quack's cache folder, so that the two are deleted together.
 
-A GEMM that is not in the cache after the wait, because a process has failed, say, is compiled where it is launched.
-SONIC_EP_COMPILE_PROCESSES limits the number of GEMMs that are compiled at once, by default the number of cores. With
-less than 2, every GEMM is compiled where it is launched.
+A GEMM that is not in the cache after the wait, because a process has failed, say, is compiled where it is launched, as
+all are if `num_processes` is less than 2.
 """
 
 import functools

@@ -47,10 +47,6 @@ _CLASSES = {
 }
 
 
-class UnsafeError(RuntimeError):
-    """Raised for a value that cannot be read without executing code."""
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -144,8 +140,8 @@ class SafePlanner(DefaultLoadPlanner):
             loaded = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             name = read_item.dest_index.fqn
-            reason = str(error).partition("\n")[0]
-            raise UnsafeError(f"{name} is no plain value, and reading it could run code ({reason})") from None
+            problem = f"{name} is no plain value, and reading it could run code"
+            raise pickle.UnpicklingError(f"{problem} ({str(error).partition(chr(10))[0]})") from None
         plain = io.BytesIO()
         torch.save(loaded, plain)
         plain.seek(0)

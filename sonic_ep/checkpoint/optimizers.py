@@ -6,6 +6,7 @@ above 1, these two methods of torch.optim.Optimizer are ours. For an optimizer w
 """
 
 import functools
+from importlib import import_module
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -30,29 +31,23 @@ def register(experts: "Experts") -> None:
 
 @functools.wraps(_torch_state_dict)
 def _state_dict(self: Optimizer) -> StateDict:
-    state_dict = _torch_state_dict(self)
-    experts = _experts_by_key(self, state_dict)
-    if not experts:
-        return state_dict
-    from sonic_ep.checkpoint.expert_states import moments_of_all
-
-    # New dicts: those inside are the optimizer's own.
-    moments = {
-        key: moments_of_all(*experts[key], of) if key in experts else of for key, of in state_dict["state"].items()
-    }
-    return {**state_dict, "state": moments}
+    return _converted(self, _torch_state_dict(self), "moments_of_all")
 
 
 @functools.wraps(_torch_load_state_dict)
 def _load_state_dict(self: Optimizer, state_dict: StateDict) -> None:
-    experts = _experts_by_key(self, state_dict)
-    if experts:
-        from sonic_ep.checkpoint.expert_states import moments_of_rank
+    _torch_load_state_dict(self, _converted(self, state_dict, "moments_of_rank"))
 
-        of_all = state_dict["state"].items()
-        moments = {key: moments_of_rank(*experts[key], of) if key in experts else of for key, of in of_all}
-        state_dict = {**state_dict, "state": moments}
-    _torch_load_state_dict(self, state_dict)
+
+def _converted(optimizer: Optimizer, state_dict: StateDict, conversion: str) -> StateDict:
+    """Returns the state dict with the state of experts as a function of expert_states.py returns it."""
+    experts = _experts_by_key(optimizer, state_dict)
+    if not experts:
+        return state_dict
+    convert = getattr(import_module("sonic_ep.checkpoint.expert_states"), conversion)
+    of_all = state_dict["state"].items()
+    # New dicts: those inside are the optimizer's own.
+    return {**state_dict, "state": {key: convert(*experts[key], of) if key in experts else of for key, of in of_all}}
 
 
 def _experts_by_key(optimizer: Optimizer, state_dict: StateDict) -> dict[object, tuple["Experts", Tensor]]:

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.constants import default_pg_timeout
 
 from sonic_ep.checkpoint.files import (
-    UnsafeError,
     problem_with_links,
     problem_with_names,
     problem_with_value,
@@ -78,7 +77,7 @@ def save(
         # Who plans what each rank writes raises ValueError, where the ranks' weights do not fit together.
         planned = not any(isinstance(reason, ValueError) for reason in error.failures.values())
         kind, fix = (OSError, "free some space or give another folder") if planned else (ValueError, _MODELS_DIFFER)
-        raise kind(f"{folder} could not be written, and holds no checkpoint now ({_failures(error)}); {fix}") from None
+        raise kind(f"{folder} could not be written, and holds no checkpoint now ({error}); {fix}") from None
     write_checksums(Path(folder), group)
 
 
@@ -113,10 +112,7 @@ def load(
     try:
         read_sharded(path, state, group)
     except StepError as error:
-        for rank, reason in error.failures.items():
-            if isinstance(reason, UnsafeError):
-                raise ValueError(f"{path} on rank {rank}: {reason}. {_PARTLY}") from None
-        raise ValueError(f"{path} could not be read ({_failures(error)}); use another checkpoint. {_PARTLY}") from None
+        raise ValueError(f"{path} could not be read ({error}); use another checkpoint. {_PARTLY}") from None
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_FLAT)
@@ -167,13 +163,6 @@ def _state_or_error(
         problem = str(error)
     group.raise_together(problem, error=ValueError, stage="checkpoint", **same)
     return state
-
-
-def _failures(error: StepError) -> str:
-    return "; ".join(
-        f"rank {rank}: {type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
-        for rank, reason in error.failures.items()
-    )
 
 
 def _problem_with_state(folder: Path, metadata: Metadata, state: dict[str, STATE_DICT_TYPE]) -> str | None:

@@ -25,10 +25,11 @@ _STAGE = "checkpoint"
 
 
 class StepError(Exception):
-    """A step failed. failures: the exceptions by rank, equal on every rank."""
+    """A step failed. failures: the exceptions by rank, equal on every rank. The message has their first lines."""
 
     def __init__(self, failures: dict[int, Exception]) -> None:
-        super().__init__(str(failures))
+        shown = {rank: f"{type(error).__name__}: {error}".partition("\n")[0] for rank, error in failures.items()}
+        super().__init__("; ".join(f"rank {rank}: {text}" for rank, text in shown.items()))
         self.failures = failures
 
 

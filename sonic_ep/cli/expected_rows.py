@@ -6,11 +6,7 @@ has one of its K experts. Routing is uniform: every K experts are equally likely
 
     P(a part of m experts is needed) = 1 - C(E - m, K) / C(E, K)                without group limit
 
-Example, Qwen3-30B-A3B (E=128, K=8) on two hosts of eight ranks. A rank has 8 experts and is needed with probability
-0.413, so a token sends 3.30 rows to the 8 ranks of the other host, and 1.00 row to that host.
-
-A real router that takes the groups with the best two scores reaches a few more hosts than this: the experts with the
-best scores are in those groups (tests/sonic_ep/test_expected_rows.py has by how much).
+docs/scaling.md has examples, and says how far a real router with group limits is from this.
 
 Legend: S ranks of the EP group, A hosts of the EP group, D ranks of a host, E experts, K experts per token, g expert
 groups.

@@ -68,14 +68,10 @@ class DrawnRoutes:
         """Returns the load of S ranks, D on a host."""
         e = self.E // S
         pairs_S = torch.bincount(self.topk_ids_TK.flatten() // e, minlength=S)
-        rows_S, rows_A = (self._distinct(parts) for parts in (S, S // D))
+        rows_S, rows_A = (self.tokens_by_block(parts) for parts in (S, S // D))
         return Load(_max_over_mean(pairs_S), _max_over_mean(rows_S), _max_over_mean(rows_A), gpu)
 
-    def rows_per_token(self, parts: int) -> float:
-        """Returns the mean number of distinct blocks of experts that a token needs; see `expected_parts`."""
-        return float(self._distinct(parts).sum()) / self.topk_ids_TK.shape[0]
-
-    def _distinct(self, parts: int) -> Tensor:
+    def tokens_by_block(self, parts: int) -> Tensor:
         """Returns for each block of experts the number of tokens that need it."""
         T = self.topk_ids_TK.shape[0]
         needed = torch.zeros(T, parts, dtype=torch.bool).scatter_(1, self.topk_ids_TK // (self.E // parts), True)

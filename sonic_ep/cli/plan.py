@@ -3,17 +3,18 @@
 Sizes are for balanced routing, in which every expert is as likely as any other. A GPU allocates somewhat more.
 docs/memory.md and docs/transports.md have the formulas.
 
-Legend: T tokens on this rank, S ranks of the EP group, d hidden size, E experts, K experts per token, e local experts,
-U rows this rank sends, R rows this rank receives, V pairs this rank receives, P rows of the pair buffer, J
-pre-activation columns (2I if gated else I).
+Legend: T tokens on this rank, S ranks of the EP group, D ranks of a host, d hidden size, E experts, K experts per
+token, e local experts, U rows this rank sends, R rows this rank receives, V pairs this rank receives, P rows of the
+pair buffer, J pre-activation columns (2I if gated else I).
 """
 
 import sys
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
-from sonic_ep.cli.expected_rows import expected_parts
+from sonic_ep.cli.expected_rows import expected_parts, rows_per_token
 from sonic_ep.config import MoEConfig, TransportKind
 from sonic_ep.dispatch.bounded_steps import bound_of
 from sonic_ep.dispatch.size_bound import SizeBound
@@ -26,6 +27,22 @@ _MIB = 2**20
 _OPTIMIZER_BYTES = 12
 # Of the gradient of the router's weight: as many sums as kernels/route/linear makes for usual sizes, 8 to 11.
 _PARTIAL_SUMS = 10
+
+
+Kind = Literal["symmetric", "all_to_all", "two_hop", "pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """S ranks on S / D hosts. link: GB/s that a rank can send to other hosts, while it receives as much."""
+
+    S: int
+    D: int
+    link: float = float("inf")
+
+    @property
+    def num_hosts(self) -> int:
+        return self.S // self.D
 
 
 class Sizes(NamedTuple):
@@ -118,12 +135,22 @@ def backward_stages(config: MoEConfig, sizes: Sizes, item_bytes: int) -> list[tu
     return [(h + hidden, 0), (hidden + rows + sums, 0), (hidden + sums, dw2), (sums + dx, both)]
 
 
-def wire_bytes(config: MoEConfig, sizes: Sizes, item_bytes: int) -> dict[str, int]:
-    """Returns the bytes that a rank sends to others in forward and backward, for balanced sizes."""
-    away = (sizes.S - 1) / sizes.S  # of rows and of pairs, on average
-    rows, pairs = round(sizes.U * away) * config.d * item_bytes, round(sizes.V * away)
+def sent_bytes(config: MoEConfig, T: int, layout: Layout, kind: Kind, item_bytes: int) -> dict[str, tuple[int, int]]:
+    """Returns the bytes that a rank sends in forward and backward, to ranks of its host and to other hosts, by kind."""
+    rows, row_bytes = rows_per_token(config, layout.S, layout.D), config.d * item_bytes
+    sent = {
+        "pairs": (rows.local_pairs, rows.remote_pairs),
+        "two_hop": (rows.ranks * (layout.D - 1) / layout.D, rows.remote_hosts),
+    }.get(kind, (rows.local_ranks, rows.remote_ranks))
     dispatches = 2 if config.save_dispatched else 3
-    return {"lists": 8 * pairs, "dispatch": dispatches * rows, "combine": 2 * rows, "combine_scalars": 4 * pairs}
+    needed = T * layout.D * (layout.num_hosts - 1) if kind == "two_hop" else 0
+    pairs = T * rows.local_pairs, T * rows.remote_pairs
+    return {
+        "lists": (round(8 * pairs[0]), round(8 * pairs[1]) + needed),
+        "dispatch": (round(dispatches * T * sent[0] * row_bytes), round(dispatches * T * sent[1] * row_bytes)),
+        "combine": (round(2 * T * sent[0] * row_bytes), round(2 * T * sent[1] * row_bytes)),
+        "combine_scalars": (round(4 * pairs[0]), round(4 * pairs[1])),
+    }
 
 
 def symmetric_buffers(config: MoEConfig, sizes: Sizes, item_bytes: int) -> int:
@@ -163,8 +190,8 @@ def print_plan(config: MoEConfig, T: int, S: int, layers: int, dtype: str, memor
     lines += [*rounding_lines(config, T, S), ""]
     lines += [line("pairs a rank computes", f"{sizes.P:,}"), line("rows a rank sends", f"{sizes.U:,}")]
     if S > 1:
-        sent = wire_bytes(config, sizes, item_bytes)
-        lines += [line(f"to other ranks, {name}", mib(value)) for name, value in sent.items()]
+        sent = sent_bytes(config, T, Layout(S, S), "all_to_all", item_bytes)
+        lines += [line(f"to other ranks, {name}", mib(sum(pair))) for name, pair in sent.items()]
     lines += ["", *_memory(config, sizes, item_bytes, layers, memory_gib)]
     sys.stdout.write("\n".join(lines) + "\n")
 

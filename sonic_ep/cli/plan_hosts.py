@@ -1,7 +1,7 @@
 """`sonic-ep plan --hosts`: modelled times of a layer by transport on several hosts, its bytes and memory; the fastest.
 
 Times are by time_model.py, on the slowest rank of a skewed routing (load.py). A stage's time is the time that others
-wait for. Bytes and memory are for uniform routing. "pairs" is an all-to-all with a row for each pair, to compare with.
+wait for. Bytes and memory are for uniform routing.
 
 Legend: S ranks of the EP group, D ranks of a host, T tokens on this rank, K experts per token, U rows this rank sends,
 X rows this rank sends in hop 1.
@@ -17,6 +17,8 @@ import torch
 from sonic_ep.cli.expected_rows import RowsPerToken, expected_parts, rows_per_token
 from sonic_ep.cli.load import BALANCED, DrawnRoutes, Load, slowest_gpu
 from sonic_ep.cli.plan import (
+    Kind,
+    Layout,
     allocated_sizes,
     balanced_sizes,
     check_sizes,
@@ -26,9 +28,10 @@ from sonic_ep.cli.plan import (
     rounding_lines,
     rounding_tile,
     saved_bytes,
+    sent_bytes,
 )
 from sonic_ep.cli.time_constants import CONSTANTS
-from sonic_ep.cli.time_model import ITEM_BYTES, Kind, Layout, host_ms, stages
+from sonic_ep.cli.time_model import ITEM_BYTES, host_ms, stages
 from sonic_ep.config import MoEConfig, TransportKind
 
 _COLUMN = 12
@@ -111,24 +114,6 @@ def load_of(config: MoEConfig, T: int, cluster: Cluster, skew: float) -> Load:
     return DrawnRoutes(config, T * cluster.ranks, skew).load(cluster.ranks, cluster.layout.D, gpu)
 
 
-def sent_bytes(config: MoEConfig, T: int, layout: Layout, kind: Kind) -> dict[str, tuple[int, int]]:
-    """Returns the bytes that a rank sends in forward and backward, to ranks of its host and to other hosts, by kind."""
-    rows, pair = rows_per_token(config, layout.S, layout.D), config.d * ITEM_BYTES
-    sent = {
-        "pairs": (rows.local_pairs, rows.remote_pairs),
-        "two_hop": (rows.ranks * (layout.D - 1) / layout.D, rows.remote_hosts),
-    }.get(kind, (rows.local_ranks, rows.remote_ranks))
-    dispatches = 2 if config.save_dispatched else 3
-    needed = T * layout.D * (layout.num_hosts - 1) if kind == "two_hop" else 0
-    pairs = T * rows.local_pairs, T * rows.remote_pairs
-    return {
-        "lists": (round(8 * pairs[0]), round(8 * pairs[1]) + needed),
-        "dispatch": (round(dispatches * T * sent[0] * pair), round(dispatches * T * sent[1] * pair)),
-        "combine": (round(2 * T * sent[0] * pair), round(2 * T * sent[1] * pair)),
-        "combine_scalars": (round(4 * pairs[0]), round(4 * pairs[1])),
-    }
-
-
 def memory_of(config: MoEConfig, T: int, layout: Layout, kind: Kind, layers: int) -> dict[str, int]:
     """Returns the bytes of all layers of a rank, by what they are."""
     sizes = balanced_sizes(config, T, layout.S)
@@ -159,7 +144,7 @@ def options_of(config: MoEConfig, T: int, cluster: Cluster, load: Load, layers: 
                     host_ms=host,
                     step_ms=max(modelled.step_ms, host),
                     balanced_step_ms=max(even.step_ms, host),
-                    sent_bytes=sent_bytes(each, T, layout, kind),
+                    sent_bytes=sent_bytes(each, T, layout, kind, ITEM_BYTES),
                     memory_bytes=memory_of(each, T, layout, kind, layers),
                 )
             )

@@ -3,49 +3,29 @@
 A stage takes a fixed time and a time for each unit of work (time_constants.py, fitted to our records). No record is of
 several hosts: what crosses takes its bytes over the rate of the link, which the user gives.
 
-`stages` applies the overlap that dispatch/ has, and nothing more:
-
-    symmetric    x moves again behind dH and dX; dX moves behind the weight gradients where it is large
-    all_to_all   the same, at the cost of an eighth of the SMs; traffic within a host and between hosts is in flight at
-                 the same time
-    two_hop      the same, but one hop ends before the next starts
-    pairs        an all-to-all with a row for each pair, without deduplication. No transport of ours: to compare
+`stages` applies the overlap that dispatch/ has, and nothing more; docs/scaling.md#the-model says what that is for each
+transport. "pairs" is an all-to-all with a row for each pair: no transport of ours, to compare with.
 
 Legend: S ranks of the EP group, D ranks of a host, T tokens on this rank, E experts, K experts per token, e local
 experts, d hidden size, n expert width, P rows of the pair buffer, J pre-activation columns (2I if gated else I).
 """
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from sonic_ep.cli.expected_rows import RowsPerToken, rows_per_token
 from sonic_ep.cli.load import BALANCED, Load
-from sonic_ep.cli.plan import columns, rounding_tile
+from sonic_ep.cli.plan import Kind, Layout, columns, rounding_tile
 from sonic_ep.cli.time_constants import CONSTANTS
 from sonic_ep.config import MoEConfig
 from sonic_ep.kernels.experts.tile_table import EXCHANGE_SHARE
 from sonic_ep.routers.rounding import rule_of
 
-Kind = Literal["symmetric", "all_to_all", "two_hop", "pairs"]
 Overlap = Literal["nothing", "experts", "experts and hops"]
 
 ITEM_BYTES = 2  # bfloat16 or float16: what the records have
 _TILE_ROWS = 128
 _MIN_COPY_MB = 16 * 2**20 / 1e6  # dispatch/symmetric.py: tokens of fewer bytes are pushed in backward, not copied
 _FORWARD_GEMMS = ("up", "down")
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """S ranks on S / D hosts. link: GB/s that a rank can send to other hosts, while it receives as much."""
-
-    S: int
-    D: int
-    link: float = float("inf")
-
-    @property
-    def num_hosts(self) -> int:
-        return self.S // self.D
 
 
 class Stages(NamedTuple):

@@ -1,9 +1,7 @@
 """Frames: every exchange of a group begins with as many bytes on every rank, and says there what it is.
 
-Two ranks in collectives of one kind and of different sizes end the process over gloo; over NCCL they wait or get
-garbage. One may save a checkpoint while the other trains, or two layers of other sizes are called in another order. So
-an exchange begins with one all-gather of FRAME_BYTES, into which most values fit. The ranks compare what they are in
-before they exchange the rest.
+docs/failures.md#different-calls says why. An exchange begins with one all-gather of FRAME_BYTES, into which most values
+fit. The ranks compare what they are in before they exchange the rest.
 
 Over gloo this holds for each all-gather of a tensor or of objects. All-to-alls follow from the counts of a step, so
 they need no frame, unless several threads use the group: from then on they have one too. Over NCCL exchanges of objects

@@ -1,12 +1,8 @@
 """`PeerWatch`: what the ranks of a group do when one of them does not come to a collective.
 
-A rank that has waited too long, or has lost a connection, writes into the group's store where it waits. A rank that
-waits looks there once a second, so all learn of it soon, write where they are, and read what the others wrote. Then
-each raises an error that names the ranks that wrote nothing. A wait of less than a second does not touch the store.
-
-A rank that waits longer also writes in which collective, by its number, which is the same on every rank: one that waits
-in another of the same number need not wait for the timeout. In the store of all groups it writes the group in which it
-waits, because others may wait for it in another group.
+Ranks that wait for long tell each other where, through the group's store and the store of all groups, and raise an
+error that names those that told nothing. docs/failures.md#lost-ranks says how. A wait of less than a second touches no
+store.
 """
 
 import json

@@ -1,10 +1,8 @@
 """`Order`: in which order this rank runs the backwards of a group's layers, in a form that costs nothing to compare.
 
-A backward sends rows and values, and nothing that names the backward. If two ranks run two backwards in different
-orders, each takes the rows of one for rows of the other, and gradients are wrong. So every rank adds the identity of a
-backward to a hash on its host when the backward begins. The hash travels in the next forward's exchange of counts, and
-starts anew there. Over gloo the ranks compare when the backward begins, too. If the hashes differ, the ranks tell each
-other their lists, and all raise the same error.
+Every rank adds the identity of a backward to a hash on its host when the backward begins. The hash travels in the next
+forward's exchange of counts, and starts anew there. If the hashes differ, the ranks tell each other their lists, and
+all raise the same error. docs/failures.md#the-order-of-backwards says why.
 
 The forwards of layers in CUDA graphs (cuda_graphs.py) exchange nothing that a host reads, so they are in the list too.
 """

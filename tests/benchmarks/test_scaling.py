@@ -9,7 +9,7 @@ import pytest
 from benchmarks import scaling
 from benchmarks.scaling import BALANCED, DrawnRoutes, case, link_limit, steps
 from sonic_ep import load_config
-from sonic_ep.cli.time_model import Layout
+from sonic_ep.cli.plan import Layout
 
 ROOT = Path(__file__).parents[2]
 RECORD: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "scaling.json").read_text())

@@ -19,7 +19,7 @@ from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
 from sonic_ep.config import RoundingMode, TransportKind
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.protocol import Pending
-from sonic_ep.dispatch.row_exchange import RowExchange
+from sonic_ep.dispatch.row_exchange import CollectiveTransport
 from sonic_ep.dispatch.two_hop import TwoHopTransport
 from tests.dispatch.gpu_steps import NAMES, expert_step, routing_of
 from tests.helpers.changing_routing import leaning_tokens
@@ -125,14 +125,16 @@ def test_two_hosts_of_two_are_as_exact_as_all_to_all(hosts_of_two: RankPool) -> 
     assert hosts_of_two.run(two_hosts_of_two, 8) == [{"y", "dx"}] * 4  # where the order of additions differs
 
 
-def at_once(exchanges: RowExchange, exchange: Callable[[Tensor], Tensor], values: Tensor, *, overlap: bool) -> Pending:
-    """Instead of `RowExchange.start`: nothing overlaps."""
+def at_once(
+    transport: CollectiveTransport, exchange: Callable[[Tensor], Tensor], values: Tensor, *, overlap: bool
+) -> Pending:
+    """Instead of `CollectiveTransport._start`: nothing overlaps."""
     return Pending.done(exchange(values))
 
 
 def overlapping_steps(rank: int, kind: TransportKind) -> tuple[list[int], int]:
     """Steps of the layer's code in which exchanges that overlap GEMMs change a bit; how many of the last one do."""
-    layer, start = layer_of(kind, "off", programs=False), RowExchange.start
+    layer, start = layer_of(kind, "off", programs=False), CollectiveTransport._start
     differing, pending = list[int](), list[Pending]()
 
     def noted(*arguments: Any, overlap: bool) -> Pending:
@@ -142,9 +144,9 @@ def overlapping_steps(rank: int, kind: TransportKind) -> tuple[list[int], int]:
     for step in range(20):
         x = leaning_tokens(2 * step + rank, 3000, D, "cuda", torch.bfloat16)
         pending.clear()
-        with patch.object(RowExchange, "start", noted):
+        with patch.object(CollectiveTransport, "_start", noted):
             ours = run(layer, x)
-        with patch.object(RowExchange, "start", at_once):
+        with patch.object(CollectiveTransport, "_start", at_once):
             theirs = run(layer, x)
         if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
             differing.append(step)

@@ -169,11 +169,11 @@ def build(case: Case) -> MoE:
 
 def run(case: Case, layer: MoE, step: int, x: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, RoutedPairs]:
     """Forward and backward of one step."""
-    tapes: list[Any] = []
+    records: list[Any] = []
 
     def contexts() -> tuple[Any, Any]:
         record, again = replay_contexts()
-        tapes.append(record.tape)
+        records.append(record)
         return record, again
 
     torch.manual_seed(case.seed + step)  # of jitter
@@ -184,7 +184,7 @@ def run(case: Case, layer: MoE, step: int, x: Tensor, dout: Tensor) -> tuple[Ten
             y, aux, _ = layer(x)
     if y.requires_grad:
         ((y * dout).sum() + aux).backward()
-    return y.detach(), aux.detach(), tapes[0].recorded_pairs[id(layer.router)][0]
+    return y.detach(), aux.detach(), records[0].recorded_pairs[id(layer.router)][0]
 
 
 class Reference:

@@ -66,7 +66,7 @@ def half_errors(rank: int) -> dict[str, float]:
     with record:
         got = {"exact": results(layers["exact"])}
     got["static"] = results(layers["static"])
-    record.tape.recorded_pairs[id(exact.router)] = record.tape.recorded_pairs.pop(id(layers["exact"].router))
+    record.recorded_pairs[id(exact.router)] = record.recorded_pairs.pop(id(layers["exact"].router))
     with replay:
         wanted = results(exact)
     return {f"{name}, {buffers}": relative(got[buffers][name], wanted[name]) for buffers in BUFFERS for name in wanted}

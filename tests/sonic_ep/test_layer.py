@@ -100,7 +100,7 @@ def run(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor, RoutedPairs]:
     record, _ = replay_contexts()
     with record:
         y, aux, _ = layer(x)
-    return y, aux, record.tape.recorded_pairs[id(layer.router)][0]
+    return y, aux, record.recorded_pairs[id(layer.router)][0]
 
 
 def whole(local: Tensor | None, group: EPGroup) -> Tensor | None:
@@ -252,7 +252,7 @@ def step_difference(rank: int, config: MoEConfig) -> dict[str, float]:
     recorded_pairs = group.all_gather_object(replace(routed_pairs, split_sizes=None))
     tokens = [tokens_of("ragged", r) for r in range(group.size)]
     record, replay = replay_contexts()
-    record.tape.recorded_pairs[id(alone.router)] = [merged(recorded_pairs, tokens)]
+    record.recorded_pairs[id(alone.router)] = [merged(recorded_pairs, tokens)]
     everything = [inputs(config, "ragged", r) for r in range(group.size)]
     with replay:
         y1, _, _ = alone(torch.cat([x for x, _ in everything]))

@@ -8,12 +8,13 @@ import torch
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, cli
 from sonic_ep.cli.plan import (
+    Layout,
     Sizes,
     balanced_sizes,
     expert_parameters,
     saved_bytes,
+    sent_bytes,
     symmetric_buffers,
-    wire_bytes,
 )
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.transports import GroupTransport
@@ -48,7 +49,8 @@ def sent_by_a_layer(rank: int, saves: bool) -> tuple[dict[str, int], dict[str, i
     assert isinstance(transport, AllToAllTransport)
     before = Counter(transport.wire_bytes)  # other layers of this process may have the same transport
     layer(x).y.sum().backward()
-    return dict(Counter(transport.wire_bytes) - before), wire_bytes(config, balanced_sizes(config, T, group.size), 4)
+    planned = sent_bytes(config, T, Layout(group.size, group.size), "all_to_all", 4)
+    return dict(Counter(transport.wire_bytes) - before), {name: sum(pair) for name, pair in planned.items()}
 
 
 @pytest.mark.parametrize("saves", [False, True])

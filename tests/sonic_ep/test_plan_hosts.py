@@ -11,8 +11,9 @@ import torch
 
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig, cli, load_config
 from sonic_ep.cli.load import BALANCED
-from sonic_ep.cli.plan_hosts import Cluster, Option, best_of, memory_of, options_of, sent_bytes, transports_on
-from sonic_ep.cli.time_model import Kind, Layout, host_ms
+from sonic_ep.cli.plan import Kind, Layout, sent_bytes
+from sonic_ep.cli.plan_hosts import Cluster, Option, best_of, memory_of, options_of, transports_on
+from sonic_ep.cli.time_model import host_ms
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.transports import GroupTransport
@@ -44,10 +45,7 @@ def sent_by_a_layer(rank: int, kind: Kind, saves: bool) -> tuple[dict[str, int],
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("kind", ["two_hop", "all_to_all"])
 def test_bytes_of_a_layer(ranks: Callable[[int], RankPool], kind: Kind, saves: bool) -> None:
-    """Rows are fp32 here, and 2 bytes a value in the plan."""
-    planned = sent_bytes(MoEConfig(d=16, n=4, E=4, K=4, save_dispatched=saves), T, Layout(4, 2), kind)
-    for name in ("dispatch", "combine"):
-        planned[name] = (2 * planned[name][0], 2 * planned[name][1])
+    planned = sent_bytes(MoEConfig(d=16, n=4, E=4, K=4, save_dispatched=saves), T, Layout(4, 2), kind, 4)
     for sent, remote in ranks(4).run(sent_by_a_layer, kind, saves):
         assert {name: sent[name] for name in planned} == {name: sum(pair) for name, pair in planned.items()}
         if remote:
@@ -58,8 +56,8 @@ def test_bytes_that_the_interfaces_of_imitated_hosts_counted() -> None:
     """docs/multi_host.md: two hosts of two ranks; T=256, d=512, fp32, K=6 of 16 experts; 10 dispatches and combines."""
     config = MoEConfig(d=512, n=8, E=16, K=6)
     for kind, of_a_host in (("two_hop", 20_910_080), ("all_to_all", 37_150_720)):
-        combine = sent_bytes(config, 256, Layout(4, 2), kind)["combine"][1] / 2  # type: ignore[arg-type]
-        assert combine * 20 * 2 * 2 == pytest.approx(of_a_host, rel=2e-3)
+        combine = sent_bytes(config, 256, Layout(4, 2), kind, 4)["combine"][1] / 2  # type: ignore[arg-type]
+        assert combine * 20 * 2 == pytest.approx(of_a_host, rel=2e-3)
 
 
 def test_transports_of_a_layout() -> None:

@@ -16,12 +16,10 @@ from benchmarks.fit_time_model import PLAIN, record
 from sonic_ep import MoEConfig, load_config
 from sonic_ep.cli.expected_rows import rows_per_token
 from sonic_ep.cli.load import BALANCED, Load
-from sonic_ep.cli.plan import rounding_tile
+from sonic_ep.cli.plan import Kind, Layout, rounding_tile
 from sonic_ep.cli.time_constants import CONSTANTS
 from sonic_ep.cli.time_model import (
     ITEM_BYTES,
-    Kind,
-    Layout,
     exchange_us,
     host_ms,
     sent_features,

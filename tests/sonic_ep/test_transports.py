@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sonic_ep import EPGroup, TransportConfig, groups
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.transports import GroupTransport, transport_for, transport_type
+from sonic_ep.transports import GroupTransport, existing_transport, transport_for, transport_type
 from tests.helpers.launch import RankPool
 
 
@@ -152,3 +152,10 @@ def test_a_group_has_one_transport(ranks: Callable[[int], RankPool]) -> None:
 def test_one_rank_needs_no_exchange() -> None:
     assert isinstance(transport_for(EPGroup.alone()), LocalTransport)
     assert transport_type(EPGroup.alone()) is LocalTransport
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_compiled_graph_finds_the_transport_of_one_rank_as_it_was(batch_invariant: bool) -> None:
+    group = EPGroup.alone()
+    transport = transport_for(group, TransportConfig(batch_invariant=batch_invariant))
+    assert existing_transport(group, transport.text).batch_invariant == batch_invariant
