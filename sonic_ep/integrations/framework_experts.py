@@ -99,7 +99,7 @@ class FrameworkExperts:
 
     def with_others(self, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
         """Returns that, and the other tensors of the route."""
-        if not self._as_programs or torch.compiler.is_compiling() or not host_may_wait(call.x_TH):
+        if not self._as_programs or torch.compiler.is_dynamo_compiling() or not host_may_wait(call.x_TH):
             routing, others = call.routed.routing()
             return self._compute(call, routing), others
         step = None if self._steps is None else self._steps.begin(call)

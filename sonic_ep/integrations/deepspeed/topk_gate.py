@@ -83,7 +83,7 @@ class TopKGate(nn.Module):
         with weight zero, so that the host need not know the number of unused tokens.
         problem, exchange: see `Router.forward`, also for the errors of the route.
         """
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             return self._given(x_TH, used_T, group, problem, exchange)
         if self._samples_if(self.training):
             x_TH, routing, others = self._outside_graphs(x_TH, used_T, group, problem, exchange)

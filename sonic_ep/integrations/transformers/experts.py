@@ -119,7 +119,7 @@ def compute_experts(
     lora = None if adapters is None else adapters.of_rank(group, num_local_experts(experts), dtype)
     w, x = weights_of(experts, dtype), given.take(x_TH).to(dtype)
     weights = w.w1, w.w2_eHI, w.b1_eJ, w.b2_eH
-    if torch.compiler.is_compiling() or not record_launches:
+    if torch.compiler.is_dynamo_compiling() or not record_launches:
         out_TH = moe(x, route(*routed), *weights, lora=lora, transport=transport, group=group, **settings)
     else:
         framework_experts = _experts_of(experts, group, transport, topk_ids_TK.shape[1])
@@ -142,7 +142,7 @@ def _given(experts: nn.Module, x_TH: Tensor, routed: list[Tensor], E: int) -> tu
     if given_for is None:
         return NOTHING_GIVEN, routed
     setattr(experts, GIVEN, None)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         raise ValueError(
             "routed_experts and padding are read on the host, which torch.compile does not trace; train without "
             "torch.compile, or without replay_routing and skip_padding"
@@ -178,7 +178,7 @@ def _route(
     ep_size = call.group.size
     if call.problem is not None:
         return partial(routing_of_topk, E=E, call=call)
-    if rounding is not None and torch.compiler.is_compiling():
+    if rounding is not None and torch.compiler.is_dynamo_compiling():
         raise ValueError(
             "rounding notes the router's logits, which torch.compile does not trace; train without torch.compile"
         )
@@ -186,7 +186,7 @@ def _route(
         return partial(rounding.routing, experts, E=E, call=call)
     if (capacity.capacity_factor or ep_size) >= ep_size:
         return partial(routing_of_topk, E=E, call=call, has_sentinels=has_sentinels, capacity=capacity)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         raise ValueError(
             f"capacity_factor={capacity.capacity_factor} below ep_size={ep_size} removes pairs by operations that "
             "torch.compile does not trace; set it to ep_size, or train without torch.compile"

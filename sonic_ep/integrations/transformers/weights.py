@@ -73,7 +73,7 @@ def _local(experts: Any, name: str) -> Tensor:
 
 def _log_copy(experts: Any) -> None:
     name, weights = type(experts).__name__, copied(experts)
-    if weights == "nothing" or torch.compiler.is_compiling() or name in _LOGGED:
+    if weights == "nothing" or torch.compiler.is_dynamo_compiling() or name in _LOGGED:
         return
     _LOGGED.add(name)
     which = "its weights" if weights == "all" else weights
