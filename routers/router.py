@@ -384,7 +384,7 @@ def _like_route(
 # A router in a compiled graph, called without `MoE`. key, buffers: of the router. by_score: see `counts_by_score`.
 GraphOperation(
     "route",
-    "Tensor key, Tensor[] buffers, int ep_size, int E, int K, bool by_score, str group, int sequence_length, "
+    "Tensor key, Tensor[] buffers, int ep_size, int E, int K, bool by_score, str group, SymInt sequence_length, "
     "str? problem, str exchange",
     _route_in_graph,
     _like_route,

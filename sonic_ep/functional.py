@@ -250,8 +250,8 @@ def _like_moe(tensors: list[Tensor], *_: object) -> Outputs:
 # `moe` in a compiled graph. present: which weights and low-rank updates there are.
 GraphOperation(
     "moe",
-    "Tensor token_ids_N, Tensor[] counts, bool[] present, int num_tokens, int? max_rows, int? max_received, str group, "
-    "str transport, str activation, str layout, bool save_dispatched",
+    "Tensor token_ids_N, Tensor[] counts, bool[] present, SymInt num_tokens, SymInt? max_rows, SymInt? max_received, "
+    "str group, str transport, str activation, str layout, bool save_dispatched",
     _moe_in_graph,
     _like_moe,
 )

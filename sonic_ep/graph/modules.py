@@ -7,6 +7,7 @@ anew.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -35,6 +36,7 @@ def with_tensors(module: nn.Module, parameters: Sequence[Tensor], buffers: Seque
     given_of = dict(zip((*module.parameters(), *module.buffers()), (*parameters, *buffers), strict=True))
     others = {own: given for own, given in given_of.items() if given is not own}
     holders = [holder for each in module.modules() for holder in (each._parameters, each._buffers)] if others else []
+    holders = cast(list[dict[str, Tensor]], holders)
     replaced = [(holder, name, own) for holder in holders for name, own in holder.items() if own in others]
     try:
         for holder, name, own in replaced:

@@ -4,16 +4,19 @@ import copy
 import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from sonic_ep import MoE
+from sonic_ep import EPGroup, MoE
+from sonic_ep.functional import moe
 from sonic_ep.graph import operation
 from sonic_ep.routers.router import Router
 from tests.sonic_ep.test_compile import LOSSES, STOCHASTIC
-from tests.sonic_ep.test_layer import small
+from tests.sonic_ep.test_layer import TINY, small
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +134,23 @@ def test_two_calls_on_one_input_are_two() -> None:
         gradients = [each.grad for each in layer.parameters()]
         found.append((one, other, layer.router._counts_since_update_E, *gradients))
     torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rounding", ["apportion", "off"])
+def test_a_router_and_moe_of_any_length_share_a_graph(rounding: str) -> None:
+    alone, layer = EPGroup.alone(), MoE(small(LOSSES, replace(TINY, mode=rounding)), seed=0)  # type: ignore[arg-type]
+    backend = CompileCounterWithBackend("aot_eager")
+    weights = layer.experts.w1, layer.experts.w2
+
+    def run(x: Tensor) -> Tensor:
+        routing = layer.router(x, group=alone, sequence_length=x.shape[0]).routing
+        return moe(x, routing, *weights, transport=layer.transport, group=alone)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=backend)
+    for T in (30, 17, 41):
+        x = torch.randn(T, 12)
+        torch.testing.assert_close(compiled(x), run(x), rtol=1e-6, atol=0)
+    assert backend.frame_count == 1
 
 
 def test_one_weight_under_two_names() -> None:
