@@ -137,7 +137,7 @@ def in_graph(
 
     Raises RuntimeError where torch.export traces, and in forward-mode differentiation.
     """
-    if torch.compiler.is_exporting():
+    if torch.compiler._is_exporting_flag:  # is_exporting() is always true in a trace of torch 2.11
         raise RuntimeError(
             "torch.export cannot export an MoE layer, a router or functional.moe, because a program in a file has no "
             "layer and no ranks to call; use torch.compile"
