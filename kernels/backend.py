@@ -123,7 +123,7 @@ def router_operations(device: torch.device, dtype: torch.dtype, K: int) -> Route
     device, dtype: of the logits. None on the CPU, for logits that are not fp32, for K > 16, without Triton, and under
     torch.compile, which fuses the twins itself.
     """
-    if torch.compiler.is_compiling() or device.type != "cuda" or dtype != torch.float32 or K > _MAX_K:
+    if torch.compiler.is_dynamo_compiling() or device.type != "cuda" or dtype != torch.float32 or K > _MAX_K:
         return None
     return _router_on_gpu()
 

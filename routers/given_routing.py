@@ -195,7 +195,7 @@ def record_routing() -> Iterator[RoutingRecord]:
 
 def recording() -> bool:
     """Returns True inside of `record_routing`, but not in a compiled graph."""
-    return not torch.compiler.is_compiling() and bool(_RECORDS.get())
+    return not torch.compiler.is_dynamo_compiling() and bool(_RECORDS.get())
 
 
 def add_to_records(module: object, expert_ids_TK: Tensor, shape: torch.Size, given: GivenRouting) -> None:

@@ -42,7 +42,7 @@ def linear(
     dtype, in_dtype_of_x = torch.promote_types(x_TH.dtype, torch.float32), linear_dtype == "input"
     inner = x_TH.dtype if in_dtype_of_x else dtype
     operations = reference if in_dtype_of_x else router_linear(x_TH)
-    operations = None if torch.compiler.is_compiling() else operations
+    operations = None if torch.compiler.is_dynamo_compiling() else operations
     if operations in (None, reference) or weight_EH.dtype not in DTYPES_OF_KERNELS:
         weight_EH, bias_E = weight_EH.to(inner), None if bias_E is None else bias_E.to(inner)
     if batch_invariant:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from sonic_ep.config import MoEConfig
-from sonic_ep.graph.modules import module_of, new_key, with_parameters
-from sonic_ep.graph.operation import GraphOperation, Outputs
+from sonic_ep.graph.modules import module_of, new_key, with_tensors
+from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph
 from sonic_ep.groups import EPGroup, Exchange, exchange_named
 from sonic_ep.initialization import fill_normal
 from sonic_ep.kernels.route.status.reference import NO_UPDATES
@@ -169,7 +169,7 @@ class Router(nn.Module):
         Raises:  ValueError for `problem`. Problems of other ranks raise when the routing is checked (`Routing.check`).
                  Before that, the only communication in the group may be what transports send for this routing.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             if expert_ids_TK is not None:
                 raise ValueError("a compiled router takes no routed_experts; compile the layer, or not the router")
             if meanwhile is not None:
@@ -215,12 +215,11 @@ class Router(nn.Module):
     ) -> Routed:
         """Routes as one operation of a compiled graph."""
         c, T, S = self.config, x_TH.shape[0], group.size
-        tensors = [x_TH, *self.parameters()]
-        needs = [each.requires_grad and torch.is_grad_enabled() for each in tensors]
         by_score = counts_by_score(c.router)
-        (weights_N, loss), others, _ = torch.ops.sonic_ep.route(
-            tensors, needs, self._key, S, c.E, c.K, by_score, group.name, sequence_length, problem, _name(exchange)
-        )
+        constants = self._key, [*self.buffers()], S, c.E, c.K, by_score
+        where = group.name, sequence_length, problem, _name(exchange)
+        tensors = [x_TH, *self.parameters()]
+        (weights_N, loss), others, _ = in_graph(torch.ops.sonic_ep.route, tensors, *constants, *where)
         scores_TE, ids_TK, token_ids_N, expert_ids_N, chosen_N, *counts = others
         limits = max_rows(c.rounding, T, c.K, c.E, S, training=self.training)
         limits = limits, max_received(c.rounding, T, c.K, training=self.training)
@@ -339,6 +338,7 @@ def _name(exchange: Exchange | None) -> str:
 def _route_in_graph(
     tensors: list[Tensor],
     key: Tensor,
+    buffers: list[Tensor],
     ep_size: int,
     E: int,
     K: int,
@@ -354,7 +354,7 @@ def _route_in_graph(
             f"nobody holds the exchange {exchange_name!r}: keep what transport_for(group, config) gave, and pass it"
         )
     x_TH, *parameters = tensors
-    with with_parameters(router, parameters):
+    with with_tensors(router, parameters, buffers):
         routed = router.forward(  # its hooks are in the graph
             x_TH,
             group=EPGroup.named(group),
@@ -369,7 +369,7 @@ def _route_in_graph(
 
 
 def _like_route(
-    tensors: list[Tensor], key: Tensor, ep_size: int, E: int, K: int, by_score: bool, *_: object
+    tensors: list[Tensor], key: Tensor, buffers: list[Tensor], ep_size: int, E: int, K: int, by_score: bool, *_: object
 ) -> Outputs:
     x_TH, S, T = tensors[0], ep_size, tensors[0].shape[0]
     N, dtype = torch.library.get_ctx().new_dynamic_size(), torch.promote_types(x_TH.dtype, torch.float32)
@@ -381,10 +381,11 @@ def _like_route(
     return Outputs([x_TH.new_empty(N, dtype=dtype), x_TH.new_empty((), dtype=dtype)], others)
 
 
-# A router in a compiled graph, called without `MoE`. key: of the router. by_score: see `counts_by_score`.
+# A router in a compiled graph, called without `MoE`. key, buffers: of the router. by_score: see `counts_by_score`.
 GraphOperation(
     "route",
-    "Tensor key, int ep_size, int E, int K, bool by_score, str group, int sequence_length, str? problem, str exchange",
+    "Tensor key, Tensor[] buffers, int ep_size, int E, int K, bool by_score, str group, SymInt sequence_length, "
+    "str? problem, str exchange",
     _route_in_graph,
     _like_route,
 )

@@ -56,7 +56,7 @@ def problem_with_tensor(name: str, values: object, parameters: Callable[[], Iter
     if values.is_nested or values.layout != torch.strided:
         layout = "nested" if values.is_nested else values.layout
         return f"{name} has layout {layout}, wanted a dense tensor; use {name}.to_dense() or pad it"
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None
     kind, plain, own = type(values), "give a plain torch.Tensor", "__torch_dispatch__"
     # Of torch's own subclasses that dispatch, AsyncCollectiveTensor alone turns into a plain tensor where it is used.

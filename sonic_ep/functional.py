@@ -21,7 +21,7 @@ from sonic_ep.checks import (
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.expert_parallel_mlp import NO_LORA, Call
 from sonic_ep.first_order import Context, first_order
-from sonic_ep.graph.operation import GraphOperation, Outputs
+from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, lasting
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.activations import Activation, activation_named, interleave
@@ -81,7 +81,7 @@ def moe(
              for it. `MoE` and `Routing.from_pairs` check on all ranks. Also the errors of `Routing.check`.
     Source:  SonicMoE, arXiv 2512.14080, sections 3 and 4. docs/design.md, section 3, extends it to many ranks.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         if accumulate_into_main_grad:
             raise ValueError("accumulate_into_main_grad=True is not supported under torch.compile; set it to False")
         weights = w1_eJH, w2_eHI, b1_eJ, b2_eH, up_eIH, *(lora or NO_LORA).tensors()
@@ -202,10 +202,10 @@ def _in_graph(
     if routing.split_sizes is not None:
         _check(routing)  # the router ran outside of the graph, and operations of a graph do not take split_sizes
     tensors = [each for each in (x_TH, routing.weights_N, *weights) if each is not None]
-    needs = [each.requires_grad and torch.is_grad_enabled() for each in tensors]
     present, limits = [each is not None for each in weights], (routing.max_rows, routing.max_received)
     lists, where = (routing.token_ids_N, list(routing.counts)), (group.name, transport.text)
-    return torch.ops.sonic_ep.moe(tensors, needs, *lists, present, routing.num_tokens, *limits, *where, *settings)[0][0]
+    constants = *lists, present, routing.num_tokens, *limits, *where, *settings
+    return in_graph(torch.ops.sonic_ep.moe, tensors, *constants)[0][0]
 
 
 def _moe_in_graph(
@@ -227,6 +227,7 @@ def _moe_in_graph(
     w1, w2, b1, b2, up, *lora = [next(left) if is_there else None for is_there in present]
     assert w1 is not None
     assert w2 is not None
+    token_ids_N, *counts = [lasting(each) for each in (token_ids_N, *counts)]
     out_TH = moe(
         x_TH,
         Routing(weights_N, token_ids_N, GroupCounts(*counts), num_tokens, max_rows, max_received),
@@ -249,8 +250,8 @@ def _like_moe(tensors: list[Tensor], *_: object) -> Outputs:
 # `moe` in a compiled graph. present: which weights and low-rank updates there are.
 GraphOperation(
     "moe",
-    "Tensor token_ids_N, Tensor[] counts, bool[] present, int num_tokens, int? max_rows, int? max_received, str group, "
-    "str transport, str activation, str layout, bool save_dispatched",
+    "Tensor token_ids_N, Tensor[] counts, bool[] present, SymInt num_tokens, SymInt? max_rows, SymInt? max_received, "
+    "str group, str transport, str activation, str layout, bool save_dispatched",
     _moe_in_graph,
     _like_moe,
 )

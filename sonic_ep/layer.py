@@ -19,7 +19,7 @@ from sonic_ep.dispatch.bounded_steps import LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.experts import Experts
 from sonic_ep.functional import moe
-from sonic_ep.graph.modules import new_key, with_parameters
+from sonic_ep.graph.modules import new_key
 from sonic_ep.groups import EPGroup
 from sonic_ep.initialization import rng_for
 from sonic_ep.kernels.backend import start_compiling
@@ -146,7 +146,7 @@ class MoE(nn.Module):
                  use of routed_experts in it, dtype or order of backwards differ between ranks; under a transform of
                  torch.func, which on one rank is a RuntimeError. RuntimeError if a rank is lost (docs/failures.md).
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             if routed_experts is None and padding_mask is None and not self.experts.is_sharded:
                 return self._in_graph(x)
             return self._in_eager_mode(x, routed_experts, padding_mask)
@@ -165,19 +165,18 @@ class MoE(nn.Module):
         problem = problem_with_tensor("x", x)
         x = x if problem is None else self.experts.w1.new_empty(0, self.config.d)
         sizes = self.group.size, self.config.E
-        outputs = moe_layer([x, *self.parameters()], self._key, *sizes, self._autocast_dtype(), problem)
-        return _output_of(outputs)
+        constants = self._key, [*self.buffers()], *sizes, self._autocast_dtype(), problem
+        return _output_of(moe_layer([x, *self.parameters()], *constants))
 
-    def _of_graph(self, x: Tensor, parameters: list[Tensor], problem: str | None) -> MoEOutput:
-        """Computes an operation of a compiled graph, with the graph's parameters in place of the layer's."""
+    def _of_graph(self, x: Tensor, problem: str | None) -> MoEOutput:
+        """Computes an operation of a compiled graph."""
         recomputes = torch._C._current_graph_task_id() != -1 and not replaying()
         if recomputes and self.training and (self.config.rounding.draws_numbers or self.config.router.jitter):
             raise RuntimeError(
                 "backward recomputes a router that draws numbers, in a compiled graph, and it would decide anew; "
                 "give its checkpoint context_fn=sonic_ep.replay_contexts"
             )
-        with with_parameters(self, parameters):
-            return self._counted(self._output(x, NOTHING_GIVEN if problem is None else GivenRouting(problem=problem)))
+        return self._counted(self._output(x, NOTHING_GIVEN if problem is None else GivenRouting(problem=problem)))
 
     @_disable_dynamo
     def _output_of_given(self, x: Tensor, routed_experts: Tensor | None, padding_mask: Tensor | None) -> MoEOutput:

@@ -73,6 +73,6 @@ def _from_first_call(function: _Function, compiled: Callable[[], _Function]) -> 
     @functools.wraps(function)
     def run(*arguments: object, **named: object) -> object:
         # In a graph that is being compiled, a compiled function is inlined.
-        return (function if torch.compiler.is_compiling() else compiled())(*arguments, **named)
+        return (function if torch.compiler.is_dynamo_compiling() else compiled())(*arguments, **named)
 
     return run

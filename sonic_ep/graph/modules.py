@@ -30,16 +30,19 @@ def module_of(key: Tensor) -> nn.Module:
 
 
 @contextmanager
-def with_parameters(module: nn.Module, given: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which the module has these parameters, in the order of `module.parameters()`. They get what others
-    have noted on its own."""
-    holders = [cast(dict[str, Tensor | None], each._parameters) for each in module.modules()]
-    own = [(holder, name, p) for holder in holders for name, p in holder.items() if p is not None]
+def with_tensors(module: nn.Module, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Iterator[None]:
+    """A context in which the module has these, in the order of its `parameters()` and `buffers()`. Those that are not
+    its own get what others have noted on its own, and other threads see them."""
+    given_of = dict(zip((*module.parameters(), *module.buffers()), (*parameters, *buffers), strict=True))
+    others = {own: given for own, given in given_of.items() if given is not own}
+    holders = [holder for each in module.modules() for holder in (each._parameters, each._buffers)] if others else []
+    holders = cast(list[dict[str, Tensor]], holders)
+    replaced = [(holder, name, own) for holder in holders for name, own in holder.items() if own in others]
     try:
-        for (holder, name, parameter), tensor in zip(own, given, strict=True):
-            vars(tensor).update(vars(parameter))
-            holder[name] = tensor
+        for holder, name, own in replaced:
+            vars(others[own]).update(vars(own))
+            holder[name] = others[own]
         yield
     finally:
-        for holder, name, parameter in own:
-            holder[name] = parameter
+        for holder, name, own in replaced:
+            holder[name] = own

@@ -12,8 +12,9 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverloadPacket
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_map_only
 
 from sonic_ep.first_order import Context
 
@@ -22,7 +23,7 @@ _AUTOGRAD = torch._C.DispatchKeySet(_KEYS.AutogradFunctionality)
 for _key in (_KEYS.AutogradOther, _KEYS.AutogradNestedTensor, _KEYS.ADInplaceOrView):
     _AUTOGRAD |= torch._C.DispatchKeySet(_key)
 _TAGS = (torch.Tag.cudagraph_unsafe,)
-_Inputs = tuple[list[Tensor], list[bool], *tuple[object, ...]]
+_Inputs = tuple[list[Tensor], list[bool], Tensor, *tuple[object, ...]]
 _ForBackward = tuple[list[bool], list[list[None] | None]]
 
 
@@ -40,19 +41,19 @@ class Outputs(NamedTuple):
 
 @final
 class _Graph(bytearray):
-    """From the inputs of a call to its outputs."""
+    """From the inputs of a call that need a gradient to its outputs."""
 
     edges: list[GradientEdge | None]
-    leaves: list[Tensor]
+    inputs: list[Tensor]
     ragged: Sequence[Tensor]
 
     @classmethod
-    def of(cls, outputs: Sequence[Tensor], ragged: Sequence[Tensor], leaves: list[Tensor]) -> Self:
+    def of(cls, outputs: Sequence[Tensor], ragged: Sequence[Tensor], inputs: list[Tensor]) -> Self:
         graph = cls(torch.int64.itemsize)
         graph.ragged = ragged
         # Edges hold no output. Of views, because torch 2.11 refuses one of an autograd function in Python.
         graph.edges = [get_gradient_edge(each.view_as(each)) if each.requires_grad else None for each in outputs]
-        graph.leaves = leaves
+        graph.inputs = inputs
         return graph
 
     def ticket(self) -> Tensor:
@@ -67,17 +68,19 @@ _NUMBERS = count()
 
 @final
 class GraphOperation:
-    """sonic_ep::NAME(Tensor[] tensors, bool[] needs, CONSTANTS) -> Tensor[].
+    """sonic_ep::NAME(Tensor[] tensors, bool[] needs, Tensor call, CONSTANTS) -> (Tensor[], Tensor[], Tensor).
 
-    constants: the further arguments, in torch's language of schemas. run: computes the outputs from the tensors and the
-    further arguments, in eager mode. It returns no input. fake: returns tensors of the same shapes, from the same.
+    needs: of which tensors the gradient is needed. call: see `in_graph`. constants: the further arguments, in torch's
+    language of schemas. run: computes the outputs from the tensors and the further arguments, in eager mode. It returns
+    no input, and saves no further argument that is not `lasting`. fake: returns tensors of the same shapes, from the
+    same.
 
     Equal layers share a compilation, so constants are of no single one.
     """
 
     def __init__(self, name: str, constants: str, run: Callable[..., Outputs], fake: Callable[..., Outputs]) -> None:
         self._run, self._fake = run, fake
-        schema = f"(Tensor[] tensors, bool[] needs, {constants}) -> (Tensor[], Tensor[], Tensor)"
+        schema = f"(Tensor[] tensors, bool[] needs, Tensor call, {constants}) -> (Tensor[], Tensor[], Tensor)"
         forward = torch.library.custom_op(
             f"sonic_ep::{name}", self._forward, mutates_args=(), schema=schema, tags=_TAGS
         )
@@ -85,18 +88,18 @@ class GraphOperation:
         forward.register_autograd(self._differentiate, setup_context=self._setup_context)
 
     def _forward(
-        self, tensors: Sequence[Tensor], needs: Sequence[bool], *constants: object
+        self, tensors: Sequence[Tensor], needs: Sequence[bool], call: Tensor, *constants: object
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        lasting = _lasting if any(needs) else _same
         with _autograd(), torch.set_grad_enabled(any(needs)):
             # In here, so that autograd notices if somebody writes to their memory before backward.
-            leaves = [lasting(each).detach().requires_grad_(n) for each, n in zip(tensors, needs, strict=True)]
-            outputs, others, ragged = self._run(leaves, *[tree_map_only(Tensor, lasting, each) for each in constants])
-            ticket = _Graph.of(outputs, ragged, leaves).ticket()
+            inputs = [_input(each, n) for each, n in zip(tensors, needs, strict=True)] if any(needs) else [*tensors]
+            outputs, others, ragged = self._run(inputs, *constants)
+            needed = [each for each, n in zip(inputs, needs, strict=True) if n]
+            ticket = _Graph.of(outputs, ragged, needed).ticket()
         return [each.detach() for each in outputs], [each.detach().clone() for each in others], ticket
 
     def _fake_forward(
-        self, tensors: Sequence[Tensor], needs: Sequence[bool], *constants: object
+        self, tensors: Sequence[Tensor], needs: Sequence[bool], call: Tensor, *constants: object
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
         outputs, others, _ = self._fake(tensors, *constants)
         return [*outputs], [*others], torch.empty(1, dtype=torch.int64, device="cpu")
@@ -105,7 +108,7 @@ class GraphOperation:
     def _setup_context(
         ctx: Context[_ForBackward], inputs: _Inputs, output: tuple[list[Tensor], list[Tensor], Tensor]
     ) -> None:
-        (x, *weights), needs, *constants = inputs
+        (x, *weights), needs, _, *constants = inputs
         _, others, ticket = output
         like = x.new_empty(()).expand(x.shape), *weights  # the call holds x, or a copy
         ctx.save_for_backward(ticket, *[each for each, needed in zip(like, needs, strict=True) if needed])
@@ -113,7 +116,8 @@ class GraphOperation:
         ctx.set_materialize_grads(False)
         # A list of tensors gets a list of gradients.
         lists = [
-            [None] * len(each) if isinstance(each, list) and isinstance(each[0], Tensor) else None for each in constants
+            [None] * len(each) if isinstance(each, list) and all(isinstance(v, Tensor) for v in each) else None
+            for each in constants
         ]
         ctx.call = needs, lists
 
@@ -123,7 +127,26 @@ class GraphOperation:
         present = [number for number, grad in enumerate(grads) if grad is not None]
         found = iter(torch.ops.sonic_ep.backward([cast(Tensor, grads[n]) for n in present], present, ticket, like))
         needs, constants = ctx.call
-        return [next(found) if needed else None for needed in needs], None, *constants
+        return [next(found) if needed else None for needed in needs], None, None, *constants
+
+
+def in_graph(
+    operation: OpOverloadPacket, tensors: list[Tensor], *constants: object
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Returns what an operation does, called in a compiled graph. constants: those of the call.
+
+    Raises RuntimeError where torch.export traces, and in forward-mode differentiation.
+    """
+    if torch.compiler._is_exporting_flag:  # is_exporting() is always true in a trace of torch 2.11
+        raise RuntimeError(
+            "torch.export cannot export an MoE layer, a router or functional.moe, because a program in a file has no "
+            "layer and no ranks to call; use torch.compile"
+        )
+    if forward_ad._current_level >= 0:  # torch would take the tangents for zero
+        raise RuntimeError("an MoE layer has no forward-mode derivatives (torch.func.jvp); use torch.autograd.grad")
+    needs = [each.requires_grad and torch.is_grad_enabled() for each in tensors]
+    # torch merges calls with equal arguments into one, except of `empty`; a graph runs backward once only.
+    return operation(tensors, needs, torch.empty(0, device="cpu"), *constants)
 
 
 @torch.library.custom_op("sonic_ep::backward", mutates_args=(), tags=_TAGS)
@@ -135,7 +158,7 @@ def _backward(grads: Sequence[Tensor], outputs: Sequence[int], ticket: Tensor, l
             "the graph of a compiled MoE layer is gone, because saved-tensor hooks copied its ticket, a CPU tensor of "
             "one int64; let hooks return tensors of one element as they are"
         )
-    inputs = [leaf for leaf in graph.leaves if leaf.requires_grad]
+    inputs = graph.inputs
     known = [(edge, grad) for number, grad in zip(outputs, grads, strict=True) if (edge := graph.edges[number])]
     found: Sequence[Tensor | None] = [None] * len(inputs)
     if known:
@@ -145,8 +168,8 @@ def _backward(grads: Sequence[Tensor], outputs: Sequence[int], ticket: Tensor, l
             found = torch.autograd.grad(edges, inputs, given, retain_graph=retain, allow_unused=True)
     # The graph may write to their memory: none may be a part of another.
     return [
-        torch.zeros_like(leaf, memory_format=torch.contiguous_format) if grad is None else _own(grad)
-        for grad, leaf in zip(found, inputs, strict=True)
+        torch.zeros_like(each, memory_format=torch.contiguous_format) if grad is None else _own(grad)
+        for grad, each in zip(found, inputs, strict=True)
     ]
 
 
@@ -166,13 +189,16 @@ def _(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     return like.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype)
 
 
-def _lasting(values: Tensor) -> Tensor:
-    """Returns tensors that stay as they are until backward. A compiled graph may overwrite those that it has made."""
-    return values if values.requires_grad or isinstance(values, nn.Parameter) else values.clone()
+def _input(values: Tensor, needed: bool) -> Tensor:
+    """Returns the tensor of which autograd gives the gradient: a parameter itself, unless its own hooks would run."""
+    is_parameter = isinstance(values, nn.Parameter) and values.requires_grad == needed
+    return values if is_parameter and not values._backward_hooks else lasting(values).detach().requires_grad_(needed)
 
 
-def _same(values: Tensor) -> Tensor:
-    return values
+def lasting(values: Tensor) -> Tensor:
+    """Returns values that stay as they are until backward. A compiled graph may overwrite those that it has made."""
+    lasts = values.requires_grad or isinstance(values, nn.Parameter) or not torch.is_grad_enabled()
+    return values if lasts else values.clone()
 
 
 def _own(grad: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class FrameworkExperts:
         x_TH: the rows, or others of their width, dtype and device. is_bounded: whether the routing will have a bound of
         the rows that arrive (`Routing.max_received`).
         """
-        if not self._as_programs or torch.compiler.is_compiling() or not host_may_wait(x_TH):
+        if not self._as_programs or torch.compiler.is_dynamo_compiling() or not host_may_wait(x_TH):
             return None
         step = None if self._steps is None else self._steps.begin((x_TH, is_bounded))
         return RunsAs.of(self._programs, self.group, self.transport, step)

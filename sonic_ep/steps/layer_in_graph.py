@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from sonic_ep.graph.modules import module_of
-from sonic_ep.graph.operation import GraphOperation, Outputs
+from sonic_ep.graph.modules import module_of, with_tensors
+from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph
 from sonic_ep.routing import INDEX_DTYPE, GroupCounts
 
 if TYPE_CHECKING:
@@ -19,32 +19,48 @@ if TYPE_CHECKING:
 
 
 def moe_layer(
-    tensors: list[Tensor], key: Tensor, ep_size: int, E: int, autocast: torch.dtype | None, problem: str | None
+    tensors: list[Tensor],
+    key: Tensor,
+    buffers: list[Tensor],
+    ep_size: int,
+    E: int,
+    autocast: torch.dtype | None,
+    problem: str | None,
 ) -> list[Tensor]:
     """Returns y, the loss and the fields of the statistics, in a compiled graph.
 
-    tensors: x, then the layer's parameters. key: of the layer. autocast: its dtype, if it is on. problem: of this rank
-    with x, or None.
+    tensors: x, then the layer's parameters. key, buffers: of the layer. autocast: its dtype, if it is on. problem: of
+    this rank with x, or None.
     """
-    needs = [each.requires_grad and torch.is_grad_enabled() for each in tensors]
-    outputs, (entropy_T, *counts), ticket = torch.ops.sonic_ep.moe_layer(
-        tensors, needs, key, ep_size, E, autocast, problem
-    )
+    constants = key, buffers, ep_size, E, autocast, problem
+    outputs, (entropy_T, *counts), ticket = in_graph(torch.ops.sonic_ep.moe_layer, tensors, *constants)
     token_ids_N = torch.ops.sonic_ep.ragged(ticket, 0, entropy_T, INDEX_DTYPE)
     return [*outputs, entropy_T, token_ids_N, *counts]
 
 
 def _compute(
-    tensors: list[Tensor], key: Tensor, ep_size: int, E: int, autocast: torch.dtype | None, problem: str | None
+    tensors: list[Tensor],
+    key: Tensor,
+    buffers: list[Tensor],
+    ep_size: int,
+    E: int,
+    autocast: torch.dtype | None,
+    problem: str | None,
 ) -> Outputs:
-    x, *parameters = tensors
-    with _autocast_to(autocast, x.device.type):
-        y, aux_loss, stats = cast("MoE", module_of(key))._of_graph(x, parameters, problem)
+    (x, *parameters), layer = tensors, cast("MoE", module_of(key))
+    with _autocast_to(autocast, x.device.type), with_tensors(layer, parameters, buffers):
+        y, aux_loss, stats = layer._of_graph(x, problem)
     return Outputs([y, aux_loss], [stats.entropy_T, *stats.counts], [stats.token_ids_N])
 
 
 def _like(
-    tensors: list[Tensor], key: Tensor, ep_size: int, E: int, autocast: torch.dtype | None, problem: str | None
+    tensors: list[Tensor],
+    key: Tensor,
+    buffers: list[Tensor],
+    ep_size: int,
+    E: int,
+    autocast: torch.dtype | None,
+    problem: str | None,
 ) -> Outputs:
     x = tensors[0]
     y = x.new_empty(x.shape, dtype=autocast)
@@ -62,7 +78,7 @@ def _autocast_to(dtype: torch.dtype | None, device_type: str) -> AbstractContext
 
 GraphOperation(
     "moe_layer",
-    "Tensor key, int ep_size, int E, ScalarType? autocast, str? problem",
+    "Tensor key, Tensor[] buffers, int ep_size, int E, ScalarType? autocast, str? problem",
     _compute,
     _like,
 )

@@ -82,7 +82,7 @@ class TopKGate(nn.Module):
         with weight zero, so that the host need not know the number of unused tokens.
         problem, exchange: see `Router.forward`, also for errors.
         """
-        compiles = torch.compiler.is_compiling()
+        compiles = torch.compiler.is_dynamo_compiling()
         if compiles and not self._samples_now and not self._has_own_loss(used_T):
             T = x_TH.shape[0]
             routed = self.wg(x_TH, group=group, sequence_length=T, problem=problem, exchange=exchange)

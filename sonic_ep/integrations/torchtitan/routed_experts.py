@@ -98,7 +98,7 @@ class SonicEPRoutedExperts(RoutedExperts):
         dtype = compute_dtype(next(self.inner_experts.parameters()))
         weights, up_eIH = weights_of(self.inner_experts, dtype, self.tp_size)
         rounding = self.options.rounding if self.training else None
-        if torch.compiler.is_compiling() and (rounding is not None or self._experts.group.size > 1):
+        if torch.compiler.is_dynamo_compiling() and (rounding is not None or self._experts.group.size > 1):
             raise ValueError(
                 "compile.enable=True goes with neither expert parallelism nor rounding here; set compile.enable=False"
             )

@@ -89,7 +89,7 @@ def compute_experts(
     weights = w.w1, w.w2_eHI, w.b1_eJ, w.b2_eH
     settings: dict[str, Any] = {"activation": activation, "layout": layout_of(experts), "lora": lora}
     make_routing = partial(_routing, experts, routed, rounding, capacity, E, call)
-    if torch.compiler.is_compiling():  # which cannot trace where the objects of `_experts_of` are kept
+    if torch.compiler.is_dynamo_compiling():  # which cannot trace where the objects of `_experts_of` are kept
         settings |= {"transport": transport, "group": group, "save_dispatched": options.save_dispatched}
         out_TH = moe(x, make_routing(), *weights, **settings)
     else:
@@ -111,7 +111,7 @@ def _given(experts: nn.Module, x_TH: Tensor, routed: list[Tensor], E: int) -> tu
     if given_for is None:
         return NOTHING_GIVEN, routed
     setattr(experts, GIVEN, None)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         raise ValueError(
             "routed_experts and padding are read on the host, which torch.compile does not trace; train without "
             "torch.compile, or without replay_routing and skip_padding"
@@ -146,7 +146,7 @@ def _routing(
     ep_size = call.group.size
     if call.problem is not None:
         return routing_of_topk(*routed[:2], E=E, call=call)
-    if rounding is not None and torch.compiler.is_compiling():
+    if rounding is not None and torch.compiler.is_dynamo_compiling():
         raise ValueError(
             "rounding notes the router's logits, which torch.compile does not trace; train without torch.compile"
         )
@@ -155,7 +155,7 @@ def _routing(
     if (capacity.capacity_factor or ep_size) >= ep_size:
         has_sentinels = _has_stock_dispatch(experts)
         return routing_of_topk(*routed, E=E, call=call, has_sentinels=has_sentinels, capacity=capacity)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         raise ValueError(
             f"capacity_factor={capacity.capacity_factor} below ep_size={ep_size} removes pairs by operations that "
             "torch.compile does not trace; set it to ep_size, or train without torch.compile"
