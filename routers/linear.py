@@ -82,7 +82,8 @@ class _Linear(torch.autograd.Function):
         dlogits_TE, dx_others_TH = grad_outputs
         if dlogits_TE is None:
             return dx_others_TH, None, None, None
-        return *linear_gradients(ctx.call, ctx.needs_input_grad, dlogits_TE, *ctx.saved_tensors, dx_others_TH), None
+        x_TH, weight_EH = ctx.saved_tensors
+        return *linear_gradients(ctx.call, ctx.needs_input_grad, dlogits_TE, x_TH, weight_EH, dx_others_TH), None
 
 
 def linear_gradients(
