@@ -2,6 +2,7 @@
 # make test    run the tests, but for those marked slow            make test ARGS="tests/kernels -k silu"
 # make test-all    run all tests, the slow ones too: they compile every kernel and train models for minutes
 # make test-exhaustive    run the rest of the grids of which test-all runs a part
+# make test-parallel-registry    the part of test-all that needs transformers 5.23
 # make fuzz    random configurations, misuse, faults and folders   make fuzz SECONDS=600 ARGS="--ranks 2 4 --seed 7"
 # make cluster-test    two hosts, imitated by network namespaces or else on the loopback interface
 # make lint    what CI checks: format, rules, types, spelling      make format repairs the first two
@@ -53,12 +54,14 @@ test-compiled: $(STAMP)
 	TRITON_INTERPRET=0 $(RUN) -m pytest tests/kernels/route/test_router_compile.py tests/kernels/route/test_select_compile.py
 
 # DeepSpeed's AutoEP cannot use the transformers that has expert parallelism.
-test-parallel-registry: $(NEWER)/.installed
-	$(NEWER)/bin/python -m pytest $(PARALLEL) -m "parallel_registry and not exhaustive" \
-		tests/integrations/transformers tests/examples tests/benchmarks
+REGISTRY := $(NEWER)/bin/python -m pytest tests/integrations/transformers tests/examples tests/benchmarks
 
-test-exhaustive: $(STAMP)
+test-parallel-registry: $(NEWER)/.installed
+	$(REGISTRY) $(PARALLEL) -m "parallel_registry and not exhaustive"
+
+test-exhaustive: $(NEWER)/.installed
 	$(RUN) -m pytest -m exhaustive
+	$(REGISTRY) -m "parallel_registry and exhaustive"
 
 fuzz: $(STAMP)
 	$(RUN) -m tests.fuzz --seconds $(SECONDS) $(ARGS)

@@ -13,8 +13,8 @@ STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["tiny", "tiny_gpt_oss"])
 @pytest.mark.parallel_registry
+@pytest.mark.parametrize("shape", ["tiny", pytest.param("tiny_gpt_oss", marks=pytest.mark.exhaustive)])
 def test_contestants_take_turns_on_equal_weights(shape: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = ["--shape", shape, "--layers", "2", "--tokens", "64", "--length", "32", "--rounds", "2"]

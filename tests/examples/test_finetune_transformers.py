@@ -189,7 +189,8 @@ def test_lora(text: Path, tmp_path: Path) -> None:
 
 @needs_peft
 @pytest.mark.parallel_registry
-@pytest.mark.parametrize("ep_size", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ep_size", [2, 1])
 def test_lora_in_two_processes_learns_what_it_does_in_one(ep_size: int, text: Path, tmp_path: Path) -> None:
     alone, run, launcher = tmp_path / "alone", tmp_path / "run", torchrun(2)
     finetune(alone, text, "--lora", "--lr", "0.01")

@@ -133,7 +133,9 @@ def test_several_processes_print_what_the_page_says(command: str, tmp_path: Path
 
 @pytest.mark.parallel_registry
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--lora --lr 0.02 --steps 10", "--muon --steps 10"])
+@pytest.mark.parametrize(
+    "flags", ["--lora --lr 0.02 --steps 10", pytest.param("--muon --steps 10", marks=pytest.mark.exhaustive)]
+)
 def test_several_processes_learn_what_one_does(flags: str, alone: dict[str, list[str]], tmp_path: Path) -> None:
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 examples/trl_sft.py --ep-size 2"
     found = figures(start(*torchrun.split(), *flags.split(), "--run-dir", str(tmp_path / "run")))
