@@ -78,9 +78,7 @@ class Model(StepModel):
         self.layers: list[Any] = [layer.mlp for layer in model.decoder.layers]
         fill(model, self.layers, moe.n)
         # Both contestants of our families train one model: rounding is switched.
-        self._switched = [
-            (layer, layer.rounded_router, layer.router.routing) for layer in self.layers if len(family) > 1
-        ]
+        self._switched = [(layer, layer.options, layer.router.routing) for layer in self.layers if len(family) > 1]
         overlap: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_param_gather": True}
         ddp = DistributedDataParallelConfig(**overlap, overlap_grad_reduce=True, grad_reduce_in_fp32=True)
         wrapped = Float16Module(self.config, model) if on_gpu else model
@@ -110,8 +108,8 @@ class Model(StepModel):
 
     def choose(self, name: str) -> None:
         rounds = name in (ROUNDED, FUSED_ROUNDED)
-        for layer, rounded, routing in self._switched:
-            layer.rounded_router = rounded if rounds else None
+        for layer, options, routing in self._switched:
+            layer.options = options if rounds else dataclasses.replace(options, rounding=None)
             if name in (FUSED, FUSED_ROUNDED):
                 layer.router.rounding = ROUNDING if rounds else None
             elif rounds:
