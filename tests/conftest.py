@@ -1,5 +1,6 @@
 """What every test starts from: one thread, seed 0, hypothesis profiles, ranks on request, no GPU assumed."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -63,6 +64,12 @@ def _has_parallel_registry() -> bool:
     from sonic_ep.integrations.transformers.register import has_parallel_registry
 
     return has_parallel_registry()
+
+
+def pytest_collection_finish() -> None:
+    # Modules and items stay, and take long to look at: torch, Triton's interpreter and frameworks collect all the time.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup() -> None:

@@ -9,6 +9,7 @@ fresh ones. The error tells where the ranks stood that had not finished.
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -177,6 +178,7 @@ def _serve(rank: int, world_size: int, backend: str, port: int, pipe: Connection
         torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    gc.freeze()  # the server's modules stay
     pipe.send_bytes(pickle.dumps(_Answer(True, None)))
     with contextlib.suppress(EOFError):
         while True:
