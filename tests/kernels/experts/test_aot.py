@@ -207,7 +207,7 @@ LAYOUTS = {"as usual": ({}, 6), "transposed": ({"transposed": True}, 6), "low-ra
 
 
 @pytest.mark.parametrize(
-    "name", ["as usual", "low-rank updates", pytest.param("transposed", marks=pytest.mark.exhaustive)]
+    "name", ["as usual", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in LAYOUTS if each != "as usual")]
 )
 def test_what_another_process_compiled_is_found_here(tmp_path: Path, name: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
