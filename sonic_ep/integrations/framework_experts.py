@@ -23,9 +23,8 @@ from sonic_ep.routing import Routing
 from sonic_ep.steps.experts_step import ExpertsPrograms, RunsAs
 from sonic_ep.transports import GroupTransport, bounded_transport, steps_of, transport_for
 
-Weights = tuple[
-    Tensor, Tensor, Tensor | None, Tensor | None
-]  # w1, w2, b1, b2 of this rank's experts, as `moe` has them
+# w1, w2, b1 and b2 of this rank's experts, as `moe` takes them.
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @final

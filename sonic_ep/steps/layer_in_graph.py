@@ -18,21 +18,11 @@ if TYPE_CHECKING:
     from sonic_ep.layer import MoE
 
 
-def moe_layer(
-    tensors: list[Tensor],
-    key: Tensor,
-    buffers: list[Tensor],
-    ep_size: int,
-    E: int,
-    autocast: torch.dtype | None,
-    problem: str | None,
-) -> list[Tensor]:
+def moe_layer(tensors: list[Tensor], *constants: object) -> list[Tensor]:
     """Returns y, the loss and the fields of the statistics, in a compiled graph.
 
-    tensors: x, then the layer's parameters. key, buffers: of the layer. autocast: its dtype, if it is on. problem: of
-    this rank with x, or None.
+    tensors: x, then the layer's parameters. constants: see the operation, below.
     """
-    constants = key, buffers, ep_size, E, autocast, problem
     outputs, (entropy_T, *counts), ticket = in_graph(torch.ops.sonic_ep.moe_layer, tensors, *constants)
     token_ids_N = torch.ops.sonic_ep.ragged(ticket, 0, entropy_T, INDEX_DTYPE)
     return [*outputs, entropy_T, token_ids_N, *counts]
@@ -60,7 +50,7 @@ def _like(
     ep_size: int,
     E: int,
     autocast: torch.dtype | None,
-    problem: str | None,
+    *_: object,
 ) -> Outputs:
     x = tensors[0]
     y = x.new_empty(x.shape, dtype=autocast)
@@ -76,6 +66,7 @@ def _autocast_to(dtype: torch.dtype | None, device_type: str) -> AbstractContext
     return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 
 
+# key, buffers: of the layer. autocast: its dtype, if it is on. problem: of this rank with x, or None.
 GraphOperation(
     "moe_layer",
     "Tensor key, Tensor[] buffers, int ep_size, int E, ScalarType? autocast, str? problem",

@@ -1,4 +1,4 @@
-"""`SonicEPRouter`: AutoEP's TokenChoiceTopKRouter for our router's operations. Same experts and combine weights.
+"""`SonicEPRouter`: AutoEP's TokenChoiceTopKRouter by our router's operations. Same experts and combine weights.
 
 Scores, group limits, correction bias, normalisation and scale are the same. Among equal scores the smaller expert id is
 chosen, while torch.topk may choose any. Token rounding, if set, follows: docs/token_rounding.md.
