@@ -75,8 +75,11 @@ class MoEWeights(NamedTuple):
         return self._replace(w1=gate, up_eIH=up)
 
     def with_distance(self, sizes: Sequence[int]) -> Sizes:
-        """Returns the sizes, with the bytes from gate to up if they are split."""
-        return (*sizes,) if self.up_eIH is None else (*sizes, self.up_eIH.data_ptr() - self.w1.data_ptr())
+        """Returns the sizes, with the bytes from gate to up if they are split. If up is in front, those of a copy."""
+        if self.up_eIH is None:
+            return (*sizes,)
+        distance = self.up_eIH.data_ptr() - self.w1.data_ptr()
+        return (*sizes, distance if distance > 0 else self.w1.nbytes)
 
 
 class ExpertsKind(NamedTuple):

@@ -125,7 +125,9 @@ def test_split_weights_are_read_where_they_lie_or_copied() -> None:
     weights = MoEWeights(both[0], both[1], torch.randn(E, H, I), None, None)
     assert weights.in_place() is not None
     assert weights.in_place().w1.data_ptr() == both.data_ptr()
-    swapped = weights._replace(w1=both[1], up_eIH=both[0]).in_place()
+    swapped = weights._replace(w1=both[1], up_eIH=both[0])
+    assert swapped.with_distance((1, 2)) == (1, 2, E * I * H * 4)  # of the copy, which no program has to know yet
+    swapped = swapped.in_place()
     assert swapped.up_eIH is not None
     assert torch.equal(torch.stack((swapped.w1, swapped.up_eIH)), both.flip(0))
     assert swapped.with_distance((1, 2)) == (1, 2, E * I * H * 4)

@@ -118,15 +118,15 @@ def test_steps_are_programs(gpus: Ranks, zero: int, ep_size: int) -> None:
 
 def reads_of_weights(rank: int, zero: int, ep_size: int) -> list[bool]:
     """Whether gate and up were read where they lie, by pass."""
-    operations, reads = import_module("sonic_ep.kernels.experts.grouped_gemm"), []
-    real = operations.interleaved_view
+    split_gate_up, reads = import_module("sonic_ep.kernels.experts.split_gate_up"), list[bool]()
+    real = split_gate_up._distance
 
-    def spy(*both: Tensor) -> Tensor | None:
-        operand = real(*both)
-        reads.append(operand is not None)
-        return operand
+    def spy(*both: Tensor) -> int | None:
+        distance = real(*both)
+        reads.append(distance is not None)
+        return distance
 
-    with deepspeed_world(), patch.object(operations, "interleaved_view", spy):
+    with deepspeed_world(), patch.object(split_gate_up, "_distance", spy):
         steps_of(fresh_engine(zero, ep_size, ours=True), rank, 2)
     return reads
 
