@@ -125,6 +125,8 @@ class _RoutedStep(torch.autograd.Function):
             inputs = [*given, x_TH, weights.router, *of_router]
             del of_router, given, dweights_N
             found = programs.backward[dloss is not None].run(sizes, inputs)
+            if len(found) > sum(needs[1:3]):
+                dx_TH = found.pop(0)  # which is not in the memory of the experts'
         of_weight, of_bias = (found.pop(0) if needed else None for needed in needs[1:3])
         by_weight = of_weight, of_bias, *((None,) * 4 if grads is None else grads[2:6])
         by_weight = [each for each, is_there in zip(by_weight, kind.present, strict=True) if is_there]
@@ -178,6 +180,7 @@ def _traced_backward(
         inputs = numbers_of(given)
         del own, given
         found = traced_route_gradients(kind, saved, dweights, dloss, x, weights.router, dx, needs[:3])
-        outputs = slots_of(found[1:])  # that of x is in the memory of dx
+        in_place = found[0] is None or numbers_of([found[0]]) == numbers_of([dx])
+        outputs = slots_of(found[1:] if in_place else found)
         trace.finish()
     return trace, inputs, outputs

@@ -154,7 +154,7 @@ def traced_route_gradients(
     dx_others_TH: Tensor,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of x, added to dx_others_TH in its memory, of the router's weight and of its bias.
+    """Returns the gradients of x, with dx_others_TH and maybe in its memory, of the router's weight and of its bias.
 
     saved: `TracedRoute.for_backward`; is emptied. needs: which of the three are needed.
     """

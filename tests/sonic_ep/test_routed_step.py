@@ -22,6 +22,7 @@ from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, RouterConfig, Tran
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import HandleSizes, PreparedDispatch, Splits
+from sonic_ep.kernels.batch_invariant.linear import LinearInBlocks
 from sonic_ep.kernels.route.linear import reference as linear
 from sonic_ep.routers import count_exchange, router
 from sonic_ep.routing import AsyncSplitSizes, Routing, SplitSizes
@@ -59,6 +60,9 @@ CONFIGS = {
     "shared": MoEConfig(**SHAPE, rounding=ROUNDED, shared_n=16, transport=ALL_TO_ALL),
     "two hops": MoEConfig(
         **SHAPE, rounding=ROUNDED, transport=TransportConfig(kind="two_hop", ranks_per_host=1, timeout=20)
+    ),
+    "batch-invariant": MoEConfig(
+        **SHAPE, rounding=RoundingConfig(mode="off"), transport=ALL_TO_ALL, batch_invariant=True
     ),
 }
 
@@ -193,8 +197,9 @@ class Eager:
         dloss = left.pop(0) if self.has_loss else None
         x, weight, *saved = left
         dx_TH, *found = traced_route_gradients(self.kind, saved, dweights, dloss, x, weight, dx, needs[:3])
-        assert dx_TH is None or dx_TH.data_ptr() == dx.data_ptr()
-        return [each for each in found if each is not None]
+        in_place = dx_TH is None or dx_TH.data_ptr() == dx.data_ptr()
+        assert in_place != self.kind.config.batch_invariant
+        return [each for each in ([] if in_place else [dx_TH]) + found if each is not None]
 
 
 def eager_programs(kind: Kind, sizes: Sizes) -> Programs:
@@ -218,7 +223,11 @@ class _Linear:
 @contextmanager
 def as_programs(noted: list[str]) -> Iterator[None]:
     """A context in which rows on the CPU take the way of a GPU's. noted: gets the name of each pass."""
-    kernels = _Linear, import_module("sonic_ep.kernels.route.fused")
+    own: Any = _Linear
+
+    def kernels(_x: Tensor, _weight: Tensor, config: MoEConfig) -> tuple[Any, Any]:
+        found = LinearInBlocks(own) if config.batch_invariant else own
+        return found, import_module("sonic_ep.kernels.route.fused")
 
     def note(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         return lambda *arguments: [noted.append(name), run(*arguments)][1]
@@ -235,8 +244,8 @@ def as_programs(noted: list[str]) -> Iterator[None]:
         (import_module("sonic_ep.dispatch.bounded_steps"), "Mailbox", mailbox),
         (import_module("sonic_ep.steps.programs"), "launcher", lambda: None),
         (ExpertsPrograms, "step", lambda *_, **__: None),
-        (router, "kernels_of_route", lambda *_: kernels),
-        (router_trace, "kernels_of_route", lambda *_: kernels),
+        (router, "kernels_of_route", kernels),
+        (router_trace, "kernels_of_route", kernels),
         (Eager, "_forward", note(Eager._forward, "forward")),
         (Eager, "_backward", note(Eager._backward, "backward")),
     ]
