@@ -240,11 +240,11 @@ def _moe_in_graph(
         layout=layout,
         save_dispatched=save_dispatched,
     )
-    return Outputs([out_TH], [])
+    return Outputs([out_TH])
 
 
 def _like_moe(tensors: list[Tensor], *_: object) -> Outputs:
-    return Outputs([tensors[0].new_empty(tensors[0].shape)], [])
+    return Outputs([tensors[0].new_empty(tensors[0].shape)])
 
 
 # `moe` in a compiled graph. present: which weights and low-rank updates there are.

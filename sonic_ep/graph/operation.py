@@ -7,14 +7,15 @@ memory of its ticket.
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import NamedTuple, Self, cast, final
+from typing import NamedTuple, NoReturn, Self, cast, final
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch._ops import OpOverloadPacket
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from sonic_ep.first_order import Context
 
@@ -22,7 +23,9 @@ _KEYS = torch._C.DispatchKey
 _AUTOGRAD = torch._C.DispatchKeySet(_KEYS.AutogradFunctionality)
 for _key in (_KEYS.AutogradOther, _KEYS.AutogradNestedTensor, _KEYS.ADInplaceOrView):
     _AUTOGRAD |= torch._C.DispatchKeySet(_key)
-_TAGS = (torch.Tag.cudagraph_unsafe,)
+# Not custom_op, whose checks take 0.03 ms a call.
+_LIBRARY = torch.library.Library("sonic_ep", "FRAGMENT")
+_TAGS = torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag
 _Inputs = tuple[list[Tensor], list[bool], Tensor, *tuple[object, ...]]
 _ForBackward = tuple[list[bool], list[list[None] | None]]
 
@@ -30,13 +33,12 @@ _ForBackward = tuple[list[bool], list[list[None] | None]]
 class Outputs(NamedTuple):
     """Of an operation. differentiable: those that may have gradients; autograd has saved none. others: the others.
 
-    ragged: more, whose sizes depend on data. sonic_ep::ragged returns them where a graph uses them; so no graph saves
-    such a size for backward, which torch 2.11 refuses.
+    later: more of them, that few graphs use, or whose sizes depend on data: see `output_of`.
     """
 
     differentiable: Sequence[Tensor]
-    others: Sequence[Tensor]
-    ragged: Sequence[Tensor] = ()
+    others: Sequence[Tensor] = ()
+    later: Sequence[Tensor] = ()
 
 
 @final
@@ -45,12 +47,12 @@ class _Graph(bytearray):
 
     edges: list[GradientEdge | None]
     inputs: list[Tensor]
-    ragged: Sequence[Tensor]
+    later: Sequence[Tensor]
 
     @classmethod
-    def of(cls, outputs: Sequence[Tensor], ragged: Sequence[Tensor], inputs: list[Tensor]) -> Self:
+    def of(cls, outputs: Sequence[Tensor], later: Sequence[Tensor], inputs: list[Tensor]) -> Self:
         graph = cls(torch.int64.itemsize)
-        graph.ragged = ragged
+        graph.later = later
         # Edges hold no output. Of views, because torch 2.11 refuses one of an autograd function in Python.
         graph.edges = [get_gradient_edge(each.view_as(each)) if each.requires_grad else None for each in outputs]
         graph.inputs = inputs
@@ -81,11 +83,10 @@ class GraphOperation:
     def __init__(self, name: str, constants: str, run: Callable[..., Outputs], fake: Callable[..., Outputs]) -> None:
         self._run, self._fake = run, fake
         schema = f"(Tensor[] tensors, bool[] needs, Tensor call, {constants}) -> (Tensor[], Tensor[], Tensor)"
-        forward = torch.library.custom_op(
-            f"sonic_ep::{name}", self._forward, mutates_args=(), schema=schema, tags=_TAGS
+        _define(name, schema, self._forward, self._fake_forward)
+        torch.library.register_autograd(
+            f"sonic_ep::{name}", self._differentiate, setup_context=self._setup_context, lib=_LIBRARY
         )
-        forward.register_fake(self._fake_forward)
-        forward.register_autograd(self._differentiate, setup_context=self._setup_context)
 
     def _forward(
         self, tensors: Sequence[Tensor], needs: Sequence[bool], call: Tensor, *constants: object
@@ -93,9 +94,9 @@ class GraphOperation:
         with _autograd(), torch.set_grad_enabled(any(needs)):
             # In here, so that autograd notices if somebody writes to their memory before backward.
             inputs = [_input(each, n) for each, n in zip(tensors, needs, strict=True)] if any(needs) else [*tensors]
-            outputs, others, ragged = self._run(inputs, *constants)
+            outputs, others, later = self._run(inputs, *constants)
             needed = [each for each, n in zip(inputs, needs, strict=True) if n]
-            ticket = _Graph.of(outputs, ragged, needed).ticket()
+            ticket = _Graph.of(outputs, later, needed).ticket()
         return [each.detach() for each in outputs], [each.detach().clone() for each in others], ticket
 
     def _fake_forward(
@@ -149,7 +150,24 @@ def in_graph(
     return operation(tensors, needs, torch.empty(0, device="cpu"), *constants)
 
 
-@torch.library.custom_op("sonic_ep::backward", mutates_args=(), tags=_TAGS)
+def output_of(
+    ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> Tensor:
+    """Returns one of `Outputs.later`, on the device of `like`. shape: None for one dimension of a size that depends on
+    data: no graph saves such a size for backward, which torch 2.11 refuses."""
+    return torch.ops.sonic_ep.output(ticket, number, like.detach(), dtype, shape)
+
+
+def _define(name: str, schema: str, function: Callable[..., object], fake: Callable[..., object]) -> None:
+    _LIBRARY.define(name + schema, tags=_TAGS)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sonic_ep::{name}", fake, lib=_LIBRARY)
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise RuntimeError("a compiled MoE layer has no second derivative")
+
+
 def _backward(grads: Sequence[Tensor], outputs: Sequence[int], ticket: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Returns the gradients of the inputs that need one. grads: of these outputs. like: such inputs."""
     graph = _GRAPHS.get(int(ticket))
@@ -165,7 +183,8 @@ def _backward(grads: Sequence[Tensor], outputs: Sequence[int], ticket: Tensor, l
         edges, given = zip(*known, strict=True)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
         with _autograd():
-            found = torch.autograd.grad(edges, inputs, given, retain_graph=retain, allow_unused=True)
+            # As torch.autograd.grad does, whose checks take 0.05 ms a call. The last two: unused inputs, no .grad.
+            found = _engine_run_backward(edges, given, retain, False, tuple(inputs), True, accumulate_grad=False)
     # The graph may write to their memory: none may be a part of another.
     return [
         torch.zeros_like(each, memory_format=torch.contiguous_format) if grad is None else _own(grad)
@@ -173,20 +192,31 @@ def _backward(grads: Sequence[Tensor], outputs: Sequence[int], ticket: Tensor, l
     ]
 
 
-@_backward.register_fake
-def _(grads: Sequence[Tensor], outputs: Sequence[int], ticket: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _like_backward(
+    grads: Sequence[Tensor], outputs: Sequence[int], ticket: Tensor, like: Sequence[Tensor]
+) -> list[Tensor]:
     return [each.new_empty(each.shape) for each in like]
 
 
-@torch.library.custom_op("sonic_ep::ragged", mutates_args=(), tags=_TAGS)
-def _ragged(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a 1-D tensor of `Outputs.ragged`. like: a tensor on its device."""
-    return _GRAPHS[int(ticket)].ragged[number].detach().clone()
+@_disable_dynamo  # a graph may break here, and then it runs in Python
+def _output(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
+    return _GRAPHS[int(ticket)].later[number].detach().clone()
 
 
-@_ragged.register_fake
-def _(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    return like.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype)
+def _like_output(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
+    return like.new_empty(torch.library.get_ctx().new_dynamic_size() if shape is None else shape, dtype=dtype)
+
+
+_define(
+    "backward", "(Tensor[] grads, int[] outputs, Tensor ticket, Tensor[] like) -> Tensor[]", _backward, _like_backward
+)
+torch.library.register_autograd("sonic_ep::backward", _refuse, lib=_LIBRARY)
+_define(
+    "output",
+    "(Tensor ticket, int number, Tensor like, ScalarType dtype, SymInt[]? shape) -> Tensor",
+    _output,
+    _like_output,
+)
 
 
 def _input(values: Tensor, needed: bool) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.graph.modules import module_of, with_tensors
-from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph
+from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, output_of
 from sonic_ep.routing import INDEX_DTYPE, GroupCounts
 
 if TYPE_CHECKING:
@@ -23,9 +23,14 @@ def moe_layer(tensors: list[Tensor], *constants: object) -> list[Tensor]:
 
     tensors: x, then the layer's parameters. constants: see the operation, below.
     """
-    outputs, (entropy_T, *counts), ticket = in_graph(torch.ops.sonic_ep.moe_layer, tensors, *constants)
-    token_ids_N = torch.ops.sonic_ep.ragged(ticket, 0, entropy_T, INDEX_DTYPE)
-    return [*outputs, entropy_T, token_ids_N, *counts]
+    (y, aux_loss), _, ticket = in_graph(torch.ops.sonic_ep.moe_layer, tensors, *constants)
+    _, _, ep_size, E, *_ = constants
+    shapes = GroupCounts.shapes(cast(int, ep_size), cast(int, E))
+    counts = [output_of(ticket, number, y, torch.int64, shape) for number, shape in enumerate(shapes)]
+    entropy_T = output_of(ticket, len(counts), y, aux_loss.dtype, (math.prod(y.shape[:-1]),))
+    # Outside of loops, where torch could not break a graph that may not have such sizes.
+    token_ids_N = output_of(ticket, len(counts) + 1, y, INDEX_DTYPE)
+    return [y, aux_loss, entropy_T, token_ids_N, *counts]
 
 
 def _compute(
@@ -40,7 +45,7 @@ def _compute(
     (x, *parameters), layer = tensors, cast("MoE", module_of(key))
     with _autocast_to(autocast, x.device.type), with_tensors(layer, parameters, buffers):
         y, aux_loss, stats = layer._of_graph(x, problem)
-    return Outputs([y, aux_loss], [stats.entropy_T, *stats.counts], [stats.token_ids_N])
+    return Outputs([y, aux_loss], later=[*stats.counts, stats.entropy_T, stats.token_ids_N])
 
 
 def _like(
@@ -54,10 +59,7 @@ def _like(
 ) -> Outputs:
     x = tensors[0]
     y = x.new_empty(x.shape, dtype=autocast)
-    T, dtype = math.prod(x.shape[:-1]), torch.promote_types(y.dtype, torch.float32)
-    others = [x.new_empty(T, dtype=dtype)]
-    others += [x.new_empty(shape, dtype=torch.int64) for shape in GroupCounts.shapes(ep_size, E)]
-    return Outputs([y, x.new_empty((), dtype=dtype)], others)
+    return Outputs([y, x.new_empty((), dtype=torch.promote_types(y.dtype, torch.float32))])
 
 
 def _autocast_to(dtype: torch.dtype | None, device_type: str) -> AbstractContextManager[object]:
