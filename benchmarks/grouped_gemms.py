@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from local_problem import LocalProblem, tiled_pairs, topk_pairs
+from other_kernels import whole_tiles, with_kernels, within
 from runs import new_record, parser_of, write
 from sonic_ep import load_config
 from sonic_ep.dispatch.local import LocalTransport
@@ -27,7 +28,6 @@ from sonic_ep.kernels.experts import grouped_gemm as operations
 from sonic_ep.kernels.experts import tile_table as tiles
 from sonic_ep.kernels.experts.tile_table import Operation, TileConfig
 from timing import BACKLOG, medians_ms
-from whole_tiles import whole_tiles
 
 SHORT_BACKLOG = 200_000  # cycles, for the launches of one operation
 # name: (config, ep_size, T received rows, pairs of experts with full tiles; None: ragged top-K)
@@ -143,17 +143,12 @@ class Problem(LocalProblem):
 
 
 def with_tile(tile: TileConfig, call: Callable[[], Any], only: Operation | None = None) -> Callable[[], Any]:
-    """The call under another tile, of one operation or of all: its own plans, kept apart from the others'."""
-    plans: dict[tuple[object, ...], Any] = {}
+    """The call under another tile, of one operation or of all: its own kernels, kept apart from the others'."""
 
     def tile_config(operation: Operation, *shape: int, **rows: bool) -> TileConfig:
         return tile if only in (None, operation) else tiles.tile_config(operation, *shape, **rows)
 
-    def run() -> None:
-        with replaced(operations, _PLANS=plans, tile_config=tile_config):
-            call()
-
-    return run
+    return within(with_kernels(tile_config=tile_config), call)
 
 
 def time_tiles(problem: Problem, operations: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
@@ -189,7 +184,7 @@ def time_layer(problem: Problem) -> dict[str, float]:
     contestants: dict[str, Callable[[], Any]] = {name: call for name, (call, _) in p.calls().items()}
     contestants["gather_sum"] = lambda: gather_sum(y, *by_row, p.pair_weights)
     for name, call in (("forward", forward), ("backward", backward)):
-        contestants[name], contestants[f"{name}, whole tiles"] = call, whole_tiles()(call)
+        contestants[name], contestants[f"{name}, whole tiles"] = call, within(whole_tiles, call)
     times = medians_ms(contestants, 20, backlog=SHORT_BACKLOG)
     unit = 6 * p.P * p.d * p.n
     for name, ms in times.items():

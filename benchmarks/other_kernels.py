@@ -24,6 +24,16 @@ OURS = "ours"
 Kernels = Callable[[], AbstractContextManager[None]]
 
 
+def within(kernels: Kernels, call: Callable[[], object]) -> Callable[[], None]:
+    """Returns a call with these kernels."""
+
+    def run() -> None:
+        with kernels():
+            call()
+
+    return run
+
+
 def with_kernels(**parts: object) -> Kernels:
     """Returns a context of one's own: within, these parts of grouped_gemm.py are in use, and kernels compiled there.
 
@@ -87,8 +97,8 @@ class _MayHaveNoK(_Ours):
 
 
 class _QuacksRegisters(_Ours):
-    def _compute_tile_shape_or_override(self, *arguments: Any) -> Any:
-        return GemmSm90._compute_tile_shape_or_override(*arguments)
+    def _compute_tile_shape_or_override(self, *arguments: Any, **named: Any) -> Any:
+        return GemmSm90._compute_tile_shape_or_override(*arguments, **named)
 
 
 class _QuacksEpilogue(varlen_m.SkipsMissingRows):

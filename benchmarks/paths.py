@@ -13,7 +13,7 @@ All ways of a case have the same tokens and weights, and take turns of back-to-b
     checkpoint               torch's activation checkpointing, not reentrant
     checkpoint, reentrant    likewise, reentrant
     checkpoint, replay       not reentrant, with sonic_ep.replay_contexts
-    compiled                 torch.compile(fullgraph=True)
+    compiled                 torch.compile(fullgraph=True), of y
     static                   transport.buffers = "static", on several ranks
     graphed                  likewise, by sonic_ep.graph_layers
     all_to_all, two_hop      transports; the ranks are two hosts of the second one
@@ -72,7 +72,7 @@ def _checkpointed(layer: MoE, **arguments: Any) -> Function:
 
 def _compiled(layer: MoE) -> Function:
     torch._dynamo.reset()
-    return _plain(torch.compile(layer, fullgraph=True))  # type: ignore[arg-type]
+    return torch.compile(_plain(layer), fullgraph=True)  # of a block, too, statistics are no output
 
 
 def _graphed(layer: MoE) -> Function:

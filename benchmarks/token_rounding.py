@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from other_kernels import whole_tiles
 from random_layer import layer_without_experts
 from runs import new_record, parser_of, shown, write
 from sonic_ep import EPGroup, MoEConfig, RoundingConfig, TransportConfig
@@ -27,7 +28,6 @@ from sonic_ep.config import Buffers, RoundingMode
 from sonic_ep.functional import moe
 from sonic_ep.transports import transport_for
 from timing import BACKLOG
-from whole_tiles import whole_tiles
 
 # T, E, K, d, n. The first: few tokens per expert (2 tiles each), where the paper's gain is largest.
 SHAPES = {
@@ -66,7 +66,10 @@ class Contestant:
         rounding_mode, buffers = MODES[mode]
         capacity = CAPACITY if buffers == "static" else None
         rounding = dataclasses.replace(config.rounding, mode=rounding_mode, capacity_factor=capacity)
-        config = dataclasses.replace(config, rounding=rounding, transport=TransportConfig(buffers=buffers))
+        transport = TransportConfig(buffers=buffers)
+        # A program would launch the kernels that it has noted, and layers share programs.
+        noted = mode != WHOLE_TILES
+        config = config.replace(rounding=rounding, transport=transport, record_launches=noted)
         self.layer = layer_without_experts(config, router_std=config.d**-0.5)  # logits of unit scale
         generator = torch.Generator("cuda").manual_seed(0)
         for parameter in self.layer.experts.parameters():
