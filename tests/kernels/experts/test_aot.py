@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -19,11 +19,7 @@ from tests.helpers.machine_code import cubin, faults, needs_compilers
 
 pytestmark = [needs_compilers, pytest.mark.slow]
 
-# And how many processes compile for it: Hopper has more tiles.
-ARCHITECTURES = {"sm_90a": 2, "sm_100a": 1}
 OPERATIONS, OF_SPLIT_GATE_UP = 10, 4
-# The layers that have the latter.
-GATED_WITHOUT_BIAS = 11
 # Published shapes by name; the others as (d, n, activation, bias).
 LAYERS: dict[str, tuple[int, int, str, bool] | None] = {
     "qwen3_30b_a3b": None,
@@ -47,7 +43,25 @@ LAYERS: dict[str, tuple[int, int, str, bool] | None] = {
     "swiglu_oai": (512, 256, "swiglu_oai", False),
     "gpt_oss_20b": None,
 }
-DTYPES = {"bfloat16": list(LAYERS), "float16": ["qwen3_30b_a3b"]}
+IN_HALF_PRECISION = "qwen3_30b_a3b"
+
+
+class Matrix(NamedTuple):
+    """processes: how many compile. gated: how many layers, in each dtype, have OF_SPLIT_GATE_UP operations more."""
+
+    arch: str
+    processes: int
+    layers: Collection[str]
+    gated: int
+    least: int  # kernels: operations of one tile and epilogue share one
+
+
+FEW = ["qwen3_30b_a3b", "biased", "geglu_erf_biased", "relu", "gpt_oss_20b"]
+MATRICES = {
+    "sm_90a": Matrix("sm_90a", 2, LAYERS, 11, 35),
+    "sm_100a": Matrix("sm_100a", 1, FEW, 2, 15),
+    "sm_100a, all": Matrix("sm_100a", 1, LAYERS, 11, 35),
+}
 PROGRAM = """
 import sys
 from sonic_ep import load_config
@@ -66,9 +80,10 @@ class Compiled(NamedTuple):
     faults: list[list[str]]  # of every kernel
 
 
-def compile_matrix(arch: str, processes: int, folder: Path) -> Compiled:
+def compile_matrix(matrix: Matrix, folder: Path) -> Compiled:
     """All layers into one cache, where equal kernels of different layers meet."""
-    layers, cache = layers_in(folder), folder / "cache"
+    arch, processes, names, *_ = matrix
+    layers, cache = layers_in(folder, names), folder / "cache"
     share = -(-len(layers) // processes)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
 
@@ -86,10 +101,10 @@ def compile_matrix(arch: str, processes: int, folder: Path) -> Compiled:
     )
 
 
-def layers_in(folder: Path) -> list[str]:
+def layers_in(folder: Path, names: Collection[str]) -> list[str]:
     layers = []
-    for name, sizes in LAYERS.items():
-        config = name
+    for name in names:
+        config, sizes = name, LAYERS[name]
         if sizes is not None:
             d, n, activation, bias = sizes
             path = folder / f"{name}.toml"
@@ -97,31 +112,36 @@ def layers_in(folder: Path) -> list[str]:
                 f'[moe]\nd = {d}\nn = {n}\nE = 8\nK = 2\nactivation = "{activation}"\nbias = {str(bias).lower()}\n'
             )
             config = str(path)
-        layers += [f"{config}:{dtype}" for dtype, names in DTYPES.items() if name in names]
+        layers += [f"{config}:bfloat16", *([f"{config}:float16"] if name == IN_HALF_PRECISION else [])]
     return layers
 
 
 @pytest.fixture(scope="session")  # the tests of other files run while it compiles (conftest.py)
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Compiled]]]:
-    """Both architectures at once: two cores."""
-    with ThreadPoolExecutor(len(ARCHITECTURES)) as threads:
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Compiled]]]:
+    """What the tests of this session ask for, all at once: two cores."""
+    asked = [item.name for item in request.session.items]
+    with ThreadPoolExecutor(len(MATRICES)) as threads:
         yield {
-            arch: threads.submit(compile_matrix, arch, processes, tmp_path_factory.mktemp(arch))
-            for arch, processes in ARCHITECTURES.items()
+            name: threads.submit(compile_matrix, matrix, tmp_path_factory.mktemp("compiled"))
+            for name, matrix in MATRICES.items()
+            if f"test_every_kernel_compiles[{name}]" in asked
         }
 
 
-@pytest.mark.usefixtures("matrix")  # starts the compilers: those who wait for them come last
+@pytest.mark.usefixtures("compiled")  # starts the compilers: those who wait for them come last
 def test_layers_have_every_activation() -> None:
     assert {sizes[2] for sizes in LAYERS.values() if sizes is not None} == set(ACTIVATIONS)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_kernel_compiles(arch: str, matrix: dict[str, Future[Compiled]]) -> None:
-    lines, errors, faults_of_kernels = matrix[arch].result()
+@pytest.mark.parametrize("name", ["sm_90a", "sm_100a", pytest.param("sm_100a, all", marks=pytest.mark.exhaustive)])
+def test_every_kernel_compiles(name: str, compiled: dict[str, Future[Compiled]]) -> None:
+    lines, errors, faults_of_kernels = compiled[name].result()
+    matrix = MATRICES[name]
     assert errors == []
-    assert len(lines) == OPERATIONS * sum(map(len, DTYPES.values())) + OF_SPLIT_GATE_UP * GATED_WITHOUT_BIAS
-    assert len(faults_of_kernels) >= 35  # operations of one tile and epilogue share a kernel
+    assert len(lines) == OPERATIONS * (len(matrix.layers) + 1) + OF_SPLIT_GATE_UP * matrix.gated
+    assert len(faults_of_kernels) >= matrix.least
     assert [fault for found in faults_of_kernels for fault in found] == []
 
 
