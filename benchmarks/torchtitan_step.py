@@ -41,6 +41,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from older_torch import is_older, sharded  # before torchtitan
 from pretrain_model import DENSE, groups_by_mesh
 from runs import group_of_ranks, leave
 from step_race import LayerAlone, Race, StepModel, parsed_options, step_parser
@@ -55,6 +56,7 @@ from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models import qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.qwen3 import parallelize
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 from sonic_ep import RoundingConfig, load_config
@@ -62,6 +64,7 @@ from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.torchtitan.moe import rounded_moe
 from sonic_ep.integrations.torchtitan.routed_experts import SonicEPRoutedExperts
 from sonic_ep.integrations.torchtitan.router import ScoringRouter
+from sonic_ep.kernels.common.replaced import replaced
 
 STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportion"
 PLAIN, APPORTION = SonicEPOptions(), SonicEPOptions(rounding=RoundingConfig(mode="apportion"))
@@ -142,15 +145,16 @@ class Training(StepModel):
         dims = ParallelDims.from_config(parallelism, ranks)
         with torch.device("meta"):
             model = config.build()
-        self.model: Any = qwen3.parallelize_qwen3(
-            model,
-            parallel_dims=dims,
-            training=TrainingConfig(mixed_precision_param="bfloat16", mixed_precision_reduce="float32"),
-            parallelism=parallelism,
-            compile_config=CompileConfig(),
-            ac_config=None,
-            dump_folder="",
-        )
+        with replaced(parallelize, apply_fsdp_to_decoder=sharded) if is_older else nullcontext():
+            self.model: Any = qwen3.parallelize_qwen3(
+                model,
+                parallel_dims=dims,
+                training=TrainingConfig(mixed_precision_param="bfloat16", mixed_precision_reduce="float32"),
+                parallelism=parallelism,
+                compile_config=CompileConfig(),
+                ac_config=None,
+                dump_folder="",
+            )
         self.model.to_empty(device=options.device)
         with torch.no_grad():
             self.model.init_states()
