@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
 
 from sonic_ep import EPGroup, MoE
 from sonic_ep.functional import moe
@@ -40,6 +40,9 @@ def test_operations_keep_torchs_rules() -> None:
     # Not test_aot_dispatch_*: they compare the tickets of two calls.
     utilities = "test_schema", "test_faketensor", "test_autograd_registration"
     torch.library.opcheck(operations.moe_layer, called, test_utils=utilities)
+    *_, ticket = operations.moe_layer(*called)
+    chosen_SE = ticket, 0, x.detach(), torch.int64, (1, 8)
+    torch.library.opcheck(operations.output, chosen_SE, test_utils=("test_schema", "test_faketensor"))
     routed = *arguments(router), 1, 8, 2, True
     torch.library.opcheck(operations.route, (*routed, "", 30, None, ""), test_utils=utilities)
     (weights_N, _), (_, _, token_ids_N, _, _, *counts, _, _), _ = operations.route(*routed, "", 30, None, "")
@@ -51,6 +54,20 @@ def test_operations_keep_torchs_rules() -> None:
     (y,), _, ticket = operations.moe(tensors, [True] * 6, call, *settings)
     backward = [torch.randn_like(y)], [0], ticket, tensors
     torch.library.opcheck(operations.backward, backward, test_utils=utilities)
+
+
+def test_a_graph_takes_the_statistics_that_it_uses() -> None:
+    layer, operations = MoE(small(LOSSES), seed=0), torch.ops.sonic_ep
+    for outputs, expected in (
+        (lambda out: out.y, [operations.moe_layer.default]),
+        (lambda out: (out.y, out.stats.counts.rows_SE), [operations.moe_layer.default, operations.output.default]),
+    ):
+        backend = AotEagerAndRecordGraphs()
+        run = torch.compile(lambda x, outputs=outputs: outputs(layer(x)), fullgraph=True, backend=backend)
+        run(torch.randn(30, 12))
+        nodes = backend.fw_graphs[0].graph.find_nodes(op="call_function", target=operations.moe_layer.default)
+        nodes += backend.fw_graphs[0].graph.find_nodes(op="call_function", target=operations.output.default)
+        assert [node.target for node in nodes] == expected
 
 
 def test_backward_of_a_copied_ticket_names_the_cause() -> None:
