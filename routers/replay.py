@@ -100,5 +100,4 @@ def replay_contexts() -> tuple[Any, Any]:
 
 def _save_own(_context: object, operation: OpOverload, *_: object, **__: object) -> CheckpointPolicy:
     """The policy of a traced checkpoint: keeps what layers have computed, and recomputes the rest."""
-    is_own = operation.namespace == "sonic_ep" and operation._opname != "output"
-    return CheckpointPolicy.MUST_SAVE if is_own else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation.namespace == "sonic_ep" else CheckpointPolicy.PREFER_RECOMPUTE

@@ -4,6 +4,7 @@ Legend: T tokens on this rank, H hidden size.
 """
 
 import json
+import math
 import operator
 from collections import Counter
 from typing import Any, NamedTuple, cast, final
@@ -163,10 +164,11 @@ class MoE(nn.Module):
     def _in_graph(self, x: Tensor) -> MoEOutput:
         """Calls the layer as one operation of a compiled graph."""
         problem = problem_with_tensor("x", x)
-        x = x if problem is None else self.experts.w1.new_empty(0, self.config.d)
-        sizes = self.group.size, self.config.E
+        c, x = self.config, x if problem is None else self.experts.w1.new_empty(0, self.config.d)
+        T, sizes = math.prod(x.shape[:-1]), (self.group.size, c.E)
+        most = max_rows(c.rounding, T, c.K, c.E, self.group.size, training=self.training)
         constants = self._key, [*self.buffers()], *sizes, self._autocast_dtype(), problem
-        return _output_of(moe_layer([x, *self.parameters()], *constants))
+        return _output_of(moe_layer([x, *self.parameters()], T * c.K if most is None else most, *constants))
 
     def _of_graph(self, x: Tensor, problem: str | None) -> MoEOutput:
         """Computes an operation of a compiled graph."""

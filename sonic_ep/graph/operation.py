@@ -12,10 +12,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch._ops import OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.nn.functional import pad
 
 from sonic_ep.first_order import Context
 
@@ -33,7 +33,7 @@ _ForBackward = tuple[list[bool], list[list[None] | None]]
 class Outputs(NamedTuple):
     """Of an operation. differentiable: those that may have gradients; autograd has saved none. others: the others.
 
-    later: more of them, that few graphs use, or whose sizes depend on data: see `output_of`.
+    later: more of them, that few graphs use: see `output_of`.
     """
 
     differentiable: Sequence[Tensor]
@@ -150,11 +150,8 @@ def in_graph(
     return operation(tensors, needs, torch.empty(0, device="cpu"), *constants)
 
 
-def output_of(
-    ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
-) -> Tensor:
-    """Returns one of `Outputs.later`, on the device of `like`. shape: None for one dimension of a size that depends on
-    data: no graph saves such a size for backward, which torch 2.11 refuses."""
+def output_of(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Returns one of `Outputs.later`, on the device of `like`, filled up with -1 to this shape."""
     return torch.ops.sonic_ep.output(ticket, number, like.detach(), dtype, shape)
 
 
@@ -198,13 +195,13 @@ def _like_backward(
     return [each.new_empty(each.shape) for each in like]
 
 
-@_disable_dynamo  # a graph may break here, and then it runs in Python
-def _output(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
-    return _GRAPHS[int(ticket)].later[number].detach().clone()
+def _output(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    values = _GRAPHS[int(ticket)].later[number].detach()
+    return values.clone() if values.shape == torch.Size(shape) else pad(values, (0, shape[0] - len(values)), value=-1)
 
 
-def _like_output(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None) -> Tensor:
-    return like.new_empty(torch.library.get_ctx().new_dynamic_size() if shape is None else shape, dtype=dtype)
+def _like_output(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    return like.new_empty(shape, dtype=dtype)
 
 
 _define(
@@ -213,7 +210,7 @@ _define(
 torch.library.register_autograd("sonic_ep::backward", _refuse, lib=_LIBRARY)
 _define(
     "output",
-    "(Tensor ticket, int number, Tensor like, ScalarType dtype, SymInt[]? shape) -> Tensor",
+    "(Tensor ticket, int number, Tensor like, ScalarType dtype, SymInt[] shape) -> Tensor",
     _output,
     _like_output,
 )

@@ -18,19 +18,20 @@ if TYPE_CHECKING:
     from sonic_ep.layer import MoE
 
 
-def moe_layer(tensors: list[Tensor], *constants: object) -> list[Tensor]:
+def moe_layer(tensors: list[Tensor], most: int, *constants: object) -> list[Tensor]:
     """Returns y, the loss and the fields of the statistics, in a compiled graph.
 
-    tensors: x, then the layer's parameters. constants: see the operation, below.
+    tensors: x, then the layer's parameters. most: pairs; token_ids_N has as many entries, those behind the pairs are
+    -1. constants: see the operation, below.
     """
     (y, aux_loss), _, ticket = in_graph(torch.ops.sonic_ep.moe_layer, tensors, *constants)
     _, _, ep_size, E, *_ = constants
-    shapes = GroupCounts.shapes(cast(int, ep_size), cast(int, E))
-    counts = [output_of(ticket, number, y, torch.int64, shape) for number, shape in enumerate(shapes)]
-    entropy_T = output_of(ticket, len(counts), y, aux_loss.dtype, (math.prod(y.shape[:-1]),))
-    # Outside of loops, where torch could not break a graph that may not have such sizes.
-    token_ids_N = output_of(ticket, len(counts) + 1, y, INDEX_DTYPE)
-    return [y, aux_loss, entropy_T, token_ids_N, *counts]
+    fields: list[tuple[torch.dtype, tuple[int, ...]]] = [
+        (aux_loss.dtype, (math.prod(y.shape[:-1]),)),
+        (INDEX_DTYPE, (most,)),
+        *[(torch.int64, shape) for shape in GroupCounts.shapes(cast(int, ep_size), cast(int, E))],
+    ]
+    return [y, aux_loss, *[output_of(ticket, number, y, *field) for number, field in enumerate(fields)]]
 
 
 def _compute(
@@ -45,7 +46,7 @@ def _compute(
     (x, *parameters), layer = tensors, cast("MoE", module_of(key))
     with _autocast_to(autocast, x.device.type), with_tensors(layer, parameters, buffers):
         y, aux_loss, stats = layer._of_graph(x, problem)
-    return Outputs([y, aux_loss], later=[*stats.counts, stats.entropy_T, stats.token_ids_N])
+    return Outputs([y, aux_loss], later=[stats.entropy_T, stats.token_ids_N, *stats.counts])
 
 
 def _like(

@@ -41,8 +41,8 @@ def test_operations_keep_torchs_rules() -> None:
     utilities = "test_schema", "test_faketensor", "test_autograd_registration"
     torch.library.opcheck(operations.moe_layer, called, test_utils=utilities)
     *_, ticket = operations.moe_layer(*called)
-    chosen_SE = ticket, 0, x.detach(), torch.int64, (1, 8)
-    torch.library.opcheck(operations.output, chosen_SE, test_utils=("test_schema", "test_faketensor"))
+    filled_up = ticket, 1, x.detach(), torch.int32, (200,)
+    torch.library.opcheck(operations.output, filled_up, test_utils=("test_schema", "test_faketensor"))
     routed = *arguments(router), 1, 8, 2, True
     torch.library.opcheck(operations.route, (*routed, "", 30, None, ""), test_utils=utilities)
     (weights_N, _), (_, _, token_ids_N, _, _, *counts, _, _), _ = operations.route(*routed, "", 30, None, "")
