@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch._ops import OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
@@ -88,6 +89,7 @@ class GraphOperation:
             f"sonic_ep::{name}", self._differentiate, setup_context=self._setup_context, lib=_LIBRARY
         )
 
+    @_disable_dynamo  # where a graph breaks in front of an operation, it runs in Python
     def _forward(
         self, tensors: Sequence[Tensor], needs: Sequence[bool], call: Tensor, *constants: object
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -165,6 +167,7 @@ def _refuse(*_: object) -> NoReturn:
     raise RuntimeError("a compiled MoE layer has no second derivative")
 
 
+@_disable_dynamo
 def _backward(grads: Sequence[Tensor], outputs: Sequence[int], ticket: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Returns the gradients of the inputs that need one. grads: of these outputs. like: such inputs."""
     graph = _GRAPHS.get(int(ticket))
@@ -195,6 +198,7 @@ def _like_backward(
     return [each.new_empty(each.shape) for each in like]
 
 
+@_disable_dynamo
 def _output(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     values = _GRAPHS[int(ticket)].later[number].detach()
     return values.clone() if values.shape == torch.Size(shape) else pad(values, (0, shape[0] - len(values)), value=-1)

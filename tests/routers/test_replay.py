@@ -321,7 +321,6 @@ def test_a_recomputation_takes_no_collective(ranks: Callable[[int], RankPool], p
     ("namespace", "name", "policy"),
     [
         ("sonic_ep", "moe_layer", CheckpointPolicy.MUST_SAVE),
-        ("sonic_ep", "ragged", CheckpointPolicy.PREFER_RECOMPUTE),
         ("aten", "add", CheckpointPolicy.PREFER_RECOMPUTE),
     ],
 )
