@@ -164,7 +164,7 @@ def _define(name: str, schema: str, function: Callable[..., object], fake: Calla
 
 
 def _refuse(*_: object) -> NoReturn:
-    raise RuntimeError("a compiled MoE layer has no second derivative")
+    raise RuntimeError("an MoE layer has no second derivatives")
 
 
 @_disable_dynamo
