@@ -1,6 +1,7 @@
 """Kernels in place of ours, for benchmarks that race them in one process.
 
-WITHOUT: by what the kernels for Hopper do not have then, see docs/gpu_kernels.md, "What differs from quack's kernels".
+WITHOUT: ours without one of the changes to quack's kernels in docs/gpu_kernels.md, "What differs from quack's kernels",
+by the change.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,9 +36,9 @@ def within(kernels: Kernels, call: Callable[[], object]) -> Callable[[], None]:
 
 
 def with_kernels(**parts: object) -> Kernels:
-    """Returns a context of one's own: within, these parts of grouped_gemm.py are in use, and kernels compiled there.
+    """Returns what makes a context in which grouped_gemm.py has these parts, and kernels of its own, which it keeps.
 
-    A program that a layer has noted launches what it has noted, within and without.
+    A program launches the kernels of its trace, wherever it runs.
     """
     tile = operations._down_backward_tile.__wrapped__  # without its cache
     own = {"_LAUNCHERS": {}, "_WEIGHT_GEMMS": {}, "_down_backward_tile": tile, **parts}

@@ -4,11 +4,11 @@
 
 The same layer, tokens and weights with rounding "off" and "nearest" (every expert's count to the nearest multiple of
 128), the latter with exact and with static buffers, taking turns in one run; "off" also with tiles that are computed
-whole, as sonic-moe has them, where ours compute an expert's last tile only as far as it has rows. `router` is the
-router's forward alone: scores, choice, decision, selection, weights. `experts` is `sonic_ep.functional.moe` on either
-routing. Times are medians over CUDA events. The device has a backlog when the host begins, as in the middle of a model;
-where rounding makes the host wait for sizes, the time that the device then waits for launches is in. changed_share is
-the share of pairs that rounding changed.
+whole, as sonic-moe has them, where ours compute an expert's last tile only as far as it has rows. That layer runs as
+code, the others as programs. `router` is the router's forward alone: scores, choice, decision, selection, weights.
+`experts` is `sonic_ep.functional.moe` on either routing. Times are medians over CUDA events. The device has a backlog
+when the host begins, as in the middle of a model; where rounding makes the host wait for sizes, the time that the
+device then waits for launches is in. changed_share is the share of pairs that rounding changed.
 """
 
 import dataclasses
@@ -67,9 +67,9 @@ class Contestant:
         capacity = CAPACITY if buffers == "static" else None
         rounding = dataclasses.replace(config.rounding, mode=rounding_mode, capacity_factor=capacity)
         transport = TransportConfig(buffers=buffers)
-        # A program would launch the kernels that it has noted, and layers share programs.
-        noted = mode != WHOLE_TILES
-        config = config.replace(rounding=rounding, transport=transport, record_launches=noted)
+        # As code: a program has one counter for all of its launches, which quack's kernels do not return to zero.
+        as_programs = mode != WHOLE_TILES
+        config = config.replace(rounding=rounding, transport=transport, record_launches=as_programs)
         self.layer = layer_without_experts(config, router_std=config.d**-0.5)  # logits of unit scale
         generator = torch.Generator("cuda").manual_seed(0)
         for parameter in self.layer.experts.parameters():

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,14 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     return run
 
 
+def refuse_second_order(*_: object) -> NoReturn:
+    """Raises RuntimeError, as the backward of a backward."""
+    raise RuntimeError(
+        "an MoE layer has no second derivatives: its gradients cannot be differentiated; leave it out of what needs "
+        "create_graph=True"
+    )
+
+
 class _NotDifferentiable(torch.autograd.Function):
     """Returns its first `number` tensors, which depend on the others too for autograd. Its backward raises."""
 
@@ -57,7 +65,4 @@ class _NotDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context[None], *grad_outputs: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError(
-            "an MoE layer has no second derivatives: its gradients cannot be differentiated; leave it out of what "
-            "needs create_graph=True"
-        )
+        refuse_second_order()

@@ -165,10 +165,11 @@ class MoE(nn.Module):
         """Calls the layer as one operation of a compiled graph."""
         problem = problem_with_tensor("x", x)
         c, x = self.config, x if problem is None else self.experts.w1.new_empty(0, self.config.d)
-        T, sizes = math.prod(x.shape[:-1]), (self.group.size, c.E)
-        most = max_rows(c.rounding, T, c.K, c.E, self.group.size, training=self.training)
-        constants = self._key, [*self.buffers()], *sizes, self._autocast_dtype(), problem
-        return _output_of(moe_layer([x, *self.parameters()], T * c.K if most is None else most, *constants))
+        T, ep_size = math.prod(x.shape[:-1]), self.group.size
+        most = max_rows(c.rounding, T, c.K, c.E, ep_size, training=self.training)
+        sizes = ep_size, c.E, T * c.K if most is None else most
+        constants = self._key, [*self.buffers()], self._autocast_dtype(), problem
+        return _output_of(moe_layer([x, *self.parameters()], sizes, *constants))
 
     def _of_graph(self, x: Tensor, problem: str | None) -> MoEOutput:
         """Computes an operation of a compiled graph."""

@@ -7,7 +7,7 @@ memory of its ticket.
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import NamedTuple, NoReturn, Self, cast, final
+from typing import NamedTuple, Self, cast, final
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,15 +16,14 @@ from torch._compile import _disable_dynamo
 from torch._ops import OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
-from torch.nn.functional import pad
 
-from sonic_ep.first_order import Context
+from sonic_ep.first_order import Context, refuse_second_order
 
 _KEYS = torch._C.DispatchKey
 _AUTOGRAD = torch._C.DispatchKeySet(_KEYS.AutogradFunctionality)
 for _key in (_KEYS.AutogradOther, _KEYS.AutogradNestedTensor, _KEYS.ADInplaceOrView):
     _AUTOGRAD |= torch._C.DispatchKeySet(_key)
-# Not custom_op, whose checks take 0.03 ms a call.
+# Not torch.library.custom_op, whose checks take 0.03 ms a call.
 _LIBRARY = torch.library.Library("sonic_ep", "FRAGMENT")
 _TAGS = torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag
 _Inputs = tuple[list[Tensor], list[bool], Tensor, *tuple[object, ...]]
@@ -89,7 +88,6 @@ class GraphOperation:
             f"sonic_ep::{name}", self._differentiate, setup_context=self._setup_context, lib=_LIBRARY
         )
 
-    @_disable_dynamo  # where a graph breaks in front of an operation, it runs in Python
     def _forward(
         self, tensors: Sequence[Tensor], needs: Sequence[bool], call: Tensor, *constants: object
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -159,15 +157,12 @@ def output_of(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, sha
 
 def _define(name: str, schema: str, function: Callable[..., object], fake: Callable[..., object]) -> None:
     _LIBRARY.define(name + schema, tags=_TAGS)
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    # Where a graph breaks in front of an operation, Dynamo meets it. A lambda, because a method takes no attributes.
+    run = _disable_dynamo(lambda *arguments: function(*arguments))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sonic_ep::{name}", fake, lib=_LIBRARY)
 
 
-def _refuse(*_: object) -> NoReturn:
-    raise RuntimeError("an MoE layer has no second derivatives")
-
-
-@_disable_dynamo
 def _backward(grads: Sequence[Tensor], outputs: Sequence[int], ticket: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Returns the gradients of the inputs that need one. grads: of these outputs. like: such inputs."""
     graph = _GRAPHS.get(int(ticket))
@@ -198,10 +193,13 @@ def _like_backward(
     return [each.new_empty(each.shape) for each in like]
 
 
-@_disable_dynamo
 def _output(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     values = _GRAPHS[int(ticket)].later[number].detach()
-    return values.clone() if values.shape == torch.Size(shape) else pad(values, (0, shape[0] - len(values)), value=-1)
+    if values.shape == torch.Size(shape):
+        return values.clone()
+    filled = values.new_full(shape, -1)
+    filled[: len(values)] = values
+    return filled
 
 
 def _like_output(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -211,7 +209,7 @@ def _like_output(ticket: Tensor, number: int, like: Tensor, dtype: torch.dtype, 
 _define(
     "backward", "(Tensor[] grads, int[] outputs, Tensor ticket, Tensor[] like) -> Tensor[]", _backward, _like_backward
 )
-torch.library.register_autograd("sonic_ep::backward", _refuse, lib=_LIBRARY)
+torch.library.register_autograd("sonic_ep::backward", refuse_second_order, lib=_LIBRARY)
 _define(
     "output",
     "(Tensor ticket, int number, Tensor like, ScalarType dtype, SymInt[] shape) -> Tensor",

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from sonic_ep.layer import MoE
 
 
-def moe_layer(tensors: list[Tensor], most: int, *constants: object) -> list[Tensor]:
+def moe_layer(tensors: list[Tensor], sizes: tuple[int, int, int], *constants: object) -> list[Tensor]:
     """Returns y, the loss and the fields of the statistics, in a compiled graph.
 
-    tensors: x, then the layer's parameters. most: pairs; token_ids_N has as many entries, those behind the pairs are
-    -1. constants: see the operation, below.
+    tensors: x, then the layer's parameters. sizes: ep_size, E, and the most pairs of this rank; token_ids_N has as many
+    entries, and is -1 behind its pairs. constants: see the operation, below.
     """
     (y, aux_loss), _, ticket = in_graph(torch.ops.sonic_ep.moe_layer, tensors, *constants)
-    _, _, ep_size, E, *_ = constants
+    ep_size, E, most = sizes
     fields: list[tuple[torch.dtype, tuple[int, ...]]] = [
         (aux_loss.dtype, (math.prod(y.shape[:-1]),)),
         (INDEX_DTYPE, (most,)),
-        *[(torch.int64, shape) for shape in GroupCounts.shapes(cast(int, ep_size), cast(int, E))],
+        *[(torch.int64, shape) for shape in GroupCounts.shapes(ep_size, E)],
     ]
     return [y, aux_loss, *[output_of(ticket, number, y, *field) for number, field in enumerate(fields)]]
 
@@ -38,8 +38,6 @@ def _compute(
     tensors: list[Tensor],
     key: Tensor,
     buffers: list[Tensor],
-    ep_size: int,
-    E: int,
     autocast: torch.dtype | None,
     problem: str | None,
 ) -> Outputs:
@@ -53,8 +51,6 @@ def _like(
     tensors: list[Tensor],
     key: Tensor,
     buffers: list[Tensor],
-    ep_size: int,
-    E: int,
     autocast: torch.dtype | None,
     *_: object,
 ) -> Outputs:
@@ -72,7 +68,7 @@ def _autocast_to(dtype: torch.dtype | None, device_type: str) -> AbstractContext
 # key, buffers: of the layer. autocast: its dtype, if it is on. problem: of this rank with x, or None.
 GraphOperation(
     "moe_layer",
-    "Tensor key, Tensor[] buffers, int ep_size, int E, ScalarType? autocast, str? problem",
+    "Tensor key, Tensor[] buffers, ScalarType? autocast, str? problem",
     _compute,
     _like,
 )

@@ -126,7 +126,7 @@ class _RoutedStep(torch.autograd.Function):
             del of_router, given, dweights_N
             found = programs.backward[dloss is not None].run(sizes, inputs)
             if len(found) > sum(needs[1:3]):
-                dx_TH = found.pop(0)  # which is not in the memory of the experts'
+                dx_TH = found.pop(0)  # the router's program has not added to dx_TH in place
         of_weight, of_bias = (found.pop(0) if needed else None for needed in needs[1:3])
         by_weight = of_weight, of_bias, *((None,) * 4 if grads is None else grads[2:6])
         by_weight = [each for each, is_there in zip(by_weight, kind.present, strict=True) if is_there]
