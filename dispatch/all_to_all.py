@@ -17,7 +17,15 @@ from torch import Tensor
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.row_exchange import CollectiveTransport
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.backend import allows_spare_capacity, gather_sum, pair_lists, row_starts, sent_rows, token_lists
+from sonic_ep.kernels.backend import (
+    allows_spare_capacity,
+    gather_rows,
+    gather_sum,
+    pair_lists,
+    row_starts,
+    sent_rows,
+    token_lists,
+)
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.routing import Routing
 
@@ -55,7 +63,7 @@ class AllToAllTransport(CollectiveTransport):
         def exchange(packed_UH: Tensor) -> Tensor:
             return self._rows("dispatch", packed_UH, splits.rows_out, splits.rows_in, handle.forward.layer)
 
-        return self._start(exchange, x_TH.index_select(0, token_of_sent_U), overlap=overlap)
+        return self._start(exchange, gather_rows(x_TH, token_of_sent_U), overlap=overlap)
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False

@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.dispatch.plan import split_sizes_async
 from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.side_stream import SideStream
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.backend import gather_sum, values_of_pairs
+from sonic_ep.kernels.backend import gather_rows, gather_sum, values_of_pairs
 from sonic_ep.kernels.dispatch.recv_index.reference import PairBuffer, RankPlan
 from sonic_ep.kernels.program.trace import by_torch, current_trace
 from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
+
+_ALIGNED = 4  # entries of 16 bytes
 
 
 class CollectiveTransport:
@@ -69,9 +70,10 @@ class CollectiveTransport:
         values_V = values_of_pairs(parts_PZ, handle.slot_V, handle.pair_starts_R[-1:], num_pairs)
 
         def exchange(values_V: Tensor) -> Tensor:
-            values_N = self._rows("combine_scalars", values_V, splits.pairs_in, splits.pairs_out, handle.forward.layer)
-            spare = handle.num_listed - values_N.shape[0]
-            return by_torch(_padded, (handle.num_listed,), values_N.dtype, values_N, (spare,)) if spare else values_N
+            sizes, num_pairs = (splits.pairs_in, splits.pairs_out), sum(splits.pairs_out)
+            values_N = values_V.new_zeros(handle.num_listed)  # zero behind the pairs
+            self._rows("combine_scalars", values_V, *sizes, handle.forward.layer, out=values_N[:num_pairs])
+            return values_N
 
         return self._start(exchange, values_V, overlap=overlap)
 
@@ -114,16 +116,24 @@ class CollectiveTransport:
         return arriving.read()
 
     def _rows(
-        self, kind: str, rows: Tensor, send: Sequence[int], receive: Sequence[int], layer: int, hop: str = ""
+        self,
+        kind: str,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        layer: int,
+        hop: str = "",
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Returns the received rows, `receive[s]` from each rank s, in order of s.
 
         rows: (sum(send), ...), `send[q]` for each rank q, in order of q. kind: see `wire_bytes`. layer: its number.
-        hop: follows the kind in errors.
+        hop: follows the kind in errors. out: in place of a new tensor.
         """
         shape = sum(receive), *rows.shape[1:]
         exchange = functools.partial(self._send_rows, kind, layer, hop)
-        return by_torch(exchange, shape, rows.dtype, rows, tuple(send), tuple(receive), into=True)
+        return by_torch(exchange, shape, rows.dtype, rows, tuple(send), tuple(receive), into=True, out=out)
 
     def _send_rows(
         self,
@@ -164,7 +174,7 @@ class CollectiveTransport:
             values_NH = self._rows("combine", values_VH, *sizes, handle.forward.layer)
             return gather_sum(values_NH, pairs_by_token_N, pair_starts_T, weights_N)
 
-        return self._start(exchange, values_PH.index_select(0, handle.slot_V), overlap=overlap)
+        return self._start(exchange, gather_rows(values_PH, handle.slot_V), overlap=overlap)
 
     def _prepared(
         self,
@@ -194,10 +204,6 @@ def _gather(group: EPGroup, used: int | None, values: Tensor, out: Tensor | None
     return group.all_gather(values, used=used, out=out)
 
 
-def _padded(values_N: Tensor, spare: Sequence[int]) -> Tensor:
-    return pad(values_N, (0, spare[0]))
-
-
 def pack_lists(row_ids_N: Tensor, weights_N: Tensor) -> Tensor:
     """Returns (N, units): row index and weight of each pair side by side, so that one exchange sends both."""
     parts, unit = (row_ids_N, weights_N), _unit(weights_N.dtype)
@@ -210,7 +216,9 @@ def unpack_lists(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the row indices (V,) and the weights (V,), of `dtype`, that `pack_lists` joined."""
 
     if message.dtype == INDEX_DTYPE and message.shape[1] == 2:
-        ids_V, weights_V = message.t().contiguous()
+        V = message.shape[0]
+        columns = message.new_empty(2, V + -V % _ALIGNED)[:, :V]  # kernels are launched faster with aligned tensors
+        ids_V, weights_V = columns.copy_(message.t())
         return ids_V, weights_V.view(dtype)
 
     def column(first: int, last: int, kind: torch.dtype) -> Tensor:

@@ -31,7 +31,15 @@ from sonic_ep.async_d2h import AsyncD2H
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.row_exchange import CollectiveTransport, pack_lists, unpack_lists
 from sonic_ep.groups import EPGroup
-from sonic_ep.kernels.backend import allows_spare_capacity, gather_sum, pair_lists, row_starts, sent_rows, token_lists
+from sonic_ep.kernels.backend import (
+    allows_spare_capacity,
+    gather_rows,
+    gather_sum,
+    pair_lists,
+    row_starts,
+    sent_rows,
+    token_lists,
+)
 from sonic_ep.kernels.dispatch.recv_index.reference import Chunks, RankPlan
 from sonic_ep.kernels.dispatch.send_index.reference import SentRows, TokenLists
 from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
@@ -169,10 +177,10 @@ class TwoHopTransport(CollectiveTransport):
 
         def exchange(x_XH: Tensor) -> Tensor:
             x_YH = self._across_hosts("dispatch", x_XH, splits.crossing_out, splits.crossing_in, layer)
-            x_fH = x_YH.index_select(0, forwarded.token_of_sent_U)
+            x_fH = gather_rows(x_YH, forwarded.token_of_sent_U)
             return self._within_host("dispatch", x_fH, splits.forwarded_out, splits.forwarded_in, layer)
 
-        return self._start(exchange, x_TH.index_select(0, crossing.token_of_sent_U), overlap=overlap)
+        return self._start(exchange, gather_rows(x_TH, crossing.token_of_sent_U), overlap=overlap)
 
     def combine(
         self, values_PH: Tensor, weights_P: Tensor | None, handle: DispatchHandle, *, overlap: bool = False

@@ -22,6 +22,7 @@ from sonic_ep.kernels.batch_invariant import experts as experts_in_blocks
 from sonic_ep.kernels.combine.gather_sum import reference as sums
 from sonic_ep.kernels.combine.scalars import reference as scalars
 from sonic_ep.kernels.common.compile_process import Gemms, start
+from sonic_ep.kernels.dispatch.gather_rows import reference as rows
 from sonic_ep.kernels.dispatch.plan import reference as plan
 from sonic_ep.kernels.dispatch.recv_index import reference as recv_index
 from sonic_ep.kernels.dispatch.send_index import reference as send_index
@@ -104,6 +105,7 @@ sent_rows = op(send_index.sent_rows)
 is_token_in_rank = op(send_index.is_token_in_rank)
 row_starts = op(recv_index.row_starts, on=1)
 pair_lists = op(recv_index.pair_lists, on=1)
+gather_rows = op(rows.gather_rows)
 gather_sum = op(sums.gather_sum)
 values_of_pairs = op(scalars.values_of_pairs)
 add_hidden_grads = op(lora.add_hidden_grads)

@@ -47,6 +47,7 @@ def functions_of_torch(device_type: str) -> list[Callable[..., int]]:
     return [*[_library_of_torch("cpu")[f"aoti_torch_{name}"] for name in names], addmm]
 
 
+@functools.cache
 def number_of_dtype(dtype: torch.dtype) -> int:
     """Returns torch's number of a dtype."""
     return _library_of_torch("cpu")["aoti_torch_dtype_" + str(dtype).removeprefix("torch.")]()
@@ -61,15 +62,26 @@ def tensor_at(
     address: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: tuple[int, int]
 ) -> Tensor:
     """Returns a tensor in memory that somebody else owns. device: torch's number of its type, and its index."""
-    sizes, steps = ((ctypes.c_int64 * len(each))(*each) for each in (shape, strides))
-    handle = ctypes.c_void_p()
-    error = _library_of_torch("cpu")["aoti_torch_create_tensor_from_blob"](
-        *(ctypes.c_void_p(address), ctypes.c_int64(len(shape)), sizes, steps, ctypes.c_int64(0)),
-        *(number_of_dtype(dtype), *device, ctypes.byref(handle)),
-    )
+    dims, handle = len(shape), ctypes.c_void_p()
+    numbers, create = _numbers_of(dims), _create_tensor()
+    sizes, steps = numbers(*shape), numbers(*strides)
+    error = create(address, dims, sizes, steps, 0, number_of_dtype(dtype), *device, ctypes.byref(handle))
     if error or handle.value is None:
         raise RuntimeError(f"torch made no tensor of shape {tuple(shape)} and dtype {dtype} on {device}")
     return tensors_of([handle.value])[0]
+
+
+@functools.cache
+def _create_tensor() -> Callable[..., int]:
+    function = _library_of_torch("cpu")["aoti_torch_create_tensor_from_blob"]
+    pointer, number, kind = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    function.argtypes = [pointer, number, pointer, pointer, number, kind, kind, kind, pointer]
+    return function
+
+
+@functools.cache
+def _numbers_of(count: int) -> "type[ctypes.Array[ctypes.c_int64]]":
+    return ctypes.c_int64 * count
 
 
 @functools.cache

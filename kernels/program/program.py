@@ -40,6 +40,7 @@ _SHARED, _BLOCK, _PACK = -1, -2, -3  # the numbers of the tensors that others sh
 # A tensor of as many bytes, or of that share of the largest, has an allocation of its own, and is freed when nobody
 # needs it. Bytes are counted with the trace's usual sizes.
 _OWN_BYTES, _OWN_SHARE = 2**20, 1 / 16
+_NOTHING = nullcontext()
 
 
 @final
@@ -180,7 +181,9 @@ class Program:
         return tensors_of([values[place] for place in self._outputs])
 
     def _call(self, call: "TorchCall", values: "array[int]") -> None:
-        stream = torch.cuda.stream(self._others[call.lane - 1]) if call.lane else nullcontext()
+        kind = self.device.type
+        stream = torch.cuda.stream(self._others[call.lane - 1]) if call.lane else _NOTHING
+        without_autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
         operands = [
             tensor_at(values[each.address], *each.sizes_and_strides(values), each.dtype, self._device)
             if isinstance(each, TensorOperand)
@@ -189,7 +192,7 @@ class Program:
         ]
         out, *given = cast(list[Tensor], operands)
         try:
-            with torch.autocast(self.device.type, enabled=False), stream:
+            with without_autocast, stream:
                 if call.into:
                     call.function(*given, out=out)
                 else:

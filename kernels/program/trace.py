@@ -153,11 +153,6 @@ class Slot:
     def clone(self) -> "Slot":
         return self.new_empty(self.shape).copy_(self)
 
-    def index_select(self, dim: int, index: "Slot") -> "Slot":
-        assert dim == 0
-        shape = index.shape[0], *self.shape[1:]
-        return cast(Slot, by_torch(_selected, shape, self.dtype, self, index, into=True))
-
     def split(self, sizes: Sequence[Number]) -> "list[Slot]":
         """Returns parts of these sizes along the first dimension."""
         parts, start = list[Slot](), 0
@@ -286,23 +281,24 @@ def current_trace() -> "Trace | None":
 
 
 def by_torch(
-    function: Callable[..., torch.Tensor], shape: Shape, dtype: torch.dtype, *inputs: object, into: bool = False
+    function: Callable[..., torch.Tensor],
+    shape: Shape,
+    dtype: torch.dtype,
+    *inputs: object,
+    into: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns function(*inputs), a contiguous tensor of this shape and dtype. A program calls the function in each run.
 
     inputs: tensors, and tuples of numbers. The result must not depend on strides of the tensors. into: the function
-    takes `out`, to which it writes; otherwise a program copies its result.
+    takes `out`, to which it writes; otherwise a program copies its result. out: in place of a new tensor, with `into`.
     """
     trace = current_trace()
     if trace is None:
-        return function(*inputs)
-    out = trace.empty(shape, dtype)
-    trace.items.append(("torch", function, into, trace.lane, *map(_operands, (out, *inputs))))
-    return cast(torch.Tensor, out)
-
-
-def _selected(values: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.index_select(values, 0, index, out=out)
+        return function(*inputs) if out is None else function(*inputs, out=out)
+    result = trace.empty(shape, dtype) if out is None else out
+    trace.items.append(("torch", function, into, trace.lane, *map(_operands, (result, *inputs))))
+    return cast(torch.Tensor, result)
 
 
 def new_empty(like: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:

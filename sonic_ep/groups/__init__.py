@@ -239,11 +239,11 @@ class EPGroup:
             (out if used is None else out[:, :used]).copy_(joined)
             return out
         gathered = values.new_empty((self.size, *values.shape)) if out is None else out
-        parts = list(gathered.unbind(0))
         # Not under capture, which stays on one stream, nor on the CPU, where nothing can overlap.
         overlaps = meanwhile is not None and values.is_cuda and host_may_wait(values)
         self._watch.begin(stage, layer)
-        work = dist.all_gather(parts, values.contiguous(), group=self.process_group, async_op=overlaps)
+        values = values.contiguous()
+        work = dist.all_gather_into_tensor(gathered, values, group=self.process_group, async_op=overlaps)
         if overlaps and meanwhile is not None:
             meanwhile()
         if work is not None:
@@ -289,10 +289,10 @@ class EPGroup:
 
         rows: (sum(send), ...) in order of destination rank. Result: (sum(receive), ...) in order of source rank, in the
         dtype of `rows`; with one rank, `rows` itself. layer: its number, if it is not `self.layer`. out: in place of a
-        new tensor for the result, with several ranks.
+        new tensor for the result.
         """
         if self.size == 1:
-            return rows
+            return rows if out is None else out.copy_(rows)
         received, send, receive = out, list(send), list(receive)
         if received is None:
             received = rows.new_empty((sum(receive), *rows.shape[1:]))

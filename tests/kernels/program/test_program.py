@@ -227,6 +227,22 @@ def test_functions_of_torch_get_tensors_and_numbers() -> None:
 
 
 @pytest.mark.usefixtures("runs")
+def test_a_function_of_torch_writes_to_a_part_of_a_tensor() -> None:
+    trace = Trace(torch.device("cpu"), {"T": 2}, {"T": 8192})
+    (T,) = trace.sizes
+    with trace:
+        x: Any = trace.input((T,), torch.float32)
+        y = trace.empty((2 * T + 3,), torch.float32).zero_()
+        part: Any = y[: 2 * T]
+        assert by_torch(joined, part.shape, torch.float32, x, x, into=True, out=part) is part
+        trace.finish()
+    program = Program(trace, [0], [y])
+    for T in (2, 5):
+        x = torch.randn(T)
+        torch.testing.assert_close(program.run((T,), [x])[0], torch.cat((x, x, torch.zeros(3))))
+
+
+@pytest.mark.usefixtures("runs")
 def test_a_function_that_fails_leaves_no_memory() -> None:
     trace = Trace(torch.device("cpu"), {"T": 2}, {"T": 8192})
     with trace:
