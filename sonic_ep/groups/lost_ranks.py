@@ -21,6 +21,7 @@ from sonic_ep.groups.hosts import HostLayout
 
 _SLICE = 1.0  # seconds between two looks into the store
 _GRACE = 10.0  # the most seconds in which the others may write where they are: some compute, and come later
+_SPIN = 0.001  # seconds between two pauses of a thread that asks whether the device is done
 _POLL = 0.05  # seconds between two reads of what they wrote
 _STORE_LIMIT = 2.0  # seconds after which a store that does not answer is given up
 _SLACK = 0.5  # seconds by which gloo may be late to notice its own timeout
@@ -341,11 +342,15 @@ def polled(is_ready: Callable[[], bool]) -> Callable[[float], bool]:
     """Returns the `has_ended` of something that can only be asked."""
 
     def has_ended(seconds: float) -> bool:
-        end = time.monotonic() + seconds
+        now = time.monotonic()
+        end, pause = now + seconds, now + _SPIN
         while not is_ready():
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > end:
                 return False
-            time.sleep(0)  # lets other threads run
+            if now > pause:
+                time.sleep(0)  # lets other threads run. It takes 0.05 ms or more, in which the device may get idle
+                pause = time.monotonic() + _SPIN
         return True
 
     return has_ended

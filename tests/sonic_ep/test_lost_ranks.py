@@ -18,7 +18,16 @@ import torch.distributed as dist
 from sonic_ep import EPGroup, MoE, MoEConfig, TransportConfig
 from sonic_ep.groups import LostRankError
 from sonic_ep.groups.hosts import HostLayout
-from sonic_ep.groups.lost_ranks import BrokenConnectionError, Collective, PeerWatch, Whereabouts, _Report, message_of
+from sonic_ep.groups.lost_ranks import (
+    _SPIN,
+    BrokenConnectionError,
+    Collective,
+    PeerWatch,
+    Whereabouts,
+    _Report,
+    message_of,
+    polled,
+)
 from sonic_ep.transports import GroupTransport
 from tests.helpers.free_port import free_port
 from tests.helpers.launch import RankPool
@@ -30,6 +39,22 @@ TIMEOUT = 3.0
 TIME_TO_RAISE = 2 * TIMEOUT + 8.0
 START = 8.0  # the limit before the step in which it happens: on a busy machine first calls take long
 STEP = 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "sleeps", "found"), [(9, 50, 0, True), (35, 50, 3, True), (99, 4.5, 4, False)]
+)
+def test_what_is_asked_sleeps_rarely(asked: int, limit: float, sleeps: int, found: bool) -> None:
+    """By a clock that goes on by a tenth of `_SPIN` a question. asked: how often until it is ready. limit: in `_SPIN`."""
+    clock, slept = [0.0], list[float]()
+
+    def is_ready() -> bool:
+        clock[0] += _SPIN / 10
+        return clock[0] > _SPIN / 10 * asked
+
+    with patch.object(time, "monotonic", lambda: clock[0]), patch.object(time, "sleep", slept.append):
+        assert polled(is_ready)(limit * _SPIN) is found
+    assert slept == [0] * sleeps
 
 
 class Fault(NamedTuple):
