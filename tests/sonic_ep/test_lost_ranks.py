@@ -45,7 +45,7 @@ STEP = 2
     ("asked", "limit", "sleeps", "found"), [(9, 50, 0, True), (35, 50, 3, True), (99, 4.5, 4, False)]
 )
 def test_what_is_asked_sleeps_rarely(asked: int, limit: float, sleeps: int, found: bool) -> None:
-    """By a clock that goes on by a tenth of `_SPIN` a question. asked: how often until it is ready. limit: in `_SPIN`."""
+    """By a clock that goes on by a tenth of `_SPIN` a question. asked: until it is ready. limit: in `_SPIN`."""
     clock, slept = [0.0], list[float]()
 
     def is_ready() -> bool:
