@@ -60,7 +60,7 @@ class ListBuffers:
     @classmethod
     def allocate(cls, allocate: Allocate, capacity: int) -> Self:
         item_bytes = (INDEX_DTYPE.itemsize, _MAX_VALUE_BYTES, _MAX_VALUE_BYTES)
-        rows, weights, values = (allocate(_aligned(capacity * size)) for size in item_bytes)
+        rows, weights, values = (allocate(aligned(capacity * size)) for size in item_bytes)
         return cls(rows, weights, values, capacity)
 
 
@@ -79,7 +79,7 @@ class PeerBuffers:
 
     def signals(self, count: int) -> PeerMemory:
         """Allocates `count` int64 signals, all zero. Call it once."""
-        return self._new(_aligned(torch.int64.itemsize * count))
+        return self._new(aligned(torch.int64.itemsize * count))
 
     def counts(self, needed: int) -> tuple[int, PeerMemory]:
         """Returns the buffer of the all-gather of counts, for at least `needed` integers a rank: (capacity, memory).
@@ -91,7 +91,7 @@ class PeerBuffers:
             self._release(self._counts)
             self._counts = None
             num_bytes = symmetric_kernels().NUM_SLOTS * self._group.size * needed * torch.int64.itemsize
-            self._counts = needed, self._new(_aligned(num_bytes))
+            self._counts = needed, self._new(aligned(num_bytes))
         return self._counts
 
     def lists(self, needed: int) -> ListBuffers:
@@ -112,7 +112,7 @@ class PeerBuffers:
         if not self.has_rows(row_bytes, stride):
             self._release(self._rows.get(row_bytes))
             self._rows.pop(row_bytes, None)
-            self._rows[row_bytes] = RowBuffers.allocate(self._new, _aligned(self._group.size * stride * row_bytes))
+            self._rows[row_bytes] = RowBuffers.allocate(self._new, aligned(self._group.size * stride * row_bytes))
         return self._rows[row_bytes]
 
     def has_rows(self, row_bytes: int, stride: int) -> bool:
@@ -131,11 +131,15 @@ class PeerBuffers:
                 self._of_graphs.append(memory)
 
     def _release(self, memory: object | None) -> None:
-        """Waits until no rank writes to `memory`, which is about to be replaced."""
         if memory is not None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self._group.all_gather_object(None)
+            wait_until_unused(self._group)
+
+
+def wait_until_unused(group: EPGroup) -> None:
+    """Waits until no rank writes to memory that is about to be replaced."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    group.all_gather_object(None)
 
 
 def row_bytes(like: Tensor) -> int:
@@ -143,5 +147,5 @@ def row_bytes(like: Tensor) -> int:
     return like.shape[1] * like.element_size()
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

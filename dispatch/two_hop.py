@@ -1,7 +1,8 @@
 """The transport across hosts: a row crosses once to each host that needs it, and is forwarded there.
 
     hop 1   one row per (token, destination host), to the rank of the same number on that host
-    hop 2   that rank forwards the row to the ranks of its host that own chosen experts
+    hop 2   that rank forwards the row to the ranks of its host that own chosen experts, over torch.distributed or
+            through memory that they share (host_memory.py)
 
 Combine goes back the same way. The ranks of a host send their sums to the rank that forwarded the row. It adds them, so
 that one row crosses back. docs/transports.md#two-hops-across-hosts says what that does to bits.
@@ -17,6 +18,7 @@ H hidden size, X rows this rank sends in hop 1, Y rows this rank receives in hop
 this rank receives, V pairs this rank receives, P rows of the pair buffer, e local experts.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +30,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sonic_ep.async_d2h import AsyncD2H
+from sonic_ep.dispatch.host_memory import HostMemory
 from sonic_ep.dispatch.protocol import DispatchHandle, Pending, PreparedDispatch, Splits
 from sonic_ep.dispatch.row_exchange import CollectiveTransport, pack_lists, unpack_lists
+from sonic_ep.dispatch.symmetric_buffers import Allocate
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import (
     allows_spare_capacity,
@@ -42,6 +46,8 @@ from sonic_ep.kernels.backend import (
 )
 from sonic_ep.kernels.dispatch.recv_index.reference import Chunks, RankPlan
 from sonic_ep.kernels.dispatch.send_index.reference import SentRows, TokenLists
+from sonic_ep.kernels.dispatch.symmetric.signal_pad import Stage
+from sonic_ep.kernels.program.trace import by_torch
 from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
 
 
@@ -77,6 +83,14 @@ class _Ranks:
         """Returns the chunks in the order in which rows arrive: by their source's number on its host, then by host."""
         by_source = chunks.table_FC.view(-1, self.num_hosts, self.per_host, chunks.num_experts)
         return replace(chunks, table_FC=by_source.transpose(1, 2).flatten(1))
+
+    def most_forwarded(self, sizes: SplitSizes) -> int:
+        """Returns a bound, from numbers that all ranks know, of the rows that any rank sends to another in hop 2."""
+        bounds = [
+            [min(tokens, pairs) for pairs in pairs_Q]
+            for tokens, pairs_Q in zip(sizes.tokens_S, sizes.pairs_SQ, strict=True)
+        ]
+        return max(max(map(sum, zip(*bounds[number :: self.per_host], strict=True))) for number in range(self.per_host))
 
     def splits(self, counts: Sequence[int], pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> Splits:
         """Returns the split sizes of both hops.
@@ -126,14 +140,29 @@ class _Hops(NamedTuple):
 class TwoHopTransport(CollectiveTransport):
     """Sends each row once to each host, and forwards it there. Hosts are blocks of `ranks_per_host` consecutive ranks.
 
-    Both hops are all-to-alls of the whole group, in which a rank sends to the ranks of its hop alone. So a rank that is
-    lost is missed by all others, whatever the hop. NCCL sends nothing to a rank that gets no rows. `_within_host` is
-    the only place where rows move within a host.
+    A hop over torch.distributed is an all-to-all of the whole group, in which a rank sends to the ranks of its hop
+    alone. So a rank that is lost is missed by all others. NCCL sends nothing to a rank that gets no rows.
+
+    allocate: returns memory that the ranks of a host can write to, of so many bytes, for hop 2; a collective of the
+    group. None where there is none; hop 2 then takes torch.distributed. timeout: seconds, with `allocate`.
     """
 
-    def __init__(self, group: EPGroup, ranks_per_host: int, *, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        group: EPGroup,
+        ranks_per_host: int,
+        allocate: Allocate | None = None,
+        *,
+        timeout: float = 0,
+        batch_invariant: bool = False,
+    ) -> None:
         super().__init__(group, f"two-hop {ranks_per_host}", ranks_per_host, batch_invariant=batch_invariant)
         self._ranks = _Ranks(group.rank, group.size, ranks_per_host)
+        self._memory = None if allocate is None else HostMemory(group, self._ranks.same_host, allocate, timeout)
+
+    def raise_if_lost(self) -> None:
+        if self._memory is not None:
+            self._memory.raise_if_lost()
 
     def prepare(self, routing: Routing, plan: RankPlan, x_TH: Tensor | None = None) -> PreparedDispatch:
         sent, ranks, T = None, self._ranks, routing.num_tokens
@@ -166,6 +195,8 @@ class TwoHopTransport(CollectiveTransport):
         buffer = pair_lists(chunks, row_in_source_V, weights_V, row_starts_S, most)
         self.group.wait_until(lambda: counts.is_ready, stage="lists")
         splits = ranks.splits(counts.read().tolist(), pairs)
+        if self._memory is not None:
+            self._memory.reserve(ranks.most_forwarded(sizes))
         buffer = replace(buffer, pair_starts_R=buffer.pair_starts_R[: sum(splits.rows_in) + 1])
         crossing = token_lists(leaving, sum(splits.crossing_out))
         token_of_arrived_Y = torch.nonzero_static(is_arrived, size=sum(splits.crossing_in)).flatten()
@@ -206,7 +237,20 @@ class TwoHopTransport(CollectiveTransport):
     def _within_host(
         self, kind: str, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], layer: int
     ) -> Tensor:
-        return self._rows(kind, rows, send, receive, layer, " within a host")
+        if self._memory is None:
+            return self._rows(kind, rows, send, receive, layer, " within a host")
+        exchange, shape = functools.partial(self._by_memory, kind), (sum(receive), *rows.shape[1:])
+        sizes = send[self._own_host], receive[self._own_host]
+        return by_torch(exchange, shape, rows.dtype, rows, *sizes, into=True)
+
+    def _by_memory(
+        self, kind: str, rows: Tensor, send: Sequence[int], receive: Sequence[int], out: Tensor | None = None
+    ) -> Tensor:
+        assert self._memory is not None
+        others = sum(send) - send[self._ranks.rank % self._ranks.per_host]
+        self.wire_bytes[kind] += others * rows.shape[1:].numel() * rows.element_size()
+        stage = Stage.DISPATCH if kind == "dispatch" else Stage.COMBINE
+        return self._memory.exchange(stage, rows, send, receive, out)
 
     def _exchange_lists(
         self, routing: Routing, sent: SentRows, is_needed_QT: Tensor, sizes: SplitSizes

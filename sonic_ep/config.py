@@ -195,9 +195,9 @@ class TransportConfig:
     """How rows are sent between ranks (docs/transports.md). With one rank, nothing is sent.
 
     kind: "symmetric" writes into the other GPUs' memory over NVLink. "all_to_all" uses torch.distributed. "two_hop"
-        does too, and sends a row once to each host that needs it instead of once to each rank. "auto" uses "symmetric"
-        if every rank can write to every other, "two_hop" if the ranks are on several hosts with several ranks each,
-        else "all_to_all", and logs which.
+        does between hosts, and sends a row once to each host that needs it instead of once to each rank. "auto" uses
+        "symmetric" if every rank can write to every other, "two_hop" if the ranks are on several hosts with several
+        ranks each, else "all_to_all", and logs which.
     buffers: "exact": the host reads the sizes once per forward. "static": the host reads no sizes in training, so a
         CUDA graph can be captured. This needs rounding.capacity_factor, and the same number of tokens on every rank and
         in every training step.

@@ -59,22 +59,28 @@ def _part(memory: Tensor, offset: int, size: tuple[int, ...], dtype: torch.dtype
     return memory[offset : offset + count].view(dtype).view(size)
 
 
-def symmetric_memory(group: EPGroup, device: torch.device, num_bytes: int) -> PeerMemory:
+def symmetric_memory(group: EPGroup, device: torch.device, num_bytes: int, ranks: range | None = None) -> PeerMemory:
     """Allocates `num_bytes` zero bytes on every rank's CUDA device. A collective; num_bytes must be equal on all ranks.
+
+    ranks: those of the group that can write to each other, this one among them; by default all. The others have as many
+    ranks, which are a block of their own. The result numbers the ranks of the block.
 
     Raises RuntimeError, on every rank, if torch cannot map the ranks' memory.
     """
     from torch.distributed import _symmetric_memory as symmetric
 
     assert group.process_group is not None
+    ranks = range(group.size) if ranks is None else ranks
     own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     own.zero_()
-    handle = symmetric.rendezvous(own, group.process_group)
+    members = group.process_group if len(ranks) == group.size else group.name_of_part(ranks)
+    handle = symmetric.rendezvous(own, members)  # pyright: ignore[reportArgumentType]
     addresses_S = torch.tensor(handle.buffer_ptrs, dtype=torch.int64).to(device)
     torch.cuda.synchronize(device)
     dist.barrier(group.process_group, device_ids=[device.index] if group.backend == "nccl" else None)
     peer_views = [
-        own if rank == group.rank else handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size)
+        own if rank == group.rank else handle.get_buffer(number, (num_bytes,), torch.uint8)
+        for number, rank in enumerate(ranks)
     ]
     return PeerMemory(own, addresses_S, peer_views)
 
@@ -121,20 +127,23 @@ def problem_between(locations: list[RankLocation]) -> str | None:
     return None
 
 
-def problem_with_peers(group: EPGroup, device: torch.device, own_problem: str | None = None) -> str | None:
+def problem_with_peers(
+    group: EPGroup, device: torch.device, own_problem: str | None = None, per_host: int | None = None
+) -> str | None:
     """Returns why these ranks cannot write to each other's GPU memory, or None. A collective; equal on every rank.
 
     own_problem: why this rank cannot, or None. If no rank has a problem, we try to map a little memory, because a
-    container may forbid that.
+    container may forbid that. per_host: so many consecutive ranks have to reach each other; by default all.
     """
-    problem = problem_between(
-        group.all_gather_object(RankLocation.here(device, own_problem), stage="the choice of a transport")
-    )
+    where = group.all_gather_object(RankLocation.here(device, own_problem), stage="the choice of a transport")
+    per_host = per_host or group.size
+    problems = (problem_between(where[first : first + per_host]) for first in range(0, group.size, per_host))
+    problem = next((each for each in problems if each is not None), None)
     if problem is not None:
         return problem
-    failure = None
+    failure, first = None, group.rank - group.rank % per_host
     try:
-        symmetric_memory(group, device, 256)
+        symmetric_memory(group, device, 256, range(first, first + per_host))
     except RuntimeError as error:
         failure = str(error).strip().splitlines()[0]
     failures = group.all_gather_object(failure, stage="the choice of a transport")

@@ -202,7 +202,7 @@ def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> _C
     if config.kind == "two_hop" and hosts.problem is not None:
         raise ValueError(f"transport.kind='two_hop' cannot be had: {hosts.problem}, or set transport.kind='all_to_all'")
     if config.kind == "two_hop":
-        return _two_hop(group, hosts, config)
+        return _two_hop(group, hosts, config, device)
     if config.batch_invariant:
         problem = "with batch_invariant=True a token's rank adds its pairs"
     elif hosts.num_hosts > 1:
@@ -222,12 +222,23 @@ def _choose(group: EPGroup, config: TransportConfig, device: torch.device) -> _C
             f"transport.kind={config.kind!r} with {config.buffers} buffers{dispatch} cannot be had: {problem}"
         )
     if hosts.num_hosts > 1 and hosts.problem is None and hosts.ranks_per_host > 1:
-        return _two_hop(group, hosts, config)
+        return _two_hop(group, hosts, config, device)
     _LOG.info("rows travel by all-to-all over %s: %s", group.backend, hosts.problem or problem)
     return AllToAllTransport(group, batch_invariant=config.batch_invariant)
 
 
-def _two_hop(group: EPGroup, hosts: HostLayout, config: TransportConfig) -> TwoHopTransport:
-    where = f"{hosts.num_hosts} hosts of {hosts.ranks_per_host} ranks"
-    _LOG.info("rows travel in two hops over %s: %s", group.backend, where)
-    return TwoHopTransport(group, hosts.ranks_per_host, batch_invariant=config.batch_invariant)
+def _two_hop(group: EPGroup, hosts: HostLayout, config: TransportConfig, device: torch.device) -> TwoHopTransport:
+    D, allocate = hosts.ranks_per_host, None
+    where = f"{hosts.num_hosts} hosts of {D} ranks"
+    if D == 1:
+        problem = "a host has one rank"
+    elif device.type != "cuda":
+        problem = f"the rows are on a {device.type} device"
+    else:
+        problem = problem_with_peers(group, device, missing_extra("cuda", "triton"), per_host=D)
+    if problem is None:
+        first = group.rank - group.rank % D
+        allocate = functools.partial(symmetric_memory, group, device, ranks=range(first, first + D))
+    within = "symmetric memory" if problem is None else f"{group.backend} ({problem})"
+    _LOG.info("rows travel in two hops: over %s between hosts, %s within one: %s", group.backend, within, where)
+    return TwoHopTransport(group, D, allocate, timeout=config.timeout, batch_invariant=config.batch_invariant)

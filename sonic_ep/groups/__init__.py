@@ -9,6 +9,7 @@ different calls hear of it in their next exchange (frames.py).
 """
 
 import functools
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -80,6 +81,9 @@ _PROCESS_GROUPS: "WeakValueDictionary[str, dist.ProcessGroup]" = WeakValueDictio
 _EXCHANGES: "WeakValueDictionary[str, Exchange]" = WeakValueDictionary()
 # Shared by the EPGroups of one process group: the watch, the order, and the name of the backend by type of device.
 _SHARED: "WeakKeyDictionary[dist.ProcessGroup, tuple[PeerWatch, Order, dict[str, str]]]" = WeakKeyDictionary()
+# Groups of some ranks of a process group, by these ranks, with their names. Names are not used again in a process.
+_PARTS: "WeakKeyDictionary[dist.ProcessGroup, dict[range, tuple[str, dist.ProcessGroup]]]" = WeakKeyDictionary()
+_NUMBERS = itertools.count()
 _TIMEOUT = TransportConfig().timeout
 _Value = TypeVar("_Value")
 _Options = TypeVar("_Options", AllgatherOptions, AllToAllOptions)
@@ -415,6 +419,21 @@ class EPGroup:
     def _gloo(self) -> dist.ProcessGroup:
         assert self.process_group is not None
         return self.process_group
+
+    def name_of_part(self, ranks: range) -> str:
+        """Returns the name of a group of torch with these ranks of this one, this rank among them, for rendezvous.
+
+        It has no communicator: nothing is exchanged here, and its ranks alone need to call this. Its store is a part of
+        this group's, so it is another one for every group of ranks, and after torch.distributed is initialised again.
+        """
+        assert self.process_group is not None
+        parts = _PARTS.setdefault(self.process_group, {})
+        if ranks not in parts:
+            store = dist.PrefixStore(f"sonic_ep/ranks {ranks[0]} to {ranks[-1]}", _store_of(ref(self.process_group)))
+            name = f"{self.name} ranks {ranks[0]} to {ranks[-1]} {next(_NUMBERS)}"
+            parts[ranks] = name, dist.ProcessGroup(store, ranks.index(self.rank), len(ranks))
+            distributed_c10d._register_process_group(name, parts[ranks][1])  # pyright: ignore[reportArgumentType]
+        return parts[ranks][0]
 
     def raise_together(
         self,

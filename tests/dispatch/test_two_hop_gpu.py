@@ -1,8 +1,10 @@
-"""Two and four GPUs as two hosts: two hops over NCCL, also with nothing but its network path between hosts.
+"""Two and four GPUs as two hosts: two hops over NCCL, also with nothing but its network path between hosts, and with
+hop 2 through memory.
 
 Where a token has at most two destination ranks, two hops give the bits of the all-to-all.
 """
 
+import functools
 import os
 import re
 import time
@@ -18,9 +20,11 @@ from torch import Tensor
 from sonic_ep import EPGroup, MoE, MoEConfig, RoundingConfig, TransportConfig
 from sonic_ep.config import RoundingMode, TransportKind
 from sonic_ep.dispatch.all_to_all import AllToAllTransport
+from sonic_ep.dispatch.host_memory import HostMemory
 from sonic_ep.dispatch.protocol import Pending
 from sonic_ep.dispatch.row_exchange import CollectiveTransport
 from sonic_ep.dispatch.two_hop import TwoHopTransport
+from sonic_ep.symmetric_memory import symmetric_memory
 from tests.dispatch.gpu_steps import NAMES, expert_step, routing_of
 from tests.helpers.changing_routing import leaning_tokens
 from tests.helpers.launch import RankPool
@@ -55,11 +59,19 @@ def hosts_of_two() -> Iterator[RankPool]:
         yield pool
 
 
-def layer_of(kind: TransportKind, mode: RoundingMode, timeout: float = 60, *, programs: bool = True) -> MoE:
+def layer_of(
+    kind: TransportKind,
+    mode: RoundingMode,
+    timeout: float = 60,
+    *,
+    programs: bool = True,
+    per_host: int = 1,
+    K: int = 4,
+) -> MoE:
     rounding = RoundingConfig(mode=mode) if mode == "off" else RoundingConfig(mode=mode, t=64)
-    hosts = 1 if kind == "two_hop" else None
+    hosts = per_host if kind == "two_hop" else None
     transport = TransportConfig(kind=kind, ranks_per_host=hosts, timeout=timeout)
-    config = MoEConfig(d=D, n=128, E=16, K=4, rounding=rounding, transport=transport, record_launches=programs)
+    config = MoEConfig(d=D, n=128, E=16, K=K, rounding=rounding, transport=transport, record_launches=programs)
     return MoE(config, EPGroup(), seed=0, device="cuda", dtype=torch.bfloat16)
 
 
@@ -123,6 +135,88 @@ def test_the_bits_of_all_to_all_on_two_hosts_of_two(hosts_of_two: RankPool) -> N
 
 def test_two_hosts_of_two_are_as_exact_as_all_to_all(hosts_of_two: RankPool) -> None:
     assert hosts_of_two.run(two_hosts_of_two, 8) == [{"y", "dx"}] * 4  # where the order of additions differs
+
+
+def through_memory(group: EPGroup, per_host: int) -> TwoHopTransport:
+    device = torch.device("cuda", torch.cuda.current_device())
+    first = group.rank - group.rank % per_host
+    allocate = functools.partial(symmetric_memory, group, device, ranks=range(first, first + per_host))
+    return TwoHopTransport(group, per_host, allocate, timeout=20)
+
+
+def steps_through_memory(rank: int) -> list[str]:
+    """Two to a host. What differs in a bit from hop 2 over NCCL, in steps whose sizes change."""
+    group = EPGroup()
+    if group.size > 2:
+        os.environ["NCCL_HOSTID"] = str(rank // 2)
+    d, n, E, K = 512, 256, 16, 8
+    ours, expected, differing = through_memory(group, 2), TwoHopTransport(group, 2), list[str]()
+    for seed in range(40):
+        T = (700, 0, 513, 300, 64, 3000)[(rank + seed) % 6]
+        routing = routing_of(rank, group, T, E, K, seed)
+        how = {"shape": (d, n, E // group.size), "saved": seed % 2 == 0, "seed": seed}
+        results = [expert_step(transport, group, routing, **how) for transport in (ours, expected)]
+        differing += [f"{seed} {name}" for name, a, b in zip(NAMES, *results, strict=True) if not torch.equal(a, b)]
+    return differing
+
+
+def test_hop_2_through_memory_has_the_bits_of_nccl_on_one_host(gpus: Gpus) -> None:
+    assert gpus(2).run(steps_through_memory) == [[]] * 2
+
+
+def test_hop_2_through_memory_has_the_bits_of_nccl_on_two_hosts_of_two(hosts_of_two: RankPool) -> None:
+    assert hosts_of_two.run(steps_through_memory) == [[]] * 4
+
+
+def layers_through_memory(rank: int, mode: RoundingMode) -> list[int]:
+    """Steps of programs in which a layer that uses memory differs from one whose transport is the all-to-all."""
+    os.environ["NCCL_HOSTID"] = str(rank // 2)
+    layers = [layer_of(kind, mode, per_host=2, K=2) for kind in ("two_hop", "all_to_all")]
+    differing, x = list[int](), torch.empty(0, device="cuda")
+    for step in range(STEPS):
+        x = leaning_tokens(4 * step + rank, 700, D, "cuda", torch.bfloat16)[: TOKENS[(step + rank) % len(TOKENS)]]
+        ours, theirs = (run(layer, x) for layer in layers)
+        if not all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(ours, theirs, strict=True)):
+            differing.append(step)
+    transport = layers[0].transport.on(x)  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(transport, TwoHopTransport)
+    assert transport._memory is not None
+    return differing
+
+
+@pytest.mark.parametrize("mode", ["off", "pad"])
+def test_a_layer_takes_memory_within_a_host(hosts_of_two: RankPool, mode: RoundingMode) -> None:
+    """Tokens of two experts, so of two destination ranks at most."""
+    assert hosts_of_two.run(layers_through_memory, mode) == [[]] * 4
+
+
+def stays_away(*_: Any) -> Tensor:
+    time.sleep(6 * TIMEOUT)
+    raise RuntimeError("stays away")
+
+
+def one_rank_misses_hop_2(rank: int) -> str:
+    x = torch.randn(64, D, device="cuda", dtype=torch.bfloat16)
+    run(layer_of("two_hop", "off", per_host=2), x)  # compiles kernels, which may take longer than the limit
+    layer = layer_of("two_hop", "off", TIMEOUT, per_host=2)
+    run(layer, x)
+    torch.cuda.synchronize()
+    if rank == 1:
+        with patch.object(HostMemory, "exchange", stays_away), pytest.raises(RuntimeError, match="stays away"):
+            run(layer, x)
+        return ""
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        [run(layer, x) for _ in range(2)]  # the host need not wait in the first
+    assert time.monotonic() - start < 4 * TIMEOUT
+    return str(caught.value)
+
+
+def test_a_rank_that_misses_hop_2_is_named_on_all_ranks() -> None:
+    with ranks_with(4, NCCL_SOCKET_IFNAME="lo") as pool:
+        messages = pool.run(one_rank_misses_hop_2)
+    for rank in (0, 2, 3):
+        assert re.search(r"rank 1 .*did not come to", messages[rank]), messages[rank]
 
 
 def at_once(

@@ -1,9 +1,15 @@
 """When ranks can write into each other's memory, by where they are. What maps it is tested on GPUs."""
 
+from collections.abc import Callable
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from sonic_ep import EPGroup, TransportConfig, symmetric_memory, transports
+from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.symmetric_memory import PeerMemory, RankLocation, problem_between
+from tests.helpers.launch import RankPool
 
 NO_RANK: frozenset[str] = frozenset()
 
@@ -47,3 +53,45 @@ def test_views_and_addresses() -> None:
     assert other.nonzero().flatten().tolist() == [8, 9]
     memory.view((2, 3), torch.int32)[1, 2] = -1
     assert own.nonzero().flatten().tolist() == [20, 21, 22, 23]
+
+
+def hop_2_of(rank: int, locations: list[RankLocation], fails: int) -> tuple[bool, list[range]]:
+    """Whether two hops of two ranks a host take memory, and the ranks among which a rank tried to map some."""
+    tried = list[range]()
+
+    def maps(group: EPGroup, device: torch.device, num_bytes: int, ranks: range) -> None:
+        tried.append(ranks)
+        if rank == fails:
+            raise RuntimeError("no such memory")
+
+    config, device = TransportConfig(kind="two_hop", ranks_per_host=2), torch.device("cuda", 0)
+    with (
+        patch.object(RankLocation, "here", lambda *_: locations[rank]),
+        patch.object(symmetric_memory, "symmetric_memory", maps),
+        patch.object(transports, "missing_extra", lambda *_: None),
+    ):
+        transport = transports._choose(EPGroup(), config, device)
+    assert isinstance(transport, TwoHopTransport)
+    return transport._memory is not None, tried
+
+
+FOUR = [location("a"), location("b"), location("a", "two"), location("b", "two", frozenset("c"))]
+
+
+@pytest.mark.parametrize(
+    ("locations", "fails", "takes", "tries"),
+    [
+        (FOUR, -1, True, True),
+        (FOUR, 2, False, True),
+        ([*FOUR[:3], location("b", "two", frozenset("a"))], -1, False, False),
+        ([*FOUR[:3], location("b", "three")], -1, False, False),
+        ([*FOUR[:3], location("b", "two", problem="triton not found")], -1, False, False),
+    ],
+    ids=["peers", "nothing can be mapped", "no peer access", "another host", "no triton"],
+)
+def test_hop_2_takes_memory_if_the_ranks_of_every_host_can(
+    ranks: Callable[[int], RankPool], locations: list[RankLocation], fails: int, takes: bool, tries: bool
+) -> None:
+    found = ranks(4).run(hop_2_of, locations, fails)
+    here = [range(0, 2), range(0, 2), range(2, 4), range(2, 4)]
+    assert found == [(takes, [each] if tries else []) for each in here]
