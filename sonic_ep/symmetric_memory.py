@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sonic_ep.groups import EPGroup
@@ -65,19 +64,33 @@ def symmetric_memory(group: EPGroup, device: torch.device, num_bytes: int, ranks
     ranks: those of the group that can write to each other, this one among them; by default all. The others have as many
     ranks, which are a block of their own. The result numbers the ranks of the block.
 
-    Raises RuntimeError, on every rank, if torch cannot map the ranks' memory.
+    Raises RuntimeError, on every rank, if torch cannot allocate or map the memory of one.
     """
+    memory, failure = None, None
+    try:
+        memory = _mapped(group, device, num_bytes, range(group.size) if ranks is None else ranks)
+    except RuntimeError as error:
+        failure = error
+    text = None if failure is None else str(failure).strip().splitlines()[0]
+    # No rank writes to a peer before all have zeroed their memory.
+    failures = group.all_gather_object(text, stage="the allocation of symmetric memory")
+    problem = next((f"rank {rank}: {each}" for rank, each in enumerate(failures) if each is not None), None)
+    if memory is None or problem is not None:
+        raise RuntimeError(problem) from failure
+    return memory
+
+
+def _mapped(group: EPGroup, device: torch.device, num_bytes: int, ranks: range) -> PeerMemory:
+    """Returns the memory of these ranks, which others may not have zeroed yet."""
     from torch.distributed import _symmetric_memory as symmetric
 
     assert group.process_group is not None
-    ranks = range(group.size) if ranks is None else ranks
     own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     own.zero_()
     members = group.process_group if len(ranks) == group.size else group.name_of_part(ranks)
     handle = symmetric.rendezvous(own, members)  # pyright: ignore[reportArgumentType]
     addresses_S = torch.tensor(handle.buffer_ptrs, dtype=torch.int64).to(device)
     torch.cuda.synchronize(device)
-    dist.barrier(group.process_group, device_ids=[device.index] if group.backend == "nccl" else None)
     peer_views = [
         own if rank == group.rank else handle.get_buffer(number, (num_bytes,), torch.uint8)
         for number, rank in enumerate(ranks)
@@ -141,10 +154,9 @@ def problem_with_peers(
     problem = next((each for each in problems if each is not None), None)
     if problem is not None:
         return problem
-    failure, first = None, group.rank - group.rank % per_host
+    first = group.rank - group.rank % per_host
     try:
         symmetric_memory(group, device, 256, range(first, first + per_host))
     except RuntimeError as error:
-        failure = str(error).strip().splitlines()[0]
-    failures = group.all_gather_object(failure, stage="the choice of a transport")
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None), None)
+        return str(error)
+    return None

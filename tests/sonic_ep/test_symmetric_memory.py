@@ -59,15 +59,17 @@ def hop_2_of(rank: int, locations: list[RankLocation], fails: int) -> tuple[bool
     """Whether two hops of two ranks a host take memory, and the ranks among which a rank tried to map some."""
     tried = list[range]()
 
-    def maps(group: EPGroup, device: torch.device, num_bytes: int, ranks: range) -> None:
+    def maps(group: EPGroup, device: torch.device, num_bytes: int, ranks: range) -> PeerMemory:
         tried.append(ranks)
         if rank == fails:
             raise RuntimeError("no such memory")
+        own = torch.zeros(num_bytes, dtype=torch.uint8)
+        return PeerMemory(own, torch.zeros(len(ranks), dtype=torch.int64), [own] * len(ranks))
 
     config, device = TransportConfig(kind="two_hop", ranks_per_host=2), torch.device("cuda", 0)
     with (
         patch.object(RankLocation, "here", lambda *_: locations[rank]),
-        patch.object(symmetric_memory, "symmetric_memory", maps),
+        patch.object(symmetric_memory, "_mapped", maps),
         patch.object(transports, "missing_extra", lambda *_: None),
     ):
         transport = transports._choose(EPGroup(), config, device)
@@ -95,3 +97,20 @@ def test_hop_2_takes_memory_if_the_ranks_of_every_host_can(
     found = ranks(4).run(hop_2_of, locations, fails)
     here = [range(0, 2), range(0, 2), range(2, 4), range(2, 4)]
     assert found == [(takes, [each] if tries else []) for each in here]
+
+
+def error_of(rank: int, fails: int) -> str:
+    def maps(*_: object) -> PeerMemory:
+        if rank == fails:
+            raise torch.OutOfMemoryError("no memory\nfor 256 bytes")
+        return PeerMemory(torch.zeros(1), torch.zeros(1), [])
+
+    with patch.object(symmetric_memory, "_mapped", maps), pytest.raises(RuntimeError) as caught:
+        symmetric_memory.symmetric_memory(EPGroup(), torch.device("cuda", 0), 256)
+    assert (caught.value.__cause__ is None) == (rank != fails)
+    return str(caught.value)
+
+
+def test_all_ranks_raise_if_one_has_no_memory(ranks: Callable[[int], RankPool]) -> None:
+    """None waits for it."""
+    assert ranks(2).run(error_of, 1) == ["rank 1: no memory"] * 2
