@@ -65,9 +65,9 @@ class Programs(NamedTuple):
 
     def saved(self, later: list[Tensor]) -> list[Tensor]:
         """Returns what backward needs of them."""
-        own_lists = sum(start is None for start in self.forward.in_block[-self.num_lists or len(later) * 2 :])
-        num_own = sum(start is None for start in self.forward.in_block)
-        return later if not own_lists else [*later[: num_own - own_lists], *later[num_own:]]
+        in_block = self.forward.in_block
+        num_own, num_saved = in_block.count(None), in_block[: len(in_block) - self.num_lists].count(None)
+        return later if num_saved == num_own else [*later[:num_saved], *later[num_own:]]
 
 
 class Later(NamedTuple):

@@ -35,7 +35,7 @@ SELECTIVE = {"recompute_granularity": "selective"}
 OVERLAPPED = {"overlap_moe_expert_parallel_comm": True}
 
 
-def curve(case: Case, groups: dict[str, int], ours: bool) -> Curve:
+def curve(case: Case, groups: dict[str, int], *, ours: bool, steps: int) -> Curve:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
     from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
@@ -51,12 +51,12 @@ def curve(case: Case, groups: dict[str, int], ours: bool) -> Curve:
         settings = {"batch": case.ranks, **case.run, "optimizer": {"lr": 3e-3, **case.run.get("optimizer", {})}}
         spec = use_sonic_ep(spec, SonicEPOptions(router=case.router)) if ours else spec
         run = Run(config, spec, **settings)
-        return [tuple(step) for step in run.train(STEPS)]
+        return [tuple(step) for step in run.train(steps)]
 
 
-def both_curves(rank: int, case: Case) -> tuple[Curve, Curve]:
+def both_curves(rank: int, case: Case, steps: int = STEPS) -> tuple[Curve, Curve]:
     stock_groups = case.groups if case.stock_groups is None else case.stock_groups
-    return curve(case, stock_groups, ours=False), curve(case, case.groups, ours=True)
+    return curve(case, stock_groups, ours=False, steps=steps), curve(case, case.groups, ours=True, steps=steps)
 
 
 def assert_alike(curves: tuple[Curve, Curve]) -> None:
