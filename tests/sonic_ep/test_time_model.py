@@ -160,9 +160,10 @@ def test_sustained_steps_of_two_gpus() -> None:
 CONFIG = load_config("qwen3_30b_a3b")
 
 
-def test_one_link_explains_both_ways_between_two_hosts() -> None:
-    """Four H100s as two hosts: the link at which the all-to-all takes what was measured, and two hops over it."""
-    (case,) = record("two_hop_4_gpus.json")["cases"].values()
+@pytest.mark.parametrize("name", ["two_hop_4_gpus", "two_hop_memory_4_gpus"])
+def test_one_link_explains_both_ways_between_two_hosts(name: str) -> None:
+    """Four GPUs as two hosts: the link at which the all-to-all takes what was measured, and two hops over it."""
+    (case,) = record(f"{name}.json")["cases"].values()
     measured, config = case["contestants"], CONFIG.replace(rounding=PLAIN)
 
     def step(kind: Kind, link: float) -> float:
