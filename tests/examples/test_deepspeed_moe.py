@@ -1,4 +1,4 @@
-"""examples/deepspeed_moe.py as a user starts it: DeepSpeed's MoE layer and ours learn the same."""
+"""examples/deepspeed_moe.py: DeepSpeed's MoE layer and ours learn the same, once as DeepSpeed's launcher starts it."""
 
 import os
 import subprocess
@@ -8,33 +8,22 @@ from pathlib import Path
 import pytest
 
 import deepspeed_moe
+from tests.helpers.programs import ROOT, run_program
 
 pytest.importorskip("deepspeed")
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "deepspeed_moe.py"
+PROGRAM = "examples/deepspeed_moe.py"
 
 
-def run(tmp_path: Path, *command: str, flags: tuple[str, ...]) -> list[list[float]]:
-    """The table that it prints."""
+def flags_of(tmp_path: Path, *flags: str) -> tuple[str, ...]:
     (tmp_path / "text").mkdir()
     for number in range(20):
         (tmp_path / "text" / f"part_{number}.txt").write_text(f"{number} times {number} is {number * number}; " * 20)
-    small = ("--steps", "4", "--seq", "16", "--batch", "8", "--text", str(tmp_path / "text"))
-    done = subprocess.run(
-        [*command, str(EXAMPLE), *small, *flags],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(EXAMPLE.parents[1]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    return [[float(value) for value in line] for line in lines if len(line) == 7 and line[0].isdigit()]
+    return "--steps", "4", "--seq", "16", "--batch", "8", "--text", str(tmp_path / "text"), *flags
+
+
+def table_in(lines: list[str]) -> list[list[float]]:
+    split = [line.split() for line in lines]
+    return [[float(value) for value in line] for line in split if len(line) == 7 and line[0].isdigit()]
 
 
 def check(table: list[list[float]]) -> None:
@@ -46,21 +35,35 @@ def check(table: list[list[float]]) -> None:
 
 
 @pytest.mark.slow
-def test_stock_and_ours_side_by_side_under_torchrun(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    check(run(tmp_path, *torchrun, flags=("--zero", "1")))
+def test_stock_and_ours_side_by_side(tmp_path: Path) -> None:
+    check(table_in(run_program(PROGRAM, *flags_of(tmp_path, "--zero", "1"), processes=2)))
 
 
 @pytest.mark.slow
 def test_stock_and_ours_side_by_side_under_the_deepspeed_launcher(tmp_path: Path) -> None:
-    check(run(tmp_path, "deepspeed", "--num_gpus", "2", "--master_port", "29731", flags=("--zero", "2")))
+    launcher = "deepspeed", "--num_gpus", "2", "--master_port", "29731"
+    done = subprocess.run(
+        [*launcher, str(ROOT / PROGRAM), *flags_of(tmp_path, "--zero", "2")],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    check(table_in(done.stdout.splitlines()))
 
 
 @pytest.mark.slow
 def test_a_qwen3_moe_of_hugging_face_through_autoep(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    check(run(tmp_path, *torchrun, flags=("--model", "qwen3-moe", "--zero", "3", "--layers", "1")))
+    flags = "--model", "qwen3-moe", "--zero", "3", "--layers", "1"
+    check(table_in(run_program(PROGRAM, *flags_of(tmp_path, *flags), processes=2)))
 
 
 @pytest.mark.parametrize(

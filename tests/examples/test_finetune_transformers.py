@@ -1,6 +1,7 @@
-"""examples/finetune_transformers.py as a user starts it: one process or two, our loop or Trainer, all weights or LoRA.
+"""examples/finetune_transformers.py: one process or two, our loop or Trainer, all weights or LoRA.
 
-With eager experts and no name of ours registered, a saved folder computes what was trained.
+Our loop runs as a user starts it. Other runs are forked, which spares their imports. With eager experts and no name of
+ours registered, a saved folder computes what was trained.
 """
 
 import importlib
@@ -21,7 +22,9 @@ import finetune_transformers
 from corpus import load_corpus
 from run_folder import read_metrics
 from tests.examples.conftest import EXAMPLES
+from tests.helpers.programs import run_program
 
+PROGRAM = "examples/finetune_transformers.py"
 SMALL = ("--steps", "6", "--batch", "4", "--seq", "16", "--warmup", "1", "--lr", "0.003")
 OFTEN = ("--save-every", "3", "--eval-every", "3", "--eval-batches", "2", "--log-every", "1")
 REGISTER = importlib.import_module("sonic_ep.integrations.transformers.register")  # the package has a function so named
@@ -66,21 +69,23 @@ def start(*command: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=300,
+        cwd=EXAMPLES.parent,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def finetune(run: Path, text: Path, *flags: str, launcher: tuple[str, ...] = ()) -> list[str]:
+def flags_of(run: Path, text: Path) -> tuple[str, ...]:
+    return *SMALL, *OFTEN, "--text", str(text), "--run-dir", str(run)
+
+
+def finetune(run: Path, text: Path, *flags: str, processes: int | None = None) -> list[str]:
     """The lines that a new run prints."""
-    program = str(EXAMPLES / "finetune_transformers.py")
-    return start(
-        *launcher, program, *SMALL, *OFTEN, "--text", str(text), "--run-dir", str(run), *flags
-    ).stdout.splitlines()
+    return run_program(PROGRAM, *flags_of(run, text), *flags, processes=processes)
 
 
-def resume(run: Path, *, launcher: tuple[str, ...] = ()) -> list[str]:
-    return start(*launcher, str(EXAMPLES / "finetune_transformers.py"), "--resume", str(run)).stdout.splitlines()
+def resume(run: Path, *, processes: int | None = None) -> list[str]:
+    return run_program(PROGRAM, "--resume", str(run), processes=processes)
 
 
 def killed_at_step_3(run: Path, copy: Path, last: str) -> Path:
@@ -131,7 +136,7 @@ def assert_loads_without_us(run: Path, text: Path, folder: Path) -> None:
 def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Our loop in one process."""
     run = tmp_path_factory.mktemp("plain") / "run"
-    lines = finetune(run, text)
+    lines = start(PROGRAM, *flags_of(run, text)).stdout.splitlines()
     assert sum(line.startswith("step ") for line in lines) == 8
     return run
 
@@ -192,15 +197,15 @@ def test_lora(text: Path, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ep_size", [2, 1])
 def test_lora_in_two_processes_learns_what_it_does_in_one(ep_size: int, text: Path, tmp_path: Path) -> None:
-    alone, run, launcher = tmp_path / "alone", tmp_path / "run", torchrun(2)
+    alone, run = tmp_path / "alone", tmp_path / "run"
     finetune(alone, text, "--lora", "--lr", "0.01")
-    finetune(run, text, "--lora", "--lr", "0.01", "--ep-size", str(ep_size), launcher=launcher)
+    finetune(run, text, "--lora", "--lr", "0.01", "--ep-size", str(ep_size), processes=2)
     for ours, wanted in zip(read_metrics(run), read_metrics(alone), strict=True):
         assert ours["loss"] == pytest.approx(wanted["loss"], abs=1e-4)
         assert ours.get("grad_norm", 0.0) == pytest.approx(wanted.get("grad_norm", 0.0), rel=1e-3)
     assert_loads_without_us(run, text, tmp_path)
     copy = killed_at_step_3(run, tmp_path / "copy", "checkpoints/step_000006")
-    assert any(line.endswith("steps 4 to 6") for line in resume(copy, launcher=launcher))
+    assert any(line.endswith("steps 4 to 6") for line in resume(copy, processes=2))
     assert timeless(copy) == timeless(run)
 
 
@@ -219,15 +224,15 @@ def test_lora_under_trainer(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_processes_learn_what_one_does(processes: int, plain: Path, text: Path, tmp_path: Path) -> None:
     """Two divide the experts; of four, two hold the same experts, and FSDP2 shards these further."""
-    run, launcher = tmp_path / "run", torchrun(processes)
-    finetune(run, text, "--ep-size", "2", launcher=launcher)
+    run = tmp_path / "run"
+    start(*torchrun(processes), PROGRAM, *flags_of(run, text), "--ep-size", "2")
     assert_learned(run)
     assert_loads_without_us(run, text, tmp_path)
     for ours, alone in zip(read_metrics(run), read_metrics(plain), strict=True):
         assert ours["loss"] == pytest.approx(alone["loss"], abs=1e-4)
         assert ours.get("grad_norm", 0.0) == pytest.approx(alone.get("grad_norm", 0.0), rel=1e-3)
     copy = killed_at_step_3(run, tmp_path / "copy", "checkpoints/step_000006")
-    assert any(line.endswith("steps 4 to 6") for line in resume(copy, launcher=launcher))
+    assert any(line.endswith("steps 4 to 6") for line in resume(copy, processes=processes))
     assert timeless(copy) == timeless(run)
 
 
@@ -235,7 +240,7 @@ def test_processes_learn_what_one_does(processes: int, plain: Path, text: Path, 
 @needs_accelerate
 def test_two_processes_under_trainer(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    finetune(run, text, "--ep-size", "2", "--trainer", launcher=torchrun(2))
+    finetune(run, text, "--ep-size", "2", "--trainer", processes=2)
     assert_learned(run)
     assert_loads_without_us(run, text, tmp_path)
 

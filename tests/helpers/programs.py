@@ -20,9 +20,9 @@ from tests.helpers.launch import fork_server
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_program(path: str, *flags: str, processes: int | None = None, timeout: float = 300.0) -> None:
-    """Runs a program, its path relative to the root of the repo, in the root. processes: None for one that is not told
-    of others, as without torchrun.
+def run_program(path: str, *flags: str, processes: int | None = None, timeout: float = 300.0) -> list[str]:
+    """Runs a program on CPUs, its path relative to the root of the repo, in the root. Returns the lines that the first
+    process wrote. processes: None for one that is not told of others, as without torchrun.
 
     Raises RuntimeError, with what all of them wrote, as soon as one fails, or after `timeout` seconds.
     """
@@ -51,13 +51,14 @@ def run_program(path: str, *flags: str, processes: int | None = None, timeout: f
         if any(code != 0 for code in codes):
             texts = "\n".join(output.read_text() for output in outputs if output.exists())
             raise RuntimeError(f"{path} {' '.join(flags)} ended with {codes}, by rank:\n{texts}")
+        return outputs[0].read_text().splitlines()
 
 
 def _run(path: str, flags: tuple[str, ...], environment: dict[str, str], output: Path) -> None:
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    os.environ.update(environment)
+    os.environ.update({"CUDA_VISIBLE_DEVICES": ""} | environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
     program = ROOT / path
