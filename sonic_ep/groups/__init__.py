@@ -84,6 +84,10 @@ _SHARED: "WeakKeyDictionary[dist.ProcessGroup, tuple[PeerWatch, Order, dict[str,
 # Groups of some ranks of a process group, by these ranks, with their names. Names are not used again in a process.
 _PARTS: "WeakKeyDictionary[dist.ProcessGroup, dict[range, tuple[str, dist.ProcessGroup]]]" = WeakKeyDictionary()
 _NUMBERS = itertools.count()
+# torch 2.13 deprecates the older name, and 2.11 does not have the newer one.
+_ALL_GATHER: "Callable[..., dist.Work | None]" = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
 _TIMEOUT = TransportConfig().timeout
 _Value = TypeVar("_Value")
 _Options = TypeVar("_Options", AllgatherOptions, AllToAllOptions)
@@ -246,8 +250,8 @@ class EPGroup:
         # Not under capture, which stays on one stream, nor on the CPU, where nothing can overlap.
         overlaps = meanwhile is not None and values.is_cuda and host_may_wait(values)
         self._watch.begin(stage, layer)
-        values = values.contiguous()
-        work = dist.all_gather_into_tensor(gathered, values, group=self.process_group, async_op=overlaps)
+        flat = gathered.view(-1), values.contiguous().view(-1)
+        work = _ALL_GATHER(*flat, group=self.process_group, async_op=overlaps)
         if overlaps and meanwhile is not None:
             meanwhile()
         if work is not None:
