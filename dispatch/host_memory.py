@@ -27,7 +27,7 @@ from sonic_ep.kernels.backend import symmetric_kernels
 from sonic_ep.kernels.dispatch.symmetric.signal_pad import SignalPad, Stage, num_signals
 from sonic_ep.symmetric_memory import PeerMemory
 
-_GROWTH = 5 / 4  # allocated / needed rows
+ROW_GROWTH = 5 / 4  # allocated / needed rows
 # Of transport.timeout. The host waits for counts in the next step at the latest, notices a lost rank there first, and
 # asks all ranks which one it is. A kernel that notices first can only name the peer that it waits for.
 _TIMEOUTS = 2
@@ -49,7 +49,7 @@ class HostMemory:
     def reserve(self, rows: int) -> None:
         """Makes regions hold `rows` rows from the next exchange on. Equal on all ranks of the EP group."""
         if rows > self._rows:
-            self._rows = round(rows * _GROWTH)
+            self._rows = round(rows * ROW_GROWTH)
 
     def raise_if_lost(self) -> None:
         lost = None if self._pad is None else self._pad.lost_peer()

@@ -33,6 +33,7 @@ from sonic_ep.cli.plan import (
 from sonic_ep.cli.time_constants import CONSTANTS
 from sonic_ep.cli.time_model import ITEM_BYTES, host_ms, stages
 from sonic_ep.config import MoEConfig, TransportKind
+from sonic_ep.dispatch.host_memory import ROW_GROWTH
 
 _COLUMN = 12
 _ORDER = (
@@ -123,7 +124,16 @@ def memory_of(config: MoEConfig, T: int, layout: Layout, kind: Kind, layers: int
         # As many rows are received in hop 1; hop 2 forwards as many as all_to_all sends.
         X = round(T * expected_parts(config, layout.num_hosts))
         saved["lists"] += 8 * X + 4 * (X + 1)
-    return memory_parts(config, sizes, ITEM_BYTES, layers, saved_as, saved)
+    parts = memory_parts(config, sizes, ITEM_BYTES, layers, saved_as, saved)
+    if kind == "two_hop":
+        parts["buffers over symmetric memory"] = _buffers_of_hop_2(config, T, layout)
+    return parts
+
+
+def _buffers_of_hop_2(config: MoEConfig, T: int, layout: Layout) -> int:
+    """Returns the bytes of a buffer for dispatches and one for combines, by the formula in dispatch/host_memory.py."""
+    rows = layout.num_hosts * min(T, -(-T * config.K // layout.S))  # that a rank forwards to another, at most
+    return 2 * layout.D * round(ROW_GROWTH * rows) * config.d * ITEM_BYTES
 
 
 def options_of(config: MoEConfig, T: int, cluster: Cluster, load: Load, layers: int = 1) -> list[Option]:

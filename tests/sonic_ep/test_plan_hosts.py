@@ -67,11 +67,12 @@ def test_transports_of_a_layout() -> None:
 
 
 def test_memory_of_two_hops() -> None:
-    """By docs/memory.md: 8 bytes more a row of hop 1, and the prefix sums of the rows that hop 1 brings."""
+    """By docs/memory.md: 8 bytes more a row of hop 1, prefix sums of the rows that hop 1 brings, and two buffers, in
+    which each of 8 ranks of a host has room for 5/4 of the 2048 rows from each of 4 hosts."""
     layout = Layout(32, 8, 45)
     more = sum(memory_of(CONFIG, 8192, layout, "two_hop", 3).values())
     more -= sum(memory_of(CONFIG, 8192, layout, "all_to_all", 3).values())
-    assert more == 3 * (12 * round(8192 * 3.6290109244257005) + 4)
+    assert more == 3 * (12 * round(8192 * 3.6290109244257005) + 4) + 2 * 8 * 10_240 * 4096
     assert memory_of(CONFIG, 8192, Layout(8, 8), "symmetric", 1)["buffers over symmetric memory"] > 0
 
 
