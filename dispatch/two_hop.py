@@ -86,11 +86,8 @@ class _Ranks:
 
     def most_forwarded(self, sizes: SplitSizes) -> int:
         """Returns a bound, from numbers that all ranks know, of the rows that any rank sends to another in hop 2."""
-        bounds = [
-            [min(tokens, pairs) for pairs in pairs_Q]
-            for tokens, pairs_Q in zip(sizes.tokens_S, sizes.pairs_SQ, strict=True)
-        ]
-        return max(max(map(sum, zip(*bounds[number :: self.per_host], strict=True))) for number in range(self.per_host))
+        most_S = [*map(min, sizes.tokens_S, map(max, sizes.pairs_SQ))]  # of a source, to any destination
+        return max(sum(most_S[number :: self.per_host]) for number in range(self.per_host))
 
     def splits(self, counts: Sequence[int], pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> Splits:
         """Returns the split sizes of both hops.
