@@ -20,11 +20,10 @@ from sonic_ep.dispatch.protocol import DispatchHandle, HandleSizes, Pending, Pre
 from sonic_ep.dispatch.side_stream import SideStream
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import gather_rows, gather_sum, values_of_pairs
+from sonic_ep.kernels.common.sizes import INDEX_ALIGNMENT
 from sonic_ep.kernels.dispatch.recv_index.reference import PairBuffer, RankPlan
 from sonic_ep.kernels.program.trace import by_torch, current_trace
 from sonic_ep.routing import INDEX_DTYPE, Routing, SplitSizes
-
-_ALIGNED = 4  # entries of 16 bytes
 
 
 class CollectiveTransport:
@@ -217,7 +216,7 @@ def unpack_lists(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     if message.dtype == INDEX_DTYPE and message.shape[1] == 2:
         V = message.shape[0]
-        columns = message.new_empty(2, V + -V % _ALIGNED)[:, :V]  # kernels are launched faster with aligned tensors
+        columns = message.new_empty(2, V + -V % INDEX_ALIGNMENT)[:, :V]
         ids_V, weights_V = columns.copy_(message.t())
         return ids_V, weights_V.view(dtype)
 

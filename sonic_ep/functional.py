@@ -26,8 +26,9 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.activations import Activation, activation_named, interleave
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
+from sonic_ep.kernels.program.program import without_autocast
 from sonic_ep.routing import GroupCounts, Routing
-from sonic_ep.steps.experts_step import ExpertsCode, ExpertsStep, MoECall, RunsAs, without_autocast
+from sonic_ep.steps.experts_step import ExpertsCode, ExpertsStep, MoECall, RunsAs
 from sonic_ep.steps.experts_trace import MoEWeights
 from sonic_ep.transports import existing_transport, transport_type
 
@@ -129,7 +130,7 @@ def moe(
     params = (w1_eJH, w2_eHI) if accumulate_into_main_grad else (None, None)
     weights = MoEWeights(w1_eJH, up_eIH, w2_eHI, b1_eJ, b2_eH, *updates.tensors())
     step = code = ExpertsCode(call, layout, routing)
-    with without_autocast(x_TH):
+    with without_autocast(x_TH.device.type):
         if runs_as is not None:
             into = main_grad_of(params[0]), main_grad_of(params[1])
             with routing.status_first():
@@ -291,7 +292,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         needs_lora = (any(ctx.needs_input_grad[7:9]), any(ctx.needs_input_grad[9:11]))
         needs = needs_gate or needs_up, *needs, *needs_lora
         into = main_grad_of(param1) if needs[0] else None, main_grad_of(param2) if needs[1] else None
-        with without_autocast(weights.w1):
+        with without_autocast(weights.w1.device.type):
             grads = step.backward(grad_outputs[0], rows, saved, weights, into, needs)
         dw1 = grads.dw1 if into[0] is None else gradient_placeholder(param1)
         dw2 = grads.dw2 if into[1] is None else gradient_placeholder(param2)

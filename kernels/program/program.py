@@ -12,7 +12,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, cast, final
 
 import torch
@@ -40,7 +40,6 @@ _SHARED, _BLOCK, _PACK = -1, -2, -3  # the numbers of the tensors that others sh
 # A tensor of as many bytes, or of that share of the largest, has an allocation of its own, and is freed when nobody
 # needs it. Bytes are counted with the trace's usual sizes.
 _OWN_BYTES, _OWN_SHARE = 2**20, 1 / 16
-_NOTHING = nullcontext()
 
 
 @final
@@ -181,9 +180,7 @@ class Program:
         return tensors_of([values[place] for place in self._outputs])
 
     def _call(self, call: "TorchCall", values: "array[int]") -> None:
-        kind = self.device.type
-        stream = torch.cuda.stream(self._others[call.lane - 1]) if call.lane else _NOTHING
-        without_autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+        stream = torch.cuda.stream(self._others[call.lane - 1]) if call.lane else nullcontext()
         operands = [
             tensor_at(values[each.address], *each.sizes_and_strides(values), each.dtype, self._device)
             if isinstance(each, TensorOperand)
@@ -192,7 +189,7 @@ class Program:
         ]
         out, *given = cast(list[Tensor], operands)
         try:
-            with without_autocast, stream:
+            with without_autocast(self.device.type), stream:
                 if call.into:
                     call.function(*given, out=out)
                 else:
@@ -216,6 +213,11 @@ class Program:
             torch.empty(shape, dtype=dtype, device=self.device)  # raises the error again, with all that torch says
             raise torch.OutOfMemoryError(f"no memory for a tensor of shape {shape} and dtype {dtype}")
         raise RuntimeError(f"item {item} failed")
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Returns a context without autocast, which would change the dtypes of operands and sums in plain torch."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _place(index: int, members: dict[int, Number], numbers: Numbers) -> Number:

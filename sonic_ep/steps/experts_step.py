@@ -4,7 +4,6 @@ Legend: T tokens on this rank, H hidden size.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Self, cast, final
 
@@ -324,12 +323,6 @@ class RunsAs:
         if not self.as_program or self.step is None or routing.split_sizes is None:
             return False
         return not self.step.holds(routing.split_sizes.read())
-
-
-def without_autocast(like: Tensor) -> AbstractContextManager[object]:
-    """Returns a context without autocast, which would change the dtypes of operands and sums in plain torch."""
-    device_type = like.device.type
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _same(one: Ranks, two: Ranks) -> bool:

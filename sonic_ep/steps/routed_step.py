@@ -18,11 +18,11 @@ from sonic_ep.expert_parallel_mlp import Call
 from sonic_ep.first_order import Context, first_order
 from sonic_ep.kernels.dispatch.recv_index.reference import RankPlan
 from sonic_ep.kernels.experts.activations import activation_named
-from sonic_ep.kernels.program.program import Program
+from sonic_ep.kernels.program.program import Program, without_autocast
 from sonic_ep.kernels.program.trace import Slot, Trace
 from sonic_ep.routers.rounding import max_rows
 from sonic_ep.routing import AsyncSplitSizes, GroupCounts, Routing
-from sonic_ep.steps.experts_step import ExpertsCode, ExpertsPrograms, ExpertsStep, MoECall, without_autocast
+from sonic_ep.steps.experts_step import ExpertsCode, ExpertsPrograms, ExpertsStep, MoECall
 from sonic_ep.steps.experts_trace import MoEWeights
 from sonic_ep.steps.layer_step import StepCall
 from sonic_ep.steps.programs import Later, Programs, Sizes, numbers_of, slots_of
@@ -92,7 +92,7 @@ class _RoutedStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context[_ForBackward], step: RoutedStep, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         x_TH, weights = inputs[0], step.kind.weights_of(inputs[1:])
-        with without_autocast(x_TH):
+        with without_autocast(x_TH.device.type):
             loss, routing, plan, of_router = step.route(x_TH, weights)
             y_TH, experts, saved = step.rest(x_TH, routing, plan, MoEWeights.of_layer(*weights[2:]))
         if any(step.kind.needs):
@@ -116,7 +116,7 @@ class _RoutedStep(torch.autograd.Function):
             dx_TH, dweights_N, grads = torch.zeros_like(x_TH), weights.router.new_zeros(N, dtype=torch.float32), None
         else:
             rows, of_experts = x_TH if experts.saves_x else None, MoEWeights.of_layer(*weights[2:])
-            with without_autocast(x_TH):
+            with without_autocast(x_TH.device.type):
                 grads = experts.backward(dy_TH, rows, saved, of_experts, _NO_BUFFERS, (*needs[3:], False, False))
             dx_TH, dweights_N = grads.dx_TH, grads.dweights_N
         found = list[Tensor]()

@@ -58,7 +58,7 @@ def _run(path: str, flags: tuple[str, ...], environment: dict[str, str], output:
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    os.environ.update({"CUDA_VISIBLE_DEVICES": ""} | environment)
+    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
     os.chdir(ROOT)
     torch.set_num_threads(1)
     program = ROOT / path

@@ -14,12 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sonic_ep.kernels.common.launch import fast_launch
-from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
+from sonic_ep.kernels.common.sizes import INDEX_ALIGNMENT, cdiv, next_power_of_2
 from sonic_ep.kernels.dispatch.send_index.reference import SentRows, TokenLists
 from sonic_ep.routing import INDEX_DTYPE
 
 _BLOCK = 256
-_ALIGNED = 4  # entries of 16 bytes: a kernel is launched faster where its tensors start at multiples of them
 _TILE = 2048  # cells (token, destination rank) per program of _by_token
 
 
@@ -135,20 +134,16 @@ def _mark_tokens(
     )
 
 
-def _aligned(count: int) -> int:
-    return cdiv(count, _ALIGNED) * _ALIGNED
-
-
 def sent_rows(token_ids_N: Tensor, pair_starts_Q: Tensor, num_tokens: int) -> SentRows:
     """See kernels/dispatch/send_index/reference.py."""
     token_ids_N = token_ids_N.contiguous()
     N, Q, T = token_ids_N.shape[0], pair_starts_Q.shape[0] - 1, num_tokens
-    first_copy = _aligned(Q * T) + _ALIGNED
-    scratch = torch.zeros(first_copy + _ALIGNED + T, dtype=INDEX_DTYPE, device=token_ids_N.device)
-    marks_QT, marked_T = scratch[_ALIGNED : _ALIGNED + Q * T], scratch[first_copy + _ALIGNED :]
-    _mark_tokens(token_ids_N, pair_starts_Q, marks_QT, marked_T, T)
-    copies_T = scratch[first_copy + _ALIGNED - 1 :]  # it and the marks start with an extra 0
-    sent_before = scratch[_ALIGNED - 1 : _ALIGNED + Q * T].cumsum(0, dtype=INDEX_DTYPE)
+    spare = INDEX_ALIGNMENT - 1  # both parts start with an extra 0, and what follows it is aligned
+    first_cell = cdiv(spare + 1 + T, INDEX_ALIGNMENT) * INDEX_ALIGNMENT + spare
+    scratch = torch.zeros(first_cell + 1 + Q * T, dtype=INDEX_DTYPE, device=token_ids_N.device)
+    copies_T, is_token_in_rank_QT = scratch[spare : spare + 1 + T], scratch[first_cell:]
+    _mark_tokens(token_ids_N, pair_starts_Q, is_token_in_rank_QT[1:], copies_T[1:], T)
+    sent_before = is_token_in_rank_QT.cumsum(0, dtype=INDEX_DTYPE)
     row_of_pair_N = torch.empty_like(token_ids_N)
     _look_up[(cdiv(N, _BLOCK),)](
         token_ids_N, pair_starts_Q, sent_before, row_of_pair_N, N, T, DST_RANKS=Q, BLOCK=_BLOCK, num_warps=4
