@@ -1,12 +1,14 @@
 """Training steps of torchtitan's Qwen3-MoE: its own dispatch and experts and ours, in turns.
 
     torchrun --nproc-per-node 2 benchmarks/torchtitan_step.py --out torchtitan_step_2_gpus.json
+    torchrun --nproc-per-node 2 benchmarks/torchtitan_step.py --compile --out torchtitan_step_compiled_2_gpus.json
     torchrun --nproc-per-node 2 benchmarks/torchtitan_step.py --device cpu --shape tiny --tokens 64 --length 32
 
 The model has random weights and `--layers` layers of a published shape. torchtitan's own parallelize function divides
-the experts among all ranks and shards the rest by FSDP2, with fp32 weights that compute in bf16. The loop is ours, not
-its Trainer's: nothing balances the experts or clips gradients. Attention is torch's. Each rank has its own sequences of
-random tokens.
+the experts among all ranks and shards the rest by FSDP2, with fp32 weights that compute in bf16. --compile: it compiles
+each block as one graph, and so is the loss; with an older torch a graph may break, and does at torchtitan's experts.
+The loop is ours, not its Trainer's: nothing balances the experts or clips gradients. Attention is torch's. Each rank
+has its own sequences of random tokens.
 
 Contestants train the same weights, one after the other, in turns of --seconds, which begin once no step traces a
 program:
@@ -34,14 +36,14 @@ from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from older_torch import is_older, sharded  # before torchtitan
+from older_torch import autocast_of_whole_experts, compile_blocks, is_older, sharded  # before torchtitan
 from pretrain_model import DENSE, groups_by_mesh
 from runs import group_of_ranks, leave
 from step_race import LayerAlone, Race, StepModel, parsed_options, step_parser
@@ -71,6 +73,10 @@ PLAIN, APPORTION = SonicEPOptions(), SonicEPOptions(rounding=RoundingConfig(mode
 LEARNING_RATE = 1e-5  # small, so that routing stays as at the start: contestants train one after the other
 
 
+# torch 2.11 finds no one graph of torchtitan's own dispatch.
+stock_forward: Any = torch.compiler.disable(RoutedExperts.forward) if is_older else RoutedExperts.forward
+
+
 class ExpertsInTurns(SonicEPRoutedExperts):
     """torchtitan's routed experts and ours, on the same weights. `chosen` says which of them run."""
 
@@ -78,7 +84,7 @@ class ExpertsInTurns(SonicEPRoutedExperts):
     class Config(SonicEPRoutedExperts.Config):
         pass
 
-    chosen: ClassVar[str] = STOCK
+    chosen = STOCK  # of an instance: torch.compile does not see that a class changes
 
     def forward(  # torchtitan's sharding reads the names of the arguments
         self,
@@ -87,9 +93,9 @@ class ExpertsInTurns(SonicEPRoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        self.options = APPORTION if self.chosen == ROUNDED else PLAIN
-        chosen = RoutedExperts if self.chosen == STOCK else SonicEPRoutedExperts
-        return chosen.forward(self, x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
+        args = x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
+        with autocast_of_whole_experts(x_BLD.device.type):
+            return stock_forward(self, *args) if self.chosen == STOCK else SonicEPRoutedExperts.forward(self, *args)
 
     @property
     def num_programs(self) -> int:
@@ -99,12 +105,14 @@ class ExpertsInTurns(SonicEPRoutedExperts):
 class RouterInTurns(ScoringRouter):
     """torchtitan's router, which gives the scores of all experts as well where they are rounded."""
 
+    chosen = STOCK
+
     @dataclass(kw_only=True, slots=True)
     class Config(ScoringRouter.Config):
         pass
 
     def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        if ExpertsInTurns.chosen == ROUNDED:
+        if self.chosen == ROUNDED:
             return super().forward(x_BLD, expert_bias_E)
         return TokenChoiceTopKRouter.forward(self, x_BLD, expert_bias_E)
 
@@ -138,6 +146,10 @@ def model_config(options: argparse.Namespace) -> Any:
     return config
 
 
+def loss_of(logits_BLV: Tensor, ids_BL: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BLV[:, :-1].flatten(0, 1).float(), ids_BL[:, 1:].flatten())
+
+
 class Training(StepModel):
     def __init__(self, _: tuple[str, ...], options: argparse.Namespace) -> None:
         config, ranks = model_config(options), dist.get_world_size()
@@ -145,13 +157,14 @@ class Training(StepModel):
         dims = ParallelDims.from_config(parallelism, ranks)
         with torch.device("meta"):
             model = config.build()
-        with replaced(parallelize, apply_fsdp_to_decoder=sharded) if is_older else nullcontext():
+        older = replaced(parallelize, apply_fsdp_to_decoder=sharded, apply_compile=compile_blocks)
+        with older if is_older else nullcontext():
             self.model: Any = qwen3.parallelize_qwen3(
                 model,
                 parallel_dims=dims,
                 training=TrainingConfig(mixed_precision_param="bfloat16", mixed_precision_reduce="float32"),
                 parallelism=parallelism,
-                compile_config=CompileConfig(),
+                compile_config=CompileConfig(enable=options.compile, components=["model"]),
                 ac_config=None,
                 dump_folder="",
             )
@@ -164,17 +177,21 @@ class Training(StepModel):
         generator = torch.Generator(options.device).manual_seed(dist.get_rank())
         size = (options.tokens // options.length, options.length)
         self.ids = torch.randint(config.vocab_size, size, device=options.device, generator=generator)
+        self.loss_of = torch.compile(loss_of) if options.compile else loss_of
         self.moe = MoEAlone(config.layers[0].moe, dims, options)
 
     def choose(self, name: str) -> None:
-        ExpertsInTurns.chosen = name
+        for module in (*self.model.modules(), *self.moe.moe.modules()):
+            if isinstance(module, ExpertsInTurns | RouterInTurns):
+                module.chosen = name
+            if isinstance(module, ExpertsInTurns):
+                module.options = APPORTION if name == ROUNDED else PLAIN
 
     def num_programs(self) -> int:
         return sum(experts.num_programs for experts in self.experts)
 
     def _loss(self) -> Tensor:
-        logits_BLV = self.model(self.ids)
-        return F.cross_entropy(logits_BLV[:, :-1].flatten(0, 1).float(), self.ids[:, 1:].flatten())
+        return self.loss_of(self.model(self.ids), self.ids)
 
     def loss(self) -> float:
         with torch.no_grad():
@@ -219,6 +236,7 @@ class MoEAlone:
 def parsed() -> argparse.Namespace:
     parser = step_parser(__doc__, shape="qwen3_30b_a3b", shapes=("qwen3_30b_a3b", "tiny"), tokens=8192, seconds=2.0)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--compile", action="store_true")
     return parsed_options(parser)
 
 
@@ -240,6 +258,7 @@ def main() -> None:
             options,
             moe=load_config(options.shape),
             dense=DENSE[options.shape],
+            sizes=("compile",),
             packages=("torchtitan",),
         ).run()
     leave()

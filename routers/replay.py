@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import Any, final
 
+import torch
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -84,6 +85,15 @@ def in_region() -> bool:
 def replaying() -> bool:
     """Returns True inside a region that replays."""
     return any(region.replays for region in _REGIONS.get())
+
+
+def refuse_new_numbers() -> None:
+    """Call it where an operation of a compiled graph draws numbers. Raises RuntimeError if backward recomputes it."""
+    if torch._C._current_graph_task_id() != -1 and not replaying():
+        raise RuntimeError(
+            "backward recomputes a router that draws numbers, in a compiled graph, and it would decide anew; "
+            "give its checkpoint context_fn=sonic_ep.replay_contexts"
+        )
 
 
 def replay_contexts() -> tuple[Any, Any]:

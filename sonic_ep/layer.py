@@ -28,7 +28,7 @@ from sonic_ep.kernels.experts.mlp import ExpertWeights
 from sonic_ep.kernels.route.status.reference import MAX_LAYER
 from sonic_ep.routers.count_exchange import DTYPES
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting, add_to_records, recording
-from sonic_ep.routers.replay import repeated_pairs, replaying
+from sonic_ep.routers.replay import refuse_new_numbers, repeated_pairs
 from sonic_ep.routers.rounding import max_received, max_rows
 from sonic_ep.routers.router import Router
 from sonic_ep.routers.stats import RoutingStats
@@ -173,12 +173,8 @@ class MoE(nn.Module):
 
     def _of_graph(self, x: Tensor, problem: str | None) -> MoEOutput:
         """Computes an operation of a compiled graph."""
-        recomputes = torch._C._current_graph_task_id() != -1 and not replaying()
-        if recomputes and self.training and (self.config.rounding.draws_numbers or self.config.router.jitter):
-            raise RuntimeError(
-                "backward recomputes a router that draws numbers, in a compiled graph, and it would decide anew; "
-                "give its checkpoint context_fn=sonic_ep.replay_contexts"
-            )
+        if self.training and (self.config.rounding.draws_numbers or self.config.router.jitter):
+            refuse_new_numbers()
         return self._counted(self._output(x, NOTHING_GIVEN if problem is None else GivenRouting(problem=problem)))
 
     @_disable_dynamo

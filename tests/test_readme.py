@@ -43,11 +43,11 @@ def anchors(page: str) -> set[str]:
 def test_the_first_screen_says_what_it_is_how_fast_and_how_to_get_it() -> None:
     lines = README.read_text().splitlines()
     assert len(lines) <= 150
-    screen = lines[:30]
+    screen = lines[:31]
     assert sum("**" in line for line in screen if line.startswith("|")) == len(STEPS)
     imported = [line.split()[1] for line in screen if line.startswith("    from sonic_ep")]
     of_frameworks = [f"sonic_ep.integrations.{name}" for name in ("megatron", "transformers", "deepspeed")]
-    assert imported == [of_frameworks[0], "sonic_ep", *of_frameworks[1:]]  # as the rows of the table, FSDP2's second
+    assert imported == [of_frameworks[0], "sonic_ep", *of_frameworks[1:]]  # as the rows; torchtitan needs none
     assert sum("pip install" in line for line in screen) == 3
     sections = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
     assert sections[:2] == ["Use it", "Integrations"]
@@ -58,6 +58,7 @@ STEPS = {
     "megatron.md": ("megatron_step_2_gpus", "MoELayer, TEGroupedMLP", "sonic_ep"),
     "benchmarks.md": ("pretrain_no_reshard_2_gpus", "torch", "nearest"),
     "transformers.md": ("transformers_step_2_gpus", "all_to_all, grouped_mm", "sonic_ep"),
+    "torchtitan.md": ("torchtitan_step_2_gpus", "all_to_all, grouped_mm", "sonic_ep"),
     "deepspeed.md": ("deepspeed_step_2_gpus", "AutoEP", "sonic_ep AutoEP"),
 }
 

@@ -75,13 +75,22 @@ class GraphOperation:
     needs: of which tensors the gradient is needed. call: see `in_graph`. constants: the further arguments, in torch's
     language of schemas. run: computes the outputs from the tensors and the further arguments, in eager mode. It returns
     no input, and saves no further argument that is not `lasting`. fake: returns tensors of the same shapes, from the
-    same.
+    same. first_lasting: the first of the tensors that are parameters or views of them; default: those that come as
+    parameters are. No graph overwrites them.
 
     Equal layers share a compilation, so constants are of no single one.
     """
 
-    def __init__(self, name: str, constants: str, run: Callable[..., Outputs], fake: Callable[..., Outputs]) -> None:
-        self._run, self._fake = run, fake
+    def __init__(
+        self,
+        name: str,
+        constants: str,
+        run: Callable[..., Outputs],
+        fake: Callable[..., Outputs],
+        *,
+        first_lasting: int | None = None,
+    ) -> None:
+        self._run, self._fake, self._first_lasting = run, fake, first_lasting
         schema = f"(Tensor[] tensors, bool[] needs, Tensor call, {constants}) -> (Tensor[], Tensor[], Tensor)"
         _define(name, schema, self._forward, self._fake_forward)
         torch.library.register_autograd(
@@ -93,11 +102,16 @@ class GraphOperation:
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
         with _autograd(), torch.set_grad_enabled(any(needs)):
             # In here, so that autograd notices if somebody writes to their memory before backward.
-            inputs = [_input(each, n) for each, n in zip(tensors, needs, strict=True)] if any(needs) else [*tensors]
+            inputs = self._inputs(tensors, needs) if any(needs) else [*tensors]
             outputs, others, later = self._run(inputs, *constants)
             needed = [each for each, n in zip(inputs, needs, strict=True) if n]
             ticket = _Graph.of(outputs, later, needed).ticket()
         return [each.detach() for each in outputs], [each.detach().clone() for each in others], ticket
+
+    def _inputs(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+        first = len(tensors) if self._first_lasting is None else self._first_lasting
+        lasts = [number >= first for number in range(len(tensors))]
+        return [_input(each, *how) for each, *how in zip(tensors, needs, lasts, strict=True)]
 
     def _fake_forward(
         self, tensors: Sequence[Tensor], needs: Sequence[bool], call: Tensor, *constants: object
@@ -218,10 +232,11 @@ _define(
 )
 
 
-def _input(values: Tensor, needed: bool) -> Tensor:
+def _input(values: Tensor, needed: bool, lasts: bool) -> Tensor:
     """Returns the tensor of which autograd gives the gradient: a parameter itself, unless its own hooks would run."""
-    is_parameter = isinstance(values, nn.Parameter) and values.requires_grad == needed
-    return values if is_parameter and not values._backward_hooks else lasting(values).detach().requires_grad_(needed)
+    if isinstance(values, nn.Parameter) and values.requires_grad == needed and not values._backward_hooks:
+        return values
+    return (values if lasts else lasting(values)).detach().requires_grad_(needed)
 
 
 def lasting(values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportio
 @pytest.mark.slow
 def test_contestants_take_turns_on_equal_weights(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    sizes = "--shape tiny --layers 2 --tokens 64 --length 32 --rounds 2 --seconds 0.1".split()
+    sizes = "--compile --shape tiny --layers 2 --tokens 64 --length 32 --rounds 2 --seconds 0.1".split()
     run_program("benchmarks/torchtitan_step.py", "--device", "cpu", *sizes, "--out", str(out), processes=2)
     record = json.loads(out.read_text())
     found = record["contestants"]

@@ -8,7 +8,7 @@ Legend: e local experts, H hidden size, I expert width, J pre-activation columns
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
@@ -17,6 +17,8 @@ from sonic_ep.first_order import Context
 from sonic_ep.integrations.framework_experts import Weights
 
 _LIMIT = 7.0  # of the activation swiglu_oai
+_NAMES = "w1_EFD", "w2_EDF", "w3_EFD"
+_GPT_OSS_NAMES = "mlp1_weight_EGD", "mlp2_weight_EDF", "mlp1_bias_EG", "mlp2_bias_ED"
 
 
 def problem_with_experts(config: GroupedExperts.Config) -> str | None:
@@ -37,27 +39,29 @@ def activation_of(experts: GroupedExperts) -> str:
     return "swiglu_oai" if isinstance(experts, GptOssGroupedExperts) else "swiglu"
 
 
-def weights_of(experts: Any, dtype: torch.dtype, tp_size: int) -> tuple[Weights, Tensor | None]:
-    """Returns w1, w2, b1, b2 and, if w1 is the gate weights alone, the up weights (e, I, H).
+def local_parameters(experts: Any) -> list[Tensor]:
+    """Returns this rank's parts of the module's parameters, differentiable.
 
-    They are in `dtype`, differentiable, on this rank.
-
-    In the module:  w1_EFD, w3_EFD (e, I, H), w2_EDF (e, H, I); of gpt-oss mlp1_weight_EGD (e, J, H), with gate and up
-                    rows in turns, mlp2_weight_EDF (e, H, I), and biases (e, J) and (e, H).
-    tp_size:        the number of ranks that each have a slice of I. Their outputs are summed, so each adds its share of
-                    the second bias, whose gradient is not divided, because every rank has all of it.
+    They are w1_EFD, w2_EDF, w3_EFD, or of gpt-oss mlp1_weight_EGD, mlp2_weight_EDF, mlp1_bias_EG, mlp2_bias_ED.
     """
-    if isinstance(experts, GptOssGroupedExperts):
-        names = "mlp1_weight_EGD", "mlp2_weight_EDF", "mlp1_bias_EG", "mlp2_bias_ED"
-        w1, w2, b1, b2 = (_local(experts, name, dtype) for name in names)
-        return (w1, w2, b1, _Share.apply(b2, tp_size) if tp_size > 1 else b2), None
-    w1, w2, w3 = (_local(experts, name, dtype) for name in ("w1_EFD", "w2_EDF", "w3_EFD"))
-    return (w1, w2, None, None), w3
+    is_gpt_oss = isinstance(experts, GptOssGroupedExperts)
+    parameters = [getattr(experts, name) for name in (_GPT_OSS_NAMES if is_gpt_oss else _NAMES)]
+    return [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
 
 
-def _local(experts: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
-    weight = getattr(experts, name)
-    return (weight.to_local() if isinstance(weight, DTensor) else weight).to(dtype)
+def weights_of(parameters: list[Tensor], dtype: torch.dtype, tp_size: int) -> tuple[Weights, Tensor | None]:
+    """Returns w1, w2, b1, b2 in `dtype` and, if w1 is the gate weights alone, the up weights (e, I, H).
+
+    parameters: see `local_parameters`. w1_EFD, w3_EFD are (e, I, H), w2_EDF (e, H, I); of gpt-oss mlp1_weight_EGD
+                (e, J, H), with gate and up rows in turns, mlp2_weight_EDF (e, H, I), and biases (e, J) and (e, H).
+    tp_size:    the number of ranks that each have a slice of I. Their outputs are summed, so each adds its share of the
+                second bias, whose gradient is not divided, because every rank has all of it.
+    """
+    w1, w2, *others = [each.to(dtype) for each in parameters]
+    if len(others) == 1:
+        return (w1, w2, None, None), others[0]
+    b1, b2 = others
+    return (w1, w2, b1, _Share.apply(b2, tp_size) if tp_size > 1 else b2), None
 
 
 class _Share(torch.autograd.Function):

@@ -8,6 +8,7 @@ letter for the hidden size.
 """
 
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,14 +17,22 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from sonic_ep.config import RoundingConfig, RouterConfig
+from sonic_ep.graph.modules import module_of, new_key
+from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, lasting
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import FrameworkExperts, compute_dtype
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.rounded_routing import rounded_routing, spread
 from sonic_ep.integrations.topk_routing import RouterCall, config_of, routing_of_topk
-from sonic_ep.integrations.torchtitan.inner_experts import activation_of, problem_with_experts, weights_of
+from sonic_ep.integrations.torchtitan.inner_experts import (
+    activation_of,
+    local_parameters,
+    problem_with_experts,
+    weights_of,
+)
 from sonic_ep.integrations.torchtitan.router import split
 from sonic_ep.routers.given_routing import GivenRouting
+from sonic_ep.routers.replay import refuse_new_numbers
 from sonic_ep.routers.topk import TopK
 from sonic_ep.routing import Routing
 
@@ -55,6 +64,11 @@ class SonicEPRoutedExperts(RoutedExperts):
         self.tp_size = 1
         self.given: GivenRouting | None = None  # what the router was given for this call: see replay.py
         self._experts = FrameworkExperts.of(EPGroup.alone(), self.options, self.top_k)
+        self._key = new_key(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._key = new_key(self)
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Shards the module as torchtitan's sharding_config says. A collective of the EP group.
@@ -92,34 +106,38 @@ class SonicEPRoutedExperts(RoutedExperts):
         topk_scores_BLK, topk_expert_ids_BLK: what the router returned. num_local_tokens_per_expert_E is not read: `moe`
         counts pairs itself.
 
-        Raises ValueError under torch.compile with EP or rounding, and what `moe` and the exchange of counts raise.
+        Raises what `moe` and the exchange of counts raise.
         """
         (B, L, D), K = x_BLD.shape, topk_expert_ids_BLK.shape[-1]
-        dtype = compute_dtype(next(self.inner_experts.parameters()))
-        weights, up_eIH = weights_of(self.inner_experts, dtype, self.tp_size)
+        parameters = local_parameters(self.inner_experts)
+        x_TH = x_BLD.reshape(B * L, D).to(compute_dtype(parameters[0]))
+        columns_TC, ids_TK = topk_scores_BLK.reshape(B * L, -1), topk_expert_ids_BLK.reshape(B * L, K)
+        if torch.compiler.is_dynamo_compiling():
+            tensors = [x_TH, columns_TC, *parameters]
+            out_TH = in_graph(torch.ops.sonic_ep.torchtitan_experts, tensors, self._key, ids_TK)[0][0]
+        else:
+            out_TH = self._out(x_TH, columns_TC, ids_TK, parameters)
+        return out_TH.to(x_BLD.dtype).view(B, L, D)
+
+    def _out(self, x_TH: Tensor, columns_TC: Tensor, ids_TK: Tensor, parameters: list[Tensor]) -> Tensor:
+        """Returns each token's weighted sum over its experts, (T, H). columns_TC: the router's weights, see `split`."""
+        weights, up_eIH = weights_of(parameters, x_TH.dtype, self.tp_size)
         rounding = self.options.rounding if self.training else None
-        if torch.compiler.is_dynamo_compiling() and (rounding is not None or self._experts.group.size > 1):
-            raise ValueError(
-                "compile.enable=True goes with neither expert parallelism nor rounding here; set compile.enable=False"
-            )
-        x_TH = x_BLD.reshape(B * L, D).to(dtype)
         runs_as = self._experts.begin(x_TH, is_bounded=rounding is not None and rounding.capacity_factor is not None)
         call = RouterCall(
             group=self._experts.group,
             exchange=self._experts.transport,
-            dtype=dtype,
+            dtype=x_TH.dtype,
             training=self.training,
             problem=None if self.given is None else self.given.problem,
             has_given_experts=self.given is not None,
         )
-        ids_TK, weights_TC = topk_expert_ids_BLK.reshape(B * L, K), topk_scores_BLK.reshape(B * L, -1)
         if rounding is None:
-            routing = routing_of_topk(ids_TK, weights_TC, E=self.num_experts, call=call)
+            routing = routing_of_topk(ids_TK, columns_TC, E=self.num_experts, call=call)
         else:
-            routing = self._rounded(call, ids_TK, weights_TC, rounding)
+            routing = self._rounded(call, ids_TK, columns_TC, rounding)
         activation = activation_of(self.inner_experts)
-        out_TH = self._experts(x_TH, routing, weights, runs_as, up_eIH=up_eIH, activation=activation)
-        return out_TH.to(x_BLD.dtype).view(B, L, D)
+        return self._experts(x_TH, routing, weights, runs_as, up_eIH=up_eIH, activation=activation)
 
     def _rounded(self, call: RouterCall, ids_TK: Tensor, columns_TC: Tensor, rounding: RoundingConfig) -> Routing:
         K, E, router = ids_TK.shape[1], self.num_experts, self.router_config
@@ -129,3 +147,19 @@ class SonicEPRoutedExperts(RoutedExperts):
         topk = TopK(scores_TE, scores_TE.detach(), allowed_TE, ids_TK)
         context = call.context(config_of(E, K, router, rounding))
         return rounded_routing(self, topk, spread(weights_TK, ids_TK, E), context)
+
+
+def _compute(tensors: list[Tensor], key: Tensor, ids_TK: Tensor) -> Outputs:
+    (x_TH, columns_TC, *parameters), experts = tensors, cast(SonicEPRoutedExperts, module_of(key))
+    rounding = experts.options.rounding
+    if experts.training and rounding is not None and rounding.draws_numbers:
+        refuse_new_numbers()
+    return Outputs([experts._out(x_TH, columns_TC, lasting(ids_TK), parameters)])
+
+
+def _like(tensors: list[Tensor], *_: object) -> Outputs:
+    return Outputs([tensors[0].new_empty(tensors[0].shape)])
+
+
+# The call in a compiled graph. tensors: x_TH, columns_TC and the parameters. key: of the module.
+GraphOperation("torchtitan_experts", "Tensor key, Tensor ids_TK", _compute, _like, first_lasting=2)

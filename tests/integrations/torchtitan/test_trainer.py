@@ -69,7 +69,7 @@ def test_losses_and_checkpoints_equal_torchtitans(model: str, parallelism: dict[
 
 
 def settings_run(rank: int, model: str, folder: Path, settings: dict[str, Any]) -> tuple[Run, Run]:
-    return train(rank, model, folder, **settings), train(rank, model, folder, EXPERTS, **settings)
+    return train(rank, model, folder, **{**settings, "compiler": None}), train(rank, model, folder, EXPERTS, **settings)
 
 
 @pytest.mark.slow
@@ -105,6 +105,11 @@ EP, TP, TP_IS_EP = (
         pytest.param("deepseek_v3", 2, {"recompute": SelectiveAC.Config(), **EP}, id="selective-ac"),
         pytest.param("deepseek_v3", 2, TP, id="tp-without-ep", marks=pytest.mark.exhaustive),
         pytest.param("deepseek_v3", 2, TP_IS_EP, id="tp-is-ep"),
+        pytest.param("qwen3", 4, {"compiler": "aot_eager", **FSDP_EP}, id="compiled"),
+        pytest.param("deepseek_v3", 4, {"compiler": "aot_eager", **TP_EP}, id="compiled-tp-ep"),
+        pytest.param(
+            "deepseek_v3", 2, {"compiler": "aot_eager", "recompute": FullAC.Config(), **EP}, id="compiled-full-ac"
+        ),
         pytest.param("gpt_oss", 1, {}, id="gpt-oss", marks=pytest.mark.exhaustive),
         pytest.param("gpt_oss", 2, EP, id="gpt-oss-ep"),
         pytest.param("gpt_oss", 2, TP, id="gpt-oss-tp-without-ep"),
