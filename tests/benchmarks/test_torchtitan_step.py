@@ -13,10 +13,11 @@ STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportio
 
 
 @pytest.mark.slow
-def test_contestants_take_turns_on_equal_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiles", [[], pytest.param(["--compile"], marks=pytest.mark.exhaustive)], ids=str)
+def test_contestants_take_turns_on_equal_weights(compiles: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    sizes = "--compile --shape tiny --layers 2 --tokens 64 --length 32 --rounds 2 --seconds 0.1".split()
-    run_program("benchmarks/torchtitan_step.py", "--device", "cpu", *sizes, "--out", str(out), processes=2)
+    sizes = "--shape tiny --layers 2 --tokens 64 --length 32 --rounds 2 --seconds 0.1".split()
+    run_program("benchmarks/torchtitan_step.py", "--device", "cpu", *compiles, *sizes, "--out", str(out), processes=2)
     record = json.loads(out.read_text())
     found = record["contestants"]
     assert record["errors"] == {}

@@ -106,9 +106,18 @@ EP, TP, TP_IS_EP = (
         pytest.param("deepseek_v3", 2, TP, id="tp-without-ep", marks=pytest.mark.exhaustive),
         pytest.param("deepseek_v3", 2, TP_IS_EP, id="tp-is-ep"),
         pytest.param("qwen3", 4, {"compiler": "aot_eager", **FSDP_EP}, id="compiled"),
-        pytest.param("deepseek_v3", 4, {"compiler": "aot_eager", **TP_EP}, id="compiled-tp-ep"),
+        pytest.param(
+            "deepseek_v3", 4, {"compiler": "aot_eager", **TP_EP}, id="compiled-tp-ep", marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             "deepseek_v3", 2, {"compiler": "aot_eager", "recompute": FullAC.Config(), **EP}, id="compiled-full-ac"
+        ),
+        pytest.param(
+            "deepseek_v3",
+            2,
+            {"compiler": "aot_eager", "recompute": SelectiveAC.Config(), **EP},
+            id="compiled-selective-ac",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param("gpt_oss", 1, {}, id="gpt-oss", marks=pytest.mark.exhaustive),
         pytest.param("gpt_oss", 2, EP, id="gpt-oss-ep"),
