@@ -4,10 +4,10 @@ A graph passes a module's *key*, a CPU tensor of one number. As a constant, the 
 anew.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
-from typing import cast
+from typing import Self, cast, final
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +22,21 @@ def new_key(module: nn.Module) -> Tensor:
     number = next(_NUMBERS)
     _MODULES[number] = module
     return torch.tensor([number], device="cpu")
+
+
+@final
+class HeldKey:
+    """The key of a module of another library, as an attribute of it. In a copy of the module it is None.
+
+    call: computes the module in place of its own function, if that is not what it takes.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.key = None if module is None else new_key(module)
+        self.call: Callable[..., Tensor] | None = None
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
 
 
 def module_of(key: Tensor) -> nn.Module:
@@ -46,3 +61,10 @@ def with_tensors(module: nn.Module, parameters: Sequence[Tensor], buffers: Seque
     finally:
         for holder, name, own in replaced:
             holder[name] = own
+
+
+def autocast_to(dtype: torch.dtype | None, device_type: str) -> AbstractContextManager[object]:
+    """Returns a context with autocast to this dtype, or without autocast for None."""
+    if dtype is None and not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)

@@ -95,7 +95,7 @@ def routing_of_topk(
     if call.problem is not None and call.group.size == 1:
         raise ValueError(call.problem)
     T, K = topk_ids_TK.shape
-    if has_sentinels or torch.compiler.is_dynamo_compiling():  # in operations that torch.compile can trace
+    if has_sentinels:
         ids_N, order_N = topk_ids_TK.flatten().to(INDEX_DTYPE).sort(stable=True)  # by expert, then token
         counts_E = times_chosen(ids_N.clamp(max=E).long(), E + 1)[:E]
     else:

@@ -4,13 +4,12 @@ Legend: T tokens on this rank, E experts, S ranks of the EP group.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from sonic_ep.graph.modules import module_of, with_tensors
+from sonic_ep.graph.modules import autocast_to, module_of, with_tensors
 from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, output_of
 from sonic_ep.routing import INDEX_DTYPE, GroupCounts
 
@@ -42,7 +41,7 @@ def _compute(
     problem: str | None,
 ) -> Outputs:
     (x, *parameters), layer = tensors, cast("MoE", module_of(key))
-    with _autocast_to(autocast, x.device.type), with_tensors(layer, parameters, buffers):
+    with autocast_to(autocast, x.device.type), with_tensors(layer, parameters, buffers):
         y, aux_loss, stats = layer._of_graph(x, problem)
     return Outputs([y, aux_loss], later=[stats.entropy_T, stats.token_ids_N, *stats.counts])
 
@@ -57,12 +56,6 @@ def _like(
     x = tensors[0]
     y = x.new_empty(x.shape, dtype=autocast)
     return Outputs([y, x.new_empty((), dtype=torch.promote_types(y.dtype, torch.float32))])
-
-
-def _autocast_to(dtype: torch.dtype | None, device_type: str) -> AbstractContextManager[object]:
-    if dtype is None and not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 
 
 # key, buffers: of the layer. autocast: its dtype, if it is on. problem: of this rank with x, or None.

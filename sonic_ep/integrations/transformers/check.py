@@ -4,9 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from sonic_ep.integrations.transformers.experts import checked_activation, registered_experts
-
-NAME = "sonic_ep"
+from sonic_ep.integrations.transformers.experts import NAME, checked_activation, registered_experts
 
 
 def check(model: nn.Module) -> list[str]:

@@ -13,7 +13,7 @@ from transformers.distributed.expert_parallel import EPImplementation  # pyright
 
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.integrations.transformers.experts import DISPATCHED, checked_activation, compute_experts
+from sonic_ep.integrations.transformers.experts import DISPATCHED, KEY, checked_activation, compute_experts
 from sonic_ep.routers.given_routing import recording
 from sonic_ep.transports import transport_for
 
@@ -36,6 +36,7 @@ class SonicEP(EPImplementation):
         self._experts = experts
         self._group = EPGroup(ep_mesh.get_group())
         self._transport = transport_for(self._group, self.options.transport)
+        getattr(experts, KEY).call = self._compute
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns each token's weighted sum over its experts, (T, H) like hidden_states. A collective of the EP group.
@@ -49,7 +50,17 @@ class SonicEP(EPImplementation):
                 "set tp_size=1"
             )
         x_TH, ids_TK, weights_TK = (self._own_slice(each) for each in (hidden_states, top_k_index, top_k_weights))
-        out_TH = compute_experts(
+        out_TH = self._compute(x_TH, ids_TK, weights_TK)
+        if self.tp_mesh.size() == 1:
+            return out_TH
+        shape = hidden_states.shape
+        whole: Any = DTensor.from_local(
+            out_TH.contiguous(), self.tp_mesh, [Shard(0)], shape=shape, stride=(shape[1], 1)
+        )
+        return whole.full_tensor()
+
+    def _compute(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return compute_experts(
             self._experts,
             x_TH,
             ids_TK,
@@ -59,13 +70,6 @@ class SonicEP(EPImplementation):
             options=self.options,
             own_slice=self._own_slice,
         )
-        if self.tp_mesh.size() == 1:
-            return out_TH
-        shape = hidden_states.shape
-        whole: Any = DTensor.from_local(
-            out_TH.contiguous(), self.tp_mesh, [Shard(0)], shape=shape, stride=(shape[1], 1)
-        )
-        return whole.full_tensor()
 
     def _own_slice(self, values: Tensor) -> Tensor:
         """Returns this rank's rows of what the ranks of a TP group have in common. Backward gathers them."""

@@ -14,10 +14,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.functional import moe
+from sonic_ep.graph.modules import HeldKey, autocast_to, module_of, with_tensors
+from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, lasting
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import FrameworkExperts, compute_dtype
 from sonic_ep.integrations.options import SonicEPOptions
@@ -38,6 +40,8 @@ TOKEN_ROUNDING = "_sonic_ep_rounding"  # attribute of a module of experts: round
 # Of batch_fields.py: the function from E and K to what a batch gives the next call, or None; RouterOutputs.
 GIVEN, ROUTER_OUTPUTS = "_sonic_ep_given", "_sonic_ep_router_outputs"
 DISPATCHED = "_sonic_ep_dispatched"  # of experts that expert_parallel.py brings their tokens
+KEY = "_sonic_ep_key"  # HeldKey, for compiled graphs; `checked_activation` makes it
+NAME = "sonic_ep"  # in transformers' registries
 
 
 def compute_experts(
@@ -63,6 +67,9 @@ def compute_experts(
 
     Raises ValueError for experts that we do not compute: see `check`.
     """
+    if torch.compiler.is_dynamo_compiling():
+        settings = {"group": group, "transport": transport, "options": options, "own_slice": own_slice}
+        return _compiled(experts, x_TH, topk_ids_TK, topk_weights_TK, **settings)
     activation, dtype = checked_activation(experts), compute_dtype(experts.down_proj)
     if recording():
         refuse_stock_dispatch(experts, "record_routing")
@@ -87,19 +94,64 @@ def compute_experts(
     lora = None if adapters is None else adapters.of_rank(group, num_local_experts(experts), dtype)
     w, x = weights_of(experts, dtype), given.take(x_TH).to(dtype)
     weights = w.w1, w.w2_eHI, w.b1_eJ, w.b2_eH
-    settings: dict[str, Any] = {"activation": activation, "layout": layout_of(experts), "lora": lora}
-    make_routing = partial(_routing, experts, routed, rounding, capacity, E, call)
-    if torch.compiler.is_dynamo_compiling():  # which cannot trace where the objects of `_experts_of` are kept
-        settings |= {"transport": transport, "group": group, "save_dispatched": options.save_dispatched}
-        out_TH = moe(x, make_routing(), *weights, **settings)
-    else:
-        calls = _experts_of(experts, group, transport, options, topk_ids_TK.shape[1])
-        is_bounded = (capacity if rounding is None else rounding.config).capacity_factor is not None
-        runs_as = calls.begin(x, is_bounded=is_bounded)
-        out_TH = calls(x, make_routing(), weights, runs_as, **settings)
+    calls = _experts_of(experts, group, transport, options, topk_ids_TK.shape[1])
+    is_bounded = (capacity if rounding is None else rounding.config).capacity_factor is not None
+    runs_as = calls.begin(x, is_bounded=is_bounded)
+    routing = _routing(experts, routed, rounding, capacity, E, call)
+    out_TH = calls(x, routing, weights, runs_as, activation=activation, layout=layout_of(experts), lora=lora)
     if recording():
         add_to_records(experts, routed[0], x_TH.shape[:1], given)
     return given.put(out_TH).to(x_TH.dtype)
+
+
+@_disable_dynamo
+def _in_eager_mode(experts: nn.Module, *routed: Tensor, **settings: Any) -> Tensor:
+    return compute_experts(experts, *routed, **settings)
+
+
+def _compiled(
+    experts: nn.Module, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, **settings: Any
+) -> Tensor:
+    """Calls the experts as one operation of a compiled graph.
+
+    Some break the graph: those without a key, in their first call, and those that take what hooks have noted on the
+    host, the logits of a router or the fields of a batch.
+    """
+    held: HeldKey | None = getattr(experts, KEY, None)
+    noted = [getattr(experts, name, None) for name in (TOKEN_ROUNDING, GIVEN, ROUTER_OUTPUTS)]
+    if held is None or held.key is None or any(each is not None for each in noted):
+        return _in_eager_mode(experts, x_TH, topk_ids_TK, topk_weights_TK, **settings)
+    device_type = x_TH.device.type
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    tensors = [x_TH, topk_weights_TK, *experts.parameters()]
+    constants = held.key, topk_ids_TK, [*experts.buffers()], autocast
+    return in_graph(torch.ops.sonic_ep.transformers_experts, tensors, *constants)[0][0]
+
+
+def _compute(
+    tensors: list[Tensor], key: Tensor, topk_ids_TK: Tensor, buffers: list[Tensor], autocast: torch.dtype | None
+) -> Outputs:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    (x_TH, topk_weights_TK, *parameters), experts = tensors, module_of(key)
+    held: HeldKey = getattr(experts, KEY)
+    forward: Any = held.call or partial(ALL_EXPERTS_FUNCTIONS[NAME], experts)
+    with autocast_to(autocast, x_TH.device.type), with_tensors(experts, parameters, buffers):
+        return Outputs([forward(x_TH, lasting(topk_ids_TK), topk_weights_TK)])
+
+
+def _like(tensors: list[Tensor], *_: object) -> Outputs:
+    return Outputs([tensors[0].new_empty(tensors[0].shape)])
+
+
+# key, buffers: of the module. autocast: its dtype, if it is on. tensors: x_TH, the weights (T, K) and the parameters.
+GraphOperation(
+    "transformers_experts",
+    "Tensor key, Tensor ids_TK, Tensor[] buffers, ScalarType? autocast",
+    _compute,
+    _like,
+    first_lasting=2,
+)
 
 
 def _given(experts: nn.Module, x_TH: Tensor, routed: list[Tensor], E: int) -> tuple[GivenRouting, list[Tensor]]:
@@ -111,11 +163,6 @@ def _given(experts: nn.Module, x_TH: Tensor, routed: list[Tensor], E: int) -> tu
     if given_for is None:
         return NOTHING_GIVEN, routed
     setattr(experts, GIVEN, None)
-    if torch.compiler.is_dynamo_compiling():
-        raise ValueError(
-            "routed_experts and padding are read on the host, which torch.compile does not trace; train without "
-            "torch.compile, or without replay_routing and skip_padding"
-        )
     given = given_for(E, routed[0].shape[1])
     if given.shape.numel() != x_TH.shape[0]:
         problem = (
@@ -146,20 +193,11 @@ def _routing(
     ep_size = call.group.size
     if call.problem is not None:
         return routing_of_topk(*routed[:2], E=E, call=call)
-    if rounding is not None and torch.compiler.is_dynamo_compiling():
-        raise ValueError(
-            "rounding notes the router's logits, which torch.compile does not trace; train without torch.compile"
-        )
     if rounding is not None:
         return rounding.routing(experts, *routed, E=E, call=call)
     if (capacity.capacity_factor or ep_size) >= ep_size:
         has_sentinels = _has_stock_dispatch(experts)
         return routing_of_topk(*routed, E=E, call=call, has_sentinels=has_sentinels, capacity=capacity)
-    if torch.compiler.is_dynamo_compiling():
-        raise ValueError(
-            f"capacity_factor={capacity.capacity_factor} below ep_size={ep_size} removes pairs by operations that "
-            "torch.compile does not trace; set it to ep_size, or train without torch.compile"
-        )
     return capped_routing(experts, *routed, E=E, call=call, capacity=capacity)
 
 
@@ -224,6 +262,9 @@ def _has_stock_dispatch(experts: nn.Module) -> bool:
 def checked_activation(experts: Any) -> str:
     """Returns the name of the activation. Raises ValueError for a module of experts that we cannot compute."""
     name = type(experts).__name__
+    held: HeldKey | None = getattr(experts, KEY, None)
+    if held is None or held.key is None:
+        setattr(experts, KEY, HeldKey(experts))
     if not uses_registry(experts):
         raise ValueError(
             f"{name} is not of a class with transformers' decorator use_experts_implementation, which tells the layout "

@@ -67,7 +67,7 @@ def _local(experts: Any, name: str) -> Tensor:
 
 
 def _log_copy(experts: Any) -> None:
-    if torch.compiler.is_dynamo_compiling() or (weights := copied(experts)) == "nothing":
+    if (weights := copied(experts)) == "nothing":
         return
     which = "its weights" if weights == "all" else weights
     _log_once("%s: each forward copies %s to the layout that the kernels read", type(experts).__name__, which)

@@ -246,6 +246,27 @@ def test_padding_reaches_no_expert(rounding: RoundingConfig | None, checkpointin
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, of graphs that break
+@pytest.mark.parametrize("whole", [False, True], ids=["layers", "model"])
+def test_a_compiled_model_takes_both(whole: bool) -> None:
+    from sonic_ep.integrations.transformers import replay_routing, skip_padding
+
+    (ids,), eager, compiled = batches(0, 1), a_model(), a_model()
+    compiled.load_state_dict(eager.state_dict())
+    for model in (eager, compiled):
+        replay_routing(model)
+        skip_padding(model)
+    for part in (compiled,) if whole else compiled.model.layers:
+        part.compile(backend="aot_eager")
+    mask = torch.ones_like(ids)
+    mask[:, -3:] = 0
+    given = {"attention_mask": mask, "routed_experts": drifted(ids)}
+    wanted = [step(eager, ids, **fields) for fields in (given, {}, given)]
+    assert not torch.equal(wanted[0][0], wanted[1][0])
+    for fields, found in zip((given, {}, given), wanted, strict=True):
+        torch.testing.assert_close(step(compiled, ids, **fields), found)
+
+
 def test_padding_in_generation() -> None:
     from sonic_ep.integrations.transformers import skip_padding
 

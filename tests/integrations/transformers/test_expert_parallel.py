@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sonic_ep import RoundingConfig
+from sonic_ep.integrations.options import SonicEPOptions
 from tests.helpers.launch import RankError, RankPool
 
 pytest.importorskip("transformers")
@@ -17,6 +19,7 @@ from tests.helpers.transformers_families import tiny_model
 pytestmark = pytest.mark.parallel_registry
 
 Ranks = Callable[[int], RankPool]
+CAPPED = SonicEPOptions(rounding=RoundingConfig(mode="off", capacity_factor=1.1))  # a rank loses pairs
 
 
 class Layout(NamedTuple):
@@ -35,13 +38,13 @@ class Trained(NamedTuple):
     logits: Tensor
 
 
-def load(path: Path, layout: Layout, name: str, experts: str = "eager") -> Any:
+def load(path: Path, layout: Layout, name: str, experts: str = "eager", options: SonicEPOptions | None = None) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     from sonic_ep.integrations.transformers import register
 
-    register()
+    register(options)
     return AutoModelForCausalLM.from_pretrained(
         path,
         experts_implementation=experts,  # of stock's implementations alone: ours computes the experts itself
@@ -156,3 +159,20 @@ def test_what_we_do_not_compute_raises_when_the_model_is_built(ranks: Ranks, tmp
     model.save_pretrained(tmp_path)
     with pytest.raises(RankError, match=r"limit=8\.0\) that sonic_ep does not have"):
         ranks(2).run(refused, tmp_path)
+
+
+def eager_and_compiled(rank: int, path: Path, options: SonicEPOptions | None) -> list[Trained]:
+    found = []
+    for compiles in (False, True):
+        with quiet():
+            model = load(path, Layout(fsdp_size=2, ep_size=2), "sonic_ep", options=options)
+            for layer in model.model.layers if compiles else ():
+                layer.mlp.compile(backend="aot_eager")  # FSDP of the experts breaks the graph
+            found.append(train(model, rank, 3, lengths=(12, 3)))
+    return found
+
+
+@pytest.mark.parametrize("options", [None, CAPPED], ids=["every pair", "capped"])
+def test_compiled_blocks_across_ranks(options: SonicEPOptions | None, ranks: Ranks, tmp_path: Path) -> None:
+    model_of("qwen3_moe").save_pretrained(tmp_path)  # type: ignore[operator]
+    assert_alike(ranks(2).run(eager_and_compiled, tmp_path, options))

@@ -214,6 +214,43 @@ def test_a_compiled_block_is_one_graph_once_the_model_is_checked() -> None:
     torch.testing.assert_close(grads[0], grads[1])
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, of graphs that break
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_compiled_block_rounds_as_an_eager_one(checked: bool) -> None:
+    from sonic_ep import RoundingConfig
+    from sonic_ep.integrations.transformers import check, round_tokens
+
+    model: Any = model_of("qwen3_moe")
+    model.set_experts_implementation("sonic_ep")
+    if checked:
+        check(model)
+    block = model.model.layers[0].mlp.train()
+    compiled, x = torch.compile(block, backend="aot_eager"), torch.randn(1, 64, 32)
+    plain = block(x)
+    round_tokens(model, RoundingConfig(G=8, t=4))
+    parameters = [each for each in block.parameters() if each.requires_grad]
+    for _ in range(2):
+        outs = [run(x) for run in (compiled, block)]
+        assert not torch.equal(outs[1], plain)
+        torch.testing.assert_close(outs[0], outs[1])
+        grads = [torch.autograd.grad(out.square().sum(), parameters) for out in outs]
+        torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of graphs that break
+def test_a_copy_of_compiled_experts_computes_itself() -> None:
+    from sonic_ep.integrations.transformers import check
+
+    model: Any = model_of("qwen3_moe")
+    model.set_experts_implementation("sonic_ep")
+    check(model)
+    copied, x = copy.deepcopy(model.model.layers[0].mlp), torch.randn(1, 12, 32)
+    with torch.no_grad():
+        copied.experts.down_proj.mul_(2)
+    for block in (model.model.layers[0].mlp, copied):
+        torch.testing.assert_close(torch.compile(block, backend="aot_eager")(x), block(x))
+
+
 def test_generate_chooses_the_same_tokens() -> None:
     model: Any = model_of("qwen3_moe")
     model.eval()
