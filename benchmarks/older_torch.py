@@ -24,11 +24,10 @@ def sharded(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     if edp_mesh is not None and edp_mesh.size() > 1:
         raise ValueError(f"{edp_mesh.size()} ranks hold the same experts; with this torch all ranks divide them")
-    for block in model.layers.values():
-        experts = set() if edp_mesh is None else set(block.moe.routed_experts.parameters())
-        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=experts)
-    every = set() if edp_mesh is None else {p for b in model.layers.values() for p in b.moe.routed_experts.parameters()}
-    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=every)
+    blocks = [*model.layers.values()]
+    of_experts = {parameter for block in blocks for parameter in block.moe.routed_experts.parameters()}
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=set() if edp_mesh is None else of_experts)
 
 
 def autocast_of_whole_experts(device_type: str) -> AbstractContextManager[object]:

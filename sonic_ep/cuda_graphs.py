@@ -10,6 +10,7 @@ from typing import cast, final
 import torch
 from torch import Tensor
 
+from sonic_ep.autocast import autocast_dtype
 from sonic_ep.checks import problem_with_input
 from sonic_ep.groups.order import Forward, Ran
 from sonic_ep.layer import MoE, MoEOutput
@@ -233,8 +234,7 @@ class _Replays:
 
 def _signature(x: Tensor) -> tuple[object, ...]:
     """Returns shape, dtype, device and autocast dtype, which a graph is captured for."""
-    autocast = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-    return tuple(x.shape), x.dtype, x.device, f"autocast: {autocast}"
+    return tuple(x.shape), x.dtype, x.device, f"autocast: {autocast_dtype(x.device.type)}"
 
 
 def _addresses(layer: MoE) -> list[int]:

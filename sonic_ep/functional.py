@@ -21,7 +21,7 @@ from sonic_ep.checks import (
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.expert_parallel_mlp import NO_LORA, Call
 from sonic_ep.first_order import Context, first_order
-from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, lasting
+from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, lasting, like_first
 from sonic_ep.groups import EPGroup
 from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.activations import Activation, activation_named, interleave
@@ -244,17 +244,13 @@ def _moe_in_graph(
     return Outputs([out_TH])
 
 
-def _like_moe(tensors: list[Tensor], *_: object) -> Outputs:
-    return Outputs([tensors[0].new_empty(tensors[0].shape)])
-
-
 # `moe` in a compiled graph. present: which weights and low-rank updates there are.
 GraphOperation(
     "moe",
     "Tensor token_ids_N, Tensor[] counts, bool[] present, SymInt num_tokens, SymInt? max_rows, SymInt? max_received, "
     "str group, str transport, str activation, str layout, bool save_dispatched",
     _moe_in_graph,
-    _like_moe,
+    like_first,
 )
 
 

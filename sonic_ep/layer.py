@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 
 from sonic_ep.async_d2h import host_may_wait
+from sonic_ep.autocast import autocast_dtype
 from sonic_ep.checks import problem_with_input, problem_with_memory, problem_with_tensor
 from sonic_ep.config import MoEConfig
 from sonic_ep.dispatch.bounded_steps import LayerTransport
@@ -332,7 +333,7 @@ class MoE(nn.Module):
         device_type = self.experts.w1.device.type
         if device_type == "meta":  # autocast does not support it
             return None
-        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        return autocast_dtype(device_type)
 
 
 def _is_gathered_later(weight: Tensor) -> bool:

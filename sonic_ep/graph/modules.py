@@ -5,7 +5,7 @@ anew.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import count
 from typing import Self, cast, final
 from weakref import WeakValueDictionary
@@ -28,7 +28,7 @@ def new_key(module: nn.Module) -> Tensor:
 class HeldKey:
     """The key of a module of another library, as an attribute of it. In a copy of the module it is None.
 
-    call: computes the module in place of its own function, if that is not what it takes.
+    call: what an operation calls in place of the function that the module's library has registered; None for that one.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -61,10 +61,3 @@ def with_tensors(module: nn.Module, parameters: Sequence[Tensor], buffers: Seque
     finally:
         for holder, name, own in replaced:
             holder[name] = own
-
-
-def autocast_to(dtype: torch.dtype | None, device_type: str) -> AbstractContextManager[object]:
-    """Returns a context with autocast to this dtype, or without autocast for None."""
-    if dtype is None and not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)

@@ -110,8 +110,8 @@ class GraphOperation:
 
     def _inputs(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
         first = len(tensors) if self._first_lasting is None else self._first_lasting
-        lasts = [number >= first for number in range(len(tensors))]
-        return [_input(each, *how) for each, *how in zip(tensors, needs, lasts, strict=True)]
+        pairs = enumerate(zip(tensors, needs, strict=True))
+        return [_input(each, needed, lasts=number >= first) for number, (each, needed) in pairs]
 
     def _fake_forward(
         self, tensors: Sequence[Tensor], needs: Sequence[bool], call: Tensor, *constants: object
@@ -143,6 +143,11 @@ class GraphOperation:
         found = iter(torch.ops.sonic_ep.backward([cast(Tensor, grads[n]) for n in present], present, ticket, like))
         needs, constants = ctx.call
         return [next(found) if needed else None for needed in needs], None, None, *constants
+
+
+def like_first(tensors: list[Tensor], *_: object) -> Outputs:
+    """The `fake` of an operation with one output, which is like its first tensor."""
+    return Outputs([tensors[0].new_empty(tensors[0].shape)])
 
 
 def in_graph(
@@ -232,7 +237,7 @@ _define(
 )
 
 
-def _input(values: Tensor, needed: bool, lasts: bool) -> Tensor:
+def _input(values: Tensor, needed: bool, *, lasts: bool) -> Tensor:
     """Returns the tensor of which autograd gives the gradient: a parameter itself, unless its own hooks would run."""
     if isinstance(values, nn.Parameter) and values.requires_grad == needed and not values._backward_hooks:
         return values

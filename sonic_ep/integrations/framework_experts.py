@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sonic_ep.async_d2h import host_may_wait
+from sonic_ep.autocast import autocast_dtype
 from sonic_ep.dispatch.bounded_steps import LayerTransport
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
@@ -92,8 +93,7 @@ class FrameworkExperts:
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
     """Returns the dtype of experts with this weight: of autocast, or without it of the weight."""
-    device_type = weight.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
+    return autocast_dtype(weight.device.type) or weight.dtype
 
 
 def _transport_of(transport: LocalTransport | GroupTransport, rows: tuple[Tensor, bool]) -> LayerTransport | None:

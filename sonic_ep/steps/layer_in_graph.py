@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from sonic_ep.graph.modules import autocast_to, module_of, with_tensors
+from sonic_ep.autocast import autocast_to
+from sonic_ep.graph.modules import module_of, with_tensors
 from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, output_of
 from sonic_ep.routing import INDEX_DTYPE, GroupCounts
 

@@ -18,7 +18,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, L
 
 from sonic_ep.config import RoundingConfig, RouterConfig
 from sonic_ep.graph.modules import module_of, new_key
-from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, lasting
+from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, lasting, like_first
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import FrameworkExperts, compute_dtype
 from sonic_ep.integrations.options import SonicEPOptions
@@ -157,9 +157,5 @@ def _compute(tensors: list[Tensor], key: Tensor, ids_TK: Tensor) -> Outputs:
     return Outputs([experts._out(x_TH, columns_TC, lasting(ids_TK), parameters)])
 
 
-def _like(tensors: list[Tensor], *_: object) -> Outputs:
-    return Outputs([tensors[0].new_empty(tensors[0].shape)])
-
-
 # The call in a compiled graph. tensors: x_TH, columns_TC and the parameters. key: of the module.
-GraphOperation("torchtitan_experts", "Tensor key, Tensor ids_TK", _compute, _like, first_lasting=2)
+GraphOperation("torchtitan_experts", "Tensor key, Tensor ids_TK", _compute, like_first, first_lasting=2)

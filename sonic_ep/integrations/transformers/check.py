@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from sonic_ep.integrations.transformers.experts import NAME, checked_activation, registered_experts
+from sonic_ep.integrations.transformers.experts import NAME, checked_activation, hold_key, registered_experts
 
 
 def check(model: nn.Module) -> list[str]:
@@ -21,6 +21,7 @@ def check(model: nn.Module) -> list[str]:
                 f"{name} has experts_implementation={implementation!r}; give experts_implementation={NAME!r} to "
                 f"from_pretrained or from_config, or call model.set_experts_implementation({NAME!r})"
             )
+        hold_key(experts)
         try:
             checked_activation(experts)
         except ValueError as error:

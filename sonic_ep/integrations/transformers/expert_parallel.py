@@ -13,7 +13,7 @@ from transformers.distributed.expert_parallel import EPImplementation  # pyright
 
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.integrations.transformers.experts import DISPATCHED, KEY, checked_activation, compute_experts
+from sonic_ep.integrations.transformers.experts import DISPATCHED, checked_activation, compute_experts, hold_key
 from sonic_ep.routers.given_routing import recording
 from sonic_ep.transports import transport_for
 
@@ -36,7 +36,7 @@ class SonicEP(EPImplementation):
         self._experts = experts
         self._group = EPGroup(ep_mesh.get_group())
         self._transport = transport_for(self._group, self.options.transport)
-        getattr(experts, KEY).call = self._compute
+        hold_key(experts).call = self._compute
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns each token's weighted sum over its experts, (T, H) like hidden_states. A collective of the EP group.

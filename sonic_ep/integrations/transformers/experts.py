@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 
+from sonic_ep.autocast import autocast_dtype, autocast_to
 from sonic_ep.config import RoundingConfig
 from sonic_ep.dispatch.local import LocalTransport
-from sonic_ep.graph.modules import HeldKey, autocast_to, module_of, with_tensors
-from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, lasting
+from sonic_ep.graph.modules import HeldKey, module_of, with_tensors
+from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, lasting, like_first
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import FrameworkExperts, compute_dtype
 from sonic_ep.integrations.options import SonicEPOptions
@@ -40,7 +41,7 @@ TOKEN_ROUNDING = "_sonic_ep_rounding"  # attribute of a module of experts: round
 # Of batch_fields.py: the function from E and K to what a batch gives the next call, or None; RouterOutputs.
 GIVEN, ROUTER_OUTPUTS = "_sonic_ep_given", "_sonic_ep_router_outputs"
 DISPATCHED = "_sonic_ep_dispatched"  # of experts that expert_parallel.py brings their tokens
-KEY = "_sonic_ep_key"  # HeldKey, for compiled graphs; `checked_activation` makes it
+_KEY = "_sonic_ep_key"  # of hold_key
 NAME = "sonic_ep"  # in transformers' registries
 
 
@@ -70,6 +71,7 @@ def compute_experts(
     if torch.compiler.is_dynamo_compiling():
         settings = {"group": group, "transport": transport, "options": options, "own_slice": own_slice}
         return _compiled(experts, x_TH, topk_ids_TK, topk_weights_TK, **settings)
+    hold_key(experts)
     activation, dtype = checked_activation(experts), compute_dtype(experts.down_proj)
     if recording():
         refuse_stock_dispatch(experts, "record_routing")
@@ -104,6 +106,15 @@ def compute_experts(
     return given.put(out_TH).to(x_TH.dtype)
 
 
+def hold_key(experts: nn.Module) -> HeldKey:
+    """Returns the module's key in compiled graphs, which is made in the first call."""
+    held: HeldKey | None = getattr(experts, _KEY, None)
+    if held is None or held.key is None:
+        held = HeldKey(experts)
+        setattr(experts, _KEY, held)
+    return held
+
+
 @_disable_dynamo
 def _in_eager_mode(experts: nn.Module, *routed: Tensor, **settings: Any) -> Tensor:
     return compute_experts(experts, *routed, **settings)
@@ -117,14 +128,12 @@ def _compiled(
     Some break the graph: those without a key, in their first call, and those that take what hooks have noted on the
     host, the logits of a router or the fields of a batch.
     """
-    held: HeldKey | None = getattr(experts, KEY, None)
+    held: HeldKey | None = getattr(experts, _KEY, None)
     noted = [getattr(experts, name, None) for name in (TOKEN_ROUNDING, GIVEN, ROUTER_OUTPUTS)]
     if held is None or held.key is None or any(each is not None for each in noted):
         return _in_eager_mode(experts, x_TH, topk_ids_TK, topk_weights_TK, **settings)
-    device_type = x_TH.device.type
-    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     tensors = [x_TH, topk_weights_TK, *experts.parameters()]
-    constants = held.key, topk_ids_TK, [*experts.buffers()], autocast
+    constants = held.key, topk_ids_TK, [*experts.buffers()], autocast_dtype(x_TH.device.type)
     return in_graph(torch.ops.sonic_ep.transformers_experts, tensors, *constants)[0][0]
 
 
@@ -134,14 +143,9 @@ def _compute(
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     (x_TH, topk_weights_TK, *parameters), experts = tensors, module_of(key)
-    held: HeldKey = getattr(experts, KEY)
-    forward: Any = held.call or partial(ALL_EXPERTS_FUNCTIONS[NAME], experts)
+    forward: Any = hold_key(experts).call or partial(ALL_EXPERTS_FUNCTIONS[NAME], experts)
     with autocast_to(autocast, x_TH.device.type), with_tensors(experts, parameters, buffers):
         return Outputs([forward(x_TH, lasting(topk_ids_TK), topk_weights_TK)])
-
-
-def _like(tensors: list[Tensor], *_: object) -> Outputs:
-    return Outputs([tensors[0].new_empty(tensors[0].shape)])
 
 
 # key, buffers: of the module. autocast: its dtype, if it is on. tensors: x_TH, the weights (T, K) and the parameters.
@@ -149,7 +153,7 @@ GraphOperation(
     "transformers_experts",
     "Tensor key, Tensor ids_TK, Tensor[] buffers, ScalarType? autocast",
     _compute,
-    _like,
+    like_first,
     first_lasting=2,
 )
 
@@ -262,9 +266,6 @@ def _has_stock_dispatch(experts: nn.Module) -> bool:
 def checked_activation(experts: Any) -> str:
     """Returns the name of the activation. Raises ValueError for a module of experts that we cannot compute."""
     name = type(experts).__name__
-    held: HeldKey | None = getattr(experts, KEY, None)
-    if held is None or held.key is None:
-        setattr(experts, KEY, HeldKey(experts))
     if not uses_registry(experts):
         raise ValueError(
             f"{name} is not of a class with transformers' decorator use_experts_implementation, which tells the layout "

@@ -69,7 +69,7 @@ def test_losses_and_checkpoints_equal_torchtitans(model: str, parallelism: dict[
 
 
 def settings_run(rank: int, model: str, folder: Path, settings: dict[str, Any]) -> tuple[Run, Run]:
-    return train(rank, model, folder, **{**settings, "compiler": None}), train(rank, model, folder, EXPERTS, **settings)
+    return train(rank, model, folder, **settings | {"compiler": None}), train(rank, model, folder, EXPERTS, **settings)
 
 
 @pytest.mark.slow

@@ -248,7 +248,9 @@ def test_a_copy_of_compiled_experts_computes_itself() -> None:
     with torch.no_grad():
         copied.experts.down_proj.mul_(2)
     for block in (model.model.layers[0].mlp, copied):
-        torch.testing.assert_close(torch.compile(block, backend="aot_eager")(x), block(x))
+        compiled = torch.compile(block, backend="aot_eager")
+        for _ in range(2):  # the copy makes its key in the first call
+            torch.testing.assert_close(compiled(x), block(x))
 
 
 def test_generate_chooses_the_same_tokens() -> None:
