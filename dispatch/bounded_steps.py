@@ -145,11 +145,15 @@ class BoundedSteps(Generic[Layer]):
         self.learn(sizes)
         return None if step.holds(sizes) else sizes
 
-    def arriving(self) -> AsyncSplitSizes:
-        """Returns the sizes of a program that is no step with a bound. Read them before the next step."""
-        exchange = self._group.order.exchange
-        nothing = torch.empty(0, device="cpu")
-        return AsyncSplitSizes(nothing, self._group.size, self._check, copy=self.mailbox, exchange=exchange)
+    def arriving(self, on_device: torch.Tensor | None = None) -> AsyncSplitSizes:
+        """Returns the sizes of a program that is no step with a bound. Read them before the next step.
+
+        on_device: the same on the device, for a program that is launched before they are read.
+        """
+        exchange, is_there = self._group.order.exchange, on_device is not None
+        values = torch.empty(0, device="cpu") if on_device is None else on_device
+        settings = {"zeroed_on_error": is_there, "copy": self.mailbox, "exchange": exchange}
+        return AsyncSplitSizes(values, self._group.size, self._check, **settings)
 
     def observe(self, split_sizes: AsyncSplitSizes | None) -> None:
         """Learns from a step that the code ran. Every rank calls it, `learn` or `finish` in every step."""

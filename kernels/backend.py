@@ -36,6 +36,7 @@ from sonic_ep.kernels.route.interface import RouterLinear, RouterOperations
 from sonic_ep.kernels.route.rounding import reference as rounding
 from sonic_ep.kernels.route.select import reference as select
 from sonic_ep.kernels.route.status import reference as status
+from sonic_ep.kernels.route.topk_pairs import reference as topk_pairs
 
 # The packages that the GPU modules import. The extra "cuda" installs them.
 CUDA_MODULES = ("quack", "cutlass", "triton")
@@ -95,6 +96,8 @@ def op(twin: Callable[Given, Result], *, on: int = 0) -> Callable[Given, Result]
 
 chosen_pairs = op(select.chosen_pairs)
 start_selection = op(select.start_selection)
+pairs_with_weights = op(topk_pairs.pairs_with_weights)
+in_slots = op(topk_pairs.in_slots)
 apply_rule = op(rounding.apply_rule)
 pack_rank_status = op(status.pack_rank_status)
 zero_counts_on_error = op(status.zero_counts_on_error)

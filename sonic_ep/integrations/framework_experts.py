@@ -1,7 +1,8 @@
 """`FrameworkExperts`: the experts of a framework's layer, as programs where that is possible.
 
-The framework has a router of its own. Code makes a routing of its results; all that follows, dispatch, experts
-and combine, forward and backward, is `moe`, which runs as a program (docs/how_a_step_runs.md).
+The framework has a router of its own. A program makes a routing of its top-K (topk_routing.py), or code of its other
+results. All that follows, dispatch, experts and combine, forward and backward, is `moe`, which runs as programs
+(docs/how_a_step_runs.md).
 
 Legend: T tokens on this rank, H hidden size, K experts per token.
 """
@@ -22,6 +23,8 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.routing import Routing
 from sonic_ep.steps.experts_step import ExpertsPrograms, RunsAs
+from sonic_ep.steps.programs import StepPrograms
+from sonic_ep.steps.topk_step import TopKStep, traced_topk
 from sonic_ep.transports import GroupTransport, bounded_transport, steps_of, transport_for
 
 # w1, w2, b1 and b2 of this rank's experts, as `moe` takes them.
@@ -48,7 +51,7 @@ class FrameworkExperts:
     ) -> None:
         self.group, self.transport, self._K = group, transport, K
         self._save_dispatched, self._as_programs = save_dispatched, as_programs
-        self._programs = ExpertsPrograms(K)
+        self._programs, self._routings = ExpertsPrograms(K), StepPrograms(traced_topk)
         self._steps = steps_of(group, transport, partial(_transport_of, transport))
 
     @classmethod
@@ -63,8 +66,8 @@ class FrameworkExperts:
 
     @property
     def num_programs(self) -> int:
-        """The number of programs that steps run as."""
-        return self._programs.num_programs
+        """The number of programs that steps run as, of routings and of experts."""
+        return self._routings.num_programs + self._programs.num_programs
 
     def begin(self, x_TH: Tensor, *, is_bounded: bool = False) -> RunsAs | None:
         """Returns how the experts of the next step may run; None for the code. A collective at its first use.
@@ -75,7 +78,9 @@ class FrameworkExperts:
         if not self._as_programs or torch.compiler.is_dynamo_compiling() or not host_may_wait(x_TH):
             return None
         step = None if self._steps is None else self._steps.begin((x_TH, is_bounded))
-        return RunsAs.of(self._programs, self.group, self.transport, step)
+        runs_as = RunsAs.of(self._programs, self.group, self.transport, step)
+        runs_as.routes = TopKStep(self._routings, runs_as.ranks, self._steps)
+        return runs_as
 
     def __call__(
         self, x_TH: Tensor, routing: Routing, weights: Weights, runs_as: RunsAs | None, **settings: Any

@@ -24,7 +24,8 @@ from sonic_ep.kernels.experts import reference
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.routing import AsyncSplitSizes, Routing
 from sonic_ep.steps.experts_trace import ExpertsKind, MoEWeights, PreparedKind, dtypes_of, traced
-from sonic_ep.steps.programs import Programs, Ranks, Sizes, StepPrograms
+from sonic_ep.steps.programs import Programs, Ranks, Sizes, StepPrograms, may_run
+from sonic_ep.steps.topk_step import TopKStep
 from sonic_ep.transports import GroupTransport
 
 
@@ -49,8 +50,6 @@ class ExpertsPrograms:
     def __init__(self, K: int) -> None:
         self._K = K
         self._programs = StepPrograms(traced)
-        self._ranks: Ranks | None = None
-        self._generation = 0
 
     def __reduce__(self) -> tuple[type[Self], tuple[int]]:
         return type(self), (self._K,)
@@ -74,16 +73,11 @@ class ExpertsPrograms:
         the host. has_backward: whether one follows; default: whether something given needs a gradient.
         """
         x_TH, routing, weights, into, call, layout = given
-        if _problem_with(x_TH, routing, weights, call, ranks) is not None:
+        if not _may_run(x_TH, routing, weights, call, ranks):
             return None
         of_prepared = [] if prepared is None else PreparedKind.sizes(prepared)
         if prepared is not None and not all(of_prepared[: len(prepared.handle.lists()) + 2]):
             return None  # there is a list without an entry
-        generation = 0 if ranks is None or ranks.symmetric is None else ranks.symmetric.generation
-        if self._ranks is None or ranks is None or not _same(self._ranks, ranks) or self._generation != generation:
-            if ranks is not self._ranks:
-                self._programs = StepPrograms(traced)
-            self._ranks, self._generation = ranks, generation
         counts, grad = routing.counts, torch.is_grad_enabled() if has_backward is None else has_backward
         has = [grad and each is not None and each.requires_grad for each in weights]
         needs = has[0] or has[1], *has[2:5], has[5] or has[6], has[7] or has[8]
@@ -105,7 +99,7 @@ class ExpertsPrograms:
             into=dtypes_of(into, needs),
             has_backward=has_backward,
             device=x_TH.device,
-            ranks=self._ranks,
+            ranks=None if ranks is None else self._programs.known(ranks),
             prepared=None if prepared is None else PreparedKind.of(prepared.handle),
         )
         sizes = [routing.num_tokens, routing.token_ids_N.shape[0], *of_prepared]
@@ -255,29 +249,24 @@ class _BeginBackward(NamedTuple):
         self.group.begin_backward(self.forward, dout_TH)
 
 
-def _problem_with(x_TH: Tensor, routing: Routing, weights: MoEWeights, call: Call, ranks: Ranks | None) -> str | None:
-    """Returns why the code has to run, or None. x and weights have passed the checks of `moe`."""
+def _may_run(x_TH: Tensor, routing: Routing, weights: MoEWeights, call: Call, ranks: Ranks | None) -> bool:
+    """Returns False if the code has to run. x and weights have passed the checks of `moe`."""
     sizes = routing.split_sizes
     if ranks is not None and ranks.symmetric is not None and (sizes is None or not sizes.may_launch_unchecked):
-        return "the routing has to be checked first"
-    if not x_TH.is_cuda or x_TH.get_device() != torch.cuda.current_device():
-        return "x is not on the current GPU"
-    if not x_TH.shape[0] or not routing.token_ids_N.shape[0]:
-        return "there is no pair"
-    if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0:
-        return "inference or dispatch mode"
+        return False
+    if not may_run(x_TH) or not routing.token_ids_N.shape[0]:
+        return False
     if any(each is not None and not each.is_contiguous() for each in weights):
-        return "a weight is not contiguous"
-    if operations_for(x_TH, weights.w2, call.activation) is reference:
-        return "there are no kernels"
-    return None
+        return False
+    return operations_for(x_TH, weights.w2, call.activation) is not reference
 
 
 @dataclass(slots=True)
 class RunsAs:
     """How one call of `moe` may run. ranks, step: on several; see bounded_steps.py.
 
-    as_program: whether it has. prepared: what the transport has prepared, if the host has to know sizes.
+    as_program: whether it has. prepared: what the transport has prepared, if the host has to know sizes. routes: how
+    the routing may run, if it is of a framework's top-K.
     """
 
     programs: ExpertsPrograms
@@ -285,6 +274,7 @@ class RunsAs:
     step: Step | None = None
     as_program: bool = False
     prepared: PreparedDispatch | None = None
+    routes: TopKStep | None = None
 
     @classmethod
     def of(
@@ -323,8 +313,3 @@ class RunsAs:
         if not self.as_program or self.step is None or routing.split_sizes is None:
             return False
         return not self.step.holds(routing.split_sizes.read())
-
-
-def _same(one: Ranks, two: Ranks) -> bool:
-    fields = "group", "transport", "symmetric", "is_static"
-    return all(getattr(one, name) is getattr(two, name) for name in fields)

@@ -41,6 +41,10 @@ class Ranks:
     layer: int = 0
     mailbox: Mailbox | None = None
 
+    def same_as(self, other: "Ranks") -> bool:
+        """Returns True if all fields are the same objects."""
+        return all(getattr(self, name) is getattr(other, name) for name in self.__slots__)
+
 
 class Programs(NamedTuple):
     """The passes of a step. backward: by which gradients it gets or adds to. generation: of the buffers whose addresses
@@ -101,6 +105,18 @@ class Later(NamedTuple):
         return left, given
 
 
+def may_run(values: Tensor) -> bool:
+    """Returns True if a program may run on the device of these values, of which there is one, and nothing watches what
+    the code does."""
+    return (
+        values.is_cuda
+        and values.get_device() == torch.cuda.current_device()
+        and values.numel() > 0
+        and not torch.is_inference_mode_enabled()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
 def slots_of(tensors: Iterable[Tensor | Slot | None]) -> list[Slot]:
     """Returns what the code of a traced pass takes for tensors, without None."""
     return cast(list[Slot], [each for each in tensors if each is not None])
@@ -123,6 +139,8 @@ class StepPrograms(Generic[Kind]):
         self._programs: dict[Kind, list[Programs]] = {}
         self._failed: set[Kind] = set()
         self._last: tuple[Kind | None, Sizes, Programs | None] = None, (), None
+        self._ranks: list[Ranks] = []
+        self._generation = 0
 
     def __reduce__(self) -> tuple[type[Self], tuple[object]]:
         return type(self), (self._traced,)
@@ -130,6 +148,19 @@ class StepPrograms(Generic[Kind]):
     @property
     def num_programs(self) -> int:
         return sum(map(len, self._programs.values()))
+
+    def known(self, ranks: Ranks) -> Ranks:
+        """Returns the ranks of an earlier step if they are the same, for its kind: then it has programs already.
+
+        Forgets programs that know the addresses of buffers which are no more.
+        """
+        if ranks.symmetric is not None and ranks.symmetric.generation != self._generation:
+            self.__init__(self._traced)
+            self._generation = ranks.symmetric.generation
+        same = next((each for each in self._ranks if each.same_as(ranks)), None)
+        if same is None:
+            self._ranks.append(ranks)
+        return same or ranks
 
     def find(self, kind: Kind, sizes: Sizes) -> Programs | None:
         """Returns the programs of such a step, traced at the first one; None if they cannot be."""

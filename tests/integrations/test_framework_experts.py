@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sonic_ep import EPGroup, TransportConfig
 from sonic_ep.integrations.framework_experts import FrameworkExperts
-from sonic_ep.integrations.topk_routing import RouterCall, routing_of_topk
+from sonic_ep.integrations.topk_routing import routing_of_topk
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
+from sonic_ep.routers.topk_pairs import RouterCall
 from sonic_ep.transports import transport_for
 from tests.helpers.launch import RankPool
 
@@ -101,7 +102,7 @@ class Layer:
         runs_as = experts.begin(step.x_TH)
         return experts(
             step.x_TH,
-            routing_of_topk(step.ids_TK, step.weights_TK, E=E, call=router_call),
+            routing_of_topk(step.ids_TK, step.weights_TK, E=E, call=router_call, runs_as=runs_as),
             (self.weights[0], self.weights[1], *biases),
             runs_as,
             up_eIH=self.weights[2] if self.split else None,

@@ -213,18 +213,18 @@ class _Transposed(NamedTuple):
 
 def chosen_pairs(topk_ids_TK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels/route/select/reference.py."""
-    tables = _transposed(topk_ids_TK, None, None, counts_E.shape[0])
-    return _listed(tables, counts_E, topk_ids_TK.numel())
+    tables = transposed(topk_ids_TK, None, None, counts_E.shape[0])
+    return listed(tables, counts_E, topk_ids_TK.numel())
 
 
 def start_selection(
     scores_TE: Tensor, topk_ids_TK: Tensor, allowed_TE: Tensor | None
 ) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
     """See kernels/route/select/reference.py."""
-    return partial(_listed, _transposed(topk_ids_TK, scores_TE, allowed_TE, scores_TE.shape[1]))
+    return partial(listed, transposed(topk_ids_TK, scores_TE, allowed_TE, scores_TE.shape[1]))
 
 
-def _transposed(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | None, E: int) -> _Transposed:
+def transposed(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | None, E: int) -> _Transposed:
     T, K = topk_ids_TK.shape
     tiles = cdiv(T, 32 * _TILE_WORDS)
     W = tiles * _TILE_WORDS
@@ -253,7 +253,7 @@ def _transposed(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tenso
     return _Transposed(chosen_EW, eligible_EW, keys_ET, T, flags)
 
 
-def _listed(tables: _Transposed, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
+def listed(tables: _Transposed, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
     E, W = tables.chosen_EW.shape
     token_ids_N, expert_ids_N, chosen_N = (
         tables.chosen_EW.new_empty(num_pairs, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.bool)

@@ -27,7 +27,7 @@ from torch import Tensor
 from sonic_ep.config import Balance, RoundingConfig, RouterConfig
 from sonic_ep.integrations.megatron.replay import replays
 from sonic_ep.integrations.megatron.routing_map import PlainPairs
-from sonic_ep.integrations.topk_routing import RouterCall, config_of
+from sonic_ep.integrations.topk_routing import config_of
 from sonic_ep.kernels.backend import chosen_pairs
 from sonic_ep.kernels.route.topk.reference import times_chosen, topk_mask
 from sonic_ep.kernels.route.weights_and_losses.reference import z_loss
@@ -35,6 +35,7 @@ from sonic_ep.routers.given_routing import GivenRouting
 from sonic_ep.routers.linear import linear
 from sonic_ep.routers.route import decide_pairs
 from sonic_ep.routers.topk import TopK, compute_topk
+from sonic_ep.routers.topk_pairs import RouterCall
 from sonic_ep.routers.weights_and_losses import losses_alone, weights_and_losses
 from sonic_ep.routing import BalanceCounts, PairLists, Routing
 

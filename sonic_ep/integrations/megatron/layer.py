@@ -36,8 +36,8 @@ from sonic_ep.integrations.megatron.replay import check_replays, replays
 from sonic_ep.integrations.megatron.rounding import RoundedRouter
 from sonic_ep.integrations.megatron.routing_map import PlainPairs, in_parts, routing_of_map
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.integrations.topk_routing import RouterCall
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
+from sonic_ep.routers.topk_pairs import RouterCall
 from sonic_ep.routing import Routing
 
 

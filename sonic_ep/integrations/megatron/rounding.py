@@ -15,10 +15,11 @@ from torch import Tensor
 from sonic_ep.config import RoundingConfig, RouterConfig
 from sonic_ep.integrations.megatron.routing_map import topk_ids
 from sonic_ep.integrations.rounded_routing import rounded_routing
-from sonic_ep.integrations.topk_routing import RouterCall, config_of
+from sonic_ep.integrations.topk_routing import config_of
 from sonic_ep.kernels.route.topk.reference import scores_of, topk_mask
 from sonic_ep.routers.given_routing import GivenRouting
 from sonic_ep.routers.topk import TopK
+from sonic_ep.routers.topk_pairs import RouterCall
 from sonic_ep.routing import Routing
 
 

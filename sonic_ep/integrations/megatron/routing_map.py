@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sonic_ep.integrations.topk_routing import RouterCall
 from sonic_ep.kernels.backend import chosen_pairs
 from sonic_ep.kernels.route.select.reference import pairs_of_mask
 from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.given_routing import UNSET, GivenRouting
+from sonic_ep.routers.topk_pairs import RouterCall
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
 

@@ -23,7 +23,7 @@ from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import FrameworkExperts, compute_dtype
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.rounded_routing import rounded_routing, spread
-from sonic_ep.integrations.topk_routing import RouterCall, config_of, routing_of_topk
+from sonic_ep.integrations.topk_routing import config_of, routing_of_topk
 from sonic_ep.integrations.torchtitan.inner_experts import (
     activation_of,
     local_parameters,
@@ -34,6 +34,7 @@ from sonic_ep.integrations.torchtitan.router import split
 from sonic_ep.routers.given_routing import GivenRouting
 from sonic_ep.routers.replay import refuse_new_numbers
 from sonic_ep.routers.topk import TopK
+from sonic_ep.routers.topk_pairs import RouterCall
 from sonic_ep.routing import Routing
 
 
@@ -133,7 +134,7 @@ class SonicEPRoutedExperts(RoutedExperts):
             has_given_experts=self.given is not None,
         )
         if rounding is None:
-            routing = routing_of_topk(ids_TK, columns_TC, E=self.num_experts, call=call)
+            routing = routing_of_topk(ids_TK, columns_TC, E=self.num_experts, call=call, runs_as=runs_as)
         else:
             routing = self._rounded(call, ids_TK, columns_TC, rounding)
         activation = activation_of(self.inner_experts)

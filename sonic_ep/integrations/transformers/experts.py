@@ -24,12 +24,14 @@ from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, lasting,
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import FrameworkExperts, compute_dtype
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.integrations.topk_routing import RouterCall, capped_routing, routing_of_topk
+from sonic_ep.integrations.topk_routing import capped_routing, routing_of_topk
 from sonic_ep.integrations.transformers.activation import activation_of
 from sonic_ep.integrations.transformers.router_outputs import RouterOutputs
 from sonic_ep.integrations.transformers.weights import layout_of, num_local_experts, weights_of
 from sonic_ep.routers.given_routing import NOT_ROUNDED, NOTHING_GIVEN, GivenRouting, add_to_records, recording
+from sonic_ep.routers.topk_pairs import RouterCall
 from sonic_ep.routing import Routing
+from sonic_ep.steps.experts_step import RunsAs
 from sonic_ep.transports import GroupTransport
 
 # Attributes of a module of experts. LORA: lora.py's Adapters during a forward with them, or None.
@@ -99,7 +101,7 @@ def compute_experts(
     calls = _experts_of(experts, group, transport, options, topk_ids_TK.shape[1])
     is_bounded = (capacity if rounding is None else rounding.config).capacity_factor is not None
     runs_as = calls.begin(x, is_bounded=is_bounded)
-    routing = _routing(experts, routed, rounding, capacity, E, call)
+    routing = _routing(experts, routed, rounding, capacity, E, call, runs_as)
     out_TH = calls(x, routing, weights, runs_as, activation=activation, layout=layout_of(experts), lora=lora)
     if recording():
         add_to_records(experts, routed[0], x_TH.shape[:1], given)
@@ -192,6 +194,7 @@ def _routing(
     capacity: RoundingConfig,
     E: int,
     call: RouterCall,
+    runs_as: RunsAs | None,
 ) -> Routing:
     """Returns the routing of what the router returned. A collective. rounding: TokenRounding, or None."""
     ep_size = call.group.size
@@ -200,8 +203,8 @@ def _routing(
     if rounding is not None:
         return rounding.routing(experts, *routed, E=E, call=call)
     if (capacity.capacity_factor or ep_size) >= ep_size:
-        has_sentinels = _has_stock_dispatch(experts)
-        return routing_of_topk(*routed, E=E, call=call, has_sentinels=has_sentinels, capacity=capacity)
+        options = {"has_sentinels": _has_stock_dispatch(experts), "capacity": capacity, "runs_as": runs_as}
+        return routing_of_topk(*routed, E=E, call=call, **options)
     return capped_routing(experts, *routed, E=E, call=call, capacity=capacity)
 
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import Exchange
 from sonic_ep.integrations.rounded_routing import rounded_routing, spread
-from sonic_ep.integrations.topk_routing import RouterCall, config_of
+from sonic_ep.integrations.topk_routing import config_of
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
 from sonic_ep.integrations.transformers.router_outputs import RouterOutputs, router_next_to
 from sonic_ep.routers.topk import TopK
+from sonic_ep.routers.topk_pairs import RouterCall
 from sonic_ep.routing import Routing
 from sonic_ep.transports import GroupTransport
 

@@ -117,7 +117,8 @@ def test_static_buffers(limit: str, ranks: Ranks, tmp_path: Path) -> None:
 
 def capped(rank: int, factor: float) -> dict[str, Any]:
     """A routing with a capacity, and what the router gave, which leans to experts of rank 0."""
-    from sonic_ep.integrations.topk_routing import RouterCall, capped_routing
+    from sonic_ep.integrations.topk_routing import capped_routing
+    from sonic_ep.routers.topk_pairs import RouterCall
 
     group, E = EPGroup(), 8
     generator = torch.Generator().manual_seed(rank)

@@ -1,0 +1,110 @@
+"""The routing of a top-K that somebody else's router has chosen: the counts of all ranks, this rank's pairs, weights.
+
+Legend: S ranks of the EP group, T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sonic_ep.config import MoEConfig, RoundingConfig
+from sonic_ep.first_order import Context, first_order
+from sonic_ep.groups import EPGroup, Exchange
+from sonic_ep.kernels.backend import in_slots, pairs_with_weights
+from sonic_ep.routers.count_exchange import RankStatus, gather_counts
+from sonic_ep.routers.route import RoutingContext
+from sonic_ep.routing import AsyncSplitSizes, GroupCounts, unrounded
+
+_OFF = RoundingConfig(mode="off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterCall:
+    """One call of a framework's router: what a routing needs beside the router's results.
+
+    exchange: see `gather_counts`. dtype: of the experts' input. training: of the module. Both must be equal on all
+    ranks. problem: why this rank cannot route, which all ranks raise as ValueError, or None. has_given_experts: see
+    RankStatus.
+    """
+
+    group: EPGroup
+    exchange: Exchange
+    dtype: torch.dtype
+    training: bool
+    problem: str | None = None
+    has_given_experts: bool = False
+
+    def gather(self, counts_E: Tensor, num_tokens: int) -> tuple[GroupCounts, AsyncSplitSizes | None]:
+        """Returns the counts of all ranks and the copy of their sizes, see GroupDecision. A collective."""
+        status = RankStatus(
+            counts_E=counts_E,
+            num_tokens=num_tokens,
+            dtype=self.dtype,
+            training=self.training,
+            problem=self.problem,
+            has_given_experts=self.has_given_experts,
+        )
+        counts, split_sizes, _ = gather_counts(status, _OFF, self.group, self.exchange)
+        return counts, split_sizes
+
+    def counts(
+        self, counts_E: Tensor, num_tokens: int, tokens_1: Tensor | None = None
+    ) -> tuple[GroupCounts, AsyncSplitSizes | None]:
+        """Returns what `gather` does, on one rank without an exchange. tokens_1: (1,) int64, `num_tokens`, if known."""
+        if self.group.size > 1:
+            return self.gather(counts_E, num_tokens)
+        tokens_1 = counts_E.new_full((1,), num_tokens) if tokens_1 is None else tokens_1
+        return unrounded(counts_E.as_strided((1, counts_E.shape[0]), (counts_E.shape[0], 1)), tokens_1), None
+
+    def context(self, config: MoEConfig, expert_ids_TK: Tensor | None = None) -> RoutingContext:
+        """Returns the same for `decide_pairs`."""
+        return RoutingContext(
+            config=config,
+            group=self.group,
+            dtype=self.dtype,
+            training=self.training,
+            problem=self.problem,
+            exchange=self.exchange,
+            expert_ids_TK=expert_ids_TK,
+        )
+
+
+class RoutedTopK(NamedTuple):
+    """The pairs of a top-K, see TopKPairs, and the counts of all ranks. weights_N: without a gradient."""
+
+    weights_N: Tensor
+    slots_N: Tensor
+    token_ids_N: Tensor
+    counts: GroupCounts
+    split_sizes: AsyncSplitSizes | None
+
+
+def route_topk(topk_ids_TK: Tensor, weights_TK: Tensor, E: int, call: RouterCall) -> RoutedTopK:
+    """Returns the pairs of a top-K, and the counts of all ranks. A collective.
+
+    Shapes:  see `pairs_with_weights`. Raises what `RouterCall.gather` raises.
+    """
+    counts_E, tokens_1, token_ids_N, slots_N, weights_N = pairs_with_weights(topk_ids_TK, weights_TK, E)
+    counts, split_sizes = call.counts(counts_E, topk_ids_TK.shape[0], tokens_1)
+    return RoutedTopK(weights_N, slots_N, token_ids_N, counts, split_sizes)
+
+
+_Table = tuple[int, torch.dtype]
+
+
+class WeightsOfPairs(torch.autograd.Function):
+    """Returns the weights of pairs, which are computed already, as a function of the table that they come from."""
+
+    @staticmethod
+    def forward(ctx: Context[_Table], weights_TK: Tensor, weights_N: Tensor, slots_N: Tensor) -> Tensor:
+        ctx.save_for_backward(slots_N)
+        ctx.call = weights_TK.shape[1], weights_TK.dtype
+        return weights_N.detach()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Context[_Table], *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (slots_N,) = ctx.saved_tensors
+        return in_slots(grad_outputs[0], slots_N, *ctx.call), None, None
