@@ -174,8 +174,8 @@ def _serve(rank: int, world_size: int, backend: str, port: int, pipe: Connection
     faulthandler.enable()
     torch.set_num_threads(1)
     limit_tolerances()
-    if "nccl" in backend:
-        torch.cuda.set_device(rank)
+    if "nccl" in backend or "cuda" in backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     gc.freeze()  # the server's modules stay

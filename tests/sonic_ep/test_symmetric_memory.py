@@ -12,6 +12,9 @@ from sonic_ep.symmetric_memory import PeerMemory, RankLocation, problem_between
 from tests.helpers.launch import RankPool
 
 NO_RANK: frozenset[str] = frozenset()
+SHARED = (
+    "two ranks of the group share a GPU; TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 allows that, for tests: it is slow"
+)
 
 
 def location(
@@ -28,15 +31,19 @@ def location(
         ([location("a"), location(None)], "the rows of rank 1 are not on a CUDA device"),
         ([location("a"), location("b", problem="triton not found")], "rank 1: triton not found"),
         ([location("a", "two"), location("b", "one")], "the ranks of the group are on several hosts: one, two"),
-        ([location("a"), location("b"), location("a")], "two ranks of the group share a GPU"),
+        ([location("a"), location("b"), location("a")], SHARED),
         (
             [location("a"), location("b", unreachable=frozenset("ac")), location("c")],
             "the GPU of rank 1 has no peer access to the GPU of rank 0",
         ),
     ],
 )
-def test_problem_between_places(locations: list[RankLocation], problem: str | None) -> None:
-    assert problem_between(locations) == problem
+@pytest.mark.parametrize("allowed", [False, True])
+def test_problem_between_places(
+    locations: list[RankLocation], problem: str | None, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1" if allowed else "0")
+    assert problem_between(locations) == (None if allowed and problem == SHARED else problem)
 
 
 def test_a_place_without_a_gpu() -> None:
