@@ -52,9 +52,14 @@ class RouterCall:
     def counts(
         self, counts_E: Tensor, num_tokens: int, tokens_1: Tensor | None = None
     ) -> tuple[GroupCounts, AsyncSplitSizes | None]:
-        """Returns what `gather` does, on one rank without an exchange. tokens_1: (1,) int64, `num_tokens`, if known."""
+        """Returns what `gather` does, on one rank without an exchange. tokens_1: (1,) int64, `num_tokens`, if known.
+
+        Raises ValueError for `problem`.
+        """
         if self.group.size > 1:
             return self.gather(counts_E, num_tokens)
+        if self.problem is not None:
+            raise ValueError(self.problem)
         tokens_1 = counts_E.new_full((1,), num_tokens) if tokens_1 is None else tokens_1
         return unrounded(counts_E.as_strided((1, counts_E.shape[0]), (counts_E.shape[0], 1)), tokens_1), None
 
@@ -81,26 +86,26 @@ class RoutedTopK(NamedTuple):
     split_sizes: AsyncSplitSizes | None
 
 
-def route_topk(topk_ids_TK: Tensor, weights_TK: Tensor, E: int, call: RouterCall) -> RoutedTopK:
+def route_topk(chosen: Tensor, weights: Tensor, E: int, K: int, call: RouterCall) -> RoutedTopK:
     """Returns the pairs of a top-K, and the counts of all ranks. A collective.
 
     Shapes:  see `pairs_with_weights`. Raises what `RouterCall.gather` raises.
     """
-    counts_E, tokens_1, token_ids_N, slots_N, weights_N = pairs_with_weights(topk_ids_TK, weights_TK, E)
-    counts, split_sizes = call.counts(counts_E, topk_ids_TK.shape[0], tokens_1)
+    counts_E, tokens_1, token_ids_N, slots_N, weights_N = pairs_with_weights(chosen, weights, E, K)
+    counts, split_sizes = call.counts(counts_E, chosen.shape[0], tokens_1)
     return RoutedTopK(weights_N, slots_N, token_ids_N, counts, split_sizes)
 
 
-_Table = tuple[int, torch.dtype]
+_Table = tuple[torch.Size, torch.dtype]
 
 
 class WeightsOfPairs(torch.autograd.Function):
     """Returns the weights of pairs, which are computed already, as a function of the table that they come from."""
 
     @staticmethod
-    def forward(ctx: Context[_Table], weights_TK: Tensor, weights_N: Tensor, slots_N: Tensor) -> Tensor:
+    def forward(ctx: Context[_Table], weights: Tensor, weights_N: Tensor, slots_N: Tensor) -> Tensor:
         ctx.save_for_backward(slots_N)
-        ctx.call = weights_TK.shape[1], weights_TK.dtype
+        ctx.call = weights.shape, weights.dtype
         return weights_N.detach()
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Makes a `Routing` of the top-K experts and weights that a model's own router returns.
+"""Makes a `Routing` of the top-K experts and weights that a model's own router returns, as ids or as a map.
 
 With a capacity factor every destination rank receives a bounded number of rows, for which static buffers are made. At
 ep_size and above it that bound is all pairs. Below, each expert loses its pairs of least weight while a rank has more.
@@ -53,20 +53,36 @@ def routing_of_topk(
                no pair. Then ValueError, on every rank, if static buffers do not take T tokens.
     runs_as:   of `FrameworkExperts.begin`: whether it runs as a program.
     """
-    if call.problem is not None and call.group.size == 1:
-        raise ValueError(call.problem)
     T, K = topk_ids_TK.shape
     received = _most_received(capacity, T, K, E, call.group, training=call.training)
     if received is not None and call.problem is None and call.group.size > 1:
         call = replace(call, problem=call.exchange.problem_with(T))
     if has_sentinels:
         return _without_sentinels(topk_ids_TK, topk_weights_TK, E, call, received)
-    topk_ids_TK, routes = topk_ids_TK.long(), None if runs_as is None else runs_as.routes
-    routed = None if routes is None else routes.route(topk_ids_TK, topk_weights_TK, E, call)
+    return _routed(topk_ids_TK.long(), topk_weights_TK, E, K, call, received, runs_as)
+
+
+def routing_of_map(
+    probs_TE: Tensor, routing_map_TE: Tensor, K: int, *, call: RouterCall, runs_as: RunsAs | None = None
+) -> Routing:
+    """Returns the routing of every pair of a map, with its probability for a weight. A collective.
+
+    Shapes:    probs_TE (T, E) floating point, differentiable; routing_map_TE (T, E) bool, K times True in each row.
+    runs_as:   see `routing_of_topk`.
+    """
+    return _routed(routing_map_TE, probs_TE, routing_map_TE.shape[1], K, call, None, runs_as)
+
+
+def _routed(
+    chosen: Tensor, weights: Tensor, E: int, K: int, call: RouterCall, received: int | None, runs_as: RunsAs | None
+) -> Routing:
+    routes = None if runs_as is None else runs_as.routes
+    routed = None if routes is None else routes.route(chosen, weights, E, K, call)
     with torch.no_grad():
-        routed = routed or route_topk(topk_ids_TK, topk_weights_TK, E, call)
-    weights_N = WeightsOfPairs.apply(topk_weights_TK, routed.weights_N, routed.slots_N)
-    return Routing(weights_N, routed.token_ids_N, routed.counts, T, None, received, routed.split_sizes)
+        routed = routed or route_topk(chosen, weights, E, K, call)
+    weights_N = WeightsOfPairs.apply(weights, routed.weights_N, routed.slots_N)
+    T, max_rows = chosen.shape[0], None
+    return Routing(weights_N, routed.token_ids_N, routed.counts, T, max_rows, received, routed.split_sizes)
 
 
 def _without_sentinels(

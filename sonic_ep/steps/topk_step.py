@@ -23,11 +23,13 @@ from sonic_ep.symmetric_memory import parts_made_by
 
 
 class TopKKind(NamedTuple):
-    """All that a program depends on, besides sizes. dtype: of the weights. ranks: on several, with a mailbox."""
+    """All that a program depends on, besides sizes. of_map: whether a map is given, see `pairs_with_weights`. dtype: of
+    the weights. ranks: on several, with a mailbox."""
 
     call: RouterCall
     E: int
     K: int
+    of_map: bool
     dtype: torch.dtype
     device: torch.device
     ranks: Ranks | None
@@ -46,17 +48,17 @@ class TopKStep:
     ranks: Ranks | None = None
     steps: BoundedSteps[tuple[Tensor, bool]] | None = None
 
-    def route(self, topk_ids_TK: Tensor, weights_TK: Tensor, E: int, call: RouterCall) -> RoutedTopK | None:
+    def route(self, chosen: Tensor, weights: Tensor, E: int, K: int, call: RouterCall) -> RoutedTopK | None:
         """Returns what `route_topk` does, or None where its code has to run. A collective if it does not."""
-        (T, K), ranks, device = topk_ids_TK.shape, self.ranks, topk_ids_TK.device
-        if call.problem is not None or not may_run(topk_ids_TK) or not runs_triton(topk_ids_TK):
+        T, ranks, device = chosen.shape[0], self.ranks, chosen.device
+        if call.problem is not None or not may_run(chosen) or not runs_triton(chosen):
             return None
         if ranks is not None:
             assert self.steps is not None
             if ranks.symmetric is None and not isinstance(ranks.transport.chosen(device), CollectiveTransport):
                 return None  # the transport is chosen, and its buffers are allocated, by the code
             ranks = self.programs.known(replace(ranks, mailbox=self.steps.mailbox))
-        kind = TopKKind(call, E, K, weights_TK.dtype, device, ranks)
+        kind = TopKKind(call, E, K, chosen.dtype == torch.bool, weights.dtype, device, ranks)
         programs = self.programs.find(kind, (T, NO_ORDER)[: 1 if ranks is None else 2])
         if programs is None:
             return None
@@ -65,7 +67,7 @@ class TopKStep:
             if ranks.symmetric is not None:
                 ranks.symmetric.raise_if_lost()
             sizes = T, ranks.group.order.send()
-        given = [topk_ids_TK.contiguous(), weights_TK.detach().contiguous()]
+        given = [chosen.contiguous(), weights.detach().contiguous()]
         weights_N, slots_N, token_ids_N, *rest = programs.forward.run(sizes, given)
         chosen_SE, *others = rest[:4]
         split_sizes = None if self.steps is None else self.steps.arriving(rest[4])
@@ -81,13 +83,13 @@ def traced_topk(kind: TopKKind, sizes: Sizes) -> Programs:
         if ranks is not None:
             trace.mailbox = ranks.mailbox
             stack.enter_context(parts_made_by(trace.fixed_part))
-        shape = trace.size("T"), kind.K
-        ids, weights = (cast(Tensor, trace.input(shape, dtype)) for dtype in (torch.int64, kind.dtype))
-        found = route_topk(ids, weights, kind.E, kind.call)
+        shape, dtype = (trace.size("T"), kind.E if kind.of_map else kind.K), torch.bool if kind.of_map else torch.int64
+        chosen, weights = (cast(Tensor, trace.input(shape, each)) for each in (dtype, kind.dtype))
+        found = route_topk(chosen, weights, kind.E, kind.K, kind.call)
         counts = found.counts
         packed = slots_of([counts.chosen_SE, counts.tokens_S, counts.cut_S, counts.t])
         packed += slots_of([] if found.split_sizes is None else [found.split_sizes.on_device])
-        outputs, given = slots_of(found[:3]), numbers_of([ids, weights])
+        outputs, given = slots_of(found[:3]), numbers_of([chosen, weights])
         trace.finish()
     generation = 0 if ranks is None or ranks.symmetric is None else ranks.symmetric.generation
     return Programs(Program(trace, given, outputs, (), packed), {}, generation)

@@ -29,7 +29,7 @@ def memory() -> Iterator[Memory]:
         yield memory
 
 
-def kind_of(transport: str) -> TopKKind:
+def kind_of(transport: str, *, of_map: bool = False) -> TopKKind:
     ranks: Ranks | None = None if transport == "alone" else ranks_of(2, 256, E, K)
     group = EPGroup.alone() if ranks is None else ranks.group
     exchange: Any = None if ranks is None else ranks.transport
@@ -38,12 +38,13 @@ def kind_of(transport: str) -> TopKKind:
         exchange = AllToAllTransport(group)
         ranks = replace(ranks, transport=exchange, symmetric=None)
     call = RouterCall(group=group, exchange=exchange, dtype=torch.bfloat16, training=True)
-    return TopKKind(call, E, K, torch.bfloat16, CUDA, ranks)
+    return TopKKind(call, E, K, of_map, torch.bfloat16, CUDA, ranks)
 
 
+@pytest.mark.parametrize("of_map", [False, True])
 @pytest.mark.parametrize("transport", ["alone", "symmetric", "all-to-all"])
-def test_a_program_of_another_length_is_the_one_that_it_would_give(transport: str) -> None:
-    kind = kind_of(transport)
+def test_a_program_of_another_length_is_the_one_that_it_would_give(transport: str, of_map: bool) -> None:
+    kind = kind_of(transport, of_map=of_map)
     sizes, other = ((T, 7)[: len(kind.usual_sizes)] for T in (4096, 5120))
     one, two = traced_topk(kind, sizes), traced_topk(kind, other)
     assert one.forward.fits(*other)
@@ -84,14 +85,14 @@ def test_one_program_for_all_lengths(transport: str, monkeypatch: pytest.MonkeyP
     S = 1 if transport == "alone" else 2
     for T in (512, 640):
         ids, weights = torch.zeros(T, K, dtype=torch.int64), torch.zeros(T, K, dtype=torch.bfloat16)
-        found = step.route(ids, weights, E, kind.call)
+        found = step.route(ids, weights, E, K, kind.call)
         assert found is not None
         assert [each.shape for each in found[:3]] == [(T * K,)] * 3
         assert [each.dtype for each in found[:3]] == [torch.float32, torch.int32, torch.int32]
         assert [each.shape for each in found.counts] == [(S, E)] * 3 + [(S,), (S,), ()]
         assert (found.split_sizes is None) == (S == 1)
     assert step.programs.num_programs == 1
-    step.route(ids, weights.float(), E, replace(kind.call, training=False))
+    step.route(ids, weights.float(), E, K, replace(kind.call, training=False))
     assert step.programs.num_programs == 2
 
 
@@ -99,10 +100,10 @@ def test_the_code_runs_where_a_program_cannot(monkeypatch: pytest.MonkeyPatch) -
     kind = kind_of("symmetric")
     step = step_of(kind, monkeypatch)
     ids, weights = torch.zeros(8, K, dtype=torch.int64), torch.zeros(8, K)
-    assert step.route(ids[:0], weights[:0], E, kind.call) is None
-    assert step.route(ids, weights, E, replace(kind.call, problem="wrong")) is None
+    assert step.route(ids[:0], weights[:0], E, K, kind.call) is None
+    assert step.route(ids, weights, E, K, replace(kind.call, problem="wrong")) is None
     assert step.ranks is not None
     step.ranks = replace(step.ranks, symmetric=None)  # of the first step, whose sizes nobody knows
     step.ranks.transport.chosen = lambda _: None  # type: ignore[method-assign]
-    assert step.route(ids, weights, E, kind.call) is None
+    assert step.route(ids, weights, E, K, kind.call) is None
     assert step.programs.num_programs == 0

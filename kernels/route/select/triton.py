@@ -22,7 +22,7 @@ from sonic_ep.kernels.common.launch import fast_launch
 from sonic_ep.kernels.common.sizes import cdiv, next_power_of_2
 from sonic_ep.kernels.route.select.bitset_topk import keys_of, select
 
-_TILE_WORDS = 4  # words of tokens per program of the first kernel, for 32 experts
+TILE_WORDS = 4  # words of tokens per program of the first kernel, for 32 experts
 # Step sizes of the second kernel: words of tokens per step where it only counts bits, words per step where it reads
 # keys, and slots of an expert's list per step.
 _COUNT_WORDS = 512
@@ -197,7 +197,7 @@ def _list(
             tl.store(is_chosen_ptr + spare, tl.zeros([SLOTS], tl.int8), mask=spare < capacity)
 
 
-class _Transposed(NamedTuple):
+class BitSets(NamedTuple):
     """The tables of the first kernel, one row per expert.
 
     chosen_EW: bits of the tokens that have the expert in their top-K. eligible_EW: bits of the tokens that are allowed
@@ -224,10 +224,10 @@ def start_selection(
     return partial(listed, transposed(topk_ids_TK, scores_TE, allowed_TE, scores_TE.shape[1]))
 
 
-def transposed(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | None, E: int) -> _Transposed:
+def transposed(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor | None, E: int) -> BitSets:
     T, K = topk_ids_TK.shape
-    tiles = cdiv(T, 32 * _TILE_WORDS)
-    W = tiles * _TILE_WORDS
+    tiles = cdiv(T, 32 * TILE_WORDS)
+    W = tiles * TILE_WORDS
     chosen_EW = topk_ids_TK.new_empty(E, W, dtype=torch.int32)
     # A variant does not access the tables that it does not need, so any tensor can stand for them.
     eligible_EW = chosen_EW if allowed_TE is None else chosen_EW.new_empty(E, W)
@@ -246,14 +246,14 @@ def transposed(topk_ids_TK: Tensor, scores_TE: Tensor | None, allowed_TE: Tensor
             W,
             K=K,
             BLOCK_K=next_power_of_2(K),
-            WORDS=_TILE_WORDS,
+            WORDS=TILE_WORDS,
             num_warps=4,
             **flags,
         )
-    return _Transposed(chosen_EW, eligible_EW, keys_ET, T, flags)
+    return BitSets(chosen_EW, eligible_EW, keys_ET, T, flags)
 
 
-def listed(tables: _Transposed, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
+def listed(tables: BitSets, pairs_E: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
     E, W = tables.chosen_EW.shape
     token_ids_N, expert_ids_N, chosen_N = (
         tables.chosen_EW.new_empty(num_pairs, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.bool)

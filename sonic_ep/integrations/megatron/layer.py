@@ -34,11 +34,13 @@ from sonic_ep.integrations.megatron.groups import divide_experts
 from sonic_ep.integrations.megatron.latent import latent_projections
 from sonic_ep.integrations.megatron.replay import check_replays, replays
 from sonic_ep.integrations.megatron.rounding import RoundedRouter
-from sonic_ep.integrations.megatron.routing_map import PlainPairs, in_parts, routing_of_map
+from sonic_ep.integrations.megatron.routing_map import PlainPairs, in_parts, routing_of_dropped
 from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.integrations.topk_routing import routing_of_map
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
 from sonic_ep.routers.topk_pairs import RouterCall
 from sonic_ep.routing import Routing
+from sonic_ep.steps.experts_step import RunsAs
 
 
 @final
@@ -209,10 +211,17 @@ class SonicEPMoELayer(MoELayer):
             rounding = self.options.rounding if self._rounds else None
             is_bounded = rounding is not None and rounding.capacity_factor is not None
             runs_as = self.experts.begin(x_TH, is_bounded=is_bounded)
-            out_TH = self.experts(x_TH, self._routing(x_TH, probs, noted, given), runs_as)
+            out_TH = self.experts(x_TH, self._routing(x_TH, probs, noted, given, runs_as), runs_as)
         return given.put(out_TH).view_as(hidden_states), None
 
-    def _routing(self, x_TH: Tensor, probs: Tensor, noted: PlainPairs | Tensor, given: GivenRouting) -> Routing:
+    def _routing(
+        self,
+        x_TH: Tensor,
+        probs: Tensor,
+        noted: PlainPairs | Tensor,
+        given: GivenRouting,
+        runs_as: RunsAs | None = None,
+    ) -> Routing:
         """Returns the routing of what the router returned, without the padding in maps and other tables."""
         call = RouterCall(
             group=self.experts.group,
@@ -230,8 +239,9 @@ class SonicEPMoELayer(MoELayer):
         parts = self.experts.parts
         if parts > 1:
             probs, noted = (in_parts(each_TE, self.num_local_experts, parts) for each_TE in (probs, noted))
-        K = None if self.config.moe_expert_capacity_factor is not None else self.config.moe_router_topk * parts
-        return routing_of_map(probs, noted, K=K, call=call)
+        if self.config.moe_expert_capacity_factor is not None:
+            return routing_of_dropped(probs, noted, call)
+        return routing_of_map(probs, noted, self.config.moe_router_topk * parts, call=call, runs_as=runs_as)
 
 
 @contextmanager

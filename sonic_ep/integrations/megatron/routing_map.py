@@ -1,4 +1,4 @@
-"""Converts Megatron's (probs, routing_map), or the pairs of a FusedRouter, to a `Routing`.
+"""Converts a map of Megatron's router from which tokens were dropped, or the pairs of a FusedRouter, to a `Routing`.
 
 Legend: O tokens with padding, T tokens on this rank, E experts, e local experts, K experts per token, N pairs this rank
 sends.
@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.backend import chosen_pairs
 from sonic_ep.kernels.route.select.reference import pairs_of_mask
 from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.given_routing import UNSET, GivenRouting
@@ -59,28 +58,15 @@ class PlainPairs(NamedTuple):
         return Routing(weights_N, token_ids_N, counts, num_tokens, split_sizes=split_sizes)
 
 
-def routing_of_map(
-    probs_TE: Tensor,
-    routing_map_TE: Tensor,
-    *,
-    K: int | None,
-    call: RouterCall,
-) -> Routing:
-    """Returns the routing of every pair of the map. A collective: one all-gather of counts.
+def routing_of_dropped(probs_TE: Tensor, routing_map_TE: Tensor, call: RouterCall) -> Routing:
+    """Returns the routing of every pair of a map from which tokens were dropped. A collective. The host waits once.
 
     The combine weight of a pair is its probability, differentiable in probs.
 
     Shapes:    probs_TE (T, E) floating point; routing_map_TE (T, E) bool.
-    K:         the number of experts of every token; None if tokens were dropped, which costs one more host sync.
     """
     T, E = routing_map_TE.shape
-    ids_TK = None if K is None else topk_ids(routing_map_TE, K)
-    counts_E = routing_map_TE.sum(0) if ids_TK is None else times_chosen(ids_TK, E)
-    counts, split_sizes = call.gather(counts_E, T)
-    if ids_TK is None:
-        token_ids_N, expert_ids_N = pairs_of_mask(routing_map_TE, int(counts.pairs_SE[call.group.rank].sum()))
-    else:
-        token_ids_N, expert_ids_N, _ = chosen_pairs(ids_TK, counts_E)
-    pairs_N = token_ids_N.long() * E + expert_ids_N
-    weights_N = probs_TE.reshape(-1).index_select(0, pairs_N).float()
+    counts, split_sizes = call.gather(routing_map_TE.sum(0), T)
+    token_ids_N, expert_ids_N = pairs_of_mask(routing_map_TE, int(counts.pairs_SE[call.group.rank].sum()))
+    weights_N = probs_TE.reshape(-1).index_select(0, token_ids_N * E + expert_ids_N).float()
     return Routing(weights_N, token_ids_N.to(INDEX_DTYPE), counts, T, split_sizes=split_sizes)
