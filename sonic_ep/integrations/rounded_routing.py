@@ -8,26 +8,45 @@ Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank
 import torch
 from torch import Tensor
 
-from sonic_ep.kernels.route.weights_and_losses.reference import weights_of_pairs
-from sonic_ep.routers.route import RoutingContext, decide_pairs
-from sonic_ep.routers.topk import TopK
+from sonic_ep.config import MoEConfig
+from sonic_ep.routers.replay import replaying
+from sonic_ep.routers.rounding import max_received, max_rows
+from sonic_ep.routers.topk_pairs import Added, GivenTopK, RouterCall, WeightsOfRounded, round_topk
 from sonic_ep.routing import PairLists, Routing
+from sonic_ep.steps.experts_step import RunsAs
 
 
 def rounded_routing(
-    module: object, topk: TopK, given_TE: Tensor, context: RoutingContext, scale: float = 1.0
+    module: object,
+    given: GivenTopK,
+    config: MoEConfig,
+    call: RouterCall,
+    *,
+    scale: float = 1.0,
+    runs_as: RunsAs | None = None,
 ) -> Routing:
     """Rounds the top-K of a framework's router, and returns the routing. A collective; see `decide_pairs`.
 
-    Differentiable in weights and scores. module: of the experts, for replay under activation checkpointing. topk: what
-    the router chose, of scores in fp32 or fp64. given_TE: the weights that it gave, see `spread`. scale: factor on the
-    weight of an added pair, which the config of `context` makes of its score, see `weights_of_pairs`.
+    Differentiable in weights and scores. module: of the experts, for replay under activation checkpointing. given: what
+    the router chose, of scores in fp32 or fp64. config: of `config_of`; it makes the weight of an added pair of its
+    score, with `scale` as a factor. runs_as: of `FrameworkExperts.begin`: whether it runs as a program.
     """
-    pairs, scores_TE = decide_pairs(module, topk, context), topk.scores_TE
-    weights_N = given_weights(pairs, given_TE).to(scores_TE.dtype)
-    lists = pairs.token_ids_N, pairs.expert_ids_N, pairs.chosen_N
-    added_N = scale * weights_of_pairs(scores_TE, pairs.topk_ids_TK, *lists, context.config.router)
-    return Routing.of(pairs, weights_N.where(pairs.chosen_N, added_N), scores_TE.shape[0])
+    added, routes = Added.by(config.router, scale), None if runs_as is None else runs_as.routes
+    if replaying() and not given.by_expert:  # of other experts, perhaps, than the weights
+        weights_TE = spread(given.weights, given.topk_ids_TK, config.E)
+        given = given._replace(weights=weights_TE, by_expert=True)
+    routed = None if routes is None else routes.round(given, added, config, call)
+    with torch.no_grad():
+        routed = routed or round_topk(module, given, added, call.context(config))
+    weights_N = WeightsOfRounded.apply(
+        given.weights, given.scores_TE, routed.chosen, routed.weights_N, routed.slots_N, added
+    )
+    (T, K), rounding = given.topk_ids_TK.shape, config.rounding
+    limits = (
+        max_rows(rounding, T, K, config.E, call.group.size, training=call.training),
+        max_received(rounding, T, K, training=call.training),
+    )
+    return Routing(weights_N, routed.token_ids_N, routed.counts, T, *limits, routed.split_sizes)
 
 
 def spread(weights_TK: Tensor, topk_ids_TK: Tensor, E: int) -> Tensor:

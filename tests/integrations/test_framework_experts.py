@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonic_ep import EPGroup, TransportConfig
+from sonic_ep import EPGroup, RoundingConfig, RouterConfig, TransportConfig
 from sonic_ep.integrations.framework_experts import FrameworkExperts
-from sonic_ep.integrations.topk_routing import routing_of_topk
+from sonic_ep.integrations.rounded_routing import rounded_routing
+from sonic_ep.integrations.topk_routing import config_of, routing_of_topk
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
-from sonic_ep.routers.topk_pairs import RouterCall
+from sonic_ep.routers.topk_pairs import GivenTopK, RouterCall
+from sonic_ep.routing import Routing
 from sonic_ep.transports import transport_for
 from tests.helpers.launch import RankPool
 
@@ -29,6 +31,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transposed": {"layout": "transposed", "bias": True},
     "concatenated": {"layout": "concatenated"},
     "rows": {"save_dispatched": True},
+    "rounded": {"rounding": "apportion"},
+    "padded": {"rounding": "pad"},
 }
 LEANS = [0, 0, 0, 0, 3, 0, 3, 3, 0]  # of a step: how much all tokens prefer the same experts
 
@@ -39,12 +43,14 @@ class Step(NamedTuple):
     x_TH: Tensor
     ids_TK: Tensor
     weights_TK: Tensor
+    scores_TE: Tensor
 
 
 class Layer:
     """Weights of experts, with main_grad if asked for, and what a framework's router returns in a step.
 
     split: gate and up in two tensors, "adjacent" in one storage, also "up in front", or "separate" in two.
+    rounding: its mode, or None for plain top-K.
     """
 
     def __init__(
@@ -57,7 +63,9 @@ class Layer:
         lora: bool = False,
         split: str | None = None,
         layout: str = "interleaved",
+        rounding: Any = None,
     ) -> None:
+        self.rounding = rounding
         self.group, self.device, self.main_grad, self.split = group, device, main_grad, split
         self.layout = layout
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float64
@@ -92,17 +100,25 @@ class Layer:
     def step(self, step: int, lean: float, num_tokens: int = T) -> Step:
         generator = torch.Generator().manual_seed(2 * step + self.group.rank)
         scores_TE = torch.randn(num_tokens, E, generator=generator) + lean * torch.linspace(0, 2, E)
-        weights_TK, ids_TK = (each.to(self.device) for each in scores_TE.softmax(1).topk(K))
+        scores_TE = scores_TE.softmax(1).to(self.device)
+        weights_TK, ids_TK = scores_TE.topk(K)
         x_TH = torch.randn(num_tokens, D, generator=generator).to(self.device, self.dtype)
-        return Step(x_TH.requires_grad_(), ids_TK, weights_TK.requires_grad_())
+        return Step(x_TH.requires_grad_(), ids_TK, weights_TK.requires_grad_(), scores_TE.requires_grad_())
+
+    def routing(self, step: Step, runs_as: Any) -> Routing:
+        call = RouterCall(group=self.group, exchange=self.transport, dtype=self.dtype, training=True)
+        if self.rounding is None:
+            return routing_of_topk(step.ids_TK, step.weights_TK, E=E, call=call, runs_as=runs_as)
+        config = config_of(E, K, RouterConfig(), RoundingConfig(mode=self.rounding, G=128))
+        given = GivenTopK(step.ids_TK, step.weights_TK, step.scores_TE, None)
+        return rounded_routing(self, given, config, call, runs_as=runs_as)
 
     def compute(self, experts: FrameworkExperts, step: Step) -> Tensor:
-        router_call = RouterCall(group=self.group, exchange=self.transport, dtype=self.dtype, training=True)
         biases: Any = [None, None] if self.split else [*self.weights[2:], None, None][:2]
         runs_as = experts.begin(step.x_TH)
         return experts(
             step.x_TH,
-            routing_of_topk(step.ids_TK, step.weights_TK, E=E, call=router_call, runs_as=runs_as),
+            self.routing(step, runs_as),
             (self.weights[0], self.weights[1], *biases),
             runs_as,
             up_eIH=self.weights[2] if self.split else None,
@@ -120,6 +136,7 @@ class Layer:
         y = self.compute(experts, step)
         (y * y).sum().backward()
         found = [y.detach(), step.x_TH.grad, step.weights_TK.grad]
+        found += [] if self.rounding is None else [step.scores_TE.grad]
         for index, weight in enumerate(self.weights):
             added = self.main_grad and index < 2
             found.append(weight.main_grad if added else weight.grad)  # type: ignore[attr-defined]

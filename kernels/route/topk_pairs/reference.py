@@ -1,4 +1,4 @@
-"""The pairs of a given top-K and their weights, and the gradient of the weights: in plain torch.
+"""The pairs of a given top-K and their weights, rounded or not, and the gradients of weights: in plain torch.
 
 Some frameworks give a table of ids and weights, (T, K), others a map of the chosen experts, and weights, (T, E).
 
@@ -14,7 +14,10 @@ from torch import Tensor
 
 from sonic_ep.kernels.route.select.reference import pairs_of_mask
 from sonic_ep.kernels.route.topk.reference import times_chosen
-from sonic_ep.routing import INDEX_DTYPE
+from sonic_ep.routing import INDEX_DTYPE, PairLists
+
+SPARE = -(2**31)  # the slot of a spare entry
+EPSILON = 1e-20  # added to a sum of scores, which may underflow to 0
 
 
 class TopKPairs(NamedTuple):
@@ -62,7 +65,7 @@ def pairs_with_weights(chosen: Tensor, weights: Tensor, E: int, K: int) -> TopKP
     )
 
 
-def in_slots(values_N: Tensor, slots_N: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def in_slots(values_N: Tensor, slots_N: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns a table with the value of each pair in its slot, and 0 elsewhere.
 
     Shapes:  values_N (N,) floating point, slots_N of TopKPairs. shape, dtype: of the result.
@@ -76,3 +79,52 @@ def in_slots(values_N: Tensor, slots_N: Tensor, shape: tuple[int, int], dtype: t
     table = values_N.new_zeros(shape, dtype=dtype)
     table.view(-1).index_copy_(0, slots_N.long(), values_N.to(dtype))
     return table
+
+
+def count_topk(topk_ids_TK: Tensor, E: int) -> tuple[Tensor, Tensor]:
+    """Returns counts_E and tokens_1 of `TopKPairs`. topk_ids_TK: (T, K) int64, distinct in each row."""
+    return times_chosen(topk_ids_TK, E), topk_ids_TK.new_full((1,), topk_ids_TK.shape[0])
+
+
+def weights_of_rounded(
+    pairs: PairLists, weights: Tensor, scores_TE: Tensor, *, by_expert: bool, scale: float, divides: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns (N,) weights of rounded pairs, in the dtype of the scores, and slots. Not differentiable.
+
+    A pair of the top-K has the weight that is given for it. One that rounding added has `scale` times its score,
+    divided by the sum of the token's top-K scores if `divides`. A slot is that of TopKPairs, or -1 minus the place of
+    an added pair's score in the flattened (T, E) table. Of a spare entry (token -1) the slot is SPARE, and the weight
+    anything.
+
+    Shapes:  weights (T, K) in the order of `pairs.topk_ids_TK`, or (T, E) if by_expert; scores_TE (T, E) fp32 or
+             fp64.
+    """
+    E = scores_TE.shape[1]
+    tokens_N, experts_N = pairs.token_ids_N.long().clamp(min=0), pairs.expert_ids_N
+    added_TE = scores_TE
+    if divides:
+        added_TE = scores_TE / (scores_TE.gather(1, pairs.topk_ids_TK).sum(1, keepdim=True) + EPSILON)
+    scores_N = tokens_N * E + experts_N
+    slots_N = scores_N
+    if not by_expert:
+        columns_N = (pairs.topk_ids_TK.index_select(0, tokens_N) == experts_N[:, None]).to(torch.uint8).argmax(1)
+        slots_N = tokens_N * weights.shape[1] + columns_N
+    given_N = weights.flatten().index_select(0, slots_N).to(scores_TE.dtype)
+    weights_N = given_N.where(pairs.chosen_N, scale * added_TE.flatten().index_select(0, scores_N))
+    slots_N = slots_N.where(pairs.chosen_N, -1 - scores_N).masked_fill(pairs.token_ids_N < 0, SPARE)
+    return weights_N, slots_N.to(INDEX_DTYPE)
+
+
+def in_two_tables(
+    values_N: Tensor, slots_N: Tensor, shape: tuple[int, ...], dtype: torch.dtype, scores_shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Returns tables with the values of chosen pairs in their slots, and of added pairs in the places of their scores.
+
+    Other entries are 0. shape, dtype: of the first; the second has the dtype of the values. slots_N: of
+    `weights_of_rounded`.
+    """
+    values_N, slots_N = values_N[slots_N != SPARE], slots_N[slots_N != SPARE].long()
+    is_chosen = slots_N >= 0
+    added = values_N.new_zeros(scores_shape)
+    added.view(-1).index_copy_(0, -1 - slots_N[~is_chosen], values_N[~is_chosen])
+    return in_slots(values_N[is_chosen], slots_N[is_chosen], shape, dtype), added

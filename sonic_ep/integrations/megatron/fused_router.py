@@ -38,6 +38,7 @@ from sonic_ep.routers.topk import TopK, compute_topk
 from sonic_ep.routers.topk_pairs import RouterCall
 from sonic_ep.routers.weights_and_losses import losses_alone, weights_and_losses
 from sonic_ep.routing import BalanceCounts, PairLists, Routing
+from sonic_ep.steps.experts_step import RunsAs
 
 _OTHERWISE = "options.router to 'megatron'"
 # An auxiliary loss: Megatron's name for its log, the router's group of ranks, and whether the log is a mean over more.
@@ -175,7 +176,9 @@ class FusedRouter(TopKRouter):
         weights_N, loss = weights_and_losses(logits_TE, topk, pairs, T, call.config, call.balance_counts)
         return self._attached(weights_N, loss, call), PlainPairs(pairs.token_ids_N, counts_E)
 
-    def rounded_routing(self, logits_TE: Tensor, topk_ids_TK: Tensor, _: GivenRouting, call: RouterCall) -> Routing:
+    def rounded_routing(
+        self, logits_TE: Tensor, topk_ids_TK: Tensor, given: GivenRouting, call: RouterCall, runs_as: RunsAs | None
+    ) -> Routing:
         """Returns the rounded routing of what forward returned, without padding. A collective of the EP group."""
         T, config = logits_TE.shape[0], self.moe_config
         topk = compute_topk(logits_TE, self.expert_bias, config.K, config.router)

@@ -235,7 +235,7 @@ class SonicEPMoELayer(MoELayer):
             return noted.routing(probs, given, x_TH.shape[0], call)
         if self._rounds:
             assert self.rounded_routing is not None
-            return self.rounded_routing(probs, noted, given, call)
+            return self.rounded_routing(probs, noted, given, call, runs_as)
         parts = self.experts.parts
         if parts > 1:
             probs, noted = (in_parts(each_TE, self.num_local_experts, parts) for each_TE in (probs, noted))

@@ -18,9 +18,9 @@ from sonic_ep.integrations.rounded_routing import rounded_routing
 from sonic_ep.integrations.topk_routing import config_of
 from sonic_ep.kernels.route.topk.reference import scores_of, topk_mask
 from sonic_ep.routers.given_routing import GivenRouting
-from sonic_ep.routers.topk import TopK
-from sonic_ep.routers.topk_pairs import RouterCall
+from sonic_ep.routers.topk_pairs import GivenTopK, RouterCall
 from sonic_ep.routing import Routing
+from sonic_ep.steps.experts_step import RunsAs
 
 
 @final
@@ -44,7 +44,14 @@ class RoundedRouter:
 
         router.routing = routing_with_logits
 
-    def routing(self, probs_TE: Tensor, routing_map_TE: Tensor, given: GivenRouting, call: RouterCall) -> Routing:
+    def routing(
+        self,
+        probs_TE: Tensor,
+        routing_map_TE: Tensor,
+        given: GivenRouting,
+        call: RouterCall,
+        runs_as: RunsAs | None = None,
+    ) -> Routing:
         """Returns the rounded routing of the router's last results. For training only. A collective of the EP group.
 
         Differentiable in probs and, for added pairs, in the logits. given: the padding that the results are without.
@@ -59,10 +66,9 @@ class RoundedRouter:
         by_logits = self.moe_config.router.score == "softmax" and not self.config.moe_router_pre_softmax
         allowed_TE = self._allowed(logits_TE.detach() if by_logits else ranking_TE)
         ids_TK = topk_ids(routing_map_TE, self.moe_config.K)
-        topk = TopK(scores_TE, ranking_TE, allowed_TE, ids_TK, routing_map_TE.sum(0))
-        # The router's probability of a pair outside its top-K is 0. Megatron's router has its own counter.
-        context, scale = call.context(self.moe_config), self.config.moe_router_topk_scaling_factor or 1
-        return rounded_routing(self.router, topk, probs_TE, context, scale)
+        given_topk = GivenTopK(ids_TK, probs_TE, scores_TE, allowed_TE, by_expert=True)
+        scale = float(self.config.moe_router_topk_scaling_factor or 1)
+        return rounded_routing(self.router, given_topk, self.moe_config, call, scale=scale, runs_as=runs_as)
 
     def _allowed(self, values_TE: Tensor) -> Tensor | None:
         """Returns (T, E) bool: the experts of each token's best groups, as in Megatron's group_limited_topk.

@@ -22,7 +22,7 @@ from sonic_ep.graph.operation import GraphOperation, Outputs, in_graph, lasting,
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.framework_experts import FrameworkExperts, compute_dtype
 from sonic_ep.integrations.options import SonicEPOptions
-from sonic_ep.integrations.rounded_routing import rounded_routing, spread
+from sonic_ep.integrations.rounded_routing import rounded_routing
 from sonic_ep.integrations.topk_routing import config_of, routing_of_topk
 from sonic_ep.integrations.torchtitan.inner_experts import (
     activation_of,
@@ -33,9 +33,9 @@ from sonic_ep.integrations.torchtitan.inner_experts import (
 from sonic_ep.integrations.torchtitan.router import split
 from sonic_ep.routers.given_routing import GivenRouting
 from sonic_ep.routers.replay import refuse_new_numbers
-from sonic_ep.routers.topk import TopK
-from sonic_ep.routers.topk_pairs import RouterCall
+from sonic_ep.routers.topk_pairs import GivenTopK, RouterCall
 from sonic_ep.routing import Routing
+from sonic_ep.steps.experts_step import RunsAs
 
 
 class SonicEPRoutedExperts(RoutedExperts):
@@ -136,18 +136,18 @@ class SonicEPRoutedExperts(RoutedExperts):
         if rounding is None:
             routing = routing_of_topk(ids_TK, columns_TC, E=self.num_experts, call=call, runs_as=runs_as)
         else:
-            routing = self._rounded(call, ids_TK, columns_TC, rounding)
+            routing = self._rounded(call, ids_TK, columns_TC, rounding, runs_as)
         activation = activation_of(self.inner_experts)
         return self._experts(x_TH, routing, weights, runs_as, up_eIH=up_eIH, activation=activation)
 
-    def _rounded(self, call: RouterCall, ids_TK: Tensor, columns_TC: Tensor, rounding: RoundingConfig) -> Routing:
+    def _rounded(
+        self, call: RouterCall, ids_TK: Tensor, columns_TC: Tensor, rounding: RoundingConfig, runs_as: RunsAs | None
+    ) -> Routing:
         K, E, router = ids_TK.shape[1], self.num_experts, self.router_config
         assert router is not None
         columns_TC = columns_TC.to(torch.promote_types(columns_TC.dtype, torch.float32))
-        weights_TK, scores_TE, allowed_TE = split(columns_TC, K, E)
-        topk = TopK(scores_TE, scores_TE.detach(), allowed_TE, ids_TK)
-        context = call.context(config_of(E, K, router, rounding))
-        return rounded_routing(self, topk, spread(weights_TK, ids_TK, E), context)
+        given = GivenTopK(ids_TK, *split(columns_TC, K, E))
+        return rounded_routing(self, given, config_of(E, K, router, rounding), call, runs_as=runs_as)
 
 
 def _compute(tensors: list[Tensor], key: Tensor, ids_TK: Tensor) -> Outputs:

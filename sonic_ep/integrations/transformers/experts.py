@@ -201,7 +201,7 @@ def _routing(
     if call.problem is not None:
         return routing_of_topk(*routed[:2], E=E, call=call)
     if rounding is not None:
-        return rounding.routing(experts, *routed, E=E, call=call)
+        return rounding.routing(experts, *routed, E=E, call=call, runs_as=runs_as)
     if (capacity.capacity_factor or ep_size) >= ep_size:
         options = {"has_sentinels": _has_stock_dispatch(experts), "capacity": capacity, "runs_as": runs_as}
         return routing_of_topk(*routed, E=E, call=call, **options)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import Exchange
-from sonic_ep.integrations.rounded_routing import rounded_routing, spread
+from sonic_ep.integrations.rounded_routing import rounded_routing
 from sonic_ep.integrations.topk_routing import config_of
 from sonic_ep.integrations.transformers.experts import TOKEN_ROUNDING, registered_experts
 from sonic_ep.integrations.transformers.router_outputs import RouterOutputs, router_next_to
-from sonic_ep.routers.topk import TopK
-from sonic_ep.routers.topk_pairs import RouterCall
+from sonic_ep.routers.topk_pairs import GivenTopK, RouterCall
 from sonic_ep.routing import Routing
+from sonic_ep.steps.experts_step import RunsAs
 from sonic_ep.transports import GroupTransport
 
 
@@ -83,6 +83,7 @@ class TokenRounding:
         *,
         E: int,
         call: RouterCall,
+        runs_as: RunsAs | None = None,
     ) -> Routing:
         """Returns the rounded routing. A collective of the EP group, with the same errors on every rank.
 
@@ -95,9 +96,8 @@ class TokenRounding:
         if logits_TE is None or logits_TE.shape[0] != T:
             logits_TE = topk_weights_TK.new_zeros(T, E)
         scores_TE = rule.scores(logits_TE)
-        context = call.context(config_of(E, K, rule.config, self.config))
-        topk = TopK(scores_TE, scores_TE.detach(), None, ids_TK)
-        return rounded_routing(experts, topk, spread(topk_weights_TK, ids_TK, E), context, rule.scale)
+        given, config = GivenTopK(ids_TK, topk_weights_TK, scores_TE, None), config_of(E, K, rule.config, self.config)
+        return rounded_routing(experts, given, config, call, scale=rule.scale, runs_as=runs_as)
 
     def _problem_with_buffers(self, exchange: Exchange) -> str | None:
         try:

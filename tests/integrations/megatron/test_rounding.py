@@ -107,12 +107,12 @@ def allowed_and_chosen(rank: int, fields: dict[str, Any]) -> tuple[Tensor, Tenso
     """(T, E) bool each: what rounding may add, what the router chose."""
     from unittest.mock import patch
 
-    from sonic_ep.integrations import rounded_routing
+    from sonic_ep.routers import topk_pairs
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
     with (
         parallel_state(),
-        patch.object(rounded_routing, "decide_pairs", wraps=rounded_routing.decide_pairs) as round_counts,
+        patch.object(topk_pairs, "decide_pairs", wraps=topk_pairs.decide_pairs) as round_counts,
     ):
         config = gpt_config(**GROUP_LIMITED, **fields, **NO_LOSS)
         layer_of(config, ROUNDING)(hidden_states(rank, config))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sonic_ep.kernels.route.topk.reference import topk_mask
 from sonic_ep.kernels.route.topk_pairs import reference
+from sonic_ep.routing import PairLists
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.triton_device import triton_device
 
@@ -74,3 +75,52 @@ def test_a_map_gives_the_pairs_of_its_ids() -> None:
     for name in ("counts_E", "tokens_1", "token_ids_N", "weights_N"):
         assert torch.equal(getattr(of_ids, name), getattr(of_map, name)), name
     assert torch.equal(reference.in_slots(of_map.weights_N, of_map.slots_N, (50, 12), torch.float32), table)
+
+
+def rounded_pairs(ids_TK: Tensor, E: int, spare: int) -> PairLists:
+    """About half of the pairs of a top-K, as many others, and spare entries."""
+    chosen_TE = topk_mask(ids_TK, E)
+    kept_TE = torch.rand(chosen_TE.shape, device=DEVICE) < chosen_TE.float().mean()
+    expert_ids_N, token_ids_N = kept_TE.T.nonzero().unbind(1)
+    chosen_N = chosen_TE[token_ids_N, expert_ids_N]
+    lists = token_ids_N.int(), expert_ids_N, chosen_N
+    empty = torch.full((spare,), -1, dtype=torch.int32), torch.zeros(spare, dtype=torch.int64), torch.zeros(spare) > 0
+    return PairLists(ids_TK, *[torch.cat([one, two.to(DEVICE)]) for one, two in zip(lists, empty, strict=True)])
+
+
+@settings(max_examples=30)
+@given(
+    T=st.sampled_from([1, 31, 128, 300]),
+    E=st.integers(2, 70),
+    spare=st.sampled_from([0, 5]),
+    by_expert=st.booleans(),
+    divides=st.booleans(),
+)
+def test_rounded_pairs_have_the_weights_of_the_reference(
+    T: int, E: int, spare: int, by_expert: bool, divides: bool
+) -> None:
+    K = min(E - 1, 4)
+    torch.manual_seed(T + 7 * E)
+    ids, weights = a_topk(T, E, K)
+    pairs, scores = rounded_pairs(ids, E, spare), torch.rand(T, E).to(DEVICE)
+    weights = torch.randn(T, E).to(DEVICE) if by_expert else weights
+    options = {"by_expert": by_expert, "scale": 2.5, "divides": divides}
+    with poisoned_empty():
+        found, wanted = (
+            module.weights_of_rounded(pairs, weights, scores, **options) for module in (KERNELS, reference)
+        )
+        assert torch.equal(found[1], wanted[1])
+        real = pairs.token_ids_N >= 0
+        assert torch.equal(found[0][real & pairs.chosen_N], wanted[0][real & pairs.chosen_N])
+        torch.testing.assert_close(found[0][real], wanted[0][real], rtol=1e-6, atol=0)
+        values = torch.randn(len(real), device=DEVICE)
+        tables = values, wanted[1], weights.shape, torch.float32, scores.shape
+        for one, other in zip(*(module.in_two_tables(*tables) for module in (KERNELS, reference)), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_counts_of_a_topk() -> None:
+    torch.manual_seed(0)
+    ids, _ = a_topk(200, 40, 5)
+    for one, other in zip(KERNELS.count_topk(ids, 40), reference.count_topk(ids, 40), strict=True):
+        assert torch.equal(one, other)
