@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 2 benchmarks/torchtitan_step.py --out torchtitan_step_2_gpus.json
     torchrun --nproc-per-node 2 benchmarks/torchtitan_step.py --compile --out torchtitan_step_compiled_2_gpus.json
+    torchrun --nproc-per-node 2 benchmarks/torchtitan_step.py --checkpoint --out torchtitan_step_checkpoint_2_gpus.json
     torchrun --nproc-per-node 2 benchmarks/torchtitan_step.py --device cpu --shape tiny --tokens 64 --length 32
 
 The model has random weights and `--layers` layers of a published shape. torchtitan's own parallelize function divides
 the experts among all ranks and shards the rest by FSDP2, with fp32 weights that compute in bf16. --compile: it compiles
 each block as one graph, and so is the loss; with an older torch a graph may break, and does at torchtitan's experts.
+--checkpoint: backward recomputes each block, as torchtitan's own settings of Qwen3-30B-A3B have it (`FullAC`).
 The loop is ours, not its Trainer's: nothing balances the experts or clips gradients. Attention is torch's. Each rank
 has its own sequences of random tokens.
 
@@ -53,6 +55,7 @@ if not torch.cuda.is_available():
 
 from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.override import derive
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models import qwen3
@@ -165,7 +168,7 @@ class Training(StepModel):
                 training=TrainingConfig(mixed_precision_param="bfloat16", mixed_precision_reduce="float32"),
                 parallelism=parallelism,
                 compile_config=CompileConfig(enable=options.compile, components=["model"]),
-                ac_config=None,
+                ac_config=FullAC.Config() if options.checkpoint else None,
                 dump_folder="",
             )
         self.model.to_empty(device=options.device)
@@ -237,6 +240,7 @@ def parsed() -> argparse.Namespace:
     parser = step_parser(__doc__, shape="qwen3_30b_a3b", shapes=("qwen3_30b_a3b", "tiny"), tokens=8192, seconds=2.0)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--checkpoint", action="store_true")
     return parsed_options(parser)
 
 
@@ -258,7 +262,7 @@ def main() -> None:
             options,
             moe=load_config(options.shape),
             dense=DENSE[options.shape],
-            sizes=("compile",),
+            sizes=("compile", "checkpoint"),
             packages=("torchtitan",),
         ).run()
     leave()

@@ -13,11 +13,15 @@ STOCK, OURS, ROUNDED = "all_to_all, grouped_mm", "sonic_ep", "sonic_ep, apportio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiles", [[], pytest.param(["--compile"], marks=pytest.mark.exhaustive)], ids=str)
-def test_contestants_take_turns_on_equal_weights(compiles: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [[], *[pytest.param([each], marks=pytest.mark.exhaustive) for each in ("--compile", "--checkpoint")]],
+    ids=str,
+)
+def test_contestants_take_turns_on_equal_weights(options: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = "--shape tiny --layers 2 --tokens 64 --length 32 --rounds 2 --seconds 0.1".split()
-    run_program("benchmarks/torchtitan_step.py", "--device", "cpu", *compiles, *sizes, "--out", str(out), processes=2)
+    run_program("benchmarks/torchtitan_step.py", "--device", "cpu", *options, *sizes, "--out", str(out), processes=2)
     record = json.loads(out.read_text())
     found = record["contestants"]
     assert record["errors"] == {}

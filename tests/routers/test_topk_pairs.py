@@ -1,6 +1,6 @@
 """Weights of the pairs of a given top-K, rounded or not, and their gradients, against autograd in float64.
 
-Legend: T tokens, E experts, K experts per token, N pairs.
+Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
 import pytest

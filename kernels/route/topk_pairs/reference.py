@@ -82,7 +82,15 @@ def in_slots(values_N: Tensor, slots_N: Tensor, shape: tuple[int, ...], dtype: t
 
 
 def count_topk(topk_ids_TK: Tensor, E: int) -> tuple[Tensor, Tensor]:
-    """Returns counts_E and tokens_1 of `TopKPairs`. topk_ids_TK: (T, K) int64, distinct in each row."""
+    """Returns counts_E and tokens_1 of `TopKPairs`. topk_ids_TK: (T, K) int64, distinct in each row.
+
+    Example:
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.topk_pairs.reference import count_topk
+        >>> [values.tolist() for values in count_topk(torch.tensor([[1, 0], [2, 1]]), 3)]
+        [[1, 2, 1], [2]]
+    """
     return times_chosen(topk_ids_TK, E), topk_ids_TK.new_full((1,), topk_ids_TK.shape[0])
 
 
@@ -98,6 +106,17 @@ def weights_of_rounded(
 
     Shapes:  weights (T, K) in the order of `pairs.topk_ids_TK`, or (T, E) if by_expert; scores_TE (T, E) fp32 or
              fp64.
+    Example: one token with expert 1, to which rounding added expert 0, and a spare entry.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.topk_pairs.reference import SPARE, weights_of_rounded
+        >>> from sonic_ep.routing import PairLists
+        >>> lists = torch.tensor([0, 0, -1]).int(), torch.tensor([0, 1, 0]), torch.tensor([False, True, False])
+        >>> pairs, scores = PairLists(torch.tensor([[1]]), *lists), torch.tensor([[0.25, 0.75]])
+        >>> options = {"by_expert": False, "scale": 2.0, "divides": False}
+        >>> weights, slots = weights_of_rounded(pairs, torch.tensor([[1.0]]), scores, **options)
+        >>> weights[:2].tolist(), slots.tolist() == [-1, 0, SPARE]
+        ([0.5, 1.0], True)
     """
     E = scores_TE.shape[1]
     tokens_N, experts_N = pairs.token_ids_N.long().clamp(min=0), pairs.expert_ids_N
@@ -122,6 +141,15 @@ def in_two_tables(
 
     Other entries are 0. shape, dtype: of the first; the second has the dtype of the values. slots_N: of
     `weights_of_rounded`.
+
+    Example: the pairs of that one.
+
+        >>> import torch
+        >>> from sonic_ep.kernels.route.topk_pairs.reference import SPARE, in_two_tables
+        >>> slots = torch.tensor([-1, 0, SPARE])
+        >>> tables = in_two_tables(torch.tensor([3.0, 4.0, 5.0]), slots, (1, 1), torch.float32, (1, 2))
+        >>> [table.tolist() for table in tables]
+        [[[4.0]], [[3.0, 0.0]]]
     """
     values_N, slots_N = values_N[slots_N != SPARE], slots_N[slots_N != SPARE].long()
     is_chosen = slots_N >= 0

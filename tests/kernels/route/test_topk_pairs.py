@@ -80,8 +80,8 @@ def test_a_map_gives_the_pairs_of_its_ids() -> None:
 def rounded_pairs(ids_TK: Tensor, E: int, spare: int) -> PairLists:
     """About half of the pairs of a top-K, as many others, and spare entries."""
     chosen_TE = topk_mask(ids_TK, E)
-    kept_TE = torch.rand(chosen_TE.shape, device=DEVICE) < chosen_TE.float().mean()
-    expert_ids_N, token_ids_N = kept_TE.T.nonzero().unbind(1)
+    selected_TE = torch.rand(chosen_TE.shape, device=DEVICE) < chosen_TE.float().mean()
+    expert_ids_N, token_ids_N = selected_TE.T.nonzero().unbind(1)
     chosen_N = chosen_TE[token_ids_N, expert_ids_N]
     lists = token_ids_N.int(), expert_ids_N, chosen_N
     empty = torch.full((spare,), -1, dtype=torch.int32), torch.zeros(spare, dtype=torch.int64), torch.zeros(spare) > 0
