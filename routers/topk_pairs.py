@@ -146,12 +146,13 @@ class GivenTopK(NamedTuple):
     by_expert: bool = False
 
 
-def round_topk(router: object, given: GivenTopK, added: Added, context: RoutingContext) -> RoutedTopK:
+def round_topk(router: object, given: GivenTopK, added: Added, config: MoEConfig, call: RouterCall) -> RoutedTopK:
     """Rounds a top-K, and returns its pairs and the counts of all ranks. A collective; see `decide_pairs`.
 
     Not differentiable. router: the module, for replay under activation checkpointing.
     """
-    counts_E, tokens_1 = count_topk(given.topk_ids_TK, context.config.E)
+    counts_E, tokens_1 = count_topk(given.topk_ids_TK, config.E)
+    context = call.context(config, given.topk_ids_TK if call.has_given_experts else None)
     scores_TE = given.scores_TE
     topk = TopK(scores_TE, scores_TE, given.allowed_TE, given.topk_ids_TK, counts_E, tokens_1=tokens_1)
     pairs = decide_pairs(router, topk, context)

@@ -12,7 +12,7 @@ from sonic_ep.config import MoEConfig
 from sonic_ep.routers.replay import replaying
 from sonic_ep.routers.rounding import max_received, max_rows
 from sonic_ep.routers.topk_pairs import Added, GivenTopK, RouterCall, WeightsOfRounded, round_topk
-from sonic_ep.routing import PairLists, Routing
+from sonic_ep.routing import Routing
 from sonic_ep.steps.experts_step import RunsAs
 
 
@@ -37,7 +37,7 @@ def rounded_routing(
         given = given._replace(weights=weights_TE, by_expert=True)
     routed = None if routes is None else routes.round(given, added, config, call)
     with torch.no_grad():
-        routed = routed or round_topk(module, given, added, call.context(config))
+        routed = routed or round_topk(module, given, added, config, call)
     weights_N = WeightsOfRounded.apply(
         given.weights, given.scores_TE, routed.chosen, routed.weights_N, routed.slots_N, added
     )
@@ -53,10 +53,3 @@ def spread(weights_TK: Tensor, topk_ids_TK: Tensor, E: int) -> Tensor:
     """Returns the weights of top-K pairs as (T, E), in fp32 at least: zero outside of the top-K. Differentiable."""
     weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
     return weights_TK.new_zeros(weights_TK.shape[0], E).scatter(1, topk_ids_TK, weights_TK)
-
-
-def given_weights(pairs: PairLists, given_TE: Tensor) -> Tensor:
-    """Returns (N,) what `given_TE`, (T, E), has for each pair. Differentiable in it."""
-    # A spare entry has token -1; its weight is never used.
-    pairs_N = (pairs.token_ids_N.long() * given_TE.shape[1] + pairs.expert_ids_N).clamp(min=0)
-    return given_TE.reshape(-1).index_select(0, pairs_N)

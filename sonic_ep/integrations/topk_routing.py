@@ -15,13 +15,11 @@ from torch import Tensor
 
 from sonic_ep.config import MoEConfig, RoundingConfig, RouterConfig
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.rounded_routing import given_weights, spread
+from sonic_ep.integrations.rounded_routing import rounded_routing, spread
 from sonic_ep.kernels.backend import allows_spare_capacity
 from sonic_ep.kernels.route.topk.reference import times_chosen
 from sonic_ep.routers.rounding import max_received
-from sonic_ep.routers.route import decide_pairs
-from sonic_ep.routers.topk import TopK
-from sonic_ep.routers.topk_pairs import RouterCall, WeightsOfPairs, route_topk
+from sonic_ep.routers.topk_pairs import GivenTopK, RouterCall, WeightsOfPairs, route_topk
 from sonic_ep.routing import INDEX_DTYPE, Routing
 from sonic_ep.steps.experts_step import RunsAs
 
@@ -114,6 +112,7 @@ def capped_routing(
     E: int,
     call: RouterCall,
     capacity: RoundingConfig,
+    runs_as: RunsAs | None = None,
 ) -> Routing:
     """Returns the routing without the pairs of least weight of experts on ranks that would receive too many rows.
 
@@ -121,9 +120,6 @@ def capped_routing(
 
     experts: their module, for replay under activation checkpointing. capacity: of mode "off", with a capacity_factor.
     """
-    (T, K), ids_TK = topk_ids_TK.shape, topk_ids_TK.long()
-    given_TE = spread(topk_weights_TK, ids_TK, E)
-    config = config_of(E, K, RouterConfig(), capacity)
-    context = call.context(config, ids_TK if call.has_given_experts else None)
-    pairs = decide_pairs(experts, TopK(given_TE, given_TE.detach(), None, ids_TK), context)
-    return Routing.of(pairs, given_weights(pairs, given_TE), T)
+    K, ids_TK = topk_ids_TK.shape[1], topk_ids_TK.long()
+    given = GivenTopK(ids_TK, topk_weights_TK, spread(topk_weights_TK.detach(), ids_TK, E), None)
+    return rounded_routing(experts, given, config_of(E, K, RouterConfig(), capacity), call, runs_as=runs_as)

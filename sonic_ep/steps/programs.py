@@ -155,7 +155,7 @@ class StepPrograms(Generic[Kind]):
         Forgets programs that know the addresses of buffers which are no more.
         """
         if ranks.symmetric is not None and ranks.symmetric.generation != self._generation:
-            self.__init__(self._traced)
+            self._programs, self._failed, self._last, self._ranks = {}, set(), (None, (), None), []
             self._generation = ranks.symmetric.generation
         same = next((each for each in self._ranks if each.same_as(ranks)), None)
         if same is None:

@@ -142,4 +142,4 @@ def _routed(kind: TopKKind, inputs: list[Tensor]) -> RoutedTopK:
     config, added, *_, by_expert = kind.rounded
     ids_TK, weights, scores_TE, *allowed = inputs
     given = GivenTopK(ids_TK, weights, scores_TE, allowed[0] if allowed else None, by_expert)
-    return round_topk(None, given, added, kind.call.context(config))
+    return round_topk(None, given, added, config, kind.call)

@@ -69,7 +69,7 @@ def test_weights_of_rounded_pairs(router: RouterConfig, by_expert: bool) -> None
     config = MoEConfig(d=1, n=1, E=E, K=K, router=router, rounding=RoundingConfig(mode="nearest", G=8, t=8))
     given, added = GivenTopK(ids, weights, scores_TE, None, by_expert), Added.by(router, 1.5)
     with torch.no_grad():
-        routed = round_topk(None, given, added, CALL.context(config))
+        routed = round_topk(None, given, added, config, CALL)
     weights_N = WeightsOfRounded.apply(*inputs, routed.chosen, routed.weights_N, routed.slots_N, added)
 
     pairs = decide_pairs(None, TopK(scores_TE, scores_TE.detach(), None, ids), CALL.context(config))

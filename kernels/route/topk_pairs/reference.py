@@ -7,6 +7,7 @@ The CPU path, and the oracle of triton.py.
 Legend: T tokens on this rank, E experts, K experts per token, N pairs this rank sends.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -119,7 +120,8 @@ def weights_of_rounded(
         ([0.5, 1.0], True)
     """
     E = scores_TE.shape[1]
-    tokens_N, experts_N = pairs.token_ids_N.long().clamp(min=0), pairs.expert_ids_N
+    is_spare_N = pairs.token_ids_N < 0
+    tokens_N, experts_N = pairs.token_ids_N.long().clamp(min=0), pairs.expert_ids_N.masked_fill(is_spare_N, 0)
     added_TE = scores_TE
     if divides:
         added_TE = scores_TE / (scores_TE.gather(1, pairs.topk_ids_TK).sum(1, keepdim=True) + EPSILON)
@@ -130,7 +132,7 @@ def weights_of_rounded(
         slots_N = tokens_N * weights.shape[1] + columns_N
     given_N = weights.flatten().index_select(0, slots_N).to(scores_TE.dtype)
     weights_N = given_N.where(pairs.chosen_N, scale * added_TE.flatten().index_select(0, scores_N))
-    slots_N = slots_N.where(pairs.chosen_N, -1 - scores_N).masked_fill(pairs.token_ids_N < 0, SPARE)
+    slots_N = slots_N.where(pairs.chosen_N, -1 - scores_N).masked_fill(is_spare_N, SPARE)
     return weights_N, slots_N.to(INDEX_DTYPE)
 
 
@@ -151,8 +153,11 @@ def in_two_tables(
         >>> [table.tolist() for table in tables]
         [[[4.0]], [[3.0, 0.0]]]
     """
-    values_N, slots_N = values_N[slots_N != SPARE], slots_N[slots_N != SPARE].long()
-    is_chosen = slots_N >= 0
-    added = values_N.new_zeros(scores_shape)
-    added.view(-1).index_copy_(0, -1 - slots_N[~is_chosen], values_N[~is_chosen])
-    return in_slots(values_N[is_chosen], slots_N[is_chosen], shape, dtype), added
+    slots_N = slots_N.long()
+    is_chosen_N, is_added_N = slots_N >= 0, (slots_N < 0) & (slots_N != SPARE)
+    of_table, of_scores = math.prod(shape), math.prod(scores_shape)
+    # The others go to an entry behind the table: no index depends on how many there are.
+    table = values_N.new_zeros(of_table + 1, dtype=dtype)
+    table.scatter_(0, slots_N.where(is_chosen_N, of_table), values_N.to(dtype))
+    added = values_N.new_zeros(of_scores + 1).scatter_(0, (-1 - slots_N).where(is_added_N, of_scores), values_N)
+    return table[:-1].view(shape), added[:-1].view(scores_shape)

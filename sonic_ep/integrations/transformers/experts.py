@@ -205,7 +205,7 @@ def _routing(
     if (capacity.capacity_factor or ep_size) >= ep_size:
         options = {"has_sentinels": _has_stock_dispatch(experts), "capacity": capacity, "runs_as": runs_as}
         return routing_of_topk(*routed, E=E, call=call, **options)
-    return capped_routing(experts, *routed, E=E, call=call, capacity=capacity)
+    return capped_routing(experts, *routed, E=E, call=call, capacity=capacity, runs_as=runs_as)
 
 
 def _experts_of(
