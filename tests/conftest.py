@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sonic_ep.extras import require_extra
-from sonic_ep.symmetric_memory import gpus_are_shared
-from tests.helpers.launch import RankPool
+from tests.helpers.launch import RankPool, backend_of_gpus
 from tests.helpers.poison import poisoned_empty
 from tests.helpers.tolerances import limit_tolerances
 
@@ -86,18 +85,11 @@ def poison() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Callable[[int], RankPool]]:
-    """As `ranks`, over NCCL and with a GPU each; skips where there are too few.
-
-    With TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 ranks share GPUs instead, over gloo, because NCCL refuses that. It
-    is slow, because GPUs run one process at a time, and what needs NCCL fails.
-    """
+    """As `ranks`, over NCCL and with a GPU each; skips where there are too few, see `backend_of_gpus`."""
     pools: dict[int, RankPool] = {}
 
     def pool(world_size: int) -> RankPool:
-        has_own = torch.cuda.device_count() >= world_size
-        if not has_own and not (torch.cuda.is_available() and gpus_are_shared()):
-            pytest.skip(f"needs {world_size} CUDA devices, there are {torch.cuda.device_count()}")
-        return pools.setdefault(world_size, RankPool(world_size, f"cpu:gloo,cuda:{'nccl' if has_own else 'gloo'}"))
+        return pools.setdefault(world_size, RankPool(world_size, backend_of_gpus(world_size)))
 
     yield pool
     for each in pools.values():

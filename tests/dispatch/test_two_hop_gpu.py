@@ -27,7 +27,7 @@ from sonic_ep.dispatch.two_hop import TwoHopTransport
 from sonic_ep.symmetric_memory import symmetric_memory
 from tests.dispatch.gpu_steps import NAMES, expert_step, routing_of
 from tests.helpers.changing_routing import leaning_tokens
-from tests.helpers.launch import RankPool
+from tests.helpers.launch import RankPool, backend_of_gpus
 from tests.kernels.oracle import assert_no_worse_than_low_precision
 
 pytestmark = pytest.mark.gpu
@@ -40,9 +40,7 @@ TIMEOUT = 5
 @contextmanager
 def ranks_with(size: int, **environment: str) -> Iterator[RankPool]:
     """Ranks of their own, with these variables; skips where there are too few GPUs."""
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} CUDA devices, there are {torch.cuda.device_count()}")
-    with patch.dict("os.environ", environment), RankPool(size, "cpu:gloo,cuda:nccl") as pool:
+    with patch.dict("os.environ", environment), RankPool(size, backend_of_gpus(size)) as pool:
         yield pool
 
 

@@ -29,10 +29,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Self, TypeVar, TypeVarTuple, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from sonic_ep.symmetric_memory import gpus_are_shared
 from tests.helpers.tolerances import limit_tolerances
 
 Args = TypeVarTuple("Args")
@@ -330,6 +332,19 @@ class RankPool:
 def most_gpus() -> int:
     """How many ranks a test takes that wants as many as there are GPUs: 8, 4 or 2."""
     return next((size for size in (8, 4) if size <= torch.cuda.device_count()), 2)
+
+
+def backend_of_gpus(world_size: int) -> str:
+    """Returns the backend of ranks on GPUs. Skips the test if there are fewer, unless ranks share GPUs.
+
+    With TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 they do, over gloo, because NCCL refuses that. It is slow, because
+    GPUs run one process at a time, and what needs NCCL fails.
+    """
+    if torch.cuda.device_count() >= world_size:
+        return "cpu:gloo,cuda:nccl"
+    if not (torch.cuda.is_available() and gpus_are_shared()):
+        pytest.skip(f"needs {world_size} CUDA devices, there are {torch.cuda.device_count()}")
+    return "cpu:gloo,cuda:gloo"
 
 
 def run_ranks(

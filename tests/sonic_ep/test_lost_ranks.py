@@ -30,7 +30,7 @@ from sonic_ep.groups.lost_ranks import (
 )
 from sonic_ep.transports import GroupTransport
 from tests.helpers.free_port import free_port
-from tests.helpers.launch import RankPool
+from tests.helpers.launch import RankPool, backend_of_gpus
 from tests.helpers.static_buffers import compares_nothing_in_backward, static_buffers_in
 from tests.helpers.triton_device import triton_device
 
@@ -392,9 +392,7 @@ def test_over_shared_memory_the_layer_is_named_as_well(away: Away, tmp_path: Pat
 @pytest.mark.parametrize("kind", ["all_to_all", "symmetric"])
 def test_on_gpus_the_layer_is_named(away: Away, kind: Any, tmp_path: Path) -> None:
     """In ranks of its own: a communicator that has timed out is of no use to later tests."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 CUDA devices, there are {torch.cuda.device_count()}")
-    with RankPool(2, "cpu:gloo,cuda:nccl") as pool:
+    with RankPool(2, backend_of_gpus(2)) as pool:
         text, _ = pool.run(stays_away, away, TransportConfig(kind=kind, timeout=5.0), tmp_path, "cuda")
     found = re.match(r"rank 1 of the EP group did not come to (\w+)( of| within 5 s \(noticed in) layer [12]", text)
     assert found, text
