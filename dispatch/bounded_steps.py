@@ -150,10 +150,14 @@ class BoundedSteps(Generic[Layer]):
 
         on_device: the same on the device, for a program that is launched before they are read.
         """
-        exchange, is_there = self._group.order.exchange, on_device is not None
-        values = torch.empty(0, device="cpu") if on_device is None else on_device
-        settings = {"zeroed_on_error": is_there, "copy": self.mailbox, "exchange": exchange}
-        return AsyncSplitSizes(values, self._group.size, self._check, **settings)
+        return AsyncSplitSizes(
+            torch.empty(0, device="cpu") if on_device is None else on_device,
+            self._group.size,
+            self._check,
+            zeroed_on_error=on_device is not None,
+            copy=self.mailbox,
+            exchange=self._group.order.exchange,
+        )
 
     def observe(self, split_sizes: AsyncSplitSizes | None) -> None:
         """Learns from a step that the code ran. Every rank calls it, `learn` or `finish` in every step."""

@@ -156,8 +156,9 @@ def round_topk(router: object, given: GivenTopK, added: Added, config: MoEConfig
     scores_TE = given.scores_TE
     topk = TopK(scores_TE, scores_TE, given.allowed_TE, given.topk_ids_TK, counts_E, tokens_1=tokens_1)
     pairs = decide_pairs(router, topk, context)
-    options = {"by_expert": given.by_expert, "scale": added.scale, "divides": added.divides}
-    weights_N, slots_N = weights_of_rounded(pairs, given.weights, scores_TE, **options)
+    weights_N, slots_N = weights_of_rounded(
+        pairs, given.weights, scores_TE, by_expert=given.by_expert, scale=added.scale, divides=added.divides
+    )
     return RoutedTopK(weights_N, slots_N, pairs.token_ids_N, pairs.counts, pairs.split_sizes, pairs.topk_ids_TK)
 
 

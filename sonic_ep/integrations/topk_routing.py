@@ -79,8 +79,14 @@ def _routed(
     with torch.no_grad():
         routed = routed or route_topk(chosen, weights, E, K, call)
     weights_N = WeightsOfPairs.apply(weights, routed.weights_N, routed.slots_N)
-    T, max_rows = chosen.shape[0], None
-    return Routing(weights_N, routed.token_ids_N, routed.counts, T, max_rows, received, routed.split_sizes)
+    return Routing(
+        weights_N,
+        routed.token_ids_N,
+        routed.counts,
+        chosen.shape[0],
+        max_received=received,
+        split_sizes=routed.split_sizes,
+    )
 
 
 def _without_sentinels(

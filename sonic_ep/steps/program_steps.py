@@ -26,7 +26,7 @@ from sonic_ep.routers.replay import in_region
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 from sonic_ep.steps.experts_step import ExpertsPrograms, RunsAs
 from sonic_ep.steps.layer_step import MAX_TOKENS, StepCall, run, traced
-from sonic_ep.steps.programs import Programs, Ranks, Sizes, StepPrograms
+from sonic_ep.steps.programs import Programs, Ranks, Sizes, StepPrograms, may_run
 from sonic_ep.steps.routed_step import RoutedStep, traced_router
 from sonic_ep.steps.router_trace import Kind, LayerWeights, kernels_compute
 from sonic_ep.transports import GroupTransport
@@ -225,11 +225,9 @@ def _may_launch(layer: "MoE", x: Tensor, step: Step | None) -> bool:
 
 def _may_run(x: Tensor, d: int) -> bool:
     """Returns False if x is of another kind, or something watches what the code does. x: whatever a user passed."""
-    if type(x) is not Tensor or x.is_nested or not x.is_cuda or x.dim() not in (2, 3):
+    if type(x) is not Tensor or x.is_nested or x.dim() not in (2, 3) or x.numel() > MAX_TOKENS * d:
         return False
-    if x.get_device() != torch.cuda.current_device() or not 0 < x.numel() <= MAX_TOKENS * d:
-        return False
-    return not torch.is_inference_mode_enabled() and torch._C._len_torch_dispatch_stack() == 0
+    return may_run(x)
 
 
 def _allows_programs(config: MoEConfig, *, training: bool) -> bool:

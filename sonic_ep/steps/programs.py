@@ -106,8 +106,7 @@ class Later(NamedTuple):
 
 
 def may_run(values: Tensor) -> bool:
-    """Returns True if a program may run on the device of these values, of which there is one, and nothing watches what
-    the code does."""
+    """Returns True if there are values, on the current GPU, and nothing watches what the code does."""
     return (
         values.is_cuda
         and values.get_device() == torch.cuda.current_device()

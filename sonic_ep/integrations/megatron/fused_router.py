@@ -179,7 +179,10 @@ class FusedRouter(TopKRouter):
     def rounded_routing(
         self, logits_TE: Tensor, topk_ids_TK: Tensor, given: GivenRouting, call: RouterCall, runs_as: RunsAs | None
     ) -> Routing:
-        """Returns the rounded routing of what forward returned, without padding. A collective of the EP group."""
+        """Returns the rounded routing of what forward returned, without padding. A collective of the EP group.
+
+        given, runs_as: of every router that rounds; not read.
+        """
         T, config = logits_TE.shape[0], self.moe_config
         topk = compute_topk(logits_TE, self.expert_bias, config.K, config.router)
         topk = topk.with_ids(topk_ids_TK)  # of a replay, perhaps

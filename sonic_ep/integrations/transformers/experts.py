@@ -203,8 +203,8 @@ def _routing(
     if rounding is not None:
         return rounding.routing(experts, *routed, E=E, call=call, runs_as=runs_as)
     if (capacity.capacity_factor or ep_size) >= ep_size:
-        options = {"has_sentinels": _has_stock_dispatch(experts), "capacity": capacity, "runs_as": runs_as}
-        return routing_of_topk(*routed, E=E, call=call, **options)
+        has_sentinels = _has_stock_dispatch(experts)
+        return routing_of_topk(*routed, E=E, call=call, has_sentinels=has_sentinels, capacity=capacity, runs_as=runs_as)
     return capped_routing(experts, *routed, E=E, call=call, capacity=capacity, runs_as=runs_as)
 
 
