@@ -1,6 +1,4 @@
-"""The local experts of a layer: stacked for the kernels, or module by module.
-
-`StackedExperts` has the weights that kernels read, with DeepSpeed's names in every state dict.
+"""The local experts of a layer: stacked as the kernels read them, with DeepSpeed's names in every state dict.
 
 DeepSpeed has one module per local expert and writes one file per global expert. Its engine and files identify experts
 by keys of a state dict, `deepspeed_experts.{local}.<name in the template>`. Our module saves and loads these keys. The
@@ -10,21 +8,26 @@ Legend: T tokens on this rank, e local experts, H hidden size, I expert width, J
 else I).
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Self, final
 
 import torch
 from torch import Tensor, nn
 
-from sonic_ep.integrations.deepspeed.module_experts import ModuleExperts, mark_experts
-from sonic_ep.integrations.deepspeed.template import SUPPORTED, Template, read_template
+from sonic_ep.integrations.deepspeed.template import Template
 from sonic_ep.integrations.framework_experts import FrameworkExperts
 from sonic_ep.routing import Routing
 from sonic_ep.steps.experts_step import RunsAs
 
 # Our names -> the template's, in the order of an MLP of two layers.
 NAMES = {"w1": "w1", "bias1": "b1", "w2": "w2", "bias2": "b2"}
+
+
+def _mark_experts(experts: nn.Module, group_name: str) -> None:
+    """Gives parameters the attributes by which DeepSpeed's optimizers sort, reduce and divide experts' gradients."""
+    for parameter in experts.parameters():
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        parameter.group_name = group_name  # type: ignore[attr-defined]
 
 
 @final
@@ -54,20 +57,12 @@ class StackedExperts(nn.Module):
                 stacked = value.expand(num_local_experts, *value.shape).clone().contiguous()
                 parameter = nn.Parameter(stacked if value.dim() > 1 else stacked.flatten(), trained)
             self.register_parameter(name, parameter)
-        mark_experts(self, group_name)
+        _mark_experts(self, group_name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        mark_experts(self, self._group_name)  # `to_empty` makes new parameters
+        _mark_experts(self, self._group_name)  # `to_empty` makes new parameters
         return self
-
-    def describe(self) -> str:
-        """Returns text that is equal on two ranks if their experts are."""
-        return str(self.template)
-
-    def dtypes(self) -> list[torch.dtype]:
-        """Returns the one that the rows must have."""
-        return [self.w1.dtype]
 
     def forward(self, x_TH: Tensor, routing: Routing, computes: FrameworkExperts, runs_as: RunsAs | None) -> Tensor:
         """Returns each token's weighted sum over its experts, (T, H) like x. A collective.
@@ -125,24 +120,3 @@ class StackedExperts(nn.Module):
             unexpected_keys += [
                 key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in entries
             ]
-
-
-def experts_of(
-    expert: nn.Module, hidden_size: int, num_local_experts: int, group_name: str, *, save_dispatched: bool
-) -> StackedExperts | ModuleExperts:
-    """Returns copies of the template: stacked if kernels compute it, else modules, with a warning that says so.
-
-    save_dispatched: the option, which modules ignore. Raises ValueError for a template that is no expert, see
-    `read_template`.
-    """
-    template = read_template(expert, hidden_size)
-    if isinstance(template, Template):
-        return StackedExperts(expert, template, num_local_experts, group_name)
-    ignored = "; they save their rows for backward, so options.save_dispatched has no effect" if save_dispatched else ""
-    warnings.warn(
-        f"no kernel computes expert={type(expert).__name__} ({template}): its experts run module by module, "
-        f"which is slow{ignored}. {SUPPORTED}",
-        UserWarning,
-        stacklevel=3,
-    )
-    return ModuleExperts(expert, hidden_size, num_local_experts, group_name)

@@ -15,15 +15,14 @@ from deepspeed.moe.layer import MoE as StockMoE
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing all of Dynamo
 from torch.distributed import ProcessGroup
 
 from sonic_ep.checks import problem_with_input
 from sonic_ep.groups import EPGroup
-from sonic_ep.integrations.deepspeed.experts import StackedExperts, experts_of
-from sonic_ep.integrations.deepspeed.module_experts import ModuleExperts
+from sonic_ep.integrations.deepspeed.experts import StackedExperts
 from sonic_ep.integrations.deepspeed.moe_options import check
 from sonic_ep.integrations.deepspeed.optimizer_states import guard_optimizer_states
+from sonic_ep.integrations.deepspeed.template import Template, read_template
 from sonic_ep.integrations.deepspeed.topk_gate import TopKGate
 from sonic_ep.integrations.framework_experts import FrameworkExperts
 from sonic_ep.integrations.options import SonicEPOptions
@@ -33,8 +32,8 @@ from sonic_ep.integrations.options import SonicEPOptions
 class MoE(StockMoE):
     """A MoE layer with the arguments of deepspeed.moe.layer.MoE (table in moe_options.py), and SonicEPOptions.
 
-    Raises ValueError for arguments that cannot be honoured. Warns once about arguments without effect, such as
-    DeepSpeed's default drop_tokens=True, and about a template that no kernel computes.
+    Raises ValueError for arguments that cannot be honoured, a template that no kernel computes among them. Warns once
+    about arguments without effect, such as DeepSpeed's default drop_tokens=True.
     """
 
     def __init__(
@@ -64,13 +63,8 @@ class MoE(StockMoE):
         self.num_experts, self.ep_size, self.num_local_experts = num_experts, ep_size, num_experts // ep_size
         self.expert_group_name = f"ep_size_{ep_size}"  # DeepSpeed reads the number back
         options = options or SonicEPOptions()
-        experts = experts_of(
-            expert,
-            hidden_size,
-            self.num_local_experts,
-            self.expert_group_name,
-            save_dispatched=options.save_dispatched,
-        )
+        template = read_template(expert, hidden_size)
+        experts = StackedExperts(expert, template, self.num_local_experts, self.expert_group_name)
         gate = TopKGate(
             hidden_size,
             num_experts,
@@ -122,15 +116,8 @@ class MoE(StockMoE):
 class RoutedExperts(nn.Module):
     """Gate, experts and their group. The layer's attribute for it, `deepspeed_moe`, is part of every state dict key."""
 
-    def __init__(
-        self, gate: TopKGate, experts: StackedExperts | ModuleExperts, ep_size: int, options: SonicEPOptions
-    ) -> None:
+    def __init__(self, gate: TopKGate, experts: StackedExperts, ep_size: int, options: SonicEPOptions) -> None:
         super().__init__()
-        if options.batch_invariant and isinstance(experts, ModuleExperts):
-            raise ValueError(
-                "options.batch_invariant=True with experts that run module by module, in GEMMs of as many rows as they "
-                "get; set it to False, or take an expert that our kernels compute"
-            )
         self.gate, self.experts, self.options = gate, experts, options
         self.ep_size = ep_size
         self.group: EPGroup | None = None
@@ -142,17 +129,13 @@ class RoutedExperts(nn.Module):
         """Called by DeepSpeed's layer, any number of times."""
         if self.ep_size > 1 and (self.group is None or self.group.process_group is not ep_group):
             group = EPGroup(ep_group)
-            _check_alike(group, self.gate, self.experts.describe(), self.options)
+            _check_alike(group, self.gate, self.experts.template, self.options)
             self._use_group(group)
 
     def _use_group(self, group: EPGroup) -> None:
         self.group, self._experts = group, FrameworkExperts.of(group, self.options, self.gate.k)
 
     def forward(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        compute = self._outside_graphs if isinstance(self.experts, ModuleExperts) else self._routed
-        return compute(x, used_token)
-
-    def _routed(self, x: Tensor, used_token: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.group is None or self._experts is None:
             raise RuntimeError(
                 f"the layer has no expert-parallel group of ep_size={self.ep_size} yet: call deepspeed.initialize, or "
@@ -161,17 +144,13 @@ class RoutedExperts(nn.Module):
         x_TH, problem = self._rows(x)
         used_T, used_problem = self._used(used_token, x_TH)
         exchange, problem = self._experts.transport, problem or used_problem
-        runs_as = None if isinstance(self.experts, ModuleExperts) else self._experts.begin(x_TH)
+        runs_as = self._experts.begin(x_TH)
         x_TH, routing, l_aux, counts_E = self.gate(x_TH, used_T, problem=problem, group=self.group, exchange=exchange)
         return self.experts(x_TH, routing, self._experts, runs_as).view_as(x), l_aux, counts_E
 
-    _outside_graphs = _disable_dynamo(_routed)  # modules compute on numbers of rows that only the host knows
-
     def _rows(self, x: object) -> tuple[Tensor, str | None]:
         """Returns x as (T, H) and None, or no rows and what is wrong with x. The gate sends that to the other ranks."""
-        H, device, dtypes = self.gate.wg.config.d, self.gate.wg.weight.device, self.experts.dtypes()
-        own = x.dtype if isinstance(x, Tensor) and x.is_floating_point() else self.gate.wg.weight.dtype
-        dtype = own if own in dtypes or not dtypes else dtypes[0]
+        H, device, dtype = self.gate.wg.config.d, self.gate.wg.weight.device, self.experts.w1.dtype
         rows = x.flatten(0, -2) if isinstance(x, Tensor) and x.dim() > 2 else x
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
@@ -190,7 +169,7 @@ class RoutedExperts(nn.Module):
         return used_token.reshape(-1).to(x_TH.device) != 0, None
 
 
-def _check_alike(group: EPGroup, gate: TopKGate, experts: str, options: SonicEPOptions) -> None:
+def _check_alike(group: EPGroup, gate: TopKGate, template: Template, options: SonicEPOptions) -> None:
     """Raises ValueError, on every rank, if the layer differs between ranks: they could deadlock or mix up experts."""
-    same = {"a MoE layer": f"{gate.wg.config}, samples={gate.samples}, {experts}, {options}"}
+    same = {"a MoE layer": f"{gate.wg.config}, samples={gate.samples}, {template}, {options}"}
     group.raise_together(None, error=ValueError, stage="construction", **same)

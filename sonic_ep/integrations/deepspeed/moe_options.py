@@ -21,7 +21,7 @@ def _ignored(how: str, *names: str) -> tuple[Field, ...]:
 
 OPTIONS: tuple[Field, ...] = (
     *honoured("d", "hidden_size"),
-    *honoured("a template that kernels compute; any other runs module by module, with a warning", "expert"),
+    *honoured("a template that kernels compute (Templates, below)", "expert"),
     *honoured(f"E, 1 to {MAX_E}, a multiple of ep_size", "num_experts"),
     *honoured("DeepSpeed's expert-parallel group of that size", "ep_size"),
     *honoured(f"experts a token, 1 to {MAX_K}", "k"),

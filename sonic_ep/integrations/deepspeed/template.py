@@ -2,7 +2,8 @@
 
 Linear layers are found by their names. The activation is found by a trial: a copy of the template with random weights
 is run in float64 on the CPU, and its output is compared with the output of each of our activations. So the module's
-code decides, not the names in it. Any other template runs module by module (module_experts.py).
+code decides, not the names in it. Any other template is refused: experts that run module by module are no faster than
+DeepSpeed's own (dev/LOG.md).
 
 Legend: H hidden size, I expert width, J pre-activation columns (2I if gated else I).
 """
@@ -26,7 +27,7 @@ _NAMES = (
     ("dense_h_to_4h", "dense_4h_to_h"),
     ("0", "2"),
 )
-SUPPORTED = (
+_SUPPORTED = (
     "Kernels compute down(act(gate(x)) * up(x)) with linear layers named gate_proj, up_proj, down_proj or w1, w3, w2, "
     "and fc2(act(fc1(x))) with linear layers named up_proj, down_proj or fc1, fc2 or w1, w2 or dense_h_to_4h, "
     "dense_4h_to_h or nn.Sequential(linear, act, linear); with or without biases, nothing else that has parameters "
@@ -79,30 +80,31 @@ class Template:
         return entries
 
 
-@torch.no_grad()
-def read_template(expert: nn.Module, hidden_size: int) -> Template | str:
-    """Returns the Template of a module, or why no kernel computes it.
+def read_template(expert: nn.Module, hidden_size: int) -> Template:
+    """Returns the Template of a module. Raises ValueError for one that no kernel computes, with the reason."""
+    found = _found(expert, hidden_size)
+    if isinstance(found, Template):
+        return found
+    raise ValueError(
+        f"no kernel computes expert={type(expert).__name__}: {found}. Take one that they compute, or for this one "
+        f"DeepSpeed's own layer. {_SUPPORTED}"
+    )
 
-    Raises ValueError for what cannot be an expert: a module that returns something else than (rows, hidden_size), or
-    that cannot be called on such rows because its linear layers have other sizes.
-    """
+
+@torch.no_grad()
+def _found(expert: nn.Module, hidden_size: int) -> Template | str:
+    """Returns the Template of a module, or why there is none."""
     generator, names = torch.Generator().manual_seed(0), _linear_names(expert)
     x = torch.randn(_TRIAL_ROWS, hidden_size, generator=generator, dtype=torch.float64, device="cpu")
     copied, out, error = _tried(expert, x, generator)
     shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
     if error is None and shape != x.shape:
-        raise ValueError(
-            f"expert={type(expert).__name__} returns {shape} for rows of shape {tuple(x.shape)}; an expert maps each "
-            f"row of hidden_size={hidden_size} to one of that size"
-        )
+        return f"it returns {shape} for rows of shape {tuple(x.shape)}, wanted rows of hidden_size={hidden_size}"
     if names is None:
         return error or "it is none of the MLPs below"
     *first, down = (expert.get_submodule(name) for name in names)
     width = _tensor(first[0].weight).shape[0]
-    wrong_size = _problem_with_sizes(first, down, width, hidden_size)
-    if error is not None and wrong_size is not None:
-        raise ValueError(f"expert={type(expert).__name__}: {wrong_size}")
-    problem = error or wrong_size or _problem_with_parameters(first)
+    problem = _problem_with_sizes(first, down, width, hidden_size) or error or _problem_with_parameters(first)
     if problem is not None:
         return problem
     found = Template(tuple(names[:-1]), names[-1], "", first[0].bias is not None, down.bias is not None, width)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.launch import RankPool
 
@@ -17,22 +16,13 @@ Ranks = Callable[[int], RankPool]
 WEIGHTS_ALONE = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
 
 
-def linear() -> nn.Module:
-    """A template that no kernel computes."""
-    from tests.helpers.deepspeed_moe import H
-
-    return nn.Linear(H, H)
-
-
 def started(
     rank: int, ours: bool, zero: int, ep_size: int, dtype: torch.dtype = torch.float32, **arguments: Any
 ) -> Any:
-    """A fresh engine, with weights unlike those of another seed. by_modules: experts of `linear`."""
+    """A fresh engine, with weights unlike those of another seed."""
     from tests.helpers.deepspeed_cpu import engine
     from tests.helpers.deepspeed_moe import Model, scatter_experts
 
-    if arguments.pop("by_modules", False):
-        arguments["expert"] = linear
     model = Model(ours, ep_size=ep_size, k=2, **arguments)
     scatter_experts(model, rank % ep_size)
     return engine(model, zero=zero, dtype=dtype)
@@ -46,18 +36,16 @@ def steps(run: Any, rank: int, first: int, count: int) -> list[tuple[float, ...]
     return [tuple(step) for step in train(run, [x.to(dtype) for x in batches(rank, count, start=first)], loss_of)]
 
 
-def resume(
-    rank: int, folder: str, zero: int, ep_size: int, dtype: torch.dtype, by_modules: bool
-) -> tuple[Any, Any, bool]:
+def resume(rank: int, folder: str, zero: int, ep_size: int, dtype: torch.dtype) -> tuple[Any, Any, bool]:
     from tests.helpers.deepspeed_cpu import deepspeed_world
 
     with deepspeed_world():
-        run = started(rank, True, zero, ep_size, dtype, use_residual=True, by_modules=by_modules)
+        run = started(rank, True, zero, ep_size, dtype, use_residual=True)
         steps(run, rank, 0, 3)
         run.save_checkpoint(folder)
         wanted, weights = steps(run, rank, 3, 3), run.module.state_dict()
     with deepspeed_world():
-        again = started(rank, True, zero, ep_size, dtype, use_residual=True, by_modules=by_modules, seed=5)
+        again = started(rank, True, zero, ep_size, dtype, use_residual=True, seed=5)
         again.load_checkpoint(folder)
         got = steps(again, rank, 3, 3)
         state = again.module.state_dict()
@@ -65,62 +53,58 @@ def resume(
 
 
 @pytest.mark.parametrize(
-    ("size", "zero", "ep_size", "dtype", "by_modules"),
+    ("size", "zero", "ep_size", "dtype"),
     [
-        (2, 0, 2, torch.float32, False),
-        (2, 1, 1, torch.float32, False),
-        (2, 2, 2, torch.bfloat16, False),
-        (2, 1, 2, torch.bfloat16, True),
-        (2, 0, 1, torch.float32, True),
-        (4, 1, 2, torch.bfloat16, False),
-        (4, 2, 2, torch.float32, False),
+        (2, 0, 2, torch.float32),
+        (2, 1, 1, torch.float32),
+        (2, 2, 2, torch.bfloat16),
+        (4, 1, 2, torch.bfloat16),
+        (4, 2, 2, torch.float32),
     ],
 )
 def test_resumed_training_goes_on_bitwise(
-    ranks: Ranks, tmp_path: Path, size: int, zero: int, ep_size: int, dtype: torch.dtype, by_modules: bool
+    ranks: Ranks, tmp_path: Path, size: int, zero: int, ep_size: int, dtype: torch.dtype
 ) -> None:
-    for wanted, got, same in ranks(size).run(resume, str(tmp_path), zero, ep_size, dtype, by_modules, timeout=300):
+    for wanted, got, same in ranks(size).run(resume, str(tmp_path), zero, ep_size, dtype, timeout=300):
         assert got == wanted
         assert same
 
 
-def move(
-    rank: int, folder: str, zero: int, from_ours: bool, to_ours: bool, from_ep: int, to_ep: int, by_modules: bool
-) -> Any:
+def move(rank: int, folder: str, zero: int, from_ours: bool, to_ours: bool, from_ep: int, to_ep: int) -> Any:
     """Losses of the saved model and of what loaded its weights, and the keys of all files, by rank 0."""
     from tests.helpers.deepspeed_cpu import deepspeed_world
     from tests.helpers.deepspeed_moe import batches, loss_of
 
     batch, losses = batches(rank, 1, start=50)[0], []
     with deepspeed_world():
-        run = started(rank, from_ours, zero, from_ep, use_residual=True, by_modules=by_modules)
+        run = started(rank, from_ours, zero, from_ep, use_residual=True)
         steps(run, rank, 0, 2)
         run.save_checkpoint(folder)
         losses.append(float(loss_of(run, batch)))
     with deepspeed_world():
-        run = started(rank, to_ours, zero, to_ep, use_residual=True, by_modules=by_modules, seed=5)
+        run = started(rank, to_ours, zero, to_ep, use_residual=True, seed=5)
         run.load_checkpoint(folder, **WEIGHTS_ALONE)
         losses.append(float(loss_of(run, batch)))
         steps(run, rank, 2, 1)
     return losses
 
 
-@pytest.mark.parametrize(("zero", "by_modules"), [(0, False), (1, False), (2, False), (1, True)])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize(("from_ours", "to_ours"), [(False, True), (True, False), (True, True)])
 def test_weights_move_between_deepspeeds_layer_and_ours(
-    ranks: Ranks, tmp_path: Path, zero: int, by_modules: bool, from_ours: bool, to_ours: bool
+    ranks: Ranks, tmp_path: Path, zero: int, from_ours: bool, to_ours: bool
 ) -> None:
     for sizes in ((2, 2), (2, 1)) if zero == 1 else ((2, 2),):
         folder = str(tmp_path / f"{sizes[0]}-{sizes[1]}")
-        for saved, loaded in ranks(2).run(move, folder, zero, from_ours, to_ours, *sizes, by_modules, timeout=300):
+        for saved, loaded in ranks(2).run(move, folder, zero, from_ours, to_ours, *sizes, timeout=300):
             assert loaded == pytest.approx(saved, abs=1e-6)
 
 
-def files(rank: int, folder: str, ours: bool, by_modules: bool) -> Any:
+def files(rank: int, folder: str, ours: bool) -> Any:
     from tests.helpers.deepspeed_cpu import deepspeed_world
 
     with deepspeed_world():
-        run = started(rank, ours, 1, 2, use_residual=True, by_modules=by_modules)
+        run = started(rank, ours, 1, 2, use_residual=True)
         run.save_checkpoint(folder, tag="t")
     described = {}
     for path in sorted(Path(folder, "t").glob("*model_states.pt")):
@@ -130,9 +114,8 @@ def files(rank: int, folder: str, ours: bool, by_modules: bool) -> Any:
     return described
 
 
-@pytest.mark.parametrize("by_modules", [False, True])
-def test_the_files_are_deepspeeds_own(ranks: Ranks, tmp_path: Path, by_modules: bool) -> None:
-    own, stock = (ranks(2).run(files, str(tmp_path / str(ours)), ours, by_modules)[0] for ours in (True, False))
+def test_the_files_are_deepspeeds_own(ranks: Ranks, tmp_path: Path) -> None:
+    own, stock = (ranks(2).run(files, str(tmp_path / str(ours)), ours)[0] for ours in (True, False))
     assert len(own) == 1 + 2 * 8  # two layers of eight experts
     assert own == stock
 
@@ -213,28 +196,3 @@ def foreign_states(rank: int, folder: str, zero: int) -> str:
 def test_optimizer_states_of_deepspeeds_layer_are_refused(ranks: Ranks, tmp_path: Path, zero: int) -> None:
     for message in ranks(2).run(foreign_states, str(tmp_path), zero):
         assert message != "loaded"
-
-
-def both_ways(rank: int, folder: str, zero: int, from_ours: bool) -> Any:
-    """Steps of the run that saved, and of the other layer, which loaded weights and optimizer states."""
-    from tests.helpers.deepspeed_cpu import deepspeed_world
-
-    with deepspeed_world():
-        run = started(rank, from_ours, zero, 2, by_modules=True)
-        steps(run, rank, 0, 3)
-        run.save_checkpoint(folder)
-        wanted = steps(run, rank, 3, 3)
-    with deepspeed_world():
-        run = started(rank, not from_ours, zero, 2, by_modules=True, seed=5)
-        run.load_checkpoint(folder)
-        return wanted, steps(run, rank, 3, 3)
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("from_ours", [False, True])
-def test_optimizer_states_of_experts_by_modules_move_too(
-    ranks: Ranks, tmp_path: Path, zero: int, from_ours: bool
-) -> None:
-    for wanted, got in ranks(2).run(both_ways, str(tmp_path), zero, from_ours, timeout=300):
-        for step, expected in zip(got, wanted, strict=True):
-            assert step == pytest.approx(expected, abs=1e-6)

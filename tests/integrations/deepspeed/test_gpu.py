@@ -36,11 +36,6 @@ def exact_gelu() -> nn.Module:
     return nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.GELU(), nn.Linear(WIDTH, HIDDEN))
 
 
-def two_linears() -> nn.Module:
-    """Experts that run module by module."""
-    return nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN))
-
-
 def gated_with_biases() -> nn.Module:
     return gated(bias=True)
 
@@ -53,7 +48,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"k": 2, "expert": plain},
     "relu": {"k": 2, "expert": relu},
     "exact-gelu": {"k": 1, "expert": exact_gelu},
-    "modules": {"k": 2, "expert": two_linears},
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sonic_ep import RoundingConfig, TransportConfig
 from tests.helpers.launch import RankPool
@@ -18,17 +18,12 @@ T, K = 24, 2
 STATIC = TransportConfig(kind="symmetric", buffers="static")
 
 
-def two_linears() -> nn.Module:
-    """Experts that run module by module."""
-    return nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16))
-
-
-def layer_of(rank: int, transport: TransportConfig, **arguments: Any) -> Any:
+def layer_of(rank: int, transport: TransportConfig) -> Any:
     from sonic_ep.integrations.deepspeed import SonicEPOptions
     from tests.helpers.deepspeed_moe import Model, scatter_experts
 
     options = SonicEPOptions(rounding=RoundingConfig(t=8, G=16, capacity_factor=1.25), transport=transport)
-    model = Model(True, ep_size=2, k=K, options=options, **arguments)
+    model = Model(True, ep_size=2, k=K, options=options)
     scatter_experts(model, rank % 2)
     layer = model.layers[0]
     layer.set_deepspeed_parallelism()
@@ -70,16 +65,14 @@ def step(layer: Any, x: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": x.grad, **gradients(layer)}
 
 
-def static_and_exact(
-    rank: int, folder: str, arguments: dict[str, Any]
-) -> tuple[list[dict[str, Tensor]], list[Tensor], str, int | None]:
+def static_and_exact(rank: int, folder: str) -> tuple[list[dict[str, Tensor]], list[Tensor], str, int | None]:
     from sonic_ep.transports import transport_for
     from tests.helpers.deepspeed_cpu import deepspeed_world
     from tests.helpers.deepspeed_moe import noted_routings
     from tests.helpers.static_buffers import static_buffers
 
     with deepspeed_world():
-        exact, static = (layer_of(rank, way, **arguments) for way in (TransportConfig(), STATIC))
+        exact, static = (layer_of(rank, way) for way in (TransportConfig(), STATIC))
         routings = noted_routings(static.deepspeed_moe.experts)
         steps, more = [step(exact, tokens(rank))], tokens(rank, T + rank)
         transport: Any = transport_for(static.deepspeed_moe.group, STATIC)
@@ -91,10 +84,9 @@ def static_and_exact(
     return steps, evaluated, str(caught.value), routings[0].max_received
 
 
-@pytest.mark.parametrize("arguments", [{}, {"expert": two_linears}], ids=["kernels", "modules"])
-def test_static_buffers(ranks: Ranks, tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_static_buffers(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    for steps, evaluated, message, most in ranks(2).run(static_and_exact, str(tmp_path), arguments):
+    for steps, evaluated, message, most in ranks(2).run(static_and_exact, str(tmp_path)):
         torch.testing.assert_close(steps[1], steps[0])
         torch.testing.assert_close(evaluated[1], evaluated[0])
         assert "rank 1: T=25 tokens, but transport.buffers='static' keeps to the first step's 24" in message
