@@ -24,9 +24,8 @@ from step_race import LayerAlone, StepModel, release_memory
 
 TE_GROUPED, SEQUENTIAL = "MoELayer, TEGroupedMLP", "MoELayer, SequentialMLP"
 OURS, ROUNDED, GRAPHED = "sonic_ep", "sonic_ep, apportion", "sonic_ep, graphs"
-FUSED, FUSED_ROUNDED = "sonic_ep, fused router", "sonic_ep, fused router, apportion"
 # Contestants of one model. Graphs come last: a capture that fails may leave the device useless.
-FAMILIES = ((TE_GROUPED,), (OURS, ROUNDED), (FUSED, FUSED_ROUNDED), (SEQUENTIAL,), (GRAPHED,))
+FAMILIES = ((TE_GROUPED,), (OURS, ROUNDED), (SEQUENTIAL,), (GRAPHED,))
 ROUNDING = RoundingConfig(mode="apportion")
 
 STD, BALANCE_COEF = 0.02, 0.001
@@ -107,12 +106,10 @@ class Model(StepModel):
         return optimizer
 
     def choose(self, name: str) -> None:
-        rounds = name in (ROUNDED, FUSED_ROUNDED)
+        rounds = name == ROUNDED
         for layer, options, routing in self._switched:
             layer.options = options if rounds else dataclasses.replace(options, rounding=None)
-            if name in (FUSED, FUSED_ROUNDED):
-                layer.router.rounding = ROUNDING if rounds else None
-            elif rounds:
+            if rounds:
                 layer.router.routing = routing  # it hands the logits to rounding
             else:
                 vars(layer.router).pop("routing", None)
@@ -301,8 +298,7 @@ def _spec(family: tuple[str, ...], config: Any, options: Any) -> Any:
             parts.mlp = partial(MoELayer, submodules=submodules)
     if family[0] in (TE_GROUPED, SEQUENTIAL):
         return spec
-    router = "fused" if FUSED in family else "megatron"
-    return use_sonic_ep(spec, SonicEPOptions(rounding=ROUNDING if len(family) > 1 else None, router=router))
+    return use_sonic_ep(spec, SonicEPOptions(rounding=ROUNDING if len(family) > 1 else None))
 
 
 @contextmanager

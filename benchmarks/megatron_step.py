@@ -12,7 +12,6 @@ Contestants:
     MoELayer, SequentialMLP    stock: the experts of Megatron-Core that train without it, one after the other
     sonic_ep                   ours
     sonic_ep, apportion        ours, with token rounding
-    sonic_ep, fused router     ours, with our router's kernels in place of Megatron's router; with rounding, too
     sonic_ep, graphs           ours, with Megatron's CUDA graphs of router and preprocessing; its rounds come last
 
 A round builds one model after the other, each in the memory of the last, and its contestants take their turns of

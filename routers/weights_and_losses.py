@@ -15,7 +15,7 @@ from sonic_ep.kernels.backend import router_operations
 from sonic_ep.kernels.route.interface import Losses, LossGradient, PairGradients, RouterOperations
 from sonic_ep.kernels.route.weights_and_losses.reference import balance_loss, weights_of_pairs, z_loss
 from sonic_ep.routers.topk import TopK
-from sonic_ep.routing import BalanceCounts, PairLists, RoutedPairs
+from sonic_ep.routing import BalanceCounts, RoutedPairs
 
 _ForBackward = tuple[RouterConfig, RouterOperations]
 
@@ -23,38 +23,26 @@ _ForBackward = tuple[RouterConfig, RouterOperations]
 def weights_and_losses(
     logits_TE: Tensor,
     topk: TopK,
-    pairs: PairLists,
+    pairs: RoutedPairs,
     sequence_length: int,
     config: RouterConfig,
-    balance_counts: BalanceCounts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (N,) combine weights of the pairs, and the () weighted sum of balance loss and z-loss.
 
     kernels/route/weights_and_losses/reference.py defines them. topk: of these logits, with the experts of
-    `pairs.topk_ids_TK`. balance_counts: default are the counts of `pairs`, which is a RoutedPairs then.
+    `pairs.topk_ids_TK`.
     """
-    balance_counts = _balance_counts(pairs) if balance_counts is None else balance_counts
     operations = router_operations(logits_TE.device, logits_TE.dtype, pairs.topk_ids_TK.shape[1])
     if operations is None or logits_TE.shape[0] == 0:
         lists = pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N, pairs.chosen_N
         weights_N = weights_of_pairs(topk.scores_TE, *lists, config)
-        balance = balance_loss(topk.scores_TE, balance_counts, sequence_length, config)
+        balance = balance_loss(topk.scores_TE, _balance_counts(pairs), sequence_length, config)
         return weights_N, balance + z_loss(logits_TE, config)
     scores_TE = topk.scores_TE.detach()
-    return _WeightsAndLosses.apply(logits_TE, operations, scores_TE, pairs, sequence_length, config, balance_counts)
+    return _WeightsAndLosses.apply(logits_TE, operations, scores_TE, pairs, sequence_length, config)
 
 
-def losses_alone(
-    logits_TE: Tensor, topk: TopK, sequence_length: int, config: RouterConfig, balance_counts: BalanceCounts
-) -> Tensor:
-    """Returns the () sum of losses that `weights_and_losses` returns, where weights of pairs follow later."""
-    none_N = topk.topk_ids_TK.new_empty(0)
-    pairs = PairLists(topk.topk_ids_TK, none_N, none_N, none_N.bool())
-    return weights_and_losses(logits_TE, topk, pairs, sequence_length, config, balance_counts)[1]
-
-
-def _balance_counts(pairs: PairLists) -> BalanceCounts:
-    assert isinstance(pairs, RoutedPairs)
+def _balance_counts(pairs: RoutedPairs) -> BalanceCounts:
     return pairs.balance_counts or BalanceCounts(pairs.topk_ids_TK, pairs.counts.chosen_SE)
 
 
@@ -62,10 +50,9 @@ def fused_weights_and_losses(
     operations: RouterOperations,
     logits_TE: Tensor,
     scores_TE: Tensor,
-    pairs: PairLists,
+    pairs: RoutedPairs,
     sequence_length: int,
     config: RouterConfig,
-    balance_counts: BalanceCounts | None = None,
 ) -> tuple[Tensor, Losses]:
     """Returns the same by kernels, without gradients."""
     lists = pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N
@@ -73,8 +60,7 @@ def fused_weights_and_losses(
     if config.balance == "none" and config.z_loss_coef == 0:
         return weights_N, Losses(logits_TE.new_zeros(()), None)
     B = logits_TE.shape[0] // sequence_length if config.balance == "sequence" else 1
-    balance_counts = _balance_counts(pairs) if balance_counts is None else balance_counts
-    return weights_N, operations.losses(logits_TE, *balance_counts, B, config)
+    return weights_N, operations.losses(logits_TE, *_balance_counts(pairs), B, config)
 
 
 class _WeightsAndLosses(torch.autograd.Function):
@@ -84,14 +70,11 @@ class _WeightsAndLosses(torch.autograd.Function):
         logits_TE: Tensor,
         operations: RouterOperations,
         scores_TE: Tensor,
-        pairs: PairLists,
+        pairs: RoutedPairs,
         sequence_length: int,
         config: RouterConfig,
-        balance_counts: BalanceCounts,
     ) -> tuple[Tensor, Tensor]:
-        weights_N, losses = fused_weights_and_losses(
-            operations, logits_TE, scores_TE, pairs, sequence_length, config, balance_counts
-        )
+        weights_N, losses = fused_weights_and_losses(operations, logits_TE, scores_TE, pairs, sequence_length, config)
         ctx.save_for_backward(logits_TE, pairs.topk_ids_TK, pairs.token_ids_N, pairs.expert_ids_N, losses.dshares_BE)
         ctx.call = config, operations
         ctx.set_materialize_grads(False)
@@ -105,4 +88,4 @@ class _WeightsAndLosses(torch.autograd.Function):
         config, operations = ctx.call
         pairs = None if dweights_N is None else PairGradients(token_ids_N, expert_ids_N, dweights_N)
         loss = None if dloss is None else LossGradient(dloss, dshares_BE)
-        return operations.logits_gradient(logits_TE, topk_ids_TK, pairs, loss, config), *[None] * 6
+        return operations.logits_gradient(logits_TE, topk_ids_TK, pairs, loss, config), *[None] * 5

@@ -20,11 +20,9 @@ class SonicEPOptions:
         (docs/how_a_step_runs.md). False: always run their code.
     batch_invariant: a token's bits do not depend on the batch, nor on ep_size, from the router's results on
         (docs/batch_invariance.md). Megatron's `batch_invariant_mode` sets it.
-    router: of a Megatron model: "megatron" for its own, "fused" for ours with the same numbers, which refuses what it
-        cannot compute. Other frameworks' integrations do not read it.
 
     Raises ValueError for static buffers without rounding that has a capacity_factor, for batch invariance with rounding
-    or over symmetric memory, and for another router.
+    or over symmetric memory.
     """
 
     rounding: RoundingConfig | None = None
@@ -33,10 +31,7 @@ class SonicEPOptions:
     quantised: Literal["warn", "refuse"] = "warn"
     record_launches: bool = True
     batch_invariant: bool = False
-    router: Literal["megatron", "fused"] = "megatron"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transport", replace(self.transport, batch_invariant=self.batch_invariant))
         self.transport.check_rounding(self.rounding)
-        if self.router not in ("megatron", "fused"):
-            raise ValueError(f"router={self.router!r} is not known; set 'megatron' or 'fused'")

@@ -1,7 +1,7 @@
 """The curves of stock Megatron-Core and ours, from one config: loss, gradient norm and auxiliary losses by step."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -12,7 +12,7 @@ Curve = list[tuple[Any, ...]]
 @dataclass(frozen=True)
 class Case:
     """groups: of the parallel state; config: fields of TransformerConfig; run: arguments of Run. stock_groups: of the
-    stock run, where they differ. mixed: dense and MoE layers by moe_layer_freq. router: of our run, see SonicEPOptions.
+    stock run, where they differ. mixed: dense and MoE layers by moe_layer_freq.
     """
 
     ranks: int
@@ -21,7 +21,6 @@ class Case:
     run: dict[str, Any] = field(default_factory=dict)
     stock_groups: dict[str, int] | None = None
     mixed: bool = False
-    router: Literal["megatron", "fused"] = "megatron"
 
 
 DISTRIBUTED = {"distributed_optimizer": True, "overlap": True}
@@ -38,7 +37,7 @@ OVERLAPPED = {"overlap_moe_expert_parallel_comm": True}
 def curve(case: Case, groups: dict[str, int], *, ours: bool, steps: int) -> Curve:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
-    from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
+    from sonic_ep.integrations.megatron import use_sonic_ep
     from tests.helpers.megatron_training import Run, gpt_config, parallel_state
 
     with parallel_state(**groups):
@@ -49,7 +48,7 @@ def curve(case: Case, groups: dict[str, int], *, ours: bool, steps: int) -> Curv
             spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
         # Gentle steps: 20 of them must not blow up what the order of a sum may change.
         settings = {"batch": case.ranks, **case.run, "optimizer": {"lr": 3e-3, **case.run.get("optimizer", {})}}
-        spec = use_sonic_ep(spec, SonicEPOptions(router=case.router)) if ours else spec
+        spec = use_sonic_ep(spec) if ours else spec
         run = Run(config, spec, **settings)
         return [tuple(step) for step in run.train(steps)]
 

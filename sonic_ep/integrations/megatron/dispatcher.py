@@ -1,10 +1,9 @@
 """`NoDispatcher` stands where Megatron's code expects a layer's token dispatcher, and moves no row.
 
-Our dispatch is inside the experts' computation. The rest is what others read and set here: the routing map, or the
-pairs of a FusedRouter, and the padding, which a CUDA graph of the router hands on, the shared expert that overlaps, and
-marks of inference.
+Our dispatch is inside the experts' computation. The rest is what others read and set here: the routing map and the
+padding, which a CUDA graph of the router hands on, the shared expert that overlaps, and marks of inference.
 
-Legend: O tokens with padding, T tokens on this rank, E experts, H hidden size, N pairs this rank sends.
+Legend: O tokens with padding, T tokens on this rank, E experts, H hidden size.
 """
 
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from sonic_ep.integrations.megatron.routing_map import PlainPairs
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
 from sonic_ep.routing import Routing
 
@@ -34,11 +32,9 @@ class NoDispatcher:
         self.shared_experts: Any = None
         self.drop_and_pad = False
         # A graph of router and preprocessing gives those that are tensors back, and a replay sets them.
-        self.cudagraph_attrs = ["routing_map", "token_ids_N", "counts_E", "padding_O"]
+        self.cudagraph_attrs = ["routing_map", "padding_O"]
         self.valid_cudagraph_attrs: list[str] | None = None
         self.routing_map: Tensor | None = None
-        self.token_ids_N: Tensor | None = None
-        self.counts_E: Tensor | None = None
         # Of a batch that overlaps, with rounding, and the padding that it left out.
         self.rounded: tuple[Routing, GivenRouting] | None = None
         self.padding_O: Tensor | None = None
@@ -69,14 +65,9 @@ class NoDispatcher:
             return NOTHING_GIVEN
         return GivenRouting.of(x_OH, None, self.padding_O, E=1, K=1)
 
-    def dispatch_preprocess(
-        self, hidden_states: Tensor, routing_map: Tensor | PlainPairs, probs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Notes the map, (T, E) bool, or the pairs. Returns hidden_states and probs."""
-        if isinstance(routing_map, PlainPairs):
-            self.token_ids_N, self.counts_E = routing_map
-        else:
-            self.routing_map = routing_map
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Notes the map, (T, E) bool. Returns hidden_states and probs."""
+        self.routing_map = routing_map
         return self.own(hidden_states), self.own(probs)
 
     def own(self, tensor: Tensor) -> Tensor:
@@ -93,15 +84,13 @@ class NoDispatcher:
             shared.post_forward_comm()
         return self.own(hidden_states), self.own(probs)
 
-    def pop_routing(self) -> Routing | PlainPairs | Tensor:
-        """Returns what was noted, and forgets it: of rounding, else the pairs, else the map."""
-        rounded, routing_map, token_ids_N, counts_E = self.rounded, self.routing_map, self.token_ids_N, self.counts_E
-        self.rounded = self.routing_map = self.token_ids_N = self.counts_E = None
+    def pop_routing(self) -> Routing | Tensor:
+        """Returns what was noted, and forgets it: of rounding, else the map."""
+        rounded, routing_map = self.rounded, self.routing_map
+        self.rounded = self.routing_map = None
         self.padding_O, self.problem = None, None
         if rounded is not None:
             return rounded[0]
-        if token_ids_N is not None and counts_E is not None:
-            return PlainPairs(token_ids_N, counts_E)
         assert routing_map is not None  # dispatch_preprocess or a graph has set it
         return routing_map
 

@@ -16,7 +16,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from sonic_ep.config import MAX_E, MAX_K
 from sonic_ep.integrations.fields import Field, check_field, honoured, markdown
 from sonic_ep.integrations.megatron.activation import SUPPORTED, activation_of
-from sonic_ep.integrations.megatron.fused_router import check_fused
 from sonic_ep.integrations.options import SonicEPOptions
 
 _LOG = logging.getLogger("sonic_ep.integrations.megatron")
@@ -101,7 +100,7 @@ FIELDS: tuple[Field, ...] = (
         "calculate_per_token_loss",
         "moe_grad_scale_func",
     ),
-    *honoured(f"K, at most {MAX_K} with token rounding or the fused router", "moe_router_topk"),
+    *honoured(f"K, at most {MAX_K} with token rounding", "moe_router_topk"),
     *honoured(f"{_ROUTER}; weights of pairs are fp32 at least", "moe_router_dtype"),
     *honoured(
         f"{_ROUTER} drops, the experts see what is left; not together with token rounding",
@@ -154,7 +153,7 @@ FIELDS: tuple[Field, ...] = (
         "moe_mlp_glu_interleave_size",
     ),
     *_without_effect("the layer permutes no rows", "moe_permute_fusion"),
-    *honoured("with K = 1, and not together with token rounding or the fused router", "moe_apply_probs_on_input"),
+    *honoured("with K = 1, and not together with token rounding", "moe_apply_probs_on_input"),
     *honoured("Megatron's projections around dispatch and experts; need Transformer Engine", "moe_latent_size"),
     *honoured(
         f"by its values: {SUPPORTED}",
@@ -186,7 +185,7 @@ FIELDS: tuple[Field, ...] = (
     *honoured("the experts have a reset_parameters", "init_model_with_meta_device"),
     *honoured("weight gradients accumulate in main_grad inside the GEMM", "gradient_accumulation_fusion"),
     *honoured("the layer is deterministic", "deterministic_mode"),
-    *honoured("the experts', the combine's and the fused router's; not together with rounding", "batch_invariant_mode"),
+    *honoured("the experts' and the combine's; not together with rounding", "batch_invariant_mode"),
     *honoured("by the transformer block", "recompute_granularity", "recompute_method", "recompute_num_layers"),
     *honoured("moe, shared_experts; moe_act for nothing: activations are never kept", "recompute_modules"),
     *honoured("the same as recompute_modules=['moe']", "moe_layer_recompute"),
@@ -241,8 +240,6 @@ def check(config: TransformerConfig, options: SonicEPOptions) -> None:
     _check_row_order(config)
     _check_graphs(config, options)
     _check_topk(config, options)
-    if options.router == "fused":
-        check_fused(config)
     quantised = {name: getattr(config, name) for name in QUANTISED if getattr(config, name)}
     if quantised and options.quantised == "refuse":
         name, value = next(iter(quantised.items()))
@@ -306,14 +303,13 @@ def _check_row_order(config: TransformerConfig) -> None:
 
 
 def _check_topk(config: TransformerConfig, options: SonicEPOptions) -> None:
-    K, of_whole_tokens = config.moe_router_topk, options.rounding is not None or options.router == "fused"
-    instead = "options.rounding to None and options.router to 'megatron'"
+    K, of_whole_tokens = config.moe_router_topk, options.rounding is not None
     if K > MAX_K and of_whole_tokens:
-        raise ValueError(f"moe_router_topk={K} with token rounding or a fused router; set 1 to {MAX_K}, or {instead}")
+        raise ValueError(f"moe_router_topk={K} with token rounding; set 1 to {MAX_K}, or options.rounding to None")
     if config.moe_apply_probs_on_input and (K > 1 or of_whole_tokens):
         raise ValueError(
-            f"moe_apply_probs_on_input=True with moe_router_topk={K} is of one expert a token, without token rounding "
-            f"or a fused router; set False, or moe_router_topk=1 and {instead}"
+            f"moe_apply_probs_on_input=True with moe_router_topk={K} is of one expert a token, without token "
+            "rounding; set False, or moe_router_topk=1 and options.rounding to None"
         )
 
 

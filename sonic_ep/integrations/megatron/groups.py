@@ -33,7 +33,7 @@ def divide_experts(given: ProcessGroupCollection, config: TransformerConfig, opt
     """Returns how the ranks of `given` divide the experts of `config`.
 
     Raises ValueError if E is no multiple of the number of ranks and the experts cannot be cut: I is no multiple of the
-    expert-TP size, or there is rounding or a fused router. (With expert TP, Megatron has no biases in experts.)
+    expert-TP size, or there is rounding. (With expert TP, Megatron has no biases in experts.)
     """
     size, width = given.ep.size(), given.expt_tp.size()
     if width == 1:
@@ -48,7 +48,6 @@ def divide_experts(given: ProcessGroupCollection, config: TransformerConfig, opt
     problems = {
         f"moe_ffn_hidden_size={I} is no multiple of that": I % width > 0,
         "options.rounding rounds the counts of whole experts": options.rounding is not None,
-        "options.router='fused' lists pairs of whole experts": options.router == "fused",
     }
     problem = next((text for text, holds in problems.items() if holds), None)
     if problem is not None:

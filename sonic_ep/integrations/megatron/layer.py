@@ -1,8 +1,7 @@
 """`SonicEPMoELayer`: Megatron's MoELayer with our dispatch, experts and combine.
 
 Router and shared experts are Megatron's own. So are the auxiliary losses and their tracker, the z-loss, expert bias,
-group limits, jitter, Sinkhorn, quantile balancing and dropping. With `SonicEPOptions(router="fused")` the router
-computes with our kernels (fused_router.py). The forward is MoELayer's too, in its steps: route,
+group limits, jitter, Sinkhorn, quantile balancing and dropping. The forward is MoELayer's too, in its steps: route,
 preprocess, dispatch, routed experts, combine, postprocess. Ours do all their work in the fourth, and dispatch starts a
 shared expert that overlaps. So whatever enters a layer half way does it here as there: partial CUDA graphs, and
 batches that overlap.
@@ -29,12 +28,11 @@ from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.integrations.megatron.dispatcher import NoDispatcher
 from sonic_ep.integrations.megatron.experts import SonicEPExperts
 from sonic_ep.integrations.megatron.fields import check, log_replaced
-from sonic_ep.integrations.megatron.fused_router import FusedRouter
 from sonic_ep.integrations.megatron.groups import divide_experts
 from sonic_ep.integrations.megatron.latent import latent_projections
 from sonic_ep.integrations.megatron.replay import check_replays, replays
 from sonic_ep.integrations.megatron.rounding import RoundedRouter
-from sonic_ep.integrations.megatron.routing_map import PlainPairs, in_parts, routing_of_dropped
+from sonic_ep.integrations.megatron.routing_map import in_parts, routing_of_dropped
 from sonic_ep.integrations.options import SonicEPOptions
 from sonic_ep.integrations.topk_routing import routing_of_map
 from sonic_ep.routers.given_routing import NOTHING_GIVEN, GivenRouting
@@ -82,7 +80,7 @@ class SonicEPMoELayer(MoELayer):
         self.shared_experts_recompute = "shared_experts" in selective
         self.cudagraph_tensor_store = MoECudaGraphTensorStore()
         self.fwd_execution_map = ["route", "expert_compute", "postprocess"]
-        router = _router_builder(submodules, options)
+        router: Any = submodules.router  # its protocol lacks is_mtp_layer, which Megatron passes
         self.router: Any = router(config=config, pg_collection=given, is_mtp_layer=is_mtp_layer)
         _mend_counts(self.router)
         if config.moe_latent_size:
@@ -94,9 +92,7 @@ class SonicEPMoELayer(MoELayer):
         )
         log_replaced(config, options, self.experts)
         self.rounded_routing: Callable[..., Routing] | None = None
-        if isinstance(self.router, FusedRouter):
-            self.rounded_routing = self.router.rounded_routing
-        elif options.rounding is not None:
+        if options.rounding is not None:
             self.rounded_routing = RoundedRouter(self.router, config, options.rounding).routing
         if self.use_shared_expert:
             if submodules.shared_experts is None:
@@ -163,7 +159,7 @@ class SonicEPMoELayer(MoELayer):
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what dispatch gets: hidden states, in the latent size if there is one, and weights of pairs.
 
-        The weights are probs_TE, or (N,) of a FusedRouter. Rounding comes later, once the shared expert is started. But
+        The weights are probs_TE. Rounding comes later, once the shared expert is started. But
         a batch that overlaps cuts autograd's graph after this step, and rounding reads the router's logits. So it
         rounds here, and returns the (N,) weights of that.
         """
@@ -218,7 +214,7 @@ class SonicEPMoELayer(MoELayer):
         self,
         x_TH: Tensor,
         probs: Tensor,
-        noted: PlainPairs | Tensor,
+        noted: Tensor,
         given: GivenRouting,
         runs_as: RunsAs | None = None,
     ) -> Routing:
@@ -231,8 +227,6 @@ class SonicEPMoELayer(MoELayer):
             problem=given.problem,
             has_given_experts=self.options.rounding is not None and self.token_dispatcher.is_replayed,
         )
-        if isinstance(noted, PlainPairs):
-            return noted.routing(probs, given, x_TH.shape[0], call)
         if self._rounds:
             assert self.rounded_routing is not None
             return self.rounded_routing(probs, noted, given, call, runs_as)
@@ -274,18 +268,6 @@ def _mend_counts(router: Any) -> None:
 
 def _count(count: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
     count(routing_map, None if padding_mask is None else padding_mask[:, None])
-
-
-def _router_builder(submodules: MoESubmodules, options: SonicEPOptions) -> Any:
-    """Returns what builds the router. Raises ValueError for a router of the spec's own that "fused" would replace."""
-    if options.router == "megatron":
-        return submodules.router  # its protocol lacks is_mtp_layer, which Megatron passes
-    if submodules.router is not TopKRouter:
-        raise ValueError(
-            f"MoESubmodules.router={submodules.router!r} with options.router='fused', which computes what TopKRouter "
-            "does; set options.router to 'megatron'"
-        )
-    return functools.partial(FusedRouter, rounding=options.rounding, batch_invariant=options.batch_invariant)
 
 
 def _named(name: str | None, part: str) -> str | None:

@@ -1,17 +1,13 @@
-"""Converts a map of Megatron's router from which tokens were dropped, or the pairs of a FusedRouter, to a `Routing`.
+"""Reads the map of Megatron's router: ids of experts, and the `Routing` of a map from which tokens were dropped.
 
-Legend: O tokens with padding, T tokens on this rank, E experts, e local experts, K experts per token, N pairs this rank
+Legend: T tokens on this rank, E experts, e local experts, K experts per token, N pairs this rank
 sends.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sonic_ep.kernels.route.select.reference import pairs_of_mask
-from sonic_ep.kernels.route.topk.reference import times_chosen
-from sonic_ep.routers.given_routing import UNSET, GivenRouting
 from sonic_ep.routers.topk_pairs import RouterCall
 from sonic_ep.routing import INDEX_DTYPE, Routing
 
@@ -32,30 +28,6 @@ def in_parts(values_TE: Tensor, e: int, parts: int) -> Tensor:
     """
     T = values_TE.shape[0]
     return values_TE.reshape(T, -1, 1, e).expand(-1, -1, parts, -1).reshape(T, -1)
-
-
-class PlainPairs(NamedTuple):
-    """Pairs in place of a routing map. token_ids_N: int32, by expert, then token. counts_E: int64, tokens by expert."""
-
-    token_ids_N: Tensor
-    counts_E: Tensor
-
-    def routing(self, weights_N: Tensor, given: GivenRouting, num_tokens: int, call: RouterCall) -> Routing:
-        """Returns the routing of the tokens that are no padding. A collective: one all-gather of counts.
-
-        weights_N: (N,) fp32. num_tokens: T. The host waits if there is padding.
-        """
-        token_ids_N, counts_E = self
-        if given.rows_T is not None:
-            (T,), (N,), (E,) = given.rows_T.shape, weights_N.shape, counts_E.shape
-            rows, experts = (torch.arange(size, device=weights_N.device) for size in (T, E))
-            row_of_N = given.put(rows, UNSET).index_select(0, token_ids_N.long())
-            real = (row_of_N != UNSET).nonzero().flatten()
-            expert_ids_N = experts.repeat_interleave(counts_E, output_size=N).index_select(0, real)
-            token_ids_N, counts_E = row_of_N[real].to(INDEX_DTYPE), times_chosen(expert_ids_N[:, None], E)
-            weights_N = weights_N.index_select(0, real)
-        counts, split_sizes = call.gather(counts_E, num_tokens)
-        return Routing(weights_N, token_ids_N, counts, num_tokens, split_sizes=split_sizes)
 
 
 def routing_of_dropped(probs_TE: Tensor, routing_map_TE: Tensor, call: RouterCall) -> Routing:

@@ -1,4 +1,4 @@
-"""Megatron's `batch_invariant_mode`: a token's bits in every batch, with the fused router, on CPUs."""
+"""Megatron's `batch_invariant_mode`: a token's bits in every batch, on CPUs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,15 +25,17 @@ MODE: dict[str, Any] = {
 def built(changes: dict[str, Any]) -> Any:
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
-    from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
+    from sonic_ep.integrations.megatron import use_sonic_ep
     from tests.helpers.megatron_training import gpt_config
 
     fixed = {"init_method_std": 0.2, "num_moe_experts": 8, "moe_router_topk": 4, "moe_router_dtype": "fp32"}
     config = gpt_config(**fixed, moe_router_load_balancing_type="none", **changes)
     spec: Any = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
     torch.manual_seed(5)
-    layer = use_sonic_ep(spec, SonicEPOptions(router="fused"))(config=config)
+    layer = use_sonic_ep(spec)(config=config)
     layer.set_layer_number(1)
+    # Megatron's batch-invariant GEMMs are of GPUs, so its logits would differ here (there: test_gpu.py).
+    layer.router.gating = lambda x: (x[..., None, :] * layer.router.weight).sum(-1)
     return layer
 
 
@@ -54,7 +56,7 @@ def differing_tokens(rank: int, changes: dict[str, Any], splits: int) -> int:
         whole, generator = step(x), torch.Generator().manual_seed(100 + rank)
         for _ in range(splits):
             order = torch.randperm(T, generator=generator)
-            cut = int(torch.randint(0, T + 1, (), generator=generator))
+            cut = int(torch.randint(1, T, (), generator=generator))  # Megatron's router fails without a token
             for mine in (order[:cut], order[cut:]):
                 differ += int((step(x[mine]) != whole[mine]).any(1).sum())
     return differ
@@ -69,8 +71,8 @@ def test_bits_differ_outside_of_it(ranks: Ranks) -> None:
     assert ranks(1).run(differing_tokens, {}, 30, timeout=300)[0] > 0
 
 
-def test_the_mode_reaches_experts_and_router(ranks: Ranks) -> None:
-    assert ranks(2).run(parts_in_the_mode, timeout=300) == [(True, True, True)] * 2
+def test_the_mode_reaches_experts_and_transport(ranks: Ranks) -> None:
+    assert ranks(2).run(parts_in_the_mode, timeout=300) == [(True, True)] * 2
 
 
 def parts_in_the_mode(rank: int) -> tuple[bool, ...]:
@@ -78,4 +80,4 @@ def parts_in_the_mode(rank: int) -> tuple[bool, ...]:
 
     with parallel_state(expert=2):
         layer = built(MODE)
-        return layer.options.batch_invariant, layer.experts.transport.batch_invariant, layer.router.batch_invariant
+        return layer.options.batch_invariant, layer.experts.transport.batch_invariant

@@ -26,6 +26,14 @@ SHARED = {"moe_shared_expert_intermediate_size": 256}
 # No biases: with torch 2.11 backward of Megatron's own fails.
 VARIANTS: dict[str, dict[str, Any]] = {
     "swiglu": {},
+    "sigmoid-bias-groups": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 1,
+    },
     "geglu-fp32-router": {"activation_func": fast_gelu, "moe_router_dtype": "fp32"},
     "relu2-fp64-router": {"activation_func": squared_relu, "gated_linear_unit": False, "moe_router_dtype": "fp64"},
     "shared": SHARED | {"moe_shared_expert_gate": True},
@@ -35,18 +43,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "22-experts": {"num_moe_experts": 64, "moe_router_topk": 22},
     "probs-on-input": {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
     "moe-recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-}
-# With SonicEPOptions(router="fused").
-FUSED: dict[str, dict[str, Any]] = {
-    "softmax": {"moe_router_dtype": "fp32", "moe_z_loss_coeff": 0.1},
-    "sigmoid-bias-groups": {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "global_aux_loss",
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 1,
-    },
 }
 
 
@@ -58,7 +54,7 @@ def config_of(**changes: Any) -> Any:
     return gpt_config(**{**sizes, **dtypes, **changes})
 
 
-def layers(config: Any, rounding: RoundingConfig | None = None, router: Any = "megatron") -> tuple[Any, Any]:
+def layers(config: Any, rounding: RoundingConfig | None = None) -> tuple[Any, Any]:
     """Stock and ours, from one seed."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
@@ -67,7 +63,7 @@ def layers(config: Any, rounding: RoundingConfig | None = None, router: Any = "m
 
     stock_spec: Any = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
     built: list[Any] = []
-    for spec in (stock_spec, use_sonic_ep(stock_spec, SonicEPOptions(rounding=rounding, router=router))):
+    for spec in (stock_spec, use_sonic_ep(stock_spec, SonicEPOptions(rounding=rounding))):
         torch.manual_seed(5)
         initialize_rng_tracker(force_reset=True)
         model_parallel_cuda_manual_seed(7)
@@ -106,12 +102,12 @@ def distances(got: list[Tensor], wanted: list[Tensor]) -> list[float]:
     return [float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-20)) for a, b in pairs]
 
 
-def against_stock(rank: int, changes: dict[str, Any], ep_size: int, router: str) -> tuple[bool, list[float]]:
+def against_stock(rank: int, changes: dict[str, Any], ep_size: int) -> tuple[bool, list[float]]:
     from tests.helpers.megatron_training import parallel_state
 
     with parallel_state(expert=ep_size):
         config = config_of(**changes)
-        stock, ours = layers(config, router=router)
+        stock, ours = layers(config)
         starts = [expert_values(each, lambda parameter: parameter.data) for each in (stock, ours)]
         same_start = all(map(torch.equal, *starts))
         x = hidden_states(rank, config)
@@ -121,15 +117,7 @@ def against_stock(rank: int, changes: dict[str, Any], ep_size: int, router: str)
 @pytest.mark.parametrize("ep_size", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_is_close_to_megatrons(gpus: Ranks, variant: str, ep_size: int) -> None:
-    for same_start, far in gpus(ep_size).run(against_stock, VARIANTS[variant], ep_size, "megatron", timeout=600):
-        assert same_start
-        assert max(far) < 2e-2, far
-
-
-@pytest.mark.parametrize("ep_size", [1, 2])
-@pytest.mark.parametrize("variant", FUSED)
-def test_the_fused_router_is_close_to_megatrons(gpus: Ranks, variant: str, ep_size: int) -> None:
-    for same_start, far in gpus(ep_size).run(against_stock, FUSED[variant], ep_size, "fused", timeout=600):
+    for same_start, far in gpus(ep_size).run(against_stock, VARIANTS[variant], ep_size, timeout=600):
         assert same_start
         assert max(far) < 2e-2, far
 
@@ -229,7 +217,7 @@ def test_generation_is_captured_with_its_experts(gpus: Ranks, ep_size: int) -> N
         assert far < 2e-2
 
 
-def tokens_that_differ_when_permuted(rank: int, router: str) -> int:
+def tokens_that_differ_when_permuted(rank: int) -> int:
     """As Megatron's own test of the mode: a batch, in another order and in two parts, within its kernels' context."""
     from megatron.core.transformer.custom_layers.batch_invariant_kernels import set_batch_invariant_mode
     from megatron.core.transformer.enums import AttnBackend
@@ -246,7 +234,7 @@ def tokens_that_differ_when_permuted(rank: int, router: str) -> int:
     mode = {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash, "flash_attention_version": 3}
     plain = {"moe_router_load_balancing_type": "none", "moe_router_dtype": "fp32"}
     with parallel_state(expert=torch.distributed.get_world_size()), set_batch_invariant_mode(True):
-        _, layer = layers(config_of(**mode, **plain), router=router)
+        _, layer = layers(config_of(**mode, **plain))
         rows = hidden_states(rank, layer.config).flatten(0, 1)
         whole, differ = results(rows), 0
         generator = torch.Generator().manual_seed(rank)
@@ -259,6 +247,5 @@ def tokens_that_differ_when_permuted(rank: int, router: str) -> int:
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
-@pytest.mark.parametrize("router", ["megatron", "fused"])
-def test_no_bit_differs_in_megatrons_batch_invariant_mode(gpus: Ranks, router: str, ep_size: int) -> None:
-    assert gpus(ep_size).run(tokens_that_differ_when_permuted, router, timeout=600) == [0] * ep_size
+def test_no_bit_differs_in_megatrons_batch_invariant_mode(gpus: Ranks, ep_size: int) -> None:
+    assert gpus(ep_size).run(tokens_that_differ_when_permuted, timeout=600) == [0] * ep_size

@@ -1,7 +1,7 @@
 """One layer beside Megatron's own: initial weights, outputs, every gradient, and what DDP and optimizer look at."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,8 +18,6 @@ from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
 Ranks = Callable[[int], RankPool]
-Router = Literal["megatron", "fused"]
-# What a graph of router and preprocessing hands on, by router.
 S, B = 6, 3  # sequence length on a rank, microbatch
 VARIANTS: dict[str, dict[str, Any]] = {
     "swiglu": {},
@@ -127,7 +125,6 @@ def compare_variants(
     variants: list[str],
     changes: dict[str, Any],
     padded: str = "some",
-    router: Router = "megatron",
 ) -> dict[str, list[str]]:
     """What differs, by variant. Of padding the output is 0, or that of the shared expert."""
     from sonic_ep.integrations.megatron import SonicEPOptions
@@ -140,7 +137,7 @@ def compare_variants(
             config = gpt_config(init_method_std=0.2, **VARIANTS[variant] | changes)
             x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
             mask = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < PADDED[padded][rank]
-            stock, ours = layers(config, SonicEPOptions(router=router))
+            stock, ours = layers(config, SonicEPOptions())
             start = [expert_weights(each, lambda parameter: parameter.data) for each in (stock, ours)]
             different[variant] = [f"initial {n}" for n in start[0] if "w" in n and not start[1][n].equal(start[0][n])]
             set_biases(stock, ours)
@@ -160,15 +157,14 @@ def test_outputs_and_gradients_are_megatrons(ranks: Ranks, groups: dict[str, int
         assert different == {variant: [] for variant in VARIANTS}
 
 
-@pytest.mark.parametrize("router", ["megatron", "fused"])
 @pytest.mark.parametrize(
     ("size", "groups"), [(2, {"expert": 2}), (4, {"expert": 4}), (4, {"expert": 2, "tensor": 2})], ids=str
 )
-def test_ranks_may_have_any_number_of_tokens(ranks: Ranks, size: int, groups: dict[str, int], router: Router) -> None:
+def test_ranks_may_have_any_number_of_tokens(ranks: Ranks, size: int, groups: dict[str, int]) -> None:
     """One has none. There stock's loss is 0 / 0, unless TP ranks sum it, and its gradients are compared without it."""
     variants = ["swiglu", "gpt-oss", "pre-softmax-scaled", "sigmoid", "per-token-loss", "shared-gate"]
     changes = {} if "tensor" in groups else {"moe_router_load_balancing_type": "none"}
-    for different in ranks(size).run(compare_variants, groups, variants, changes, "uneven", router, timeout=600):
+    for different in ranks(size).run(compare_variants, groups, variants, changes, "uneven", timeout=600):
         assert different == {variant: [] for variant in variants}
 
 
@@ -187,7 +183,6 @@ def refusals_of_parts(rank: int) -> list[str]:
     cases: list[tuple[dict[str, Any], SonicEPOptions]] = [
         ({"moe_ffn_hidden_size": 25}, SonicEPOptions()),
         ({}, SonicEPOptions(rounding=RoundingConfig())),
-        ({}, SonicEPOptions(router="fused")),
     ]
     said = []
     with parallel_state(expert_tensor=2):
@@ -203,9 +198,9 @@ def refusals_of_parts(rank: int) -> list[str]:
 
 
 def test_what_cannot_be_cut_in_parts_says_why(ranks: Ranks) -> None:
-    reasons = ("moe_ffn_hidden_size=25", "options.rounding", "options.router='fused'")
+    reasons = ("moe_ffn_hidden_size=25", "options.rounding")
     for said in ranks(2).run(refusals_of_parts):
-        assert [reason in text for reason, text in zip(reasons, said, strict=True)] == [True] * 3
+        assert [reason in text for reason, text in zip(reasons, said, strict=True)] == [True] * 2
 
 
 def drawn_later(rank: int) -> list[bool]:
@@ -390,12 +385,12 @@ def whole(layer: Any, x: Tensor) -> list[Any]:
     return [result.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-def stepped_and_whole(rank: int, rounded: bool, router: Router) -> tuple[list[bool], list[bool]]:
+def stepped_and_whole(rank: int, rounded: bool) -> tuple[list[bool], list[bool]]:
     from sonic_ep import RoundingConfig
     from sonic_ep.integrations.megatron import SonicEPOptions
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
-    options = SonicEPOptions(rounding=RoundingConfig(t=4, G=8) if rounded else None, router=router)
+    options = SonicEPOptions(rounding=RoundingConfig(t=4, G=8) if rounded else None)
     with parallel_state(expert=2):
         config = gpt_config(moe_shared_expert_intermediate_size=40, overlap_moe_expert_parallel_comm=True)
         x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
@@ -408,10 +403,9 @@ def stepped_and_whole(rank: int, rounded: bool, router: Router) -> tuple[list[bo
     return [is_close(a, b) for a, b in zip(*found, strict=True)], [float(a.norm()) > 0 for a in found[0]]
 
 
-@pytest.mark.parametrize("router", ["megatron", "fused"])
 @pytest.mark.parametrize("rounded", [False, True], ids=["top-k", "rounded"])
-def test_a_layer_entered_step_by_step_computes_the_same(ranks: Ranks, rounded: bool, router: Router) -> None:
-    for close, nonzero in ranks(2).run(stepped_and_whole, rounded, router):
+def test_a_layer_entered_step_by_step_computes_the_same(ranks: Ranks, rounded: bool) -> None:
+    for close, nonzero in ranks(2).run(stepped_and_whole, rounded):
         assert all(close)
         assert all(nonzero)
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,18 +18,16 @@ pytest.importorskip("megatron.core")
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
 Ranks = Callable[[int], RankPool]
-Router = Literal["megatron", "fused"]
 S, B, E = 9, 4, 8
-ROUTERS = pytest.mark.parametrize("router", ["megatron", "fused"])
 
 
-def dispatched(rank: int, router: Router, rounding: Any) -> list[list[Tensor]]:
+def dispatched(rank: int, rounding: Any) -> list[list[Tensor]]:
     """Pairs and tokens of all ranks, count for the bias, output and gradients: with padding, and without its rows."""
     from sonic_ep.integrations import framework_experts as module
     from sonic_ep.integrations.megatron import SonicEPOptions, get_sonic_ep_moe_spec
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
-    found, options = [], SonicEPOptions(router=router, rounding=rounding)
+    found, options = [], SonicEPOptions(rounding=rounding)
     config: dict[str, Any] = {"moe_router_load_balancing_type": "none", "init_method_std": 0.2}
     config |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     is_padding = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < (0.4, 0.9)[rank]
@@ -53,22 +51,21 @@ def dispatched(rank: int, router: Router, rounding: Any) -> list[list[Tensor]]:
     return found
 
 
-@ROUTERS
 @pytest.mark.parametrize("rounding", [None, RoundingConfig(mode="up", t=4, G=8)], ids=["top-k", "rounded"])
-def test_padding_is_neither_rounded_nor_dispatched(ranks: Ranks, router: Router, rounding: Any) -> None:
-    for with_padding, without in ranks(2).run(dispatched, router, rounding):
+def test_padding_is_neither_rounded_nor_dispatched(ranks: Ranks, rounding: Any) -> None:
+    for with_padding, without in ranks(2).run(dispatched, rounding):
         for got, wanted in zip(with_padding[:3], without[:3], strict=True):
             assert torch.equal(got, wanted)
         for got, wanted in zip(with_padding[3:], without[3:], strict=True):
             assert_near(got, wanted, share=1e-5)
 
 
-def overlapped(rank: int, router: Router) -> list[list[Tensor]]:
+def overlapped(rank: int) -> list[list[Tensor]]:
     """Output and gradients with rounding, and with rounding before a cut of autograd's graph."""
     from sonic_ep.integrations.megatron import SonicEPOptions, get_sonic_ep_moe_spec
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
-    found, options = [], SonicEPOptions(router=router, rounding=RoundingConfig(mode="up", t=4, G=8))
+    found, options = [], SonicEPOptions(rounding=RoundingConfig(mode="up", t=4, G=8))
     is_padding = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < (0.4, 1.0)[rank]
     for overlaps in (False, True):
         with parallel_state(expert=2):
@@ -84,19 +81,18 @@ def overlapped(rank: int, router: Router) -> list[list[Tensor]]:
     return found
 
 
-@ROUTERS
-def test_padding_is_not_rounded_before_a_cut_either(ranks: Ranks, router: Router) -> None:
-    for whole, cut in ranks(2).run(overlapped, router):
+def test_padding_is_not_rounded_before_a_cut_either(ranks: Ranks) -> None:
+    for whole, cut in ranks(2).run(overlapped):
         for got, wanted in zip(cut, whole, strict=True):
             assert torch.equal(got, wanted)
 
 
-def waits_for_padding(rank: int, router: Router) -> list[str]:
+def waits_for_padding(rank: int) -> list[str]:
     from sonic_ep.integrations.megatron import SonicEPOptions, get_sonic_ep_moe_spec
     from tests.helpers.host_reads import noted_step
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
-    options = SonicEPOptions(router=router, rounding=RoundingConfig(mode="up", t=4, G=8))
+    options = SonicEPOptions(rounding=RoundingConfig(mode="up", t=4, G=8))
     is_padding = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < 0.4
     with parallel_state(expert=2):
         layer: Any = get_sonic_ep_moe_spec(E, options=options)(config=gpt_config())
@@ -107,20 +103,19 @@ def waits_for_padding(rank: int, router: Router) -> list[str]:
     return [read for read in step.reads if "given_routing.py" in read]
 
 
-@ROUTERS
-def test_with_rounding_too_the_host_waits_once_for_the_padding(ranks: Ranks, router: Router) -> None:
-    for reads in ranks(2).run(waits_for_padding, router):
+def test_with_rounding_too_the_host_waits_once_for_the_padding(ranks: Ranks) -> None:
+    for reads in ranks(2).run(waits_for_padding):
         assert len(reads) == 1, reads
 
 
-def without_tokens(rank: int, groups: dict[str, int], router: Router, kind: str) -> tuple[bool, bool]:
+def without_tokens(rank: int, groups: dict[str, int], kind: str) -> tuple[bool, bool]:
     """Whether gradients are finite, and what the router gets any; the last ranks have padding alone."""
     from sonic_ep.integrations.megatron import SonicEPOptions
     from tests.helpers.megatron_training import gpt_config, parallel_state
     from tests.integrations.megatron.test_layer import B, S, layers, run_layer
 
     with parallel_state(**groups):
-        _, layer = layers(gpt_config(moe_router_load_balancing_type=kind), SonicEPOptions(router=router))
+        _, layer = layers(gpt_config(moe_router_load_balancing_type=kind), SonicEPOptions())
         x = torch.randn(S, B, layer.config.hidden_size, generator=torch.Generator().manual_seed(rank))
         results = run_layer(layer, x, torch.full((B, S), rank >= 2))
         assert layer.router.get_aux_loss_coeff(kind) > 0
@@ -128,10 +123,9 @@ def without_tokens(rank: int, groups: dict[str, int], router: Router, kind: str)
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
-@ROUTERS
 @pytest.mark.parametrize("groups", [{"expert": 4}, {"expert": 2, "tensor": 2}], ids=str)
-def test_losses_of_no_tokens_are_finite(ranks: Ranks, groups: dict[str, int], router: Router, kind: str) -> None:
-    assert ranks(4).run(without_tokens, groups, router, kind) == [(True, rank < 2) for rank in range(4)]
+def test_losses_of_no_tokens_are_finite(ranks: Ranks, groups: dict[str, int], kind: str) -> None:
+    assert ranks(4).run(without_tokens, groups, kind) == [(True, rank < 2) for rank in range(4)]
 
 
 def padded_step(data: Iterator[Tensor], model: Any) -> Any:
@@ -160,14 +154,14 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 }
 
 
-def padded_curves(rank: int, groups: dict[str, int], changes: dict[str, Any], router: Router) -> list[list[Any]]:
+def padded_curves(rank: int, groups: dict[str, int], changes: dict[str, Any]) -> list[list[Any]]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
     from tests.helpers.megatron_training import Run, gpt_config, parallel_state
 
     curves, stock = [], get_gpt_layer_local_spec(num_experts=E, normalization="RMSNorm")
-    for spec in (stock, use_sonic_ep(stock, SonicEPOptions(router=router))):
+    for spec in (stock, use_sonic_ep(stock, SonicEPOptions())):
         with parallel_state(**groups):
             run = Run(gpt_config(**changes), spec, batch=8)
             run.forward_step = padded_step
@@ -175,11 +169,10 @@ def padded_curves(rank: int, groups: dict[str, int], changes: dict[str, Any], ro
     return curves
 
 
-@ROUTERS
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_padded_microbatches_train_as_megatrons(ranks: Ranks, case: Any, router: Router) -> None:
+def test_padded_microbatches_train_as_megatrons(ranks: Ranks, case: Any) -> None:
     size, groups, changes = case
-    stock, ours = ranks(size).run(padded_curves, groups, changes, router, timeout=600)[0]
+    stock, ours = ranks(size).run(padded_curves, groups, changes, timeout=600)[0]
     for got, wanted in zip(ours, stock, strict=True):
         assert got[:2] == pytest.approx(wanted[:2], rel=1e-5)
         assert got.aux == pytest.approx(wanted.aux, rel=1e-5)
@@ -241,17 +234,17 @@ class Pack:
         )
 
 
-def a_model(router: Router | None, changes: dict[str, Any]) -> Any:
-    """In DDP. router: of our layer, or None for stock's."""
+def a_model(ours: bool, changes: dict[str, Any]) -> Any:
+    """In DDP. ours: with our layer, else stock's."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
+    from sonic_ep.integrations.megatron import use_sonic_ep
     from tests.helpers.megatron_training import Run, gpt_config
 
     spec: Any = copy.deepcopy(get_gpt_layer_local_spec(num_experts=E, normalization="RMSNorm"))
     spec.submodules.self_attention.submodules.core_attention = Attention
-    if router is not None:
-        spec = use_sonic_ep(spec, SonicEPOptions(router=router))
+    if ours:
+        spec = use_sonic_ep(spec)
     model = Run(gpt_config(**changes), spec).models[0]
     model.zero_grad_buffer()
     return model
@@ -261,14 +254,14 @@ def gradients(model: Any) -> list[Tensor]:
     return [each.main_grad.clone() for each in model.parameters()]
 
 
-def packed_and_alone(rank: int, gap: int, router: Router) -> list[list[Tensor]]:
+def packed_and_alone(rank: int, gap: int) -> list[list[Tensor]]:
     """Logits of each sequence and all gradients: in one pack, and sequence by sequence."""
     from tests.helpers.megatron_training import parallel_state
 
     pack, found = Pack(rank, gap), []
     for is_packed in (True, False):
         with parallel_state(expert=2):
-            model = a_model(router, {"moe_router_load_balancing_type": "none"})
+            model = a_model(True, {"moe_router_load_balancing_type": "none"})
             if is_packed:
                 mask = pack.mask if gap else None
                 logits = pack.of(model(pack.ids, None, None, packed_seq_params=pack.params(), padding_mask=mask)[0])
@@ -280,15 +273,14 @@ def packed_and_alone(rank: int, gap: int, router: Router) -> list[list[Tensor]]:
     return found
 
 
-@ROUTERS
 @pytest.mark.parametrize("gap", [0, 2])
-def test_packed_sequences_are_those_alone(ranks: Ranks, gap: int, router: Router) -> None:
-    for packed, alone in ranks(2).run(packed_and_alone, gap, router, timeout=300):
+def test_packed_sequences_are_those_alone(ranks: Ranks, gap: int) -> None:
+    for packed, alone in ranks(2).run(packed_and_alone, gap, timeout=300):
         for got, wanted in zip(packed, alone, strict=True):
             assert_near(got, wanted, share=1e-5)
 
 
-def packed_losses(rank: int, kind: str, samples: int, router: Router) -> list[str]:
+def packed_losses(rank: int, kind: str, samples: int) -> list[str]:
     """What differs from stock of a pack with gaps: logits, gradients and the logged loss. samples: in the pack."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -296,7 +288,7 @@ def packed_losses(rank: int, kind: str, samples: int, router: Router) -> list[st
 
     pack, found = Pack(rank, gap=2 + rank), []
     assert pack.starts[-1] == 22
-    for each in (None, router):
+    for each in (False, True):
         with parallel_state(expert=2):
             model = a_model(each, {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.5})
             params = pack.params(None if samples == 1 else 22 // samples)
@@ -316,8 +308,7 @@ def _whole_experts(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: grad for name, grad in grads.items() if "experts" not in name}
 
 
-@ROUTERS
 @pytest.mark.parametrize(("kind", "samples"), [("aux_loss", 1), ("seq_aux_loss", 1), ("seq_aux_loss", 2)])
-def test_losses_of_packed_sequences_are_megatrons(ranks: Ranks, kind: str, samples: int, router: Router) -> None:
+def test_losses_of_packed_sequences_are_megatrons(ranks: Ranks, kind: str, samples: int) -> None:
     """A loss of sequences takes the pack for one, or PackedSeqParams.tokens_per_sample says how long they are."""
-    assert ranks(2).run(packed_losses, kind, samples, router, timeout=300) == [[], []]
+    assert ranks(2).run(packed_losses, kind, samples, timeout=300) == [[], []]

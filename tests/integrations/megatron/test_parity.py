@@ -81,18 +81,13 @@ CASES = {
     "exact-geglu": Case(2, {"expert": 2}, {"activation_func": F.gelu}),
     "none": Case(2, {"expert": 2}, {"moe_router_load_balancing_type": "none"} | SIGMOID),
     "dropping": Case(2, {"expert": 2}, {"moe_expert_capacity_factor": 1.0}),
-    "fused-router": Case(
-        2, {"expert": 2}, {"moe_z_loss_coeff": 0.1, "moe_router_dtype": "fp32"}, DISTRIBUTED, router="fused"
-    ),
-    "fused-router-recomputed": Case(
-        2, {"expert": 2}, FULL | SIGMOID | GROUP_LIMITED | {"calculate_per_token_loss": True}, router="fused"
-    ),
-    "fused-router-TP2": Case(
+    "z-loss": Case(2, {"expert": 2}, {"moe_z_loss_coeff": 0.1, "moe_router_dtype": "fp32"}, DISTRIBUTED),
+    "recomputed-groups": Case(2, {"expert": 2}, FULL | SIGMOID | GROUP_LIMITED | {"calculate_per_token_loss": True}),
+    "global-loss-TP2": Case(
         4,
         {"tensor": 2, "expert": 2},
         {"moe_router_load_balancing_type": "global_aux_loss", "calculate_per_token_loss": True} | SIGMOID,
         {"batch": 4},
-        router="fused",
     ),
     "dense-and-moe": Case(2, {"expert": 2}, {"moe_layer_freq": [0, 1, 0], "num_layers": 3}, mixed=True),
 }

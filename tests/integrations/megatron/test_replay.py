@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
 Ranks = Callable[[int], RankPool]
-Router = Literal["megatron", "fused"]
 Ids = list[Tensor]  # of each layer of this rank
 MICROBATCHES, K, E = 4, 2, 8
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -75,18 +74,18 @@ class Result(NamedTuple):
     parameters: Ids
 
 
-def one_step(groups: dict[str, int], changes: dict[str, Any], router: Router | None, forward: Any) -> Result:
-    """router: of our layer, or None for stock's layer."""
+def one_step(groups: dict[str, int], changes: dict[str, Any], forward: Any, ours: bool = True) -> Result:
+    """ours: our layer, else stock's."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
+    from sonic_ep.integrations.megatron import use_sonic_ep
     from tests.helpers.megatron_training import Run, gpt_config, parallel_state
 
     with parallel_state(**groups), cleared():
         config = gpt_config(num_layers=4, moe_enable_routing_replay=True, **changes)
         spec: Any = get_gpt_layer_local_spec(num_experts=E, normalization="RMSNorm")
-        if router is not None:
-            spec = use_sonic_ep(spec, SonicEPOptions(router=router))
+        if ours:
+            spec = use_sonic_ep(spec)
         run = Run(config, spec, batch=MICROBATCHES * groups["expert"])
         assert run.microbatches == MICROBATCHES
         run.forward_step = forward
@@ -107,28 +106,25 @@ def is_same(one: Result, other: Result) -> bool:
     return one.step == other.step and all(map(torch.equal, one.parameters, other.parameters))
 
 
-def replayed(rank: int, groups: dict[str, int], router: Router) -> dict[str, Any]:
+def replayed(rank: int, groups: dict[str, int]) -> dict[str, Any]:
     """By recomputation: whether recorded ids repeat the step; steps with drifted ids, ours and stock's."""
     records: list[Ids] = []
-    recorded = one_step(groups, {}, router, recording(records))
+    recorded = one_step(groups, {}, recording(records))
     assert [len(each) for each in records] == [4 // groups.get("pipeline", 1)] * MICROBATCHES
     others, found = drifted(records, rank), {}
-    stored = one_step(groups, {}, router, replaying(others))
+    stored = one_step(groups, {}, replaying(others))
     assert stored.step != recorded.step
     for name, changes in RECOMPUTED.items():
-        repeated = one_step(groups, changes, router, replaying(records))
-        ours, stock = (one_step(groups, changes, each, replaying(others)) for each in (router, None))
+        repeated = one_step(groups, changes, replaying(records))
+        ours, stock = (one_step(groups, changes, replaying(others), each) for each in (True, False))
         found[name] = is_same(repeated, recorded), is_same(ours, stored), ours.step, stock.step
     return found
 
 
-@pytest.mark.parametrize("router", ["megatron", "fused"])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_recorded_ids_repeat_a_step_and_drifted_ones_train_as_megatrons(
-    ranks: Ranks, groups: dict[str, int], router: Router
-) -> None:
+def test_recorded_ids_repeat_a_step_and_drifted_ones_train_as_megatrons(ranks: Ranks, groups: dict[str, int]) -> None:
     """Recorded ids: bit for bit. Drifted ids: recomputations change no bit, and Megatron's layer has the same step."""
-    for found in ranks(math.prod(groups.values())).run(replayed, groups, router, timeout=900):
+    for found in ranks(math.prod(groups.values())).run(replayed, groups, timeout=900):
         assert list(found) == list(RECOMPUTED)
         for repeats, recomputes, ours, stock in found.values():
             assert repeats
@@ -144,12 +140,12 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 
 
-def a_layer(config: Any, router: Router, rounding: Any = None, scale: float = 20) -> Any:
+def a_layer(config: Any, rounding: Any = None, scale: float = 20) -> Any:
     """scale: of the router's weights."""
     from sonic_ep.integrations.megatron import SonicEPOptions, get_sonic_ep_moe_spec
 
     torch.manual_seed(3)
-    layer: Any = get_sonic_ep_moe_spec(E, options=SonicEPOptions(router=router, rounding=rounding))(config=config)
+    layer: Any = get_sonic_ep_moe_spec(E, options=SonicEPOptions(rounding=rounding))(config=config)
     layer.set_layer_number(1)
     layer.router.weight.data *= scale
     return layer
@@ -181,7 +177,7 @@ def dense(name: str, x_TH: Tensor, ids_TK: Tensor, router_EH: Tensor, w1_eJH: Te
     return (weights_TK[:, :, None] * y_TKH).sum(1)
 
 
-def with_the_oracle(rank: int, router: Router) -> dict[str, list[tuple[Tensor, Tensor]]]:
+def with_the_oracle(rank: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """Output and gradients of x, router and experts, and those of the oracle."""
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
@@ -190,7 +186,7 @@ def with_the_oracle(rank: int, router: Router) -> dict[str, list[tuple[Tensor, T
         with parallel_state(), cleared():
             changes = {"moe_router_load_balancing_type": "none", "init_method_std": 0.2, **changes}
             config = gpt_config(moe_enable_routing_replay=True, **changes)
-            layer, generator = a_layer(config, router, scale=2), torch.Generator().manual_seed(1)
+            layer, generator = a_layer(config, scale=2), torch.Generator().manual_seed(1)
             x = torch.randn(12, 2, config.hidden_size, generator=generator)
             direction = torch.randn(24, config.hidden_size, generator=generator)
             ids_TK = some_ids(24)
@@ -206,14 +202,13 @@ def with_the_oracle(rank: int, router: Router) -> dict[str, list[tuple[Tensor, T
     return found
 
 
-@pytest.mark.parametrize("router", ["megatron", "fused"])
-def test_drifted_ids_against_a_dense_oracle(ranks: Ranks, router: Router) -> None:
-    for pairs in ranks(1).run(with_the_oracle, router)[0].values():
+def test_drifted_ids_against_a_dense_oracle(ranks: Ranks) -> None:
+    for pairs in ranks(1).run(with_the_oracle)[0].values():
         for got, wanted in pairs:
             assert_near(got.double(), wanted, share=1e-5)
 
 
-def with_padding(rank: int, router: Router) -> list[list[Tensor]]:
+def with_padding(rank: int) -> list[list[Tensor]]:
     """Output, gradient of x, and rows of the exchange: ids of -1, and a mask beside ids that are not read."""
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
@@ -222,7 +217,7 @@ def with_padding(rank: int, router: Router) -> list[list[Tensor]]:
     for marked_by in ("ids", "mask"):
         with parallel_state(expert=2), cleared():
             config = gpt_config(moe_enable_routing_replay=True, moe_router_load_balancing_type="none")
-            layer, ids_TK = a_layer(config, router), some_ids(18, rank)
+            layer, ids_TK = a_layer(config), some_ids(18, rank)
             rows_T = is_padding.T.flatten().nonzero().flatten()
             replay(layer, ids_TK.index_fill(0, rows_T, -1 if marked_by == "ids" else 0))
             x = torch.randn(6, 3, config.hidden_size, generator=torch.Generator().manual_seed(rank)).requires_grad_()
@@ -234,14 +229,13 @@ def with_padding(rank: int, router: Router) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("router", ["megatron", "fused"])
-def test_ids_of_padding(ranks: Ranks, router: Router) -> None:
-    for by_ids, by_mask in ranks(2).run(with_padding, router):
+def test_ids_of_padding(ranks: Ranks) -> None:
+    for by_ids, by_mask in ranks(2).run(with_padding):
         for one, other in zip(by_ids, by_mask, strict=True):
             assert torch.equal(one, other)
 
 
-def rounded(rank: int, router: Router) -> list[bool]:
+def rounded(rank: int) -> list[bool]:
     """Whether a layer with rounding computes without it, and whether its own top-K is rounded."""
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
@@ -249,7 +243,7 @@ def rounded(rank: int, router: Router) -> list[bool]:
     for rounding in (None, RoundingConfig(mode="up", t=8, G=16)):
         with parallel_state(expert=2), cleared():
             config = gpt_config(moe_enable_routing_replay=True)
-            layer, ids_TK = a_layer(config, router, rounding), some_ids(18, rank)
+            layer, ids_TK = a_layer(config, rounding), some_ids(18, rank)
             x = torch.randn(6, 3, config.hidden_size, generator=torch.Generator().manual_seed(rank))
             own = layer(x)[0].detach()
             replay(layer, ids_TK)
@@ -257,9 +251,8 @@ def rounded(rank: int, router: Router) -> list[bool]:
     return [torch.equal(one, other) for one, other in zip(*outputs, strict=True)]
 
 
-@pytest.mark.parametrize("router", ["megatron", "fused"])
-def test_rounding_is_off_in_a_replay(ranks: Ranks, router: Router) -> None:
-    for replay_is_same, own_is_same in ranks(2).run(rounded, router):
+def test_rounding_is_off_in_a_replay(ranks: Ranks) -> None:
+    for replay_is_same, own_is_same in ranks(2).run(rounded):
         assert replay_is_same
         assert not own_is_same
 
@@ -268,7 +261,7 @@ NO_IDS = "there are no ids for RouterReplayAction.REPLAY_FORWARD; call set_repla
 BAD_MASK = "padding_mask has shape (3, 7), wanted (b=3, s=6) of this rank's hidden states"
 
 
-def misuses(rank: int, router: Router, rounding: Any) -> dict[str, str]:
+def misuses(rank: int, rounding: Any) -> dict[str, str]:
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
     ids_TK = some_ids(18)
@@ -279,7 +272,7 @@ def misuses(rank: int, router: Router, rounding: Any) -> dict[str, str]:
         NO_IDS: None,
     }
     with parallel_state(expert=2), cleared():
-        layer = a_layer(gpt_config(moe_enable_routing_replay=True), router, rounding)
+        layer = a_layer(gpt_config(moe_enable_routing_replay=True), rounding)
         x = torch.randn(6, 3, layer.config.hidden_size)
 
         def said_of(ids_TK: Tensor | None, padding_mask: Tensor | None = None) -> str:
@@ -298,9 +291,8 @@ def misuses(rank: int, router: Router, rounding: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("rounding", [None, RoundingConfig(t=8, G=16)], ids=["top-k", "rounded"])
-@pytest.mark.parametrize("router", ["megatron", "fused"])
-def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks, router: Router, rounding: Any) -> None:
-    for said in ranks(2).run(misuses, router, rounding):
+def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks, rounding: Any) -> None:
+    for said in ranks(2).run(misuses, rounding):
         assert len(said) == (5 if rounding is None else 6)
         for name, message in said.items():
             assert name in message
@@ -312,7 +304,7 @@ def ignored(rank: int) -> str:
 
     with parallel_state(), cleared():
         changes = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
-        layer = a_layer(gpt_config(moe_enable_routing_replay=True, **changes), "megatron")
+        layer = a_layer(gpt_config(moe_enable_routing_replay=True, **changes))
         replay(layer, some_ids(18))
         return message_of(lambda: layer(torch.randn(6, 3, layer.config.hidden_size)))
 

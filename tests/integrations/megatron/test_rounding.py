@@ -165,22 +165,21 @@ def test_losses_counts_and_evaluation_are_those_of_plain_topk(ranks: Ranks) -> N
     torch.testing.assert_close(rounded, plain)
 
 
-def rounded_curve(rank: int, changes: dict[str, Any], router: Any = "megatron") -> list[tuple[Any, ...]]:
+def rounded_curve(rank: int, changes: dict[str, Any]) -> list[tuple[Any, ...]]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
     from tests.helpers.megatron_training import Run, gpt_config, parallel_state
 
-    options = SonicEPOptions(rounding=RoundingConfig(mode="stochastic", t=4, G=8), router=router)
+    options = SonicEPOptions(rounding=RoundingConfig(mode="stochastic", t=4, G=8))
     with parallel_state(expert=2):
         spec = use_sonic_ep(get_gpt_layer_local_spec(num_experts=8, normalization="RMSNorm"), options)
         return [tuple(step) for step in Run(gpt_config(**changes), spec).train(6)]
 
 
-@pytest.mark.parametrize("router", ["megatron", "fused"])
-def test_batches_that_overlap_decide_alike(ranks: Ranks, router: str) -> None:
-    separate = ranks(2).run(rounded_curve, {}, router, timeout=600)[0]
-    overlapped = ranks(2).run(rounded_curve, {"overlap_moe_expert_parallel_comm": True}, router, timeout=600)[0]
+def test_batches_that_overlap_decide_alike(ranks: Ranks) -> None:
+    separate = ranks(2).run(rounded_curve, {}, timeout=600)[0]
+    overlapped = ranks(2).run(rounded_curve, {"overlap_moe_expert_parallel_comm": True}, timeout=600)[0]
     for step, wanted in zip(overlapped, separate, strict=True):
         assert step[:2] == pytest.approx(wanted[:2], abs=1e-5)
 

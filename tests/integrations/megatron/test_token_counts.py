@@ -1,7 +1,7 @@
-"""Counts of tokens are exact in a bf16 model, whichever router counts. Megatron-Core 0.19.2 rounds its own to bf16."""
+"""Counts of tokens are exact in a bf16 model. Megatron-Core 0.19.2 rounds its own to bf16."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +12,15 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU and gloo: runs with CUDA_VISIBLE_DEVICES=")
 
 MICROBATCHES, TOKENS, K = 300, 64, 2
-Kind = Literal["stock", "megatron", "fused"]
 
 
-def counted(rank: int, kind: Kind) -> dict[str, Any]:
+def counted(rank: int, ours: bool) -> dict[str, Any]:
     """What a router of a bf16 model counts over many microbatches, and what it should have."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import Float16Module
 
-    from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
+    from sonic_ep.integrations.megatron import use_sonic_ep
     from tests.helpers.megatron_training import SEQUENCE, VOCABULARY, gpt_config, parallel_state
 
     with parallel_state():
@@ -36,14 +35,14 @@ def counted(rank: int, kind: Kind) -> dict[str, Any]:
             moe_aux_loss_coeff=0.01,
         )
         spec: Any = get_gpt_layer_local_spec(num_experts=8, normalization="RMSNorm")
-        spec = spec if kind == "stock" else use_sonic_ep(spec, SonicEPOptions(router=kind))
+        spec = use_sonic_ep(spec) if ours else spec
         model = Float16Module(config, GPTModel(config, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope"))
         router: Any = next(each for each in model.modules() if hasattr(each, "local_tokens_per_expert"))
         router.set_layer_number(1)
         chosen_E = torch.zeros(8, dtype=torch.int64)
         for _ in range(MICROBATCHES):
             _, routed = router(torch.randn(TOKENS, 1, config.hidden_size).bfloat16())
-            chosen_E += routed.counts_E if kind == "fused" else routed.sum(0)
+            chosen_E += routed.sum(0)
         model.bfloat16()  # again, now that there is something to round
         found = {
             "local": router.local_tokens_per_expert.tolist() == chosen_E.tolist(),
@@ -54,11 +53,10 @@ def counted(rank: int, kind: Kind) -> dict[str, Any]:
         return found
 
 
-@pytest.mark.parametrize("kind", ["megatron", "fused"])
-def test_counts_of_many_microbatches_are_exact_in_bf16(ranks: Callable[[int], RankPool], kind: Kind) -> None:
-    assert ranks(1).run(counted, kind) == [dict.fromkeys(("local", "global", "steps"), True)]
+def test_counts_of_many_microbatches_are_exact_in_bf16(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(1).run(counted, True) == [dict.fromkeys(("local", "global", "steps"), True)]
 
 
 def test_megatrons_own_are_not(ranks: Callable[[int], RankPool]) -> None:
     """If this fails, Megatron has mended its counts, and `_count_in_integers` may go."""
-    assert ranks(1).run(counted, "stock") == [dict.fromkeys(("local", "global", "steps"), False)]
+    assert ranks(1).run(counted, False) == [dict.fromkeys(("local", "global", "steps"), False)]

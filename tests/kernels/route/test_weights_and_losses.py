@@ -24,7 +24,7 @@ from sonic_ep.routers import weights_and_losses as outputs
 from sonic_ep.routers.replay import replay_contexts
 from sonic_ep.routers.router import Router
 from sonic_ep.routers.topk import TopK
-from sonic_ep.routers.weights_and_losses import losses_alone, weights_and_losses
+from sonic_ep.routers.weights_and_losses import weights_and_losses
 from sonic_ep.routing import INDEX_DTYPE, BalanceCounts, GroupCounts, RoutedPairs
 from tests.helpers.tolerances import assert_near
 from tests.helpers.triton_device import triton_device
@@ -178,27 +178,6 @@ def test_one_output_alone_has_its_own_gradient(score: Any) -> None:
     assert of_weights.abs().max() > 0
     assert of_loss.abs().max() > 0
     torch.testing.assert_close(of_weights + of_loss, whole)
-
-
-@of_losses
-@of_scores
-def test_losses_without_pairs_are_those_with_them(score: Any, losses: dict[str, Any]) -> None:
-    case = Case(2, 6, 8, 2, RouterConfig(score=score, **losses))
-    counts = case.routed_pairs.balance_counts or BalanceCounts(
-        case.routed_pairs.topk_ids_TK, case.routed_pairs.counts.chosen_SE
-    )
-    logits_TE = case.logits_TE.requires_grad_()
-    for operations in (OPERATIONS, None):
-        with choosing(operations):
-            result = case.result if operations else topk.compute_topk(logits_TE, None, 2, case.config)
-            alone = losses_alone(logits_TE, result, case.L, case.config, counts)
-            _, wanted = weights_and_losses(logits_TE, result, case.routed_pairs, case.L, case.config)
-        assert torch.equal(alone, wanted)
-        if losses:
-            both = alone, wanted  # of one graph of the scores
-            gradients = [torch.autograd.grad(loss, logits_TE, case.dloss, retain_graph=True)[0] for loss in both]
-            assert gradients[0].any()
-            assert torch.equal(*gradients)
 
 
 def test_no_pairs_at_all() -> None:
