@@ -303,10 +303,10 @@ def _check_row_order(config: TransformerConfig) -> None:
 
 
 def _check_topk(config: TransformerConfig, options: SonicEPOptions) -> None:
-    K, of_whole_tokens = config.moe_router_topk, options.rounding is not None
-    if K > MAX_K and of_whole_tokens:
+    K, rounds = config.moe_router_topk, options.rounding is not None
+    if K > MAX_K and rounds:
         raise ValueError(f"moe_router_topk={K} with token rounding; set 1 to {MAX_K}, or options.rounding to None")
-    if config.moe_apply_probs_on_input and (K > 1 or of_whole_tokens):
+    if config.moe_apply_probs_on_input and (K > 1 or rounds):
         raise ValueError(
             f"moe_apply_probs_on_input=True with moe_router_topk={K} is of one expert a token, without token "
             "rounding; set False, or moe_router_topk=1 and options.rounding to None"

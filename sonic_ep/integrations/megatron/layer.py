@@ -3,8 +3,8 @@
 Router and shared experts are Megatron's own. So are the auxiliary losses and their tracker, the z-loss, expert bias,
 group limits, jitter, Sinkhorn, quantile balancing and dropping. The forward is MoELayer's too, in its steps: route,
 preprocess, dispatch, routed experts, combine, postprocess. Ours do all their work in the fourth, and dispatch starts a
-shared expert that overlaps. So whatever enters a layer half way does it here as there: partial CUDA graphs, and
-batches that overlap.
+shared expert that overlaps. So whatever enters a layer half way does it here as there: partial CUDA graphs, and batches
+that overlap.
 
 Legend: O tokens with padding, T tokens on this rank, E experts, N pairs this rank sends. s, b, h are Megatron's:
 sequence length and microbatch on this rank, hidden size.
@@ -159,9 +159,9 @@ class SonicEPMoELayer(MoELayer):
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what dispatch gets: hidden states, in the latent size if there is one, and weights of pairs.
 
-        The weights are probs_TE. Rounding comes later, once the shared expert is started. But
-        a batch that overlaps cuts autograd's graph after this step, and rounding reads the router's logits. So it
-        rounds here, and returns the (N,) weights of that.
+        The weights are probs_TE. Rounding comes later, once the shared expert is started. But a batch that overlaps
+        cuts autograd's graph after this step, and rounding reads the router's logits. So it rounds here, and returns
+        the (N,) weights of that.
         """
         hidden_states, probs = super().preprocess(hidden_states, probs, routing_map)
         if self.config.overlap_moe_expert_parallel_comm and self._rounds:

@@ -1,7 +1,6 @@
 """Reads the map of Megatron's router: ids of experts, and the `Routing` of a map from which tokens were dropped.
 
-Legend: T tokens on this rank, E experts, e local experts, K experts per token, N pairs this rank
-sends.
+Legend: T tokens on this rank, E experts, e local experts, K experts per token, N pairs this rank sends.
 """
 
 import torch

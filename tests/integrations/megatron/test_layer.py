@@ -127,7 +127,6 @@ def compare_variants(
     padded: str = "some",
 ) -> dict[str, list[str]]:
     """What differs, by variant. Of padding the output is 0, or that of the shared expert."""
-    from sonic_ep.integrations.megatron import SonicEPOptions
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
     different: dict[str, list[str]] = {}
@@ -137,7 +136,7 @@ def compare_variants(
             config = gpt_config(init_method_std=0.2, **VARIANTS[variant] | changes)
             x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(rank))
             mask = torch.rand(B, S, generator=torch.Generator().manual_seed(rank)) < PADDED[padded][rank]
-            stock, ours = layers(config, SonicEPOptions())
+            stock, ours = layers(config)
             start = [expert_weights(each, lambda parameter: parameter.data) for each in (stock, ours)]
             different[variant] = [f"initial {n}" for n in start[0] if "w" in n and not start[1][n].equal(start[0][n])]
             set_biases(stock, ours)

@@ -110,12 +110,11 @@ def test_with_rounding_too_the_host_waits_once_for_the_padding(ranks: Ranks) -> 
 
 def without_tokens(rank: int, groups: dict[str, int], kind: str) -> tuple[bool, bool]:
     """Whether gradients are finite, and what the router gets any; the last ranks have padding alone."""
-    from sonic_ep.integrations.megatron import SonicEPOptions
     from tests.helpers.megatron_training import gpt_config, parallel_state
     from tests.integrations.megatron.test_layer import B, S, layers, run_layer
 
     with parallel_state(**groups):
-        _, layer = layers(gpt_config(moe_router_load_balancing_type=kind), SonicEPOptions())
+        _, layer = layers(gpt_config(moe_router_load_balancing_type=kind))
         x = torch.randn(S, B, layer.config.hidden_size, generator=torch.Generator().manual_seed(rank))
         results = run_layer(layer, x, torch.full((B, S), rank >= 2))
         assert layer.router.get_aux_loss_coeff(kind) > 0
@@ -157,11 +156,11 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 def padded_curves(rank: int, groups: dict[str, int], changes: dict[str, Any]) -> list[list[Any]]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from sonic_ep.integrations.megatron import SonicEPOptions, use_sonic_ep
+    from sonic_ep.integrations.megatron import use_sonic_ep
     from tests.helpers.megatron_training import Run, gpt_config, parallel_state
 
     curves, stock = [], get_gpt_layer_local_spec(num_experts=E, normalization="RMSNorm")
-    for spec in (stock, use_sonic_ep(stock, SonicEPOptions())):
+    for spec in (stock, use_sonic_ep(stock)):
         with parallel_state(**groups):
             run = Run(gpt_config(**changes), spec, batch=8)
             run.forward_step = padded_step

@@ -30,13 +30,13 @@ def graphed_router(rank: int, masked: bool) -> list[bool]:
 
     A replay writes into the tensors of the capture.
     """
-    from sonic_ep.integrations.megatron import SonicEPOptions, get_sonic_ep_moe_spec
+    from sonic_ep.integrations.megatron import get_sonic_ep_moe_spec
     from tests.helpers.megatron_training import gpt_config, parallel_state
 
     with parallel_state(expert=2), torch.no_grad():
         config = gpt_config(moe_shared_expert_intermediate_size=40)
         torch.manual_seed(5)
-        layer: Any = get_sonic_ep_moe_spec(E, options=SonicEPOptions())(config=config)
+        layer: Any = get_sonic_ep_moe_spec(E)(config=config)
         layer.set_layer_number(1)
         for parameter in layer.experts.parameters():
             parameter.data *= 1 + rank / 2  # ranks draw the same numbers
