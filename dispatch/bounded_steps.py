@@ -21,7 +21,7 @@ from sonic_ep.dispatch.checkpoint_regions import Regions, present_region
 from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
-from sonic_ep.groups.order import NO_ORDER, Forward
+from sonic_ep.groups.order import NO_ORDER, Forward, Ran
 from sonic_ep.kernels.program.mailbox import Mailbox
 from sonic_ep.kernels.route.status.reference import HEADER
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
@@ -70,20 +70,22 @@ class _Call:
 class BoundedSteps(Generic[Layer]):
     """The steps of a layer on several ranks. A copy starts without any.
 
-    check: gets the status fields of all ranks, rank by rank, and raises if one has an error. transport_of: returns the
+    check: gets the status fields of all ranks, rank by rank, and what this rank sent, see `Order`. Raises if one has an
+    error. transport_of: returns the
     transport of a layer, or None if it does not use symmetric memory.
     """
 
     def __init__(
         self,
         group: EPGroup,
-        check: Callable[[list[int]], None],
+        check: Callable[[list[int], list[Ran]], None],
         transport_of: Callable[[Layer], LayerTransport | None],
     ) -> None:
         self._group, self._check, self._transport_of = group, check, transport_of
         self._window = _Window()
         self._regions, self._call = Regions[_Call](), _Call(None, None, None)
         self._mailbox: Mailbox | None = None
+        self._pending: list[Ran] | None = None  # what was sent with the statuses that nobody has read, if there are any
         self.repeats_code = False  # whether the present call recomputes one of which the router ran its code
         self.order_of_step = NO_ORDER  # of backwards, which the exchange of counts sends, from `start` on
 
@@ -130,9 +132,15 @@ class BoundedSteps(Generic[Layer]):
         return self._mailbox
 
     def start(self) -> Callable[[], None]:
-        """Call it before a program runs that exchanges counts. Returns what to call when its backward begins."""
+        """Call it before a program runs that exchanges counts. Returns what to call when its backward begins.
+
+        Raises what `check` raises of the program before, if that was recomputed: torch stops there ahead of `finish`.
+        """
+        if self._pending is not None:
+            self._read()
         order = self._group.order
         self.order_of_step = order.send()
+        self._pending = order.sent
         return partial(order.add, Forward(self._group.layer, order.exchange))
 
     def finish(self, step: Step) -> SplitSizes | None:
@@ -140,20 +148,27 @@ class BoundedSteps(Generic[Layer]):
 
         Raises what `check` raises.
         """
-        sizes, status_fields = SplitSizes.unpacked(self.mailbox.read().tolist(), self._group.size)
-        self._check(status_fields)
+        sizes = self._read()
         self.learn(sizes)
         return None if step.holds(sizes) else sizes
+
+    def _read(self) -> SplitSizes:
+        sent, self._pending = self._pending, None
+        assert sent is not None
+        sizes, status_fields = SplitSizes.unpacked(self.mailbox.read().tolist(), self._group.size)
+        self._check(status_fields, sent)
+        return sizes
 
     def arriving(self, on_device: torch.Tensor | None = None) -> AsyncSplitSizes:
         """Returns the sizes of a program that is no step with a bound. Read them before the next step.
 
         on_device: the same on the device, for a program that is launched before they are read.
         """
+        self._pending, sent = None, self._group.order.sent
         return AsyncSplitSizes(
             torch.empty(0, device="cpu") if on_device is None else on_device,
             self._group.size,
-            self._check,
+            lambda status_fields: self._check(status_fields, sent),
             zeroed_on_error=on_device is not None,
             copy=self.mailbox,
             exchange=self._group.order.exchange,

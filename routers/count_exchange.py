@@ -19,7 +19,7 @@ from sonic_ep.async_d2h import host_may_wait
 from sonic_ep.config import RoundingConfig
 from sonic_ep.groups import EPGroup, Exchange
 from sonic_ep.groups.frames import FRAME_INTS, problem_with_calls
-from sonic_ep.groups.order import NO_ORDER, problem_with_orders
+from sonic_ep.groups.order import NO_ORDER, Ran, problem_with_orders
 from sonic_ep.kernels.backend import (
     allows_spare_capacity,
     pack_rank_status,
@@ -137,7 +137,7 @@ def gather_counts(
     by_score_SE = None if status.by_score_E is None else gathered[:, HEADER + E : HEADER + 2 * E]
     if problem is not None:
         # The counts may be meaningless. The other ranks raise when they read the status.
-        raise_problems(status_SF.flatten().tolist(), problem, group, exchange)
+        raise_problems(status_SF.flatten().tolist(), group.order.sent, problem, group, exchange)
     readable = host_may_wait(status_SF)
     zeroed_on_error = readable and group.size > 1
     if zeroed_on_error:
@@ -155,7 +155,7 @@ def gather_counts(
     if not readable or not (reads_status or reads_sizes):
         return GroupDecision(counts, None, by_score_SE)
     values = pack_split_sizes(tokens_S, counts.rows_SE, counts.pairs_SE, status_SF)
-    check = functools.partial(raise_problems, problem=None, group=group, exchange=exchange)
+    check = functools.partial(raise_problems, sent=group.order.sent, problem=None, group=group, exchange=exchange)
     split_sizes = AsyncSplitSizes(
         values,
         group.size,
@@ -184,18 +184,21 @@ def _order_to_send(group: EPGroup, counts_E: Tensor) -> int:
     return group.order.send() if host_may_wait(counts_E) else NO_ORDER
 
 
-def raise_problems(status_fields: list[int], problem: str | None, group: EPGroup, exchange: Exchange | None) -> None:
+def raise_problems(
+    status_fields: list[int], sent: list[Ran], problem: str | None, group: EPGroup, exchange: Exchange | None
+) -> None:
     """Raises what is wrong on any rank. status_fields: HEADER integers of each rank, rank by rank, on the host.
 
-    problem: this rank's own. A lost peer is checked first, because its fields are zero.
+    sent: of `Order`, after that exchange. problem: this rank's own. A lost peer is checked first: its fields are zero.
     """
     if exchange is not None:
         exchange.raise_if_lost()
     words = status_fields[STATUS::HEADER]
     if (elsewhere := problem_with_calls(words)) is not None:
         raise ValueError(elsewhere)
-    if len(set(status_fields[ORDER::HEADER])) > 1:  # first: it is about steps that have passed, and will not show again
-        raise ValueError(problem_with_orders(group.all_gather_object(group.order.sent, stage="orders of backwards")))
+    orders = status_fields[ORDER::HEADER]
+    if len(set(orders)) > 1:  # first: it is about steps that have passed, and will not show again
+        raise ValueError(problem_with_orders(group.all_gather_object(sent, stage="orders of backwards"), orders))
     # Twice the number of the layer, plus 1 if it needs a backward: of ranks with a number.
     layers = {rank: word // LAYER for rank, word in enumerate(words) if word >= LAYER}
     status_words = [word % LAYER for word in words]

@@ -272,16 +272,17 @@ class EPGroup:
         if not forward.waits or not self._is_over_gloo(like):
             return
         own, ran = self.order.ran()
-        orders = self.all_gather(
+        hashes = self.all_gather(
             torch.tensor([own], device=like.device), stage="order of backwards", layer=forward.layer
         )
-        if len(set(orders.flatten().tolist())) > 1:
-            raise self._error_of_orders(self.all_gather_object(ran, stage="order of backwards"))
+        orders = hashes.flatten().tolist()
+        if len(set(orders)) > 1:
+            raise self._error_of_orders(self.all_gather_object(ran, stage="order of backwards"), orders)
 
-    def _error_of_orders(self, ran: list[list[Ran]]) -> ValueError:
+    def _error_of_orders(self, ran: list[list[Ran]], hashes: list[int]) -> ValueError:
         """Returns the error for what the ranks ran, rank by rank. `order` starts anew, so that it is raised once."""
         self.order.send()
-        return ValueError(problem_with_orders(ran))
+        return ValueError(problem_with_orders(ran, hashes))
 
     def all_to_all(
         self,
@@ -455,8 +456,9 @@ class EPGroup:
         reports = self._gather_objects((problem, same, *self.order.ran()), REPORT, stage)
         if self.size == 1 and problem is not None:
             raise error(problem)
-        if len({order for _, _, order, _ in reports}) > 1:
-            raise self._error_of_orders([ran for *_, ran in reports])
+        orders = [order for _, _, order, _ in reports]
+        if len(set(orders)) > 1:
+            raise self._error_of_orders([ran for *_, ran in reports], orders)
         found = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(reports) if text is not None]
         if found:
             raise error("; ".join(found))

@@ -7,6 +7,7 @@ all raise the same error. docs/failures.md#the-order-of-backwards says why.
 The forwards of layers in CUDA graphs (cuda_graphs.py) exchange nothing that a host reads, so they are in the list too.
 """
 
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple, final
 
@@ -106,9 +107,11 @@ class Order:
         self.exchange = exchange
 
 
-def problem_with_orders(lists: list[list[Ran]]) -> str:
-    """Returns the message for lists that differ, by rank: the first difference, in words."""
+def problem_with_orders(lists: list[list[Ran]], hashes: Sequence[int]) -> str:
+    """Returns the message for lists whose hashes differ, by rank: the first difference, in words."""
     shown = f"they differ after the first {_MAX_LISTED}"
+    if max(map(len, lists)) < _MAX_LISTED:  # shown only if nothing else is
+        shown = f"the lists are the same, {len(lists[0])} long, but what has arrived of them is {[*hashes]}"
     for number, each in enumerate(zip_longest(*lists), 1):
         if len({None if ran is None else ran.identity for ran in each}) > 1:
             texts = (f"{'nothing more' if ran is None else ran} on rank {rank}" for rank, ran in enumerate(each))

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from sonic_ep.dispatch.bounded_steps import BoundedSteps, LayerTransport, Step
 from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.groups import EPGroup
-from sonic_ep.groups.order import Forward, Order
+from sonic_ep.groups.order import Forward, Order, Ran
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 
 K = 4
@@ -32,7 +32,7 @@ def steps_of(group: EPGroup, *, static: bool = False, symmetric: bool = True, he
     transport: Any = SimpleNamespace(asked=[])
     transport.holds = lambda *given: transport.asked.append(given) or given[1].pairs <= held
     via = LayerTransport(transport, 16, torch.device("cuda"), static) if symmetric else None
-    return BoundedSteps(group, lambda _: None, lambda _: via)
+    return BoundedSteps(group, lambda *_: None, lambda _: via)
 
 
 def layer(*, training: bool = True) -> Any:
@@ -184,9 +184,22 @@ def test_a_bound_outside_of_regions_is_the_last() -> None:
     assert not group.order.ran()[1]
 
 
+def steps_with_statuses(*statuses: int) -> Any:
+    """Steps whose programs bring these status words, one after the other. A check raises every word but 0."""
+
+    def check(fields: list[int], sent: list[Ran]) -> None:
+        if fields[1]:
+            raise ValueError(fields, sent)
+
+    steps: Any = BoundedSteps(EPGroup.alone(), check, lambda _: None)
+    words = iter(statuses)
+    steps._mailbox = SimpleNamespace(read=lambda: torch.tensor([5, 20, 20, 5, next(words), 0]))
+    return steps
+
+
 def test_an_exchange_sends_the_order_of_backwards() -> None:
-    group = EPGroup.alone()
-    other, steps = Order(), steps_of(group)
+    other, steps = Order(), steps_with_statuses(0, 0)
+    group = steps._group
     for _ in range(3):
         begin_backward, expected = steps.start(), other.send()
         assert steps.order_of_step == expected
@@ -196,20 +209,36 @@ def test_an_exchange_sends_the_order_of_backwards() -> None:
     assert group.order.ran() == other.ran()
 
 
-def test_a_bad_status_is_raised() -> None:
-    def check(fields: list[int]) -> None:
-        raise ValueError(fields)
+STEP: Any = Step(None, SizeBound(5, 128, 128), 5)  # pyright: ignore[reportArgumentType]
 
-    steps: Any = BoundedSteps(EPGroup.alone(), check, lambda _: None)
-    steps._mailbox = SimpleNamespace(read=lambda: torch.tensor([5, 20, 20, 5, 16, 0]))
-    with pytest.raises(ValueError, match=r"\[5, 16, 0\]"):
-        steps.finish(Step(None, SizeBound(5, 128, 128), 5))  # pyright: ignore[reportArgumentType]
+
+def test_a_bad_status_is_raised() -> None:
+    steps = steps_with_statuses(16)
+    steps.start()
+    with pytest.raises(ValueError, match=r"\[5, 16, 0\], \[\]"):
+        steps.finish(STEP)
+
+
+def test_a_bad_status_of_a_recomputation_is_raised_in_the_next_forward() -> None:
+    """torch stops it ahead of `finish`. By then other layers have sent what has run since."""
+    steps = steps_with_statuses(0, 16, 0)
+    steps.start()()
+    steps.finish(STEP)
+    begin_backward = steps.start()  # of the recomputation
+    begin_backward()
+    steps._group.order.send()  # in another layer's
+    with pytest.raises(ValueError, match=r"\[5, 16, 0\], \[Ran") as raised:
+        steps.start()
+    assert raised.value.args[1] == [Ran(Forward(0, 1))]
+    steps.start()
+    assert steps.finish(STEP) is None
 
 
 @pytest.mark.parametrize(("rows", "holds"), [(128, True), (129, False)])
 def test_sizes_beyond_the_bound_are_returned(rows: int, holds: bool) -> None:
     steps: Any = steps_of(EPGroup.alone())
     steps._mailbox = SimpleNamespace(read=lambda: torch.tensor([5, rows, 20, 5, 2, 0]))
-    sizes = steps.finish(Step(None, SizeBound(5, 128, 128), 5))  # pyright: ignore[reportArgumentType]
+    steps.start()
+    sizes = steps.finish(STEP)
     assert (sizes is None) == holds
     assert begun(steps, layer()).bound.rows == 256  # learned in either case

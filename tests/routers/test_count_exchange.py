@@ -234,7 +234,7 @@ def test_a_lost_peer_has_precedence_over_a_problem() -> None:
 
     exchange: Any = SimpleNamespace(raise_if_lost=lost)
     with pytest.raises(RuntimeError, match="rank 1 is lost"):
-        raise_problems([0] * HEADER, "x has 3 legs", EPGroup.alone(), exchange)
+        raise_problems([0] * HEADER, [], "x has 3 legs", EPGroup.alone(), exchange)
 
 
 @pytest.mark.parametrize("bad", [1, 2**31 - 1, 2**31, 2**32], ids=str)

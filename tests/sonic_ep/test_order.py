@@ -63,7 +63,7 @@ def test_a_forward_in_a_region_is_no_backward() -> None:
     lists = [[], order.ran()[1][1:]]
     assert sent(lists[1]) not in (sent([]), sent([Ran(Forward(2))]))
     assert "checkpointed (number 1 since the last forward was nothing more on rank 0, a forward of layer 2" in (
-        problem_with_orders(lists)
+        problem_with_orders(lists, [0, 1])
     )
 
 
@@ -79,7 +79,7 @@ def test_a_list_begins_anew_with_each_exchange() -> None:
 
 def test_the_message_names_the_first_difference() -> None:
     a, b, replay = Ran(Forward(3, 14)), Ran(Forward(0, 15)), Ran(Forward(2, 7), is_graphed=True, is_replay=True)
-    text = problem_with_orders([[a, b], [a, replay], [a]])
+    text = problem_with_orders([[a, b], [a, replay], [a]], [1, 2, 3])
     assert (
         "number 2 since the last forward was the backward of forward 15, of a layer on rank 0, replay 7 of layer 2 on "
         "rank 1, nothing more on rank 2; run the backwards" in text
@@ -95,7 +95,9 @@ def test_long_lists_end() -> None:
         hashes, lists = zip(*(order.ran() for order in orders), strict=True)
         assert hashes[0] != hashes[1]
         assert [len(ran) for ran in lists] == [3, 3]
-        assert "they differ after the first 3" in problem_with_orders([*lists])
+        assert "they differ after the first 3" in problem_with_orders([*lists], hashes)
+    text = problem_with_orders([[Ran(Forward(1, 0))]] * 2, [7, 0])  # which only a fault of ours can bring about
+    assert "the lists are the same, 1 long, but what has arrived of them is [7, 0]" in text
 
 
 Cross = Literal["", "layers", "steps"]
