@@ -295,10 +295,8 @@ class RunsAs:
             if self.prepared is None:
                 return None  # symmetric memory, of which no sizes are known yet
         if self.ranks is not None and step is not None:
-            bound, known = step.bound, None if routing.split_sizes is None else routing.split_sizes.sizes_read
+            bound = step.bound
             if not self.ranks.is_static and x_TH.shape[0] > step.tokens:
-                return None
-            if known is not None and not step.holds(known):  # of a routing that is replayed
                 return None
         found = self.programs.step(given, self.ranks, bound, self.prepared)
         self.as_program = found is not None
