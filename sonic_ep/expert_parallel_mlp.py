@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sonic_ep.async_d2h import host_may_wait
@@ -29,6 +30,7 @@ from sonic_ep.kernels.experts.mlp import ExpertWeights, RowLists
 from sonic_ep.kernels.experts.tile_table import ReserveFor
 from sonic_ep.kernels.lora import low_rank
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
+from sonic_ep.kernels.program.trace import begin_output
 
 NO_LORA = ExpertsLoRA()
 
@@ -82,21 +84,28 @@ class Gradients(NamedTuple):
 
 
 def forward(
-    x_TH: Tensor, prepared: PreparedDispatch, weights: ExpertWeights, call: Call
+    x_TH: Tensor, prepared: PreparedDispatch, weights: ExpertWeights, call: Call, *, needs_output: bool = True
 ) -> tuple[Tensor, SavedForBackward]:
     """Returns out_TH (T, H) and what backward needs. A collective.
 
     x_TH: contiguous; the same rows that `prepare` got, if it got any. prepared: the result of `call.transport.prepare`.
+    needs_output: if False, out_TH is zero. Equal on all ranks.
     """
     rows_RH = prepared.rows_RH
     if rows_RH is None:
         rows_RH = call.transport.dispatch(x_TH, prepared.handle).result()
     ops = _operations(rows_RH, weights, call)
-    y_PH, h_PJ = mlp.forward(ops, rows_RH, weights, _row_lists(prepared.handle, call), call.activation)
+    pairs = _row_lists(prepared.handle, call)
+    a_PI, h_PJ = mlp.forward_hidden(ops, rows_RH, weights, pairs, call.activation)
     saved_rows = x_TH
     if call.save_dispatched:
         saved_rows = rows_RH.clone() if prepared.handle.rows_are_reused else rows_RH
     saved = SavedForBackward(saved_rows, h_PJ, prepared.weights_P, prepared.handle)
+    if not needs_output:
+        return torch.zeros_like(x_TH), saved
+    begin_output()
+    y_PH = mlp.forward_output(ops, a_PI, weights, pairs)
+    del a_PI
     return call.transport.combine(y_PH, prepared.weights_P, prepared.handle).result(), saved
 
 

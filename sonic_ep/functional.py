@@ -18,6 +18,7 @@ from sonic_ep.checks import (
     problem_with_up,
     problem_with_weights,
 )
+from sonic_ep.dispatch.checkpoint_regions import SavingForward
 from sonic_ep.dispatch.protocol import Transport
 from sonic_ep.expert_parallel_mlp import NO_LORA, Call
 from sonic_ep.first_order import Context, first_order
@@ -136,10 +137,12 @@ def moe(
             with routing.status_first():
                 step = runs_as.find(MoECall(x_TH, routing, weights, into, call, layout)) or code
             code.prepared = runs_as.prepared
-        arguments = x_TH, routing.weights_N, *weights, routing, params
-        out_TH = _ExpertParallelMLP.apply(*arguments, step)
+        tensors = x_TH, routing.weights_N, *weights
+        arguments = *tensors, routing, params
+        has_backward = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+        out_TH = _ExpertParallelMLP.apply(*arguments, step, SavingForward.present(has_backward))
         if runs_as is not None and runs_as.exceeded(routing):
-            out_TH = _ExpertParallelMLP.apply(*arguments, code)
+            out_TH = _ExpertParallelMLP.apply(*arguments, code, SavingForward.present(has_backward))
     return out_TH
 
 
@@ -268,11 +271,11 @@ class _ExpertParallelMLP(torch.autograd.Function):
         routing, step = others.routing, others.step
         assert routing is not None
         with routing.status_first():
-            out_TH, saved = step.forward(x_TH, weights_N, weights)
+            out_TH, saved = step.forward(x_TH, weights_N, weights, needs_output=others.saving.needs_output)
         routing.check()  # after all launches, because it may block
-        ctx.save_for_backward(x_TH if step.saves_x else None, *weights, *saved)
+        ctx.save_for_backward(*others.saving.noted([x_TH if step.saves_x else None, *weights, *saved]))
         # params are not read from saved_tensors: saved-tensor hooks may return tensors without attributes.
-        ctx.call = others._replace(routing=None)
+        ctx.call = others._replace(routing=None, saving=SavingForward())
         return out_TH
 
     @staticmethod
@@ -283,7 +286,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         # So that `saved` alone refers to H and the weights of pairs. Has no effect if the graph is retained.
         ctx.maybe_clear_saved_tensors()
         del tensors
-        _, (param1, param2), step = ctx.call
+        _, (param1, param2), step, _ = ctx.call
         needs_gate, needs_up, *needs = ctx.needs_input_grad[2:7]
         needs_lora = (any(ctx.needs_input_grad[7:9]), any(ctx.needs_input_grad[9:11]))
         needs = needs_gate or needs_up, *needs, *needs_lora
@@ -308,6 +311,7 @@ class _Others(NamedTuple):
     routing: Routing | None
     params: tuple[Tensor | None, Tensor | None]
     step: ExpertsStep | ExpertsCode
+    saving: SavingForward
 
 
 def main_grad_of(weight: Tensor | None) -> Tensor | None:

@@ -52,19 +52,25 @@ class RowLists:
     tile_aligned: bool = False
 
 
-def forward(
+def forward_hidden(
     ops: Operations, x_RH: Tensor, weights: ExpertWeights, lists: RowLists, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """Returns y_PH, the expert output of each pair before weighting and summation, and h_PJ, which backward needs."""
-    rows, starts, tile_aligned = lists.row_of_pair_P, lists.expert_starts_e, lists.tile_aligned
+    """Returns a_PI, of which the output is made, and h_PJ, which backward needs."""
+    rows, starts = lists.row_of_pair_P, lists.expert_starts_e
     h_PJ, a_PI = ops.up_projection(x_RH, weights.w1, weights.b1_eJ, rows, starts, activation, weights.up_eIH)
     lora = weights.lora
     if lora is not None and lora.a1_erH is not None:
         a_PI = low_rank.add_up_projection(ops, x_RH, h_PJ, lora, lists, activation)
+    return a_PI, h_PJ
+
+
+def forward_output(ops: Operations, a_PI: Tensor, weights: ExpertWeights, lists: RowLists) -> Tensor:
+    """Returns y_PH, the expert output of each pair before weighting and summation."""
+    starts, tile_aligned = lists.expert_starts_e, lists.tile_aligned
     y_PH = ops.down_projection(a_PI, weights.w2_eHI, weights.b2_eH, starts, tile_aligned=tile_aligned)
-    if lora is not None:
-        low_rank.add_down_projection(ops, a_PI, y_PH, lora, lists)
-    return y_PH, h_PJ
+    if weights.lora is not None:
+        low_rank.add_down_projection(ops, a_PI, y_PH, weights.lora, lists)
+    return y_PH
 
 
 @dataclass(frozen=True, slots=True)

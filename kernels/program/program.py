@@ -13,6 +13,7 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple, cast, final
 
 import torch
@@ -48,6 +49,7 @@ class Program:
     returns. packed: small outputs of one dtype, which share an allocation. later: slots that another pass gets. A run
     returns those that are tensors of their own behind the outputs, and then the block, if there is one.
 
+    has_output: if False, a run leaves out what `begin_output` has marked.
     in_block: for each later slot, where it starts in the block, in bytes; None for a tensor of its own.
     """
 
@@ -58,7 +60,11 @@ class Program:
         outputs: Sequence[Slot],
         later: Sequence[Slot] = (),
         packed: Sequence[Slot] = (),
+        *,
+        has_output: bool = True,
     ) -> None:
+        self._without_output: Program | None = None
+        self._make = None if trace.output_start is None else partial(Program, trace, inputs, outputs, later, packed)
         self.device, numbers, bytes_of = trace.device, Numbers(), _bytes_of(trace)
         own_bytes = max(_OWN_BYTES, _OWN_SHARE * max(_usually(size, trace) for size in bytes_of.values()))
         pack = {slot.buffer.index: bytes_of[slot.buffer.index] for slot in packed}
@@ -76,7 +82,7 @@ class Program:
             for slot in later
         ]
         events = [new_event() if event is None else event for event in trace.events]
-        items = _without(trace.items, small | set(pack))
+        items = _without(trace.items if has_output else _without_output(trace), small | set(pack))
         results, views, bases = list[int](), list[Item](), set[int]()
         own_later = [slot for slot in later if slot.buffer.index not in block]
         for slot in (*outputs, *packed, *own_later):
@@ -151,6 +157,15 @@ class Program:
         values[self._first : self._end] = array("q", derived)
         self._last = sizes, values[:]
         return values
+
+    def run_without_output(self, sizes: tuple[int, ...], inputs: list[Tensor]) -> list[Tensor]:
+        """Likewise, with zeros in place of the first output, which the pass has to mark."""
+        if self._without_output is None:
+            assert self._make is not None
+            self._without_output = self._make(has_output=False)
+        outputs = self._without_output.run(sizes, inputs)
+        outputs[0].zero_()
+        return outputs
 
     def run(self, sizes: tuple[int, ...], inputs: list[Tensor]) -> list[Tensor]:
         """Launches the pass on the current stream. Returns the outputs. inputs: is emptied, so that memory is freed."""
@@ -266,6 +281,16 @@ def _is_whole(slot: Slot) -> bool:
 
 def _text(size: Number) -> str:
     return size.text if type(size) is Size else str(size)
+
+
+def _without_output(trace: Trace) -> list[Item]:
+    """Returns the items of a trace without the work that makes the first output."""
+    start = trace.output_start
+    assert start is not None
+    return [
+        *trace.items[:start],
+        *[item for item in trace.items[start:] if item[0] in ("allocate", "free", "record", "wait")],
+    ]
 
 
 def _without(items: list[Item], shared: set[int]) -> list[Item]:

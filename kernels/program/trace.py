@@ -280,6 +280,13 @@ def current_trace() -> "Trace | None":
     return _CURRENT.get()
 
 
+def begin_output() -> None:
+    """Notes in a traced pass, if one runs, that what it launches from here on makes its first output, and no other."""
+    trace = current_trace()
+    if trace is not None:
+        trace.output_start = len(trace.items)
+
+
 def by_torch(
     function: Callable[..., torch.Tensor],
     shape: Shape,
@@ -335,7 +342,7 @@ class ForeignFunction(Protocol):
 
 @final
 class Trace:
-    """The record of a pass. items: in order, see program.py. guards: see sizes.py.
+    """The record of a pass. items: in order, see program.py. guards: see sizes.py. output_start: see `begin_output`.
 
     sizes: of the traced step, by name. usual: of a large one, for the choice of tensors that share memory.
     """
@@ -345,6 +352,7 @@ class Trace:
         self.names, self.usual = list(sizes), usual
         self.sizes = [Size(name, value, self.guards) for name, value in sizes.items()]
         self.items: list[Item] = []
+        self.output_start: int | None = None
         self.num_buffers, self._done = 0, False
         # Buffers that another lane has dropped. They are freed once lane 0 has waited for an event behind that.
         self._dropped: list[int] = []

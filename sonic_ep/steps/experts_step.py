@@ -130,8 +130,13 @@ class ExpertsStep:
         """Whether backward needs x."""
         return not self.kind.save_dispatched
 
-    def forward(self, x_TH: Tensor, weights_N: Tensor, weights: MoEWeights) -> tuple[Tensor, list[Tensor]]:
-        """Returns out_TH and what backward needs, besides x and the weights. Called once."""
+    def forward(
+        self, x_TH: Tensor, weights_N: Tensor, weights: MoEWeights, *, needs_output: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Returns out_TH and what backward needs, besides x and the weights. Called once.
+
+        needs_output: see `forward` in expert_parallel_mlp.py.
+        """
         routing, prepared, self.routing, self.prepared = self.routing, self.prepared, None, None
         assert routing is not None
         programs, ranks, weights = self.programs, self.kind.ranks, weights.in_place()
@@ -150,7 +155,8 @@ class ExpertsStep:
             }
             given += [extra[name]() for name in programs.forward.extra]
         saved = [given[number] for number in programs.saved_inputs]
-        out_TH, *later = programs.forward.run(weights.with_distance(self.sizes), given)
+        run = programs.forward.run if needs_output else programs.forward.run_without_output
+        out_TH, *later = run(weights.with_distance(self.sizes), given)
         return out_TH, [*saved, *later]
 
     def _lists(self, routing: Routing, weights_N: Tensor, prepared: PreparedDispatch | None) -> list[Tensor]:
@@ -211,13 +217,15 @@ class ExpertsCode:
         """See `ExpertsStep`."""
         return not self.call.save_dispatched
 
-    def forward(self, x_TH: Tensor, weights_N: Tensor, weights: MoEWeights) -> tuple[Tensor, list[Tensor]]:
+    def forward(
+        self, x_TH: Tensor, weights_N: Tensor, weights: MoEWeights, *, needs_output: bool
+    ) -> tuple[Tensor, list[Tensor]]:
         """See `ExpertsStep`."""
         call, routing, prepared, self.routing, self.prepared = self.call, self.routing, self.prepared, None, None
         if prepared is None:
             assert routing is not None
             prepared = call.transport.prepare(routing, plan_for(routing.counts, call.group.rank), x_TH)
-        out_TH, state = forward(x_TH, prepared, weights.of_experts(self.layout), call)
+        out_TH, state = forward(x_TH, prepared, weights.of_experts(self.layout), call, needs_output=needs_output)
         self.handle_sizes = state.handle.without_lists()
         rows = [state.rows] if call.save_dispatched else []
         return out_TH, [*rows, *state.pop(), *state.handle.lists()]

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from sonic_ep.dispatch.checkpoint_regions import SavingForward
 from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.dispatch.protocol import HandleSizes
@@ -66,11 +67,13 @@ class _Step(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         given = [*inputs] if call.expert_bias_E is None else [*inputs, call.expert_bias_E]
         given += [call.extra[name] for name in programs.forward.extra]
-        y_TH, loss, *rest = programs.forward.run(sizes, given)
+        saving = SavingForward.present(bool(programs.backward))
+        run = programs.forward.run if saving.needs_output else programs.forward.run_without_output
+        y_TH, loss, *rest = run(sizes, given)
         call.statistics, later = rest[:_NUM_STATISTICS], rest[_NUM_STATISTICS:]
         call.lists = functools.partial(programs.lists, later, sizes) if programs.num_lists else None
         if programs.backward:
-            ctx.save_for_backward(*inputs, *programs.saved(later))
+            ctx.save_for_backward(*saving.noted([*inputs, *programs.saved(later)]))
         ctx.call = programs, kind, sizes, call.begin_backward
         ctx.set_materialize_grads(False)
         return y_TH, loss

@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from sonic_ep.dispatch.checkpoint_regions import SavingForward
 from sonic_ep.dispatch.plan import plan_for
 from sonic_ep.expert_parallel_mlp import Call
 from sonic_ep.first_order import Context, first_order
@@ -70,7 +71,7 @@ class RoutedStep:
         return loss, Routing(weights_N, token_ids_N, counts, T, most, split_sizes=self.arriving()), plan, later
 
     def rest(
-        self, x_TH: Tensor, routing: Routing, plan: RankPlan, weights: MoEWeights
+        self, x_TH: Tensor, routing: Routing, plan: RankPlan, weights: MoEWeights, *, needs_output: bool
     ) -> tuple[Tensor, ExpertsStep | ExpertsCode, list[Tensor]]:
         """Returns y_TH, what has run dispatch, experts and combine, and what their backward needs."""
         config, ranks, has_backward = self.kind.config, self.kind.ranks, any(self.kind.needs)
@@ -81,7 +82,7 @@ class RoutedStep:
         given = MoECall(x_TH, routing, weights, _NO_BUFFERS, call, "interleaved")
         experts = self.of_experts.step(given, ranks, prepared=prepared, has_backward=has_backward)
         experts = experts or ExpertsCode(call, "interleaved", routing, prepared)
-        y_TH, saved = experts.forward(x_TH, routing.weights_N, weights)
+        y_TH, saved = experts.forward(x_TH, routing.weights_N, weights, needs_output=needs_output)
         return y_TH, experts, saved
 
 
@@ -92,11 +93,13 @@ class _RoutedStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context[_ForBackward], step: RoutedStep, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         x_TH, weights = inputs[0], step.kind.weights_of(inputs[1:])
+        saving = SavingForward.present(any(step.kind.needs))
         with without_autocast(x_TH.device.type):
             loss, routing, plan, of_router = step.route(x_TH, weights)
-            y_TH, experts, saved = step.rest(x_TH, routing, plan, MoEWeights.of_layer(*weights[2:]))
+            of_experts = MoEWeights.of_layer(*weights[2:])
+            y_TH, experts, saved = step.rest(x_TH, routing, plan, of_experts, needs_output=saving.needs_output)
         if any(step.kind.needs):
-            ctx.save_for_backward(*inputs, *of_router, *saved)
+            ctx.save_for_backward(*saving.noted([*inputs, *of_router, *saved]))
         ctx.call = step.programs, step.kind, step.sizes, experts, len(of_router), routing.token_ids_N.shape[0]
         ctx.set_materialize_grads(False)
         return y_TH, loss

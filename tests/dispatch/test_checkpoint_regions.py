@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sonic_ep import EPGroup, MoE, MoEConfig, TransportConfig
 from sonic_ep.dispatch.checkpoint_regions import Regions, present_region
+from sonic_ep.kernels.experts import mlp
 from tests.helpers.launch import RankPool
 from tests.helpers.static_buffers import buffers_in_files
 from tests.helpers.triton_device import triton_device
@@ -96,6 +98,50 @@ def test_nothing_is_kept_of_a_region_that_is_gone() -> None:
     gc.collect()
     assert not block.regions._calls
     assert not block.regions._next
+
+
+def block_of(name: str, layer: MoE) -> Callable[[Tensor], Tensor]:
+    def moe(x: Tensor) -> Tensor:
+        return layer(x).y
+
+    def given_constants(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            constants = moe(x)
+        return moe(x + constants)
+
+    return {
+        "residual": lambda x: x + moe(x),
+        "saved": lambda x: moe(x).sin(),
+        "twice": lambda x: moe(moe(x)),
+        "given_constants": given_constants,
+    }[name]
+
+
+# How often the experts' outputs are made in forward and in recomputation: where nothing reads them, not again.
+BLOCKS = {"residual": (1, 0), "saved": (1, 1), "twice": (2, 1), "given_constants": (2, 1)}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_outputs_that_nobody_reads_are_not_recomputed(name: str, early_stop: bool, nested: bool) -> None:
+    layer = MoE(MoEConfig(d=8, n=4, E=8, K=2), seed=0)
+    block, found, counts = block_of(name, layer), list[list[Tensor]](), list[int]()
+    for in_region in (False, True):
+        x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        run = region_of(block) if in_region else block
+        with (
+            set_checkpoint_early_stop(early_stop),
+            patch.object(mlp, "forward_output", wraps=mlp.forward_output) as made,
+        ):
+            y = (region_of(run) if nested and in_region else run)(x)
+            counts.append(made.call_count)
+            found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.experts.parameters()])])
+            counts.append(made.call_count - counts[-1])
+    assert all(map(torch.equal, *found))
+    forward, again = BLOCKS[name]
+    # Where it does not stop early, the outer region's recomputation runs the inner region once more.
+    assert counts == [forward, 0, forward, again + (forward if nested and not early_stop else 0)]
 
 
 def gradients(layer: MoE, step: int, *, checkpointed: bool) -> list[Tensor]:

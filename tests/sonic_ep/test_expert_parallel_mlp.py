@@ -74,7 +74,7 @@ def bounded(rank: int, cases: list[Case], folder: str) -> list[str]:
                 transport.bounded_by(bound),
                 noting(how, "o", SymmetricTransport, "_launch"),
                 noting(how, "r", AsyncSplitSizes, "read"),
-                noting(how, "e", mlp, "forward"),
+                noting(how, "e", mlp, "forward_hidden"),
             ):
                 got = step(transport, group, routing, experts)
             if not bound.holds(needed):  # its results are undefined, and nothing was sent

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sonic_ep import MoE, MoEConfig, RoundingConfig, RouterConfig, replay_contexts
+from sonic_ep.kernels.program.program import Program
 from tests.helpers.changing_routing import LOSSES, leaning_tokens
 
 pytestmark = pytest.mark.gpu
@@ -192,14 +194,17 @@ def test_autocast() -> None:
 def test_activation_checkpointing(contexts: Any) -> None:
     more = {} if contexts is None else {"context_fn": contexts}
     (program,), (code,) = layers(CONFIGS["nearest"])
-    for step in range(3):
-        results = []
-        for layer in (program, code):
-            x = inputs(step).requires_grad_()
-            y = checkpoint(lambda x, layer=layer: layer(x).y * 2, x, use_reentrant=False, **more)
-            results.append([y, *torch.autograd.grad((y**2).sum(), [x, *layer.parameters()])])
-        assert_same(*results)
+    run = Program.run_without_output
+    with patch.object(Program, "run_without_output", autospec=True, side_effect=run) as recomputed:
+        for step in range(3):
+            results = []
+            for layer in (program, code):
+                x = inputs(step).requires_grad_()
+                y = checkpoint(lambda x, layer=layer: layer(x).y * 2, x, use_reentrant=False, **more)
+                results.append([y, *torch.autograd.grad((y**2).sum(), [x, *layer.parameters()])])
+            assert_same(*results)
     assert program.num_programs == 1
+    assert recomputed.call_count == 3
 
 
 def test_a_program_needs_no_more_memory() -> None:

@@ -357,7 +357,8 @@ def test_nothing_waits_for_the_device() -> None:
     pairs = rows_by_pair.indices.int()
 
     def forward_and_backward() -> None:
-        y, h = mlp.forward(operations, o.x, weights, lists, o.activation)
+        a, h = mlp.forward_hidden(operations, o.x, weights, lists, o.activation)
+        y = mlp.forward_output(operations, a, weights, lists)
         gather_sum(y, pairs, row_starts, o.pair_weights)
         grads = mlp.backward_hidden(operations, o.do, h, o.pair_weights, weights, lists, o.activation)
         mlp.backward_pairs(operations, grads.dh_PJ, weights, lists)

@@ -145,7 +145,8 @@ def computed(problem: Problem, activation: str) -> dict[str, Tensor]:
     """The same from mlp. dS of padding is left out, as combine_scalars leaves it out."""
     act, lists, weights = activation_named(activation), problem.lists, problem.expert_weights()
     x_RH, do_RH, weights_P = problem.x_RH, problem.do_RH, problem.weights_P
-    y_PH, h_PJ = mlp.forward(reference, x_RH, weights, lists, act)
+    a_PI, h_PJ = mlp.forward_hidden(reference, x_RH, weights, lists, act)
+    y_PH = mlp.forward_output(reference, a_PI, weights, lists)
     out_RH = gather_sum(y_PH, *problem.pairs_by_row, weights_P)
     grads = mlp.backward_hidden(reference, do_RH, h_PJ, weights_P, weights, lists, act)
     dx_PH = mlp.backward_pairs(reference, grads.dh_PJ, weights, lists)
@@ -197,7 +198,7 @@ def test_padding_changes_no_bit(case: Case, activation: str) -> None:
 def test_padding_rows_carry_exact_zeros_into_the_gradients(case: Case, activation: str) -> None:
     problem = Problem.draw(case, activation, bias=True)
     act, weights, lists = activation_named(activation), problem.expert_weights(), problem.lists
-    _, h_PJ = mlp.forward(reference, problem.x_RH, weights, lists, act)
+    _, h_PJ = mlp.forward_hidden(reference, problem.x_RH, weights, lists, act)
     grads = mlp.backward_hidden(reference, problem.do_RH, h_PJ, problem.weights_P, weights, lists, act)
     padding = torch.ones(h_PJ.shape[0], dtype=torch.bool)
     padding[problem.real_slots] = False
