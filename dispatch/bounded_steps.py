@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, Self, TypeVar, final
 
 import torch
 
-from sonic_ep.dispatch.checkpoint_regions import Regions, present_region
+from sonic_ep.dispatch.checkpoint_regions import Regions, ends_with_saving_forward, present_region
 from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
@@ -92,11 +92,11 @@ class BoundedSteps(Generic[Layer]):
     def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
         return type(self), (self._group, self._check, self._transport_of)
 
-    def begin(self, layer: Layer) -> Step | None:
+    def begin(self, layer: Layer, *, is_replayed: bool = False) -> Step | None:
         """Returns the next step. None if the code has to run: the first call has no bound, or no buffers for it yet.
 
         That is so on every rank whose layer is in the same mode. A collective at the first use of the transport;
-        buffers are never allocated here.
+        buffers are never allocated here. is_replayed: whether its routing is, without an exchange of counts.
         """
         region, is_repeated = present_region(), False
         if region is None:
@@ -106,8 +106,9 @@ class BoundedSteps(Generic[Layer]):
         self._call, self.repeats_code = call, is_repeated and call.as_code
         if call.transport is not None:
             call.transport.least = call.least  # so ranks that run their code send to the same places
-            if region is not None:
-                self._group.order.add_region(self._group.layer)
+        if region is not None:
+            is_last = not is_replayed and ends_with_saving_forward(region)
+            self._group.order.add_region(self._group.layer, is_last=is_last)
         return call.step
 
     def _new_call(self, layer: Layer, *, in_region: bool) -> _Call:

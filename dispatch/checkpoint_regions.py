@@ -79,10 +79,16 @@ class Regions(Generic[Call]):
 _ENDS = weakref.WeakKeyDictionary[object, dict[int, int]]()
 
 
+def ends_with_saving_forward(region: Region) -> bool:
+    """Returns True in a recomputation if the region has saved nothing behind its last `SavingForward`."""
+    return region.recomputation is not None and len(region.frame.weak_holders) in _ENDS.get(region.frame, {}).values()
+
+
 class SavingForward(NamedTuple):
     """A forward of an autograd function, which saves tensors for backward. first: how many its region had saved before.
 
-    needs_output: whether anybody reads what it returns. Equal on all ranks.
+    needs_output: whether anybody reads what it returns. Ranks that call the same layers agree on it if they agree on
+    `ends_with_saving_forward`, which they compare, see groups/order.py.
     """
 
     first: int = 0

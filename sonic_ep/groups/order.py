@@ -35,26 +35,29 @@ class Ran(NamedTuple):
     """One run of a rank: the backward of a forward, or with `is_replay` the replay of a forward's CUDA graph.
 
     is_graphed: whether the forward is in a CUDA graph. in_region: no backward, but a forward that begins in a region of
-    activation checkpointing.
+    activation checkpointing. is_last: of such a forward that is recomputed, whether the region has saved nothing behind
+    its layers.
     """
 
     forward: Forward
     is_graphed: bool = False
     is_replay: bool = False
     in_region: bool = False
+    is_last: bool = False
 
     @property
     def identity(self) -> int:
         """The same on every rank, and of no other. A forward that exchanges counts needs no layer, which may be 0."""
         layer, exchange, _ = self.forward
-        kind = 4 * self.in_region + 2 * self.is_replay + self.is_graphed + 1
+        kind = 8 * self.is_last + 4 * self.in_region + 2 * self.is_replay + self.is_graphed + 1
         return (exchange << 20) + (layer << 3) * self.is_graphed + kind
 
     def __str__(self) -> str:
         layer, number, _ = self.forward
         of_layer = f"layer {layer}" if layer else "a layer"
         if self.in_region:
-            return f"a forward of {of_layer} under activation checkpointing"
+            behind = ", which has saved nothing behind its MoE layers" if self.is_last else ""
+            return f"a forward of {of_layer} under activation checkpointing{behind}"
         return (
             f"replay {number} of {of_layer}" if self.is_replay else f"the backward of forward {number}, of {of_layer}"
         )
@@ -84,10 +87,10 @@ class Order:
         if len(self._ran) < _MAX_LISTED:
             self._ran.append(ran)
 
-    def add_region(self, layer: int) -> None:
+    def add_region(self, layer: int, *, is_last: bool = False) -> None:
         """Call it in front of an exchange of counts in a region of activation checkpointing that is not reentrant."""
         last = self.last
-        self.add_ran(Ran(Forward(layer), in_region=True))
+        self.add_ran(Ran(Forward(layer), in_region=True, is_last=is_last))
         self.last = last
 
     def ran(self) -> tuple[int, list[Ran]]:
@@ -116,6 +119,12 @@ def problem_with_orders(lists: list[list[Ran]], hashes: Sequence[int]) -> str:
         if len({None if ran is None else ran.identity for ran in each}) > 1:
             texts = (f"{'nothing more' if ran is None else ran} on rank {rank}" for rank, ran in enumerate(each))
             shown = f"number {number} since the last forward was {', '.join(texts)}"
+            if all(ran is not None and ran.in_region for ran in each):
+                return (
+                    "the ranks of the EP group disagree what a checkpointed block does behind its MoE layers "
+                    f"({shown}), and a recomputation leaves out what nobody needs; let all ranks do the same there, or "
+                    "put what one does alone under torch.no_grad()"
+                )
             if any(ran is not None and ran.in_region for ran in each):
                 return (
                     f"the ranks of the EP group disagree whether activations are checkpointed ({shown}), and a "

@@ -21,6 +21,7 @@ from sonic_ep.dispatch.local import LocalTransport
 from sonic_ep.functional import moe
 from sonic_ep.groups import EPGroup
 from sonic_ep.integrations.options import SonicEPOptions
+from sonic_ep.routers.replay import replaying
 from sonic_ep.routing import Routing
 from sonic_ep.steps.experts_step import ExpertsPrograms, RunsAs
 from sonic_ep.steps.programs import StepPrograms
@@ -77,7 +78,7 @@ class FrameworkExperts:
         """
         if not self._as_programs or torch.compiler.is_dynamo_compiling() or not host_may_wait(x_TH):
             return None
-        step = None if self._steps is None else self._steps.begin((x_TH, is_bounded))
+        step = None if self._steps is None else self._steps.begin((x_TH, is_bounded), is_replayed=replaying())
         runs_as = RunsAs.of(self._programs, self.group, self.transport, step)
         runs_as.routes = TopKStep(self._routings, runs_as.ranks, self._steps)
         return runs_as

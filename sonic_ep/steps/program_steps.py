@@ -22,7 +22,7 @@ from sonic_ep.config import MoEConfig
 from sonic_ep.dispatch.bounded_steps import BoundedSteps, Step
 from sonic_ep.dispatch.row_exchange import CollectiveTransport
 from sonic_ep.groups.order import NO_ORDER
-from sonic_ep.routers.replay import in_region
+from sonic_ep.routers.replay import in_region, replaying
 from sonic_ep.routing import AsyncSplitSizes, SplitSizes
 from sonic_ep.steps.experts_step import ExpertsPrograms, RunsAs
 from sonic_ep.steps.layer_step import MAX_TOKENS, StepCall, run, traced
@@ -98,7 +98,7 @@ class ProgramSteps:
             self._steps.observe(split_sizes)
 
     def _outputs_of_ranks(self, layer: "MoE", x: Tensor, steps: _Steps, *, only_code: bool) -> list[Tensor] | None:
-        step = self._step = steps.begin(layer)
+        step = self._step = steps.begin(layer, is_replayed=replaying())
         kind = None if only_code or steps.repeats_code else self._kind_of_call(layer, x, step)
         steps.decided(as_code=kind is None)
         if kind is None:

@@ -173,3 +173,44 @@ def steps_in_regions(rank: int, folder: str) -> list[bool]:
 @pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels; see test_ranks_as_programs.py")
 def test_regions_across_ranks_while_the_bound_grows(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(steps_in_regions, str(tmp_path)) == [[True] * 3] * 2
+
+
+def behind_the_last_layer(rank: int, folder: str, alone: bool, detached: bool) -> tuple[str, int]:
+    """What is raised where one rank looks at an output, and how often this one makes outputs in two steps."""
+    layer = MoE(MoEConfig(d=8, n=4, E=8, K=2, transport=TransportConfig(timeout=20)), EPGroup(), seed=0)
+
+    def block(x: Tensor) -> Tensor:
+        y = layer(x).y
+        if rank == 0 or not alone:
+            (y.detach() if detached else y).norm()  # which saves y for a backward
+        return y
+
+    with (
+        buffers_in_files(layer.transport, folder, static=False),  # pyright: ignore[reportArgumentType]
+        patch.object(mlp, "forward_output", wraps=mlp.forward_output) as made,
+    ):
+        for step in range(2):
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2 * step + rank)).requires_grad_()
+            try:
+                region_of(block)(x).square().sum().backward()
+            except ValueError as error:
+                return str(error), made.call_count
+    return "", made.call_count
+
+
+@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels; see test_ranks_as_programs.py")
+@pytest.mark.parametrize(
+    ("alone", "detached", "count"), [(False, False, 4), (False, True, 2), (True, True, 2)], ids=["read", "not", "one"]
+)
+def test_ranks_leave_out_outputs_together(
+    ranks: Ranks, tmp_path: Path, alone: bool, detached: bool, count: int
+) -> None:
+    assert ranks(2).run(behind_the_last_layer, str(tmp_path), alone, detached) == [("", count)] * 2
+
+
+@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels")
+def test_ranks_that_disagree_what_is_behind_a_layer(ranks: Ranks, tmp_path: Path) -> None:
+    for message, _ in ranks(2).run(behind_the_last_layer, str(tmp_path), True, False):
+        assert "disagree what a checkpointed block does behind its MoE layers" in message
+        assert "on rank 0, a forward of layer" in message
+        assert "saved nothing behind its MoE layers on rank 1" in message
