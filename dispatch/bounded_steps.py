@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, Self, TypeVar, final
 
 import torch
 
-from sonic_ep.dispatch.checkpoint_regions import Regions, ends_with_saving_forward, present_region
+from sonic_ep.dispatch.checkpoint_regions import Regions, compared_end, present_region
 from sonic_ep.dispatch.size_bound import SizeBound
 from sonic_ep.dispatch.symmetric import SymmetricTransport
 from sonic_ep.groups import EPGroup
@@ -107,7 +107,7 @@ class BoundedSteps(Generic[Layer]):
         if call.transport is not None:
             call.transport.least = call.least  # so ranks that run their code send to the same places
         if region is not None:
-            is_last = not is_replayed and ends_with_saving_forward(region)
+            is_last = not is_replayed and compared_end(region)
             self._group.order.add_region(self._group.layer, is_last=is_last)
         return call.step
 

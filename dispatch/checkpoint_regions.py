@@ -12,6 +12,7 @@ A reentrant checkpoint saves nothing in its forward, and needs none of this; oth
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Self, TypeVar, final
 
 import torch
@@ -75,20 +76,37 @@ class Regions(Generic[Call]):
         return calls[number], False
 
 
-# By frame: for the first tensor that a forward has saved, counted in its region, how many there were behind its last.
-_ENDS = weakref.WeakKeyDictionary[object, dict[int, int]]()
+@dataclass(slots=True)
+class _Saves:
+    """What the forwards of a region have saved, for its recomputations.
+
+    ends: for the first tensor of each, counted in the region, how many there were behind its last. is_compared: whether
+    the ranks agree that nothing, or that something, was saved behind the last of them.
+    """
+
+    ends: dict[int, int] = field(default_factory=dict)
+    is_compared: bool = False
 
 
-def ends_with_saving_forward(region: Region) -> bool:
-    """Returns True in a recomputation if the region has saved nothing behind its last `SavingForward`."""
-    return region.recomputation is not None and len(region.frame.weak_holders) in _ENDS.get(region.frame, {}).values()
+_SAVES = weakref.WeakKeyDictionary[object, _Saves]()  # by frame
+
+
+def compared_end(region: Region) -> bool:
+    """Returns whether a region that is recomputed has saved nothing behind its last `SavingForward`.
+
+    Call it where all ranks raise an error if they get different answers.
+    """
+    if region.recomputation is None:
+        return False
+    saves = _SAVES.setdefault(region.frame, _Saves())
+    saves.is_compared = True
+    return len(region.frame.weak_holders) in saves.ends.values()
 
 
 class SavingForward(NamedTuple):
     """A forward of an autograd function, which saves tensors for backward. first: how many its region had saved before.
 
-    needs_output: whether anybody reads what it returns. Ranks that call the same layers agree on it if they agree on
-    `ends_with_saving_forward`, which they compare, see groups/order.py.
+    needs_output: whether anybody reads what it returns. Equal on all ranks.
     """
 
     first: int = 0
@@ -96,14 +114,14 @@ class SavingForward(NamedTuple):
     needs_output: bool = True
 
     @classmethod
-    def present(cls, has_backward: bool) -> Self:
+    def present(cls, *, has_backward: bool, num_ranks: int) -> Self:
         """Call it in front of the forward. has_backward: whether that saves anything."""
         region = present_region() if has_backward else None
         if region is None:
             return cls()
-        first, ends = region.num_saved, _ENDS.setdefault(region.frame, {})
-        is_last = region.recomputation is not None and ends.get(first) == len(region.frame.weak_holders)
-        return cls(first, ends, not is_last)
+        first, saves = region.num_saved, _SAVES.setdefault(region.frame, _Saves())
+        is_last = region.recomputation is not None and saves.ends.get(first) == len(region.frame.weak_holders)
+        return cls(first, saves.ends, not (is_last and (saves.is_compared or num_ranks == 1)))
 
     def noted(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Notes what the forward saves, and returns it."""

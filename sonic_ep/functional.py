@@ -5,6 +5,7 @@ expert width, J pre-activation columns (2I if gated else I).
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -28,7 +29,6 @@ from sonic_ep.kernels.backend import start_compiling
 from sonic_ep.kernels.experts.activations import Activation, activation_named, interleave
 from sonic_ep.kernels.lora.low_rank import ExpertsLoRA
 from sonic_ep.kernels.program.program import without_autocast
-from sonic_ep.routers.replay import replaying
 from sonic_ep.routing import GroupCounts, Routing
 from sonic_ep.steps.experts_step import ExpertsCode, ExpertsStep, MoECall, RunsAs
 from sonic_ep.steps.experts_trace import MoEWeights
@@ -141,11 +141,10 @@ def moe(
         tensors = x_TH, routing.weights_N, *weights
         arguments = *tensors, routing, params
         saves = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
-        # Elsewhere nobody compares the ranks' regions.
-        saves &= group.size == 1 or (runs_as is not None and not replaying())
-        out_TH = _ExpertParallelMLP.apply(*arguments, step, SavingForward.present(saves))
+        saving = partial(SavingForward.present, has_backward=saves, num_ranks=group.size)
+        out_TH = _ExpertParallelMLP.apply(*arguments, step, saving())
         if runs_as is not None and runs_as.exceeded(routing):
-            out_TH = _ExpertParallelMLP.apply(*arguments, code, SavingForward.present(saves))
+            out_TH = _ExpertParallelMLP.apply(*arguments, code, saving())
     return out_TH
 
 

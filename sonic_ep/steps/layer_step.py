@@ -67,7 +67,9 @@ class _Step(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         given = [*inputs] if call.expert_bias_E is None else [*inputs, call.expert_bias_E]
         given += [call.extra[name] for name in programs.forward.extra]
-        saving = SavingForward.present(bool(programs.backward))
+        saving = SavingForward.present(
+            has_backward=bool(programs.backward), num_ranks=1 if kind.ranks is None else kind.ranks.group.size
+        )
         run = programs.forward.run if saving.needs_output else programs.forward.run_without_output
         y_TH, loss, *rest = run(sizes, given)
         call.statistics, later = rest[:_NUM_STATISTICS], rest[_NUM_STATISTICS:]

@@ -93,7 +93,9 @@ class _RoutedStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context[_ForBackward], step: RoutedStep, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         x_TH, weights = inputs[0], step.kind.weights_of(inputs[1:])
-        saving = SavingForward.present(any(step.kind.needs))
+        assert step.kind.ranks is not None
+        num_ranks = step.kind.ranks.group.size
+        saving = SavingForward.present(has_backward=any(step.kind.needs), num_ranks=num_ranks)
         with without_autocast(x_TH.device.type):
             loss, routing, plan, of_router = step.route(x_TH, weights)
             of_experts = MoEWeights.of_layer(*weights[2:])

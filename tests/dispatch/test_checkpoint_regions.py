@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from sonic_ep import EPGroup, MoE, MoEConfig, TransportConfig
+from sonic_ep import EPGroup, MoE, MoEConfig, TransportConfig, replay_contexts
 from sonic_ep.dispatch.checkpoint_regions import Regions, present_region
 from sonic_ep.kernels.experts import mlp
 from tests.helpers.launch import RankPool
@@ -175,7 +175,9 @@ def test_regions_across_ranks_while_the_bound_grows(ranks: Ranks, tmp_path: Path
     assert ranks(2).run(steps_in_regions, str(tmp_path)) == [[True] * 3] * 2
 
 
-def behind_the_last_layer(rank: int, folder: str, alone: bool, detached: bool) -> tuple[str, int]:
+def behind_the_last_layer(
+    rank: int, folder: str, alone: bool, detached: bool, replays: bool = False
+) -> tuple[str, int]:
     """What is raised where one rank looks at an output, and how often this one makes outputs in two steps."""
     layer = MoE(MoEConfig(d=8, n=4, E=8, K=2, transport=TransportConfig(timeout=20)), EPGroup(), seed=0)
 
@@ -191,8 +193,9 @@ def behind_the_last_layer(rank: int, folder: str, alone: bool, detached: bool) -
     ):
         for step in range(2):
             x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2 * step + rank)).requires_grad_()
+            more = {"context_fn": replay_contexts} if replays else {}
             try:
-                region_of(block)(x).square().sum().backward()
+                region_of(block, **more)(x).square().sum().backward()
             except ValueError as error:
                 return str(error), made.call_count
     return "", made.call_count
@@ -214,3 +217,8 @@ def test_ranks_that_disagree_what_is_behind_a_layer(ranks: Ranks, tmp_path: Path
         assert "disagree what a checkpointed block does behind its MoE layers" in message
         assert "on rank 0, a forward of layer" in message
         assert "saved nothing behind its MoE layers on rank 1" in message
+
+
+@pytest.mark.skipif(triton_device() != "cpu", reason="interprets its kernels; see test_ranks_as_programs.py")
+def test_where_routing_is_replayed_ranks_need_not_agree(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(behind_the_last_layer, str(tmp_path), True, False, True) == [("", 4)] * 2
