@@ -91,12 +91,17 @@ class _Saves:
 _SAVES = weakref.WeakKeyDictionary[object, _Saves]()  # by frame
 
 
+def _may_leave_out(region: Region) -> bool:
+    """Returns True in a recomputation, except of selective checkpointing, which counts what runs in both passes."""
+    return region.recomputation is not None and torch._C._len_torch_dispatch_stack() == 0
+
+
 def compared_end(region: Region) -> bool:
     """Returns whether a region that is recomputed has saved nothing behind its last `SavingForward`.
 
     Call it where all ranks raise an error if they get different answers.
     """
-    if region.recomputation is None:
+    if not _may_leave_out(region):
         return False
     saves = _SAVES.setdefault(region.frame, _Saves())
     saves.is_compared = True
@@ -120,7 +125,7 @@ class SavingForward(NamedTuple):
         if region is None:
             return cls()
         first, saves = region.num_saved, _SAVES.setdefault(region.frame, _Saves())
-        is_last = region.recomputation is not None and saves.ends.get(first) == len(region.frame.weak_holders)
+        is_last = _may_leave_out(region) and saves.ends.get(first) == len(region.frame.weak_holders)
         return cls(first, saves.ends, not (is_last and (saves.is_compared or num_ranks == 1)))
 
     def noted(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

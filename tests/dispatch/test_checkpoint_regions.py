@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from sonic_ep import EPGroup, MoE, MoEConfig, TransportConfig, replay_contexts
 from sonic_ep.dispatch.checkpoint_regions import Regions, present_region
@@ -142,6 +142,19 @@ def test_outputs_that_nobody_reads_are_not_recomputed(name: str, early_stop: boo
     forward, again = BLOCKS[name]
     # Where it does not stop early, the outer region's recomputation runs the inner region once more.
     assert counts == [forward, 0, forward, again + (forward if nested and not early_stop else 0)]
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_selective_checkpointing_recomputes_all(early_stop: bool) -> None:
+    """It counts the operations of both passes, and takes results of forward by their numbers."""
+    layer, found = MoE(MoEConfig(d=8, n=4, E=8, K=2), seed=0), list[list[Tensor]]()
+    selective = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.sin.default])
+    for contexts in ({}, {"context_fn": selective}):
+        x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with set_checkpoint_early_stop(early_stop):
+            y = region_of(lambda x: x.sin() + layer(x).y, **contexts)(x)
+            found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.experts.parameters()])])
+    assert all(map(torch.equal, *found))
 
 
 def gradients(layer: MoE, step: int, *, checkpointed: bool) -> list[Tensor]:
