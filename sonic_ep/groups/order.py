@@ -122,8 +122,8 @@ def problem_with_orders(lists: list[list[Ran]], hashes: Sequence[int]) -> str:
             if all(ran is not None and ran.in_region for ran in each):
                 return (
                     "the ranks of the EP group disagree what a checkpointed block does behind its MoE layers "
-                    f"({shown}), and a recomputation leaves out what nobody needs; let all ranks do the same there, under "
-                    "the same dispatch modes, or put what one does alone under torch.no_grad()"
+                    f"({shown}), and a recomputation leaves out what nobody needs; let all ranks do the same there, "
+                    "under the same dispatch modes, or put what one does alone under torch.no_grad()"
                 )
             if any(ran is not None and ran.in_region for ran in each):
                 return (
