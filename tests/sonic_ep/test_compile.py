@@ -222,9 +222,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def spy(module: ModuleType, name: str) -> None:
         wrapped = getattr(module, name)
 
-        def called(*arguments: Any) -> Any:
+        def called(*arguments: Any, **options: Any) -> Any:
             calls.append(name)
-            return wrapped(*arguments)
+            return wrapped(*arguments, **options)
 
         monkeypatch.setattr(module, name, called)
 
