@@ -70,9 +70,9 @@ class _Call:
 class BoundedSteps(Generic[Layer]):
     """The steps of a layer on several ranks. A copy starts without any.
 
-    check: gets the status fields of all ranks, rank by rank, and what this rank sent, see `Order`. Raises if one has an
-    error. transport_of: returns the
-    transport of a layer, or None if it does not use symmetric memory.
+    check: gets the status fields of all ranks, rank by rank, and what this rank has sent with its own, see `Order`.
+    Raises if one has an error. transport_of: returns the transport of a layer, or None if it does not use symmetric
+    memory.
     """
 
     def __init__(

@@ -92,7 +92,8 @@ _SAVES = weakref.WeakKeyDictionary[object, _Saves]()  # by frame
 
 
 def _may_leave_out(region: Region) -> bool:
-    """Returns True in a recomputation, except of selective checkpointing, which counts what runs in both passes."""
+    """Returns True in a recomputation without a dispatch mode. That of selective checkpointing counts the operations of
+    forward and recomputation, which have to be the same."""
     return region.recomputation is not None and torch._C._len_torch_dispatch_stack() == 0
 
 
