@@ -7,6 +7,8 @@
 * For every operation it finds out anew how its operands are converted and broadcast, which follows from their types:
   here it is remembered for a pair of types. A number's tensor is kept, too.
 * Every sum of integers it repeats with more bits, to compare the two and forget the result unless it debugs.
+
+And without an error of Triton 3.6, see `_widen_integers`.
 """
 
 import dataclasses
@@ -29,6 +31,7 @@ def quicken_interpreter() -> None:
     _replace_the_language_once(interpreter, core)
     _share_types(interpreter, core)
     _remember_conversions(interpreter, core, import_module("triton.language.semantic"))
+    _widen_integers(interpreter, core)
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
@@ -159,3 +162,16 @@ def _remember_conversions(interpreter: Any, core: Any, semantic: Any) -> None:
 
     for name in ("binary_op_type_checking_impl", "broadcast_impl_value"):
         setattr(semantic.TritonSemantic, name, remembering(getattr(semantic.TritonSemantic, name)))
+
+
+def _widen_integers(interpreter: Any, core: Any) -> None:
+    """An argument of a kernel between 2^31 and 2^32 is of type int64, but has 4 bytes: a store of it copies 4 bytes of
+    other memory too."""
+    convert = interpreter._implicit_cvt
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, int) and 2**31 <= value < 2**32:
+            return core.tensor(interpreter.interpreter_builder.get_int64(value), core.int64)
+        return convert(value)
+
+    interpreter._implicit_cvt = widened
