@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import trl_grpo
 import trl_sft
 from tests.examples.conftest import EXAMPLES
+from tests.helpers.programs import run_program
 
 PAGE = EXAMPLES.parent / "docs" / "trl.md"
 # By command: the lines that it prints.
@@ -22,7 +23,9 @@ COMMANDS = {
     for command, lines in re.findall(r"^    \$ python (.*)\n((?:    step .*\n)+)", PAGE.read_text(), flags=re.MULTILINE)
 }
 ALONE = [command for command in COMMANDS if command.startswith("examples/")]
-SEVERAL = [command for command in COMMANDS if command not in ALONE]
+# By program and flags.
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 "
+SEVERAL = [command.removeprefix(TORCHRUN) for command in COMMANDS if command.startswith(TORCHRUN)]
 RUN_ALL = """
 import runpy, sys
 folder, *commands = sys.argv[1:]
@@ -104,8 +107,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return printed
 
 
-def check(command: str, printed: list[str]) -> None:
-    found, wanted = figures(printed), figures(COMMANDS[command])
+def check(wanted: Figures, printed: list[str]) -> None:
+    found = figures(printed)
     assert [(step, name) for step, name, _ in found] == [(step, name) for step, name, _ in wanted]
     for (_, name, value), (_, _, shown) in zip(found, wanted, strict=True):
         # Another machine sums in another order. A reward counts drawn tokens, and one of these may become another.
@@ -121,14 +124,15 @@ def test_the_page_has_the_commands() -> None:
 
 @pytest.mark.parametrize("command", ALONE)
 def test_one_process_prints_what_the_page_says(command: str, alone: dict[str, list[str]]) -> None:
-    check(command, alone[command])
+    check(figures(COMMANDS[command]), alone[command])
 
 
 @pytest.mark.parallel_registry
 @pytest.mark.parametrize("command", SEVERAL)
 def test_several_processes_print_what_the_page_says(command: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    check(command, start(*command.split(), "--run-dir", str(tmp_path / "run")))
+    printed = run_program(*command.split(), "--run-dir", str(tmp_path / "run"), processes=2)
+    check(figures(COMMANDS[TORCHRUN + command]), printed)
 
 
 @pytest.mark.parallel_registry
@@ -137,8 +141,8 @@ def test_several_processes_print_what_the_page_says(command: str, tmp_path: Path
     "flags", ["--lora --lr 0.02 --steps 10", pytest.param("--muon --steps 10", marks=pytest.mark.exhaustive)]
 )
 def test_several_processes_learn_what_one_does(flags: str, alone: dict[str, list[str]], tmp_path: Path) -> None:
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 examples/trl_sft.py --ep-size 2"
-    found = figures(start(*torchrun.split(), *flags.split(), "--run-dir", str(tmp_path / "run")))
+    flags_of_two = ("--ep-size", "2", *flags.split(), "--run-dir", str(tmp_path / "run"))
+    found = figures(run_program("examples/trl_sft.py", *flags_of_two, processes=2))
     wanted = figures(alone[f"examples/trl_sft.py {flags}"])
     assert [value for *_, value in found] == pytest.approx([value for *_, value in wanted], abs=0.01)
 

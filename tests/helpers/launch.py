@@ -52,6 +52,8 @@ _PRELOADED_WITH = {
     "transformers": ("transformers.modeling_utils",),
     "megatron.core": ("megatron.core.models.gpt", "megatron.core.dist_checkpointing", "sonic_ep.integrations.megatron"),
     "deepspeed": ("deepspeed",),
+    "trl": ("transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.grpo_trainer"),
+    "torchtitan": ("tests.helpers.torchtitan_cpu", "sonic_ep.integrations.torchtitan.moe"),
 }
 # Asks a rank where it stands, and how long it may take to tell, in C, whatever it waits for.
 _ASK, _TELLS = signal.SIGUSR1, 0.2

@@ -1,9 +1,6 @@
 """TRL's SFTTrainer trains a model with our experts as one with eager experts, in one process and in two."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +8,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("trl", reason="TRL is not installed")
 from tests.helpers.hugging_face import VOCABULARY, model_of
+from tests.helpers.programs import run_program
 
-ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import json, sys, torch, torch.distributed as dist
 from datasets import Dataset
@@ -56,24 +53,10 @@ def trained(path: Path, experts: str, dispatch: str, processes: int) -> list[lis
     """Loss and gradient norm of each step."""
     program = path / "program.py"
     program.write_text(PROGRAM.replace("VOCABULARY", str(VOCABULARY)))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
-    done = subprocess.run(
-        [
-            sys.executable,
-            *(torchrun if processes > 1 else ()),
-            str(program),
-            str(path),
-            experts,
-            dispatch,
-            str(processes),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    # As without torchrun it is told of no others if it is alone.
+    several = processes if processes > 1 else None
+    lines = run_program(str(program), str(path), experts, dispatch, str(processes), processes=several)
+    (line,) = (line for line in lines if line.startswith("FOUND "))
     return json.loads(line.removeprefix("FOUND "))
 
 
