@@ -204,8 +204,11 @@ def test_with_and_without_gradients_in_turns(gpus: Gpus) -> None:
     gpus(2).run(other_modes)
 
 
-def under_checkpoint(rank: int, reentrant: bool, more: dict[str, Any], name: str) -> None:
+def under_checkpoint(rank: int, reentrant: bool, more: dict[str, Any], name: str, of_code: int | None = None) -> None:
+    """of_code: the rank whose router runs its code."""
     both = layers(CONFIGS[name])
+    if rank == of_code:
+        both[0].router.register_forward_hook(lambda *_: None)
     for step, lean in enumerate([0, 0, 3, 0, 3, 0]):
         results = []
         for layer in both:
@@ -230,6 +233,39 @@ def under_checkpoint(rank: int, reentrant: bool, more: dict[str, Any], name: str
 )
 def test_activation_checkpointing(gpus: Gpus, name: str, reentrant: bool, more: dict[str, Any]) -> None:
     gpus(2).run(under_checkpoint, reentrant, more, name)
+
+
+@pytest.mark.parametrize("of_code", [0, 1])
+@pytest.mark.parametrize("more", [{}, {"context_fn": replay_contexts}], ids=["", "replay"])
+def test_one_rank_runs_code_in_regions(gpus: Gpus, more: dict[str, Any], of_code: int) -> None:
+    gpus(2).run(under_checkpoint, False, more, "nearest", of_code)
+
+
+def one_rank_looks_at_its_output(rank: int, looks: bool) -> str:
+    """What is raised in steps of which rank 0 has a graph behind its layer, or only numbers."""
+    layer, _ = layers(CONFIGS["nearest"])
+
+    def block(x: Tensor) -> Tensor:
+        y = layer(x).y
+        if rank == 0:
+            (y if looks else y.detach()).norm()
+        return y
+
+    for step in range(6):
+        x = inputs(step).requires_grad_()
+        try:
+            checkpoint(block, x, use_reentrant=False).square().sum().backward()
+        except ValueError as error:
+            return str(error)
+    assert layer.num_programs >= 1
+    return ""
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_ranks_leave_out_outputs_together(gpus: Gpus, looks: bool) -> None:
+    for message in gpus(2).run(one_rank_looks_at_its_output, looks):
+        assert ("disagree what a checkpointed block does behind its MoE layers" in message) == looks
+        assert looks or not message
 
 
 def one_rank_under_checkpoint(rank: int) -> str:
