@@ -307,8 +307,8 @@ class _ExpertParallelMLP(torch.autograd.Function):
 class _Others(NamedTuple):
     """The arguments of `_ExpertParallelMLP` without a gradient. params: with the main_grad to which backward adds.
 
-    routing: None in backward. step: what runs it. saving: its place in
-    a region of activation checkpointing; of none in backward.
+    routing: None in backward. step: what runs it. saving: its place in a region of activation checkpointing; empty
+    in backward.
     """
 
     routing: Routing | None

@@ -17,7 +17,7 @@ ROUNDED = ("sonic_ep MoE, apportion", "sonic_ep AutoEP, apportion")
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("deepspeed_layer") / "out.json"
-    sizes = "--shape tiny --layers 1 --tokens 1024 --length 128 --micro-batches 2".split()
+    sizes = "--shape tiny --layers 2 --tokens 1024 --length 128 --micro-batches 2".split()
     turns = "--device cpu --rounds 2 --seconds 0.1".split()
     run_program("benchmarks/deepspeed_layer.py", *sizes, *turns, "--out", str(out), processes=2)
     return json.loads(out.read_text())

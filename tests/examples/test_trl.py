@@ -23,9 +23,8 @@ COMMANDS = {
     for command, lines in re.findall(r"^    \$ python (.*)\n((?:    step .*\n)+)", PAGE.read_text(), flags=re.MULTILINE)
 }
 ALONE = [command for command in COMMANDS if command.startswith("examples/")]
-# By program and flags.
+SEVERAL = [command for command in COMMANDS if command not in ALONE]
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 "
-SEVERAL = [command.removeprefix(TORCHRUN) for command in COMMANDS if command.startswith(TORCHRUN)]
 RUN_ALL = """
 import runpy, sys
 folder, *commands = sys.argv[1:]
@@ -107,8 +106,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return printed
 
 
-def check(wanted: Figures, printed: list[str]) -> None:
-    found = figures(printed)
+def check(command: str, printed: list[str]) -> None:
+    found, wanted = figures(printed), figures(COMMANDS[command])
     assert [(step, name) for step, name, _ in found] == [(step, name) for step, name, _ in wanted]
     for (_, name, value), (_, _, shown) in zip(found, wanted, strict=True):
         # Another machine sums in another order. A reward counts drawn tokens, and one of these may become another.
@@ -124,15 +123,16 @@ def test_the_page_has_the_commands() -> None:
 
 @pytest.mark.parametrize("command", ALONE)
 def test_one_process_prints_what_the_page_says(command: str, alone: dict[str, list[str]]) -> None:
-    check(figures(COMMANDS[command]), alone[command])
+    check(command, alone[command])
 
 
 @pytest.mark.parallel_registry
 @pytest.mark.parametrize("command", SEVERAL)
 def test_several_processes_print_what_the_page_says(command: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    printed = run_program(*command.split(), "--run-dir", str(tmp_path / "run"), processes=2)
-    check(figures(COMMANDS[TORCHRUN + command]), printed)
+    assert command.startswith(TORCHRUN)
+    program_and_flags = command.removeprefix(TORCHRUN).split()
+    check(command, run_program(*program_and_flags, "--run-dir", str(tmp_path / "run"), processes=2))
 
 
 @pytest.mark.parallel_registry

@@ -109,7 +109,7 @@ def config_of_arguments(argv: list[str]) -> Any:
         from megatron.training.argument_utils import core_transformer_config_from_args
         from megatron.training.arguments import validate_args
 
-        args = copy.deepcopy(_parser().parse_args(argv))  # its defaults are the parser's own
+        args = copy.deepcopy(_parser().parse_args(argv))  # defaults are objects of the parser, which is shared
         inner = math.lcm(
             args.tensor_model_parallel_size * args.context_parallel_size,
             args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size),

@@ -8,7 +8,7 @@
   here it is remembered for a pair of types. A number's tensor is kept, too.
 * Every sum of integers it repeats with more bits, to compare the two and forget the result unless it debugs.
 
-And without an error of Triton 3.6, see `_widen_integers`.
+It also mends an error of Triton 3.6, see `_widen_integers`.
 """
 
 import dataclasses

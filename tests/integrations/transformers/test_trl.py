@@ -53,9 +53,9 @@ def trained(path: Path, experts: str, dispatch: str, processes: int) -> list[lis
     """Loss and gradient norm of each step."""
     program = path / "program.py"
     program.write_text(PROGRAM.replace("VOCABULARY", str(VOCABULARY)))
-    # As without torchrun it is told of no others if it is alone.
-    several = processes if processes > 1 else None
-    lines = run_program(str(program), str(path), experts, dispatch, str(processes), processes=several)
+    arguments = str(path), experts, dispatch, str(processes)
+    # A process alone has none of torchrun's variables.
+    lines = run_program(str(program), *arguments, processes=processes if processes > 1 else None)
     (line,) = (line for line in lines if line.startswith("FOUND "))
     return json.loads(line.removeprefix("FOUND "))
 

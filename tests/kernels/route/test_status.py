@@ -37,6 +37,7 @@ def test_a_report_is_header_and_counts(E: int, draw: int | None, bad_logits: int
 
 @pytest.mark.parametrize("number", [2**31 - 1, 2**31 + 2**20 + 1, 2**32 - 1, 2**32])
 def test_words_have_more_than_32_bits(number: int) -> None:
+    """In many launches: if part of a word were other memory, that might be right in some of them."""
     counts_E = torch.arange(2, device=DEVICE)
     reports = [KERNEL.pack_rank_status(counts_E + turn, 5, number, number).tolist() for turn in range(200)]
     assert reports == [[5, number, 0, number, turn, turn + 1] for turn in range(200)]
